@@ -40,6 +40,7 @@ class MegatronStage(StageTrainer):
         last: whether it is the last stage.
         shares: tensor-parallel ranks over which the tokens of a stage's input are divided (sequence parallelism).
         gate: of the layers with experts, if there are any.
+        own: of a loop whose micro-batches stay as they are: how many a rank has, and their tokens and samples.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class MegatronStage(StageTrainer):
         last: bool,
         shares: int = 1,
         gate: ExpertGate | None = None,
+        own: tuple[int, int, int] | None = None,
     ) -> None:
         super().__init__(layers_of(gpt), next(gpt.parameters()).device)
         self._model, self._gpt, self._config = model, gpt, get_model_config(model)
         self._load, self._step, self._last, self._shares, self._gate = load, step, last, shares, gate
+        self._own = own
 
     @contextmanager
     def prepared(self, program: Program, wgrads: WgradStore) -> Iterator[None]:
@@ -79,7 +82,8 @@ class MegatronStage(StageTrainer):
         # A forward that only fills the prefix returns hidden states: it needs no logits and no loss.
         head = action.kind != "forward_kv" and self._gpt.post_process
         with recomputing(self._gpt.config, action.recomputed), with_attributes(self._gpt, post_process=head):
-            arguments: tuple[Any, ...] = self._step, loaded, self._model, 1, received, [], self._config, 1
+            number = self._own[0] if self._own else 1
+            arguments: tuple[Any, ...] = self._step, loaded, self._model, number, received, [], self._config, 1
             output: Tensor = forward_step(*arguments, is_last_stage=self._last and head)[0]
         return output
 
@@ -87,9 +91,11 @@ class MegatronStage(StageTrainer):
         return backward_step(graph.received, graph.output, gradient, self._model)
 
     def empty_like_input(self, pack: Pack) -> Tensor:
-        """[T, 1, C]."""
-        config, slots = self._config, pack.num_padded_tokens // self._shares
-        return torch.empty(slots, 1, config.hidden_size, dtype=config.pipeline_dtype, device=self.device)
+        """[T, 1, C], or [tokens, samples, C] of a micro-batch that stays as it is."""
+        config = self._config
+        tokens, samples = self._own[1:] if self._own else (pack.num_padded_tokens, 1)
+        shape = tokens // self._shares, samples, config.hidden_size
+        return torch.empty(*shape, dtype=config.pipeline_dtype, device=self.device)
 
     def free_output(self, output: Tensor) -> None:
         deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)

@@ -60,10 +60,11 @@ class ExpertGate:
         ranks: the world ranks of its group, in the group's order.
         place: this rank's among them.
         sharded: between passes each rank has a piece of every expert, and fetches its own ones, too.
+        parts: in how many parts the ranks divide the experts; neighbouring ranks may share a part. 0: one each.
     """
 
-    def __init__(self, ranks: Ranks, place: int, *, sharded: bool = False) -> None:
-        self._ranks, self._place = ranks, place
+    def __init__(self, ranks: Ranks, place: int, *, sharded: bool = False, parts: int = 0) -> None:
+        self._ranks, self._place, self._parts = ranks, place, parts or len(ranks)
         self._booked: list[_Booked] = []
         self._clock = cpu_clock()
         self._moments: list[float] = []
@@ -173,7 +174,7 @@ class ExpertGate:
         return [self._load(booked, of) for booked, of in zip(self._booked, counts, strict=True)]
 
     def _load(self, booked: _Booked, counted_RE: Ints) -> Load:
-        loads_R = counted_RE.sum(axis=0).reshape(len(self._ranks), -1).sum(axis=1)
+        loads_R = counted_RE.sum(axis=0).reshape(self._parts, -1).sum(axis=1)
         mean = float(loads_R.mean())
         imbalance = float(loads_R.max()) / mean if mean else 1.0
         counts = tuple(counted_RE[self._place].tolist())

@@ -26,11 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths
 from ..attention.labels import Labels, count_targets
 from ..attention.pack import PADDING, Pack
 from ..world.plane import FIRST_TAG
+from .weights import REPORTED_SEQUENCE, REPORTED_Z, LoopWeights, of_slots
 
 COUNTS_TAG = FIRST_TAG + 7
 """Of the messages in which ranks that share a micro-batch tell how often each expert was chosen."""
@@ -43,14 +45,20 @@ Routes = dict[tuple[int, int], Tensor]
 """By layer and sequence: the experts of each token, int16 [L, K]."""
 
 
+WHOLE = slice(None)
+"""All slots of a pack."""
+
+
 class Routed(NamedTuple):
     """What a router did with a pack."""
 
     pack: Pack
     layer: int
     choices_TK: Tensor
-    """The K experts with the largest scores (without any bias)."""
+    """The K experts with the largest scores (without any bias), of all slots of the pack."""
     num_experts: int
+    share: slice = WHOLE
+    """The slots that this rank's router sees; those of other tensor-parallel ranks have the others."""
 
     def counts(self) -> Tensor:
         """How often each expert is among the choices of the pack's tokens [E]."""
@@ -63,8 +71,7 @@ class StepRouting:
 
     ``record``: keep the experts to which tokens go, so that another model can send its tokens there, too.
     ``labels``: which tokens are targets; routers see all tokens, and their losses are means over these all the same.
-    ``weights``: for a loop whose losses are sums, what the z-loss of a token counts, and the loss of a sequence for
-    each of its tokens. None: both losses are means times the number of targets.
+    ``weights``: those of a loop that somebody else wrote. None: both losses are means times the number of targets.
     """
 
     def __init__(
@@ -73,22 +80,38 @@ class StepRouting:
         *,
         labels: Labels | None = None,
         record: bool = False,
-        weights: tuple[float, float] | None = None,
+        weights: LoopWeights | None = None,
     ) -> None:
         self._lengths, self._weights = lengths, weights
         self.routes: Routes | None = {} if record else None
         targets = count_targets(lengths, labels)
-        self.per_token = targets / max(1, int(lengths.sum())) if weights is None else weights[0]
+        self.per_token = targets / max(1, int(lengths.sum()))
         self.per_sequence = targets / max(1, len(lengths))
         """What a sum over tokens, or over sequences, is multiplied by to be a mean times the number of targets."""
         self._choices: Routes = {}
         self._counts: dict[tuple[int, int], Tensor] = {}
         """By layer and sequence: complete counts of sequences that ranks share [E]."""
 
-    def z_loss(self, carrier: Tensor, logits_TE: Tensor, pack: Pack, coefficient: float) -> Tensor:
-        """``carrier``, whose backward also gives ``logits_TE`` the gradient of the z-loss of the pack's tokens."""
-        squares_T = logits_TE.logsumexp(dim=-1).square() * is_token(pack)
-        loss: Tensor = squares_T.sum() * (coefficient * self.per_token)
+    def z_loss(
+        self,
+        carrier: Tensor,
+        logits_TE: Tensor,
+        pack: Pack,
+        coefficient: float,
+        *,
+        share: slice = WHOLE,
+        layer: int = 0,
+    ) -> Tensor:
+        """``carrier``, whose backward also gives ``logits_TE`` the gradient of the z-loss of the pack's tokens; of
+        those in ``share``, for which the logits are. ``layer``: for a loop's report."""
+        squares_T, weights = logits_TE.logsumexp(dim=-1).square(), self._weights
+        if weights is None:
+            loss: Tensor = (squares_T * is_token(pack)[share]).sum() * (coefficient * self.per_token)
+        else:
+            loss = (squares_T * of_slots(weights.token_S, pack, squares_T)[share]).sum() * coefficient
+            if torch.is_grad_enabled():
+                reported_T = of_slots(weights.reported_token_S, pack, squares_T)[share]
+                weights.report(REPORTED_Z, layer, (squares_T.detach() * reported_T).sum())
         attached: Tensor = _Attached.apply(carrier, loss)  # type: ignore[no-untyped-call]
         return attached
 
@@ -115,16 +138,27 @@ class StepRouting:
         return attached
 
     def gradient(self, routed: Routed, coefficient: float) -> Tensor:
-        """Of the sequence loss, with respect to the scores of a pack [T, E]; float64."""
+        """Of the sequence loss, with respect to the scores of a pack's slots in its share [T, E]; float64."""
+        weights = None if self._weights is None else self._weights.sequence_S
+        return self._by_counts(routed, coefficient, weights)
+
+    def report(self, routed: Routed, scores_TE: Tensor) -> None:
+        """Tell the loop the sequence loss of the slots in a pack's share, in whose backward this is."""
+        if self._weights is not None:
+            counts_TE = self._by_counts(routed, 1.0, self._weights.reported_sequence_S)
+            self._weights.report(REPORTED_SEQUENCE, routed.layer, (scores_TE.detach() * counts_TE).sum())
+
+    def _by_counts(self, routed: Routed, coefficient: float, weights_S: Floats | None) -> Tensor:
+        """By what the scores of a pack's slots in its share are multiplied in the sequence loss [T, E]."""
         pack, num_experts, topk = routed.pack, routed.num_experts, routed.choices_TK.shape[1]
         gradient_TE = torch.zeros(pack.num_padded_tokens, num_experts, dtype=torch.float64, device=pack.tokens_T.device)
         for piece, first in zip(pack.slices, pack.segments, strict=False):
             length = int(self._lengths[piece.sequence])
-            weight = self.per_sequence if self._weights is None else self._weights[1] * length
+            weight = self.per_sequence if weights_S is None else float(weights_S[piece.sequence])
             factor = coefficient * weight * num_experts / (topk * length * length)
             counts_E = self._complete_counts(routed, piece.sequence)
             gradient_TE[first : first + piece.length] = counts_E.double() * factor
-        return gradient_TE
+        return gradient_TE[routed.share]
 
     def _record(self, routed: Routed) -> None:
         """Note the choices of the pack's tokens, a second time where a pass runs again; ranks that share it exchange
@@ -200,9 +234,12 @@ class _Balanced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, scores_TE: Tensor, step: StepRouting, *how: Any) -> Tensor:
-        ctx.step, ctx.how, ctx.dtype = step, how, scores_TE.dtype
+        ctx.step, ctx.how = step, how
+        ctx.save_for_backward(scores_TE)
         return carrier.view_as(carrier)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        return gradient, ctx.step.gradient(*ctx.how).to(ctx.dtype), None, None, None
+        (scores_TE,) = ctx.saved_tensors
+        ctx.step.report(ctx.how[0], scores_TE)
+        return gradient, ctx.step.gradient(*ctx.how).to(scores_TE.dtype), None, None, None

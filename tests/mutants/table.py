@@ -76,6 +76,10 @@ KILLERS: dict[str, Words] = {
     + ("-k", "cut_over and (recompute or padded)"),
     "copies on autoep": ("pytest", "tests/integrations/deepspeed/test_experts.py")
     + ("-k", "divided_experts and 1-more1 or loop_of_others and 2-4-None or change_no_count"),
+    "router losses": ("pytest", "tests/integrations/megatron/unmodified/test_router_losses.py")
+    + ("-k", "means and tp2ep2"),
+    "together": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "copies"),
+    "together, in an order": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "order_of"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "mesh in loops": ("pytest", "tests/integrations/megatron/unmodified/test_mesh.py", "-k", "dp2 and means"),
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
@@ -141,7 +145,7 @@ _STAGE = "integrations/deepspeed/pipeline/stage.py"
 _USERS_ATTENTION = "integrations/megatron/unmodified/attention.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
-_FURTHER = "integrations/megatron/unmodified/mtp.py"
+_FURTHER = "integrations/megatron/unmodified/stock/mtp.py"
 _ROUTING = "runtime/experts/routing.py"
 _PACK = "runtime/attention/pack.py"
 
@@ -1100,7 +1104,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an interleaved schedule is given a remainder that it refuses",
-        "integrations/megatron/unmodified/chunks.py",
+        "integrations/megatron/unmodified/stock/chunks.py",
         "max(0, stages - number % group) if number % group else 0",
         "group - number % group if number % group > stages else 0",
         "chunks",
@@ -1188,5 +1192,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "mask_T[start:end][layer + 1 :]",
         "mask_T[start:end][layer:]",
         "further tokens",
+    ),
+    Mutant(
+        "the z-loss of a loop counts for all its micro-batches at once",
+        "integrations/megatron/unmodified/experts.py",
+        "cp / (num_microbatches * tokens_S)",
+        "cp / tokens_S",
+        "router losses",
+    ),
+    Mutant(
+        "every tensor-parallel rank takes its router's slots for the first ones",
+        "integrations/megatron/model/experts.py",
+        "        first = self.tp_group.rank() * slots\n",
+        "        first = 0\n",
+        "router losses",
+    ),
+    Mutant(
+        "sinkhorn routes regrouped samples",
+        "integrations/megatron/unmodified/expert_rules.py",
+        '_CHOOSING = ("sinkhorn", "quantile_balancing")',
+        '_CHOOSING = ("quantile_balancing",)',
+        "together",
+    ),
+    Mutant(
+        "a loss in an order of whole micro-batches is that of one alone",
+        "integrations/megatron/stage.py",
+        "            number = self._own[0] if self._own else 1\n",
+        "            number = 1\n",
+        "together, in an order",
     ),
 )

@@ -5,31 +5,30 @@ with seals, and what it would gather is known then. Where the plan's planner of 
 the dispatcher sees slots instead of experts: a rank's own ones and its copies (`runtime.experts.balance`). Router,
 parameters and checkpoints know experts alone.
 
-The allgather dispatcher knows no counts; they are gathered before it moves tokens, which also finds packs of unlike
-length, in which torch would end the process. It has no copies.
+The allgather dispatcher and flexible ones know no counts; they are gathered before tokens move. They want equally many
+tokens from all ranks of a group: shorter packs are filled up with tokens that go to no expert. They have no copies.
 
 Shape legend: R = ranks of a group, T = slots of a pack, E = experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.func import functional_call
 
-from ....core.errors import RankError
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.copies import Fetch
 from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.owners import HomeOwner, Owner
-from ....runtime.experts.routing import is_token
+from .experts import PlannedRouter
 from .sharded_experts import ShardedExperts
 
 
@@ -41,7 +40,9 @@ def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
             undo.callback(gate.mark_around(layer.mlp, layer.layer_number - 1))
             bound, dispatcher, experts = _GatedLayer(layer, gate), layer.mlp.token_dispatcher, layer.mlp.experts
             dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
+            dispatcher.combine_postprocess = bound.postprocess
             undo.callback(delattr, dispatcher, "dispatch_preprocess")
+            undo.callback(delattr, dispatcher, "combine_postprocess")
             undo.callback(delattr, experts, "forward")
             undo.callback(bound.lay_out, layer.mlp.num_local_experts)
     return undo.close
@@ -54,20 +55,22 @@ class _GatedLayer:
         self._layer, self._gate = layer, gate
         self._dispatcher, self._experts = layer.mlp.token_dispatcher, layer.mlp.experts
         self._own_preprocess = self._dispatcher.dispatch_preprocess
+        self._own_postprocess = self._dispatcher.combine_postprocess
         self._own_forward = self._experts.forward
         self._number: int = layer.layer_number - 1
         self._own: int = layer.mlp.num_local_experts
         self._sharded = isinstance(self._experts, ShardedExperts)
         self._fetch: Fetch | None = None
         """Of the pass that is running; None without copies."""
+        self._tokens = 0
+        """Of its pack on this rank, if it is filled up."""
 
     def preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
         """`dispatch_preprocess`, behind the gate."""
         book = torch.is_grad_enabled()
         sent_RE = self._gathered(routing_map, book)
-        if isinstance(self._dispatcher, MoEAllGatherTokenDispatcher):
-            self._refuse_unlike_lengths(sent_RE)
-            return self._own_preprocess(hidden_states, routing_map, probs)
+        if not isinstance(self._dispatcher, MoEAlltoAllTokenDispatcher):
+            return self._own_preprocess(*self._filled_up(sent_RE, hidden_states, routing_map, probs))
         shares = self._gate.shares(self._number, sent_RE, book=book)
         counts = sent_RE.flatten()
         self._fetch = None
@@ -80,6 +83,11 @@ class _GatedLayer:
         self.lay_out(self._own if shares is None else shares.slots)
         with with_attributes(token_dispatcher, gather_from_sequence_parallel_region=lambda *_, **__: counts):
             return self._own_preprocess(hidden_states, routing_map, probs)
+
+    def postprocess(self, hidden_states: Tensor) -> Tensor:
+        """`combine_postprocess`, without what fills up a pack."""
+        output: Tensor = self._own_postprocess(hidden_states)
+        return output[: self._tokens] if self._tokens else output
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """The forward of Megatron's experts, then of this rank's copies."""
@@ -102,10 +110,12 @@ class _GatedLayer:
 
     def _gathered(self, routing_map: Tensor, book: bool) -> Tensor:
         """Tokens of each rank of the group for each expert [R, E]."""
-        counted_E = (routing_map & is_token(self._layer.mlp.router.pack)[:, None]).sum(dim=0)
+        router = self._layer.mlp.router
+        tokens = router.own_tokens()[:, None] if isinstance(router, PlannedRouter) else True
+        counted_E = (routing_map & tokens).sum(dim=0)
         sealed = self._gate.sealed(self._number, routing_map.sum(dim=0), counted_E)
         rows, dispatcher = sealed, self._dispatcher
-        if dispatcher.ep_size > 1:
+        if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             rows = token_dispatcher.gather_from_sequence_parallel_region(sealed, group=dispatcher.tp_ep_group)
         return self._gate.opened(rows.view(-1, len(sealed)), book=book)
 
@@ -128,11 +138,12 @@ class _GatedLayer:
         dispatcher.sort_input_by_local_experts = chunks.view(-1, slots).T.ravel()
         dispatcher.restore_output_by_local_experts = chunks.view(slots, -1).T.ravel()
 
-    def _refuse_unlike_lengths(self, sent_RE: Tensor) -> None:
-        tokens = sent_RE.sum(dim=1) // self._layer.config.moe_router_topk
-        if len(set(tokens.tolist())) > 1:
-            raise RankError(
-                "packs of unlike length meet in Megatron's allgather dispatcher",
-                f"{tokens.tolist()} tokens on the ranks of a group, layer {self._number}",
-                "set model.moe.dispatcher=alltoall",
-            )
+    def _filled_up(self, sent_RE: Tensor, *rows: Tensor) -> Iterator[Tensor]:
+        """With as many rows as the longest pack of the group has tokens; those behind go to no expert."""
+        config, self._tokens = self._layer.config, 0
+        # Where tokens are dropped, counts do not tell lengths; but there micro-batches are the trainer's own.
+        if config.moe_expert_capacity_factor is None:
+            own, longest = len(rows[0]), int(sent_RE.sum(dim=1).max()) // config.moe_router_topk
+            self._tokens = own if longest > own else 0
+        for row in rows:
+            yield torch.cat([row, row.new_zeros(longest - own, *row.shape[1:])]) if self._tokens else row

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from megatron.core.transformer.moe.router import TopKRouter
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from ....core.recipe.sections import Model
 from ....runtime.attention.pack import Pack
-from ....runtime.experts.routing import Routed, StepRouting, is_token
+from ....runtime.experts.routing import WHOLE, Routed, StepRouting, is_token
 from ..compat import submodules_of_experts
 
 SEQUENCE_LOSS, BATCH_LOSS = "seq_aux_loss", "aux_loss"
@@ -75,6 +76,19 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
     pack: Pack
     step: StepRouting
 
+    @property
+    def share(self) -> slice:
+        """The slots of the pack that this rank's router sees: under sequence parallelism a part, else all."""
+        if not self.config.sequence_parallel:
+            return WHOLE
+        slots = self.pack.num_padded_tokens // self.tp_group.size()
+        first = self.tp_group.rank() * slots
+        return slice(first, first + slots)
+
+    def own_tokens(self) -> Tensor:
+        """bool: which of these slots hold a token."""
+        return is_token(self.pack)[self.share]
+
     def take_pack(self, _: nn.Module, __: tuple[Any, ...], arguments: dict[str, Any]) -> None:
         """A forward pre-hook of the layer."""
         params = arguments["packed_seq_params"]
@@ -110,7 +124,7 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
     def _count(self, chosen_TE: Tensor) -> None:
         """For the bias of experts, in passes with gradients alone: a token that runs again counts once."""
         if self.enable_expert_bias:
-            self.local_tokens_per_expert += (chosen_TE & is_token(self.pack)[:, None]).sum(dim=0)
+            self.local_tokens_per_expert += (chosen_TE & self.own_tokens()[:, None]).sum(dim=0)
 
     def _shares(self, scores_TE: Tensor) -> Tensor:
         """The scores of a token over their sum."""
@@ -119,13 +133,16 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
     def _with_losses(self, probs_TE: Tensor, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         """The probabilities, from which the backward of the losses starts, too."""
         if self.config.moe_z_loss_coeff:
-            probs_TE = self.step.z_loss(probs_TE, logits_TE, self.pack, self.config.moe_z_loss_coeff)
+            of = {"share": self.share, "layer": self.layer_number}
+            probs_TE = self.step.z_loss(probs_TE, logits_TE, self.pack, self.config.moe_z_loss_coeff, **of)
         sequence, batch = self.get_aux_loss_coeff(SEQUENCE_LOSS), self.get_aux_loss_coeff(BATCH_LOSS)
         if not sequence and not batch:
             return probs_TE
         shares_TE = self._shares(scores_TE)
         choices_TK = shares_TE.topk(self.topk, dim=-1).indices
-        routed = Routed(self.pack, self.layer_number, choices_TK, self.num_experts)
+        if self.config.sequence_parallel:
+            choices_TK = gather_from_sequence_parallel_region(choices_TK, False, group=self.tp_group)
+        routed = Routed(self.pack, self.layer_number, choices_TK, self.num_experts, self.share)
         if sequence:
             probs_TE = self.step.sequence_loss(probs_TE, shares_TE, routed, sequence)
         if batch:

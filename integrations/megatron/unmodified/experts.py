@@ -3,21 +3,26 @@
 A router keeps its weights, its buffers and Megatron's own scores. What depended on the micro-batch does not any more:
 padding and dummies count in no loss and in no bias, and the balance loss of a sequence is that of the sequence, not of
 the pack (`runtime.experts.routing`). What a loss weighs beside the tokens' losses is what Megatron gives it where
-nothing is padded: the z-loss is summed over tokens; a sequence's balance loss counts for each of its tokens once, over
-the samples of a micro-batch of the loop.
+nothing is padded (`weights_of_routers`). Losses for which there is no such weight keep micro-batches as they are
+(`together`).
+
+Under sequence parallelism a router sees its rank's share of the pack's slots. The choices of all shares are gathered,
+so that every rank knows how often the tokens of a sequence took each expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
     topk_routing_with_score_function,
@@ -25,14 +30,19 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from ....core.errors import EvenloadError, Rule
-from ....core.plan.step_plan import StepPlan
+from ....core.aliases import Floats
+from ....core.machine.layout import Layout
+from ....core.plan.step_plan import Lengths, StepPlan
 from ....core.registry import layer_planner
 from ....runtime.experts.gate import ExpertGate
+from ....runtime.experts.routing import StepRouting
+from ....runtime.experts.weights import REPORTED_SEQUENCE, LoopWeights
 from ...host import no_mark
-from ..model.experts import SEQUENCE_LOSS, PlannedRouter, forget_tokens, routers
+from ..compat import ROUTERS_COUNT_ALL, report_router_loss
+from ..model.experts import PlannedRouter, forget_tokens
 
-_REGROUPED = "depends on which samples are in a micro-batch"
+CameWith = Sequence[Sequence[int]]
+"""For each sequence of a step the lengths of those that came in one micro-batch of the loop, its own among them."""
 
 
 class LoopRouter(PlannedRouter):
@@ -82,76 +92,67 @@ def routing_packs(gpt: Any) -> Iterator[None]:
 
 def gate_of(plan: StepPlan) -> ExpertGate:
     """Of the layers with experts of this rank's stage, for one training call that runs a plan."""
-    group = parallel_state.get_expert_model_parallel_group()
-    gate = ExpertGate(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
+    group = parallel_state.get_expert_tensor_and_model_parallel_group()
+    ranks, parts = tuple(dist.get_process_group_ranks(group)), parallel_state.get_expert_model_parallel_world_size()
+    gate = ExpertGate(ranks, dist.get_rank(group), parts=parts)
     gate.begin(plan.digest, no_mark, plan.experts, layer_planner(plan.experts.planner))
     return gate
 
 
-def refuse_routers(gpt: Any) -> None:
-    """Raise EvenloadError for routers that are not Megatron's own."""
-    odd = sorted({type(router).__qualname__ for router in routers(gpt) if type(router) is not TopKRouter})
-    if odd:
-        do = "use Megatron-Core's TopKRouter, or disable evenload's plugins"
-        raise EvenloadError("a router is not known to route packs as it routes samples", ", ".join(odd), do)
+def with_experts_in_step(layout: Layout, config: Any) -> tuple[Layout, int]:
+    """The layout as planners may know it, and how many neighbouring data-parallel ranks run in step.
 
-
-def refuse_experts(gpt: Any) -> None:
-    """Raise EvenloadError for experts that cannot run beside copies of others."""
-    odd = sorted({type(e).__qualname__ for e in _experts_of(gpt) if type(e) is not SequentialMLP})
-    fields = ["gradient_accumulation_fusion", "fp8", "fp4", "moe_apply_probs_on_input"]
-    fields.append("moe_router_padding_for_quantization")
-    odd += [name for name in fields if getattr(gpt.config, name, None)]
-    if odd:
-        raise EvenloadError(
-            "plugins.moe does not know how these experts run, or where their gradients go",
-            ", ".join(odd),
-            "use SequentialMLP (moe_grouped_gemm=False) without these settings, or set plugins.moe.enabled=false",
-        )
-
-
-def _experts_of(gpt: Any) -> list[Any]:
-    return [layer.mlp.experts for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
-
-
-def rules_of_experts(config: Any) -> Iterable[Rule]:
-    """What does not compose with regrouped micro-batches."""
+    Megatron divides experts among neighbouring ranks, tensor-parallel peers first. So a group may lie inside one
+    data-parallel rank, and where experts are cut by tensor parallelism, too, it has more ranks than parts of experts.
+    """
     if config.num_moe_experts is None:
-        return
-    do = "switch it off (moe_router_load_balancing_type seq_aux_loss, the expert bias and the z-loss depend on no "
-    do += "plan), or disable evenload's plugins"
-    losses = config.moe_router_load_balancing_type
-    for name in [losses] if isinstance(losses, str) else losses:
-        depends = name not in ("none", SEQUENCE_LOSS) and (_coefficient(config, name) > 0 or name == "sinkhorn")
-        yield depends, f"a balance loss {_REGROUPED}", f"moe_router_load_balancing_type {name}", do
-    settings = (
-        ("moe_expert_capacity_factor", None, f"which tokens an expert drops {_REGROUPED}"),
-        ("moe_input_jitter_eps", None, "jitter draws other numbers for packs"),
-        ("moe_token_dispatcher_type", "alltoall", "packs differ in length, for which alltoall alone is made"),
-        ("tensor_model_parallel_size", 1, "routers of tensor-parallel ranks see parts of a pack"),
+        return layout, 1
+    cut = parallel_state.get_expert_tensor_parallel_world_size()
+    in_step = math.lcm(layout.tp, cut * layout.ep) // layout.tp
+    return replace(layout, ep=math.gcd(in_step, config.num_moe_experts)), in_step
+
+
+def routing_of(config: Any, lengths: Lengths, came_with: CameWith, num_microbatches: int) -> StepRouting:
+    """What the routers of a loop know of a step.
+
+    Args:
+        lengths: of its sequences [S].
+        num_microbatches: of the loop, on a rank.
+    """
+    scale = 1.0 if config.grad_scale_func is None else float(config.grad_scale_func(torch.ones(1)))
+    tokens_S, samples_S = (np.array([float(of(one)) for one in came_with]) for of in (sum, len))
+    weights = weights_of_routers(config, np.asarray(lengths, dtype=np.float64), tokens_S, samples_S, num_microbatches)
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    token_S, sequence_S = (scale * each for each in weights)
+    # Megatron reports of a rank's tokens their mean: of a share of the tokens, that is so many times their part.
+    return StepRouting(
+        lengths, weights=LoopWeights(token_S, sequence_S, shares / tokens_S, 1 / samples_S, partial(_report, config))
     )
-    for field, wanted, why in settings:
-        value = getattr(config, field)
-        yield value != wanted, why, f"{field} {value}, num_moe_experts {config.num_moe_experts}", do
 
 
-def recipe_of_experts(config: Any) -> dict[str, Any]:
-    """``model.family`` and ``model.moe`` of a loop's config: what costs are counted from."""
-    frequency, layers = config.moe_layer_freq, config.num_layers
-    every = frequency if isinstance(frequency, int) else max(1, round(layers / max(1, sum(frequency))))
-    return {
-        "family": "qwen3_moe" if config.qk_layernorm else "mixtral",
-        "moe": {
-            "num_experts": config.num_moe_experts,
-            "topk": config.moe_router_topk,
-            "ffn_hidden_size": config.moe_ffn_hidden_size or config.ffn_hidden_size,
-            "shared_ffn_hidden_size": config.moe_shared_expert_intermediate_size or 0,
-            "every": every,
-            "score": config.moe_router_score_function,
-        },
-    }
+def weights_of_routers(
+    config: Any, lengths_S: Floats, tokens_S: Floats, samples_S: Floats, num_microbatches: int
+) -> tuple[Floats, Floats]:
+    """What the z-loss of each token of a sequence, and its balance loss, count in Megatron's gradients, where
+    micro-batches have ``tokens_S`` tokens and ``samples_S`` samples and nothing is padded.
+
+    Both are means over a micro-batch. Averaged over micro-batches they stay that, and Megatron then averages over more
+    ranks than have data. Where token losses are summed, each mean is multiplied by the tokens of its micro-batch: until
+    Megatron-Core 0.19 by those of a rank's share alone, and the balance loss by those of one of its samples.
+    """
+    cp = parallel_state.get_context_parallel_world_size()
+    if not config.calculate_per_token_loss:
+        return cp / (num_microbatches * tokens_S), cp / (num_microbatches * samples_S)
+    if ROUTERS_COUNT_ALL:
+        return np.ones_like(lengths_S), lengths_S
+    shares = cp * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    return np.full_like(lengths_S, 1 / shares), lengths_S / (samples_S * shares)
 
 
-def _coefficient(config: Any, name: str) -> float:
-    losses, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    return float(coefficients if isinstance(losses, str) else coefficients[losses.index(name)])
+def _report(config: Any, name: str, layer: int, value: Tensor) -> None:
+    """To Megatron's tracker, which a loop may print."""
+    if name == REPORTED_SEQUENCE:
+        groups = {"reduce_group": parallel_state.get_tensor_model_parallel_group()}
+    else:
+        groups = {"avg_group": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)}
+    report_router_loss(name, value, layer, config.num_layers + (config.mtp_num_layers or 0), **groups)

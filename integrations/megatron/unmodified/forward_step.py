@@ -28,10 +28,10 @@ from ..model.rope import TokenRope
 from .attention import attending, rope_owners
 from .experts import routing_packs
 from .forms.form import FIELDS, MASK
-from .mtp import NextTokens, refuse_missing_mask
 from .objective import MeanOfMeans
 from .reports import Reports
 from .samples import UserPack, one_batch
+from .stock.mtp import NextTokens, refuse_missing_mask
 from .supported import refuse_loss
 
 UserFunction = Callable[..., tuple[Any, Any]]

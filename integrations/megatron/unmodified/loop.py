@@ -31,7 +31,6 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
@@ -43,6 +42,7 @@ from ....core.plan.token_layout import tokens_of_ranks
 from ....core.planning.chain import PlanChain, warn_once
 from ....core.recipe.recipe import Recipe
 from ....runtime.attributes import with_attributes
+from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
 from ....runtime.stage.stage_links import StageLinks
@@ -53,17 +53,18 @@ from ..model.linears import why_in_backward
 from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
-from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
-from .experts import gate_of, refuse_experts, refuse_routers
+from .expert_rules import refuse_experts, refuse_losses_of_rows, refuse_routers, why_together
+from .experts import CameWith, gate_of, routing_of, with_experts_in_step
 from .forms.rows import holds_rows
 from .forward_step import UserStep
-from .mtp import next_tokens
 from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
 from .reports import Kinds, Reports
 from .rows import RowSteps
 from .samples import UserPack, exchange, lay_out
 from .sharing import plan_in_rounds, ranks_of_samples
+from .stock.chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
+from .stock.mtp import next_tokens
 from .supported import (
     Trouble,
     bare_model,
@@ -74,6 +75,7 @@ from .supported import (
     warn_of_dropout,
     why_stock,
 )
+from .together import Together
 
 log = logging.getLogger("evenload")
 
@@ -115,6 +117,7 @@ class _Planned(NamedTuple):
     """(data rank, micro-batch, row) of each sequence."""
     weights: Floats
     """[S]; of a token of each sequence, where micro-batches are averaged."""
+    came_with: CameWith
 
 
 class PlannedSteps:
@@ -123,6 +126,7 @@ class PlannedSteps:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
+        self._together: WeakKeyDictionary[Any, Together] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Any, RowSteps] = WeakKeyDictionary()
         self._step = 0
         self._warned: set[str] = set()
@@ -137,6 +141,9 @@ class PlannedSteps:
         def forward_backward(*args: Any, **call: Any) -> Any:
             if not self.active or call.get("forward_only"):
                 return stock(*args, **call)
+            chunks = chunks_of(call["model"])
+            if why := why_together(get_model_config(chunks[0])):
+                return self._run_together(stock, foreign_owner, why, chunks, call)
             return self._run(stock, foreign_owner, **call)
 
         return forward_backward
@@ -144,11 +151,21 @@ class PlannedSteps:
     def release(self) -> None:
         """Every function made here is the stock one again, and the process groups made here are gone."""
         self.active = False
-        for loop in self._loops.values():
-            for groups in (loop.links, loop.plane):
-                if groups is not None and dist.is_initialized():
-                    groups.close()
+        groups: list[Any] = [one for loop in self._loops.values() for one in (loop.links, loop.plane)]
+        groups += [loop.links for loop in self._together.values()]
+        for each in filter(None, groups):
+            if dist.is_initialized():
+                each.close()
         self._loops.clear()
+        self._together.clear()
+
+    def _run_together(
+        self, stock: Callable[..., Any], foreign_owner: str, why: str, chunks: list[Any], call: dict[str, Any]
+    ) -> Any:
+        """A training call whose micro-batches stay as they are."""
+        if chunks[0] not in self._together:
+            self._together[chunks[0]] = Together.of(self._recipe, chunks, foreign_owner, why, call)
+        return self._together[chunks[0]].run(stock, chunks, call)
 
     def _run(
         self,
@@ -175,16 +192,10 @@ class PlannedSteps:
         if taken and holds_rows(taken[0]):
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
         batches = loop.source.spread(taken)
-        try:
-            planned = self._plan_step(batches, loop, gpts[0], is_interleaved(chunks))
-        except EvenloadError:
-            if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
-                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
-            raise
+        planned = self._plan(batches, loop, gpts[0], is_interleaved(chunks))
         plan = planned.plan
         own = plan.of_rank(parallel_state.get_data_parallel_rank())
-        routing = _routing(plan, config, batches.size) if config.num_moe_experts else None
-        gate = gate_of(plan) if config.num_moe_experts else None
+        routing, gate = _routing(config, planned, batches)
         means = not config.calculate_per_token_loss
         divisor = len(own) if plan.in_host_schedule else 1
         step = UserStep(
@@ -226,6 +237,14 @@ class PlannedSteps:
         report_step("Megatron-Core", steps.chain, plan, micro_batch_size=len(taken[0]))
         end_of_check()
         return reports
+
+    def _plan(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
+        try:
+            return self._plan_step(batches, loop, gpt, interleaved)
+        except EvenloadError:
+            if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
+                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
+            raise
 
     def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
@@ -274,7 +293,8 @@ class PlannedSteps:
         for i, (rank, place, _) in enumerate(order):
             if rank == me:
                 places[place].append(i)
-        return _Planned(plan, lay, places, order, weights_of(targets_of_ranks, order))
+        came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
+        return _Planned(plan, lay, places, order, weights_of(targets_of_ranks, order), came_with)
 
 
 def release() -> None:
@@ -291,7 +311,7 @@ _all: set[PlannedSteps] = set()
 def _loop(
     recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
 ) -> _Loop:
-    layout, gpt = current_layout(), gpts[0]
+    layout, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
     shares = any(plugin.shares for plugin in recipe.enabled())
     # A stage may hold what others do not, and all of them must make one plan.
     own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
@@ -301,24 +321,25 @@ def _loop(
     if whole and warn:
         why = borders or (only_stock and " ".join(only_stock[:2]))
         log.warning("no sample is cut in this loop: %s", why)
-    chain = PlanChain.of_loop(
-        for_config(recipe, get_model_config(chunks[0]), gpt.vocab_size, layout), layout, warn=warn, whole=whole
-    )
+    planned, in_step = with_experts_in_step(layout, config)
+    chain = PlanChain.of_loop(for_config(recipe, config, gpt.vocab_size, planned), planned, warn=warn, whole=whole)
     if together and warn:
         log.info("weight gradients stay in the backward: %s", together)
-    if chain.of_layers and chain.limits.in_step > 1:
+    if chain.of_layers and layout.ep > 1:
         refuse_chunks_with_copies(gpts)
         refuse_experts(gpt)
     splits = chain.limits.splits_backward and not together
-    chain = replace(chain, limits=replace(chain.limits, splits_backward=splits))
+    chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
     return _Loop(chain, not borders, only_stock, source)
 
 
-def _routing(plan: StepPlan, config: Any, micro_batch_size: int) -> StepRouting:
-    """With the weights that Megatron gives the losses of routers: its balance loss of sequences is a mean over those of
-    a micro-batch, weighed by the tokens of one of them."""
-    scale = 1.0 if config.grad_scale_func is None else float(config.grad_scale_func(torch.ones(1)))
-    return StepRouting(plan.lengths, weights=(scale, scale / micro_batch_size))
+def _routing(config: Any, planned: _Planned, batches: Batches) -> tuple[StepRouting | None, ExpertGate | None]:
+    """What layers with experts know of a step, in a model that has some."""
+    if not config.num_moe_experts:
+        return None, None
+    refuse_losses_of_rows(config, batches.form.has_borders)
+    plan = planned.plan
+    return routing_of(config, plan.lengths, planned.came_with, len(batches.lengths)), gate_of(plan)
 
 
 def _run_stock(

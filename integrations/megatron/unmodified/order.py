@@ -52,9 +52,10 @@ def run_order(
     gpt: Any,
     links: StageLinks | None,
     plane: Plane | None,
-    step: UserStep,
-    lay: LayOut,
+    step: UserStep | Any,
+    lay: LayOut | Any,
     rest: Mapping[str, Any],
+    own: tuple[int, int, int] | None = None,
 ) -> list[Any]:
     """All passes of this rank and the gradient sum; the reports of its loss functions.
 
@@ -64,6 +65,7 @@ def run_order(
         lay: a micro-batch of the plan in the user's form.
         rest: the other arguments of Megatron's schedule: ``force_all_reduce`` leaves the whole gradient sum on every
             rank, ``pg_collection`` goes to ``finalize_model_grads_func``.
+        own: of a loop whose micro-batches stay as they are: how many a rank has, and their tokens and samples.
     """
     config, device = get_model_config(chunk), next(gpt.parameters()).device
     timers = config.timers
@@ -76,7 +78,7 @@ def run_order(
     place = plan, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
 
     last = parallel_state.is_pipeline_last_stage()
-    trainer = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares, gate=step.gate)
+    trainer = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares, gate=step.gate, own=own)
     program = lower(*place)
     if shares > 1:
         trainer.tape = _SharedTape()

@@ -20,7 +20,7 @@ from ....core.machine.layout import Layout
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
 from .attention import refuse_attention
-from .experts import recipe_of_experts, rules_of_experts
+from .expert_rules import recipe_of_experts, rules_of_experts
 from .groups import refuse_groups
 
 log = logging.getLogger("evenload")
@@ -211,12 +211,6 @@ def _model_rules(config: Any) -> Iterable[Rule]:
         ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
     )
     yield from rules_of_experts(config)
-    yield (
-        bool(config.num_moe_experts) and not config.calculate_per_token_loss,
-        "the losses of routers are not weighed yet where micro-batches are averaged",
-        f"calculate_per_token_loss False, num_moe_experts {config.num_moe_experts}",
-        "set calculate_per_token_loss=True, and return the sum of the token losses",
-    )
     yield (
         bool(config.mtp_num_layers and config.num_moe_experts),
         "the routers of multi-token prediction do not know packs",

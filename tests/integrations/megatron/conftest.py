@@ -27,6 +27,7 @@ JOBS = (
     "peft_jobs",
     "dropout_jobs",
     "user_jobs",
+    "together_jobs",
     "form_jobs",
     "objective_jobs",
     "mesh_jobs",

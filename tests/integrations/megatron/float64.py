@@ -14,7 +14,7 @@ def all_in_float64() -> Any:
     class Float64(TorchFunctionMode):
         def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
-            casts = (torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax)
+            casts = (torch.Tensor.to, torch.Tensor.float, torch.nn.functional.softmax, torch.softmax)
             if function in casts and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
                 if function is torch.Tensor.float:
                     return args[0]

@@ -46,6 +46,7 @@ class DotProductAttention(nn.Module):
         assert cp_group is None
         self.widths = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         self.scale = self.widths[0] ** -0.5 if softmax_scale is None else softmax_scale
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = self.widths
         self.window_size, self.heads = window_size, num_attention_heads // tp_size
         self.groups = (num_gqa_groups or num_attention_heads) // tp_size
 
@@ -81,7 +82,7 @@ class DotProductAttention(nn.Module):
         q, k, v = query_layer, key_layer, value_layer
         assert q.shape[-2:] == (self.heads, self.widths[0]), (q.shape, self.heads, self.widths)
         assert k.shape[-2:] == (self.groups, self.widths[0])
-        assert v.shape[-2:] == (self.groups, self.widths[1])
+        assert v.shape[-2:] == (self.groups, self.hidden_size_per_attention_head_v)
         if qkv_format == "sbhd":
             assert attn_mask_type == "causal"
             assert cu_seqlens_q is None
@@ -121,9 +122,17 @@ def _norm(x, weight, bias, eps):
 
 class RMSNorm(nn.Module):
     def __init__(
-        self, hidden_size, eps=1e-5, sequence_parallel=None, zero_centered_gamma=False, params_dtype=None, device=None
+        self,
+        normalized_shape=None,
+        eps=1e-5,
+        sequence_parallel=None,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        hidden_size=None,
+        device=None,
     ):
         super().__init__()
+        hidden_size = normalized_shape or hidden_size
         assert not zero_centered_gamma
         self.weight, self.bias, self.eps = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype)), None, eps
         self.weight.sequence_parallel = sequence_parallel
@@ -133,8 +142,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, hidden_size, **rest):
-        super().__init__(hidden_size, **rest)
+    def __init__(self, *shape, **rest):
+        super().__init__(*shape, **rest)
         self.bias = nn.Parameter(torch.zeros_like(self.weight))
         self.bias.sequence_parallel = self.weight.sequence_parallel
 
@@ -280,7 +289,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "checkpoint": Missing,
         "activation_recompute_forward": Missing,
     },
-    "pytorch.fp8": {"FP8GlobalStateManager": FP8GlobalStateManager, "fp8_autocast": Missing},
+    "pytorch.fp8": {"FP8GlobalStateManager": FP8GlobalStateManager, "fp8_autocast": Missing, "fp8_model_init": Missing},
     "pytorch.ops": {"Sequential": Missing, "FusibleOperation": Missing},
     "pytorch.tensor": {"QuantizedTensor": Missing},
 }

@@ -45,9 +45,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_expert_jobs import layer_planner_of, with_drawn_copies
+from megatron_float64 import all_in_float64
 from megatron_random_plans import random_plan
 from megatron_slice_jobs import dropped_accumulator
 from torch.distributed import distributed_c10d
@@ -84,6 +86,7 @@ def user_loop(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    etp: int | None = None,
     cp: int = 1,
     overlap: bool = False,
     frozen: str = "",
@@ -91,6 +94,8 @@ def user_loop(
     te: bool = False,
     mla: bool = False,
     positions: str = "rope",
+    exact: bool = False,
+    micro_batches: int = 0,
     spec: Callable[[], Any] | None = None,
     **config: Any,
 ) -> Iterator[Loop]:
@@ -98,6 +103,8 @@ def user_loop(
 
     Args:
         full: no sample is padded.
+        exact: routers compute in float64, too.
+        micro_batches: of a rank; 0: as the script has them.
         te: Transformer Engine's layer spec; with ``mla`` for latent attention.
         frozen: weights whose name holds this need no gradient; "": all do.
         spec: makes the spec of a layer; None: Megatron-Core's local one.
@@ -108,14 +115,16 @@ def user_loop(
     file.loader.exec_module(script)
     # Names that a session rebinds are found in loaded modules only.
     with patch.dict(sys.modules, {"user_script": script}):
-        parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep)
+        experts_by = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+        parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, **experts_by)
+        script.NUM_MICRO_BATCHES = micro_batches or script.NUM_MICRO_BATCHES
         script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
             script.sample = lambda index: {**padded(index), **whole, "tokens": words(index), "labels": words(index + 1)}
         if experts := config.get("num_moe_experts"):
-            config |= {"expert_model_parallel_size": ep, "add_bias_linear": False, "bias_activation_fusion": False}
+            config |= {**experts_by, "add_bias_linear": False, "bias_activation_fusion": False}
             script.get_gpt_layer_local_spec = lambda: get_gpt_layer_local_spec(experts, moe_grouped_gemm=False)
         if te:
             norm = bool(config.get("qk_layernorm"))
@@ -139,9 +148,34 @@ def user_loop(
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
                 model, _ = script.build(torch.float64, positions, overlap)
-            yield Loop(script, model)
+            with all_in_float64() if exact else nullcontext(), unlike_parts():
+                yield Loop(script, model)
         finally:
             leave_groups()
+
+
+@contextmanager
+def unlike_parts() -> Iterator[None]:
+    """gloo gathers parts of one length alone, and ends in others in silence; Megatron's alltoall dispatcher gathers
+    unlike ones where experts are cut by tensor parallelism."""
+    dist = torch.distributed
+    gather, all_reduce = dist.all_gather, dist.all_reduce
+
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **more: Any) -> Any:
+        longest = max(len(part) for part in parts)
+        padded = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
+        rows = [torch.empty_like(padded) for _ in parts]
+        gather(rows, padded, group=group, **more)
+        for part, row in zip(parts, rows, strict=True):
+            part.copy_(row[: len(part)])
+
+    def reduce_scatter(own: torch.Tensor, parts: list[torch.Tensor], group: Any = None) -> None:
+        total = torch.cat(parts)
+        all_reduce(total, group=group)
+        own.copy_(torch.split(total, [len(part) for part in parts])[dist.get_rank(group)])
+
+    with patch.object(dist, "all_gather", all_gather), patch.object(dist, "reduce_scatter", reduce_scatter):
+        yield
 
 
 def _yarn(config: Any) -> Any:
@@ -180,11 +214,13 @@ class Loop:
         trained = {name: p for name, p in self.model.module.named_parameters() if p.requires_grad}
         gradients = {name: p.main_grad.clone() for name, p in trained.items()}
         # What finalize has made of the bias of experts.
-        biases = {name: b.clone() for name, b in self.model.module.named_buffers() if "expert_bias" in name}
+        buffers = self.model.module.named_buffers()
+        biases = {name: b.sign() for name, b in buffers if "expert_bias" in name}  # each moved by the rate, or by none
         for name, bias in biases.items():
             self.model.module.get_buffer(name).zero_()
             gradients[name] = bias
-        return {"gradients": gradients, "reports": [r["lm loss"] for r in reports], "shapes": self.shapes}
+        reports = [r["lm loss"] for r in reports]
+        return {"gradients": gradients, "reports": reports, "shapes": self.shapes, "routers": of_routers()}
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
         """The script's, with a loss that is averaged over data-parallel ranks for its report, as older scripts do."""
@@ -197,6 +233,16 @@ class Loop:
             return loss, count, {**report, "mean": mean}
 
         return output, averaged
+
+
+def of_routers() -> dict[str, torch.Tensor]:
+    """What Megatron would print of the losses of routers, layer by layer, of this stage alone."""
+    values = {}
+    for name, entry in sorted(moe_utils.get_moe_layer_wise_logging_tracker().items()):
+        values[name] = entry["values"].clone()
+        torch.distributed.all_reduce(values[name])
+        entry["values"].zero_()
+    return values
 
 
 def worst(found: dict[str, Any], wanted: dict[str, Any]) -> float:
@@ -308,6 +354,7 @@ def user_plans(
                     "seed": seed,
                     "grad": worst(found, stock),
                     "loss": float(((loss_and_tokens(found) - wanted).abs() / wanted).max()),
+                    "routers": [float((v - found["routers"][n]).abs().max()) for n, v in stock["routers"].items()],
                     "reports": len(found["reports"]),
                     "steps": len(found["shapes"]),
                     "cut": len(plan.cut),

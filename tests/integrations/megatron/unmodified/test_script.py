@@ -297,7 +297,7 @@ def refusals() -> dict[str, str]:
     averages = [("calculate_per_token_loss", False)]
     attempt("average", config=averages)
     attempt("mean of nothing", config=averages, forward_step_func=loss(lambda total, count, report: (total, report)))
-    attempt("experts", config=[("num_moe_experts", 4)])
+    attempt("experts", config=[("num_moe_experts", 4), ("overlap_moe_expert_parallel_comm", True)])
     attempt("overlap", model=overlapped)
     attempt("no iterator", data_iterator=None)
     attempt("other keys", data_iterator=iter([{"input_ids": torch.ones(2, 4)}] * 2))
@@ -318,7 +318,7 @@ def test_a_loop_that_cannot_be_regrouped_exactly_is_told_why(world):
     wanted = {
         "average": "no error",
         "mean of nothing": "something else than the mean",
-        "experts": "num_moe_experts 4",
+        "experts": "overlap_moe_expert_parallel_comm True",
         "overlap": "config.no_sync_func = model.no_sync",
         "no iterator": "no rank of a copy of the model has a data iterator",
         "other keys": "keys input_ids",

@@ -24,9 +24,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
 
-from ....core.errors import EvenloadError
-from ....runtime.attributes import with_attributes
-from .samples import UserPack
+from .....core.errors import EvenloadError
+from .....runtime.attributes import with_attributes
+from ..samples import UserPack
 
 
 def chunks_of(model: Any) -> list[Any]:

@@ -24,11 +24,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer import multi_token_prediction as upstream
 from torch import Tensor
 
-from ....core.aliases import Floats
-from ....core.errors import EvenloadError
-from ....runtime.attributes import with_attributes
-from ....runtime.world.agreement import everyone
-from .samples import Sample, UserPack
+from .....core.aliases import Floats
+from .....core.errors import EvenloadError
+from .....runtime.attributes import with_attributes
+from .....runtime.world.agreement import everyone
+from ..samples import Sample, UserPack
 
 _RESCALES = hasattr(upstream, "process_mtp_loss")
 """Whether Megatron-Core scales the sum of tokens by n(0) / n(k): since it has this function, 0.17."""

@@ -1,0 +1,52 @@
+"""Losses of routers in a Megatron loop whose samples are regrouped: each token and sequence keeps the weight that the
+stock loop gives it, whoever has its share of a pack, through every dispatcher.
+
+Routers compute in float64 here; passes that recompute layers leave that mode, and are in test_order.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+LOSSES = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_dtype": "fp64",
+    "full": True,
+    "exact": True,
+}
+# The stock loop divides by the number of micro-batches in float32.
+MEANS = {"calculate_per_token_loss": False, "micro_batches": 4}
+SHARES = {"tp": 2, "sequence_parallel": True}
+GATHERS = {"moe_token_dispatcher_type": "allgather"}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        pytest.param(2, {"ep": 2, **GATHERS}, id="tokens, ep2, allgather"),
+        pytest.param(2, {"ep": 2, **MEANS}, id="means, ep2"),
+        pytest.param(4, {"ep": 2, "etp": 1, **SHARES, **MEANS}, id="means, tp2ep2 of 4 in shares"),
+        pytest.param(4, {"ep": 2, "etp": 1, **SHARES}, id="tokens, tp2ep2 of 4 in shares"),
+        pytest.param(4, {"ep": 2, "etp": 2, **SHARES, **GATHERS}, id="tokens, tp2ep2 with cut experts, allgather"),
+        pytest.param(4, {"ep": 2, "pp": 2, **MEANS}, id="means, pp2ep2"),
+    ],
+)
+def test_losses_and_what_is_printed_of_them_are_those_of_the_stock_loop(on_ranks, size, layout):
+    how = {"pieces": (1, 1, 2, 5), "recompute": False}
+    for rank in on_ranks(size, "user_plans", seeds=[2], how=how, **{**LOSSES, **layout}):
+        for result in rank:
+            assert "error" not in result, result
+            assert result["grad"] < 1e-9, result
+            assert max(result.get("routers", [0.0])) < 1e-4, result  # sums of float32 over layers
+        assert rank[0]["cut"]
+        assert rank[0]["replayed"]
