@@ -38,6 +38,8 @@ def _quick(run: str) -> Words:
     return ("pytest", f"tests/commands/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
 
 
+_PACKED = "tests/integrations/megatron/unmodified/test_packed.py"
+_FORMS = "integrations/megatron/unmodified/forms/"
 _TENANTS = "tests/integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does"
 _FROZEN = "tests/integrations/deepspeed/test_tenants.py"
 _TRAINER = "tests/integrations/huggingface/test_trainer.py"
@@ -82,6 +84,10 @@ KILLERS: dict[str, Words] = {
     "together, in an order": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "order_of"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "mesh in loops": ("pytest", "tests/integrations/megatron/unmodified/test_mesh.py", "-k", "dp2 and means"),
+    "forms": ("pytest", "tests/integrations/megatron/unmodified/test_forms.py"),
+    "rows": ("pytest", "tests/integrations/megatron/unmodified/test_rows.py"),
+    "packed loops": ("pytest", _PACKED, "-k", "packed_samples and dp2"),
+    "loops of rows": ("pytest", _PACKED, "-k", "tensordicts and dp2"),
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
@@ -1220,5 +1226,68 @@ MUTANTS: tuple[Mutant, ...] = (
         "            number = self._own[0] if self._own else 1\n",
         "            number = 1\n",
         "together, in an order",
+    ),
+    Mutant(
+        "a row of samples is one sample",
+        f"{_FORMS}borders.py",
+        "runs += [Run(row, start, n) for n, (start, size) in zip(true, slots, strict=True) if size]",
+        "runs += [Run(row, 0, width)]",
+        "forms",
+    ),
+    Mutant(
+        "the padding behind a sample counts to it",
+        f"{_FORMS}borders.py",
+        "true = [n for _, n in slots] if lengths is None else _differences(lengths[row], inside, row)",
+        "true = [n for _, n in slots]",
+        "forms",
+    ),
+    Mutant(
+        "the borders of a pack leave its padding out",
+        f"{_FORMS}form.py",
+        'pack.cu_seqlens if looks.get(twin) or key == "cu_seqlens_unpadded" else pack.cu_seqlens_padded',
+        "pack.cu_seqlens",
+        "forms",
+    ),
+    Mutant(
+        "a loop's own parameters of its packs reach the model",
+        "integrations/megatron/unmodified/forward_step.py",
+        '{**call, "packed_seq_params": self._params, "attention_mask": None}',
+        '{"packed_seq_params": self._params, "attention_mask": None, **call}',
+        "packed loops",
+    ),
+    Mutant(
+        "losses of rows are divided by the number of micro-batches that run",
+        f"{_FORMS}row_step.py",
+        "1.0 if per_token else len(batches) / own",
+        "1.0",
+        "rows",
+    ),
+    Mutant(
+        "a repeated row has a loss",
+        f"{_FORMS}row_step.py",
+        "(loss * (float(real) * self._scale),",
+        "(loss * self._scale,",
+        "rows",
+    ),
+    Mutant(
+        "a repeated row counts tokens",
+        f"{_FORMS}row_step.py",
+        "number * int(real)",
+        "number",
+        "rows",
+    ),
+    Mutant(
+        "what was said of rows comes home in another order",
+        "integrations/megatron/unmodified/rows.py",
+        ".to(where) for place in places]",
+        ".to(where) for place in reversed(places)]",
+        "loops of rows",
+    ),
+    Mutant(
+        "a mean over a micro-batch passes for a sum of rows",
+        "integrations/megatron/unmodified/rows.py",
+        "_CLOSE = 1e-2",
+        "_CLOSE = 1e2",
+        "loops of rows",
     ),
 )

@@ -181,13 +181,8 @@ class PlannedSteps:
         data_iterator, chunks = one_iterator(data_iterator), chunks_of(model)
         refuse_loop(chunks[0], rest)
         gpts, config = [bare_model(chunk) for chunk in chunks], get_model_config(chunks[0])
-        if first := gpts[0] not in self._loops:
-            warn_of_dropout(config)
-            for gpt in gpts:
-                refuse_routers(gpt)
-            warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
-        loop = self._loops[gpts[0]]
+        first = gpts[0] not in self._loops
+        loop = self._loop_of(chunks, gpts, foreign_owner, data_iterator)
         taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
         if taken and holds_rows(taken[0]):
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
@@ -223,6 +218,16 @@ class PlannedSteps:
         returned = reports.of_loop(returned, planned.own, batches.targets, parallel_state.get_data_parallel_group())
         loop.kinds = reports.kinds
         return returned
+
+    def _loop_of(self, chunks: list[Any], gpts: list[Any], foreign_owner: str, data_iterator: Any) -> _Loop:
+        """What is known of a model; in its first call found out. Collective then. Raises EvenloadError."""
+        if gpts[0] not in self._loops:
+            warn_of_dropout(get_model_config(chunks[0]))
+            for gpt in gpts:
+                refuse_routers(gpt)
+            warn = not self._loops and dist.get_rank() == 0
+            self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
+        return self._loops[gpts[0]]
 
     def _run_rows(
         self, stock: Callable[..., Any], function: Any, chunks: list[Any], gpt: Any, taken: list[Any], rest: Any
