@@ -22,6 +22,7 @@ from ....core.recipe.recipe import Recipe
 from .attention import refuse_attention
 from .expert_rules import recipe_of_experts, rules_of_experts
 from .groups import refuse_groups
+from .ranks.context_parallel import rules_of_context
 
 log = logging.getLogger("evenload")
 
@@ -204,7 +205,6 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
 def _model_rules(config: Any) -> Iterable[Rule]:
     do = "disable evenload's plugins for this model"
     settings = (
-        ("context_parallel_size", 1, "Megatron's static context parallelism cuts samples by itself"),
         ("experimental_attention_variant", None, "its layers are not known to keep packed samples apart"),
         ("mtp_standalone", False, "a stage of multi-token prediction alone hands on more than the tokens of a pack"),
         ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
@@ -217,6 +217,7 @@ def _model_rules(config: Any) -> Iterable[Rule]:
         f"mtp_num_layers {config.mtp_num_layers}, num_moe_experts {config.num_moe_experts}",
         do,
     )
+    yield from rules_of_context(config)
     for name, wanted, why in settings:
         value = getattr(config, name, wanted)
         yield value != wanted, why, f"{name} {value}", do
