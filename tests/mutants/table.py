@@ -84,6 +84,8 @@ KILLERS: dict[str, Words] = {
     "together, in an order": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "order_of"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "mesh in loops": ("pytest", "tests/integrations/megatron/unmodified/test_mesh.py", "-k", "dp2 and means"),
+    "context in loops": ("pytest", "tests/integrations/megatron/unmodified/test_context_parallel.py")
+    + ("-k", "means and not dp2 and not pp2"),
     "forms": ("pytest", "tests/integrations/megatron/unmodified/test_forms.py"),
     "rows": ("pytest", "tests/integrations/megatron/unmodified/test_rows.py"),
     "packed loops": ("pytest", _PACKED, "-k", "packed_samples and dp2"),
@@ -110,6 +112,7 @@ KILLERS: dict[str, Words] = {
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
     "chunks": ("pytest", "tests/integrations/megatron/unmodified/test_chunks.py", "-k", "dummies"),
+    "further tokens": ("pytest", "tests/integrations/megatron/unmodified/test_mtp.py", "-k", "dp2-means"),
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
@@ -150,6 +153,7 @@ _STAGE = "integrations/deepspeed/pipeline/stage.py"
 _USERS_ATTENTION = "integrations/megatron/unmodified/attention.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
+_FURTHER = "integrations/megatron/unmodified/stock/mtp.py"
 _ROUTING = "runtime/experts/routing.py"
 _PACK = "runtime/attention/pack.py"
 
@@ -162,15 +166,36 @@ MUTANTS: tuple[Mutant, ...] = (
         "mesh in loops",
     ),
     Mutant(
+        "context-parallel ranks have chunks in a row, not in zig-zag",
+        f"{_IN_LOOPS}/ranks/context_parallel.py",
+        "min(k, chunks - 1 - k)",
+        "k // 2",
+        "context in loops",
+    ),
+    Mutant(
+        "a context-parallel rank counts its first chunk twice",
+        f"{_IN_LOOPS}/ranks/context_parallel.py",
+        "chunks[rank] + chunks[-1 - rank]",
+        "2 * chunks[rank]",
+        "context in loops",
+    ),
+    Mutant(
+        "every context-parallel rank reports what the first one has",
+        f"{_IN_LOOPS}/loop.py",
+        "columns.number(i, place_in_row)",
+        "columns.number(i, 0)",
+        "context in loops",
+    ),
+    Mutant(
         "losses of ranks that share samples in a loop do not meet",
-        f"{_IN_LOOPS}/sharing.py",
+        f"{_IN_LOOPS}/ranks/sharing.py",
         "        return check(_in_launch_rounds(plan))\n",
         "        return plan\n",
         "rounds of losses",
     ),
     Mutant(
         "a shared sample is sent to one of its ranks alone",
-        f"{_IN_LOOPS}/sharing.py",
+        f"{_IN_LOOPS}/ranks/sharing.py",
         "                ranks[piece.sequence].add(rank)\n",
         "                ranks[piece.sequence] = {rank}\n",
         "rounds of losses",
@@ -1108,7 +1133,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an interleaved schedule is given a remainder that it refuses",
-        "integrations/megatron/unmodified/chunks.py",
+        "integrations/megatron/unmodified/stock/chunks.py",
         "max(0, stages - number % group) if number % group else 0",
         "group - number % group if number % group > stages else 0",
         "chunks",
@@ -1182,6 +1207,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "(core.layer_number if core.config.apply_query_key_layer_scaling else 1)",
         "1",
         "local windows",
+    ),
+    Mutant(
+        "further tokens weigh as if packs were micro-batches of the loop",
+        _FURTHER,
+        "weights_SK = means_SK * divisor / of_rank[:, None]",
+        "weights_SK = means_SK",
+        "further tokens",
+    ),
+    Mutant(
+        "the last token of a sample has a further target",
+        _FURTHER,
+        "mask_T[start:end][layer + 1 :]",
+        "mask_T[start:end][layer:]",
+        "further tokens",
     ),
     Mutant(
         "the z-loss of a loop counts for all its micro-batches at once",
