@@ -36,6 +36,7 @@ STOCK = "trainer: megatron\n"
 PACKING = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 192}\n"
 EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
     --moe-aux-loss-coeff 1e-2 --disable-bias-linear"""
+BY_SEQUENCE = f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss"
 SINKHORN = EXPERTS.replace("--moe-aux-loss-coeff 1e-2", "")
 MODERN = """--group-query-attention --num-query-groups 2 --swiglu --qk-layernorm --disable-bias-linear
     --normalization RMSNorm --untie-embeddings-and-output-weights"""
@@ -91,7 +92,7 @@ REFUSED = (
     refused("an expert's capacity", f"{EXPERTS} --moe-expert-capacity-factor 1.0"),
     refused("jitter of routers", f"{EXPERTS} --moe-input-jitter-eps 0.01"),
     refused("Sinkhorn's balance", f"{SINKHORN} --moe-router-load-balancing-type sinkhorn"),
-    refused("multi-token prediction", "--mtp-num-layers 1"),
+    refused("multi-token prediction with experts", f"{BY_SEQUENCE} --mtp-num-layers 1"),
     refused("no sample fits", recipe=SHORT),
     refused("nothing is trained", "--skip-train --eval-iters 2"),
     refused("no plugin", recipe=STOCK),
@@ -107,7 +108,7 @@ CASES = (
     case("four stages", "pp4", f"{PP} 4 --num-layers 4", ranks=4),
     case("tensor parallel stages", "tp2 pp2", f"{TP} 2 {PP} 2", ranks=4, exact=True),
     case("virtual stages", "pp2", f"{PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", exact=True),
-    case("experts, loss by sequence", "ep2", f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", exact=True),
+    case("experts, loss by sequence", "ep2", BY_SEQUENCE, exact=True),
     case("experts, auxiliary loss", "ep2", EXPERTS, exact=True),
     case(
         "distributed optimizer, overlap",
@@ -122,6 +123,7 @@ CASES = (
     case("GQA, SwiGLU, RMSNorm, q and k norms", "dp2", MODERN, exact=True),
     case("stages of unequal layers", "pp2", UNEQUAL),
     case("learned positions", "dp2", "--position-embedding-type learned_absolute"),
+    case("multi-token prediction", "dp2", "--mtp-num-layers 1"),
     case("sliding window", "dp2", "--window-size 16,0", exact=True),
     SIMPLE_LOOP,
     *REFUSED,
