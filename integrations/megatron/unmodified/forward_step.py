@@ -131,7 +131,7 @@ class UserStep:
             means = self._objective is not None and self._objective.takes_means
             refuse_loss(answer, losses if self._checks else None, packed.fields["loss_mask"], means=means)
             if self._reports is not None and losses is not None:
-                self._reports.add(packed, losses, answer[-1])
+                self._reports.add(packed, losses, answer)
             return answer
 
         return checked

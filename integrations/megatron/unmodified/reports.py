@@ -3,7 +3,8 @@
 A loss function reports for each pack; what a loop prints is made of one report for each of *its* micro-batches. Where a
 value of a report is a pack's (sum of token losses, number of tokens), or their quotient, it is known for every sample,
 and so for every micro-batch of the loop: those are put together from the ranks that computed the samples. A report
-with any other value stays the pack's own, and so do all of that call.
+with any other value stays the pack's own, and so do all of that call. A loss that is reported as it is, not a copy of
+it, is divided by the number of micro-batches behind the function's back: Megatron's schedules divide in place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from .ranks.context_parallel import Columns
 from .samples import UserPack
 
-_SUM, _MEAN = "sum and count", "mean"
+_SUM, _MEAN, _SHARE = "sum and count", "mean", "mean over the number of micro-batches"
 Kinds = dict[str, tuple[str, Tensor]]
 """What each value of a report is, with one of its values for dtype and shape; empty where one is not known."""
 _CLOSE = 1e-3
@@ -40,10 +41,12 @@ class Reports:
         self._columns = columns
         self._packs: list[tuple[Tensor, Tensor, Any]] = []
         """(sum of token losses, number of tokens, report) of each pack."""
+        self._shares: set[str] = set()
+        """Keys of what is the loss itself."""
         self._known = True
 
-    def add(self, packed: UserPack, losses: Tensor, report: Any) -> None:
-        """Take note of a pack: its token losses [1, T] (another shape: not known) and what was reported."""
+    def add(self, packed: UserPack, losses: Tensor, answer: Sequence[Any]) -> None:
+        """Take note of a pack: its token losses [1, T] (another shape: not known) and what its function returned."""
         loss_mask = packed.fields["loss_mask"].to(losses.device)
         if losses.shape != loss_mask.shape:
             self._known = False
@@ -59,7 +62,8 @@ class Reports:
             )
             own_T = torch.cat([masked_T[first : first + part.length] for _, part, first in parts])
             self._sums.index_add_(0, ids.to(own_T.device), own_T)
-        self._packs.append((masked_T.sum(), loss_mask.double().sum(), report))
+        self._packs.append((masked_T.sum(), loss_mask.double().sum(), _kept(answer[-1])))
+        self._shares |= _same_storage(answer[0], answer[-1])
 
     def of_loop(
         self, reports: Sequence[Any], own: Sequence[Sequence[int]], targets: Sequence[float], group: Any
@@ -81,18 +85,35 @@ class Reports:
         entries = []
         for places, num_targets in zip(own, targets, strict=True):
             total = sums[list(places)].sum()
-            entries.append({key: _value(kind, like, total, num_targets) for key, (kind, like) in self.kinds.items()})
+            known = self.kinds.items()
+            entries.append({key: _value(kind, like, total, num_targets, len(own)) for key, (kind, like) in known})
         return entries
 
     def _kinds(self, reports: Sequence[Any]) -> Kinds:
-        first = reports[0] if reports and self._known and len(self._packs) == len(reports) else None
+        first = self._packs[0][-1] if reports and self._known and len(self._packs) == len(reports) else None
         if not isinstance(first, Mapping) or not all(isinstance(value, Tensor) for value in first.values()):
             return {}
-        kinds = {key: (_SUM if like.numel() == 2 else _MEAN, like) for key, like in first.items()}
+        kinds = {
+            key: (_SUM if like.numel() == 2 else _SHARE if key in self._shares else _MEAN, like)
+            for key, like in first.items()
+        }
         for total, count, report in self._packs:
             if not all(_matches(kind, report.get(key), total, count) for key, (kind, _) in kinds.items()):
                 return {}
         return kinds
+
+
+def _kept(report: Any) -> Any:
+    """The report as it is now."""
+    if not isinstance(report, Mapping):
+        return report
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in report.items()}
+
+
+def _same_storage(loss: Any, report: Any) -> set[str]:
+    if not isinstance(report, Mapping) or not isinstance(loss, Tensor):
+        return set()
+    return {k for k, v in report.items() if isinstance(v, Tensor) and v.data_ptr() == loss.data_ptr()}
 
 
 def _matches(kind: str, value: Any, total: Tensor, count: Tensor) -> bool:
@@ -103,6 +124,8 @@ def _matches(kind: str, value: Any, total: Tensor, count: Tensor) -> bool:
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)
 
 
-def _value(kind: str, like: Tensor, total: Tensor, count: float) -> Tensor:
+def _value(kind: str, like: Tensor, total: Tensor, count: float, num_micro_batches: int) -> Tensor:
     value = torch.stack([total, torch.full_like(total, count)]) if kind == _SUM else total / max(1.0, count)
+    if kind == _SHARE:
+        value = value / num_micro_batches
     return value.to(like.dtype).to(like.device).view(like.shape)

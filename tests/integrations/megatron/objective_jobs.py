@@ -38,7 +38,9 @@ class Fed(Loop):
         def mean(losses: Any) -> Any:
             total, count, _ = loss_func(losses)
             average = total / count.clamp(min=1)
-            return average, {"lm loss": average.detach().clone()}
+            # The same storage: Megatron's schedules divide it in place, behind the function.
+            shared = average.detach()
+            return average, {"lm loss": shared if self.values == 1 else shared.clone()}
 
         return output, loss_func if self.values == 3 else mean
 

@@ -16,6 +16,7 @@ LONE = {"lone": True}
         pytest.param(1, {**MEANS, "seeds": (1, 2)}, id="means"),
         pytest.param(2, {**MEANS, "overlap": True, "seeds": (1,)}, id="means, dp2"),
         pytest.param(2, {**MEANS, "values": 2, "seeds": (1,)}, id="means, two values, dp2"),
+        pytest.param(1, {**MEANS, "values": 1, "seeds": (1,)}, id="means, the loss itself reported"),
         pytest.param(2, {"tp": 2, **LONE, "seeds": (1,)}, id="tokens, tp2, one iterator"),
         pytest.param(4, {**MEANS, "tp": 2, "pp": 2, **LONE, "seeds": (2,)}, id="means, tp2pp2, two iterators"),
         pytest.param(4, {**MEANS, "pp": 4, **LONE}, id="means, pp4, stages without iterators"),
