@@ -93,15 +93,18 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
     from evenload.core.errors import EvenloadError, refuse_first
     from evenload.integrations.megatron.unmodified.attention import rules_of_layer
+    from evenload.integrations.megatron.unmodified.expert_rules import why_together
     from evenload.integrations.megatron.unmodified.supported import refuse_loop, why_stock
 
+    if why := why_together(config):
+        return "together", "micro-batches stay as they are, since their experts depend on them", why
     loop = chunk(config, arguments)
     try:
         refuse_loop(loop, {})
         refuse_first(*rules_of_layer(layer(config), arguments.transformer_impl == "local"))
     except EvenloadError as error:
         return "refused", error.what, error.found
-    trouble = why_stock(loop, "")
+    trouble = why_stock([loop] * (config.virtual_pipeline_model_parallel_size or 1), "")
     return ("whole", trouble[0], trouble[1]) if trouble else ("cut", "", "")
 
 

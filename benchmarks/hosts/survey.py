@@ -10,6 +10,7 @@ are made, and no GPU is needed: Transformer Engine, Triton and CUDA are only nam
 
     cut        accepted; samples may be cut, and the plan may have an order of its own
     whole      accepted; whole samples in Megatron's own schedule, and what keeps them there
+    together   accepted; micro-batches stay as they are, and plugins.moe and plugins.pipeline do what they can
     refused    with the guard's message
     alone      inference: no training call, so that nothing is planned and nothing changes
     no parse   upstream's own parser refuses the flags on this machine
@@ -123,7 +124,7 @@ def by_flags(read: Iterable[Recipe]) -> dict[str, int]:
 def table(result: dict[str, Any]) -> Any:
     """The result for a person: counts by kind and verdict, and every reason."""
     rows = [Verdict(**row) for row in result["rows"]]
-    verdicts = ("cut", "whole", "refused", "alone", "no parse")
+    verdicts = ("cut", "whole", "together", "refused", "alone", "no parse")
     kinds = sorted({row.kind for row in rows})
     counts = Counter((row.kind, row.verdict) for row in rows)
     body: list[list[Any]] = [
