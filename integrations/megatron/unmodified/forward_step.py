@@ -120,7 +120,7 @@ class UserStep:
             losses = output.detach().clone() if self._checks or self._reports else None
             weighed = output if self._objective is None else self._objective.weigh(output, packed)
             answer = loss_func(weighed, *args, **kwargs)
-            means = self._objective is not None
+            means = self._objective is not None and self._objective.takes_means
             refuse_loss(answer, losses if self._checks else None, packed.fields["loss_mask"], means=means)
             if self._reports is not None and losses is not None:
                 self._reports.add(packed, losses, answer[-1])

@@ -22,6 +22,7 @@ from ....core.recipe.recipe import Recipe
 from .attention import refuse_attention
 from .expert_rules import recipe_of_experts, rules_of_experts
 from .groups import refuse_groups
+from .ranks.context_parallel import rules_of_context
 
 log = logging.getLogger("evenload")
 
@@ -203,13 +204,13 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
 def _model_rules(config: Any) -> Iterable[Rule]:
     do = "disable evenload's plugins for this model"
     settings = (
-        ("context_parallel_size", 1, "Megatron's static context parallelism cuts samples by itself"),
         ("mtp_num_layers", None, "multi-token prediction averages over a micro-batch"),
         ("experimental_attention_variant", None, "its layers are not known to keep packed samples apart"),
         ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
         ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
     )
     yield from rules_of_experts(config)
+    yield from rules_of_context(config)
     for name, wanted, why in settings:
         value = getattr(config, name, wanted)
         yield value != wanted, why, f"{name} {value}", do

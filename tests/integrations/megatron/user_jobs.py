@@ -118,7 +118,6 @@ def user_loop(
         experts_by = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
         parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, **experts_by)
         script.NUM_MICRO_BATCHES = micro_batches or script.NUM_MICRO_BATCHES
-        script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
@@ -130,6 +129,7 @@ def user_loop(
             norm = bool(config.get("qk_layernorm"))
             spec_of = partial(get_gpt_layer_with_transformer_engine_spec, qk_layernorm=norm, multi_latent_attention=mla)
             script.get_gpt_layer_local_spec = spec_of
+        script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         make, make_model = MLATransformerConfig if mla else script.TransformerConfig, script.GPTModel
 
         def partly_frozen(**fields: Any) -> Any:
