@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest $(SPREAD)
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test test-newest test-older check explore mutants lint types contracts docs site clean
+.PHONY: train test test-newest check-newest test-older check explore mutants lint types contracts docs site clean
 
 train: $(READY)
 	mkdir -p runs/quickstart
@@ -31,6 +31,13 @@ OLDER := integrations/deepspeed
 
 test-newest: .venv-newest/ready
 	.venv-newest/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(NEWEST))
+
+# What CI runs of them: a proof, and a script.
+check-newest: .venv-newest/ready
+	.venv-newest/bin/python -m evenload verify recipes/slices.yaml model.num_layers=2 model.hidden_size=32 \
+	    model.num_attention_heads=4 model.num_query_groups=2 data.max_length=512 train.global_batch_size=8 train.dtype=fp64
+	.venv-newest/bin/python -m pytest -q -m "not gpu" \
+	    tests/integrations/megatron/unmodified/test_script.py::test_in_float64_the_same_gradients_and_weights
 
 test-older: .venv-older/ready
 	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(OLDER))

@@ -56,7 +56,8 @@ LOOPS = (
         "Megatron-Core's own loops",
         "megatron",
         "evenload run",
-        {"packing": "packs, slices", "pipeline": "orders", "moe": "copies, EP > 1", "lora": REFUSED},
+        {"packing": "packs, slices", "mesh": "shares", "pipeline": "orders"}
+        | {"moe": "copies, EP > 1", "lora": REFUSED},
     ),
     Loop(
         "deepspeed.initialize",

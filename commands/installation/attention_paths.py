@@ -33,15 +33,16 @@ def attention_paths(recipe: Recipe | None) -> list[dict[str, Any]]:
         parts = {"parts": block, "why_parts": why_block} if loop.cuts else {"parts": None, "why_parts": _WHOLE}
         rows.append({"path": loop.name + spec, "kernel": kernel, "why": why, **parts})
         if loop.start == "evenload run" and loop.trainer == "megatron":
-            rows.append(_transformer_engine(f"{loop.name}, Transformer Engine's spec"))
+            rows.append(_transformer_engine(f"{loop.name}, Transformer Engine's spec", block, why_block))
     return rows
 
 
-def _transformer_engine(path: str) -> dict[str, Any]:
-    here = find_spec("transformer_engine") is not None
-    why = "" if here else "Transformer Engine is not installed"
-    parts = {"parts": None, "why_parts": _WHOLE} if here else {"parts": None, "why_parts": why}
-    return {"path": path, "kernel": "transformer_engine" if here else None, "why": why, **parts}
+def _transformer_engine(path: str, block: str, why_block: str) -> dict[str, Any]:
+    """Its own kernels take whole samples alone, in place of which packed attention runs parts."""
+    if find_spec("transformer_engine") is None:
+        why = "Transformer Engine is not installed"
+        return {"path": path, "kernel": None, "why": why, "parts": None, "why_parts": why}
+    return {"path": path, "kernel": "transformer_engine", "why": "", "parts": block, "why_parts": why_block}
 
 
 def _head_dim(recipe: Recipe | None) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor, nn
 
 from ...runtime.attention.pack import Pack
@@ -25,6 +24,7 @@ from ...runtime.experts.routing import Routed
 from ...runtime.stage.offload import layers_of
 from ..huggingface.routes import blocks, num_experts_of
 from .expert_slots import SlottedLayer
+from .experts import AutoEPMoELayer
 
 
 class GatedExperts:

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import groups
 from torch import Tensor
@@ -33,6 +31,16 @@ from transformers.utils import output_capturing
 from ...core.errors import EvenloadError
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
+from ..versions import describe_version
+
+try:
+    from deepspeed.module_inject.auto_ep_comm import COMM_BACKEND
+    from deepspeed.module_inject.auto_ep_config import PRESET_MODELS
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+except ImportError:  # older versions: no model has such a layer, or it exchanges tokens in another way
+    COMM_BACKEND, PRESET_MODELS, AutoEPMoELayer = "", {}, type("AutoEPMoELayer", (torch.nn.Module,), {})
+
+__all__ = ["COMM_BACKEND", "AutoEPMoELayer"]
 
 
 def preset_of(model_type: str) -> str | None:
@@ -45,6 +53,12 @@ def section(recipe: Recipe, model: Any) -> dict[str, Any]:
     no preset for the model."""
     if recipe.parallel.ep == 1:
         return {}
+    if not PRESET_MODELS:
+        raise EvenloadError(
+            "this version of DeepSpeed has no AutoEP whose exchange of tokens evenload knows",
+            f"parallel.ep {recipe.parallel.ep}, {describe_version('deepspeed')}",
+            "pip install 'deepspeed>=0.19.8', or set parallel.ep=1: every rank then has all experts",
+        )
     kind = model.config.model_type
     preset = preset_of(kind)
     if preset is None:

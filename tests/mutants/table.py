@@ -112,6 +112,7 @@ KILLERS: dict[str, Words] = {
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
     "chunks": ("pytest", "tests/integrations/megatron/unmodified/test_chunks.py", "-k", "dummies"),
+    "further tokens": ("pytest", "tests/integrations/megatron/unmodified/test_mtp.py", "-k", "dp2-means"),
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
@@ -152,6 +153,7 @@ _STAGE = "integrations/deepspeed/pipeline/stage.py"
 _USERS_ATTENTION = "integrations/megatron/unmodified/attention.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
+_FURTHER = "integrations/megatron/unmodified/stock/mtp.py"
 _ROUTING = "runtime/experts/routing.py"
 _PACK = "runtime/attention/pack.py"
 
@@ -1131,7 +1133,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an interleaved schedule is given a remainder that it refuses",
-        "integrations/megatron/unmodified/chunks.py",
+        "integrations/megatron/unmodified/stock/chunks.py",
         "max(0, stages - number % group) if number % group else 0",
         "group - number % group if number % group > stages else 0",
         "chunks",
@@ -1205,6 +1207,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "(core.layer_number if core.config.apply_query_key_layer_scaling else 1)",
         "1",
         "local windows",
+    ),
+    Mutant(
+        "further tokens weigh as if packs were micro-batches of the loop",
+        _FURTHER,
+        "weights_SK = means_SK * divisor / of_rank[:, None]",
+        "weights_SK = means_SK",
+        "further tokens",
+    ),
+    Mutant(
+        "the last token of a sample has a further target",
+        _FURTHER,
+        "mask_T[start:end][layer + 1 :]",
+        "mask_T[start:end][layer:]",
+        "further tokens",
     ),
     Mutant(
         "the z-loss of a loop counts for all its micro-batches at once",

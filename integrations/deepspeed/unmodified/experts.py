@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed.module_inject.auto_ep_comm import COMM_BACKEND
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-
 from ....core.errors import EvenloadError
 from ....core.recipe.recipe import Recipe
 from ....core.registry import layer_planner
@@ -16,6 +13,7 @@ from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ...host import no_mark
 from ..expert_gate import GatedExperts
+from ..experts import COMM_BACKEND, AutoEPMoELayer
 from .batches import Planned
 
 

@@ -53,7 +53,6 @@ from ..model.linears import why_in_backward
 from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
-from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
 from .expert_rules import refuse_experts, refuse_losses_of_rows, refuse_routers, why_together
 from .experts import CameWith, gate_of, routing_of, with_experts_in_step
 from .forms.rows import holds_rows
@@ -65,6 +64,8 @@ from .ranks.sharing import plan_in_rounds, ranks_of_samples
 from .reports import Kinds, Reports
 from .rows import RowSteps
 from .samples import UserPack, exchange, lay_out
+from .stock.chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
+from .stock.mtp import next_tokens
 from .supported import (
     Trouble,
     bare_model,
@@ -116,6 +117,8 @@ class _Planned(NamedTuple):
     columns: Columns
     own: list[list[int]]
     """The columns that this rank has, in the stock loop, of each of the loop's own micro-batches."""
+    order: list[tuple[int, int, int]]
+    """(data rank, micro-batch, row) of each sequence."""
     weights: Floats
     """Of a token of each column, where micro-batches are averaged."""
     came_with: CameWith
@@ -191,12 +194,7 @@ class PlannedSteps:
                 refuse_other_forms("ragged rows")
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
         batches = loop.source.spread(taken)
-        try:
-            planned = self._plan_step(batches, loop, gpts[0], is_interleaved(chunks))
-        except EvenloadError:
-            if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
-                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
-            raise
+        planned = self._plan(batches, loop, gpts[0], is_interleaved(chunks))
         plan = planned.plan
         own = plan.of_rank(data_rank())
         routing, gate = _routing(config, planned, batches)
@@ -212,6 +210,7 @@ class PlannedSteps:
             gate=gate,
             objective=MeanOfMeans(planned.weights, divisor, planned.columns) if means else None,
             reports=(reports := Reports(planned.columns, loop.kinds)),
+            further=next_tokens(batches.samples, planned.order, config, divisor) if config.mtp_num_layers else None,
         )
         returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})
         report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size)
@@ -247,6 +246,14 @@ class PlannedSteps:
         report_step("Megatron-Core", steps.chain, plan, micro_batch_size=len(taken[0]))
         end_of_check()
         return reports
+
+    def _plan(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
+        try:
+            return self._plan_step(batches, loop, gpt, interleaved)
+        except EvenloadError:
+            if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
+                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
+            raise
 
     def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
@@ -301,7 +308,7 @@ class PlannedSteps:
             if rank == me - place_in_row:
                 places[place].append(columns.number(i, place_in_row))
         came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
-        return _Planned(plan, lay, columns, places, weights_of(targets_of_ranks, order), came_with)
+        return _Planned(plan, lay, columns, places, order, weights_of(targets_of_ranks, order), came_with)
 
 
 def release() -> None:
