@@ -40,6 +40,7 @@ BY_SEQUENCE = f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss"
 SINKHORN = EXPERTS.replace("--moe-aux-loss-coeff 1e-2", "")
 MODERN = """--group-query-attention --num-query-groups 2 --swiglu --qk-layernorm --disable-bias-linear
     --normalization RMSNorm --untie-embeddings-and-output-weights"""
+MESH = STOCK + "plugins:\n  mesh: {enabled: true, max_tokens: 40}\n"
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 
 
@@ -125,6 +126,7 @@ CASES = (
     case("learned positions", "dp2", "--position-embedding-type learned_absolute"),
     case("multi-token prediction", "dp2", "--mtp-num-layers 1"),
     case("sliding window", "dp2", "--window-size 16,0", exact=True),
+    case("mesh, every sample over the cap", "dp2", recipe=MESH),
     SIMPLE_LOOP,
     *REFUSED,
 )
