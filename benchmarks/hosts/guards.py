@@ -113,7 +113,7 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     if trouble:
         return "whole", trouble[0], trouble[1]
     attention = layer(config)
-    if why := why_whole(SimpleNamespace(modules=lambda: [attention]), shares=False):
+    if why := why_whole(SimpleNamespace(config=config, modules=lambda: [attention]), shares=False):
         return "whole", why, ""
     return "cut", "", ""
 
