@@ -38,6 +38,7 @@ EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 
     --moe-aux-loss-coeff 1e-2 --disable-bias-linear"""
 MODERN = """--group-query-attention --num-query-groups 2 --swiglu --qk-layernorm --disable-bias-linear
     --normalization RMSNorm --untie-embeddings-and-output-weights"""
+MESH = STOCK + "plugins:\n  mesh: {enabled: true, max_tokens: 40}\n"
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 
 
@@ -123,6 +124,7 @@ CASES = (
     case("GQA, SwiGLU, RMSNorm, q and k norms", "dp2", MODERN, exact=True),
     case("learned positions", "dp2", "--position-embedding-type learned_absolute"),
     case("sliding window", "dp2", "--window-size 16,0", exact=True),
+    case("mesh, every sample over the cap", "dp2", recipe=MESH),
     SIMPLE_LOOP,
     *REFUSED,
 )
