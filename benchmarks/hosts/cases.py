@@ -41,6 +41,8 @@ class Case:
     recipes: tuple[str | None, str | None] = (None, None)
     """Of the stock run, if it needs one, and of the run with plugins; None: packing alone."""
     printed: dict[str, re.Pattern[str]] = field(default_factory=lambda: PRINTED)
+    has_stock: bool = True
+    """Whether there is a stock run to compare with: not where the question is what evenload says."""
     exact: bool = False
     """Its gradients can be compared in float64."""
 

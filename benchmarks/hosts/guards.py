@@ -45,16 +45,16 @@ class Guards:
     def __init__(self, checkout: Path, folder: Path) -> None:
         os.environ["HOSTS_MEGATRON"] = str(folder)
         sys.path[:0] = [str(checkout), str(ROOT / "tests" / "hosts" / "startup")]
-        import megatron_lm
+        import megatron_lm  # noqa: F401
         from evenload.patches import bridge_cpu
 
         bridge_cpu()
         _name_transformer_engine()
-        megatron_lm.OneDevice.get_device_capability = staticmethod(lambda *_: (self._capability, 0))
-        self._capability = 9
         import megatron.training.arguments as arguments
 
         self._arguments: Any = arguments
+        self._capability = 9
+        arguments.get_device_arch_version = lambda: self._capability
 
     def verdict(self, recipe: Recipe) -> Verdict:
         """What happens to the recipe before its first step."""
@@ -92,17 +92,45 @@ class Guards:
 def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
     from evenload.core.errors import EvenloadError, refuse_first
-    from evenload.integrations.megatron.unmodified.attention import rules_of_layer
+    from evenload.integrations.megatron.unmodified.attention import rules_of_layer, why_whole
+    from evenload.integrations.megatron.unmodified.expert_rules import why_together
     from evenload.integrations.megatron.unmodified.supported import refuse_loop, why_stock
 
     loop = chunk(config, arguments)
+    if why := why_together(config):
+        return together(loop, config, why)
     try:
         refuse_loop(loop, {})
         refuse_first(*rules_of_layer(layer(config), arguments.transformer_impl == "local"))
     except EvenloadError as error:
         return "refused", error.what, error.found
-    trouble = why_stock(loop, "")
-    return ("whole", trouble[0], trouble[1]) if trouble else ("cut", "", "")
+    trouble = why_stock([loop] * (config.virtual_pipeline_model_parallel_size or 1), "")
+    if trouble:
+        return "whole", trouble[0], trouble[1]
+    attention = layer(config)
+    if why := why_whole(SimpleNamespace(modules=lambda: [attention]), shares=False):
+        return "whole", why, ""
+    return "cut", "", ""
+
+
+def together(loop: Any, config: Any, why: str) -> tuple[str, str, str]:
+    """The answer to a loop whose micro-batches stay as they are: what a plugin can still do, as `Together.of` asks."""
+    from evenload.core.errors import EvenloadError
+    from evenload.integrations.megatron.unmodified.expert_rules import refuse_experts
+    from evenload.integrations.megatron.unmodified.supported import why_stock
+    from evenload.integrations.megatron.unmodified.together import _IN_TURN
+
+    one_chunk = (config.virtual_pipeline_model_parallel_size or 1) == config.context_parallel_size == 1
+    in_order = one_chunk and config.pipeline_model_parallel_size > 1 and not why.startswith(_IN_TURN)
+    if in_order and why_stock([loop], "") is None:
+        return "together", f"{why}; plugins.pipeline can plan", ""
+    try:
+        refuse_experts(SimpleNamespace(config=config, decoder=SimpleNamespace(layers=[])))
+    except EvenloadError as error:
+        return "idle", why, error.found
+    if config.expert_model_parallel_size > 1 and not config.moe_grouped_gemm:
+        return "together", f"{why}; plugins.moe can plan", ""
+    return "idle", why, "no plugin has anything to do"
 
 
 def chunk(config: Any, arguments: Any) -> Any:
@@ -124,6 +152,7 @@ def layer(config: Any) -> Any:
     """Self-attention as the layer specs of GPT make it."""
     from megatron.core.transformer.enums import AttnMaskType
 
+    # That of Megatron's own, where dropout is a setting of the module, has the same value.
     core = SimpleNamespace(scale_mask_softmax=SimpleNamespace(window_size=config.window_size))
     return SimpleNamespace(
         config=config, attention_type="self", attn_mask_type=AttnMaskType.causal, core_attention=core

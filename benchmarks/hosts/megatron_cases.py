@@ -7,6 +7,7 @@ runs and runs with plugins have the same.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from cases import Arguments, Case
@@ -37,7 +38,12 @@ EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 
     --moe-aux-loss-coeff 1e-2 --disable-bias-linear"""
 MODERN = """--group-query-attention --num-query-groups 2 --swiglu --qk-layernorm --disable-bias-linear
     --normalization RMSNorm --untie-embeddings-and-output-weights"""
+MESH = STOCK + "plugins:\n  mesh: {enabled: true, max_tokens: 40}\n"
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+
+
+UNEQUAL = f"{PP} 2 --num-layers 3 --decoder-first-pipeline-num-layers 2"
+ORDERED = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 192}\n  pipeline: {enabled: true}\n"
 
 
 def arguments(flags: str) -> Arguments:
@@ -61,6 +67,11 @@ def case(note: str, layout: str, flags: str = "", ranks: int = 2, recipe: str = 
     )
 
 
+def refused(note: str, flags: str = "", recipe: str = PACKING) -> Case:
+    """A run of which the message counts."""
+    return replace(case(f"refused: {note}", "2 ranks", flags, recipe=recipe), has_stock=False)
+
+
 def _nothing(folder: Path, layout: str) -> list[str]:
     return []
 
@@ -74,17 +85,32 @@ SIMPLE_LOOP = Case(
     recipes=(STOCK, PACKING),
     printed=SIMPLE,
 )
+SHORT = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 32, slices: off}\n"
+OTHER = "trainer: deepspeed\nplugins:\n  packing: {enabled: true, max_tokens: 192}\n"
+REFUSED = (
+    refused("the loader's mask is not causal", "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
+    refused("an expert's capacity", f"{EXPERTS} --moe-expert-capacity-factor 1.0"),
+    refused("jitter of routers", f"{EXPERTS} --moe-input-jitter-eps 0.01"),
+    refused("Sinkhorn's balance", f"{EXPERTS} --moe-router-load-balancing-type sinkhorn"),
+    refused("multi-token prediction", "--mtp-num-layers 1"),
+    refused("no sample fits", recipe=SHORT),
+    refused("nothing is trained", "--skip-train --eval-iters 2"),
+    refused("no plugin", recipe=STOCK),
+    refused("another trainer's recipe", recipe=OTHER),
+    refused("stages of unequal layers under an order", UNEQUAL, recipe=ORDERED),
+)
+"""What cannot gain, or is refused: an exit code and one message before the first update."""
 CASES = (
-    case("default flags", "dp2"),
+    case("default flags", "dp2", exact=True),
     case("loss per token", "dp2", "--calculate-per-token-loss"),
-    case("tensor parallel", "tp2", f"{TP} 2"),
+    case("tensor parallel", "tp2", f"{TP} 2", exact=True),
     case("sequence parallel", "tp2", f"{TP} 2 --sequence-parallel"),
-    case("two stages", "pp2", f"{PP} 2"),
+    case("two stages", "pp2", f"{PP} 2", exact=True),
     case("four stages", "pp4", f"{PP} 4 --num-layers 4", ranks=4),
-    case("tensor parallel stages", "tp2 pp2", f"{TP} 2 {PP} 2", ranks=4),
-    case("virtual stages", "pp2", f"{PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
-    case("experts, loss by sequence", "ep2", f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss"),
-    case("experts, auxiliary loss", "ep2", EXPERTS),
+    case("tensor parallel stages", "tp2 pp2", f"{TP} 2 {PP} 2", ranks=4, exact=True),
+    case("virtual stages", "pp2", f"{PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", exact=True),
+    case("experts, loss by sequence", "ep2", f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss", exact=True),
+    case("experts, auxiliary loss", "ep2", EXPERTS, exact=True),
     case(
         "distributed optimizer, overlap",
         "dp2",
@@ -95,9 +121,10 @@ CASES = (
     case("full recompute", "dp2", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     case("selective recompute", "dp2", "--recompute-granularity selective"),
     case("resets at documents", "dp2", "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
-    case("GQA, SwiGLU, RMSNorm, q and k norms", "dp2", MODERN),
+    case("GQA, SwiGLU, RMSNorm, q and k norms", "dp2", MODERN, exact=True),
     case("learned positions", "dp2", "--position-embedding-type learned_absolute"),
-    case("multi-token prediction", "dp2", "--mtp-num-layers 1"),
-    case("sliding window", "dp2", "--window-size 16,0"),
+    case("sliding window", "dp2", "--window-size 16,0", exact=True),
+    case("mesh, every sample over the cap", "dp2", recipe=MESH),
     SIMPLE_LOOP,
+    *REFUSED,
 )

@@ -10,6 +10,9 @@ are made, and no GPU is needed: Transformer Engine, Triton and CUDA are only nam
 
     cut        accepted; samples may be cut, and the plan may have an order of its own
     whole      accepted; whole samples in Megatron's own schedule, and what keeps them there
+    together   accepted; a loss of the routers depends on the micro-batch, so that micro-batches stay as they are, and
+               plugins.moe or plugins.pipeline plan over them
+    idle       the same, where neither of them can do anything: the loop runs as it is and says so
     refused    with the guard's message
     alone      inference: no training call, so that nothing is planned and nothing changes
     no parse   upstream's own parser refuses the flags on this machine
@@ -34,6 +37,7 @@ Flags = dict[str, Any]
 
 OF_GPT = ("gpt", "moe", "mixtral", "nemotron")
 """Folders of recipes that build a GPTModel."""
+VERDICTS = ("cut", "whole", "together", "idle", "refused", "alone", "no parse")
 HARD = {
     "TP > 1": lambda flags: _size(flags, "tensor-model-parallel-size") > 1,
     "PP > 2": lambda flags: _size(flags, "pipeline-model-parallel-size") > 2,
@@ -123,7 +127,7 @@ def by_flags(read: Iterable[Recipe]) -> dict[str, int]:
 def table(result: dict[str, Any]) -> Any:
     """The result for a person: counts by kind and verdict, and every reason."""
     rows = [Verdict(**row) for row in result["rows"]]
-    verdicts = ("cut", "whole", "refused", "alone", "no parse")
+    verdicts = VERDICTS
     kinds = sorted({row.kind for row in rows})
     counts = Counter((row.kind, row.verdict) for row in rows)
     body: list[list[Any]] = [

@@ -42,6 +42,9 @@ RECIPE = "trainer: {}\nplugins:\n  packing: {{enabled: true, max_tokens: {}}}\n"
 NAMES = ("loss", "grad_norm", "eval_loss")
 Row = dict[str, Any]
 
+NOTHING: Row = {"code": None, "values": {name: {} for name in NAMES}, "tokens": 0, "step_s": [], "said": ""}
+"""Of a run that was not asked for."""
+
 
 def measured(
     case: Case, layout: str, script: Path, data: Path, folder: Path, recipe: Path | None, float64: bool = False
@@ -102,6 +105,9 @@ def compared(case: Case, layout: str, script: Path, data: Path, folder: Path, re
     runs: dict[str, list[Row]] = {"stock": [], "evenload": []}
     for repeat in range(repeats):
         for name, on in zip(runs, recipes, strict=True):
+            if name == "stock" and not case.has_stock:
+                runs[name].append(NOTHING)
+                continue
             own = free(folder, case, layout, f"{name}-{repeat}")
             runs[name].append(measured(case, layout, script, data, own, on))
     gradients = None
@@ -150,11 +156,13 @@ def apart(stock: Path, own: Path) -> float | None:
     """The largest relative difference of a rank's gradients; None where a run has left none."""
     import torch
 
-    pairs = [
-        (torch.load(path), torch.load(own / path.name)) for path in stock.glob("*.pt") if (own / path.name).exists()
-    ]
-    each = [float((two[name] - one).norm() / one.norm()) for one, two in pairs for name in one if one[name].norm() > 0]
-    return max(each, default=None)
+    differences = []
+    for path in sorted(stock.glob("*.pt")):
+        if (own / path.name).exists():
+            one, two = torch.load(path), torch.load(own / path.name)
+            lengths = {name: float(one[name].norm()) for name in one}
+            differences += [float((two[name] - one[name]).norm()) / lengths[name] for name in one if lengths[name] > 0]
+    return max(differences, default=None)
 
 
 def difference(stock: dict[int, float], own: dict[int, float]) -> float | None:
@@ -215,7 +223,7 @@ def cells(row: Row, notes: list[str]) -> list[Any]:
     name = f"{row['script']} {row['arguments']}".strip()
     if "missing" in row:
         return [name, *("-" for _ in range(9)), row["missing"]]
-    runs = ["yes" if code == 0 else f"no ({code})" for code in row["codes"]]
+    runs = ["-" if code is None else "yes" if code == 0 else f"no ({code})" for code in row["codes"]]
     equal = ["-" if value is None else f"{value:.0e}" for value in (*row["difference"].values(), row["gradients"])]
     tokens = " -> ".join(f"{count:,}" for count in row["tokens"])
     step = " -> ".join("-" if value is None else seconds(value) for value in row["step_s"])

@@ -114,7 +114,7 @@ def megatron_environment(folder: Path, script: Path, float64: bool = False) -> d
 
 
 def launcher(name: str, ranks: int = RANKS) -> list[str]:
-    """What stands before a script by which torchrun, ``accelerate launch`` or `forked` starts its ranks, or Python one."""
+    """What stands before a script: torchrun, ``accelerate launch`` or `forked` starts its ranks, Python one."""
     if name == "python":
         return [sys.executable]
     if name == "torchrun":

@@ -82,4 +82,23 @@ def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
     assert "1  refused: no graphs" in text
     assert "TP > 1 2" in text
     (last,) = [line for line in text.splitlines() if "│ all" in line]
-    assert [int(word) for word in last.replace("│", " ").split()[1:]] == [1, 0, 2, 0, 0, 3]
+    assert [int(word) for word in last.replace("│", " ").split()[1:]] == [1, 0, 0, 0, 2, 0, 0, 3]
+
+
+def test_outcomes_of_upstreams_tests_are_compared_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["unit_tests.py"])
+    spec = importlib.util.spec_from_file_location("unit_tests", BENCHMARKS / "unit_tests.py")
+    assert spec is not None
+    assert spec.loader is not None
+    unit_tests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unit_tests)
+    cases = '<testcase classname="t" name="a"/><testcase classname="t" name="b"><failure/></testcase>'
+    (tmp_path / "one.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    cases = (
+        '<testcase classname="t" name="a"><skipped/></testcase><testcase classname="t" name="b"><failure/></testcase>'
+    )
+    (tmp_path / "other.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    one, other = (unit_tests.outcomes(tmp_path / name) for name in ("one.xml", "other.xml"))
+    assert one == {"t::a": "passed", "t::b": "failure"}
+    assert unit_tests.differing(one, other) == ["t::a: passed, skipped"]
+    assert unit_tests.differing(one, {}) == ["t::a: passed, missing", "t::b: failure, missing"]

@@ -38,6 +38,8 @@ def _quick(run: str) -> Words:
     return ("pytest", f"tests/commands/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
 
 
+_PACKED = "tests/integrations/megatron/unmodified/test_packed.py"
+_FORMS = "integrations/megatron/unmodified/forms/"
 _TENANTS = "tests/integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does"
 _FROZEN = "tests/integrations/deepspeed/test_tenants.py"
 _TRAINER = "tests/integrations/huggingface/test_trainer.py"
@@ -82,6 +84,12 @@ KILLERS: dict[str, Words] = {
     "together, in an order": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "order_of"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "mesh in loops": ("pytest", "tests/integrations/megatron/unmodified/test_mesh.py", "-k", "dp2 and means"),
+    "context in loops": ("pytest", "tests/integrations/megatron/unmodified/test_context_parallel.py")
+    + ("-k", "means and not dp2 and not pp2"),
+    "forms": ("pytest", "tests/integrations/megatron/unmodified/test_forms.py"),
+    "rows": ("pytest", "tests/integrations/megatron/unmodified/test_rows.py"),
+    "packed loops": ("pytest", _PACKED, "-k", "packed_samples and dp2"),
+    "loops of rows": ("pytest", _PACKED, "-k", "tensordicts and dp2"),
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
@@ -104,6 +112,7 @@ KILLERS: dict[str, Words] = {
     "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
     "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
     "chunks": ("pytest", "tests/integrations/megatron/unmodified/test_chunks.py", "-k", "dummies"),
+    "further tokens": ("pytest", "tests/integrations/megatron/unmodified/test_mtp.py", "-k", "dp2-means"),
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
@@ -144,6 +153,7 @@ _STAGE = "integrations/deepspeed/pipeline/stage.py"
 _USERS_ATTENTION = "integrations/megatron/unmodified/attention.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
+_FURTHER = "integrations/megatron/unmodified/stock/mtp.py"
 _ROUTING = "runtime/experts/routing.py"
 _PACK = "runtime/attention/pack.py"
 
@@ -156,15 +166,36 @@ MUTANTS: tuple[Mutant, ...] = (
         "mesh in loops",
     ),
     Mutant(
+        "context-parallel ranks have chunks in a row, not in zig-zag",
+        f"{_IN_LOOPS}/ranks/context_parallel.py",
+        "min(k, chunks - 1 - k)",
+        "k // 2",
+        "context in loops",
+    ),
+    Mutant(
+        "a context-parallel rank counts its first chunk twice",
+        f"{_IN_LOOPS}/ranks/context_parallel.py",
+        "chunks[rank] + chunks[-1 - rank]",
+        "2 * chunks[rank]",
+        "context in loops",
+    ),
+    Mutant(
+        "every context-parallel rank reports what the first one has",
+        f"{_IN_LOOPS}/loop.py",
+        "columns.number(i, place_in_row)",
+        "columns.number(i, 0)",
+        "context in loops",
+    ),
+    Mutant(
         "losses of ranks that share samples in a loop do not meet",
-        f"{_IN_LOOPS}/sharing.py",
+        f"{_IN_LOOPS}/ranks/sharing.py",
         "        return check(_in_launch_rounds(plan))\n",
         "        return plan\n",
         "rounds of losses",
     ),
     Mutant(
         "a shared sample is sent to one of its ranks alone",
-        f"{_IN_LOOPS}/sharing.py",
+        f"{_IN_LOOPS}/ranks/sharing.py",
         "                ranks[piece.sequence].add(rank)\n",
         "                ranks[piece.sequence] = {rank}\n",
         "rounds of losses",
@@ -1102,7 +1133,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an interleaved schedule is given a remainder that it refuses",
-        "integrations/megatron/unmodified/chunks.py",
+        "integrations/megatron/unmodified/stock/chunks.py",
         "max(0, stages - number % group) if number % group else 0",
         "group - number % group if number % group > stages else 0",
         "chunks",
@@ -1178,6 +1209,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "local windows",
     ),
     Mutant(
+        "further tokens weigh as if packs were micro-batches of the loop",
+        _FURTHER,
+        "weights_SK = means_SK * divisor / of_rank[:, None]",
+        "weights_SK = means_SK",
+        "further tokens",
+    ),
+    Mutant(
+        "the last token of a sample has a further target",
+        _FURTHER,
+        "mask_T[start:end][layer + 1 :]",
+        "mask_T[start:end][layer:]",
+        "further tokens",
+    ),
+    Mutant(
         "the z-loss of a loop counts for all its micro-batches at once",
         "integrations/megatron/unmodified/experts.py",
         "cp / (num_microbatches * tokens_S)",
@@ -1204,5 +1249,68 @@ MUTANTS: tuple[Mutant, ...] = (
         "            number = self._own[0] if self._own else 1\n",
         "            number = 1\n",
         "together, in an order",
+    ),
+    Mutant(
+        "a row of samples is one sample",
+        f"{_FORMS}borders.py",
+        "runs += [Run(row, start, n) for n, (start, size) in zip(true, slots, strict=True) if size]",
+        "runs += [Run(row, 0, width)]",
+        "forms",
+    ),
+    Mutant(
+        "the padding behind a sample counts to it",
+        f"{_FORMS}borders.py",
+        "true = [n for _, n in slots] if lengths is None else _differences(lengths[row], inside, row)",
+        "true = [n for _, n in slots]",
+        "forms",
+    ),
+    Mutant(
+        "the borders of a pack leave its padding out",
+        f"{_FORMS}form.py",
+        'pack.cu_seqlens if looks.get(twin) or key == "cu_seqlens_unpadded" else pack.cu_seqlens_padded',
+        "pack.cu_seqlens",
+        "forms",
+    ),
+    Mutant(
+        "a loop's own parameters of its packs reach the model",
+        "integrations/megatron/unmodified/forward_step.py",
+        '{**call, "packed_seq_params": self._params, "attention_mask": None}',
+        '{"packed_seq_params": self._params, "attention_mask": None, **call}',
+        "packed loops",
+    ),
+    Mutant(
+        "losses of rows are divided by the number of micro-batches that run",
+        f"{_FORMS}row_step.py",
+        "1.0 if per_token else len(batches) / own",
+        "1.0",
+        "rows",
+    ),
+    Mutant(
+        "a repeated row has a loss",
+        f"{_FORMS}row_step.py",
+        "(loss * (float(real) * self._scale),",
+        "(loss * self._scale,",
+        "rows",
+    ),
+    Mutant(
+        "a repeated row counts tokens",
+        f"{_FORMS}row_step.py",
+        "number * int(real)",
+        "number",
+        "rows",
+    ),
+    Mutant(
+        "what was said of rows comes home in another order",
+        "integrations/megatron/unmodified/rows.py",
+        ".to(where) for place in places]",
+        ".to(where) for place in reversed(places)]",
+        "loops of rows",
+    ),
+    Mutant(
+        "a mean over a micro-batch passes for a sum of rows",
+        "integrations/megatron/unmodified/rows.py",
+        "_CLOSE = 1e-2",
+        "_CLOSE = 1e2",
+        "loops of rows",
     ),
 )

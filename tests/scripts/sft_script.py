@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQ_LENGTH, VOCABULARY, NUM_MICRO_BATCHES, STEPS = 64, 128, 3, 2
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -166,10 +167,7 @@ def bridge_step(state, data_iterator, model, return_schedule_plan=False):
 
 def build(dtype, per_token):
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=2,
+        **SHAPE,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -195,9 +193,9 @@ def build(dtype, per_token):
     return model
 
 
-def call(form, model, data, shapes):
+def call(form, model, data, shapes, num_microbatches=NUM_MICRO_BATCHES):
     """One training call, as Megatron-LM's ``train_step`` or Megatron-Bridge's makes it."""
-    common = {"data_iterator": data, "model": [model], "num_microbatches": NUM_MICRO_BATCHES, "forward_only": False}
+    common = {"data_iterator": data, "model": [model], "num_microbatches": num_microbatches, "forward_only": False}
     common |= {"seq_length": SEQ_LENGTH, "micro_batch_size": 1, "decoder_seq_length": SEQ_LENGTH}
     if form.startswith("sft"):
         return get_forward_backward_func()(forward_step_func=partial(sft_step, shapes), **common)

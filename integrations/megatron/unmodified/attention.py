@@ -163,10 +163,12 @@ def why_whole(gpt: Any, *, shares: bool) -> str:
     ``shares``: a plugin may share samples between ranks.
 
     Rotary embeddings, if it has some, must give their angles by position, and packed attention, which reads the prefix
-    of a part, must do what the layers' own does.
+    of a part, must do what the layers' own does. No layer may read the tokens behind a part.
     """
     known = [type(owner.rotary_pos_emb) for owner in rope_owners(gpt)]
     odd = {f"{rope.__name__} knows borders between samples alone" for rope in known if rope not in _KNOWN_ROPES}
+    if gpt.config.mtp_num_layers:
+        odd.add("multi-token prediction reads the tokens behind a part of a sample")
     for layer in layers_with_attention(gpt):
         config, core = layer.config, layer.core_attention
         dropout = core.attention_dropout.p if isinstance(core, DotProductAttention) else config.attention_dropout

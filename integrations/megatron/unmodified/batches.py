@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone, wire_device
 from .forms.form import FIELDS, Form, form_of
+from .ranks.context_parallel import refuse_other_forms, targets_of_columns
 from .samples import Sample, pack_bytes, split, unpack_bytes
 
 
@@ -32,10 +33,11 @@ class _Head(NamedTuple):
     """What a rank without data must know of the batches of its model copy."""
 
     lengths: list[list[int]]
-    targets: list[float]
+    targets: list[list[float]]
     dtypes: dict[str, torch.dtype]
     size: int
     slots: int
+    row: int
     form: Form
 
 
@@ -47,12 +49,14 @@ class Batches:
     """By micro-batch of the loop."""
     lengths: list[list[int]]
     """Of each sample [tokens], by micro-batch."""
-    targets: list[float]
-    """The sum of each micro-batch's loss mask."""
+    targets: list[list[float]]
+    """The sum of each micro-batch's loss mask, on each context-parallel rank of the stock loop."""
     size: int
     """Samples of a micro-batch."""
     slots: int
-    """Places of input in all of them, padding among them."""
+    """Places of input in all of them on a rank of the stock loop, padding among them."""
+    row: int
+    """Places that the stock loop has of each sample."""
     form: Form
     """Of the loop's batches."""
 
@@ -106,10 +110,14 @@ class Source:
 def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:
     samples = [split(batch) for batch in batches]
     dtypes = {name: samples[0][0][name].dtype for name in FIELDS}
-    targets = [float(batch["loss_mask"].sum()) for batch in batches]
+    ranks = parallel_state.get_context_parallel_world_size()
+    targets = [targets_of_columns(batch["loss_mask"], ranks) for batch in batches]
     lengths = [[len(sample["tokens"]) for sample in one] for one in samples]
+    form, row = form_of(batches[0]), batches[0]["tokens"].shape[1]
+    if ranks > 1:
+        refuse_other_forms("the borders of samples in a row" if form.has_borders else "")
     slots = sum(batch["tokens"].numel() for batch in batches)
-    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots, form_of(batches[0]))
+    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, form)
 
 
 def _spread(samples: list[list[Sample]], head: _Head, source: int) -> list[list[Sample]]:
@@ -133,4 +141,4 @@ def _zeros(length: int, head: _Head) -> Sample:
 
 
 def _batches(samples: Sequence[Sequence[Sample]], head: _Head) -> Batches:
-    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.form)
+    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.row, head.form)

@@ -31,6 +31,7 @@ from .forms.form import FIELDS, MASK
 from .objective import MeanOfMeans
 from .reports import Reports
 from .samples import UserPack, one_batch
+from .stock.mtp import NextTokens, refuse_missing_mask
 from .supported import refuse_loss
 
 UserFunction = Callable[..., tuple[Any, Any]]
@@ -48,6 +49,7 @@ class UserStep:
         gate: of its layers with experts.
         objective: where micro-batches are averaged, the weights of tokens.
         reports: takes note of what the loss functions report.
+        further: the losses of multi-token prediction, in a model that has it.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class UserStep:
         gate: ExpertGate | None = None,
         objective: MeanOfMeans | None = None,
         reports: Reports | None = None,
+        further: NextTokens | None = None,
     ) -> None:
         self._function, self._gpts, self._by_token, self._checks = function, gpts, by_token, checks
         self._has_borders, self._routing, self.gate = has_borders, routing, gate
-        self._objective, self._reports = objective, reports
+        self._objective, self._reports, self._further = objective, reports, further
         self._signature = inspect.signature(gpts[0].forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
@@ -77,6 +80,8 @@ class UserStep:
         with ExitStack() as undo:
             for gpt in self._gpts:
                 self._listen(gpt, undo)
+            if self._further is not None:
+                undo.enter_context(self._further.listening(self._gpts))
             yield
 
     def _listen(self, gpt: Any, undo: ExitStack) -> None:
@@ -95,6 +100,8 @@ class UserStep:
         pack, routing, fused = packed.pack, self._routing, bool(self._gpts[0].config.apply_rope_fusion)
         by_token = partial(seq_params, pack, routing=routing, fused=fused)
         self._params = by_token() if self._by_token else by_borders(pack, routing)
+        if self._further is not None:
+            self._further.begin(packed)
         with present(packed.fields):
             output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
         return output, loss_func if loss_func is None else self._checked(loss_func, packed)
@@ -113,6 +120,7 @@ class UserStep:
                 f"packed_seq_params {type(call.get('packed_seq_params')).__name__}",
                 "hand the batch on as it is, or disable evenload's plugins",
             )
+        refuse_missing_mask(gpt, call.get("loss_mask"))
         return (), {**call, "packed_seq_params": self._params, "attention_mask": None}
 
     def _checked(self, loss_func: Callable[..., Any], packed: UserPack) -> Callable[..., Any]:
@@ -120,7 +128,7 @@ class UserStep:
             losses = output.detach().clone() if self._checks or self._reports else None
             weighed = output if self._objective is None else self._objective.weigh(output, packed)
             answer = loss_func(weighed, *args, **kwargs)
-            means = self._objective is not None
+            means = self._objective is not None and self._objective.takes_means
             refuse_loss(answer, losses if self._checks else None, packed.fields["loss_mask"], means=means)
             if self._reports is not None and losses is not None:
                 self._reports.add(packed, losses, answer[-1])

@@ -53,17 +53,19 @@ from ..model.linears import why_in_backward
 from ..plane import current_layout, open_plane, stage_links
 from .attention import why_whole
 from .batches import Batches, Source
-from .chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
 from .expert_rules import refuse_experts, refuse_losses_of_rows, refuse_routers, why_together
 from .experts import CameWith, gate_of, routing_of, with_experts_in_step
 from .forms.rows import holds_rows
 from .forward_step import UserStep
 from .objective import MeanOfMeans, weights_of
 from .order import LayOut, run_order, with_dummies
+from .ranks.context_parallel import Columns, OneContextRank, data_rank, refuse_other_forms, refuse_together
+from .ranks.sharing import plan_in_rounds, ranks_of_samples
 from .reports import Kinds, Reports
 from .rows import RowSteps
 from .samples import UserPack, exchange, lay_out
-from .sharing import plan_in_rounds, ranks_of_samples
+from .stock.chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
+from .stock.mtp import next_tokens
 from .supported import (
     Trouble,
     bare_model,
@@ -91,6 +93,8 @@ class _Loop:
     source: Source
     kinds: Kinds | None = None
     """What the values of its reports are, after the first call."""
+    one_context: OneContextRank | None = None
+    """What stands in for Megatron's context parallelism in a training call."""
     links: StageLinks | None = None
     """To the neighbouring pipeline stages, from the first plan on that has an order."""
     plane: Plane | None = None
@@ -110,10 +114,13 @@ class _Planned(NamedTuple):
 
     plan: StepPlan
     lay: LayOut
+    columns: Columns
     own: list[list[int]]
-    """The sequences of each of the loop's own micro-batches."""
+    """The columns that this rank has, in the stock loop, of each of the loop's own micro-batches."""
+    order: list[tuple[int, int, int]]
+    """(data rank, micro-batch, row) of each sequence."""
     weights: Floats
-    """[S]; of a token of each sequence, where micro-batches are averaged."""
+    """Of a token of each column, where micro-batches are averaged."""
     came_with: CameWith
 
 
@@ -148,7 +155,7 @@ class PlannedSteps:
     def release(self) -> None:
         """Every function made here is the stock one again, and the process groups made here are gone."""
         self.active = False
-        groups: list[Any] = [one for loop in self._loops.values() for one in (loop.links, loop.plane)]
+        groups: list[Any] = [one for loop in self._loops.values() for one in (loop.links, loop.plane, loop.one_context)]
         groups += [loop.links for loop in self._together.values()]
         for each in filter(None, groups):
             if dist.is_initialized():
@@ -160,6 +167,7 @@ class PlannedSteps:
         self, stock: Callable[..., Any], foreign_owner: str, why: str, chunks: list[Any], call: dict[str, Any]
     ) -> Any:
         """A training call whose micro-batches stay as they are."""
+        refuse_together(get_model_config(chunks[0]), why)
         if chunks[0] not in self._together:
             self._together[chunks[0]] = Together.of(self._recipe, chunks, foreign_owner, why, call)
         return self._together[chunks[0]].run(stock, chunks, call)
@@ -178,25 +186,17 @@ class PlannedSteps:
         data_iterator, chunks = one_iterator(data_iterator), chunks_of(model)
         refuse_loop(chunks[0], rest)
         gpts, config = [bare_model(chunk) for chunk in chunks], get_model_config(chunks[0])
-        if first := gpts[0] not in self._loops:
-            warn_of_dropout(config)
-            for gpt in gpts:
-                refuse_routers(gpt)
-            warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
-        loop = self._loops[gpts[0]]
+        first = gpts[0] not in self._loops
+        loop = self._loop_of(chunks, gpts, foreign_owner, data_iterator)
         taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
         if taken and holds_rows(taken[0]):
+            if loop.one_context:
+                refuse_other_forms("ragged rows")
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
         batches = loop.source.spread(taken)
-        try:
-            planned = self._plan_step(batches, loop, gpts[0], is_interleaved(chunks))
-        except EvenloadError:
-            if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
-                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
-            raise
+        planned = self._plan(batches, loop, gpts[0], is_interleaved(chunks))
         plan = planned.plan
-        own = plan.of_rank(parallel_state.get_data_parallel_rank())
+        own = plan.of_rank(data_rank())
         routing, gate = _routing(config, planned, batches)
         means = not config.calculate_per_token_loss
         divisor = len(own) if plan.in_host_schedule else 1
@@ -208,22 +208,30 @@ class PlannedSteps:
             has_borders=batches.form.has_borders,
             routing=routing,
             gate=gate,
-            objective=MeanOfMeans(planned.weights, divisor) if means else None,
-            reports=(reports := Reports(len(plan.lengths), loop.kinds)),
+            objective=MeanOfMeans(planned.weights, divisor, planned.columns) if means else None,
+            reports=(reports := Reports(planned.columns, loop.kinds)),
+            further=next_tokens(batches.samples, planned.order, config, divisor) if config.mtp_num_layers else None,
         )
-        if plan.in_host_schedule:
-            packs = [planned.lay(plan.micro_batches[index]) for index in own]
-            returned = _run_stock(stock, step, packs, chunks, model=model, **rest)
-        else:
-            returned = _run_order(plan, loop, chunk=chunks[0], gpt=gpts[0], step=step, lay=planned.lay, rest=rest)
+        returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})
         report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size)
         loop.chain = learned(loop.chain, gate.loads if gate else ())
         end_of_check()
         if not parallel_state.is_pipeline_last_stage():
             return returned
-        returned = reports.of_loop(returned, planned.own, batches.targets, parallel_state.get_data_parallel_group())
+        targets = [of_ranks[parallel_state.get_context_parallel_rank()] for of_ranks in batches.targets]
+        returned = reports.of_loop(returned, planned.own, targets, _data_group())
         loop.kinds = reports.kinds
         return returned
+
+    def _loop_of(self, chunks: list[Any], gpts: list[Any], foreign_owner: str, data_iterator: Any) -> _Loop:
+        """What is known of a model; in its first call found out. Collective then. Raises EvenloadError."""
+        if gpts[0] not in self._loops:
+            warn_of_dropout(get_model_config(chunks[0]))
+            for gpt in gpts:
+                refuse_routers(gpt)
+            warn = not self._loops and dist.get_rank() == 0
+            self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
+        return self._loops[gpts[0]]
 
     def _run_rows(
         self, stock: Callable[..., Any], function: Any, chunks: list[Any], gpt: Any, taken: list[Any], rest: Any
@@ -239,11 +247,23 @@ class PlannedSteps:
         end_of_check()
         return reports
 
+    def _plan(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
+        try:
+            return self._plan_step(batches, loop, gpt, interleaved)
+        except EvenloadError:
+            if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
+                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
+            raise
+
     def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
         """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
         of them out. Collective."""
-        group = parallel_state.get_data_parallel_group()
-        lengths_of_ranks, targets_of_ranks = zip(*everyone((batches.lengths, batches.targets), group), strict=True)
+        group, ranks = _data_group(), parallel_state.get_context_parallel_world_size()
+        me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
+        # Context-parallel ranks are given the same samples: the first brings them.
+        brought = batches.lengths if place_in_row == 0 else [[] for _ in batches.lengths]
+        gathered = everyone((brought, batches.targets, batches.row), group)
+        lengths_of_ranks, targets_of_ranks, rows = zip(*gathered, strict=True)
         # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
         order = [
             (rank, place, row)
@@ -251,7 +271,6 @@ class PlannedSteps:
             for rank, one in enumerate(lengths_of_ranks)
             for row in range(len(one[place]) if place < len(one) else 0)
         ]
-        me = dist.get_rank(group)
         lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
         own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
         plan = plan_in_rounds(loop.chain, as_lengths(lengths))
@@ -261,12 +280,13 @@ class PlannedSteps:
         self._step += 1
 
         plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
-        samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group)
+        like = batches.samples[0][0]
+        samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group, like=like)
         config = gpt.config
         lay = partial(
             lay_out,
             samples=samples,
-            like=next(iter(own.values())),
+            like=like,
             multiple=tokens_multiple(config),
             plane=loop.plane_of(plan),
             form=batches.form,
@@ -282,12 +302,13 @@ class PlannedSteps:
             sum(slots),
             batches.slots,
         )
+        columns = Columns(ranks, [rows[rank] for rank, _, _ in order])
         places: list[list[int]] = [[] for _ in batches.lengths]
         for i, (rank, place, _) in enumerate(order):
-            if rank == me:
-                places[place].append(i)
+            if rank == me - place_in_row:
+                places[place].append(columns.number(i, place_in_row))
         came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
-        return _Planned(plan, lay, places, weights_of(targets_of_ranks, order), came_with)
+        return _Planned(plan, lay, columns, places, order, weights_of(targets_of_ranks, order), came_with)
 
 
 def release() -> None:
@@ -304,7 +325,8 @@ _all: set[PlannedSteps] = set()
 def _loop(
     recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
 ) -> _Loop:
-    layout, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
+    stock, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
+    layout = replace(stock, cp=1, dp=stock.dp * stock.cp)
     shares = any(plugin.shares for plugin in recipe.enabled())
     # A stage may hold what others do not, and all of them must make one plan.
     own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
@@ -323,7 +345,12 @@ def _loop(
         refuse_experts(gpt)
     splits = chain.limits.splits_backward and not together
     chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
-    return _Loop(chain, not borders, only_stock, source)
+    return _Loop(chain, not borders, only_stock, source, one_context=OneContextRank() if stock.cp > 1 else None)
+
+
+def _data_group() -> Any:
+    """All data x context ranks with the same part of the model."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _routing(config: Any, planned: _Planned, batches: Batches) -> tuple[StepRouting | None, ExpertGate | None]:
@@ -333,6 +360,25 @@ def _routing(config: Any, planned: _Planned, batches: Batches) -> tuple[StepRout
     refuse_losses_of_rows(config, batches.form.has_borders)
     plan = planned.plan
     return routing_of(config, plan.lengths, planned.came_with, len(batches.lengths)), gate_of(plan)
+
+
+def _run_planned(
+    stock: Callable[..., Any],
+    loop: _Loop,
+    planned: _Planned,
+    step: UserStep,
+    chunks: Sequence[Any],
+    gpts: Sequence[Any],
+    rest: dict[str, Any],
+) -> Any:
+    """The plan of a training call, in Megatron's own schedule or in its own order; what the loss functions reported."""
+    plan, one = planned.plan, loop.one_context
+    rest = one.of_schedule(rest) if one else rest
+    with one.inside(gpts, get_model_config(chunks[0])) if one else nullcontext():
+        if plan.in_host_schedule:
+            packs = [planned.lay(plan.micro_batches[index]) for index in plan.of_rank(data_rank())]
+            return _run_stock(stock, step, packs, chunks, **rest)
+        return _run_order(plan, loop, chunk=chunks[0], gpt=gpts[0], step=step, lay=planned.lay, rest=rest)
 
 
 def _run_stock(

@@ -3,7 +3,7 @@
     per token           every token counts alike: ``calculate_per_token_loss=True``, and Megatron divides once by all
                         tokens of the step
     mean of means       a token of micro-batch m counts 1 / (n_m M R): n_m tokens with loss in m, M micro-batches of a
-                        rank, R data-parallel ranks
+                        rank, R data x context ranks; each context-parallel rank has tokens and means of its own
 
 Under the second, tokens of one sample keep that weight wherever a plan computes them. Megatron's schedule divides the
 loss of a pack by its tokens and by the number of packs, and averages over the ranks, so the gradient that reaches a
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ....core.aliases import Floats
 from ....core.errors import EvenloadError
+from .ranks.context_parallel import Columns
 from .samples import UserPack
 
 
@@ -29,12 +30,19 @@ class MeanOfMeans:
     """The weights of one training call.
 
     Args:
-        weights_S: of a token of each sequence, without the number of ranks (`weights_of`).
+        weights: of a token of each column, without the number of ranks (`weights_of`).
         divisor: by which the schedule divides the loss of each pack, beside its tokens.
+        columns: of the sequences of the step.
     """
 
-    def __init__(self, weights_S: Floats, divisor: int) -> None:
-        self._weights_S, self._divisor = weights_S, divisor
+    def __init__(self, weights: Floats, divisor: int, columns: Columns) -> None:
+        self._weights, self._divisor, self._columns = weights, divisor, columns
+
+    @property
+    def takes_means(self) -> bool:
+        """Whether loss functions may return means. With context-parallel ranks these are means over parts of samples,
+        which each function forms in a way of its own."""
+        return self._columns.ranks == 1
 
     def weigh(self, output: Tensor, packed: UserPack) -> Tensor:
         """The model's output [1, T] or [1, T, ...] with weighed gradients. Raises EvenloadError for other shapes."""
@@ -48,21 +56,24 @@ class MeanOfMeans:
         scale = self._divisor * max(1.0, float(packed.num_counted))
         weights = torch.zeros(loss_mask.shape[1], dtype=torch.float64)
         for piece, start in zip(packed.pack.slices, packed.pack.segments, strict=False):
-            weights[start : start + piece.stop - piece.start] = float(self._weights_S[piece.sequence]) * scale
+            for column, part in self._columns.of(piece):
+                first = start + part.start - piece.start
+                weights[first : first + part.length] = float(self._weights[column]) * scale
         weights = weights.to(device=output.device, dtype=output.dtype)
         places = weights.view(1, -1, *(1 for _ in output.shape[2:]))
         weighed: Tensor = _Weighed.apply(output, places)  # type: ignore[no-untyped-call]
         return weighed
 
 
-def weights_of(targets: Sequence[Sequence[float]], order: Sequence[tuple[int, int, int]]) -> Floats:
-    """1 / (n_m M) for each sequence.
+def weights_of(targets: Sequence[Sequence[Sequence[float]]], order: Sequence[tuple[int, int, int]]) -> Floats:
+    """1 / (n_m M) for each column of each sequence.
 
     Args:
-        targets: n_m by data rank and micro-batch.
+        targets: n_m by data rank, micro-batch and context-parallel rank.
         order: (data rank, micro-batch, row) of each sequence.
     """
-    return np.array([1.0 / (max(1.0, targets[rank][place]) * len(targets[rank])) for rank, place, _ in order])
+    columns = [(number, len(targets[rank])) for rank, place, _ in order for number in targets[rank][place]]
+    return np.array([1.0 / (max(1.0, number) * num_micro_batches) for number, num_micro_batches in columns])
 
 
 class _Weighed(torch.autograd.Function):

@@ -38,6 +38,7 @@ from ...host import no_mark
 from ..stage import MegatronStage
 from .forward_step import UserStep
 from .groups import collection
+from .ranks.context_parallel import data_rank
 from .samples import UserPack
 from .supported import refuse_loss
 
@@ -75,7 +76,7 @@ def run_order(
         chunk.set_is_first_microbatch()
     forward = _Forward(step, device)
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    place = plan, parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    place = plan, parallel_state.get_pipeline_model_parallel_rank(), data_rank()
 
     last = parallel_state.is_pipeline_last_stage()
     trainer = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares, gate=step.gate, own=own)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .ranks.context_parallel import Columns
 from .samples import UserPack
 
 _SUM, _MEAN = "sum and count", "mean"
@@ -28,14 +29,15 @@ class Reports:
     """Of one training call, on a rank of the last stage.
 
     Args:
-        num_sequences: of the step, over all ranks.
+        columns: of the sequences of the step, over all ranks.
         kinds: what the values were in an earlier call, since a look at them waits for the device.
     """
 
-    def __init__(self, num_sequences: int, kinds: Kinds | None = None) -> None:
+    def __init__(self, columns: Columns, kinds: Kinds | None = None) -> None:
         self.kinds = kinds
-        self._sums_S: Tensor | None = None
-        self._num_sequences = num_sequences
+        self._sums: Tensor | None = None
+        """Of the token losses of each column."""
+        self._columns = columns
         self._packs: list[tuple[Tensor, Tensor, Any]] = []
         """(sum of token losses, number of tokens, report) of each pack."""
         self._known = True
@@ -47,16 +49,16 @@ class Reports:
             self._known = False
             return
         masked_T = (losses.detach().double() * loss_mask.double())[0]
-        if self._sums_S is None:
-            self._sums_S = masked_T.new_zeros(self._num_sequences)
-        lengths = [piece.stop - piece.start for piece in packed.pack.slices]
-        if lengths:
-            ids = torch.tensor([piece.sequence for piece in packed.pack.slices]).repeat_interleave(
-                torch.tensor(lengths)
+        if self._sums is None:
+            self._sums = masked_T.new_zeros(self._columns.count)
+        starts = zip(packed.pack.slices, packed.pack.segments, strict=False)
+        parts = [(c, part, first + part.start - s.start) for s, first in starts for c, part in self._columns.of(s)]
+        if parts:
+            ids = torch.tensor([c for c, _, _ in parts]).repeat_interleave(
+                torch.tensor([p.length for _, p, _ in parts])
             )
-            starts = packed.pack.segments
-            own_T = torch.cat([masked_T[a : a + n] for a, n in zip(starts, lengths, strict=False)])
-            self._sums_S.index_add_(0, ids.to(own_T.device), own_T)
+            own_T = torch.cat([masked_T[first : first + part.length] for _, part, first in parts])
+            self._sums.index_add_(0, ids.to(own_T.device), own_T)
         self._packs.append((masked_T.sum(), loss_mask.double().sum(), report))
 
     def of_loop(
@@ -67,18 +69,18 @@ class Reports:
 
         Args:
             reports: of all packs of this rank.
-            own: the sequences of each of the loop's micro-batches.
+            own: the columns of each of the loop's micro-batches.
             targets: tokens with loss of each.
         """
-        sums_S = self._sums_S if self._sums_S is not None else torch.zeros(self._num_sequences, dtype=torch.float64)
-        dist.all_reduce(sums_S, group=group)
+        sums = self._sums if self._sums is not None else torch.zeros(self._columns.count, dtype=torch.float64)
+        dist.all_reduce(sums, group=group)
         if self.kinds is None:
             self.kinds = self._kinds(reports)
         if not self.kinds:
             return reports
         entries = []
         for places, num_targets in zip(own, targets, strict=True):
-            total = sums_S[list(places)].sum()
+            total = sums[list(places)].sum()
             entries.append({key: _value(kind, like, total, num_targets) for key, (kind, like) in self.kinds.items()})
         return entries
 

@@ -172,7 +172,8 @@ class RowSteps:
 
 def refuse_rows(chunks: Sequence[Any]) -> None:
     """Raise EvenloadError for a model that runs in another schedule, or whose loss is more than that of the rows."""
-    experts = get_model_config(chunks[0]).num_moe_experts
+    config = get_model_config(chunks[0])
+    experts, further = config.num_moe_experts, config.mtp_num_layers
     refuse_first(
         (
             len(chunks) > 1,
@@ -185,6 +186,12 @@ def refuse_rows(chunks: Sequence[Any]) -> None:
             "routers do not know which tokens are padding in batches of rows",
             f"num_moe_experts {experts}",
             "train a model without experts, or disable evenload's plugins",
+        ),
+        (
+            bool(further),
+            "the losses of multi-token prediction are not known row by row",
+            f"mtp_num_layers {further}",
+            "train without mtp_num_layers, or disable evenload's plugins",
         ),
     )
 

@@ -65,25 +65,32 @@ def split(batch: Any) -> list[Sample]:
 
 
 def exchange(
-    own: Mapping[int, Sample], source: Sequence[int], targets: Sequence[set[int]], lengths: Sequence[int], group: Any
+    own: Mapping[int, Sample],
+    source: Sequence[int],
+    targets: Sequence[set[int]],
+    lengths: Sequence[int],
+    group: Any,
+    *,
+    like: Sample,
 ) -> dict[int, Sample]:
     """The samples that this rank computes, by their place in the global batch, on the device that `own` lies on.
 
     One all-to-all of bytes; every size follows from the arguments, which are the same on all ranks of ``group``.
 
     Args:
-        own: what this rank has read, by place; at least one sample.
+        own: what this rank has read, by place.
         source: rank in ``group`` that has read the sample at each place.
         targets: ranks in ``group`` that compute some of it.
         lengths: of the sample at each place [tokens].
+        like: any sample, for dtypes and device.
     """
     me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
-    like = next(iter(own.values()))
     width = sum(like[name].element_size() for name in FIELDS)
     deferring = [[i for i in own if rank in targets[i]] for rank in ranks]
     coming = [[i for i, there in enumerate(targets) if me in there and source[i] == rank] for rank in ranks]
     there = wire_device(group)
-    sent = torch.cat([pack_bytes(own[i], there) for places in deferring for i in places])
+    nothing = torch.empty(0, dtype=torch.uint8, device=there)
+    sent = torch.cat([nothing, *(pack_bytes(own[i], there) for places in deferring for i in places)])
     to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, deferring))
     received = sent.new_empty(sum(to_come))
     dist.all_to_all_single(received, sent, to_come, to_leave, group=group)

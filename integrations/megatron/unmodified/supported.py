@@ -22,6 +22,7 @@ from ....core.recipe.recipe import Recipe
 from .attention import refuse_attention
 from .expert_rules import recipe_of_experts, rules_of_experts
 from .groups import refuse_groups
+from .ranks.context_parallel import rules_of_context
 
 log = logging.getLogger("evenload")
 
@@ -89,6 +90,7 @@ def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
         ("account_for_embedding_in_pipeline_split", False, "stages have unequal numbers of layers"),
         ("account_for_loss_in_pipeline_split", False, "stages have unequal numbers of layers"),
         ("pipeline_model_parallel_layout", None, "the loop says which layers a stage has"),
+        ("mtp_num_layers", None, "the last stage predicts further tokens"),
     )
     if len(chunks) > 1:
         return "an order of a plan cannot run where stages have several chunks", f"{len(chunks)} model chunks", do
@@ -203,13 +205,19 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
 def _model_rules(config: Any) -> Iterable[Rule]:
     do = "disable evenload's plugins for this model"
     settings = (
-        ("context_parallel_size", 1, "Megatron's static context parallelism cuts samples by itself"),
-        ("mtp_num_layers", None, "multi-token prediction averages over a micro-batch"),
         ("experimental_attention_variant", None, "its layers are not known to keep packed samples apart"),
+        ("mtp_standalone", False, "a stage of multi-token prediction alone hands on more than the tokens of a pack"),
         ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
         ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
     )
     yield from rules_of_experts(config)
+    yield (
+        bool(config.mtp_num_layers and config.num_moe_experts),
+        "the routers of multi-token prediction do not know packs",
+        f"mtp_num_layers {config.mtp_num_layers}, num_moe_experts {config.num_moe_experts}",
+        do,
+    )
+    yield from rules_of_context(config)
     for name, wanted, why in settings:
         value = getattr(config, name, wanted)
         yield value != wanted, why, f"{name} {value}", do

@@ -32,11 +32,11 @@ from ...planned_runs import end_of_check, report_idle, report_step
 from ..model.expert_gate import bind_gate
 from ..model.linears import why_in_backward
 from ..plane import current_layout, stage_links
-from .chunks import one_iterator, refuse_chunks_with_copies
 from .expert_rules import refuse_experts
 from .experts import gate_of, with_experts_in_step
 from .groups import refuse_groups
 from .order import run_order
+from .stock.chunks import one_iterator, refuse_chunks_with_copies
 from .supported import bare_model, for_config, why_stock
 
 _IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_eps")

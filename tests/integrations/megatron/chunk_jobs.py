@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +19,13 @@ import evenload
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.integrations.megatron.plane import leave_groups
-from evenload.integrations.megatron.unmodified.chunks import fitting
+from evenload.integrations.megatron.unmodified.stock.chunks import fitting
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_float64 import all_in_float64
 from megatron_user_jobs import SCRIPT, recipe
@@ -67,12 +69,18 @@ class Chunked:
         return {
             "gradients": {name: p.main_grad.clone() for name, p in named},
             "reports": [report["lm loss"] for report in reports],
+            "further": further_losses(),
             "shapes": self.shapes,
             "next": [next(one)["tokens"].tolist() for one in iterators if one is not None],
         }
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
-        output, loss_func = self.script.forward_step(self.shapes, data_iterator, model)
+        device = torch.cuda.current_device()
+        batch = {name: value.to(device) for name, value in next(data_iterator).items()}
+        self.shapes.append(tuple(batch["tokens"].shape))
+        labels = {name: batch[name] for name in ("labels", "loss_mask")}
+        output = model(batch["tokens"], batch["position_ids"], None, **labels)
+        loss_func = partial(self.script.loss_func, batch["loss_mask"])
 
         def mean(losses: Any) -> Any:
             total, count, _ = loss_func(losses)
@@ -80,6 +88,16 @@ class Chunked:
             return average, {"lm loss": average.detach().clone()}
 
         return output, loss_func if self.values == 3 else mean
+
+
+def further_losses() -> torch.Tensor | None:
+    """What Megatron-LM prints of multi-token prediction, before it divides by the number of micro-batches."""
+    tracker = MTPLossLoggingHelper.tracker
+    losses, group = tracker.get("values", tracker.get("loss_values")), tracker.get("avg_group")
+    tracker.clear()
+    if losses is not None:
+        torch.distributed.all_reduce(losses, group=group)
+    return None if losses is None else losses / torch.distributed.get_world_size(group)
 
 
 def gather_gradients(chunk: Any) -> None:
@@ -110,7 +128,8 @@ def chunked(
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     with patch.dict(sys.modules, {"chunk_script": script}), all_in_float64():
-        parallel_state.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size=virtual_stages)
+        virtual = virtual_stages if virtual_stages > 1 else None
+        parallel_state.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size=virtual)
         try:
             torch.manual_seed(1234)
             model_parallel_cuda_manual_seed(1234)
@@ -142,19 +161,24 @@ def _chunk(script: Any, ddp: Any, stage: int, pp: int, tp: int, virtual_stages: 
             "pipeline_dtype": torch.float64,
             "pipeline_model_parallel_size": pp,
             "tensor_model_parallel_size": tp,
-            "virtual_pipeline_model_parallel_size": virtual_stages,
+            "virtual_pipeline_model_parallel_size": virtual_stages if virtual_stages > 1 else None,
             "calculate_per_token_loss": True,
             "attention_softmax_in_fp32": False,
             # Megatron frees an output that is still on the way; on CUDA its stream keeps the memory, gloo would not.
-            "deallocate_pipeline_outputs": not fields.get("overlap_p2p_comm", True),
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
+            "deallocate_pipeline_outputs": virtual_stages == 1 or not fields.get("overlap_p2p_comm", True),
+            "overlap_p2p_comm": virtual_stages > 1,
+            "batch_p2p_comm": virtual_stages == 1,
             **fields,
         }
     )
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False)
+    further = None
+    if config.mtp_num_layers:
+        further = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=stage)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(config.num_moe_experts, moe_grouped_gemm=False),
+        transformer_layer_spec=layer,
+        mtp_block_spec=further,
         vocab_size=script.VOCABULARY,
         max_sequence_length=script.SEQ_LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -184,10 +208,16 @@ def compared(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
         "grad": max(float((a - b).norm() / b.norm()) for a, b in pairs),
         "reports": max((float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in reports), default=0.0),
         "reported": len(reports),
+        "further": _furthest(planned["further"], stock["further"]),
         "rows": {rows for rows, _ in planned["shapes"]},
         "tokens": sum(rows * tokens for rows, tokens in planned["shapes"]),
         "next": all(one in stock["next"] for one in planned["next"]),
     }
+
+
+def _furthest(planned: Any, stock: Any) -> float | None:
+    """Megatron's tracker is float32."""
+    return None if stock is None else float(((planned - stock).abs() / stock).max())
 
 
 def told_of_chunks(world: Any, **loop: Any) -> dict[str, str]:
@@ -214,6 +244,30 @@ def told_of_chunks(world: Any, **loop: Any) -> dict[str, str]:
                     told[name] = "no error"
                 except EvenloadError as error:
                     told[name] = str(error)
+    return told
+
+
+def told_of_further_tokens(world: Any, **loop: Any) -> dict[str, Any]:
+    """What is said where the model gets no loss mask, and what is left in Megatron afterwards."""
+    told: dict[str, Any] = {}
+    saving = {name: value for name, value in vars(MTPLossLoggingHelper).items() if name.startswith("save_")}
+    with chunked(pp=1, virtual_stages=1, num_layers=2, mtp_num_layers=1, **loop) as user:
+        gpt = user.model[0].module
+        forward = type(gpt).forward
+        with evenload.enabled(recipe(**PACKED)):
+            user.step(planned=True)
+            told["left"] = [
+                saving and all(vars(MTPLossLoggingHelper)[name] is value for name, value in saving.items()),
+                "apply" not in vars(MTPLossAutoScaler),
+                "compute_language_model_loss" not in vars(gpt),
+                type(gpt).forward is forward,
+            ]
+            user.forward_step = partial(user.script.forward_step, user.shapes)  # passes none
+            try:
+                user.step(planned=True)
+                told["no mask"] = "no error"
+            except EvenloadError as error:
+                told["no mask"] = str(error)
     return told
 
 

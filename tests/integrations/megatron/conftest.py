@@ -31,6 +31,7 @@ JOBS = (
     "form_jobs",
     "objective_jobs",
     "mesh_jobs",
+    "context_jobs",
     "chunk_jobs",
 )
 

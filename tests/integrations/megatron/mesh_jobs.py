@@ -16,7 +16,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.integrations.megatron.unmodified import loop as unmodified
-from evenload.integrations.megatron.unmodified.sharing import meeting
+from evenload.integrations.megatron.unmodified.ranks.sharing import meeting
 from megatron_float64 import all_in_float64
 from megatron_objective_jobs import Fed
 from megatron_shared_jobs import fault

@@ -58,14 +58,15 @@ def objectives(
         user = Fed(alike, values, lone)
         stock = user.step()
         with evenload.enabled(recipe(**PACKED)), fault(mutant):
-            results.append(_compared(user.fed_step(), stock))
+            results.append(compared(user.fed_step(), stock))
         for seed in seeds:
             with evenload.enabled(recipe()), planning(drawn(seed)), fault(mutant):
-                results.append(_compared(user.fed_step(), stock))
+                results.append(compared(user.fed_step(), stock))
     return results
 
 
-def _compared(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
+def compared(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
+    """Errors of a step's gradients and reports."""
     pairs = list(zip(planned["reports"], stock["reports"], strict=True))
     return {
         "grad": worst(planned, stock),
@@ -84,7 +85,7 @@ def fault(name: str) -> Iterator[None]:
     faults = {
         "as if packs were micro-batches": patch.object(MeanOfMeans, "weigh", lambda self, output, packed: output),
         "one count for all": patch.object(
-            unmodified, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0])] * len(order)
+            unmodified, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order)
         ),
     }
     with faults[name]:

@@ -118,7 +118,6 @@ def user_loop(
         experts_by = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
         parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, **experts_by)
         script.NUM_MICRO_BATCHES = micro_batches or script.NUM_MICRO_BATCHES
-        script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
@@ -130,6 +129,7 @@ def user_loop(
             norm = bool(config.get("qk_layernorm"))
             spec_of = partial(get_gpt_layer_with_transformer_engine_spec, qk_layernorm=norm, multi_latent_attention=mla)
             script.get_gpt_layer_local_spec = spec_of
+        script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         make, make_model = MLATransformerConfig if mla else script.TransformerConfig, script.GPTModel
 
         def partly_frozen(**fields: Any) -> Any:
@@ -148,34 +148,10 @@ def user_loop(
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
                 model, _ = script.build(torch.float64, positions, overlap)
-            with all_in_float64() if exact else nullcontext(), unlike_parts():
+            with all_in_float64() if exact else nullcontext():
                 yield Loop(script, model)
         finally:
             leave_groups()
-
-
-@contextmanager
-def unlike_parts() -> Iterator[None]:
-    """gloo gathers parts of one length alone, and ends in others in silence; Megatron's alltoall dispatcher gathers
-    unlike ones where experts are cut by tensor parallelism."""
-    dist = torch.distributed
-    gather, all_reduce = dist.all_gather, dist.all_reduce
-
-    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **more: Any) -> Any:
-        longest = max(len(part) for part in parts)
-        padded = torch.cat([own, own.new_zeros(longest - len(own), *own.shape[1:])])
-        rows = [torch.empty_like(padded) for _ in parts]
-        gather(rows, padded, group=group, **more)
-        for part, row in zip(parts, rows, strict=True):
-            part.copy_(row[: len(part)])
-
-    def reduce_scatter(own: torch.Tensor, parts: list[torch.Tensor], group: Any = None) -> None:
-        total = torch.cat(parts)
-        all_reduce(total, group=group)
-        own.copy_(torch.split(total, [len(part) for part in parts])[dist.get_rank(group)])
-
-    with patch.object(dist, "all_gather", all_gather), patch.object(dist, "reduce_scatter", reduce_scatter):
-        yield
 
 
 def _yarn(config: Any) -> Any:

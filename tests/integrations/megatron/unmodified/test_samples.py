@@ -108,7 +108,7 @@ def moved() -> list[tuple[int, str, list[float]]]:
     }
     for sample in whole.values():
         sample["loss_mask"] = sample["loss_mask"].to(torch.bool)
-    got = exchange({i: whole[i] for i in whole if source[i] == me}, source, target, lengths, None)
+    got = exchange({i: whole[i] for i in whole if source[i] == me}, source, target, lengths, None, like=whole[0])
     return [(i, name, got[i][name].tolist() == whole[i][name].tolist()) for i in sorted(got) for name in FIELDS]
 
 
@@ -117,7 +117,7 @@ def all_to_one() -> list[int]:
 
     me = dist.get_rank()
     sample = {name: torch.full((2 + me,), me) for name in FIELDS}
-    return sorted(exchange({me: sample}, [0, 1], [{0}, {0}], [2, 3], None))
+    return sorted(exchange({me: sample}, [0, 1], [{0}, {0}], [2, 3], None, like=sample))
 
 
 @pytest.mark.slow

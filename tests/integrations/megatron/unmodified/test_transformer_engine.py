@@ -88,6 +88,17 @@ def test_random_plans_give_the_gradients_of_the_stock_loop(over, loop):
         assert "thd" in called, "packs of whole samples go to Transformer Engine"
 
 
+@pytest.mark.parametrize("loop", [pytest.param({}, id="plain"), pytest.param({"mla": True, **MLA}, id="latent")])
+def test_shared_samples_give_the_gradients_of_the_stock_loop(over, loop):
+    cases = [{"max_tokens": 64, "instead": "cp_all"}, {"cut": 0}]
+    for results, called in over("shared_steps", cases=cases, te=True, **loop):
+        for result in results:
+            assert "error" not in result, result
+            assert result["grad"] < 1e-9, result
+            assert result["comms"], "samples are shared"
+        assert "sbhd" in called
+
+
 def test_the_script_for_a_gpu_compares_every_case() -> None:
     """Over the stand-in, which has no fp8; that case is recorded as failed."""
     root = Path(__file__).parents[4]

@@ -15,7 +15,7 @@ and for each chunk in the order of micro-batches, so the k-th call for a chunk i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from torch import Tensor
 
-from ....core.errors import EvenloadError
-from ....runtime.attributes import with_attributes
-from .samples import UserPack
+from .....core.errors import EvenloadError
+from .....runtime.attributes import with_attributes
+from ..samples import UserPack
 
 
 def chunks_of(model: Any) -> list[Any]:
@@ -97,8 +97,6 @@ def received(number: int, chunks: int, group: int, leading: bool) -> list[int]:
 
 def known_shapes(packs: Sequence[UserPack], config: Any, chunks: int) -> AbstractContextManager[None]:
     """Inside, pipeline stages know the shapes of what they receive from the packs of this training call."""
-    if getattr(config, "mtp_standalone", False):
-        return nullcontext()  # what leaves the stage of multi-token prediction is longer than the pack
     group, width = config.microbatch_group_size_per_vp_stage, config.hidden_size
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
     slots = [pack.pack.num_padded_tokens // shares for pack in packs]

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ....core.errors import PlanError
-from ....core.laws import check
-from ....core.plan.rounds import in_rounds, levelled
-from ....core.plan.step_plan import Lengths, StepPlan
-from ....core.plan.token_layout import layout_of
-from ....core.planning.chain import PlanChain
+from .....core.errors import PlanError
+from .....core.laws import check
+from .....core.plan.rounds import in_rounds, levelled
+from .....core.plan.step_plan import Lengths, StepPlan
+from .....core.plan.token_layout import layout_of
+from .....core.planning.chain import PlanChain
 
 
 def plan_in_rounds(chain: PlanChain, batch: Lengths) -> StepPlan:
