@@ -92,11 +92,12 @@ class Chunked:
 
 def further_losses() -> torch.Tensor | None:
     """What Megatron-LM prints of multi-token prediction, before it divides by the number of micro-batches."""
-    helper = MTPLossLoggingHelper
-    helper.reduce_loss_in_tracker()
-    losses = helper.tracker.get("values")
-    helper.tracker.clear()
-    return losses
+    tracker = MTPLossLoggingHelper.tracker
+    losses, group = tracker.get("values", tracker.get("loss_values")), tracker.get("avg_group")
+    tracker.clear()
+    if losses is not None:
+        torch.distributed.all_reduce(losses, group=group)
+    return None if losses is None else losses / torch.distributed.get_world_size(group)
 
 
 def gather_gradients(chunk: Any) -> None:
@@ -249,14 +250,14 @@ def told_of_chunks(world: Any, **loop: Any) -> dict[str, str]:
 def told_of_further_tokens(world: Any, **loop: Any) -> dict[str, Any]:
     """What is said where the model gets no loss mask, and what is left in Megatron afterwards."""
     told: dict[str, Any] = {}
-    helper = vars(MTPLossLoggingHelper)["save_loss_to_tracker"]
+    saving = {name: value for name, value in vars(MTPLossLoggingHelper).items() if name.startswith("save_")}
     with chunked(pp=1, virtual_stages=1, num_layers=2, mtp_num_layers=1, **loop) as user:
         gpt = user.model[0].module
         forward = type(gpt).forward
         with evenload.enabled(recipe(**PACKED)):
             user.step(planned=True)
             told["left"] = [
-                vars(MTPLossLoggingHelper)["save_loss_to_tracker"] is helper,
+                saving and all(vars(MTPLossLoggingHelper)[name] is value for name, value in saving.items()),
                 "apply" not in vars(MTPLossAutoScaler),
                 "compute_language_model_loss" not in vars(gpt),
                 type(gpt).forward is forward,
