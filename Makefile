@@ -27,7 +27,7 @@ test: $(READY)
 
 # The same tests on other versions of the hosts.
 NEWEST := integrations/megatron commands/proof/test_compare.py commands/test_train.py patches
-OLDER := integrations/deepspeed
+OLDER := integrations/deepspeed/test_engine.py integrations/deepspeed/unmodified
 
 test-newest: .venv-newest/ready
 	.venv-newest/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(NEWEST))

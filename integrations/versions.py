@@ -23,7 +23,7 @@ from packaging.version import InvalidVersion, Version
 SUPPORTED = {
     "torch": ">=2.9,<3",
     "megatron-core": ">=0.16.1,<0.20",
-    "deepspeed": ">=0.19.1,<0.20",
+    "deepspeed": ">=0.19.6,<0.20",
     "transformers": ">=5,<6",
     "accelerate": ">=1,<2",
 }

@@ -75,7 +75,7 @@ class Verdict:
     kind: str
     verdict: str
     why: str = ""
-    found: str = ""
+    detail: str = ""
 
 
 def recipes(checkout: Path) -> list[Recipe]:

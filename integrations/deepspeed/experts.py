@@ -57,7 +57,7 @@ def section(recipe: Recipe, model: Any) -> dict[str, Any]:
         raise EvenloadError(
             "this version of DeepSpeed has no AutoEP whose exchange of tokens evenload knows",
             f"parallel.ep {recipe.parallel.ep}, {describe_version('deepspeed')}",
-            "pip install 'deepspeed>=0.19.8', or set parallel.ep=1: every rank then has all experts",
+            "pip install 'deepspeed>=0.19.7', or set parallel.ep=1: every rank then has all experts",
         )
     kind = model.config.model_type
     preset = preset_of(kind)

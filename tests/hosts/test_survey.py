@@ -72,9 +72,9 @@ def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
     from evenload.commands._shared.show import Console
 
     rows = [
-        {"recipe": "a", "kind": "gpt", "verdict": "cut", "why": "", "found": ""},
-        {"recipe": "b", "kind": "gpt", "verdict": "refused", "why": "no graphs", "found": "graphs"},
-        {"recipe": "c", "kind": "t5", "verdict": "refused", "why": "no GPT", "found": "t5"},
+        {"recipe": "a", "kind": "gpt", "verdict": "cut", "why": "", "detail": ""},
+        {"recipe": "b", "kind": "gpt", "verdict": "refused", "why": "no graphs", "detail": "graphs"},
+        {"recipe": "c", "kind": "t5", "verdict": "refused", "why": "no GPT", "detail": "t5"},
     ]
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(survey.table({"checkout": "x", "rows": rows, "by_flags": {"TP > 1": 2}}))
