@@ -102,3 +102,14 @@ def test_outcomes_of_upstreams_tests_are_compared_by_name(tmp_path: Path, monkey
     assert one == {"t::a": "passed", "t::b": "failure"}
     assert unit_tests.differing(one, other) == ["t::a: passed, skipped"]
     assert unit_tests.differing(one, {}) == ["t::a: passed, missing", "t::b: failure, missing"]
+
+
+def test_rows_of_packed_conversations_hold_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("sft_packs", BENCHMARKS / "sft_packs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sft_packs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sft_packs)
+    rows = sft_packs.best_fit([700, 400, 300, 600, 20])
+    assert sorted(length for row in rows for length in row) == [20, 300, 400, 600, 700]
+    assert max(sum(row) for row in rows) <= 1024
