@@ -50,7 +50,18 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             "their arguments. Inside a planned step every rank has its pack already; evaluation runs as it is.",
             wrapper=from_module("..integrations.megatron.unmodified.forward_step:batch_on_tensor_ranks"),
             expects=("data_iterator",),
+            only="<0.18",
             when=has_training,
+        ),
+        Patch(
+            name="megatron.batch.core",
+            target="megatron.core.utils:get_batch_on_this_tp_rank",
+            supports=MEGATRON,
+            why="The same from 0.18 on, where the script itself takes the batch from its iterator, hands it over, and "
+            "reads every key by its name.",
+            wrapper=from_module("..integrations.megatron.unmodified.forward_step:batch_of_core"),
+            expects=("batch", "broadcast_group", "seq_length"),
+            only=">=0.18",
         ),
     )
 

@@ -154,17 +154,27 @@ def present(fields: dict[str, Any]) -> Iterator[None]:
 def batch_on_tensor_ranks(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
     """`get_batch_on_this_tp_rank` of Megatron-LM, which broadcasts a batch of one fixed shape: in a planned step every
     tensor-parallel rank has the pack already."""
-    if _present is None:
-        return wrapped(*args, **kwargs)
+    return wrapped(*args, **kwargs) if _present is None else _on_device(_present, _OF_PACKED)
+
+
+def batch_of_core(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
+    """The same of Megatron-Core 0.18 and later, whose batches have more keys."""
+    return wrapped(*args, **kwargs) if _present is None else _on_device(_present, _OF_CORE)
+
+
+def _on_device(fields: dict[str, Any], further: tuple[str, ...]) -> dict[str, Any]:
+    """The pack as scripts read it: scripts of 0.16 and 0.17 unpack the values in this order."""
     device = torch.cuda.current_device()
-    batch = dict.fromkeys((*FIELDS[:3], MASK, FIELDS[3], *_OF_PACKED))
-    for name, value in _present.items():
+    batch = dict.fromkeys((*FIELDS[:3], MASK, FIELDS[3], *further))
+    for name, value in fields.items():
         batch[name] = value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
     return batch
 
 
 _OF_PACKED = ("cu_seqlens", "max_seqlen", "local_cp_size")
 """What a batch of Megatron-LM has besides; None where it holds whole rows."""
+
+_OF_CORE = (*_OF_PACKED, "cu_seqlens_padded", "hybrid_cp_group")
 
 
 def by_borders(pack: Pack, routing: StepRouting | None = None) -> PlannedSeqParams:

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import types
+import typing
 from collections import deque
 from importlib import metadata, util
 
@@ -18,6 +19,7 @@ import wrapt
 FOLDER = os.environ["HOSTS_MEGATRON"]
 NEEDS_TRITON = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 TRAINING = ("arguments", "checkpointing", "initialize", "training", "training_config", "utils", "yaml_arguments")
+SINCE_0_19 = ("models.dist_utils", "utils.common_utils", "utils.utils")
 computed, ends = [0], []
 """Places of input that passes with gradients computed on this rank; seconds at the end of each update."""
 
@@ -43,6 +45,7 @@ class OneDevice(types.ModuleType):
     set_device = reset_peak_memory_stats = empty_cache = check_error = staticmethod(lambda *words: None)
     memory_stats = memory_summary = staticmethod(lambda *words: {})
     memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = staticmethod(lambda *words: 0)
+    device_memory_used = staticmethod(lambda *words: 0)
     mem_get_info = staticmethod(lambda *words: (2**34, 2**34))
     get_device_properties = staticmethod(lambda *words: types.SimpleNamespace(major=9, minor=0, name="CPU"))
     get_device_capability = staticmethod(lambda *words: (9, 0))
@@ -62,7 +65,7 @@ def on_cpu(module):
     module.torch.cuda = OneDevice("torch.cuda")
 
 
-for name in TRAINING:
+for name in TRAINING + SINCE_0_19:
     wrapt.when_imported(f"megatron.training.{name}")(on_cpu)
 
 
@@ -185,7 +188,7 @@ def _keep_outputs(module):
     free, sent = module.deallocate_output_tensor, deque(maxlen=64)
 
     def free_later(out, *words):
-        if out is not None:
+        if hasattr(out, "data"):  # 0.19 calls this for each tensor of a list
             sent.append(out.data)
         free(out, *words)
 
@@ -215,3 +218,5 @@ def leave(rank):
 
 if util.find_spec("triton") is None:
     sys.modules[NEEDS_TRITON] = WithoutTriton(NEEDS_TRITON)
+if not hasattr(typing, "override"):
+    typing.override = lambda method: method  # Megatron-LM 0.19 takes it from there, Python 3.11 lacks it
