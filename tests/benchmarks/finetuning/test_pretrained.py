@@ -34,9 +34,9 @@ def test_the_table_sets_a_peak_beside_the_share_of_its_rank() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "num_ranks", "part"), [("zero3", 2, 2), ("tp2pp2", 4, 4)])
-def test_every_rank_says_what_it_keeps(layout: str, num_ranks: int, part: int) -> None:
-    words = [sys.executable, str(PATH), "--quick", "--layout", layout, "--json"]
+def test_every_rank_says_what_it_keeps() -> None:
+    num_ranks = part = 2
+    words = [sys.executable, str(PATH), "--quick", "--layout", "zero3", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]

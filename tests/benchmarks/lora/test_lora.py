@@ -62,10 +62,9 @@ def test_a_tenant_has_the_same_samples_alone_and_in_company() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "pp2"])
-def test_tenants_together_lose_what_each_loses_alone(layout: str) -> None:
+def test_tenants_together_lose_what_each_loses_alone() -> None:
     words = ("--samples", "2", "--tenants", "3", "--steps", "2", "--longest", "64")
-    (case,) = run("together", "--layout", layout, *words)["cases"]
+    (case,) = run("together", "--layout", "pp2", *words)["cases"]
     assert case["apart"] < 1e-5
     assert min(case["tokens_per_s"].values()) > 0
     assert [row["step"] for row in case["rows"]] == [1, 2]
