@@ -18,6 +18,7 @@ from evenload.integrations.versions import listed_version
 from evenload.patches import Patch, session
 from evenload.patches.cpu_bridge import no_triton
 from evenload.patches.import_hook import ImportHook
+from evenload.patches.row import is_needed_by_version
 from packaging.version import Version
 
 RECIPE = "trainer: deepspeed\nplugins: {packing: {enabled: true, max_tokens: 64}}\n"
@@ -201,7 +202,7 @@ def _run(host: str, recipe: str, order: str) -> None:
 def _targets() -> dict[str, str]:
     if isinstance(session._TRAINERS["deepspeed"][0], type):
         return STUB
-    return {row.name: row.target for row in session.megatron.rows()}
+    return {row.name: row.target for row in session.megatron.rows() if is_needed_by_version(row)}
 
 
 def _raw(target: str):
