@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import evenload
 import torch
 from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import Slice
 from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified.objective import MeanOfMeans
+from evenload.integrations.megatron.unmodified.ranks.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.reports import Reports
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,7 +41,7 @@ class Fed(Loop):
 
         def mean(losses: Any) -> Any:
             total, count, _ = loss_func(losses)
-            average = total / count.clamp(min=1)
+            average = total / count  # 0 / 0 without loss, as in Megatron-LM's run_simple_mcore_train_loop.py
             # The same storage: Megatron's schedules divide it in place, behind the function.
             shared = average.detach()
             return average, {"lm loss": shared if self.values == 1 else shared.clone()}
@@ -140,3 +144,22 @@ def missing_iterators(world: Any) -> str:
         except EvenloadError as error:
             return error.what
     return "no error"
+
+
+def reports_of_ranks(world: Any) -> list[Any]:
+    """Keys and number of what two ranks report where one has a dummy alone, of which every value is zero; and the keys
+    where a later call reports something else."""
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    told = []
+    for kinds in (None, {"lm loss": ("mean", torch.zeros(()))}):
+        reports = Reports(Columns(1, [2, 2]), kinds)
+        loss_mask, slices = (torch.zeros(1, 1), ()) if rank else (torch.ones(1, 4), (Slice(0, 0, 2), Slice(1, 0, 2)))
+        packed = SimpleNamespace(
+            fields={"loss_mask": loss_mask}, pack=SimpleNamespace(slices=slices, segments=(0, 2, 4))
+        )
+        loss = loss_mask.sum() / loss_mask.sum().clamp(min=1)
+        answer = loss, {"lm loss": loss.clone(), "hits": 3 * loss}
+        reports.add(packed, torch.ones_like(loss_mask), answer)
+        entries = reports.of_loop([answer[-1]], [[rank], [rank]], [2.0, 2.0], group)
+        told.append([sorted(entry) for entry in entries])
+    return told

@@ -50,3 +50,8 @@ def test_a_loop_without_any_iterator_is_told_so(on_ranks):
     assert all(
         "no rank of a copy of the model has a data iterator" in told for told in on_ranks(2, "missing_iterators")
     )
+
+
+def test_reports_are_those_of_the_loop_on_all_ranks_or_on_none(on_ranks):
+    for told in on_ranks(2, "reports_of_ranks"):
+        assert told == [[["hits", "lm loss"]]] * 2
