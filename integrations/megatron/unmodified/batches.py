@@ -10,6 +10,9 @@ call are spread in front of it:
     stages without any          get the lengths; their samples are zeros, since such a stage embeds and scores nothing
 
 Where every rank has an iterator, nothing is sent.
+
+What is wrong with a batch, one rank alone may see: its peers, which would wait for it, are told along with the heads,
+and other data-parallel ranks along with the lengths (`Batches.trouble`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone, wire_device
 from .forms.form import FIELDS, Form, form_of
 from .ranks.context_parallel import refuse_other_forms, targets_of_columns
-from .samples import Sample, pack_bytes, split, unpack_bytes
+from .samples import PLAIN, Sample, pack_bytes, split, unpack_bytes
 
 
 class _Head(NamedTuple):
@@ -59,6 +62,8 @@ class Batches:
     """Places that the stock loop has of each sample."""
     form: Form
     """Of the loop's batches."""
+    trouble: EvenloadError | None = None
+    """Why this model copy's batches cannot be planned; nothing else of them is known then."""
 
 
 class Source:
@@ -68,11 +73,14 @@ class Source:
     def __init__(self, data_iterator: Any) -> None:
         group = parallel_state.get_model_parallel_group()
         self._has_iterator = data_iterator is not None
-        holders = everyone(self._has_iterator, group)
-        if not any(holders):
+        places = everyone((self._has_iterator, parallel_state.is_pipeline_last_stage()), group)
+        holders = [has for has, _ in places]
+        if not any(has and last for has, last in places):
+            nobody, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
+            late = "no rank of the last pipeline stage has a data iterator, so labels and loss masks are not known there"
             raise EvenloadError(
-                "no rank of a copy of the model has a data iterator",
-                "data_iterator=None on all tensor- and pipeline-parallel ranks",
+                late if any(holders) else nobody,
+                f"data_iterator=None on all {'of its ranks' if any(holders) else whose}",
                 "give one to the first tensor-parallel rank of the first and last pipeline stage, as Megatron-LM does",
             )
         self._all_have = all(holders)
@@ -85,20 +93,27 @@ class Source:
         self._sends = self._of_stage is not None and not set(peers) <= set(having)
 
     def spread(self, taken: Sequence[Any] | None) -> Batches:
-        """The batches of a call, of which this rank has ``taken`` its own, None without an iterator. Raises
-        EvenloadError for batches of another form, and where an iterator came or went."""
+        """The batches of a call, of which this rank has ``taken`` its own, None without an iterator; of another form,
+        they are in trouble. Raises EvenloadError where an iterator came or went."""
         if (taken is not None) != self._has_iterator:
             raise EvenloadError(
                 "a rank has a data iterator in some training calls, and none in others",
                 f"{'none' if taken is None else 'one'}, other than in the first call",
                 "give each rank its iterator in every call, or in none",
             )
-        samples, head = ([], None) if taken is None else _taken(taken)
+        samples: list[list[Sample]] = []
+        head: _Head | EvenloadError | None = None
+        try:
+            samples, head = (samples, None) if taken is None else _taken(taken)
+        except EvenloadError as error:
+            head = error
+        heads = [head] if self._all_have else everyone(head, parallel_state.get_model_parallel_group())
+        if trouble := next((one for one in heads if isinstance(one, EvenloadError)), None):
+            return Batches([], [], [], 0, 0, 0, PLAIN, trouble)
+        head = heads[0 if self._all_have else self._first]
+        assert isinstance(head, _Head)
         if self._all_have:
-            assert head is not None
             return _batches(samples, head)
-        head = everyone(head, parallel_state.get_model_parallel_group())[self._first]
-        assert head is not None
         if self._of_stage is None:
             zeros = [
                 [{n: torch.zeros(L, dtype=d) for n, d in head.dtypes.items()} for L in one] for one in head.lengths

@@ -135,14 +135,38 @@ def _collection() -> ProcessGroupCollection:
     return groups
 
 
-def missing_iterators(world: Any) -> str:
-    """What a loop is told of which no rank has an iterator."""
-    with user_loop(tp=torch.distributed.get_world_size()) as user, evenload.enabled(recipe(**PACKED)):
-        user.script.batches = lambda: None
-        try:
-            user.step()
-        except EvenloadError as error:
-            return error.what
+def missing_iterators(world: Any) -> list[str]:
+    """What a loop is told of which no rank has an iterator, and one whose last stage has none."""
+    told = []
+    for layout in ({"tp": 2}, {"pp": 2}):
+        with user_loop(**layout) as user, evenload.enabled(recipe(**PACKED)):
+            if not ("pp" in layout and parallel_state.is_pipeline_first_stage()):
+                user.script.batches = lambda: None
+            told.append(refusal(user.step))
+    return told
+
+
+def odd_mask(world: Any, **loop: Any) -> str:
+    """What ranks are told where the first of them is given a mask that is not causal, and tensor-parallel peers of it
+    are given nothing."""
+    with user_loop(**loop) as user, evenload.enabled(recipe(**PACKED)):
+        batches, odd = user.script.batches, torch.distributed.get_rank() == 0
+
+        def masked() -> Iterator[Any]:
+            for batch in batches():
+                mask = ~torch.ones(1, 1, *2 * batch["tokens"].shape[1:], dtype=torch.bool).tril()
+                mask[..., 2:, :2] |= odd
+                yield {**batch, "attention_mask": mask}
+
+        user.script.batches = masked if parallel_state.get_tensor_model_parallel_rank() == 0 else lambda: None
+        return refusal(user.step)
+
+
+def refusal(step: Callable[[], Any]) -> str:
+    try:
+        step()
+    except EvenloadError as error:
+        return error.what
     return "no error"
 
 
