@@ -43,7 +43,7 @@ _PLANNED_LOOPS = {
     "transformers": "train by transformers.Trainer, or by a trainer made from it",
 }
 """What a script must do for its steps to be planned."""
-_OF_OUR_LOOP = ("model", "data", "parallel", "train", "checkpoint", "log", "safety")
+_OF_OUR_LOOP = ("model", "data", "parallel", "train", "planner", "checkpoint", "log", "safety")
 """Sections of a recipe that a script of one's own answers itself."""
 _PLANNED_WITH = ("train.recompute", "train.micro_batch_size")
 """Of these, what planners are told about the script all the same."""

@@ -53,11 +53,10 @@ LOOPS = (
         },
     ),
     Loop(
-        "Megatron-Core's own loops",
+        "Megatron-LM, Megatron-Core loops",
         "megatron",
         "evenload run",
-        {"packing": "packs, slices", "mesh": "shares", "pipeline": "orders"}
-        | {"moe": "copies, EP > 1", "lora": REFUSED},
+        {"packing": "packs, slices", "mesh": "shares", "pipeline": _STAGES, "moe": "copies, EP > 1", "lora": REFUSED},
     ),
     Loop(
         "deepspeed.initialize",

@@ -67,7 +67,7 @@ def test_settings_of_our_own_loop_are_said_to_have_no_effect(recipe, capfd):
         "plugins: {packing: {enabled: true}}\nplanner: {budget_ms: 9}\n"
     )
     run_command(recipe, [sys.executable, "-c", "pass"])
-    said = "model.num_layers, model.num_attention_heads, data.source, data.validation, train.lr, train.steps and 2 more"
+    said = "model.num_layers, model.num_attention_heads, data.source, data.validation, train.lr, train.steps and 3 more"
     assert f"the recipe's {said} have no effect here" in capfd.readouterr().err.splitlines()[0]
 
 

@@ -73,7 +73,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
     """Goes into the slot ``spec.submodules.self_attention.submodules.core_attention``.
 
     Raises EvenloadError when it is built for something it cannot honour: attention dropout, a sliding window, another
-    mask than the causal one, scaled or sink softmax, static context parallelism.
+    mask than the causal one, cross or latent attention, scaled or sink softmax, static context parallelism.
     """
 
     def __init__(

@@ -77,7 +77,9 @@ class Source:
         holders = [has for has, _ in places]
         if not any(has and last for has, last in places):
             nobody, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
-            late = "no rank of the last pipeline stage has a data iterator, so labels and loss masks are not known there"
+            late = (
+                "no rank of the last pipeline stage has a data iterator, so labels and loss masks are not known there"
+            )
             raise EvenloadError(
                 late if any(holders) else nobody,
                 f"data_iterator=None on all {'of its ranks' if any(holders) else whose}",

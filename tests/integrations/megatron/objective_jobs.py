@@ -12,8 +12,8 @@ import evenload
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import Slice
-from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified.objective import MeanOfMeans
+from evenload.integrations.megatron.unmodified.ranks import call_plan
 from evenload.integrations.megatron.unmodified.ranks.context_parallel import Columns
 from evenload.integrations.megatron.unmodified.reports import Reports
 from megatron.core import parallel_state
@@ -91,7 +91,7 @@ def fault(name: str) -> Iterator[None]:
     faults = {
         "as if packs were micro-batches": patch.object(MeanOfMeans, "weigh", lambda self, output, packed: output),
         "one count for all": patch.object(
-            unmodified, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order)
+            call_plan, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order)
         ),
     }
     with faults[name]:
