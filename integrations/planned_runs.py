@@ -34,6 +34,20 @@ _steps: Counter[str] = Counter()
 """Planned steps of this process, by loop."""
 _idle: set[Idle] = set()
 """What this process has said of loops that it leaves alone."""
+_releases: list[Callable[[], None]] = []
+"""Of every module of loops that was loaded."""
+
+
+def on_release(release: Callable[[], None]) -> Callable[[], None]:
+    """Register what gives the live loops of a module back to their trainer; a decorator."""
+    _releases.append(release)
+    return release
+
+
+def release_loops() -> None:
+    """Give what live loops hold back to their trainers, for after the patch rows are off."""
+    for release in _releases:
+        release()
 
 
 def report_step(loop: str, chain: PlanChain, plan: StepPlan, *, micro_batch_size: int | None = None) -> None:

@@ -11,7 +11,6 @@ plugin, the planned schedule; for DeepSpeed the rows of its engine.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from types import ModuleType
 from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
+from ..integrations.planned_runs import release_loops
 from . import deepspeed, megatron, megatron_fixes, transformers
 from .cpu_bridge import bridge_cpu
 from .ledger import Ledger, Status
@@ -31,13 +31,6 @@ _TRAINERS: dict[str, tuple[ModuleType, ...]] = {
     "transformers": (transformers,),
 }
 """Modules that offer ``rows(recipe)``; scripts of Transformers' Trainer run on DeepSpeed's engine too."""
-_LOOPS = (
-    "megatron.unmodified.loop",
-    "deepspeed.unmodified.loop",
-    "huggingface.trainer",
-    "huggingface.accelerate_loop",
-)
-"""Modules below `integrations` whose ``release()`` gives what live loops hold back to the trainer."""
 
 _lock = threading.Lock()
 _session: Session | None = None
@@ -69,7 +62,7 @@ class Session:
         with _lock:
             if _session is self:
                 self._ledger.undo()
-                _release()
+                release_loops()
                 _session = None
 
     def __enter__(self) -> Session:
@@ -121,14 +114,6 @@ def enabled(recipe: Recipe | str | Path) -> Iterator[Session]:
     """A recipe's plugins for the length of a block. Raises as `enable` and `Session.disable`."""
     with enable(recipe) as session:
         yield session
-
-
-def _release() -> None:
-    """Give what live loops hold back to the trainer, for after the rows are off. Imports nothing that is not loaded."""
-    for name in _LOOPS:
-        loop = sys.modules.get(f"evenload.integrations.{name}")
-        if loop is not None:
-            loop.release()
 
 
 def _apply(recipe: Recipe, ledger: Ledger) -> None:

@@ -30,7 +30,7 @@ from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import IGNORE, Pack, build_pack
 from ...runtime.world.agreement import agree, place
 from ..deepspeed.unmodified.counts import into_exactly
-from ..planned_runs import report_idle, report_step
+from ..planned_runs import on_release, report_idle, report_step
 from . import attention
 from .inputs import inputs_of
 from .inside import is_inside
@@ -110,6 +110,7 @@ def _refuse_other_loss(loop: PlannedLoop, loss: Tensor) -> None:
         )
 
 
+@on_release
 def release() -> None:
     """Give every model its own loss and attention back; for after the rows are off."""
     for loop in filter(None, _loops.values()):

@@ -38,7 +38,7 @@ from ...runtime.stage.executor import Executor
 from ...runtime.world.agreement import agree, place
 from ...runtime.world.plane import Plane
 from ..host import no_mark
-from ..planned_runs import end_of_check, report_step
+from ..planned_runs import end_of_check, on_release, report_step
 from . import attention
 from .inside import inside
 from .planning import GlobalBatch, chain_of, gather, recipe_for
@@ -119,6 +119,7 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     return loss
 
 
+@on_release
 def release() -> None:
     """Forget every Trainer; for after the rows are off."""
     for state in _planned.values():

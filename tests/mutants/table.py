@@ -181,7 +181,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "every context-parallel rank reports what the first one has",
-        f"{_IN_LOOPS}/loop.py",
+        f"{_IN_LOOPS}/ranks/call_plan.py",
         "columns.number(i, place_in_row)",
         "columns.number(i, 0)",
         "context in loops",

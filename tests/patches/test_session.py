@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from evenload.api import load_plugins, load_recipe
 from evenload.core.errors import EvenloadError
+from evenload.integrations import planned_runs
 from evenload.integrations.versions import listed_version
 from evenload.patches import Patch, session
 from evenload.patches.cpu_bridge import no_triton
@@ -58,7 +59,7 @@ def path(tmp_path):
 @pytest.fixture
 def stub(host, monkeypatch):
     monkeypatch.setitem(session._TRAINERS, "deepspeed", (Stub,))
-    monkeypatch.setitem(sys.modules, "evenload.integrations.deepspeed.unmodified.loop", Stub)
+    monkeypatch.setattr(planned_runs, "_releases", [Stub.release])
     monkeypatch.setattr(Stub, "released", 0)
     yield importlib.import_module("stubhost.core")
     session.disable()

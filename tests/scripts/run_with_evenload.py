@@ -4,6 +4,7 @@ import importlib
 import runpy
 import sys
 
+from evenload.integrations.planned_runs import release_loops
 from evenload.patches import deepspeed, transformers
 from evenload.patches.ledger import Ledger
 from evenload.patches.slots import locate
@@ -20,7 +21,7 @@ def main() -> None:
         changed = [row.target for row in rows if locate(row.target).read() is before[row.target]]
         assert not changed, f"not applied: {changed}"
         runpy.run_path(script, run_name="__main__")
-    importlib.import_module("evenload.integrations.deepspeed.unmodified.loop").release()
+    release_loops()
     left = [target for target, value in before.items() if locate(target).read() is not value]
     assert not left, f"not restored: {left}"
     print("RESTORED", flush=True)

@@ -36,7 +36,7 @@ from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported
-from ...planned_runs import end_of_check
+from ...planned_runs import end_of_check, on_release
 from ..expert_gate import GatedExperts
 from ..experts import expert_ranks
 from .batches import Planned
@@ -147,6 +147,7 @@ def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 
+@on_release
 def release() -> None:
     """Give every live engine its own attention and experts back and end its loaders; for after the rows are off."""
     for engine, state in list(_attached.items()):

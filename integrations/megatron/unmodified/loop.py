@@ -23,105 +23,42 @@ Samples are cut where packed attention can do what the layers' own does (`attent
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial, wraps
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from ....core.aliases import Floats
 from ....core.errors import EvenloadError
-from ....core.plan.step_plan import StepPlan, as_lengths
-from ....core.plan.token_layout import tokens_of_ranks
-from ....core.planning.chain import PlanChain, warn_once
+from ....core.plan.step_plan import StepPlan
+from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
-from ....runtime.attributes import with_attributes
 from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
-from ....runtime.stage.stage_links import StageLinks
-from ....runtime.world.agreement import agree, everyone
-from ....runtime.world.plane import Plane
-from ...planned_runs import end_of_check, report_step
-from ..model.linears import why_in_backward
-from ..plane import current_layout, open_plane, stage_links
-from .attention import why_whole
+from ...planned_runs import end_of_check, on_release, report_step
+from ..plane import current_layout
 from .batches import Batches, Source
-from .expert_rules import refuse_experts, refuse_losses_of_rows, refuse_routers, why_together
-from .experts import CameWith, gate_of, routing_of, with_experts_in_step
+from .expert_rules import refuse_losses_of_rows, refuse_routers, why_together
+from .experts import gate_of, routing_of
 from .forms.rows import holds_rows
 from .forward_step import UserStep
-from .objective import MeanOfMeans, weights_of
-from .order import LayOut, run_order, with_dummies
-from .ranks.context_parallel import Columns, OneContextRank, data_rank, refuse_other_forms, refuse_together
-from .ranks.sharing import plan_in_rounds, ranks_of_samples
-from .reports import Kinds, Reports
+from .objective import MeanOfMeans
+from .order import run_order
+from .ranks.call_plan import CallPlan, data_group, plan_call
+from .ranks.context_parallel import data_rank, refuse_other_forms, refuse_together
+from .reports import Reports
 from .rows import RowSteps
-from .samples import UserPack, exchange, lay_out
-from .stock.chunks import chunks_of, is_interleaved, known_shapes, of_stock, one_iterator, refuse_chunks_with_copies
+from .stock.chunks import chunks_of, is_interleaved, one_iterator
 from .stock.mtp import next_tokens
-from .supported import (
-    Trouble,
-    bare_model,
-    for_config,
-    refuse_loop,
-    refuse_replays,
-    tokens_multiple,
-    warn_of_dropout,
-    why_stock,
-)
+from .stock.schedule import run_stock
+from .supported import bare_model, for_config, refuse_loop, refuse_replays, warn_of_dropout
 from .together import Together
-
-log = logging.getLogger("evenload")
-
-
-@dataclass(eq=False)
-class _Loop:
-    """What is known of a user's model between its training calls."""
-
-    chain: PlanChain
-    by_token: bool
-    """Its packs may hold parts of samples."""
-    only_stock: Trouble | None
-    """Why Megatron's own schedule must run its plans."""
-    source: Source
-    kinds: Kinds | None = None
-    """What the values of its reports are, after the first call."""
-    one_context: OneContextRank | None = None
-    """What stands in for Megatron's context parallelism in a training call."""
-    links: StageLinks | None = None
-    """To the neighbouring pipeline stages, from the first plan on that has an order."""
-    plane: Plane | None = None
-    """Of the ranks that may share samples, from the first plan on that shares one."""
-
-    def plane_of(self, plan: StepPlan) -> Plane | None:
-        """What a plan's micro-batches are shared over; None where it shares none. Collective."""
-        if not plan.shared:
-            return None
-        self.plane = self.plane or open_plane()
-        self.plane.node_ranks = plan.limits.node_ranks
-        return self.plane
-
-
-class _Planned(NamedTuple):
-    """The plan of a training call, and what this rank knows of its samples."""
-
-    plan: StepPlan
-    lay: LayOut
-    columns: Columns
-    own: list[list[int]]
-    """The columns that this rank has, in the stock loop, of each of the loop's own micro-batches."""
-    order: list[tuple[int, int, int]]
-    """(data rank, micro-batch, row) of each sequence."""
-    weights: Floats
-    """Of a token of each column, where micro-batches are averaged."""
-    came_with: CameWith
+from .user_loop import UserLoop
 
 
 class PlannedSteps:
@@ -129,7 +66,7 @@ class PlannedSteps:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._loops: WeakKeyDictionary[Any, _Loop] = WeakKeyDictionary()
+        self._loops: WeakKeyDictionary[Any, UserLoop] = WeakKeyDictionary()
         self._together: WeakKeyDictionary[Any, Together] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Any, RowSteps] = WeakKeyDictionary()
         self._step = 0
@@ -155,9 +92,8 @@ class PlannedSteps:
     def release(self) -> None:
         """Every function made here is the stock one again, and the process groups made here are gone."""
         self.active = False
-        groups: list[Any] = [one for loop in self._loops.values() for one in (loop.links, loop.plane, loop.one_context)]
-        groups += [loop.links for loop in self._together.values()]
-        for each in filter(None, groups):
+        groups: list[Any] = [*self._loops.values(), *(loop.links for loop in self._together.values() if loop.links)]
+        for each in groups:
             if dist.is_initialized():
                 each.close()
         self._loops.clear()
@@ -194,7 +130,8 @@ class PlannedSteps:
                 refuse_other_forms("ragged rows")
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
         batches = loop.source.spread(taken)
-        planned = self._plan(batches, loop, gpts[0], is_interleaved(chunks))
+        planned = plan_call(batches, loop, gpts[0], is_interleaved(chunks), self._step, self._warned)
+        self._step += 1
         plan = planned.plan
         own = plan.of_rank(data_rank())
         routing, gate = _routing(config, planned, batches)
@@ -219,18 +156,18 @@ class PlannedSteps:
         if not parallel_state.is_pipeline_last_stage():
             return returned
         targets = [of_ranks[parallel_state.get_context_parallel_rank()] for of_ranks in batches.targets]
-        returned = reports.of_loop(returned, planned.own, targets, _data_group())
+        returned = reports.of_loop(returned, planned.own, targets, data_group())
         loop.kinds = reports.kinds
         return returned
 
-    def _loop_of(self, chunks: list[Any], gpts: list[Any], foreign_owner: str, data_iterator: Any) -> _Loop:
+    def _loop_of(self, chunks: list[Any], gpts: list[Any], foreign_owner: str, data_iterator: Any) -> UserLoop:
         """What is known of a model; in its first call found out. Collective then. Raises EvenloadError."""
         if gpts[0] not in self._loops:
             warn_of_dropout(get_model_config(chunks[0]))
             for gpt in gpts:
                 refuse_routers(gpt)
             warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpts[0]] = _loop(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
+            self._loops[gpts[0]] = UserLoop.of(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
         return self._loops[gpts[0]]
 
     def _run_rows(
@@ -247,70 +184,8 @@ class PlannedSteps:
         end_of_check()
         return reports
 
-    def _plan(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
-        try:
-            return self._plan_step(batches, loop, gpt, interleaved)
-        except EvenloadError:
-            if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
-                raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
-            raise
 
-    def _plan_step(self, batches: Batches, loop: _Loop, gpt: Any, interleaved: bool) -> _Planned:
-        """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
-        of them out. Collective."""
-        group, ranks = _data_group(), parallel_state.get_context_parallel_world_size()
-        me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
-        # Context-parallel ranks are given the same samples: the first brings them.
-        brought = batches.lengths if place_in_row == 0 else [[] for _ in batches.lengths]
-        gathered = everyone((brought, batches.targets, batches.row), group)
-        lengths_of_ranks, targets_of_ranks, rows = zip(*gathered, strict=True)
-        # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
-        order = [
-            (rank, place, row)
-            for place in range(max(map(len, lengths_of_ranks)))
-            for rank, one in enumerate(lengths_of_ranks)
-            for row in range(len(one[place]) if place < len(one) else 0)
-        ]
-        lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
-        own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
-        plan = plan_in_rounds(loop.chain, as_lengths(lengths))
-        if dist.get_rank() == 0:
-            warn_once(plan, self._warned)
-        agree(plan.digest, "plans", self._step)
-        self._step += 1
-
-        plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
-        like = batches.samples[0][0]
-        samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group, like=like)
-        config = gpt.config
-        lay = partial(
-            lay_out,
-            samples=samples,
-            like=like,
-            multiple=tokens_multiple(config),
-            plane=loop.plane_of(plan),
-            form=batches.form,
-            device=next(gpt.parameters()).device,
-        )
-        slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
-        log.info(
-            "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
-            self._step,
-            len(order),
-            len(slots),
-            max(slots),
-            sum(slots),
-            batches.slots,
-        )
-        columns = Columns(ranks, [rows[rank] for rank, _, _ in order])
-        places: list[list[int]] = [[] for _ in batches.lengths]
-        for i, (rank, place, _) in enumerate(order):
-            if rank == me - place_in_row:
-                places[place].append(columns.number(i, place_in_row))
-        came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
-        return _Planned(plan, lay, columns, places, order, weights_of(targets_of_ranks, order), came_with)
-
-
+@on_release
 def release() -> None:
     """Make every wrapped function that a loop still holds the stock one again; for after the rows are off."""
     for steps in list(_all):
@@ -322,38 +197,7 @@ _all: set[PlannedSteps] = set()
 """Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
 
 
-def _loop(
-    recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
-) -> _Loop:
-    stock, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
-    layout = replace(stock, cp=1, dp=stock.dp * stock.cp)
-    shares = any(plugin.shares for plugin in recipe.enabled())
-    # A stage may hold what others do not, and all of them must make one plan.
-    own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
-    reasons = [one for rank in everyone(own) for one in rank]
-    only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
-    whole = only_stock is not None or bool(borders)
-    if whole and warn:
-        why = borders or (only_stock and " ".join(only_stock[:2]))
-        log.warning("no sample is cut in this loop: %s", why)
-    planned, in_step = with_experts_in_step(layout, config)
-    chain = PlanChain.of_loop(for_config(recipe, config, gpt.vocab_size, planned), planned, warn=warn, whole=whole)
-    if together and warn:
-        log.info("weight gradients stay in the backward: %s", together)
-    if chain.of_layers and layout.ep > 1:
-        refuse_chunks_with_copies(gpts)
-        refuse_experts(gpt)
-    splits = chain.limits.splits_backward and not together
-    chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
-    return _Loop(chain, not borders, only_stock, source, one_context=OneContextRank() if stock.cp > 1 else None)
-
-
-def _data_group() -> Any:
-    """All data x context ranks with the same part of the model."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def _routing(config: Any, planned: _Planned, batches: Batches) -> tuple[StepRouting | None, ExpertGate | None]:
+def _routing(config: Any, planned: CallPlan, batches: Batches) -> tuple[StepRouting | None, ExpertGate | None]:
     """What layers with experts know of a step, in a model that has some."""
     if not config.num_moe_experts:
         return None, None
@@ -364,8 +208,8 @@ def _routing(config: Any, planned: _Planned, batches: Batches) -> tuple[StepRout
 
 def _run_planned(
     stock: Callable[..., Any],
-    loop: _Loop,
-    planned: _Planned,
+    loop: UserLoop,
+    planned: CallPlan,
     step: UserStep,
     chunks: Sequence[Any],
     gpts: Sequence[Any],
@@ -377,33 +221,13 @@ def _run_planned(
     with one.inside(gpts, get_model_config(chunks[0])) if one else nullcontext():
         if plan.in_host_schedule:
             packs = [planned.lay(plan.micro_batches[index]) for index in plan.of_rank(data_rank())]
-            return _run_stock(stock, step, packs, chunks, **rest)
+            return run_stock(stock, step, packs, chunks, **rest)
         return _run_order(plan, loop, chunk=chunks[0], gpt=gpts[0], step=step, lay=planned.lay, rest=rest)
 
 
-def _run_stock(
-    stock: Callable[..., Any], step: UserStep, packs: list[UserPack], chunks: Sequence[Any], **rest: Any
-) -> Any:
-    """Megatron's own schedule over packs."""
-    config, interleaved = get_model_config(chunks[0]), is_interleaved(chunks)
-    coming = {id(chunk): iter(packs) for chunk in chunks}
-
-    def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
-        if step.gate:
-            step.gate.enter("a micro-batch")
-        return step.run(next(coming[id(chunk)]), chunk, *more)
-
-    shapes = known_shapes(packs, config, len(chunks)) if interleaved else nullcontext()
-    iterators = [None] * len(chunks) if interleaved else None
-    with with_attributes(config, variable_seq_lengths=True), shapes, step.listening():
-        return stock(forward_step_func=forward_step, data_iterator=iterators, num_microbatches=len(packs), **rest)
-
-
-def _run_order(plan: StepPlan, loop: _Loop, *, chunk: Any, **call: Any) -> list[Any]:
+def _run_order(plan: StepPlan, loop: UserLoop, *, chunk: Any, **call: Any) -> list[Any]:
     """The order of a plan, in place of Megatron's schedule; `run_order` has the arguments. Raises EvenloadError."""
     if loop.only_stock is not None:
         raise EvenloadError(*loop.only_stock)
     refuse_replays(plan, get_model_config(chunk))
-    if loop.links is None and plan.limits.num_stages > 1:
-        loop.links = stage_links()
-    return run_order(plan, chunk=chunk, links=loop.links, plane=loop.plane if plan.shared else None, **call)
+    return run_order(plan, chunk=chunk, links=loop.links_for(plan), plane=loop.plane if plan.shared else None, **call)

@@ -15,7 +15,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.integrations.megatron.unmodified import loop as unmodified
+from evenload.integrations.megatron.unmodified.ranks import call_plan
 from evenload.integrations.megatron.unmodified.ranks.sharing import meeting
 from megatron_float64 import all_in_float64
 from megatron_objective_jobs import Fed
@@ -94,7 +94,7 @@ def shared_steps(
 
 def _lost_parts() -> Any:
     """The parts of shared samples that do not begin them bring no loss."""
-    lay = unmodified.lay_out
+    lay = call_plan.lay_out
 
     def lost(micro_batch: Any, prefix: Any = None, **rest: Any) -> Any:
         packed = lay(micro_batch, prefix, **rest)
@@ -103,4 +103,4 @@ def _lost_parts() -> Any:
                 packed.fields["loss_mask"][0, first : first + piece.length] = 0.0
         return packed
 
-    return patch.object(unmodified, "lay_out", lost)
+    return patch.object(call_plan, "lay_out", lost)

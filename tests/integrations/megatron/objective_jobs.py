@@ -10,8 +10,8 @@ from unittest.mock import patch
 import evenload
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified.objective import MeanOfMeans
+from evenload.integrations.megatron.unmodified.ranks import call_plan
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -87,7 +87,7 @@ def fault(name: str) -> Iterator[None]:
     faults = {
         "as if packs were micro-batches": patch.object(MeanOfMeans, "weigh", lambda self, output, packed: output),
         "one count for all": patch.object(
-            unmodified, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order)
+            call_plan, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order)
         ),
     }
     with faults[name]:

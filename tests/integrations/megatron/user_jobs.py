@@ -30,9 +30,10 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron.plane import leave_groups
 from evenload.integrations.megatron.unmodified import attention as users_attention
-from evenload.integrations.megatron.unmodified import loop as unmodified
 from evenload.integrations.megatron.unmodified import order
+from evenload.integrations.megatron.unmodified.expert_rules import refuse_experts
 from evenload.integrations.megatron.unmodified.forward_step import UserStep
+from evenload.integrations.megatron.unmodified.ranks import call_plan
 from evenload.runtime.experts.balance import Shares
 from evenload.runtime.stage.stage_links import StageLinks
 from megatron.core import parallel_state
@@ -535,7 +536,7 @@ def copied(world: Any, **loop: Any) -> dict[str, Any]:
         user.model.module.config.fp8 = "e4m3"
         try:
             with evenload.enabled(recipe(moe=settings)):
-                unmodified.refuse_experts(user.model.module)
+                refuse_experts(user.model.module)
         except EvenloadError as refusal:
             return {"error": error, "copies": fetches.call_count, "told": str(refusal), "later": later}
     return {}
@@ -586,7 +587,7 @@ def fault(name: str) -> Iterator[None]:
 
 
 def _restarted_positions() -> Any:
-    lay = unmodified.lay_out
+    lay = call_plan.lay_out
 
     def restarted(micro_batch: Any, prefix: Any = None, **rest: Any) -> Any:
         packed = lay(micro_batch, prefix, **rest)
@@ -595,12 +596,12 @@ def _restarted_positions() -> Any:
             positions[first : first + piece.length] -= piece.start
         return replace(packed, pack=replace(packed.pack, positions_T=positions))
 
-    return patch.object(unmodified, "lay_out", restarted)
+    return patch.object(call_plan, "lay_out", restarted)
 
 
 def _shifted_labels() -> Any:
     """As if the labels of a part were not shifted already: its last one is lost."""
-    lay = unmodified.lay_out
+    lay = call_plan.lay_out
 
     def shifted(micro_batch: Any, prefix: Any = None, **rest: Any) -> Any:
         packed = lay(micro_batch, prefix, **rest)
@@ -609,7 +610,7 @@ def _shifted_labels() -> Any:
                 packed.fields["labels"][0, first] = packed.fields["tokens"][0, first]
         return packed
 
-    return patch.object(unmodified, "lay_out", shifted)
+    return patch.object(call_plan, "lay_out", shifted)
 
 
 def _plan_of_the_latest() -> Any:

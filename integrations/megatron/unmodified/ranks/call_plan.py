@@ -1,0 +1,119 @@
+"""The plan of one training call: the samples of all data ranks as one global batch, and how a rank lays out packs."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from .....core.aliases import Floats
+from .....core.errors import EvenloadError
+from .....core.plan.step_plan import StepPlan, as_lengths
+from .....core.plan.token_layout import tokens_of_ranks
+from .....core.planning.chain import warn_once
+from .....runtime.world.agreement import agree, everyone
+from ..batches import Batches
+from ..experts import CameWith
+from ..objective import weights_of
+from ..order import LayOut, with_dummies
+from ..samples import exchange, lay_out
+from ..stock.chunks import of_stock
+from ..supported import tokens_multiple
+from ..user_loop import UserLoop
+from .context_parallel import Columns
+from .sharing import plan_in_rounds, ranks_of_samples
+
+log = logging.getLogger("evenload")
+
+
+class CallPlan(NamedTuple):
+    """The plan of a training call, and what this rank knows of its samples."""
+
+    plan: StepPlan
+    lay: LayOut
+    columns: Columns
+    own: list[list[int]]
+    """The columns that this rank has, in the stock loop, of each of the loop's own micro-batches."""
+    order: list[tuple[int, int, int]]
+    """(data rank, micro-batch, row) of each sequence."""
+    weights: Floats
+    """Of a token of each column, where micro-batches are averaged."""
+    came_with: CameWith
+
+
+def data_group() -> Any:
+    """All data x context ranks with the same part of the model."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool, step: int, warned: set[str]) -> CallPlan:
+    """The plan of training call ``step``. Collective; raises EvenloadError.
+
+    Args:
+        interleaved: Megatron runs its interleaved schedule.
+        warned: what has been warned of; grows.
+    """
+    try:
+        return _plan_call(batches, loop, gpt, interleaved, step, warned)
+    except EvenloadError:
+        if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
+            raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
+        raise
+
+
+def _plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool, step: int, warned: set[str]) -> CallPlan:
+    """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
+    of them out. Collective."""
+    group, ranks = data_group(), parallel_state.get_context_parallel_world_size()
+    me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
+    # Context-parallel ranks are given the same samples: the first brings them.
+    brought = batches.lengths if place_in_row == 0 else [[] for _ in batches.lengths]
+    gathered = everyone((brought, batches.targets, batches.row), group)
+    lengths_of_ranks, targets_of_ranks, rows = zip(*gathered, strict=True)
+    # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
+    order = [
+        (rank, place, row)
+        for place in range(max(map(len, lengths_of_ranks)))
+        for rank, one in enumerate(lengths_of_ranks)
+        for row in range(len(one[place]) if place < len(one) else 0)
+    ]
+    lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
+    own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
+    plan = plan_in_rounds(loop.chain, as_lengths(lengths))
+    if dist.get_rank() == 0:
+        warn_once(plan, warned)
+    agree(plan.digest, "plans", step)
+
+    plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
+    like = batches.samples[0][0]
+    samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group, like=like)
+    config = gpt.config
+    lay = partial(
+        lay_out,
+        samples=samples,
+        like=like,
+        multiple=tokens_multiple(config),
+        plane=loop.plane_of(plan),
+        form=batches.form,
+        device=next(gpt.parameters()).device,
+    )
+    slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
+    log.info(
+        "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
+        step + 1,
+        len(order),
+        len(slots),
+        max(slots),
+        sum(slots),
+        batches.slots,
+    )
+    columns = Columns(ranks, [rows[rank] for rank, _, _ in order])
+    places: list[list[int]] = [[] for _ in batches.lengths]
+    for i, (rank, place, _) in enumerate(order):
+        if rank == me - place_in_row:
+            places[place].append(columns.number(i, place_in_row))
+    came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
+    return CallPlan(plan, lay, columns, places, order, weights_of(targets_of_ranks, order), came_with)
