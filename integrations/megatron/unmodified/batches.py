@@ -10,6 +10,9 @@ call are spread in front of it:
     stages without any          get the lengths; their samples are zeros, since such a stage embeds and scores nothing
 
 Where every rank has an iterator, nothing is sent.
+
+What is wrong with a batch, one rank alone may see: its peers, which would wait for it, are told along with the heads,
+and other data-parallel ranks along with the lengths (`Batches.trouble`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone, wire_device
 from .forms.form import FIELDS, Form, form_of
 from .ranks.context_parallel import refuse_other_forms, targets_of_columns
-from .samples import Sample, pack_bytes, split, unpack_bytes
+from .samples import PLAIN, Sample, pack_bytes, split, unpack_bytes
 
 
 class _Head(NamedTuple):
@@ -59,6 +62,8 @@ class Batches:
     """Places that the stock loop has of each sample."""
     form: Form
     """Of the loop's batches."""
+    trouble: EvenloadError | None = None
+    """Why this model copy's batches cannot be planned; nothing else of them is known then."""
 
 
 class Source:
@@ -69,12 +74,8 @@ class Source:
         group = parallel_state.get_model_parallel_group()
         self._has_iterator = data_iterator is not None
         holders = everyone(self._has_iterator, group)
-        if not any(holders):
-            raise EvenloadError(
-                "no rank of a copy of the model has a data iterator",
-                "data_iterator=None on all tensor- and pipeline-parallel ranks",
-                "give one to the first tensor-parallel rank of the first and last pipeline stage, as Megatron-LM does",
-            )
+        ends = everyone((parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()), group)
+        _refuse_missing(holders, ends)
         self._all_have = all(holders)
         ranks = dist.get_process_group_ranks(group)
         peers = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
@@ -85,26 +86,57 @@ class Source:
         self._sends = self._of_stage is not None and not set(peers) <= set(having)
 
     def spread(self, taken: Sequence[Any] | None) -> Batches:
-        """The batches of a call, of which this rank has ``taken`` its own, None without an iterator. Raises
-        EvenloadError for batches of another form, and where an iterator came or went."""
+        """The batches of a call, of which this rank has ``taken`` its own, None without an iterator; of another form,
+        they are in trouble. Raises EvenloadError where an iterator came or went."""
         if (taken is not None) != self._has_iterator:
             raise EvenloadError(
                 "a rank has a data iterator in some training calls, and none in others",
                 f"{'none' if taken is None else 'one'}, other than in the first call",
                 "give each rank its iterator in every call, or in none",
             )
-        samples, head = ([], None) if taken is None else _taken(taken)
+        samples: list[list[Sample]] = []
+        head: _Head | EvenloadError | None = None
+        try:
+            samples, head = (samples, None) if taken is None else _taken(taken)
+        except EvenloadError as error:
+            head = error
+        heads = [head] if self._all_have else everyone(head, parallel_state.get_model_parallel_group())
+        if trouble := next((one for one in heads if isinstance(one, EvenloadError)), None):
+            return Batches([], [], [], 0, 0, 0, PLAIN, trouble)
+        head = heads[0 if self._all_have else self._first]
+        assert isinstance(head, _Head)
         if self._all_have:
-            assert head is not None
             return _batches(samples, head)
-        head = everyone(head, parallel_state.get_model_parallel_group())[self._first]
-        assert head is not None
         if self._of_stage is None:
             zeros = [
                 [{n: torch.zeros(L, dtype=d) for n, d in head.dtypes.items()} for L in one] for one in head.lengths
             ]
             return _batches(zeros, head)
         return _batches(_spread(samples, head, self._of_stage) if self._sends else samples, head)
+
+
+def _refuse_missing(holders: Sequence[bool], ends: Sequence[tuple[bool, bool]]) -> None:
+    """Raise EvenloadError unless a rank of the first stage and one of the last have an iterator.
+
+    Args:
+        holders: whether each rank of a copy of the model has one.
+        ends: whether it is of the first stage, and of the last.
+    """
+    first, last = (any(has and at[end] for has, at in zip(holders, ends, strict=True)) for end in (0, 1))
+    if first and last:
+        return
+    what, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
+    if any(holders):
+        stage, unknown = ("last", "labels and loss masks") if first else ("first", "tokens")
+        what, whose = (
+            f"no rank of the {stage} pipeline stage has a data iterator",
+            f"of its ranks, so that {unknown} are not known there",
+        )
+    raise EvenloadError(
+        what,
+        f"data_iterator=None on all {whose}",
+        "give one to the first tensor-parallel rank of the first and last pipeline stage, as Megatron-LM does",
+    )
 
 
 def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:

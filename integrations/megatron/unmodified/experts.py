@@ -119,7 +119,8 @@ def routing_of(config: Any, lengths: Lengths, came_with: CameWith, num_microbatc
         lengths: of its sequences [S].
         num_microbatches: of the loop, on a rank.
     """
-    scale = 1.0 if config.grad_scale_func is None else float(config.grad_scale_func(torch.ones(1)))
+    one = torch.ones(1, device=torch.cuda.current_device())  # Megatron's scales lie there
+    scale = 1.0 if config.grad_scale_func is None else float(config.grad_scale_func(one))
     tokens_S, samples_S = (np.array([float(of(one)) for one in came_with]) for of in (sum, len))
     weights = weights_of_routers(config, np.asarray(lengths, dtype=np.float64), tokens_S, samples_S, num_microbatches)
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1

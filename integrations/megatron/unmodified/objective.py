@@ -45,7 +45,8 @@ class MeanOfMeans:
         return self._columns.ranks == 1
 
     def weigh(self, output: Tensor, packed: UserPack) -> Tensor:
-        """The model's output [1, T] or [1, T, ...] with weighed gradients. Raises EvenloadError for other shapes."""
+        """The model's output [1, T] or [1, T, ...] with weighed gradients; none where no token of the pack has loss,
+        since a mean over no tokens is 0 / 0. Raises EvenloadError for other shapes."""
         loss_mask = packed.fields["loss_mask"]
         if output.shape[:2] != loss_mask.shape:
             raise EvenloadError(
@@ -55,7 +56,8 @@ class MeanOfMeans:
             )
         scale = self._divisor * max(1.0, float(packed.num_counted))
         weights = torch.zeros(loss_mask.shape[1], dtype=torch.float64)
-        for piece, start in zip(packed.pack.slices, packed.pack.segments, strict=False):
+        pieces = zip(packed.pack.slices, packed.pack.segments, strict=False)
+        for piece, start in pieces if packed.num_counted else ():
             for column, part in self._columns.of(piece):
                 first = start + part.start - piece.start
                 weights[first : first + part.length] = float(self._weights[column]) * scale
@@ -85,4 +87,4 @@ class _Weighed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (weights,) = ctx.saved_tensors
-        return gradients[0] * weights, None
+        return torch.where(weights == 0, 0.0, gradients[0] * weights), None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....runtime.world.agreement import everyone, wire_device
 from .ranks.context_parallel import Columns
 from .samples import UserPack
 
@@ -76,11 +77,13 @@ class Reports:
             own: the columns of each of the loop's micro-batches.
             targets: tokens with loss of each.
         """
-        sums = self._sums if self._sums is not None else torch.zeros(self._columns.count, dtype=torch.float64)
+        sums = self._sums
+        if sums is None:
+            sums = torch.zeros(self._columns.count, dtype=torch.float64, device=wire_device(group))
         dist.all_reduce(sums, group=group)
         if self.kinds is None:
-            self.kinds = self._kinds(reports)
-        if not self.kinds:
+            self.kinds = self._agreed(self._kinds(reports), group)
+        if not self.kinds or not all(_has_keys(report, self.kinds) for *_, report in self._packs):
             return reports
         entries = []
         for places, num_targets in zip(own, targets, strict=True):
@@ -88,6 +91,12 @@ class Reports:
             known = self.kinds.items()
             entries.append({key: _value(kind, like, total, num_targets, len(own)) for key, (kind, like) in known})
         return entries
+
+    def _agreed(self, own: Kinds, group: Any) -> Kinds:
+        """The kinds that this rank has found, where all ranks have found the same: a value can look like another one in
+        the packs of one rank. Collective over ``group``."""
+        of_ranks = everyone({key: kind for key, (kind, _) in own.items()}, group)
+        return own if all(one == of_ranks[0] for one in of_ranks) else {}
 
     def _kinds(self, reports: Sequence[Any]) -> Kinds:
         first = self._packs[0][-1] if reports and self._known and len(self._packs) == len(reports) else None
@@ -98,9 +107,15 @@ class Reports:
             for key, like in first.items()
         }
         for total, count, report in self._packs:
-            if not all(_matches(kind, report.get(key), total, count) for key, (kind, _) in kinds.items()):
+            # What a function says of no tokens, 0 / 0 perhaps, says nothing of its values.
+            if count and not all(_matches(kind, report.get(key), total, count) for key, (kind, _) in kinds.items()):
                 return {}
         return kinds
+
+
+def _has_keys(report: Any, kinds: Kinds) -> bool:
+    """Whether a report has the values of an earlier one, and no other."""
+    return isinstance(report, Mapping) and report.keys() == kinds.keys()
 
 
 def _kept(report: Any) -> Any:

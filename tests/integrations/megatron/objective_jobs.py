@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import evenload
 import torch
 from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import Slice
 from evenload.integrations.megatron.unmodified.objective import MeanOfMeans
 from evenload.integrations.megatron.unmodified.ranks import call_plan
+from evenload.integrations.megatron.unmodified.ranks.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.reports import Reports
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,7 +41,7 @@ class Fed(Loop):
 
         def mean(losses: Any) -> Any:
             total, count, _ = loss_func(losses)
-            average = total / count.clamp(min=1)
+            average = total / count  # 0 / 0 without loss, as in Megatron-LM's run_simple_mcore_train_loop.py
             # The same storage: Megatron's schedules divide it in place, behind the function.
             shared = average.detach()
             return average, {"lm loss": shared if self.values == 1 else shared.clone()}
@@ -131,12 +135,55 @@ def _collection() -> ProcessGroupCollection:
     return groups
 
 
-def missing_iterators(world: Any) -> str:
-    """What a loop is told of which no rank has an iterator."""
-    with user_loop(tp=torch.distributed.get_world_size()) as user, evenload.enabled(recipe(**PACKED)):
-        user.script.batches = lambda: None
-        try:
-            user.step()
-        except EvenloadError as error:
-            return error.what
+def missing_iterators(world: Any) -> list[str]:
+    """What a loop is told of which no rank has an iterator, and one whose last or first stage has none."""
+    told = []
+    for layout, stage in (({"tp": 2}, None), ({"pp": 2}, 0), ({"pp": 2}, 1)):
+        with user_loop(**layout) as user, evenload.enabled(recipe(**PACKED)):
+            if parallel_state.get_pipeline_model_parallel_rank() != stage:
+                user.script.batches = lambda: None
+            told.append(refusal(user.step))
+    return told
+
+
+def odd_mask(world: Any, **loop: Any) -> str:
+    """What ranks are told where the first of them is given a mask that is not causal, and tensor-parallel peers of it
+    are given nothing."""
+    with user_loop(**loop) as user, evenload.enabled(recipe(**PACKED)):
+        batches, odd = user.script.batches, torch.distributed.get_rank() == 0
+
+        def masked() -> Iterator[Any]:
+            for batch in batches():
+                mask = ~torch.ones(1, 1, *2 * batch["tokens"].shape[1:], dtype=torch.bool).tril()
+                mask[..., 2:, :2] |= odd
+                yield {**batch, "attention_mask": mask}
+
+        user.script.batches = masked if parallel_state.get_tensor_model_parallel_rank() == 0 else lambda: None
+        return refusal(user.step)
+
+
+def refusal(step: Callable[[], Any]) -> str:
+    try:
+        step()
+    except EvenloadError as error:
+        return error.what
     return "no error"
+
+
+def reports_of_ranks(world: Any) -> list[Any]:
+    """Keys and number of what two ranks report where one has a dummy alone, of which every value is zero; and the keys
+    where a later call reports something else."""
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    told = []
+    for kinds in (None, {"lm loss": ("mean", torch.zeros(()))}):
+        reports = Reports(Columns(1, [2, 2]), kinds)
+        loss_mask, slices = (torch.zeros(1, 1), ()) if rank else (torch.ones(1, 4), (Slice(0, 0, 2), Slice(1, 0, 2)))
+        packed = SimpleNamespace(
+            fields={"loss_mask": loss_mask}, pack=SimpleNamespace(slices=slices, segments=(0, 2, 4))
+        )
+        loss = loss_mask.sum() / loss_mask.sum().clamp(min=1)
+        answer = loss, {"lm loss": loss.clone(), "hits": 3 * loss}
+        reports.add(packed, torch.ones_like(loss_mask), answer)
+        entries = reports.of_loop([answer[-1]], [[rank], [rank]], [2.0, 2.0], group)
+        told.append([sorted(entry) for entry in entries])
+    return told

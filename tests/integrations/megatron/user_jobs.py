@@ -97,6 +97,7 @@ def user_loop(
     positions: str = "rope",
     exact: bool = False,
     micro_batches: int = 0,
+    scale: float = 0.0,
     spec: Callable[[], Any] | None = None,
     **config: Any,
 ) -> Iterator[Loop]:
@@ -106,6 +107,7 @@ def user_loop(
         full: no sample is padded.
         exact: routers compute in float64, too.
         micro_batches: of a rank; 0: as the script has them.
+        scale: by which the optimizer scales losses, as Megatron-LM's loop sets it; 0: it does not.
         te: Transformer Engine's layer spec; with ``mla`` for latent attention.
         frozen: weights whose name holds this need no gradient; "": all do.
         spec: makes the spec of a layer; None: Megatron-Core's local one.
@@ -149,6 +151,7 @@ def user_loop(
             model_parallel_cuda_manual_seed(1234)
             with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
                 model, _ = script.build(torch.float64, positions, overlap)
+            model.config.grad_scale_func = partial(torch.mul, torch.tensor([scale])) if scale else None
             with all_in_float64() if exact else nullcontext():
                 yield Loop(script, model)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,23 +57,41 @@ def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool, ste
         interleaved: Megatron runs its interleaved schedule.
         warned: what has been warned of; grows.
     """
+    gathered = _gathered(batches)
     try:
-        return _plan_call(batches, loop, gpt, interleaved, step, warned)
+        return _plan_call(gathered, batches, loop, gpt, interleaved, step, warned)
     except EvenloadError:
         if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
             raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
         raise
 
 
-def _plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool, step: int, warned: set[str]) -> CallPlan:
+def _gathered(batches: Batches) -> list[tuple[list[list[int]], list[list[float]], int, EvenloadError | None]]:
+    """What every data rank brings: lengths, targets, places of a row, trouble. Collective; raises, on all of them, what
+    one has met."""
+    # Context-parallel ranks are given the same samples: the first brings them.
+    first = parallel_state.get_context_parallel_rank() == 0
+    brought = batches.lengths if first else [[] for _ in batches.lengths]
+    gathered = everyone((brought, batches.targets, batches.row, batches.trouble), data_group())
+    if trouble := next((one for *_, one in gathered if one is not None), None):
+        raise trouble
+    return gathered
+
+
+def _plan_call(
+    gathered: Sequence[tuple[Any, ...]],
+    batches: Batches,
+    loop: UserLoop,
+    gpt: Any,
+    interleaved: bool,
+    step: int,
+    warned: set[str],
+) -> CallPlan:
     """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
     of them out. Collective."""
     group, ranks = data_group(), parallel_state.get_context_parallel_world_size()
     me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
-    # Context-parallel ranks are given the same samples: the first brings them.
-    brought = batches.lengths if place_in_row == 0 else [[] for _ in batches.lengths]
-    gathered = everyone((brought, batches.targets, batches.row), group)
-    lengths_of_ranks, targets_of_ranks, rows = zip(*gathered, strict=True)
+    lengths_of_ranks, targets_of_ranks, rows, _ = zip(*gathered, strict=True)
     # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
     order = [
         (rank, place, row)

@@ -46,7 +46,18 @@ def test_groups_that_a_loop_passes_are_passed_on_or_refused(on_ranks):
         assert "not those of megatron.core.parallel_state" in refusal
 
 
-def test_a_loop_without_any_iterator_is_told_so(on_ranks):
-    assert all(
-        "no rank of a copy of the model has a data iterator" in told for told in on_ranks(2, "missing_iterators")
-    )
+def test_a_loop_without_iterators_where_they_are_needed_is_told_so(on_ranks):
+    for nobody, nobody_last, nobody_first in on_ranks(2, "missing_iterators"):
+        assert "no rank of a copy of the model has a data iterator" in nobody
+        assert "no rank of the last pipeline stage has a data iterator" in nobody_last
+        assert "no rank of the first pipeline stage has a data iterator" in nobody_first
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
+def test_what_one_rank_refuses_of_its_batches_all_ranks_refuse(on_ranks, layout):
+    assert on_ranks(2, "odd_mask", **layout) == ["the attention mask is not the causal one"] * 2
+
+
+def test_reports_are_those_of_the_loop_on_all_ranks_or_on_none(on_ranks):
+    for told in on_ranks(2, "reports_of_ranks"):
+        assert told == [[["hits", "lm loss"]]] * 2

@@ -27,6 +27,7 @@ LOSSES = {
 # The stock loop divides by the number of micro-batches in float32.
 MEANS = {"calculate_per_token_loss": False, "micro_batches": 4}
 SHARES = {"tp": 2, "sequence_parallel": True}
+SCALED = {"scale": 8.0}
 GATHERS = {"moe_token_dispatcher_type": "allgather"}
 
 
@@ -34,7 +35,7 @@ GATHERS = {"moe_token_dispatcher_type": "allgather"}
     ("size", "layout"),
     [
         pytest.param(2, {"ep": 2, **GATHERS}, id="tokens, ep2, allgather"),
-        pytest.param(2, {"ep": 2, **MEANS}, id="means, ep2"),
+        pytest.param(2, {"ep": 2, **MEANS, **SCALED}, id="means, ep2, scaled gradients"),
         pytest.param(4, {"ep": 2, "etp": 1, **SHARES, **MEANS}, id="means, tp2ep2 of 4 in shares"),
         pytest.param(4, {"ep": 2, "etp": 1, **SHARES}, id="tokens, tp2ep2 of 4 in shares"),
         pytest.param(4, {"ep": 2, "etp": 2, **SHARES, **GATHERS}, id="tokens, tp2ep2 with cut experts, allgather"),
