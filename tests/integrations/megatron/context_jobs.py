@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -78,6 +79,10 @@ def context_spec(experts: int | None = None) -> Any:
     return spec
 
 
+ONE_CUT = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+"""What scripts of newer versions say besides: every batch is cut over the same ranks."""
+
+
 class CutByRank(Fed):
     """The loop of a script that takes its context-parallel rank's part of each batch, as Megatron-LM's do."""
 
@@ -85,7 +90,8 @@ class CutByRank(Fed):
         super().__init__(loop, values, lone=False)
 
     def forward_step(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
-        batch = get_batch_on_this_cp_rank(dict(next(data_iterator)))
+        group = parallel_state.get_context_parallel_group()
+        batch = get_batch_on_this_cp_rank(dict(next(data_iterator)), cp_group=group, **ONE_CUT)
         return super().forward_step(iter([batch]), model)
 
 
