@@ -74,18 +74,9 @@ class Source:
     def __init__(self, data_iterator: Any) -> None:
         group = parallel_state.get_model_parallel_group()
         self._has_iterator = data_iterator is not None
-        places = everyone((self._has_iterator, parallel_state.is_pipeline_last_stage()), group)
-        holders = [has for has, _ in places]
-        if not any(has and last for has, last in places):
-            nobody, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
-            late = (
-                "no rank of the last pipeline stage has a data iterator, so labels and loss masks are not known there"
-            )
-            raise EvenloadError(
-                late if any(holders) else nobody,
-                f"data_iterator=None on all {'of its ranks' if any(holders) else whose}",
-                "give one to the first tensor-parallel rank of the first and last pipeline stage, as Megatron-LM does",
-            )
+        holders = everyone(self._has_iterator, group)
+        ends = everyone((parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()), group)
+        _refuse_missing(holders, ends)
         self.all_have = all(holders)
         """Each rank of this copy of the model has an iterator."""
         ranks = dist.get_process_group_ranks(group)
@@ -124,6 +115,30 @@ class Source:
             ]
             return _batches(zeros, head)
         return _batches(_spread(samples, head, self._of_stage) if self._sends else samples, head)
+
+
+def _refuse_missing(holders: Sequence[bool], ends: Sequence[tuple[bool, bool]]) -> None:
+    """Raise EvenloadError unless a rank of the first stage and one of the last have an iterator.
+
+    Args:
+        holders: whether each rank of a copy of the model has one.
+        ends: whether it is of the first stage, and of the last.
+    """
+    first, last = (any(has and at[end] for has, at in zip(holders, ends, strict=True)) for end in (0, 1))
+    if first and last:
+        return
+    what, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
+    if any(holders):
+        stage, unknown = ("last", "labels and loss masks") if first else ("first", "tokens")
+        what, whose = (
+            f"no rank of the {stage} pipeline stage has a data iterator",
+            f"of its ranks, so that {unknown} are not known there",
+        )
+    raise EvenloadError(
+        what,
+        f"data_iterator=None on all {whose}",
+        "give one to the first tensor-parallel rank of the first and last pipeline stage, as Megatron-LM does",
+    )
 
 
 def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:

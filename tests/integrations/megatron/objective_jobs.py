@@ -137,11 +137,11 @@ def _collection() -> ProcessGroupCollection:
 
 
 def missing_iterators(world: Any) -> list[str]:
-    """What a loop is told of which no rank has an iterator, and one whose last stage has none."""
+    """What a loop is told of which no rank has an iterator, and one whose last or first stage has none."""
     told = []
-    for layout in ({"tp": 2}, {"pp": 2}):
+    for layout, stage in (({"tp": 2}, None), ({"pp": 2}, 0), ({"pp": 2}, 1)):
         with user_loop(**layout) as user, evenload.enabled(recipe(**PACKED)):
-            if not ("pp" in layout and parallel_state.is_pipeline_first_stage()):
+            if parallel_state.get_pipeline_model_parallel_rank() != stage:
                 user.script.batches = lambda: None
             told.append(refusal(user.step))
     return told

@@ -47,9 +47,10 @@ def test_groups_that_a_loop_passes_are_passed_on_or_refused(on_ranks):
 
 
 def test_a_loop_without_iterators_where_they_are_needed_is_told_so(on_ranks):
-    for nobody, nobody_last in on_ranks(2, "missing_iterators"):
+    for nobody, nobody_last, nobody_first in on_ranks(2, "missing_iterators"):
         assert "no rank of a copy of the model has a data iterator" in nobody
         assert "no rank of the last pipeline stage has a data iterator" in nobody_last
+        assert "no rank of the first pipeline stage has a data iterator" in nobody_first
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
