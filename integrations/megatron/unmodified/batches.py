@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone, wire_device
 from .forms.form import FIELDS, Form, form_of
+from .forms.rows import holds_rows
 from .ranks.context_parallel import refuse_other_forms, targets_of_columns
 from .samples import PLAIN, Sample, pack_bytes, split, unpack_bytes
 
@@ -76,7 +77,8 @@ class Source:
         holders = everyone(self._has_iterator, group)
         ends = everyone((parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()), group)
         _refuse_missing(holders, ends)
-        self._all_have = all(holders)
+        self.all_have = all(holders)
+        """Each rank of this copy of the model has an iterator."""
         ranks = dist.get_process_group_ranks(group)
         peers = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
         having = [rank for rank, has in zip(ranks, holders, strict=True) if has]
@@ -100,12 +102,12 @@ class Source:
             samples, head = (samples, None) if taken is None else _taken(taken)
         except EvenloadError as error:
             head = error
-        heads = [head] if self._all_have else everyone(head, parallel_state.get_model_parallel_group())
+        heads = [head] if self.all_have else everyone(head, parallel_state.get_model_parallel_group())
         if trouble := next((one for one in heads if isinstance(one, EvenloadError)), None):
             return Batches([], [], [], 0, 0, 0, PLAIN, trouble)
-        head = heads[0 if self._all_have else self._first]
+        head = heads[0 if self.all_have else self._first]
         assert isinstance(head, _Head)
-        if self._all_have:
+        if self.all_have:
             return _batches(samples, head)
         if self._of_stage is None:
             zeros = [
@@ -140,6 +142,12 @@ def _refuse_missing(holders: Sequence[bool], ends: Sequence[tuple[bool, bool]]) 
 
 
 def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:
+    if holds_rows(batches[0]):
+        raise EvenloadError(
+            "TensorDicts are given to some ranks of a copy of the model, and not to all",
+            "data_iterator=None on a tensor- or pipeline-parallel rank",
+            "give each rank an iterator over the same rows, as verl does, or disable evenload's plugins",
+        )
     samples = [split(batch) for batch in batches]
     dtypes = {name: samples[0][0][name].dtype for name in FIELDS}
     ranks = parallel_state.get_context_parallel_world_size()

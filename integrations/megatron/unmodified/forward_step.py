@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from ....core.errors import EvenloadError
@@ -82,6 +83,7 @@ class UserStep:
                 self._listen(gpt, undo)
             if self._further is not None:
                 undo.enter_context(self._further.listening(self._gpts))
+            undo.enter_context(with_attributes(GPTModel, forward=_refusing_others(GPTModel.forward, self._gpts)))
             yield
 
     def _listen(self, gpt: Any, undo: ExitStack) -> None:
@@ -135,6 +137,24 @@ class UserStep:
             return answer
 
         return checked
+
+
+def _refusing_others(stock: Callable[..., Any], gpts: Sequence[Any]) -> Callable[..., Any]:
+    """`GPTModel.forward`, which refuses a pack in a model that is not told what is in it, such as a teacher."""
+
+    @wraps(stock)
+    def forward(gpt: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        is_pack = _present is not None and tokens is not None and tokens.shape == _present["tokens"].shape
+        if is_pack and kwargs.get("packed_seq_params") is None and not any(gpt is own for own in gpts):
+            raise EvenloadError(
+                "forward_step gives its batch to a second model, which would take the samples of a pack for one",
+                f"a {type(gpt).__name__} that is not the model of the schedule's call",
+                "run that model by itself before the step (forward_only=True), or disable evenload's plugins",
+            )
+        return stock(gpt, *args, **kwargs)
+
+    return forward
 
 
 _present: dict[str, Any] | None = None

@@ -125,7 +125,7 @@ class PlannedSteps:
         first = gpts[0] not in self._loops
         loop = self._loop_of(chunks, gpts, foreign_owner, data_iterator)
         taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
-        if taken and holds_rows(taken[0]):
+        if taken and loop.source.all_have and holds_rows(taken[0]):
             if loop.one_context:
                 refuse_other_forms("ragged rows")
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)

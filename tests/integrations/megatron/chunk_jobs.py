@@ -221,7 +221,7 @@ def _furthest(planned: Any, stock: Any) -> float | None:
 
 
 def told_of_chunks(world: Any, **loop: Any) -> dict[str, str]:
-    """What is said where chunks are given other samples, and of an order."""
+    """What is said where chunks are given other samples, of an order, and where the samples end."""
     told = {}
     with chunked(**loop) as user:
         batches, drawn = user.script.batches, []
@@ -244,6 +244,13 @@ def told_of_chunks(world: Any, **loop: Any) -> dict[str, str]:
                     told[name] = "no error"
                 except EvenloadError as error:
                     told[name] = str(error)
+        user.script.batches = lambda: iter([next(batches())])
+        with evenload.enabled(recipe(**PACKED)):
+            try:
+                user.step()
+                told["end"] = "no error"
+            except StopIteration:
+                told["end"] = "the end"
     return told
 
 

@@ -120,3 +120,20 @@ def tensor_dicts(_: Any, tp: int, pp: int, cases: list[tuple[str, bool]], plugin
                 }
             )
     return results
+
+
+def tensor_dicts_of_some(_: Any, plugins: dict[str, Any]) -> str:
+    """What two tensor-parallel ranks are told of which one alone has TensorDicts."""
+    from evenload.core.errors import EvenloadError
+
+    script = _load("verl_script", 2, 1)
+    if torch.distributed.get_rank():
+        script.iter = lambda batches: None
+    try:
+        with _enabled(plugins):
+            script.train("sft", True)
+    except EvenloadError as error:
+        return str(error)
+    finally:
+        vars(script).pop("iter", None)
+    return "no error"

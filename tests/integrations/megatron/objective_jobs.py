@@ -17,6 +17,7 @@ from evenload.integrations.megatron.unmodified.ranks import call_plan
 from evenload.integrations.megatron.unmodified.ranks.context_parallel import Columns
 from evenload.integrations.megatron.unmodified.reports import Reports
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -160,6 +161,21 @@ def odd_mask(world: Any, **loop: Any) -> str:
 
         user.script.batches = masked if parallel_state.get_tensor_model_parallel_rank() == 0 else lambda: None
         return refusal(user.step)
+
+
+def second_model(world: Any) -> list[Any]:
+    """What a loop with a teacher is told under evenload, and without it."""
+    with user_loop() as user:
+        teacher, _ = user.script.build(torch.float64, "rope", overlap=False)
+
+        def taught(data_iterator: Any, model: Any) -> Any:
+            batch = next(data_iterator)
+            teacher(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            return user.forward_step(iter([batch]), model)
+
+        with evenload.enabled(recipe(**PACKED)):
+            told = [refusal(lambda: user.step(taught))]
+        return [*told, refusal(lambda: user.step(taught)), hasattr(GPTModel.forward, "__wrapped__")]
 
 
 def refusal(step: Callable[[], Any]) -> str:

@@ -48,8 +48,8 @@ def one_iterator(data_iterator: Any) -> Any:
 
 
 def _together(iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
-    while True:
-        first, *others = [next(one) for one in iterators]
+    # Ends with the first iterator that does: the loop is told of the end as ever, by StopIteration.
+    for first, *others in zip(*iterators, strict=False):
         if any(_unlike(first, other) for other in others):
             raise EvenloadError(
                 "the chunks of a rank are given other samples",

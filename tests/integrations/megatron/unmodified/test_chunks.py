@@ -49,6 +49,7 @@ def test_a_loop_of_chunks_that_cannot_be_planned_is_told_why(on_ranks):
     for told in on_ranks(2, "told_of_chunks", pp=2):
         assert "the chunks of a rank are given other samples" in told["other samples"]
         assert "2 model chunks" in told["order"]
+        assert told["end"] == "the end"
 
 
 @pytest.mark.slow

@@ -61,3 +61,10 @@ def test_what_one_rank_refuses_of_its_batches_all_ranks_refuse(on_ranks, layout)
 def test_reports_are_those_of_the_loop_on_all_ranks_or_on_none(on_ranks):
     for told in on_ranks(2, "reports_of_ranks"):
         assert told == [[["hits", "lm loss"]]] * 2
+
+
+def test_a_second_model_on_the_packs_of_a_step_is_refused(on_ranks):
+    ((told, stock, wrapped),) = on_ranks(1, "second_model")
+    assert "gives its batch to a second model" in told
+    assert stock == "no error"
+    assert not wrapped

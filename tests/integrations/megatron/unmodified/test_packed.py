@@ -54,3 +54,9 @@ def test_rows_of_tensordicts_are_regrouped_exactly(on_ranks, tp, pp):
     for of_ranks in zip(*(rank[:-1] for rank in ranks), strict=True):
         stock, planned = (sum(sum(one["losses"][i]) for one in of_ranks) for i in (0, 1))
         assert planned == pytest.approx(stock, rel=1e-9)
+
+
+def test_tensordicts_on_some_ranks_of_a_model_copy_are_refused_on_all(on_ranks):
+    pytest.importorskip("tensordict")
+    for told in on_ranks(2, "tensor_dicts_of_some", plugins=CUT):
+        assert "TensorDicts are given to some ranks of a copy of the model" in told
