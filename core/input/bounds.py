@@ -168,5 +168,5 @@ def refuse_endless(lengths: npt.NDArray[np.int64], cap: int) -> None:
         raise EvenloadError(
             f"a sequence would be cut into more than {SLICES} slices",
             f"{longest} tokens, at most {cap} in a micro-batch",
-            "raise max_tokens, or lower data.max_length",
+            "raise max_tokens, or shorten the samples (data.max_length)",
         )

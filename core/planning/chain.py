@@ -117,10 +117,10 @@ class PlanChain:
             }
             if idle and warn:
                 logger.warning(
-                    "plugins.%s.%s has no effect in a training loop of your own: %s; `evenload train` honours it",
+                    "plugins.%s.%s has no effect in a training loop of your own: %s",
                     plugin.name,
                     ", ".join(f"{key}={value}" for key, value in idle.items()),
-                    wholly if whole else "no sample waits for another step",
+                    wholly if whole else "no sample waits for another step there; `evenload train` lets it wait",
                 )
         return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
@@ -176,7 +176,7 @@ class PlanChain:
             raise EvenloadError(
                 "a batch is too many micro-batches to be planned",
                 f"{fewest} of {cap} tokens at each of {stages} stages, {MOST_PASSES} may be planned over all stages",
-                "raise max_tokens, or lower train.global_batch_size or data.max_length",
+                "raise max_tokens, lower train.global_batch_size, or shorten the samples (data.max_length)",
             )
 
     def _chained(self, batch: Lengths) -> StepPlan:

@@ -140,7 +140,7 @@ def _on_single_ranks(incoming: StepPlan, limits: Limits, context: PlanningContex
         raise EvenloadError(
             "a sequence is longer than a micro-batch may be, in a loop that runs each on one rank",
             f"{longest} tokens, the cap is {limits.max_tokens}",
-            "raise plugins.mesh.max_tokens, or lower data.max_length",
+            "raise plugins.mesh.max_tokens, or shorten the samples (data.max_length)",
         )
     note = f"mesh: {longest} tokens run at once, {limits.max_tokens} are predicted to fit into the device"
     return alone.revised(notes=(*alone.notes, note))
@@ -169,7 +169,8 @@ def _refuse_longer(lengths: Ints, shares: SequenceCosts, limits: Limits) -> None
             "a sequence is longer than all ranks that may share it can hold",
             f"sequence {index} has {lengths[index]} tokens, the cap of a rank is {limits.max_tokens}, and a slice has "
             f"{LEAST_TOKENS} tokens or more on each of its ranks",
-            "raise plugins.mesh.max_tokens or max_degree, allow more cp_comm types, or lower data.max_length",
+            "raise plugins.mesh.max_tokens or max_degree, allow more cp_comm types, or shorten the samples "
+            "(data.max_length)",
         )
 
 

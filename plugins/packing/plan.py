@@ -100,8 +100,8 @@ def refuse_longer(lengths: Ints, limits: Limits, config: PackingConfig) -> None:
         raise EvenloadError(
             f"a sequence is longer than {_cap(limits, config)}",
             f"sequence {index} has {lengths[index]} tokens, the cap is {limits.max_tokens}",
-            "raise max_tokens, let it be cut (plugins.packing.slices=auto, where the host can), or lower "
-            "data.max_length (longer samples are split, truncated or dropped)",
+            "raise max_tokens, let it be cut (plugins.packing.slices=auto, where the host can), or shorten the samples "
+            "(longer ones than data.max_length are split, truncated or dropped)",
         )
 
 
