@@ -90,7 +90,10 @@ def _refuse(plan: StepPlan, over: list[int]) -> None:
     what, do = "what a rank must keep", "raise plugins.packing.activation_gib, or lower plugins.packing.max_tokens"
     if kv > cap:
         what = "the keys and values of a sequence"
-        do = "raise plugins.packing.activation_gib, shorten the samples (data.max_length), or use more tensor or pipeline parallelism"
+        do = (
+            "raise plugins.packing.activation_gib, shorten the samples (data.max_length), or use more tensor or "
+            "pipeline parallelism"
+        )
     raise DoesNotFitError(
         f"plugins.packing.activation_gib cannot hold {what}",
         f"rank {rank} of stage {stage} needs {peak / GIB:.3g} GiB at the least ({kv / GIB:.3g} for K, V and their "
