@@ -79,6 +79,19 @@ def everyone(value: Value, group: Group = None) -> list[Value]:
     return values
 
 
+def all_or_none(work: Callable[[], Value], group: Group = None) -> Value:
+    """What ``work`` gives on this rank; an EvenloadError of one rank is raised on all of them. Collective."""
+    error: EvenloadError | None = None
+    result: Any = None
+    try:
+        result = work()
+    except EvenloadError as caught:
+        error = caught
+    for refusal in filter(None, everyone(error, group)):
+        raise refusal
+    return result  # type: ignore[no-any-return]
+
+
 def rows_of_all(own: Iterable[int]) -> list[Ranks]:
     """The rows into which the world is divided, from each rank's own row of world ranks. Collective."""
     return sorted(set(everyone(tuple(own))))

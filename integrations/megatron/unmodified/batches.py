@@ -110,10 +110,7 @@ class Source:
         if self.all_have:
             return _batches(samples, head)
         if self._of_stage is None:
-            zeros = [
-                [{n: torch.zeros(L, dtype=d) for n, d in head.dtypes.items()} for L in one] for one in head.lengths
-            ]
-            return _batches(zeros, head)
+            return _batches([[_zeros(length, head) for length in one] for one in head.lengths], head)
         return _batches(_spread(samples, head, self._of_stage) if self._sends else samples, head)
 
 

@@ -29,7 +29,7 @@ from ....core.errors import EvenloadError, refuse_first
 from ....core.plan.step_plan import StepPlan, as_lengths
 from ....core.planning.chain import PlanChain
 from ....runtime.attributes import with_attributes
-from ....runtime.world.agreement import agree, everyone
+from ....runtime.world.agreement import agree, all_or_none, everyone
 from .forms.objects import exchange_objects
 from .forms.row_step import RowStep
 from .forms.rows import INPUT, Row, joined, of_batch, refuse_uncommon, rows_of
@@ -56,11 +56,21 @@ class RowBatches:
     """[tokens] of the row at each place."""
 
 
-def take_rows(batches: Sequence[Any]) -> RowBatches:
-    """What all data-parallel ranks bring, in the order of Megatron's sampler. Collective. Raises EvenloadError."""
+def take_rows(batches: Sequence[Any], per_token: bool) -> RowBatches:
+    """What all data-parallel ranks bring, in the order of Megatron's sampler. Collective. Raises EvenloadError on all
+    of them. ``per_token``: losses are divided by all tokens, and not by the micro-batches of a rank."""
     group = parallel_state.get_data_parallel_group()
-    rows = [rows_of(batch) for batch in batches]
+    rows = all_or_none(lambda: [rows_of(batch) for batch in batches], group)
     of_ranks = everyone(([[row.length for row in one] for one in rows], [of_batch(batch) for batch in batches]), group)
+    counts = sorted({len(of_rank) for of_rank, _ in of_ranks})
+    refuse_first(
+        (
+            len(counts) > 1 and not per_token,
+            "ranks bring unequal numbers of micro-batches, by which Megatron divides the losses of each",
+            f"{' and '.join(map(str, counts))} micro-batches, calculate_per_token_loss False",
+            "give every data-parallel rank as many, or set calculate_per_token_loss=True",
+        )
+    )
     refuse_uncommon([values for _, of_rank in of_ranks for values in of_rank])
     order = [
         (rank, place, row)
@@ -96,8 +106,8 @@ class RowSteps:
             rest: further arguments of the schedule.
         """
         refuse_rows(chunks)
-        (chunk,), taken = chunks, take_rows(batches)
-        config = get_model_config(chunk)
+        (chunk,), config = chunks, get_model_config(chunks[0])
+        taken = take_rows(batches, bool(config.calculate_per_token_loss))
         if not self._tried:
             self._try(stock, function, chunk, taken, **rest)
             self._tried = True
@@ -115,7 +125,7 @@ class RowSteps:
         log.info("%d rows in %d micro-batches on this rank instead of %d", len(rows), len(own), len(batches))
         step = RowStep(
             function,
-            [joined(one, batches[0]) for one in own],
+            all_or_none(lambda: [joined(one, batches[0]) for one in own], group),
             [bool(slices) for slices in packs],
             own=len(batches),
             per_token=bool(config.calculate_per_token_loss),
@@ -147,7 +157,9 @@ class RowSteps:
         """Raise EvenloadError unless the loss of two rows is the sum of their losses. Collective."""
         rows = list(taken.own.values())
         first, second = rows[0], rows[-1]
-        tried = [joined(one, taken.batches[0]) for one in ([first, second], [first], [second])]
+        tries = ([first, second], [first], [second])
+        group = parallel_state.get_data_parallel_group()
+        tried = all_or_none(lambda: [joined(one, taken.batches[0]) for one in tries], group)
         config, training = get_model_config(chunk), [module for module in chunk.modules() if module.training]
         step = RowStep(function, tried, [True] * 3, own=3, per_token=bool(config.calculate_per_token_loss))
         call = rest | {"model": chunk, "forward_only": True, "data_iterator": None, "num_microbatches": 3}

@@ -122,6 +122,40 @@ def tensor_dicts(_: Any, tp: int, pp: int, cases: list[tuple[str, bool]], plugin
     return results
 
 
+def odd_tensor_dicts(_: Any, plugins: dict[str, Any]) -> list[str]:
+    """What two data-parallel ranks are told where the second brings what cannot be planned, thing by thing."""
+    from evenload.core.errors import EvenloadError
+
+    script, told = _load("verl_script", 1, 1), []
+    odd = torch.distributed.get_rank() == 1
+
+    def nested(batches: list[Any]) -> list[Any]:
+        batches[-1]["more"] = batches[-1].select("input_ids")
+        return batches
+
+    def wider(batches: list[Any]) -> list[Any]:
+        for batch in batches:
+            batch["seen"] = torch.zeros(len(batch), 3 if odd else 2)
+        return batches
+
+    def fewer(batches: list[Any]) -> list[Any]:
+        return batches[:-1]
+
+    chunked = script.chunked
+    for change, all_ranks in ((nested, False), (wider, True), (fewer, False)):
+        try:
+            with _packed_attention(), _enabled(plugins):
+                if odd or all_ranks:
+                    script.chunked = lambda batch, change=change: change(chunked(batch))
+                script.train("sft", False)
+            told.append("no error")
+        except EvenloadError as error:
+            told.append(str(error))
+        finally:
+            script.chunked = chunked
+    return told
+
+
 def tensor_dicts_of_some(_: Any, plugins: dict[str, Any]) -> str:
     """What two tensor-parallel ranks are told of which one alone has TensorDicts."""
     from evenload.core.errors import EvenloadError

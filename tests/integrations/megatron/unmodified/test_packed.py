@@ -56,6 +56,14 @@ def test_rows_of_tensordicts_are_regrouped_exactly(on_ranks, tp, pp):
         assert planned == pytest.approx(stock, rel=1e-9)
 
 
+def test_tensordicts_that_one_rank_cannot_take_are_refused_on_all(on_ranks):
+    pytest.importorskip("tensordict")
+    first, second = on_ranks(2, "odd_tensor_dicts", plugins=CUT)
+    assert first == second
+    for told, says in zip(first, ("holds another one", "cannot lie in one TensorDict", "unequal numbers"), strict=True):
+        assert says in told
+
+
 def test_tensordicts_on_some_ranks_of_a_model_copy_are_refused_on_all(on_ranks):
     pytest.importorskip("tensordict")
     for told in on_ranks(2, "tensor_dicts_of_some", plugins=CUT):
