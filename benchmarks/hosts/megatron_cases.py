@@ -35,9 +35,9 @@ BASE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 6
 STOCK = "trainer: megatron\n"
 PACKING = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 192}\n"
 EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
-    --moe-aux-loss-coeff 1e-2 --disable-bias-linear"""
-BY_SEQUENCE = f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss"
-SINKHORN = EXPERTS.replace("--moe-aux-loss-coeff 1e-2", "")
+    --disable-bias-linear"""
+BALANCED = f"{EXPERTS} --moe-aux-loss-coeff 1e-2"
+BY_SEQUENCE = f"{BALANCED} --moe-router-load-balancing-type seq_aux_loss"
 MODERN = """--group-query-attention --num-query-groups 2 --swiglu --qk-layernorm --disable-bias-linear
     --normalization RMSNorm --untie-embeddings-and-output-weights"""
 MESH = STOCK + "plugins:\n  mesh: {enabled: true, max_tokens: 40}\n"
@@ -90,9 +90,9 @@ SIMPLE_LOOP = Case(
 SHORT = STOCK + "plugins:\n  packing: {enabled: true, max_tokens: 32, slices: off}\n"
 REFUSED = (
     refused("the loader's mask is not causal", "--eod-mask-loss --reset-position-ids --reset-attention-mask"),
-    refused("an expert's capacity", f"{EXPERTS} --moe-expert-capacity-factor 1.0"),
-    refused("jitter of routers", f"{EXPERTS} --moe-input-jitter-eps 0.01"),
-    refused("Sinkhorn's balance", f"{SINKHORN} --moe-router-load-balancing-type sinkhorn"),
+    refused("an expert's capacity", f"{BALANCED} --moe-expert-capacity-factor 1.0"),
+    refused("jitter of routers", f"{BALANCED} --moe-input-jitter-eps 0.01"),
+    refused("Sinkhorn's balance", f"{EXPERTS} --moe-router-load-balancing-type sinkhorn"),
     refused("multi-token prediction with experts", f"{BY_SEQUENCE} --mtp-num-layers 1"),
     refused("no sample fits", recipe=SHORT),
     refused("nothing is trained", "--skip-train --eval-iters 2"),
@@ -110,7 +110,8 @@ CASES = (
     case("tensor parallel stages", "tp2 pp2", f"{TP} 2 {PP} 2", ranks=4),
     case("virtual stages", "pp2", f"{PP} 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
     case("experts, loss by sequence", "ep2", BY_SEQUENCE),
-    case("experts, auxiliary loss", "ep2", EXPERTS),
+    case("experts, auxiliary loss", "ep2", BALANCED),
+    case("experts, no loss of routers", "ep2", f"{EXPERTS} --moe-router-load-balancing-type none"),
     case(
         "distributed optimizer, overlap",
         "dp2",
