@@ -74,9 +74,9 @@ class Source:
     def __init__(self, data_iterator: Any) -> None:
         group = parallel_state.get_model_parallel_group()
         self._has_iterator = data_iterator is not None
-        holders = everyone(self._has_iterator, group)
-        ends = everyone((parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()), group)
-        _refuse_missing(holders, ends)
+        first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        holders, of_first, of_last = zip(*everyone((self._has_iterator, first, last), group), strict=True)
+        _refuse_missing(holders, of_first, of_last)
         self.all_have = all(holders)
         """Each rank of this copy of the model has an iterator."""
         ranks = dist.get_process_group_ranks(group)
@@ -114,14 +114,15 @@ class Source:
         return _batches(_spread(samples, head, self._of_stage) if self._sends else samples, head)
 
 
-def _refuse_missing(holders: Sequence[bool], ends: Sequence[tuple[bool, bool]]) -> None:
+def _refuse_missing(holders: Sequence[bool], of_first: Sequence[bool], of_last: Sequence[bool]) -> None:
     """Raise EvenloadError unless a rank of the first stage and one of the last have an iterator.
 
     Args:
         holders: whether each rank of a copy of the model has one.
-        ends: whether it is of the first stage, and of the last.
+        of_first: whether it is of the first pipeline stage.
+        of_last: whether it is of the last.
     """
-    first, last = (any(has and at[end] for has, at in zip(holders, ends, strict=True)) for end in (0, 1))
+    first, last = (any(has and at for has, at in zip(holders, ends, strict=True)) for ends in (of_first, of_last))
     if first and last:
         return
     what, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
