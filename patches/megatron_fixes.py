@@ -38,7 +38,8 @@ def rows() -> tuple[Patch, ...]:
             name="megatron.adam.load_param_state",
             target=f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
             why="Every checkpoint format loads through it; it wants 'step' from tensors that have none (KeyError) and "
-            "copies into leaves with gradients on. Hands it the parameter's own step; other optimizers are left alone.",
+            "copies into leaves with gradients on. Hands it the parameter's own step, which came with the settings of "
+            "groups, and not the zero of a fresh optimizer; other optimizers are left alone.",
             wrapper=_load_param_state,
             expects=("model_param", "tensors"),
         ),
@@ -75,7 +76,8 @@ def _load_param_state(wrapped: Any, optimizer: Any, args: tuple[Any, ...], kwarg
         main_param = optimizer.optimizer.param_groups[group]["params"][order]
         step = optimizer.optimizer.state[main_param].get("step")
         with torch.no_grad():
-            return wrapped(model_param, tensors if step is None else {"step": step, **tensors})
+            # The own one is the checkpoint's; `dp_reshardable` hands over the zero with which this process began.
+            return wrapped(model_param, tensors if step is None else {**tensors, "step": step})
 
     return load(*args, **kwargs)
 

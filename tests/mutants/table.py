@@ -116,6 +116,7 @@ KILLERS: dict[str, Words] = {
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
+    "adam's mends": ("pytest", "tests/patches/test_megatron_fixes.py"),
     "checkpoints": ("pytest", "tests/commands/saving/test_checkpoints.py", "-m", "not slow"),
     "adapters": ("pytest", "tests/integrations/huggingface/test_adapters.py"),
     "tenants": ("pytest", f"{_TENANTS}[one]"),
@@ -557,6 +558,20 @@ MUTANTS: tuple[Mutant, ...] = (
         '            states["step"] = step.clone()',
         '            states["step"] = steps[0]',
         "quick overlap",
+    ),
+    Mutant(
+        "a loop's optimizer begins anew where the checkpoint has steps",
+        "patches/megatron_fixes.py",
+        '{**tensors, "step": step}',
+        '{"step": step, **tensors}',
+        "adam's mends",
+    ),
+    Mutant(
+        "a loop's optimizer counts one step for all parameters after a resume",
+        "patches/megatron_fixes.py",
+        'state["step"] = state["step"].clone()',
+        'state["step"] = state["step"]',
+        "adam's mends",
     ),
     Mutant(
         "the order of the plan ahead is saved",

@@ -22,6 +22,9 @@ pytestmark = [
     ),
 ]
 
+FORMS = ("fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter")
+"""In which torch_dist keeps a distributed optimizer; Megatron-LM's own is the second."""
+
 
 def test_a_resumed_optimizer_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -29,7 +32,8 @@ def test_a_resumed_optimizer_goes_on_as_if_never_stopped(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr[-6000:]
     said = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
-    assert said["all rows"] == said["reference"], "the resumed losses must be bit-equal"
+    resumed = {form: said[form] for form in (*FORMS, "torch")}
+    assert resumed == dict.fromkeys(resumed, said["reference"]), "resumed losses and weights must be bit-equal"
     assert said["without megatron.adam.fresh_state"] == "AssertionError"
     assert said["without megatron.adam.load_param_state"] == "KeyError"
     silent, reference = said["without megatron.adam.own_steps"].split(), said["reference"].split()
@@ -57,7 +61,6 @@ def _main(folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(123)
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     config = TransformerConfig(
         num_layers=1,
         hidden_size=16,
@@ -88,36 +91,56 @@ def _main(folder: Path) -> None:
             ddp.finish_grad_sync()
             optimizer.step()
             losses.append(loss.item().hex())
-        return " ".join(losses)
+        weights = torch.cat([weight.detach().flatten().double() for weight in ddp.parameters()])
+        return " ".join([*losses, weights.norm().item().hex()])
 
-    def state(model, optimizer, loading):
+    def state(model, optimizer, form, loading):
+        metadata = {"distrib_optim_sharding_type": form, "chained_optim_avoid_prefix": True}
         weights = model.sharded_state_dict(metadata=metadata)
         return {
             "model": weights,
             "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
         }
 
-    def resume():
+    def resume(form):
         model, ddp, optimizer = build()
-        loaded = dist_checkpointing.load(state(model, optimizer, True), str(folder / "checkpoint"))
+        loaded = dist_checkpointing.load(state(model, optimizer, form, True), str(folder / form))
         model.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
         return train(ddp, optimizer, range(3, 6))
 
+    def resume_without_ranks():
+        """From the files of Megatron's oldest format."""
+        model, ddp, optimizer = build()
+        saved = torch.load(folder / "common.pt", weights_only=False)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        optimizer.load_parameter_state(str(folder / "states.pt"))
+        return train(ddp, optimizer, range(3, 6))
+
     model, ddp, optimizer = build()
     train(ddp, optimizer, range(3))
-    (folder / "checkpoint").mkdir()
-    dist_checkpointing.save(state(model, optimizer, False), str(folder / "checkpoint"))
+    for form in FORMS:
+        (folder / form).mkdir()
+        dist_checkpointing.save(state(model, optimizer, form, False), str(folder / form))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "common.pt")
+    optimizer.save_parameter_state(str(folder / "states.pt"))
     print("reference:", train(ddp, optimizer, range(3, 6)))
     rows = megatron_fixes.rows()
-    for left_out in (None, *rows):
+
+    def attempt(resumed, *arguments, left_out=None):
         with Ledger() as ledger:
             ledger.apply(row for row in rows if row is not left_out)
             try:
-                result = resume()
+                return resumed(*arguments)
             except (AssertionError, KeyError) as error:
-                result = type(error).__name__
-        print(f"without {left_out.name}:" if left_out else "all rows:", result)
+                return type(error).__name__
+
+    for form in FORMS:
+        print(f"{form}:", attempt(resume, form))
+    print("torch:", attempt(resume_without_ranks))
+    for row in rows:
+        print(f"without {row.name}:", attempt(resume, "fully_reshardable", left_out=row))
     dist.destroy_process_group()
 
 
