@@ -4,19 +4,24 @@ The tokenizer's own template renders a chat. Where it marks the assistant's part
 counts. Elsewhere a chat is rendered as far as each answer begins, and as far as it ends: what lies between are targets,
 and a template that renders these beginnings otherwise than the whole chat is refused.
 
+A template is a program of whoever made the tokenizer, so it runs in a sandbox; a row brings none of its own.
+
 A row may hold several chats, each of which begins with a system message: Megatron's SFT form. Each is a document.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
+from ...core.input.sandbox import Budget, SandboxError, bounded
 from ..targets import IGNORE
 from ..tokenizers import FolderTokenizer, Tokenizer
 from .encoder import Encoded, Encoder, Placed
@@ -30,6 +35,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 _ANSWERS = "assistant"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DO = "mend the row, or the tokenizer's chat_template.jinja"
+_PER_CALL_S, _PER_BYTE_S = 2e-3, 1e-7
+"""CPU seconds that a template may take on average: ten times what those of public models do."""
+_OF_ROWS = {"documents", "kwargs"}
+"""Of what `transformers` takes beside the messages, what a row may say."""
 
 
 class ChatTemplate:
@@ -37,6 +46,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._budget = Budget(per_call_s=_PER_CALL_S, per_byte_s=_PER_BYTE_S)
 
     @property
     def _folder(self) -> FolderTokenizer:
@@ -45,6 +55,12 @@ class ChatTemplate:
         do = "set data.tokenizer to a folder with tokenizer_config.json and a chat template"
         raise EvenloadError("chats need a chat template", "a tokenizer without one", do)
 
+    @cached_property
+    def _own(self) -> set[str]:
+        """What no row may say, since the tokenizer does."""
+        hub = self._folder.hub
+        return {*inspect.signature(hub.apply_chat_template).parameters, *hub.special_tokens_map} - _OF_ROWS
+
     def tokens(self, messages: Any, extras: Extras, place: str, *, ask: bool = False) -> list[int]:
         """Token ids of a chat; ``ask``: with what makes the assistant answer behind it."""
         text = self._text(check_messages(messages, place), extras, place, ask=ask)
@@ -52,15 +68,15 @@ class ChatTemplate:
 
     def encoded(self, messages: Messages, extras: Extras, place: str) -> Encoded:
         """A chat and its targets."""
-        if _MARKS.search(self._template(extras, place)):
-            rendered = self._render(messages, extras, place, tokenize=True, return_assistant_tokens_mask=True)
-            tokens = np.array(rendered["input_ids"], dtype=np.int64)
-            return Encoded(tokens, np.where(np.array(rendered["assistant_masks"], dtype=np.bool_), tokens, IGNORE))
-        text = self._text(messages, extras, place)
+        marks = _MARKS.search(self._template(extras, place)) is not None
+        text, spoken = self._render(messages, extras, place, marks=marks)
         marked = self._folder.marked(text)
         tokens, counts = np.array(marked.ids, dtype=np.int64), np.zeros(len(marked.ids), dtype=np.bool_)
+        for start, stop in spoken:  # as transformers counts them
+            first, last = marked.char_to_token(start), marked.char_to_token(stop - 1)
+            counts[len(counts) if first is None else first : last + 1 if last else None] = True
         starts, stops = np.array(marked.offsets, dtype=np.int64).reshape(-1, 2).T
-        for start, stop in self._answers(messages, text, extras, place):
+        for start, stop in () if marks else self._answers(messages, text, extras, place):
             counts |= (stops > start) & (starts < stop)
         return Encoded(tokens, np.where(counts, tokens, IGNORE))
 
@@ -85,16 +101,28 @@ class ChatTemplate:
             raise EvenloadError(f"there is no chat template for {place}", shorten(str(error)), do) from error
 
     def _text(self, messages: Messages, extras: Extras, place: str, *, ask: bool = False) -> str:
-        self._template(extras, place)
-        return str(self._render(messages, extras, place, tokenize=False, add_generation_prompt=ask))
+        return self._render(messages, extras, place, ask=ask)[0]
 
-    def _render(self, messages: Messages, extras: Extras, place: str, **settings: Any) -> Any:
-        hub, more = self._folder.hub, {**extras.get(SETTINGS, {}), TOOLS: extras.get(TOOLS)}
+    def _render(
+        self, messages: Messages, extras: Extras, place: str, *, ask: bool = False, marks: bool = False
+    ) -> tuple[str, Sequence[tuple[int, int]]]:
+        """The text of a chat; with ``marks``, also where what the assistant says begins and ends in it."""
+        hub, template = self._folder.hub, self._template(extras, place)
+        settings = dict(extras.get(SETTINGS, {}))
+        if replaced := sorted(settings.keys() & self._own):
+            detail, do = ", ".join(replaced), "take it out: the template is that of the tokenizer's folder"
+            raise EvenloadError(f"{SETTINGS} of {place} replaces what its tokenizer says", detail, do)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        named = {**settings, "tools": extras.get(TOOLS), "chat_template": template, "add_generation_prompt": ask}
+        chat = [{name: part for name, part in message.items() if part is not None} for message in messages]
+        named |= {**hub.special_tokens_map, "conversations": [chat], "return_assistant_tokens_mask": marks}
         try:
-            return hub.apply_chat_template(list(messages), return_dict=True, **settings, **more)
-        except Exception as error:  # a template raises whatever its author chose, jinja much more
-            detail = shorten(f"{type(error).__name__}: {error}")
-            raise EvenloadError(f"the chat template fails on {place}", detail, _DO) from error
+            texts, spans = bounded(self._budget, render_jinja_template, **named)
+        except SandboxError as error:
+            what, detail = f"the chat template fails on {place}", f"{error}; of {shorten(str(self._folder.folder))}"
+            raise EvenloadError(what, detail, _DO) from error
+        return texts[0], spans[0] if marks else ()
 
 
 class ChatEncoder(Encoder):

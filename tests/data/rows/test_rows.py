@@ -2,12 +2,14 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
+from evenload.core.input.sandbox import Budget
 from evenload.data.sources import open_source
 from evenload.data.targets import IGNORE
 from evenload.data.tokenizers import FolderTokenizer
@@ -183,6 +185,46 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path, folder_with, rows, words):
     with pytest.raises(EvenloadError, match=words) as caught:
         read(write(tmp_path, rows), folder_with(STRICT + PLAIN))
     assert caught.value.do
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "loops": (ENDLESS, "takes too long"),
+    "a number without end": ("{{ 10 ** (10 ** (4 + messages | length)) % 7 }}", "takes too long"),
+    "text beyond memory": ("{{ 'a' * 10 ** (5 + messages | length) }}", "MemoryError"),
+    "text beyond any sample": ("{{ 'a' * 10 ** (3 + messages | length) }}", "it gives more than 67108864 bytes"),
+    "its own process": ("{{ cycler.__init__.__globals__.os._exit(0) }}", "SecurityError"),
+}
+
+
+@pytest.mark.parametrize(("template", "words"), HOSTILE.values(), ids=HOSTILE)
+def test_a_template_without_end_is_refused_with_its_folder_and_row(tmp_path, folder_with, template, words, monkeypatch):
+    monkeypatch.setattr("evenload.data.rows.chats.Budget", partial(Budget, left_s=1.0))
+    folder = folder_with(f"{{% if messages | length == 5 %}}{template}{{% endif %}}" + PLAIN)
+    rows = [{"messages": CHAT[:3]}, {"messages": CHAT}]
+    with pytest.raises(EvenloadError, match=rf"fails on line 2 of .*\n.*{words}") as caught:
+        read(write(tmp_path, rows), folder)
+    assert folder.name in caught.value.found
+    assert read(write(tmp_path, rows[:1]), folder)[0].report()["documents"] == 1
+
+
+def test_rows_whose_template_is_slow_in_each_are_refused_together(tmp_path, folder_with, monkeypatch):
+    monkeypatch.setattr("evenload.data.rows.chats.Budget", partial(Budget, left_s=0.3))
+    slow = "{% for a in range(300) %}{% for b in range(300) %}{% endfor %}{% endfor %}"
+    assert read(write(tmp_path, [{"messages": CHAT[:3]}] * 2), folder_with(slow + PLAIN))
+    with pytest.raises(EvenloadError, match=r"fails on line .*\n.*too long"):
+        read(write(tmp_path, [{"messages": CHAT[:3]}] * 1000), folder_with(slow + PLAIN))
+
+
+@pytest.mark.parametrize("key", ["chat_template", "bos_token", "tokenize", "add_generation_prompt", "tools"])
+def test_a_row_brings_no_template_of_its_own(tmp_path, plain_folder, key):
+    """Nor anything else that the tokenizer or its folder says."""
+    rows = [{"messages": CHAT}, {"messages": CHAT, "chat_template_kwargs": {key: "{{ 'other' }}", "more": 1}}]
+    with pytest.raises(EvenloadError, match=rf"line 2 .* replaces what its tokenizer says\n.*: {key}\n"):
+        read(write(tmp_path, rows), plain_folder)
+    pair = {"prompt": CHAT[:2], "completion": [ANSWER], "chat_template_kwargs": {key: 1}}
+    with pytest.raises(EvenloadError, match="replaces what its tokenizer says"):
+        read(write(tmp_path, [pair]), plain_folder)
 
 
 def test_a_template_whose_beginnings_differ_is_refused_with_the_row(tmp_path, folder_with):
