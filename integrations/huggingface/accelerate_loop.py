@@ -36,6 +36,7 @@ from .inputs import inputs_of
 from .inside import is_inside
 from .models import refuse_unsupported
 from .planning import GlobalBatch, chain_for, gather
+from .proof import Call, num_targets, prove, windows
 from .supported import unwrapped
 
 NAME = "a loop of Accelerate"
@@ -81,7 +82,7 @@ def iterate(wrapped: Any, loader: Any, args: Any, kwargs: Any, recipe: Recipe) -
     loop: PlannedLoop | None = None
     for number, batch in enumerate(wrapped(*args, **kwargs)):
         if number == 0 and accelerator is not None and recipe.enabled() and not is_inside():
-            loop = _loop(accelerator, recipe) if _trains(accelerator) else None
+            loop = _loop(accelerator, recipe, batch) if _trains(accelerator) else None
         yield batch if loop is None else _planned(loop, batch)
 
 
@@ -114,11 +115,15 @@ def _refuse_other_loss(loop: PlannedLoop, loss: Tensor) -> None:
 def release() -> None:
     """Give every model its own loss and attention back; for after the rows are off."""
     for loop in filter(None, _loops.values()):
-        loop.hook.remove()
-        loop.model.loss_function = loop.stock_loss
-        loop.model.set_attn_implementation(loop.stock_attention)
+        _close(loop)
     _loops.clear()
     _accelerators.clear()
+
+
+def _close(loop: PlannedLoop) -> None:
+    loop.hook.remove()
+    loop.model.loss_function = loop.stock_loss
+    loop.model.set_attn_implementation(loop.stock_attention)
 
 
 def _trains(accelerator: Any) -> bool:
@@ -130,18 +135,19 @@ def _trains(accelerator: Any) -> bool:
     return trains
 
 
-def _loop(accelerator: Any, recipe: Recipe) -> PlannedLoop | None:
+def _loop(accelerator: Any, recipe: Recipe, batch: Any) -> PlannedLoop | None:
     """The loop of an Accelerator; None, once said why, where its model cannot be planned."""
     if accelerator not in _loops:
         try:
-            _loops[accelerator] = _open(accelerator, recipe)
+            _loops[accelerator] = _open(accelerator, recipe, batch)
         except EvenloadError as error:
             _loops[accelerator] = None
             report_idle(NAME, f"{error.what} ({error.found})", error.do)
     return _loops[accelerator]
 
 
-def _open(accelerator: Any, recipe: Recipe) -> PlannedLoop:
+def _open(accelerator: Any, recipe: Recipe, batch: Any) -> PlannedLoop:
+    """The loop of an Accelerator, whose packs are measured on its first batch. Collective."""
     refuse_first(
         (
             len(accelerator._models) != 1,
@@ -167,7 +173,31 @@ def _open(accelerator: Any, recipe: Recipe) -> PlannedLoop:
     loop = PlannedLoop(model, chain, model.loss_function, model.config._attn_implementation, None, set())
     loop.hook = model.register_forward_pre_hook(lambda *call: _before_forward(loop, *call), with_kwargs=True)
     model.loss_function = lambda *args, **kwargs: _loss(loop, *args, **kwargs)
+    try:
+        _prove(loop, accelerator.unwrap_model(accelerator._models[0]), batch, half=half)
+    except EvenloadError:
+        _close(loop)
+        raise
     return loop
+
+
+def _prove(loop: PlannedLoop, model: Any, batch: Any, *, half: bool) -> None:
+    """Raise EvenloadError, the same on all ranks, unless packs give each sample's own loss. Collective."""
+    samples = windows([*gather([batch if isinstance(batch, Mapping) else {}], None, loop.model.config).own.values()])
+
+    def compute(inputs: dict[str, Any], times: float) -> Call:
+        if attention.PACK in inputs:
+            own = [
+                torch.full((len(tokens),), 1 / (times * num_targets([tokens, labels]))) for tokens, labels in samples
+            ]
+            inputs = inputs | {WEIGHTS: torch.cat(own)[None].to(inputs["input_ids"].device)}
+        outputs = model(**inputs)
+        return Call(outputs.loss, outputs)
+
+    fault = prove(loop.model, samples, batch, compute, half=half).fault
+    loop.loss = None
+    if fault is not None:
+        raise fault
 
 
 def _before_forward(loop: PlannedLoop, model: Any, args: Any, kwargs: Any) -> None:

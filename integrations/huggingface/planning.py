@@ -97,16 +97,16 @@ def _is_computed(row: tuple[int, int]) -> bool:
     return row[1] > 0
 
 
-def chain_of(recipe: Recipe, trainer: Any) -> PlanChain:
-    """The planners of a recipe for the model, the precision and the ranks of a Trainer. Raises EvenloadError."""
+def chain_of(recipe: Recipe, trainer: Any, *, whole: bool) -> PlanChain:
+    """The planners of a recipe for the model, the precision and the ranks of a Trainer; ``whole``: samples stay whole.
+    Raises EvenloadError."""
     args = trainer.args
     return chain_for(
         recipe,
         inner_model(trainer),
         zero_stage=_zero_stage(trainer),
         half=args.bf16 or args.fp16,
-        # A label smoother shifts labels itself, inside one row.
-        whole=trainer.label_smoother is not None,
+        whole=whole,
         micro_batch_size=args.per_device_train_batch_size,
     )
 

@@ -13,8 +13,8 @@ from .models import refuse_unsupported
 
 log = logging.getLogger("evenload")
 
-_TOKEN_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
-"""Modules whose ``compute_loss`` sums over target tokens and divides by ``num_items_in_batch``."""
+_TOKEN_LOSSES_OF_TRL = "trl.trainer.sft_trainer"
+"""The one module of TRL whose ``compute_loss`` sums over target tokens; losses of scripts are measured (`proof`)."""
 
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update weights inside a backward."""
@@ -44,16 +44,10 @@ def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
     owner, name = _owner(trainer, "compute_loss"), type(trainer).__name__
     return [
         (
-            owner not in _TOKEN_LOSSES,
+            owner.startswith("trl.") and owner != _TOKEN_LOSSES_OF_TRL,
             f"{name} computes a loss of its own, which may not be a sum over tokens",
             f"{type(trainer).compute_loss.__qualname__} of {owner}",
             f"{_OFF}: evenload plans Trainer and TRL's SFTTrainer; pairs and rewards stay in their own batches",
-        ),
-        (
-            trainer.compute_loss_func is not None,
-            "the Trainer was given a loss function of the script's own, which may not be a sum over tokens",
-            f"compute_loss_func = {trainer.compute_loss_func!r}",
-            f"leave compute_loss_func out, so that the model computes its loss, or {_OFF}",
         ),
         (
             num_items is None,

@@ -38,10 +38,11 @@ from ...runtime.stage.executor import Executor
 from ...runtime.world.agreement import agree, place
 from ...runtime.world.plane import Plane
 from ..host import no_mark
-from ..planned_runs import end_of_check, on_release, report_step
+from ..planned_runs import end_of_check, on_release, report_idle, report_step
 from . import attention
 from .inside import inside
 from .planning import GlobalBatch, chain_of, gather, recipe_for
+from .proof import prove_trainer, windows
 from .stage import Samples, TrainerStage
 from .supported import inner_model, refuse_trainer, warn_of_dropout
 
@@ -55,7 +56,8 @@ NAME = "Transformers' Trainer"
 class PlannedTrainer:
     """What evenload keeps for one Trainer."""
 
-    chain: PlanChain
+    chain: PlanChain | None
+    """None: its batches stay as they are."""
     plane: Plane | None = None
     """What ranks share micro-batches over; made for the first plan that shares one."""
     step: int = 0
@@ -74,18 +76,23 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
     """`Trainer.get_batch_samples`, whose batches are planned as one global batch; returns what the stock one does."""
     with inside():
         batches, num_items = wrapped(*args, **kwargs)
+    if not batches:
+        return batches, num_items
     state = _planned.get(trainer)
     if state is None:
         recipe = recipe_for(trainer, recipe)
-        if not recipe.enabled() or not batches:
+        if not recipe.enabled():
             return batches, num_items
         refuse_trainer(trainer, num_items)
-        warn_of_dropout(trainer.model)
-        state = _planned[trainer] = PlannedTrainer(chain_of(recipe, trainer))
-    if not batches:
+    elif state.chain is None:
         return batches, num_items
-    _refuse_unfinished(state, trainer)
-    state.batch = gather(batches, num_items, inner_model(trainer).config)
+    else:
+        _refuse_unfinished(state, trainer)
+    batch = gather(batches, num_items, inner_model(trainer).config)
+    state = state or _opened(trainer, recipe, batch, batches[0], num_items)
+    if state.chain is None:
+        return batches, num_items
+    state.batch = batch
     state.plan = state.chain.plan(state.batch.lengths)
     state.batches = list(batches)
     state.step += 1
@@ -95,6 +102,17 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
     report_step(NAME, state.chain, state.plan)
     _log_step(state, batches)
     return batches, num_items
+
+
+def _opened(trainer: Any, recipe: Recipe, batch: GlobalBatch, row: Any, num_items: Any) -> PlannedTrainer:
+    """What evenload keeps for a Trainer, whose packs are measured now; one that fails stays as it is. Collective."""
+    warn_of_dropout(trainer.model)
+    proof = prove_trainer(trainer, windows([*batch.own.values()]), row, num_items)
+    if proof.fault is not None:
+        report_idle(NAME, f"{proof.fault.what} ({proof.fault.found})", proof.fault.do)
+    chain = None if proof.fault is not None else chain_of(recipe, trainer, whole=not proof.may_cut)
+    state = _planned[trainer] = PlannedTrainer(chain)
+    return state
 
 
 def training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:

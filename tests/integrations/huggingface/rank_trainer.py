@@ -162,7 +162,7 @@ def planned(plan: Any) -> Any:
     """Inside, the Trainer runs this plan, samples without targets included."""
     chain = SimpleNamespace(plan=lambda lengths: _for(plan, lengths), links=())
     with (
-        with_attributes(planned_trainer, chain_of=lambda *_: chain, report_step=lambda *_: None),
+        with_attributes(planned_trainer, chain_of=lambda *_, **__: chain, report_step=lambda *_: None),
         with_attributes(planning, _is_computed=lambda row: True),
         enabled(recipes.parse(RECIPE)),
     ):
