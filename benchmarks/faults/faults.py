@@ -1,6 +1,6 @@
 """A drill: jobs that fail on purpose, in every phase, and what they leave. Measured.
 
-    python benchmarks/faults/faults.py [--quick] [--only TEXT] [--json] [--out FILE]
+    python benchmarks/faults/faults.py [--quick | --restarts] [--only TEXT] [--json] [--out FILE]
 
 Two ranks train six steps of a tiny model, with a checkpoint every other step. In the fourth step, or while they start
 or resume, one rank is killed, stopped, raises, hangs, is slow, gets a value that is no number, or finds its disk full
@@ -15,6 +15,9 @@ good           the last good checkpoint afterwards
 lost, twice    samples, over all six steps
 
 --only runs the cases whose name has the text in it, such as "mesh, ring" or "stop rank 0".
+
+With --restarts the job runs under ``torchrun --max-restarts 2`` instead, with one agent and with two, rank 1 is killed
+once, at ten moments, and nobody starts anything again (`drill/restarts.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from evenload.commands._shared.show import emit, grid
 from rich.console import Group
 
 sys.path.append(str(Path(__file__).with_name("drill")))
+import restarts
 from cases import SETTINGS, Case, cases_of, quick_cases
 from plant import COLLECTIVES
 from runs import Drill
@@ -78,6 +82,34 @@ def details(data: dict[str, Any], shown: list[dict[str, Any]]) -> Any:
     return grid("faults", head, rows, f"{len(data['cases'])} cases, {wrong} not as they should be; {data['disk']}")
 
 
+def restarts_table(data: dict[str, Any]) -> Any:
+    head = ["case", "exit codes", "resumed at step", "lost", "twice", "losses apart", "not as it should be"]
+    rows = [
+        [
+            row["case"],
+            " ".join(map(str, row["codes"])),
+            " ".join(map(str, dict.fromkeys(row["resumed_at"]))) or "-",
+            row["lost"],
+            row["repeated"],
+            row["loss_apart"],
+            ", ".join(row["faults"]) or "-",
+        ]
+        for row in data["cases"]
+    ]
+    wrong = sum(bool(row["faults"]) for row in data["cases"])
+    return grid("torchrun --max-restarts 2", head, rows, f"{len(rows)} cases, {wrong} not as they should be")
+
+
+def restarted(only: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of --restarts."""
+    reference = None
+    for num_agents in (1, 2):
+        for moment in restarts.MOMENTS:
+            if only in f"{moment}, {num_agents} agents":
+                reference = reference or restarts.undisturbed(folder)
+                yield restarts.run(moment, num_agents, folder, reference)
+
+
 def all_cases(drill: Drill, only: str) -> Iterator[Case]:
     """Of every setting; which collectives it has takes a run to know, so that is asked only where they are wanted."""
     for setting in SETTINGS:
@@ -89,10 +121,16 @@ def all_cases(drill: Drill, only: str) -> Iterator[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a case for each way of waiting, and one of numbers")
+    parser.add_argument("--restarts", action="store_true", help="under torchrun, which starts the ranks anew")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.restarts:
+        with tempfile.TemporaryDirectory(prefix="evenload-drill-") as folder:
+            data = {"cases": list(restarted(options.only, Path(folder)))}
+        finish(data, options, restarts_table)
+        return
     with tempfile.TemporaryDirectory(prefix="evenload-drill-") as folder:
         drill = Drill(Path(folder))
         try:
@@ -104,10 +142,14 @@ def main() -> None:
         finally:
             drill.close()
     disk = "a full disk is a small tmpfs" if drill.has_disk else "a full disk is a limit of file sizes"
-    data = {"cases": rows, "disk": disk}
+    finish({"cases": rows, "disk": disk}, options, table)
+
+
+def finish(data: dict[str, Any], options: argparse.Namespace, drawn: Callable[[dict[str, Any]], Any]) -> None:
+    """Write and print."""
     if options.out:
         options.out.write_text(json.dumps(data, indent=1))
-    emit(data, options.json, table)
+    emit(data, options.json, drawn)
 
 
 if __name__ == "__main__":

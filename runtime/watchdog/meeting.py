@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ...core.errors import RankError
 from . import marks
+from .attempt import agree_on_attempt, attempt
 from .store_client import within
 from .store_socket import inherited
 from .watchdog import Members, Watchdog
@@ -60,7 +61,9 @@ def meet(backend: str, rank: int, size: int, address: str, port: int, timeout_s:
             str(store).strip().splitlines()[0] if store else silent,
             "see that MASTER_ADDR is the host of rank 0, that MASTER_PORT is free there and that rank 0 is not stopped",
         )
-    shared = PrefixStore("default_pg", store)
+    if by_agent:
+        agree_on_attempt(store, rank, size, timeout_s, gone_s)
+    shared = PrefixStore(f"default_pg/{attempt()}", store)
     with Watchdog(gone_s=gone_s, stuck_s=timeout_s, members=Members(shared, rank, size)) as watchdog:
         watchdog.at(marks.CONNECTING)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=timeout)

@@ -49,6 +49,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from ..world.plane import Pending
 from . import failure as failures
 from . import marks
+from .attempt import attempt
 from .ending import end_process, first_here, take_leave
 from .evidence import Meter
 from .failure import Failure, is_echo
@@ -158,8 +159,7 @@ class Watchdog:
         self._holder_name = "the file of the store" if on_file else "the torchrun agent"
         self._every = self._every_s or (5.0 if on_file else 1.0)
         # The agent's store outlives a restarted attempt, and its keys would end the next one.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"evenload/watchdog/{attempt}/{next(_watchdogs)}"
+        prefix = f"evenload/watchdog/{attempt()}/{next(_watchdogs)}"
         # A client of its own where there can be one: the main thread holds the other while it waits in a store call.
         clone = getattr(store, "clone", lambda: store)
         self._store = StoreClient(lambda: PrefixStore(prefix, clone()))

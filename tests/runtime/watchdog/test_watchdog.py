@@ -268,6 +268,28 @@ def test_torchrun_reports_a_killed_rank():
     assert not re.search(r"evenload: rank [02] ", text)
 
 
+@pytest.mark.parametrize("num_agents", [1, 2])
+def test_torchrun_starts_a_job_again_whose_rank_was_killed(num_agents, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{probe.getsockname()[1]}"]
+    words = ["--nnodes", str(num_agents), "--nproc-per-node", str(2 // num_agents), "--max-restarts", "1", *meeting]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, JOB, "kill once", "1"]
+    env = environment({}, 60) | {"KILLED": str(tmp_path / "killed")}
+    outputs = [tmp_path / f"output.{agent}" for agent in range(num_agents)]
+    agents = [subprocess.Popen(command, env=env, stdout=o.open("wb"), stderr=subprocess.STDOUT) for o in outputs]
+    try:
+        codes = [agent.wait(ENDS_WITHIN_S) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    text = "".join(output.read_text() for output in outputs)
+    assert (tmp_path / "killed").exists()
+    assert codes == [0] * num_agents, text
+    assert text.count("survived") == 2
+
+
 def children(pid):
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

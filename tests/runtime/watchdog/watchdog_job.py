@@ -29,6 +29,9 @@ def misbehave(how: str, rank: int) -> None:
         raise EvenloadError("the data ran out", "3 samples", "shorten the run")
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "kill once" and not Path(os.environ["KILLED"]).exists():
+        Path(os.environ["KILLED"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     if how == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hang":
