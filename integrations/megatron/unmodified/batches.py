@@ -43,6 +43,7 @@ class _Head(NamedTuple):
     slots: int
     row: int
     form: Form
+    several: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,8 @@ class Batches:
     """Places that the stock loop has of each sample."""
     form: Form
     """Of the loop's batches."""
+    several: bool
+    """A row of them holds several samples."""
     trouble: EvenloadError | None = None
     """Why this model copy's batches cannot be planned; nothing else of them is known then."""
 
@@ -104,7 +107,7 @@ class Source:
             head = error
         heads = [head] if self.all_have else everyone(head, parallel_state.get_model_parallel_group())
         if trouble := next((one for one in heads if isinstance(one, EvenloadError)), None):
-            return Batches([], [], [], 0, 0, 0, PLAIN, trouble)
+            return Batches([], [], [], 0, 0, 0, PLAIN, False, trouble)
         head = heads[0 if self.all_have else self._first]
         assert isinstance(head, _Head)
         if self.all_have:
@@ -155,7 +158,8 @@ def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:
     if ranks > 1:
         refuse_other_forms("the borders of samples in a row" if form.has_borders else "")
     slots = sum(batch["tokens"].numel() for batch in batches)
-    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, form)
+    several = sum(map(len, samples)) > sum(len(batch["tokens"]) for batch in batches)
+    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, form, several)
 
 
 def _spread(samples: list[list[Sample]], head: _Head, source: int) -> list[list[Sample]]:
@@ -179,4 +183,4 @@ def _zeros(length: int, head: _Head) -> Sample:
 
 
 def _batches(samples: Sequence[Sequence[Sample]], head: _Head) -> Batches:
-    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.row, head.form)
+    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.row, head.form, head.several)

@@ -53,9 +53,8 @@ def why_together(config: Any) -> str:
     stay as they are then (`together`)."""
     if config.num_moe_experts is None:
         return ""
-    losses = config.moe_router_load_balancing_type
-    for name in [losses] if isinstance(losses, str) else losses:
-        if name in _CHOOSING or (name not in ("none", SEQUENCE_LOSS) and _coefficient(config, name) > 0):
+    for name in losses_of_routers(config):
+        if name not in ("none", SEQUENCE_LOSS):
             return f"moe_router_load_balancing_type {name}"
     for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps", "moe_expert_rank_capacity_factor"):
         if getattr(config, name, None) is not None:
@@ -65,9 +64,7 @@ def why_together(config: Any) -> str:
 
 def refuse_losses_of_rows(config: Any, has_borders: bool) -> None:
     """Raise EvenloadError for a balance loss of sequences where a row of the loop's batches holds several samples."""
-    losses = config.moe_router_load_balancing_type
-    on = SEQUENCE_LOSS in ([losses] if isinstance(losses, str) else losses) and _coefficient(config, SEQUENCE_LOSS) > 0
-    if has_borders and on:
+    if has_borders and SEQUENCE_LOSS in losses_of_routers(config):
         raise EvenloadError(
             "the balance loss of sequences takes a row of a batch for one sequence, whatever samples lie in it",
             f"moe_router_load_balancing_type {SEQUENCE_LOSS}, and batches with borders between samples",
@@ -101,6 +98,8 @@ def recipe_of_experts(config: Any) -> dict[str, Any]:
     }
 
 
-def _coefficient(config: Any, name: str) -> float:
-    losses, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    return float(coefficients if isinstance(losses, str) else coefficients[losses.index(name)])
+def losses_of_routers(config: Any) -> list[str]:
+    """The kinds of load balancing of a config with experts that have an effect."""
+    names, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    pairs = [(names, coefficients)] if isinstance(names, str) else zip(names, coefficients, strict=True)
+    return [name for name, coefficient in pairs if name in _CHOOSING or coefficient > 0]

@@ -72,6 +72,8 @@ class UserStep:
         self._objective, self._reports, self._further = objective, reports, further
         self._signature = inspect.signature(gpts[0].forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
+        self.left_borders_out = False
+        """Whether it calls the model on batches with borders without telling it where samples lie."""
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
         self._params: PlannedSeqParams | None = None
 
@@ -115,6 +117,7 @@ class UserStep:
         call |= call.pop(self._more, {})
         tokens, slots = call.get("input_ids"), self._params.pack.num_padded_tokens if self._params.pack else 0
         foreign = call.get("packed_seq_params") is not None and not self._has_borders
+        self.left_borders_out |= self._has_borders and call.get("packed_seq_params") is None
         if foreign or (tokens is not None and tuple(tokens.shape) != (1, slots)):
             raise EvenloadError(
                 "forward_step does not give the model the batch that it took from its data iterator",

@@ -54,6 +54,7 @@ from .ranks.context_parallel import data_rank, refuse_other_forms, refuse_togeth
 from .reports import Reports
 from .rows import RowSteps
 from .stock.chunks import chunks_of, is_interleaved, one_iterator
+from .stock.differences import warn_of_differences
 from .stock.mtp import next_tokens
 from .stock.schedule import run_stock
 from .supported import bare_model, for_config, refuse_loop, refuse_replays, warn_of_dropout
@@ -150,6 +151,7 @@ class PlannedSteps:
             further=next_tokens(batches.samples, planned.order, config, divisor) if config.mtp_num_layers else None,
         )
         returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})
+        warn_of_differences(loop, config, planned, step, self._warned)
         report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size)
         loop.chain = learned(loop.chain, gate.loads if gate else ())
         end_of_check()

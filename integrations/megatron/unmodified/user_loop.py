@@ -43,6 +43,8 @@ class UserLoop:
     """What the values of its reports are, after the first call."""
     one_context: OneContextRank | None = None
     """What stands in for Megatron's context parallelism in a training call."""
+    mixes_rows: bool | None = None
+    """Whether samples of one row see each other in some stage of the stock loop; None: not asked yet."""
     links: StageLinks | None = None
     """To the neighbouring pipeline stages, from the first plan on that has an order."""
     plane: Plane | None = None

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron_float64 import all_in_float64
@@ -37,6 +39,8 @@ def _load(name: str, tp: int, pp: int) -> Any:
 
 def _by_sample(core, query, key, value, attention_mask, packed_seq_params=None, **_: Any) -> torch.Tensor:
     """Attention [T, H * D] of packed samples, each by itself; between them there are zeros."""
+    if packed_seq_params is None:  # of a row that is one sample
+        return _whole(core, query, key, value, attention_mask)
     params, out = packed_seq_params, torch.zeros_like(query)
     places = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
     lengths = [b - a for a, b in pairwise(params.cu_seqlens_q.tolist())]
@@ -48,6 +52,12 @@ def _by_sample(core, query, key, value, attention_mask, packed_seq_params=None, 
             q, k, v, attn_mask=mask, scale=core.softmax_scale
         ).transpose(0, 1)
     return out.flatten(1)
+
+
+def _whole(core, query, key, value, attention_mask):
+    ends = torch.tensor([0, len(query)])
+    one = SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_q_padded=None)
+    return _by_sample(core, query[:, 0], key[:, 0], value[:, 0], attention_mask, one)[:, None]
 
 
 @contextmanager
@@ -93,6 +103,37 @@ def packed_samples(_: Any, tp: int, pp: int, cases: list[tuple[str, bool, dict[s
             }
         )
     return results
+
+
+def borders_left_out(_: Any, pp: int, plugins: dict[str, Any]) -> dict[str, Any]:
+    """A loop that tells its last stage no borders, as Megatron-LM 0.16 tells those in the middle, against one that
+    tells them to all: gradients of both under plans and of the first one stock, and what is said."""
+    from megatron.core import parallel_state
+    from megatron_user_jobs import listening
+
+    script = _load("sft_script", 1, pp)
+    step, results, lines = script.sft_step, {}, {}
+
+    def forgetful(shapes: Any, data: Any, model: Any) -> Any:
+        def call(*args: Any, packed_seq_params: Any, **more: Any) -> Any:
+            kept = None if parallel_state.is_pipeline_last_stage() else packed_seq_params
+            return model(*args, packed_seq_params=kept, **more)
+
+        return step(shapes, data, call)
+
+    with _packed_attention(), all_in_float64(), patch.object(script, "sft_step", forgetful):
+        results["stock"] = script.train("sft")
+    for name, function in (("forgetful", forgetful), ("telling", step)):
+        with (
+            _enabled(plugins),
+            all_in_float64(),
+            patch.object(script, "sft_step", function),
+            listening() as lines[name],
+        ):
+            results[name] = script.train("sft")
+    said = {name: [line for line in heard if "on purpose" in line] for name, heard in lines.items()}
+    both, stock = results["telling"], results["stock"]
+    return {"said": said, "apart": _error(results["forgetful"], both), "mixed": _error(stock, both)}
 
 
 def tensor_dicts(_: Any, tp: int, pp: int, cases: list[tuple[str, bool]], plugins: dict[str, Any]) -> list[Any]:

@@ -376,6 +376,20 @@ def plugin_plans(world: Any, *, settings: list[dict[str, Any]], **loop: Any) -> 
     return results
 
 
+def said_of_padding(world: Any, *, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Two steps of plans in loops with experts: what is said of stock's losses, and how far gradients are from them."""
+    results = []
+    for one in cases:
+        with user_loop(**one) as user:
+            stock = user.step()
+            with evenload.enabled(recipe()), listening() as lines:
+                found = user.step()
+                user.step()
+        said = [line for line in lines if "on purpose" in line]
+        results.append({"said": said, "apart": worst(found, stock)})
+    return results
+
+
 class OtherRope(RotaryEmbedding):
     """Rotary embeddings that evenload does not know."""
 

@@ -43,6 +43,10 @@ class CallPlan(NamedTuple):
     weights: Floats
     """Of a token of each column, where micro-batches are averaged."""
     came_with: CameWith
+    padded: bool
+    """Rows of the loop hold more than the tokens of samples, on some rank, and the model is not told where."""
+    several: bool
+    """A row of the loop holds several samples, on some rank."""
 
 
 def data_group() -> Any:
@@ -66,13 +70,15 @@ def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool, ste
         raise
 
 
-def _gathered(batches: Batches) -> list[tuple[list[list[int]], list[list[float]], int, EvenloadError | None]]:
-    """What every data rank brings: lengths, targets, places of a row, trouble. Collective; raises, on all of them, what
+def _gathered(batches: Batches) -> list[tuple[Any, ...]]:
+    """What every data rank brings: lengths, targets, places of a row and of all, whether a row holds several samples,
+    trouble. Collective; raises, on all of them, what
     one has met."""
     # Context-parallel ranks are given the same samples: the first brings them.
     first = parallel_state.get_context_parallel_rank() == 0
     brought = batches.lengths if first else [[] for _ in batches.lengths]
-    gathered = everyone((brought, batches.targets, batches.row, batches.trouble), data_group())
+    of_rank = (brought, batches.targets, batches.row, batches.slots, batches.several, batches.trouble)
+    gathered: list[tuple[Any, ...]] = everyone(of_rank, data_group())
     if trouble := next((one for *_, one in gathered if one is not None), None):
         raise trouble
     return gathered
@@ -91,7 +97,7 @@ def _plan_call(
     of them out. Collective."""
     group, ranks = data_group(), parallel_state.get_context_parallel_world_size()
     me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
-    lengths_of_ranks, targets_of_ranks, rows, _ = zip(*gathered, strict=True)
+    lengths_of_ranks, targets_of_ranks, rows, slots_of_ranks, several, _ = zip(*gathered, strict=True)
     # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
     order = [
         (rank, place, row)
@@ -135,4 +141,6 @@ def _plan_call(
         if rank == me - place_in_row:
             places[place].append(columns.number(i, place_in_row))
     came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
-    return CallPlan(plan, lay, columns, places, order, weights_of(targets_of_ranks, order), came_with)
+    padded = sum(slots_of_ranks) > sum(lengths) and "padding_mask" not in batches.form.looks
+    weights = weights_of(targets_of_ranks, order)
+    return CallPlan(plan, lay, columns, places, order, weights, came_with, padded, any(several))

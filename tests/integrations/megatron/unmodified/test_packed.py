@@ -36,6 +36,16 @@ def test_packed_samples_are_regrouped_exactly(on_ranks, tp, pp):
         assert after < before * (0.5 if tp * pp == 1 else 0.9), of_ranks[0]["case"]
 
 
+def test_samples_of_a_row_that_stock_mixes_stay_apart_and_that_is_said_once(on_ranks):
+    first, second = on_ranks(2, "borders_left_out", pp=2, plugins=CUT)
+    assert max(rank["apart"] for rank in (first, second)) < 1e-9
+    assert max(rank["mixed"] for rank in (first, second)) > 1e-3
+    (line,) = first["said"]["forgetful"]
+    assert "samples of one row see each other in Megatron's pipeline stages" in line
+    assert "padding" not in line, "no expert, nothing that counts it"
+    assert first["said"]["telling"] == second["said"]["telling"] == second["said"]["forgetful"] == []
+
+
 @LAYOUTS
 def test_rows_of_tensordicts_are_regrouped_exactly(on_ranks, tp, pp):
     pytest.importorskip("tensordict")

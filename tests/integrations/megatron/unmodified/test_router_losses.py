@@ -51,3 +51,22 @@ def test_losses_and_what_is_printed_of_them_are_those_of_the_stock_loop(on_ranks
             assert max(result.get("routers", [0.0])) < 1e-4, result  # sums of float32 over layers
         assert rank[0]["cut"]
         assert rank[0]["replayed"]
+
+
+def test_padding_that_stock_counts_is_said_once_where_it_changes_losses(on_ranks):
+    bias = {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}
+    padded, full, without = (
+        {**LOSSES, "ep": 2, "full": False},
+        {**LOSSES, "ep": 2, **bias},
+        {**LOSSES, "ep": 2, **bias, "moe_router_enable_expert_bias": False, "full": False},
+    )
+    first, second = on_ranks(2, "said_of_padding", cases=[padded, full, without])
+    (line,) = first[0]["said"]
+    for part in ("padding of rows", "moe_router_enable_expert_bias, moe_z_loss_coeff, seq_aux_loss"):
+        assert part in line
+    assert first[0]["apart"] > 1e-3
+    for rank in (first, second):
+        for same in rank[1:]:
+            assert not same["said"]
+            assert same["apart"] < 1e-9
+    assert not second[0]["said"], "rank 0 speaks for all"
