@@ -40,7 +40,7 @@ def train(recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | No
     """Train on this rank; with ``against``, each baseline trains the same batches in turn. Lists every step."""
     if recipe.adapts:
         return train_tenants(recipe, against)
-    return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}))
+    return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}), recipe.checkpoint.dir)
 
 
 def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _run(
     followers = {name: Follower(*variant.chains) for name, variant in variants.items() if variant is not own}
     planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
     with ExitStack() as opened, ThreadPoolExecutor(1) as executor:
-        write = opened.enter_context(writer(recipe, leads=job.leads))
+        write = opened.enter_context(writer(recipe, leads=job.leads, first=first))
         write_loads = opened.enter_context(loads_writer(job, goes_on=first > 0))
         bar = opened.enter_context(progress(job.leads))
         ticks = {name: opened.enter_context(bar.task(name, recipe.train.steps - first)) for name in variants}

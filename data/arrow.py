@@ -35,7 +35,7 @@ class ArrowDocuments(Documents):
 
     def __init__(self, name: str, files: Sequence[Path], tokenizer: Tokenizer, field: str) -> None:
         self.name = name
-        self._files, self._tokenizer, self._field = list(files), tokenizer, field
+        self.files, self._tokenizer, self._field = list(files), tokenizer, field
         tables = [open_table(path) for path in files]
         columns = [_column(table, self._field, path) for table, path in zip(tables, files, strict=True)]
         self._is_text = _is_text(tables, self._field, name)
@@ -54,7 +54,7 @@ class ArrowDocuments(Documents):
         if self.vocab_size is not None:
             return self.vocab_size
         tokens = (chunk.values[int(chunk.offsets[0]) : int(chunk.offsets[-1])] for chunk in self._chunks)
-        key = key_of(self._files, self._field, "arrow-vocab-1")
+        key = key_of(self.files, self._field, "arrow-vocab-1")
         return int(cached_arrays(key, lambda: vocab_size_of(tokens))["vocab_size"][0])
 
     def where(self, document: int) -> str:
@@ -68,7 +68,7 @@ class ArrowDocuments(Documents):
 
     def _lengths(self) -> NDArray[np.int64]:
         if self._tokenise:
-            key = key_of(self._files, self._field, "arrow-lengths-1", self._tokenizer.identity)
+            key = key_of(self.files, self._field, "arrow-lengths-1", self._tokenizer.identity)
             return cached_arrays(key, self._count)["lengths"]
         lengths = [np.diff(chunk.offsets).astype(np.int64) for chunk in self._chunks]
         return self._without_nulls(np.concatenate([np.zeros(0, dtype=np.int64), *lengths]))

@@ -46,7 +46,8 @@ class BinIdxDocuments(Documents):
     def __init__(self, prefix: Path) -> None:
         self.name = str(prefix)
         self._bin = prefix.with_name(prefix.name + ".bin")
-        index = read_index(prefix.with_name(prefix.name + ".idx"))
+        index_path = prefix.with_name(prefix.name + ".idx")
+        index, self.files = read_index(index_path), [self._bin, index_path]
         self.lengths = index.lengths
         self._positions = index.positions
         self._tokens: NDArray[Any] = _map_tokens(self._bin, index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,8 @@ class Documents(Protocol):
     """Every token id is below it; None where only reading all tokens would tell (`scan_vocab_size` does that)."""
     spans: TargetSpans | None = None
     """Which tokens are targets; None: all are."""
+    files: Sequence[Path] = ()
+    """That are read as long as the data are in use; none of a built-in set."""
 
     def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop) of a document, any integer type; possibly a view of a mapped file."""

@@ -16,7 +16,6 @@ only what it computes.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError
+from .content import Watch, fingerprint
 from .documents import Documents
 from .formats import Settings, open_documents
 from .samples.cut import Cut, LongSamples, check_cut, cut
@@ -45,6 +45,7 @@ class Source:
         """[num_samples] tokens of each sample; read-only."""
         self.targets = cut.targets
         """[num_samples] targets of each sample, read-only; None where every token but a sample's first is one."""
+        self._watch = Watch(self.name, documents.files, lambda: fingerprint(documents, cut))
         for column in (self.lengths, self.targets):
             if column is not None:
                 column.setflags(write=False)
@@ -84,6 +85,7 @@ class Source:
             raise IndexError(f"sample {index} of {len(self.lengths)}")
         document, start, length = (int(part[index]) for part in (self._cut.document, self._cut.start, self.lengths))
         try:
+            self._watch.look()
             return document, np.array(read(document, start, start + length), dtype=np.int64)
         except OSError as error:
             raise EvenloadError(f"cannot read {self._documents.where(document)}", str(error), "restore it") from error
@@ -103,13 +105,10 @@ class Source:
             "fingerprint": self.fingerprint,
         }
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """Equal for equal lengths and targets in equal order: tells a resumed run that its data is another."""
-        digest = hashlib.blake2b(self.lengths.astype("<i8").tobytes(), digest_size=8)
-        if self.targets is not None:
-            digest.update(self.targets.astype("<i8").tobytes())
-        return digest.hexdigest()
+        """Equal for equal samples in equal order: tells a resumed run that its data is another (`content`)."""
+        return self._watch.first
 
 
 def open_source(

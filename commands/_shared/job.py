@@ -32,6 +32,7 @@ from ...runtime.attention.pack import TokensOf
 from ...runtime.files import quiet_when_full
 from ...runtime.watchdog.watchdog import Watchdog, working
 from ...runtime.world.agreement import gather_bytes
+from ...runtime.world.folder_lock import folder_lock
 from ...runtime.world.world import World, close_world, init_world
 from .drawing import Drawing, batch_size
 from .hosts import integration
@@ -184,9 +185,15 @@ def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[J
     host.close()
 
 
-def run_rank(recipe: Recipe, work: Callable[[Job], dict[str, Any]]) -> dict[str, Any] | None:
-    """Do a verb's work on this rank; see `hand_over`."""
-    with open_world(recipe) as (world, watchdog), open_trainer(recipe, world, watchdog) as job:
+def run_rank(
+    recipe: Recipe, work: Callable[[Job], dict[str, Any]], writes: Path | None = None
+) -> dict[str, Any] | None:
+    """Do a verb's work on this rank, which alone ``writes`` into a folder; see `hand_over`."""
+    with (
+        open_world(recipe) as (world, watchdog),
+        folder_lock(writes),
+        open_trainer(recipe, world, watchdog) as job,
+    ):
         result = work(job)
     return hand_over(result, world.rank == 0)
 

@@ -62,7 +62,8 @@ def train(result: Result) -> Group:
     bubbles = [_bubbles(name, rows) for name, rows in result["bubbles"].items()]
     shown = closing(result["comparison"], result["host"])
     held_out = tables_of_validation(result["validation"])
-    return Group(_variants(result), *bubbles, *held_out, table_of_run(result["summary"]), *shown)
+    variants = [_variants(result)] if result["summary"]["steps"] else []
+    return Group(*variants, *bubbles, *held_out, table_of_run(result["summary"]), *shown)
 
 
 def _variants(result: Result) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,29 +38,40 @@ def write_export(job: Job, out: Path) -> Exported:
 def write_folder(host: Host, recipe: Recipe, out: Path) -> Exported:
     """Write a host's model as a Hugging Face folder. Collective.
 
-    Memory beyond the host's own: a tensor on each rank, a file on rank 0. Raises RankError, on every rank, if the
-    folder could not be written: nothing of it is left then.
+    Memory beyond the host's own: a tensor on each rank, a file on rank 0. The folder has its name when every rank has
+    given all of its tensors, so the same command can follow one that was killed. Raises RankError, on every rank, if
+    the folder could not be written: nothing of it is left then.
     """
-    leads, started = place()[0] == 0, time.perf_counter()
-    tensors, error = host.exported(), None
-    if leads:
+    started, error = time.perf_counter(), ""
+    tensors, agreed = host.exported(), list[list[tuple[int, str]]]()
+
+    def agree() -> None:
+        """Once on every rank, wherever that fails."""
+        agreed.append(first_error(error or None))
+
+    if place()[0] == 0:
         try:
-            _write(tensors, _with_epsilon(recipe, host), out)
+            _write(tensors, _with_epsilon(recipe, host), out, agree)
         except EvenloadError as caught:
             error = f"{caught.what} ({caught.found})"
     for _ in tensors:
         """Peers wait in the exchange of each, also where rank 0 could not write."""
-    if failures := first_error(error):
+    if not agreed:
+        agree()
+    error = agreed[0][0][1] if agreed[0] else from_first(lambda: error)
+    if error:
         do = f"repair or free the disk of {out}, and export again from a checkpoint"
-        raise RankError("the model was not exported", failures[0][1], do)
+        raise RankError("the model was not exported", error, do)
     result: Exported = from_first(lambda: _report(out, time.perf_counter() - started))
     logger.info("exported to %s: %d files, %s", out, len(result["files"]), mib(result["bytes"]))
     return result
 
 
-def _write(tensors: Iterator[tuple[str, Tensor | None]], recipe: Recipe, out: Path) -> None:
+def _write(
+    tensors: Iterator[tuple[str, Tensor | None]], recipe: Recipe, out: Path, confirm: Callable[[], object]
+) -> None:
     with (
-        FolderWriter(out, _config(recipe), _carried_from(recipe)) as writer,
+        FolderWriter(out, _config(recipe), _carried_from(recipe), confirm=confirm) as writer,
         progress(leads=True) as bar,
         bar.task("exporting", None) as tick,
     ):

@@ -8,7 +8,10 @@ from typing import Any
 
 from ...core.errors import EvenloadError
 from ...core.planning.planner import Planned
+from ...data.content import are_same
+from ...data.sources import Source
 from ...integrations.host import Host
+from ...runtime.world.agreement import all_or_none
 from .._shared.drawing import Drawing
 from .._shared.job import Job, logger
 from . import checkpoints
@@ -34,7 +37,7 @@ def keep(
     ``most`` checkpoints stay, where that is another number than the recipe's. The batch that is planned ahead was not
     trained on, and is drawn again. Raises RankError if it could not be written; the last good one is untouched.
     """
-    data = job.source.report()["fingerprint"]
+    data = job.source.fingerprint
     state = {"order": planned.draw.state, "data": data, "recipe": job.recipe.model_dump(mode="json"), **(more or {})}
     with job.watchdog.working("saving the checkpoint", step):
         most = most or job.recipe.checkpoint.keep
@@ -58,11 +61,7 @@ def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> d
     if newest is None:
         return None
     folder, state = newest[0], newest[1].state
-    data = job.source.report()["fingerprint"]
-    if state.get("data") != data:
-        detail = f"{folder.name} has samples of fingerprint {state.get('data')}, data.source now gives {data}"
-        do = "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)"
-        raise EvenloadError("the checkpoint was made with other data", detail, do)
+    all_or_none(lambda: _refuse_other_data(job.source, folder.name, state.get("data")))
     if not isinstance(state.get("order"), dict):
         do = "choose another checkpoint.dir, or set checkpoint.resume=false"
         what = "the checkpoint does not say which samples were trained on"
@@ -72,6 +71,13 @@ def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> d
             host.load(folder / "trainer")
     logger.info("resumed from %s at step %d", folder, state["step"])
     return state
+
+
+def _refuse_other_data(source: Source, name: str, kept: Any) -> None:
+    if not are_same(kept, source.fingerprint, f"the data of the checkpoint {name}"):
+        detail = f"{name} has samples of fingerprint {kept}, data.source now gives {source.fingerprint}"
+        do = "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)"
+        raise EvenloadError("the checkpoint was made with other data", detail, do)
 
 
 def drawing_after(job: Job, state: Mapping[str, Any]) -> Drawing:

@@ -17,7 +17,7 @@ from ...runtime.attention.pack import TokensOf
 from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.world import World
 from .._shared.job import Work, logger, open_host
-from .arrivals.preflight import config_of, folder_of_tenants, preflight
+from .arrivals.preflight import config_of, folder_of_tenants, out_of, preflight
 from .arrivals.reading import Samples
 
 
@@ -40,7 +40,7 @@ class TenantJob(Work):
     @property
     def out(self) -> Path:
         """Where each tenant has a folder."""
-        return config_of(self.recipe).out or self.folder.parent / "out"
+        return out_of(self.recipe)
 
     @property
     def stays(self) -> bool:

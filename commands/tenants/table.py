@@ -20,11 +20,14 @@ def tables(result: dict[str, Any]) -> Group:
 
 
 def _run(summary: dict[str, Any], refused: dict[str, str]) -> Table:
-    rows: list[tuple[str, Any]] = [
-        ("steps", f"{summary['steps']:,}"),
+    rates: list[tuple[str, Any]] = [
         ("tokens, of them targets", f"{summary['tokens']:,}, {summary['targets']:,}"),
         ("time in steps", clock(summary["train_s"])),
         ("tokens/s", summary["tokens_per_s"]),
+    ]
+    rows: list[tuple[str, Any]] = [
+        ("steps", f"{summary['steps']:,}"),
+        *(rates if summary["steps"] else ()),
         ("last checkpoint", summary["checkpoint"] or "none: checkpoint.dir is null"),
         ("adapters", summary["out"]),
     ]

@@ -40,6 +40,8 @@ class ActiveTenant:
     """What it is evaluated on."""
     data: str = ""
     """Fingerprint of its source."""
+    scored: str = ""
+    """Of what it is evaluated on."""
     digest: str = ""
     """Of its file: another one is another tenant."""
     order: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class ActiveTenant:
     def __post_init__(self) -> None:
         self.file, self.until = self.file or self.name, self.until or self.steps
         self.data = self.source.fingerprint
+        self.scored = self.held_out.fingerprint if self.held_out else ""
 
     @property
     def rate(self) -> float:

@@ -8,11 +8,12 @@ from typing import Any
 
 from ...core.errors import EvenloadError
 from ...core.recipe.recipe import Recipe
+from ...runtime.world.folder_lock import folder_lock
 from .._shared.job import hand_over, logger, open_world
 from .._shared.show import progress
 from ..saving.checkpoints import last_good
 from ..training.writers import writer
-from .arrivals.preflight import refuse_of_models, say_without_effect
+from .arrivals.preflight import out_of, refuse_of_models, say_without_effect
 from .job import TenantJob, open_trainer
 from .loop import Loop
 from .records import saving
@@ -22,7 +23,11 @@ from .records.rows import Live, totals
 def train_tenants(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | None:
     """Train on this rank until all tenants have ended. Lists every tenant and every step."""
     refuse_of_models(recipe, against)
-    with open_world(recipe) as (world, watchdog), open_trainer(recipe, world, watchdog) as job:
+    with (
+        open_world(recipe) as (world, watchdog),
+        folder_lock(recipe.checkpoint.dir, out_of(recipe)),
+        open_trainer(recipe, world, watchdog) as job,
+    ):
         if job.leads:
             say_without_effect(recipe)
         job.say_stock("train")
@@ -33,7 +38,7 @@ def train_tenants(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | 
 def _trained(job: TenantJob) -> dict[str, Any]:
     saved = saving.resume(job)
     with ExitStack() as opened:
-        write = opened.enter_context(writer(job.recipe, leads=job.leads))
+        write = opened.enter_context(writer(job.recipe, leads=job.leads, first=saved.step if saved else 0))
         live = Live(opened.enter_context(progress(job.leads)), opened)
         loop = Loop(job, saved, write, live)
         loop.run()

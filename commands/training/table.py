@@ -10,7 +10,10 @@ from .._shared.show import clock, grid, percent
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Of `metrics.totals`."""
+    """Of `metrics.totals`; of a run that was done already no rates."""
+    if not result["steps"]:
+        said = "no step was left to train: raise train.steps to train on"
+        return grid("summary", ("", ""), [("steps", "0"), ("last checkpoint", result["checkpoint"] or "none")], said)
     rows: list[tuple[str, Any]] = [
         ("steps", f"{result['steps']:,}"),
         ("tokens, of them targets", f"{result['tokens']:,}, {result['targets']:,}"),
@@ -19,7 +22,6 @@ def table(result: dict[str, Any]) -> Table:
         ("MFU at the cluster's rate", percent(result["mfu"])),
         ("last checkpoint", result["checkpoint"] or "none: checkpoint.dir is null"),
     ]
-    if result["steps"]:
-        losses = f"{result['loss']:.4f}, {result['best_loss']:.4f} in step {result['best_step']}"
-        rows.insert(5, ("loss of the last step, and lowest", losses))
+    losses = f"{result['loss']:.4f}, {result['best_loss']:.4f} in step {result['best_step']}"
+    rows.insert(5, ("loss of the last step, and lowest", losses))
     return grid("summary", ("", ""), rows)

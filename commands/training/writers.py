@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -33,8 +36,9 @@ Write = Callable[[Entry], None]
 
 
 @contextmanager
-def writer(recipe: Recipe, *, leads: bool) -> Iterator[Write]:
-    """Writes entries to every log that the recipe names; on a rank that does not lead to none.
+def writer(recipe: Recipe, *, leads: bool, first: int = 0) -> Iterator[Write]:
+    """Writes entries to every log that the recipe names; on a rank that does not lead to none. ``first``: the step that
+    the run begins or goes on with.
 
     A log that cannot be opened is refused; one that fails later (a full disk) is given up with a warning, since no log
     is worth a training run.
@@ -47,7 +51,9 @@ def writer(recipe: Recipe, *, leads: bool) -> Iterator[Write]:
         if leads and log.wandb:
             writers["log.wandb"] = open_logs.enter_context(_project(log.wandb, recipe))
         if leads and log.jsonl:
-            writers["log.jsonl"] = open_logs.enter_context(_lines(log.jsonl))
+            writers["log.jsonl"] = open_logs.enter_context(
+                _lines(log.jsonl, first, resumes=recipe.checkpoint.dir is not None)
+            )
 
         def write(entry: Entry) -> None:
             for name, one in list(writers.items()):
@@ -112,9 +118,13 @@ def _project(project: str, recipe: Recipe) -> Iterator[Write]:
 
 
 @contextmanager
-def _lines(path: Path) -> Iterator[Write]:
+def _lines(path: Path, first: int, *, resumes: bool) -> Iterator[Write]:
+    """Rows that a killed run wrote behind its last checkpoint are cut off; those of a run that ``resumes`` nothing and
+    begins anew make place, and stay in ``PATH.before``."""
     with _refusing("log.jsonl", path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if resumes and path.is_file() and path.stat().st_size:
+            _cut(path, first) if first else os.replace(path, path.with_name(f"{path.name}.before"))
         file = path.open("a")
 
     def write(entry: Entry) -> None:
@@ -124,6 +134,32 @@ def _lines(path: Path) -> Iterator[Write]:
     yield write
     with suppress(OSError):
         file.close()
+
+
+def _cut(path: Path, first: int) -> None:
+    """Cut off the last rows from one of step ``first`` or a later one on, and rows that are not whole."""
+    with path.open("r+b") as file:
+        kept = end = path.stat().st_size
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            while end:
+                start = text.rfind(b"\n", 0, end - 1) + 1
+                stays = _stays(text[start:end], first)
+                if stays:
+                    break
+                kept, end = kept if stays is None else start, start
+        file.truncate(kept)
+
+
+def _stays(line: bytes, first: int) -> bool | None:
+    """Whether a line is of a step before the ``first`` one, or of a validation up to there; None: it stays if the one
+    before it does, as the evaluations of tenants behind a step."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        row = json.loads(line)
+        if "evaluation" in row and line.endswith(b"\n"):
+            return None
+        before = row["validation"]["step"] <= first if "validation" in row else row["step"] < first
+        return bool(before) and line.endswith(b"\n")
+    return False
 
 
 @contextmanager

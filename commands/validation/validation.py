@@ -18,7 +18,9 @@ import numpy as np
 from ...core.errors import RankError
 from ...core.planning.forward_only import forward_only
 from ...core.planning.planner import Planned
+from ...data.content import are_same
 from ...integrations.scoring import Scores
+from ...runtime.world.agreement import from_first
 from .._shared.job import Job, logger
 from .draws import draws_of, scorable
 
@@ -146,7 +148,8 @@ class Validation:
             logger.info("%d samples of data.validation have no target and are left out", row.without_target)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        if state["data"] == self._job.source.fingerprint:
+        source = self._job.source
+        if from_first(lambda: are_same(state["data"], source.fingerprint, "data.validation")):
             self._best = math.inf if state["best"] is None else float(state["best"])
         else:
             logger.info("data.validation is other data than before: its lowest loss is found anew")

@@ -29,7 +29,7 @@ class RowDocuments(Documents):
     """The documents that an encoder makes of rows. Raises EvenloadError where the cache has no room for them."""
 
     def __init__(self, rows: Rows, encoder: Encoder) -> None:
-        self.name = rows.name
+        self.name, self.files = rows.name, rows.files
         self._rows, self._encoder = rows, encoder
         scanned: Arrays | None = None
 

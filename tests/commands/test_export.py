@@ -38,6 +38,17 @@ exporting._write = limited
 """
 
 
+KILLED = """
+import os, signal
+import evenload.commands.saving.exporting as exporting
+first_error = exporting.first_error
+def agree(error):
+    if os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGKILL)
+    return first_error(error)
+exporting.first_error = agree
+"""
+
+
 @pytest.mark.parametrize("trainer", ["deepspeed", "megatron"])
 def test_a_model_leaves_at_the_end_and_from_a_checkpoint(
     trainer: str, tmp_path: Path, forge: Callable[[str], Any], forged: Callable[..., Any]
@@ -53,6 +64,8 @@ def test_a_model_leaves_at_the_end_and_from_a_checkpoint(
     assert "the model was not exported" in full.stderr
     assert "the disk is full" in full.stderr
     assert not [*tmp_path.glob("out*")]
+    killed = export("kept", "--out", "out", planted=KILLED)
+    assert (killed.returncode != 0, (tmp_path / "out").exists()) == (True, False), killed.stderr
     done = json.loads(export("kept/step00000001", "--out", "out").stdout)
     assert (done["tensors"], done["files"], done["step"]) == (trained["tensors"], trained["files"], 1)
     for name in done["files"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -205,8 +206,9 @@ def test_every_sample_is_seen_once_over_changing_numbers_of_ranks(trainer: str, 
 def test_one_flipped_bit_is_passed_over_and_the_older_checkpoint_goes_on(
     trainer: str, place: Path, forged: Forged
 ) -> None:
-    recipe, common = f"{trainer}.yaml", ("checkpoint.dir=kept", "--json")
+    recipe, common = f"{trainer}.yaml", ("checkpoint.dir=kept", "log.jsonl=log.jsonl", "--json")
     whole = losses(forged(place, "train", recipe, *common))
+    logged = samples(place / "log.jsonl")
     newest = place / "kept" / "step00000004"
     for file in sorted(p for p in (newest / "trainer").rglob("*") if p.is_file() and p.stat().st_size)[1::2]:
         kept = file.read_bytes()
@@ -223,6 +225,8 @@ def test_one_flipped_bit_is_passed_over_and_the_older_checkpoint_goes_on(
     assert losses(done) == whole[2:]
     assert f"{file.name} has other content than was written" in done.stderr
     assert "going on from the older checkpoint step00000002" in done.stderr
+    assert len(logged) == 4
+    assert samples(place / "log.jsonl") == logged, "steps that were trained again stand there once"
 
 
 def heavy_tail(place: Path) -> tuple[str, ...]:
@@ -448,8 +452,17 @@ def test_a_rank_that_raises_or_hangs_is_named(
         assert word in done.stderr
 
 
-def test_a_checkpoint_of_other_data_is_refused(place: Path, forged: Forged) -> None:
+def test_a_checkpoint_of_other_data_and_one_that_another_run_writes_are_refused(place: Path, forged: Forged) -> None:
     losses(forged(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
+    assert "on " in (place / "kept" / ".lock").read_text()
+    with (place / "kept" / ".lock").open("w") as file:
+        file.write("process 77 on elsewhere")
+        file.flush()
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        hasty = "import evenload.runtime.world.folder_lock as module; module.WAIT_S = 0.1"
+        done = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", planted=hasty)
+    assert (done.returncode, done.stderr.count("another run writes into kept")) == (2, 1), done.stderr
+    assert "process 77 on elsewhere" in done.stderr
     done = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", "data.max_length=200")
     assert done.returncode == 2, done.stderr[-3000:]
     assert "the checkpoint was made with other data" in done.stderr

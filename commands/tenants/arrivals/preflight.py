@@ -91,6 +91,11 @@ def folder_of_tenants(recipe: Recipe) -> Path:
     return place_of(folder)
 
 
+def out_of(recipe: Recipe) -> Path:
+    """Where each tenant has a folder. Raises EvenloadError where the recipe names none of tenants."""
+    return config_of(recipe).out or folder_of_tenants(recipe).parent / "out"
+
+
 _OF_TENANTS = {
     "train": "steps max_tokens epochs global_batch_size global_batch_tokens lr min_lr lr_schedule warmup_steps "
     "weight_decay betas eps clip_grad export_prompts",

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ....core.errors import EvenloadError
+from ....data.content import are_same
 from ....integrations.huggingface.folders.adapters import read_adapter, write_adapter
 from ....runtime.adapters.state import AdapterState
 from ..._shared.job import logger
@@ -98,19 +99,23 @@ def resume(job: TenantJob) -> Saved | None:
 def row_of(tenant: ActiveTenant, has_adapter: bool) -> dict[str, Any]:
     """What a checkpoint says of a tenant."""
     row = {key: getattr(tenant, key) for key in _KEPT}
-    data = {"order": dict(tenant.order), "data": tenant.data, "losses": tenant.losses[-_MOST_LOSSES:]}
+    own = {"data": tenant.data, "held_out": tenant.scored}
+    data = {"order": dict(tenant.order), **own, "losses": tenant.losses[-_MOST_LOSSES:]}
     return {**row, **data, "state": tenant.state, "reason": tenant.reason, "has_adapter": has_adapter}
 
 
 def restore(tenant: ActiveTenant, row: Mapping[str, Any]) -> None:
     """Bring a tenant, whose file and data are those of before, to where a checkpoint has it. Raises EvenloadError."""
-    if tenant.data != row["data"]:
+    if not are_same(row["data"], tenant.data, f"the data of tenant {tenant.name}"):
         detail = f"fingerprint {row['data']} in the checkpoint, {tenant.data} now"
         do = "restore the data, or change the tenant's file, so that it begins anew"
         raise EvenloadError("the data are not those of the checkpoint", detail, do)
     for key in ("until", "step", "best", "best_step", "tokens", "seconds", "order"):
         setattr(tenant, key, row[key])
     tenant.losses = list(row["losses"])
+    if not are_same(row.get("held_out", tenant.scored), tenant.scored, f"evaluate.source of tenant {tenant.name}"):
+        logger.info("evaluate.source of tenant %s is other data: its lowest loss is found anew", tenant.name)
+        tenant.best, tenant.best_step = None, 0
 
 
 def _of_kind(moments: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,14 +43,21 @@ class FolderWriter:
         config: of the model, as config.json has it; its ``dtype`` becomes that of the first tensor.
         carried_from: the folder whose generation_config.json and tokenizer's files come along, if any.
         shard_bytes: of a file, and of what is kept in memory.
+        confirm: called when all of it is on disk, before it has its name; what it raises leaves no folder.
     """
 
     def __init__(
-        self, out: Path, config: Mapping[str, Any], carried_from: Path | None, shard_bytes: int = SHARD_BYTES
+        self,
+        out: Path,
+        config: Mapping[str, Any],
+        carried_from: Path | None,
+        shard_bytes: int = SHARD_BYTES,
+        confirm: Callable[[], object] = lambda: None,
     ) -> None:
         refuse_taken(out)
         self.out, self.num_tensors, self.num_bytes = out.expanduser().absolute(), 0, 0
         self._config, self._carried_from, self._shard_bytes = dict(config), carried_from, shard_bytes
+        self._confirm = confirm
         self._aside = self.out.with_name(f"{self.out.name}.tmp")
         self._waiting: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
@@ -102,6 +109,8 @@ class FolderWriter:
                     shutil.copyfile(self._carried_from / name, self._aside / name)
             for path in [*self._aside.iterdir(), self._aside]:
                 sync(path)
+        self._confirm()
+        with failures_of_file(str(self.out)):
             os.rename(self._aside, self.out)
             sync(self.out.parent)
 

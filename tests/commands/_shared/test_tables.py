@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ def shown(table: RenderableType) -> str:
 def trained(**ratio: float) -> dict[str, Any]:
     one = dict.fromkeys(NUMBERS, 0.5)
     own = {"plan_share": 0.0, "trace": None, "delay_steps": 0.0, "waiting": 0, "bubbles": {}, "host": {}}
-    own |= {"pictures": {}, "comparison": {}, "summary": totals([], None), "validation": []}
+    done = {**totals([], None), "steps": 1, "loss": 2.5, "best_loss": 2.5, "best_step": 0}
+    own |= {"pictures": {}, "comparison": {}, "summary": done, "validation": []}
     return {**own, "variants": {**dict.fromkeys(ratio, one), "evenload": one}, "ratio": ratio}
 
 
@@ -32,6 +34,20 @@ def test_what_training_gains_is_shown_beside_baselines_only() -> None:
     text = shown(tables.train(trained(stock=1.5)))
     assert "is faster by" in text
     assert "1.50x" in text
+
+
+def test_a_run_that_was_done_already_says_so_and_shows_no_zeros() -> None:
+    text = shown(tables.train({**trained(), "summary": totals([], Path("kept/step00000004"))}))
+    assert "no step was left to train: raise train.steps to train on" in " ".join(text.split())
+    assert "kept/step00000004" in text
+    assert not any(word in text for word in ("tokens/s", "MFU", "imbalance", "loss"))
+    rates = {"tokens": 9, "targets": 8, "train_s": 7.0, "tokens_per_s": 6.0, "checkpoint": None, "out": "out"}
+    tenants = {"tenants": [], "sweeps": [], "refused": {}}
+    text = shown(tables.train({**tenants, "summary": {"steps": 1, **rates}}))
+    assert "time in steps" in text
+    text = shown(tables.train({**tenants, "summary": {"steps": 0, **rates}}))
+    assert "time in steps" not in text
+    assert "tokens/s" not in text
 
 
 def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many() -> None:

@@ -146,11 +146,13 @@ def test_a_job_that_is_killed_goes_on_with_every_tenant_on_another_layout(
 ) -> None:
     """Killed behind step 5, it goes on behind step 4; acme has two steps left, bolt four, core one."""
     place.put(**ALL)
-    killed = place.run(happens="    if step == 5: os.kill(os.getpid(), signal.SIGKILL)\n")
+    killed = place.run("log.jsonl=log.jsonl", happens="    if step == 5: os.kill(os.getpid(), signal.SIGKILL)\n")
     assert killed.returncode != 0
     assert [len(place.series(name)[0]) for name in ALL] == [5, 5, 5]
-    result = place.trained(*layout)
+    result = place.trained(*layout, "log.jsonl=log.jsonl")
     assert result["summary"]["steps"] == 4
+    logged = map(json.loads, (place.path / "log.jsonl").read_text().splitlines())
+    assert [row["step"] for row in logged] == list(range(8))
     assert states(result) == {"acme": ("done", 6), "bolt": ("done", 8), "core": ("done", 5)}
     for name, steps in (("acme", 6), ("bolt", 8), ("core", 5)):
         place.same_as(whole, name, steps)
@@ -270,14 +272,18 @@ def test_without_any_tenant_there_is_one_message(place: Place) -> None:
 
 
 def test_a_job_that_is_stopped_goes_on_and_who_has_ended_is_not_trained_again(place: Place, whole: Place) -> None:
-    """Two more: one leaves while no job runs, one is put in again and begins anew."""
-    place.put(**ALL, short={**CORE, "train": {"steps": 2}}, away={**CORE, "train": {"steps": 50}})
+    """Three more: one leaves while no job runs, one is put in again and begins anew, and one whose file changes
+    meanwhile begins anew too."""
+    edited = {**CORE, "train": {"steps": 6, "batch_size": 4}}
+    place.put(**ALL, short={**CORE, "train": {"steps": 2}}, away={**CORE, "train": {"steps": 50}}, edited=edited)
     stopped = place.trained(happens="    if step == 3: (tenants / 'stop').touch()\n")
     ended = states(stopped)
     assert ended.pop("short") == ("done", 2)
     assert set(ended.values()) == {("waiting", 4)}
     assert (place.out / "acme" / "last" / "adapter_config.json").exists()
     (place.tenants / "away.yaml").unlink()
+    samples_before, _ = place.series("edited")
+    place.put(edited={**edited, "train": {**edited["train"], "seed": 9}})
     happens = (
         "    if step == 5: (tenants / 'short.yaml').rename('short.yaml')\n"
         "    if step == 6: Path('short.yaml').rename(tenants / 'short.yaml')\n"
@@ -290,13 +296,15 @@ def test_a_job_that_is_stopped_goes_on_and_who_has_ended_is_not_trained_again(pl
         "core": ("done", 5),
         "short": ("done", 2),
         "away": ("left", 4),
+        "edited": ("done", 6),
     }
     assert len(states(result)) == len(result["tenants"])
     for name, steps in (("acme", 6), ("bolt", 8), ("core", 5)):
         place.same_as(whole, name, steps)
     assert json.loads((place.out / "away" / "status.json").read_text())["state"] == "left"
-    # acme and core have two steps and one left, bolt four; short has two, behind all of them.
-    assert [row["num_tenants"] for row in result["steps"]] == [3, 2, 1, 1, 1, 1]
+    # acme and core have two steps and one left, bolt four, edited all six; short has two, behind the others' last ones.
+    assert [row["num_tenants"] for row in result["steps"]] == [4, 3, 2, 2, 2, 2]
+    assert place.series("edited")[0][:4] != samples_before
 
 
 def test_without_a_checkpoint_who_is_done_stays_done_unless_the_job_begins_anew(place: Place) -> None:

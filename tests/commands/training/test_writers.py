@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evenload.commands._shared.metrics import Row, totals
 from evenload.commands._shared.preflight import preflight
 from evenload.commands._shared.tables import table_of_run
-from evenload.commands.training.writers import writer
+from evenload.commands.training.writers import Entry, writer
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import parse
 from rich.console import Console
@@ -37,6 +39,53 @@ def test_who_is_not_logged_in_is_told_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert caught.value.found == "RuntimeError: no API key"
     with writer(RECIPE, leads=False):
         pass  # only the rank that leads opens logs
+
+
+def entry(step: int) -> Entry:
+    return Entry(step, {}, {"step": step, "run": "second"})
+
+
+def logged(path: Path, first: int, keeps: bool = True) -> list[dict[str, Any]]:
+    """What is in a log when a run has gone on with the step ``first`` and trained two."""
+    recipe = parse({"log": {"jsonl": str(path)}, **({"checkpoint": {"dir": "kept"}} if keeps else {})})
+    with writer(recipe, leads=True, first=first) as write:
+        for step in (first, first + 1):
+            write(entry(step))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+SCORED = {"validation": {"step": 4, "loss": 1.0}}
+TENANT = {"tenant": "acme", "step": 90, "evaluation": {"loss": 1.0}}
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 9, "lo', "[1]\n", "5\n", "\x00\x00\n", '{"a": 1}\n'])
+def test_a_log_holds_each_step_once_when_a_killed_run_goes_on(tmp_path: Path, torn: str) -> None:
+    before = [*({"step": step} for step in range(4)), SCORED, TENANT]
+    behind = [{"step": 4}, {"step": 5}, TENANT, {"validation": {"step": 6, "loss": 0.5}}]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*before, *behind]) + torn)
+    second = [{"step": step, "run": "second"} for step in (4, 5)]
+    assert logged(path, 4) == [*before, *second]
+    assert logged(path, 6) == [*before, *second, *({"step": step, "run": "second"} for step in (6, 7))]
+    path.write_text("")
+    assert logged(path, 4) == second
+    path.unlink()
+    assert logged(path, 4) == second
+
+
+def test_a_run_that_begins_anew_puts_the_log_of_the_last_one_aside(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    assert [row["step"] for row in logged(path, 0)] == [0, 1]
+    assert [row["step"] for row in logged(path, 0)] == [0, 1]
+    assert len((tmp_path / "log.jsonl.before").read_text().splitlines()) == 2
+    assert [row["step"] for row in logged(path, 0, keeps=False)] == [0, 1, 0, 1], "nothing goes on from it"
+
+
+def test_a_log_that_is_no_file_is_left_alone(tmp_path: Path) -> None:
+    link = tmp_path / "log.jsonl"
+    link.symlink_to("/dev/null")
+    assert logged(link, 0) == logged(link, 3) == []
+    assert link.is_symlink()
 
 
 def test_a_run_is_summed_up_with_the_rates_of_steps_after_the_first() -> None:

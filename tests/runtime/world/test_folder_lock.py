@@ -1,0 +1,113 @@
+"""One run at a time has a folder, and one that is dead has none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.runtime.world import folder_lock as module
+from evenload.runtime.world.folder_lock import NAME, folder_lock
+
+OTHER = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a+")
+try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    print("refused", flush=True)
+else:
+    file.write("process 77 on elsewhere, since noon\\n")
+    file.flush()
+    print("held", flush=True)
+time.sleep(60)
+"""
+"""Another process that holds a file."""
+Start = Callable[[Path], "tuple[subprocess.Popen[str], str]"]
+
+
+@pytest.fixture
+def other() -> Iterator[Start]:
+    """Another process, and whether it could lock the file of a folder."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-S", "-c", OTHER, str(folder / NAME)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout is not None
+        return started[-1], started[-1].stdout.readline().strip()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_is_held_by_one_that_says_who_it_is(tmp_path: Path, other: Start) -> None:
+    folder = tmp_path / "runs" / "kept"
+    with folder_lock(folder, None):
+        assert other(folder)[1] == "refused"
+        said = (folder / NAME).read_text()
+        assert said.startswith(f"process {os.getpid()} on {socket.gethostname()}, since 20")
+    assert other(folder)[1] == "held", "whoever has ended has no lock"
+
+
+def test_a_second_run_is_refused_by_the_name_of_the_first(
+    tmp_path: Path, other: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WAIT_S", 0.2)
+    other(tmp_path)
+    with pytest.raises(EvenloadError, match="another run writes into") as caught, folder_lock(tmp_path):
+        pass
+    assert caught.value.found == "process 77 on elsewhere, since noon"
+    assert "another folder" in caught.value.do
+
+
+def test_a_run_that_was_killed_keeps_nobody_out(tmp_path: Path, other: Start) -> None:
+    """Also where it is gone a moment later only."""
+    holder, _ = other(tmp_path)
+    reaper = subprocess.Popen(
+        [sys.executable, "-S", "-c", f"import os, time; time.sleep(.3); os.kill({holder.pid}, 9)"]
+    )
+    with folder_lock(tmp_path):
+        assert f"process {os.getpid()}" in (tmp_path / NAME).read_text()
+    assert holder.wait() == -signal.SIGKILL
+    assert reaper.wait() == 0
+
+
+def test_two_folders_are_held_or_none(tmp_path: Path, other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_S", 0.0)
+    one, two = tmp_path / "one", tmp_path / "two"
+    two.mkdir()
+    holder, _ = other(two)
+    with pytest.raises(EvenloadError, match="two"), folder_lock(one, two):
+        pass
+    assert other(one)[1] == "held"
+    holder.kill()
+    holder.wait()
+    with folder_lock(two):
+        time.sleep(0)
+
+
+def test_where_nothing_can_be_locked_a_run_goes_on_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING, "evenload"), folder_lock(tmp_path / "file" / "below"):
+        assert "cannot be locked" in caplog.text
+    caplog.clear()
+
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(module.fcntl, "lockf", refuse)
+    with folder_lock(tmp_path):
+        assert "cannot be locked (No locks available): a second run on it would not be noticed" in caplog.text
