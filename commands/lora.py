@@ -16,7 +16,7 @@ def lora(folder: Path) -> dict[str, Any]:
 
     Raises EvenloadError for a folder without any, and for files that are damaged.
     """
-    for out in (folder, folder / "out", folder.parent / "out"):
+    for out in status.out_of(folder):
         if paths := sorted(out.glob(f"*/{status.NAME}")):
             rows = [asdict(status.read_status(path)) for path in paths]
             sweeps = rankings(sorted(path for path in out.iterdir() if path.is_dir()))

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ..core.errors import EvenloadError
 
 log = logging.getLogger(__name__)
 
+_NEWS_S = 5.0
 Arrays = dict[str, NDArray[np.int64]]
 
 
@@ -141,5 +143,8 @@ def _acquire(descriptor: int, path: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("another process is preparing %s; waiting for it", path)
+            # Ranks that open the same data wait a moment for the first of them, which is no news.
+            said = threading.Timer(_NEWS_S, log.info, ("another process is preparing %s; waiting for it", path))
+            said.start()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            said.cancel()

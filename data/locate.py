@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..core.errors import SHOWN, EvenloadError, shorten, shown
@@ -13,6 +14,7 @@ from .rows import docstrings
 from .stdlib import NAME as STDLIB
 
 _TABLES = (".arrow", ".parquet")
+_PAIR = (".bin", ".idx")
 _BUILT_IN = (STDLIB, docstrings.NAME, docstrings.HELD_OUT)
 
 
@@ -74,6 +76,26 @@ def nothing_there(spec: str, path: Path) -> EvenloadError:
     nothing = f"nothing of a similar name in {shorten(str(path.parent))}"
     detail = f"of a similar name: {', '.join(close)}" if close else nothing
     return EvenloadError(f"there is no data {shown(spec)}", detail, f"give a path to data, or {' or '.join(_BUILT_IN)}")
+
+
+def refuse_outside(root: Path, specs: Mapping[str, str]) -> None:
+    """Raise EvenloadError where a spec, by the key that says it, leads out of a folder: by itself, by a link, or by a
+    file that it opens. What is built in leads nowhere."""
+    within = os.path.realpath(root)
+    for key, spec in specs.items():
+        for path in () if spec == "bytes" or spec.partition("/")[0] in _BUILT_IN else _opened(Path(spec).expanduser()):
+            if os.path.commonpath([within, real := os.path.realpath(path)]) != within:
+                detail, do = f"{shorten(str(path))}, which is {shorten(real)}", f"put it below {shorten(within)}"
+                raise EvenloadError(f"{key} leads out of plugins.lora.root", detail, do)
+
+
+def _opened(path: Path) -> Iterator[Path]:
+    """What opening a spec may read, itself first."""
+    yield path
+    yield from (Path(f"{path.with_suffix('') if path.suffix in _PAIR else path}{suffix}") for suffix in _PAIR)
+    yield from path.glob("*")
+    yield from path.glob("*/*")
+    yield from table_files(path)
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.shipped import place_of
 from ...core.recipe.tenant import Tenant, TenantData, file_name_of, read_tenant
 from ...data.lengths import read_lengths
+from ...data.locate import refuse_outside
 from ...data.samples.batches import BatchSize
 from ...data.samples.cut import cut
 from ...data.sources import open_source
@@ -75,6 +76,8 @@ def members_of(recipe: Recipe, files: Mapping[str, Path]) -> list[Member]:
             data = tenant.data.model_dump_json()
             if data not in opened:
                 with naming(name):
+                    if (root := _of_plugin(recipe, "root")) is not None:
+                        refuse_outside(root, tenant.opens())
                     opened[data] = _open(tenant.data, recipe)
             members.append(_checked(Member(name, tenant, *opened[data])))
     return members
@@ -107,13 +110,18 @@ def _by_tenant(words: Sequence[str]) -> dict[str, Path]:
 
 def _folder_of(recipe: Recipe) -> Path | None:
     """Raises EvenloadError where the recipe names a folder that is none."""
-    configs = [recipe.config_of(plugin.name) for plugin in recipe.enabled() if plugin.adapts]
-    folder: Path | None = next((getattr(config, "tenants", None) for config in configs), None)
+    folder = _of_plugin(recipe, "tenants")
     folder = None if folder is None else place_of(folder)
     if folder is not None and not folder.is_dir():
         what, do = "the folder of tenants is not there", "name a folder in plugins.lora.tenants"
         raise EvenloadError(what, shorten(str(folder)), do)
     return folder
+
+
+def _of_plugin(recipe: Recipe, key: str) -> Path | None:
+    """A setting of the plugin that brings the tenants."""
+    configs = [recipe.config_of(plugin.name) for plugin in recipe.enabled() if plugin.adapts]
+    return next((getattr(config, key, None) for config in configs), None)
 
 
 def _of_file(folder: Path | None, name: str, file: Path) -> list[Member]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ...core.planning.planner import Planned
 from ...integrations.host import TenantResult
 from ...runtime.world.agreement import everyone
+from .._shared.job import logger
 from .._shared.measuring import measure_step
 from .._shared.metrics import Taken
 from ..training.variant import underway
@@ -26,6 +27,7 @@ from .records import saving
 from .records.output import LAST, Output
 from .records.rows import Live, Row, entry_of_step, row_of, tenant_row
 from .records.saving import Saved
+from .status import leave_word
 from .tenant import ENDED, ActiveTenant
 from .verdicts.verdicts import Verdicts
 
@@ -51,6 +53,8 @@ class Loop:
         self._job, self._write, self._live = job, write, live
         self._folder = Folder(job.folder) if job.leads else None
         self._output = Output(job)
+        if job.leads:
+            leave_word(job.folder, job.out)
         self.members = Members(job, self._output, self._folder, saved)
         self.verdicts = Verdicts(job, self._output, self.members, write, saved.races if saved else None)
         self._drawing = TenantDrawing(lambda: self.members.active)
@@ -58,7 +62,7 @@ class Loop:
         self.step = saved.step if saved else 0
         """Steps of the job so far."""
         self.rows: list[Row] = []
-        self._stops = False
+        self._stops = self._idles = False
 
     def run(self) -> None:
         """Train until every tenant has ended, and none is waited for. Collective."""
@@ -113,6 +117,7 @@ class Loop:
 
     def _train(self, planned: Planned) -> None:
         """One step of all who take part. Collective."""
+        self._idles = False
         draws = own_draws(planned.draw)
         tenants = [self.members.of_number(number) for number in draws]
         rates = {tenant.number: tenant.rate for tenant in tenants}
@@ -137,6 +142,10 @@ class Loop:
         for tenant in tenants:
             if tenant.state not in ENDED and tenant.step == tenant.steps:
                 self.members.end(tenant, "done")
+        self._follow(tenants)
+
+    def _follow(self, tenants: Sequence[ActiveTenant]) -> None:
+        """What comes of tenants that have ended, or have not: verdicts, and others who take their place. Collective."""
         decided = self.verdicts.race()
         ended = [tenant for tenant in tenants if tenant.state in ENDED]
         changed = self.members.make_place() or decided or bool(ended)
@@ -171,8 +180,9 @@ class Loop:
 
     def _keep(self) -> None:
         """Write adapters as they are, and the checkpoint where the recipe names a folder. Collective."""
-        for tenant in self.members.active:
-            self._output.adapter(tenant, LAST)
+        lost = [tenant for tenant in self.members.active if not self.members.keep(tenant, LAST)]
+        if lost:
+            self._follow(lost)
         if self._job.recipe.checkpoint.dir is not None and self.step:
             more = {"next_number": self.members.next_number, "races": self.verdicts.state()}
             saving.save(self._job, self.step, self.members.tenants, self.members.adapters(), more)
@@ -181,6 +191,10 @@ class Loop:
         """Whether the job stays for tenants to come; then some time has passed."""
         if self._job.stays:
             self._job.watchdog.at("waiting for tenants", self.step)
+            if self._job.leads and not self._idles:
+                text = "nobody trains: waiting for files NAME.yaml in %s; a file %s there ends the job"
+                logger.info(text, self._job.folder, STOP)
+            self._idles = True
             time.sleep(_LOOK_AGAIN_S)
         return self._job.stays
 

@@ -15,7 +15,7 @@ from ...core.errors import EvenloadError, shorten
 from ...core.recipe.tenant import Tenant, parse_tenant
 from ...integrations.huggingface.folders.adapters import refuse_other_base
 from ...runtime.adapters.state import AdapterState
-from ...runtime.world.agreement import everyone, from_first
+from ...runtime.world.agreement import all_or_none, from_first
 from .._shared.job import logger
 from .._shared.show import mib
 from .arrivals.folder import Came, Folder, News
@@ -135,14 +135,28 @@ class Members:
         """A tenant takes part no longer; its adapter is written out as it is. Collective."""
         adapters = self._job.host.adapters
         if tenant.number in adapters.numbers:
-            try:
-                self._output.adapter(tenant, LAST)
-            except EvenloadError as error:
-                state, reason = "failed", f"its adapter cannot be written: {error}"
+            if unwritten := self._unwritten(tenant, LAST):
+                state, reason = "failed", unwritten
             adapters.leave(tenant.number)
             del self._job.samples.sources[tenant.number]
         self._states.pop(tenant.number, None)
         self._becomes(tenant, state, reason)
+
+    def keep(self, tenant: ActiveTenant, name: str) -> bool:
+        """Write the adapter of a tenant who takes part, as it is; whose cannot be written has failed. Collective."""
+        if unwritten := self._unwritten(tenant, name):
+            self.end(tenant, "failed", unwritten)
+        return not unwritten
+
+    def _unwritten(self, tenant: ActiveTenant, name: str) -> str:
+        """Write a tenant's adapter; why it cannot be written, which is said beside its file, too. Collective."""
+        try:
+            self._output.adapter(tenant, name)
+        except EvenloadError as error:
+            if self._folder:
+                self._folder.complain(tenant.file, error)
+            return f"its adapter cannot be written: {error}"
+        return ""
 
     def _becomes(self, tenant: ActiveTenant, state: State, reason: str = "") -> None:
         if (tenant.state, tenant.reason) != (state, reason):
@@ -166,6 +180,7 @@ class Members:
             self._admit(came, digest)
         except EvenloadError as error:
             self.bad[came.name] = error
+            self._output.refused(came.name, error)
             if self._folder:
                 self._folder.complain(came.name, error)
         else:
@@ -177,8 +192,7 @@ class Members:
         """Raises EvenloadError, on all ranks alike, for a tenant that cannot be trained."""
         if came.error is not None:
             raise came.error
-        config = parse_tenant(came.text, came.name)
-        sweep = sweep_of(came.name, config) if config.sweep is not None else None
+        config, sweep = _tried(lambda: _described(came))
         entrants = entrants_of(came.name, config, digest, sweep)
         self._refuse_same_names(entrants)
         opened = [self._open(entrant) for entrant in entrants if not self._is_past(entrant)]
@@ -221,7 +235,7 @@ class Members:
         row = self._row_of(entrant)
         number = self.next_number if row is None else row["number"]
         with self._job.watchdog.working(f"opening the data of tenant {entrant.name}"):
-            opened = _together(lambda: self._opened(entrant, number, row))
+            opened = all_or_none(lambda: _tried(lambda: self._opened(entrant, number, row)))
         self._refuse_too_large(opened[0])
         self.next_number = max(self.next_number, number + 1)
         return opened
@@ -272,17 +286,17 @@ def _same(state: AdapterState) -> AdapterState:
     return state
 
 
-def _together(act: Callable[[], Result]) -> Result:
-    """What ``act`` gives, where it works on every rank; else the error of the first, on all of them. Collective."""
-    result: list[Result] = []
-    error: EvenloadError | None = None
+def _described(came: Came) -> tuple[Tenant, Sweep | None]:
+    config = parse_tenant(came.text, came.name)
+    return config, sweep_of(came.name, config) if config.sweep is not None else None
+
+
+def _tried(act: Callable[[], Result]) -> Result:
+    """What ``act`` gives; whatever it raises as an EvenloadError."""
     try:
-        result.append(act())
-    except EvenloadError as caught:
-        error = caught
+        return act()
+    except EvenloadError:
+        raise
     except Exception as caught:  # of whatever reads a user's data
-        error = EvenloadError("the tenant cannot be opened", shorten(f"{type(caught).__name__}: {caught}"))
-    failed = next((one for one in everyone(error) if one is not None), None)
-    if failed is not None:
-        raise failed
-    return result[0]
+        what, detail = "the tenant cannot be opened", shorten(f"{type(caught).__name__}: {caught}")
+        raise EvenloadError(what, detail, "mend its file or its data") from caught

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Literal
 
 from pydantic import Field
 
+from ..errors import EvenloadError, shown
 from ..input import bounds
+from ..input.sandbox import Budget, SandboxError, bounded
 from .sections import Section
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
-_Value = TypeVar("_Value", int, float)
+_PLAIN = re.compile(r"(\w|-|\\?\.)*")
+"""A pattern without repetitions and choices, which takes no time to speak of."""
+_FEW = 64
 
 
 class Adapter(Section):
@@ -51,19 +56,54 @@ class Adapter(Section):
         return [target for target in wanted if not any(_ends(name, target) for name in known)]
 
     def rank_of(self, name: str) -> int:
-        """Rank of the matrices of a linear layer."""
-        return _of_pattern(self.rank_pattern, name, self.r)
+        """Rank of the matrices of a linear layer. Raises EvenloadError for patterns that are none, or have no end."""
+        chosen = self._ranks.of(name)
+        return self.r if chosen is None else self.rank_pattern[chosen]
 
     def scaling_of(self, name: str) -> float:
-        """What the product of a linear layer's matrices is multiplied by."""
-        rank, alpha = self.rank_of(name), _of_pattern(self.alpha_pattern, name, self.lora_alpha)
+        """What the product of a linear layer's matrices is multiplied by. Raises as `rank_of`."""
+        rank, chosen = self.rank_of(name), self._alphas.of(name)
+        alpha = self.lora_alpha if chosen is None else self.alpha_pattern[chosen]
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    @cached_property
+    def _ranks(self) -> _Patterns:
+        return _Patterns("rank_pattern", tuple(self.rank_pattern))
+
+    @cached_property
+    def _alphas(self) -> _Patterns:
+        return _Patterns("alpha_pattern", tuple(self.alpha_pattern))
+
+
+class _Patterns:
+    """Patterns of names. Each name is looked up once, so whoever looked all up in time never waits again."""
+
+    def __init__(self, key: str, patterns: tuple[str, ...]) -> None:
+        self._key, self._patterns = key, patterns
+        self._budget, self._chosen = Budget(), dict[str, str | None]()
+        self._plain = len(patterns) <= _FEW and all(map(_PLAIN.fullmatch, patterns))
+
+    def of(self, name: str) -> str | None:
+        """The first pattern that is the name, or its end behind a dot, as PEFT chooses. Raises EvenloadError."""
+        if name not in self._chosen:
+            self._chosen[name] = self._first(name)
+        return self._chosen[name]
+
+    def _first(self, name: str) -> str | None:
+        if self._plain:
+            return first_match(self._patterns, name)
+        try:
+            chosen: str | None = bounded(self._budget, first_match, self._patterns, name)
+        except SandboxError as error:
+            what, detail = f"adapter.{self._key} has no patterns of names", f"{error}; in {shown(self._patterns)}"
+            raise EvenloadError(what, detail, "mend it, or write names out: {q_proj: 8}") from error
+        return chosen
+
+
+def first_match(patterns: Sequence[str], name: str) -> str | None:
+    """The first of the patterns that is the name, or its end behind a dot."""
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)), None)
 
 
 def _ends(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
-
-
-def _of_pattern(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
-    """As PEFT chooses: the first pattern that is the name, or its end behind a dot."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)

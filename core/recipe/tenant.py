@@ -69,6 +69,12 @@ class Tenant(Section):
     """Values to try: dotted keys of this file with lists, and ``halve_every``, steps between rungs at which the worse
     half of the trials ends."""
 
+    def opens(self) -> dict[str, str]:
+        """What is opened for it, by the keys of its file that say so."""
+        specs = {"data.source": self.data.source, "data.tokenizer": self.data.tokenizer}
+        specs |= {"evaluate.source": self.evaluate.source} if self.evaluate else {}
+        return specs | ({"from": str(self.start)} if self.start else {})
+
 
 def file_name_of(folder: Path, name: str) -> Path:
     """Where the tenant of this name is described."""

@@ -13,5 +13,8 @@ class LoraConfig(PluginConfig):
     """A folder with one YAML file a tenant; a file that appears joins, one that is removed leaves."""
     out: FilePath | None = None
     """Where each tenant gets a folder of its name: adapter, metrics, status; null: ``out`` beside ``tenants``."""
+    root: FilePath | None = None
+    """Data, tokenizers and adapters that tenants' files name must lie below this folder, links resolved; null: they may
+    lie wherever the job may read."""
     wait: bool = False
     """When all tenants are done, wait for later ones instead of ending the job."""

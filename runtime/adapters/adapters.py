@@ -63,9 +63,11 @@ class Adapters:
         if unknown := adapter.without_effect(self.linears):
             what = "adapter.target_modules names no linear layer of the model"
             raise EvenloadError(what, ", ".join(unknown), nearest(unknown[0], kinds))
+        targets = adapter.targets(self.linears)
+        for name in targets:  # patterns that have no end are found here, and by no rank later
+            adapter.scaling_of(name)
         if state is None:
             return
-        targets = adapter.targets(self.linears)
         if differ := sorted({f"{name}.{kind}" for name in targets for kind in (A, B)} ^ set(state.weights)):
             what = "the adapter to go on with has other layers than the tenant's file"
             raise EvenloadError(what, ", ".join(differ[:4]), "give target_modules as the adapter has them")
@@ -80,7 +82,8 @@ class Adapters:
 
     def bytes_of(self, adapter: Adapter) -> int:
         """What a tenant takes on this rank: matrices, gradients, and moments of the run that it owns."""
-        own = [place for place in self._places if place.name in set(adapter.targets(self.linears))]
+        targets = set(adapter.targets(self.linears))
+        own = [place for place in self._places if place.name in targets]
         shapes = [shape_of(place, kind, adapter.rank_of(place.name)) for place in own for kind in (A, B)]
         values = sum(math.prod(shape) for shape in shapes)
         return math.ceil(values * (2 + 2 / self._peers.num_owners)) * self._dtype.itemsize

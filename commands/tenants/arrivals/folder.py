@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ....core.errors import EvenloadError, shorten
 from ....core.input import reading
+from ..writing import write_whole
 
 logger = logging.getLogger("evenload")
 
@@ -21,6 +23,8 @@ SUFFIX, ERROR = ".yaml", ".error"
 STOP = "stop"
 """A file of this name ends the job after the step that runs, as if every tenant had left; it is removed."""
 _Stamp = tuple[int, int, int]
+_REST, _QUICK_S = 20.0, 2e-3
+"""A look that takes longer than the latter is followed by so many times its CPU seconds without one."""
 
 
 class Came(NamedTuple):
@@ -51,9 +55,13 @@ class Folder:
         self._known: dict[str, _Stamp] = {}
         self._seen: dict[str, _Stamp] | None = None
         self._warned: set[str] = set()
+        self._rests_until = 0.0
 
     def look(self) -> News:
         """What has happened since the last look; nothing, while the folder itself cannot be read."""
+        if time.monotonic() < self._rests_until:
+            return News(stop=self._stopped())
+        begin_s = time.thread_time()
         try:
             stamps = self._stamps()
         except EvenloadError as error:
@@ -61,21 +69,30 @@ class Folder:
             return News()
         before = stamps if self._seen is None else self._seen
         self._seen = stamps
-        stop = (self.path / STOP).exists()
-        if stop:
-            (self.path / STOP).unlink(missing_ok=True)
         gone = tuple(name for name in self._known if name not in stamps)
         settled = {name: stamp for name, stamp in stamps.items() if before.get(name) == stamp}
         came = tuple(self._read(name) for name, stamp in settled.items() if self._known.get(name) != stamp)
         self._known = {name: stamp for name, stamp in self._known.items() if name in stamps} | settled
         for name in gone:
             self.clear(name)
-        return News(came, gone, stop)
+        self._rests_until = time.monotonic() + _REST * max(0.0, time.thread_time() - begin_s - _QUICK_S)
+        return News(came, gone, self._stopped())
+
+    def _stopped(self) -> bool:
+        """Whether somebody has put the file that ends the job there; it is taken out."""
+        path = self.path / STOP
+        if not reading.is_file(path):
+            if path.is_dir():
+                self._warn_once(f"{STOP} is a folder and ends nothing: a file of this name ends the job")
+            return False
+        with suppress(OSError):
+            path.unlink()
+        return True
 
     def complain(self, name: str, error: EvenloadError) -> None:
         """Write what is wrong with a tenant beside its file."""
         try:
-            (self.path / f"{name}{ERROR}").write_text(f"{error}\n")
+            write_whole(self.path / f"{name}{ERROR}", f"{error}\n")
         except OSError as failed:
             logger.warning("%s%s cannot be written: %s", name, ERROR, failed.strerror)
         logger.warning("the tenant %s is left out: %s", shorten(name), error)
@@ -99,7 +116,7 @@ class Folder:
                     name = entry.name.removesuffix(SUFFIX)
                     if name and name != entry.name and not name.startswith("."):
                         with suppress(FileNotFoundError):
-                            status = entry.stat()
+                            status = _status(entry)
                             stamps[name] = (status.st_mtime_ns, status.st_size, status.st_ino)
                     elif entry.name.endswith(".yml"):
                         self._warn_once(f"{shorten(entry.name)} is no tenant: a tenant's file ends in {SUFFIX}")
@@ -123,3 +140,13 @@ class Folder:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result:
+    """Of the file that an entry means; of the entry itself where it leads in a circle, or where nobody may look."""
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return entry.stat(follow_symlinks=False)

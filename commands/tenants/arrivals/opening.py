@@ -14,6 +14,7 @@ from ....core.planning.forward_only import forward_only
 from ....core.recipe.adapter import Adapter
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.tenant import Tenant
+from ....data.locate import refuse_outside
 from ....data.samples.batches import BatchSize
 from ....data.samples.order import SampleOrder
 from ....data.sources import Source
@@ -21,6 +22,7 @@ from ....integrations.huggingface.folders.adapters import read_adapter
 from ..._shared.drawing import Drawing
 from ..._shared.preflight import open_samples, refuse_longest
 from ..tenant import ActiveTenant
+from .preflight import config_of
 
 
 class Entrant(NamedTuple):
@@ -46,7 +48,9 @@ def open_tenant(
     entrant: Entrant, number: int, recipe: Recipe, chain: PlanChain, order: Mapping[str, Any] | None = None
 ) -> Opened:
     """Open the data of who would join; ``order``: where its batches go on. Raises EvenloadError."""
-    config = entrant.config
+    config, root = entrant.config, config_of(recipe).root
+    if root is not None:
+        refuse_outside(root, config.opens())
     adapter, weights = _adapter_of(config)
     source = _open(config, config.data.source, recipe)
     _refuse_short(source, config)

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from ....runtime.world.agreement import from_first
 from ..._shared.job import logger
 from ..job import TenantJob
 from ..status import NAME as STATUS
+from ..status import read_status
 from ..tenant import ActiveTenant
+from ..writing import write_whole
 
 METRICS = "metrics.jsonl"
 LAST, BEST = "last", "best"
@@ -57,7 +60,7 @@ class Output:
     def row(self, tenant: ActiveTenant, row: Mapping[str, Any]) -> None:
         """Add a line to a tenant's numbers; it says ``step``."""
         if self._job.leads:
-            with _GivingUp(tenant.name, self._given_up), (self.folder(tenant) / METRICS).open("a") as file:
+            with _GivingUp(tenant.name, self._given_up), open(self.folder(tenant) / METRICS, "a", opener=_open) as file:
                 file.write(to_json(dict(row)) + "\n")
 
     def status(self, tenant: ActiveTenant, *, now: bool = True) -> None:
@@ -85,18 +88,24 @@ class Output:
 
     def _write_status(self, status: Mapping[str, Any]) -> None:
         with _GivingUp(status["name"], self._given_up):
-            path = self._root / status["name"] / STATUS
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{STATUS}")
-            aside.write_text(json.dumps(status, indent=1) + "\n")
-            os.replace(aside, path)
+            write_whole(self._root / status["name"] / STATUS, json.dumps(status, indent=1) + "\n")
+
+    def refused(self, name: str, error: EvenloadError) -> None:
+        """A file of which nobody can be trained stands beside the tenants, unless one of this name was trained."""
+        row: Any = {}
+        with suppress(EvenloadError):
+            row = reading.read_json(self._root / name / STATUS, STATUS, "")
+        if self._job.leads and not (isinstance(row, dict) and row.get("file")):
+            reason = f"its file is refused: {error}"
+            self._write_status({"name": name, "state": "failed", "reason": reason, "step": 0, "steps": 0, "file": ""})
 
     def past(self, name: str, digest: str) -> dict[str, Any] | None:
         """How a tenant of this file has ended in an earlier job; None where it has not, or nobody knows."""
         with suppress(EvenloadError):
-            status = reading.read_json(self._root / name / STATUS, STATUS, "")
-            if isinstance(status, dict) and status.get("file") == digest and status.get("state") in _FINAL:
-                return status
+            path = self._root / name / STATUS
+            known, row = read_status(path), reading.read_json(path, STATUS, "")
+            if row.get("file") == digest and known.state in _FINAL and known.name == name:
+                return {**row, **asdict(known)}
         return None
 
 
@@ -116,17 +125,19 @@ class _GivingUp(suppress):
 
 def _cut(path: Path, step: int) -> None:
     """Keep the rows of the steps before this one: later ones are of a run that was killed behind its checkpoint."""
-    if not path.exists():
-        return
-    rows = [line for line in path.read_text().splitlines() if _is_behind(line, step)]
-    aside = path.with_name(f".{METRICS}")
-    aside.write_text("".join(f"{line}\n" for line in rows))
-    os.replace(aside, path)
+    if reading.is_file(path):
+        lines = path.read_text(errors="replace").splitlines()
+        write_whole(path, "".join(f"{line}\n" for line in lines if _is_behind(line, step)))
+
+
+def _open(path: str, flags: int) -> int:
+    """Open for writing; a pipe that nobody reads is an OSError, and not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _is_behind(line: str, step: int) -> bool:
     """Whether a line is of the first ``step`` steps, or of an evaluation up to there."""
-    with suppress(ValueError, TypeError, KeyError):
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         row = json.loads(line)
         return 0 < step >= row["step"] if "evaluation" in row else float(row["step"]) < step
     return False

@@ -6,20 +6,54 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ....core.errors import EvenloadError, shorten
 from ....core.input import reading
-from ..status import Status
+from ..status import State, Status, validated
+from ..writing import write_whole
 from .halving import Halving
 from .trials import Sweep
 
 NAME, BEST = "ranking.json", "best"
 EVALUATED = "the lowest loss of held-out samples"
 TRAINED = "the mean loss of training since the rung before, as nothing is evaluated"
-_ROW = {"trial", "state", "step", "steps", "loss"}
-_KEYS = {"sweep", "winner", "best", "loss_is", "trials"}
+
+
+@dataclass(frozen=True)
+class _Row:
+    trial: str
+    state: State
+    step: int
+    steps: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class _Race:
+    rung: int
+    losses: Mapping[str, Mapping[int, float]]
+    ended: Mapping[str, float]
+    out: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    sweep: str
+    winner: str | None
+    best: str | None
+    loss_is: str
+    trials: Sequence[_Row]
+    race: _Race | None = None
+
+
+_RANKING = TypeAdapter(_Ranking)
+"""What must be in a file for it to be shown, and for its race to go on."""
 
 
 def ranking_of(
@@ -67,18 +101,17 @@ def write_ranking(out: Path, ranking: dict[str, Any], adapter: Path | None) -> d
         shutil.copytree(adapter, aside)
         os.replace(aside, folder / BEST)
         ranking = {**ranking, "best": str(folder / BEST)}
-    aside = folder / f".{NAME}"
-    aside.write_text(json.dumps(ranking, indent=1) + "\n")
-    os.replace(aside, folder / NAME)
+    write_whole(folder / NAME, json.dumps(ranking, indent=1) + "\n")
     return ranking
 
 
 def race_in(out: Path, name: str, digest: str) -> dict[str, Any] | None:
     """How far the race of a sweep of this file had come in an earlier job; None where nobody knows."""
-    path = out / name / NAME
-    ranking = _read(path) if reading.is_file(path) else {}
-    race: dict[str, Any] | None = ranking.get("race") if ranking.get("file") == digest else None
-    return race
+    with suppress(EvenloadError):
+        ranking = _read(out / name / NAME)
+        race: dict[str, Any] | None = ranking.get("race") if ranking.get("file") == digest else None
+        return race
+    return None
 
 
 def rankings(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -89,8 +122,5 @@ def rankings(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def _read(path: Path) -> dict[str, Any]:
     name, do = f"the ranking {shorten(str(path))}", "let the job that trains the sweep write it anew"
     value = reading.mapping(reading.read_json(path, name, do), name, do)
-    rows = value.get("trials")
-    whole = isinstance(rows, list) and all(isinstance(row, dict) and row.keys() >= _ROW for row in rows)
-    if not whole or not value.keys() >= _KEYS:
-        raise EvenloadError(f"{name} is damaged", f"keys {sorted(value)}", do)
+    validated(value, _RANKING, name, do)
     return value

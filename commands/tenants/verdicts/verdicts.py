@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ....core.errors import EvenloadError
 from ....runtime.world.agreement import from_first
 from ...training.writers import Entry, Write
 from ..job import TenantJob
@@ -107,14 +106,8 @@ class Verdicts:
             self._members.end(tenant, "failed", reason)
         elif best:
             tenant.best, tenant.best_step = result.loss, tenant.step
-            self._keep_best(tenant)
+            self._members.keep(tenant, BEST)
         self._output.status(tenant)
-
-    def _keep_best(self, tenant: ActiveTenant) -> None:
-        try:
-            self._output.adapter(tenant, BEST)
-        except EvenloadError as error:
-            self._members.end(tenant, "failed", f"its adapter cannot be written: {error}")
 
     def _held_out_of(self, tenant: ActiveTenant) -> HeldOut:
         if tenant.number not in self._held_out:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +48,6 @@ def read_config(folder: Path, layers: Iterable[str]) -> Adapter:
     targets = known.get("target_modules")
     if any(fields.get(key) for key in _CHOICES) or not (targets == ALL_LINEAR or isinstance(targets, list)):
         known["target_modules"] = list(layers)
-    _refuse_wrong_patterns(known, name)
     return described(known, Adapter, f"{name} is no adapter", SAVED_BY_PEFT)
 
 
@@ -87,16 +85,6 @@ def _refuse_others(fields: Mapping[str, Any], name: str) -> None:
 def _among(value: Any, allowed: Collection[Any]) -> bool:
     """Equal to one of them and of its type: 1 is not True."""
     return any(type(value) is type(one) and value == one for one in allowed)
-
-
-def _refuse_wrong_patterns(fields: Mapping[str, Any], name: str) -> None:
-    for key in ("rank_pattern", "alpha_pattern"):
-        for pattern in reading.mapping(fields.get(key, {}), f"{key} of {name}", SAVED_BY_PEFT):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                detail = f"{shown(pattern)}: {error}"
-                raise EvenloadError(f"{key} of {name} is no pattern of names", detail, "mend it") from error
 
 
 def _whole(alpha: float) -> float:

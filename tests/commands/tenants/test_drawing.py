@@ -97,3 +97,12 @@ def test_no_batch_lies_behind_the_last_step_of_everybody() -> None:
     assert not len(union().samples)
     one.until += 1
     assert union.more
+
+
+def test_batches_that_are_put_back_come_again_from_the_oldest() -> None:
+    one = tenant(2)
+    union = TenantDrawing(lambda: [one])
+    ahead = [union().samples.tolist() for _ in range(3)]
+    union.put_back()
+    assert union.num_open == 0
+    assert [union().samples.tolist() for _ in range(3)] == ahead == alone(2, 3)

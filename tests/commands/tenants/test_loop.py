@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import yaml
 from evenload.api import load_recipe
 from evenload.commands.tenants.arrivals.memory import free_bytes
 from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.pretrained import folder_of
 
 pytestmark = pytest.mark.slow
 Forged = Callable[..., Any]
@@ -59,12 +63,20 @@ def happens(self, step):
 """Code that rank 0 runs before each step of the job: lines that follow, indented."""
 
 
+IMPATIENT = """
+from evenload.core.input import sandbox
+sandbox.Budget.__init__.__defaults__ = (0.3, 0.0, 0.0)
+"""
+"""Code that leaves programs of tenants fewer CPU seconds than jobs do."""
+
+
 class Place:
     """A folder in which a job runs."""
 
     def __init__(self, path: Path, forged: Forged) -> None:
         self.path, self.tenants, self.out, self._forged = path, path / "tenants", path / "out", forged
         self.tenants.mkdir()
+        self.impatient = False
         (path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
 
     def put(self, **tenants: dict[str, Any]) -> None:
@@ -73,6 +85,7 @@ class Place:
 
     def run(self, *words: str, happens: str = "", ranks: int = 0) -> Any:
         planted = BEFORE_STEP + happens if happens else ""
+        planted += IMPATIENT if self.impatient else ""
         return self._forged(self.path, "train", "r.yaml", *words, "--json", planted=planted, ranks=ranks)
 
     def trained(self, *words: str, happens: str = "", ranks: int = 0) -> dict[str, Any]:
@@ -191,6 +204,72 @@ def test_tenants_come_leave_fail_and_are_wrong_and_nobody_else_notices(place: Pl
     assert not (place.tenants / "wrong.error").exists()
     logged = json.loads((place.out / "core" / "status.json").read_text())
     assert (logged["state"], logged["steps"], logged["left_s"]) == ("done", 5, None)
+
+
+LOOPS = "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}"
+
+
+def attackers(place: Place) -> dict[str, dict[str, Any]]:
+    """Files that try to end or to hold the job of all, each in its own way; those of the second half train."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (place.path / "own.jsonl").write_text(
+        json.dumps({"messages": chat, "chat_template_kwargs": {"chat_template": LOOPS}}) + "\n"
+    )
+    (place.path / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    words = place.path / "words"
+    shutil.copytree(folder_of(Path("tiny-llama")), words, ignore=shutil.ignore_patterns("*.safetensors"))
+    (words / "chat_template.jinja").write_text(LOOPS)
+    (words / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    few = {"steps": 3, "batch_size": 1}
+    endless = {"source": "chat.jsonl", "tokenizer": "words"}
+    patterns = {"bracket": "(", "forever": "([a-z0-9_.]+)+!"}
+    refused: dict[str, dict[str, Any]] = {
+        **{name: {**CORE, "adapter": {"rank_pattern": {key: 4}}} for name, key in patterns.items()},
+        "row": {"data": {"source": "own.jsonl", "tokenizer": "words"}, "train": few},
+        "words": {"data": endless, "train": few},
+        "outside": {"data": {"source": "/etc/hosts"}},
+    }
+    os.symlink("loop.yaml", place.tenants / "loop.yaml")
+    trained: dict[str, dict[str, Any]] = {name: {**CORE, "train": few} for name in ("torn", "odd", "pipe")}
+    trained |= {"lost": {**CORE, "train": {"steps": 50}}, "raced": {**CORE, "sweep": {"train.lr": [1e-3, 2e-3]}}}
+    place.put(**refused, **trained)
+    for name in ("torn", "odd", "pipe", "raced"):
+        (place.out / name).mkdir(parents=True)
+    digests = {
+        name: hashlib.blake2b((place.tenants / f"{name}.yaml").read_bytes(), digest_size=8).hexdigest()
+        for name in trained
+    }
+    (place.out / "torn" / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    (place.out / "odd" / "status.json").write_text(json.dumps({"file": digests["odd"], "state": "done"}))
+    ranking = {"sweep": "raced", "winner": None, "best": None, "loss_is": "", "trials": [], "race": "mine"}
+    (place.out / "raced" / "ranking.json").write_text(json.dumps({**ranking, "file": digests["raced"]}))
+    os.mkfifo(place.out / "pipe" / "metrics.jsonl")
+    return refused | {"loop": {}}
+
+
+def test_attackers_harm_themselves_alone_and_poison_no_restart(place: Place, whole: Place) -> None:
+    refused, place.impatient = attackers(place), True
+    place.put(bolt=BOLT, core=CORE)
+    happens = (
+        "    if step == 1: (tenants / 'stop').mkdir()\n"
+        "    if step == 2: os.rename('out/lost', 'gone'); Path('out/lost').touch()\n"
+    )
+    words = (f"plugins.lora.root={place.path}", "plugins.lora.wait=false")
+    first = place.trained("parallel.dp=2", *words, happens=happens)
+    second = place.trained(*words)
+    for result in (first, second):
+        assert set(result["refused"]) == set(refused)
+        ended = states(result)
+        assert {ended[name] for name in ("torn", "odd", "pipe")} == {("done", 3)}
+        assert (ended["bolt"], ended["core"]) == (("done", 8), ("done", 5))
+        assert ended["lost"][0] == "failed"
+        assert {ended[f"raced.lr={lr}"] for lr in ("0.001", "0.002")} == {("done", 5)}
+    for name in refused:
+        assert (place.tenants / f"{name}.error").read_text().strip() == first["refused"][name]
+    assert "lost" in (place.tenants / "lost.error").read_text()
+    assert second["summary"]["steps"] < 5
+    for name, steps in (("bolt", 8), ("core", 5)):
+        place.same_as(whole, name, steps)
 
 
 def test_one_whose_data_change_under_it_fails_alone(place: Place, whole: Place) -> None:

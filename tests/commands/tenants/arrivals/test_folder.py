@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from evenload.commands.tenants.arrivals import folder as module
 from evenload.commands.tenants.arrivals.folder import Folder
 from evenload.core.errors import EvenloadError
 
@@ -75,6 +76,79 @@ def test_the_file_stop_is_news_once(tmp_path: Path) -> None:
     assert folder.look().stop
     assert not folder.look().stop
     assert not (tmp_path / "stop").exists()
+
+
+def test_a_folder_of_the_name_stop_ends_nothing_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Folder(tmp_path)
+    (tmp_path / "stop").mkdir()
+    (tmp_path / "a.yaml").write_text(TEXT)
+    news = [folder.look() for _ in range(3)]
+    assert [came.name for came in news[0].came] == ["a"]
+    assert not any(one.stop for one in news)
+    assert len([record for record in caplog.records if "stop is a folder" in record.getMessage()]) == 1
+
+
+def test_a_link_in_a_circle_is_one_file_that_cannot_be_read(tmp_path: Path) -> None:
+    os.symlink("loop.yaml", tmp_path / "loop.yaml")
+    (tmp_path / "a.yaml").write_text(TEXT)
+    folder = Folder(tmp_path)
+    errors = {came.name: str(came.error) for came in folder.look().came}
+    assert errors["a"] == "None"
+    assert "cannot be read" in errors["loop"]
+    assert not folder.look()
+    (tmp_path / "loop.yaml").unlink()
+    assert names(folder) == ([], ["loop"])
+
+
+def test_what_is_wrong_is_written_in_place_of_a_pipe_or_a_link(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(TEXT)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("of somebody else")
+    os.symlink(elsewhere, tmp_path / "a.error")
+    os.mkfifo(tmp_path / "b.error")
+    (tmp_path / "c.error").mkdir()
+    for name in "abc":
+        Folder(tmp_path).complain(name, EvenloadError("this is wrong"))
+    assert [(tmp_path / f"{name}.error").read_text() for name in "ab"] == ["this is wrong\n"] * 2
+    assert elsewhere.read_text() == "of somebody else"
+
+
+def test_a_long_look_is_followed_by_a_rest_in_which_stop_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look of 0.1 CPU seconds is followed by two seconds without one; short looks by none."""
+    clock, cost = [100.0], [0.1]
+    looks: list[float] = []
+
+    class Time:
+        monotonic = staticmethod(lambda: clock[0])
+        thread_time = staticmethod(lambda: len(looks) * cost[0])
+
+    monkeypatch.setattr(module, "time", Time)
+    stamps = Folder._stamps
+    monkeypatch.setattr(Folder, "_stamps", lambda self: looks.append(clock[0]) or stamps(self))
+    folder = Folder(tmp_path)
+    for _ in range(100):
+        folder.look()
+        clock[0] += 0.1
+    assert 4 <= len(looks) <= 6
+    (tmp_path / "a.yaml").write_text(TEXT)
+    came = []
+    for _ in range(60):
+        came += [one.name for one in folder.look().came]
+        clock[0] += 0.1
+    assert came == ["a"]
+    (tmp_path / "stop").touch()
+    folder.look()
+    (tmp_path / "stop").touch()
+    assert folder.look().stop
+    cost[0], count = 0.001, len(looks)
+    for _ in range(40):
+        folder.look()
+        clock[0] += 0.1
+    assert len(looks) > count + 15
 
 
 def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_away_is_not_read_as_empty(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,37 @@ def test_data_that_cannot_be_trained_on_are_refused(base: tuple[Recipe, PlanChai
     masked.write_text(json.dumps({"input_ids": [1, 2, 3], "labels": [-100] * 3}) + "\n")
     text = refusal(base, data={"source": rows(few, [9] * 9)}, evaluate={"source": str(masked)})
     assert "masked.jsonl has no target" in text
+
+
+def test_files_lead_nowhere_outside_of_the_root(tmp_path: Path) -> None:
+    """Neither by themselves nor by links, patterns, or lists of files; what is built in is open to all."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root / "words", root / "saved", outside):
+        folder.mkdir(parents=True)
+    inner, outer = rows(root / "a.jsonl", [9] * 10), rows(outside / "a.jsonl", [9] * 10)
+    os.symlink(outer, root / "link.jsonl")
+    os.symlink(outside, root / "folder")
+    os.symlink(outer, root / "words" / "tokenizer.json")
+    for name in ("pair.bin", "pair.idx", "x.arrow"):
+        (outside / name).write_bytes(b"")
+        os.symlink(outside / name, root / name)
+    listed = {"_data_files": [{"filename": "../../outside/x.arrow"}]}
+    (root / "saved" / "state.json").write_text(json.dumps(listed))
+    packing = {"enabled": True, "max_tokens": 64}
+    plugins = {"packing": packing, "lora": {"root": str(root)}}
+    recipe = parse({"model": {"vocab_size": 256}, "parallel": {"dp": 2}, "plugins": plugins})
+    fenced = recipe, PlanChain.of_recipe(recipe, recipe.layout())
+    assert opened(fenced, data={"source": inner}, evaluate={"source": "python-docstrings/email"}).name == "acme"
+    assert opened(fenced, data={"source": f"{outside}/../root/a.jsonl"}).name == "acme"
+    escapes = [outer, f"{root}/../outside/a.jsonl", f"{root}/link.jsonl", f"{root}/folder/a.jsonl", f"{root}/pair"]
+    escapes += [f"{root}/pair.idx", f"{root}/*.arrow", f"{root}/saved", f"{root}/folder", str(tmp_path), "/", "/*"]
+    for spec in escapes:
+        assert "data.source leads out of plugins.lora.root" in refusal(fenced, data={"source": spec}), spec
+        assert "evaluate.source leads" in refusal(fenced, data={"source": inner}, evaluate={"source": spec}), spec
+    for spec in (str(root / "words"), str(outside)):
+        assert "data.tokenizer leads" in refusal(fenced, data={"source": inner, "tokenizer": spec})
+    for spec in (outside, root / "words", root / "folder"):
+        assert "from leads out" in refusal(fenced, data={"source": inner}, **{"from": str(spec)})
 
 
 def test_an_adapter_that_goes_on_must_be_the_one_of_the_file(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 from evenload.commands.tenants.arrivals.reading import Samples
-from evenload.commands.tenants.verdicts.evaluation import HeldOut, held_out_of, union_of
+from evenload.commands.tenants.verdicts.evaluation import HeldOut, _sum_of, held_out_of, union_of
 from evenload.core.recipe.tenant import Evaluate
+from evenload.integrations.scoring import Scores
 
 
 def source(lengths: list[int], targets: list[int] | None = None, base: int = 0) -> Any:
@@ -50,3 +51,22 @@ def test_tenants_that_are_due_together_share_plans() -> None:
             assert set(tokens_of(index).tolist()) == {sample + (100 if number == 9 else 0)}
             assert len(labels.of(index)) == draw.lengths[index]
             assert labels.targets[index] == (few.targets[sample] if number == 9 else draw.lengths[index] - 1)
+
+
+def test_an_evaluation_is_a_mean_over_targets_of_the_tenant_in_all_of_its_batches() -> None:
+    """Sequences of unlike length: a mean over sequences, or of the means of batches, is another number."""
+    many, few = source([3, 40, 5]), source([8, 9], base=100)
+    draws = union_of([held_out(4, many), held_out(9, few)])
+    parts, wanted = [], {4: [0.0, 0], 9: [0.0, 0]}
+    for draw in draws:
+        assert draw.targets is not None
+        losses = np.arange(1.0, 1 + len(draw.lengths)) * 7
+        parts.append((draw, Scores(losses, draw.targets)))
+        assert draw.tenants is not None
+        for number, loss, targets in zip(draw.tenants.tolist(), losses, draw.targets, strict=True):
+            wanted[number][0] += loss
+            wanted[number][1] += targets
+    for number, (loss, targets) in wanted.items():
+        result = _sum_of(number, parts, 1.0)
+        assert result.targets == targets
+        assert abs(result.loss - loss / targets) < 1e-12

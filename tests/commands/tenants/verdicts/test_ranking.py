@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from evenload.commands.lora import lora
-from evenload.commands.tenants.status import NAME, State, Status, read_status
+from evenload.commands.tenants.status import NAME, State, Status, leave_word, read_status
 from evenload.commands.tenants.table import tables
 from evenload.commands.tenants.verdicts import ranking as rank
 from evenload.commands.tenants.verdicts.halving import Halving
@@ -81,12 +81,47 @@ def test_the_winners_folder_is_copied_and_all_is_read_again(tmp_path: Path) -> N
     assert f"the adapter of {NAMES[2]} is in" in shown
 
 
-@pytest.mark.parametrize("text", ['{"sweep": "a"}', "[]", '{"sweep": "a", "winner": 1, "best": 1, "loss_is": 1}'])
-def test_a_damaged_ranking_is_refused(text: str, tmp_path: Path) -> None:
+ROW = {"trial": "a", "state": "done", "step": 1, "steps": 1, "loss": 1.0}
+WHOLE = {"sweep": "a", "winner": None, "best": None, "loss_is": "so", "trials": [ROW], "file": "abc"}
+
+
+def test_a_ranking_without_a_race_is_whole(tmp_path: Path) -> None:
+    write_status(tmp_path / "a", Status("a", "done", 1, 1))
+    (tmp_path / "a" / rank.NAME).write_text(json.dumps(WHOLE))
+    assert lora(tmp_path)["sweeps"] == [WHOLE]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"sweep": "a"}', "[]", '{"sweep": "a", "winner": 1, "best": 1, "loss_is": 1}', "\xff", "[" * 9999]
+    + [
+        json.dumps({**WHOLE, **wrong})
+        for wrong in ({"winner": 3}, {"trials": {}}, {"race": "x"}, {"race": {"rung": []}})
+    ]
+    + [
+        json.dumps({**WHOLE, "trials": [{**ROW, **wrong}]}) for wrong in ({"steps": "yes"}, {"loss": "a"}, {"state": 1})
+    ],
+)
+def test_a_damaged_ranking_is_refused_and_no_race_goes_on_from_it(text: str, tmp_path: Path) -> None:
+    assert rank.race_in(tmp_path, "a", "abc") is None
     write_status(tmp_path / "a", Status("a", "done", 1, 1))
     (tmp_path / "a" / rank.NAME).write_text(text)
     with pytest.raises(EvenloadError, match="the ranking"):
         lora(tmp_path)
+    assert rank.race_in(tmp_path, "a", "abc") is None
+
+
+def test_a_folder_of_tenants_says_where_their_job_writes(tmp_path: Path) -> None:
+    clients, out = tmp_path / "clients", tmp_path / "elsewhere" / "adapters"
+    clients.mkdir()
+    write_status(out / "a", Status("a", "done", 1, 1))
+    with pytest.raises(EvenloadError, match="no tenant has a status in"):
+        lora(clients)
+    leave_word(clients, out)
+    assert lora(clients)["folder"] == str(out)
+    (clients / ".out").write_bytes(b"\xff\x00")
+    with pytest.raises(EvenloadError, match="no tenant has a status in"):
+        lora(clients)
 
 
 def test_a_status_comes_back_as_it_was(tmp_path: Path) -> None:

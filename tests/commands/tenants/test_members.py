@@ -1,0 +1,106 @@
+"""Who goes on where a checkpoint has it, who begins anew, and what becomes of one whose adapter cannot be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from evenload.commands.tenants.arrivals.folder import Came, Folder, News
+from evenload.commands.tenants.arrivals.opening import Entrant
+from evenload.commands.tenants.members import Members
+from evenload.commands.tenants.records.output import LAST
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe.tenant import parse_tenant
+
+ROW = {"file": "acme", "digest": "abc", "state": "training", "number": 4}
+
+
+class Output:
+    """Adapters of the names in ``broken`` cannot be written."""
+
+    def __init__(self) -> None:
+        self.broken: set[str] = set()
+        self.said: list[str] = []
+
+    def adapter(self, tenant: Any, name: str) -> None:
+        if name in self.broken:
+            raise EvenloadError("the disk is full", tenant.name)
+
+    def status(self, tenant: Any) -> None:
+        self.said.append(tenant.state)
+
+    def gone(self, row: Any) -> Any:
+        return row
+
+    def refused(self, name: str, error: EvenloadError) -> None:
+        self.said.append(f"{name}: {error.what}")
+
+
+class Tenant:
+    def __init__(self) -> None:
+        self.number, self.name, self.file, self.step, self.steps, self.state, self.reason = (
+            1,
+            "acme",
+            "acme",
+            2,
+            9,
+            "",
+            "",
+        )
+
+    def becomes(self, state: str, reason: str) -> None:
+        self.state, self.reason = state, reason
+
+
+def members(output: Output, folder: Any = None, **rows: Any) -> Members:
+    left: list[int] = []
+    adapters = SimpleNamespace(numbers=(1,), leave=left.append, left=left)
+    job = SimpleNamespace(host=SimpleNamespace(adapters=adapters), samples=SimpleNamespace(sources={1: None}))
+    saved = SimpleNamespace(next_number=9, tenants=rows)
+    return Members(job, output, folder, saved)  # type: ignore[arg-type]
+
+
+def entrant(digest: str) -> Entrant:
+    return Entrant("acme", "acme", parse_tenant("data: {source: x}", "acme"), digest)
+
+
+def test_only_one_of_the_same_file_who_was_under_way_goes_on() -> None:
+    assert members(Output(), acme=ROW)._row_of(entrant("abc")) == ROW
+    assert members(Output(), acme=ROW)._row_of(entrant("of another file")) is None
+    assert members(Output(), acme={**ROW, "state": "done"})._row_of(entrant("abc")) is None
+    assert members(Output(), bolt=ROW)._row_of(entrant("abc")) is None
+
+
+def test_one_whose_file_was_taken_out_and_put_in_again_begins_anew() -> None:
+    one = members(Output(), acme=ROW)
+    one.heed(News(gone=("acme",)))
+    assert one._row_of(entrant("abc")) is None
+
+
+def test_one_whose_adapter_cannot_be_written_fails_and_it_stands_beside_its_file(tmp_path: Path) -> None:
+    for broken in ({LAST}, {LAST, "best"}, {"best"}):
+        output, tenant = Output(), Tenant()
+        one = members(output, Folder(tmp_path))
+        assert one.keep(tenant, "best")  # type: ignore[arg-type]
+        assert one.keep(tenant, LAST)  # type: ignore[arg-type]
+        assert not tenant.state
+        output.broken = broken
+        assert not one.keep(tenant, "best" if "best" in broken else LAST)  # type: ignore[arg-type]
+        assert tenant.state == "failed"
+        assert "the disk is full" in tenant.reason
+        assert one._job.host.adapters.left == [1]  # type: ignore[attr-defined]
+        assert "the disk is full" in (tmp_path / "acme.error").read_text()
+
+
+def test_whatever_a_file_raises_is_its_own_error(tmp_path: Path, monkeypatch: Any) -> None:
+    def fails(text: str, name: str) -> None:
+        raise RecursionError(f"too deep in {name}")
+
+    monkeypatch.setattr("evenload.commands.tenants.members.parse_tenant", fails)
+    output = Output()
+    one = members(output, Folder(tmp_path))
+    one.heed(News(came=(Came("acme", "x"), Came("bolt", "", EvenloadError("it cannot be read")))))
+    assert sorted(one.bad) == ["acme", "bolt"]
+    assert "RecursionError: too deep in acme" in (tmp_path / "acme.error").read_text()
+    assert output.said == ["acme: the tenant cannot be opened", "bolt: it cannot be read"]
