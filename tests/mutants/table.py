@@ -1096,14 +1096,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "commands/tenants/members.py",
         "return row if under_way and entrant.file not in self._renewed else None",
         "return row if under_way else None",
-        "coming and going",
+        "resumed tenants",
     ),
     Mutant(
         "a tenant whose file has changed goes on from the checkpoint of the other file",
         "commands/tenants/members.py",
         'row["digest"] == entrant.digest and row["state"]',
         'row["state"]',
-        "coming and going",
+        "resumed tenants",
     ),
     Mutant(
         "a tenant whose adapter cannot be written trains on",

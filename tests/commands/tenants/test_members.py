@@ -1,4 +1,4 @@
-"""Who goes on where a checkpoint has it, who begins anew, and what becomes of one whose adapter cannot be written."""
+"""What becomes of a tenant whose adapter cannot be written, and of a file that nobody can make sense of."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from evenload.commands.tenants.arrivals.folder import Came, Folder, News
-from evenload.commands.tenants.arrivals.opening import Entrant
 from evenload.commands.tenants.members import Members
 from evenload.commands.tenants.records.output import LAST
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe.tenant import parse_tenant
-
-ROW = {"file": "acme", "digest": "abc", "state": "training", "number": 4}
 
 
 class Output:
@@ -53,29 +49,11 @@ class Tenant:
         self.state, self.reason = state, reason
 
 
-def members(output: Output, folder: Any = None, **rows: Any) -> Members:
+def members(output: Output, folder: Folder) -> Members:
     left: list[int] = []
     adapters = SimpleNamespace(numbers=(1,), leave=left.append, left=left)
     job = SimpleNamespace(host=SimpleNamespace(adapters=adapters), samples=SimpleNamespace(sources={1: None}))
-    saved = SimpleNamespace(next_number=9, tenants=rows)
-    return Members(job, output, folder, saved)  # type: ignore[arg-type]
-
-
-def entrant(digest: str) -> Entrant:
-    return Entrant("acme", "acme", parse_tenant("data: {source: x}", "acme"), digest)
-
-
-def test_only_one_of_the_same_file_who_was_under_way_goes_on() -> None:
-    assert members(Output(), acme=ROW)._row_of(entrant("abc")) == ROW
-    assert members(Output(), acme=ROW)._row_of(entrant("of another file")) is None
-    assert members(Output(), acme={**ROW, "state": "done"})._row_of(entrant("abc")) is None
-    assert members(Output(), bolt=ROW)._row_of(entrant("abc")) is None
-
-
-def test_one_whose_file_was_taken_out_and_put_in_again_begins_anew() -> None:
-    one = members(Output(), acme=ROW)
-    one.heed(News(gone=("acme",)))
-    assert one._row_of(entrant("abc")) is None
+    return Members(job, output, folder, None)  # type: ignore[arg-type]
 
 
 def test_one_whose_adapter_cannot_be_written_fails_and_it_stands_beside_its_file(tmp_path: Path) -> None:
