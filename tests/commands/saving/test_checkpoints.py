@@ -165,6 +165,18 @@ def test_a_bad_pointer_is_no_reason_to_stop(tmp_path: Path, text: str) -> None:
     assert chosen(tmp_path) == "step00000002"
 
 
+def test_the_checkpoint_that_the_pointer_names_goes_before_a_newer_one(tmp_path: Path) -> None:
+    """Whoever went back to an earlier one saves behind that."""
+    for step in (2, 4):
+        save(tmp_path, step)
+    save(tmp_path, 3, keep=3)
+    assert (tmp_path / "step00000004").exists()
+    assert chosen(tmp_path) == "step00000003"
+    last = checkpoints.last_good(tmp_path)
+    assert last is not None
+    assert last.name == "step00000003"
+
+
 CHILD = """
 import sys
 from pathlib import Path
