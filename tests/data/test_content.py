@@ -69,6 +69,7 @@ def test_a_fingerprint_tells_other_content_of_the_same_lengths(tmp_path: Path, k
 
 def test_one_changed_row_of_a_small_set_and_another_loss_are_other_data(tmp_path: Path) -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(200)]
+    rows[0]["labels"] = [-100, -100, 3]
     (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rows[137]["input_ids"] = [1, 9, 3]
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))

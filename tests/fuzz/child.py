@@ -1,8 +1,9 @@
-"""Runs cases of the fuzz: a process that has imported evenload, without torch, and forks one child a case.
+"""Runs cases of the fuzz: a process that has imported evenload, without torch unless cases are of what users bring
+along (`brought`), and forks one child a case.
 
-child.py FOLDER [plots]. A case is a line of JSON on stdin, its answer one on stdout (`cases.Case`, `cases.Answer`). In
-the child the launcher, the work of a rank and foreign commands are replaced by an ending that says they were reached;
-whatever is written, started or unpickled is told by an audit hook.
+child.py FOLDER [plots] [brought]. A case is a line of JSON on stdin, its answer one on stdout (`cases.Case`,
+`cases.Answer`). In the child the launcher, the work of a rank and foreign commands are replaced by an ending that says
+they were reached; whatever is written, started or unpickled is told by an audit hook.
 """
 
 import gc
@@ -26,6 +27,8 @@ HANG_S = 40.0
 _SHOWN = 200_000
 
 _WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+_SANDBOX = "evenload.core.input.sandbox"
+"""The process in which templates and patterns run, which may be started; it writes nothing."""
 _STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pty.spawn", "pickle.find_class")
 
 
@@ -77,6 +80,7 @@ def prepare(plots: bool) -> None:
 
 def place(name: str, content: dict[str, Any]) -> None:
     """Make one file of a case: its text or its bytes in hex, so many times, or what is no regular file."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
     if "text" in content or "hex" in content:
         data = content["text"].encode("utf-8", "surrogatepass") if "text" in content else bytes.fromhex(content["hex"])
         Path(name).write_bytes(data * content.get("times", 1))
@@ -104,7 +108,10 @@ def act(case: dict[str, Any]) -> Any:
         from evenload.integrations.deepspeed.unmodified.section import parse_section, recipe_of
 
         known = {"np": np, "evenload": evenload, "itertools": itertools, "read_plans": read_plans}
-        return eval(case["call"], known | {"parse_section": parse_section, "recipe_of": recipe_of})
+        known |= {"parse_section": parse_section, "recipe_of": recipe_of}
+        if doors := sys.modules.get("doors"):
+            known |= {"admit": doors.admit, "logged": doors.logged}
+        return eval(case["call"], known)
     from evenload.cli import main
 
     sys.argv = ["evenload", *case["argv"]]
@@ -116,7 +123,7 @@ def watch(events: list[str], kept: tuple[str, ...]) -> None:
     here = os.getcwd()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _STARTS:
+        if event in _STARTS and not (event == "subprocess.Popen" and _SANDBOX in arguments[1]):
             events.append(f"{event} {arguments!r:.100}")
         elif event == "open":
             path, _, flags = arguments
@@ -221,6 +228,12 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     prepare("plots" in sys.argv[2:])
+    if "brought" in sys.argv[2:]:
+        import doors
+
+        doors.admit_once(Path(sys.argv[1]))
+        MEMORY_BYTES <<= 2  # which torch maps much of
+        gc.freeze()
     for line in sys.stdin:
         answers.write(json.dumps(run_case(json.loads(line), Path(sys.argv[1]))) + "\n")
         answers.flush()

@@ -12,17 +12,26 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hypothesis
 import pytest
 
-_spec = importlib.util.spec_from_file_location("cases", Path(__file__).with_name("cases.py"))
-assert _spec is not None
-assert _spec.loader is not None
-cases = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(cases)
+
+def _beside(name: str) -> ModuleType:
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cases, brought = _beside("cases"), _beside("brought")
 
 pytestmark = pytest.mark.hypothesis
 
@@ -45,13 +54,24 @@ AREAS: dict[str, tuple[Any, int, int]] = {
     "sections": (cases.sections(), 10, 200),
 }
 """Strategy, and cases of a quick and of a thorough run: 200, and 10,000."""
+BROUGHT: dict[str, tuple[Any, int, int]] = {
+    "tenants": (brought.tenants(), 12, 1000),
+    "adapters": (brought.adapters(), 8, 500),
+    "templates": (brought.templates(), 4, 150),
+    "folders": (brought.folders(), 10, 600),
+    "records": (brought.records(), 20, 500),
+    "company": (brought.company(), 8, 300),
+}
+"""Likewise: 60, and 3,000. The process that runs them imports torch and Transformers, in ten seconds."""
 
 
-@pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], dict[str, Any]]]:
+Ask = Callable[[Any], dict[str, Any]]
+
+
+@contextmanager
+def _asking(folder: Path, *words: str) -> Iterator[Ask]:
     """The answer of `child.py` to a case."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    command = [sys.executable, str(Path(__file__).with_name("child.py")), str(folder), *(["plots"] if THOROUGH else [])]
+    command = [sys.executable, str(Path(__file__).with_name("child.py")), str(folder), *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
@@ -63,6 +83,18 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], di
 
         yield ask
         server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    with _asking(tmp_path_factory.mktemp("fuzz"), *(["plots"] if THOROUGH else [])) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def ask_with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    with _asking(tmp_path_factory.mktemp("brought"), "brought") as ask:
+        yield ask
 
 
 def faults(case: Any, answer: dict[str, Any]) -> list[str]:
@@ -94,10 +126,22 @@ def faults(case: Any, answer: dict[str, Any]) -> list[str]:
 
 @pytest.mark.timeout(3600 if THOROUGH else 300)
 @pytest.mark.parametrize("area", AREAS)
-def test_every_request_ends_well(
-    area: str, ask: Callable[[Any], dict[str, Any]], record_property: Callable[[str, object], None]
+def test_every_request_ends_well(area: str, ask: Ask, record_property: Callable[[str, object], None]) -> None:
+    _hold(AREAS[area], ask, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200 if THOROUGH else 300)
+@pytest.mark.parametrize("area", BROUGHT)
+def test_whatever_is_brought_along_ends_well(
+    area: str, ask_with_torch: Ask, record_property: Callable[[str, object], None]
 ) -> None:
-    strategy, quick, thorough = AREAS[area]
+    _hold(BROUGHT[area], ask_with_torch, record_property)
+
+
+def _hold(area: tuple[Any, int, int], ask: Ask, record_property: Callable[[str, object], None]) -> None:
+    """Ask as many cases as the profile wants, and record how they ended."""
+    strategy, quick, thorough = area
     counts: Counter[str] = Counter()
     longest = (0.0, 0.0, "")
 
@@ -130,4 +174,4 @@ VERBS = (
     "evenload.plan",
     "evenload.load_recipe",
 )
-VERBS += ("read_plans", "recipe_of")
+VERBS += ("read_plans", "recipe_of", "admit", "logged", "lora", "export")

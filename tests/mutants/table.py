@@ -882,8 +882,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint is loaded before its data are compared",
         "commands/saving/resuming.py",
-        '    all_or_none(lambda: _refuse_other_data(job.source, folder.name, state.get("data")))\n',
-        '    job.host.load(folder / "trainer")\n    all_or_none(lambda: _refuse_other_data(job.source, folder.name, state.get("data")))\n',
+        "    all_or_none(lambda: _refuse_other_data(",
+        '    job.host.load(folder / "trainer")\n    all_or_none(lambda: _refuse_other_data(',
         "resuming",
     ),
     Mutant(

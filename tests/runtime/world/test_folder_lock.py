@@ -21,7 +21,7 @@ OTHER = """
 import fcntl, sys, time
 file = open(sys.argv[1], "a+")
 try:
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.lockf(file, (fcntl.LOCK_SH if "shared" in sys.argv else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 except OSError:
     print("refused", flush=True)
 else:
@@ -31,7 +31,7 @@ else:
 time.sleep(60)
 """
 """Another process that holds a file."""
-Start = Callable[[Path], "tuple[subprocess.Popen[str], str]"]
+Start = Callable[..., "tuple[subprocess.Popen[str], str]"]
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def other() -> Iterator[Start]:
     """Another process, and whether it could lock the file of a folder."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, "-S", "-c", OTHER, str(folder / NAME)]
+    def start(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-S", "-c", OTHER, str(folder / NAME), *words]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert started[-1].stdout is not None
         return started[-1], started[-1].stdout.readline().strip()
@@ -54,7 +54,7 @@ def other() -> Iterator[Start]:
 def test_a_folder_is_held_by_one_that_says_who_it_is(tmp_path: Path, other: Start) -> None:
     folder = tmp_path / "runs" / "kept"
     with folder_lock(folder, None):
-        assert other(folder)[1] == "refused"
+        assert other(folder, "shared")[1] == "refused", "nobody else may have it either"
         said = (folder / NAME).read_text()
         assert said.startswith(f"process {os.getpid()} on {socket.gethostname()}, since 20")
     assert other(folder)[1] == "held", "whoever has ended has no lock"

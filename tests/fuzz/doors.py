@@ -1,0 +1,119 @@
+"""What cases of `brought` reach beyond the command line: what a job does with files while it runs, without a trainer.
+
+The model of a job of tenants is two linear layers; everything that reads a tenant's files is the product's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from evenload.commands.tenants import members as tenants
+from evenload.commands.tenants.arrivals.folder import Folder
+from evenload.commands.tenants.arrivals.reading import Samples
+from evenload.commands.tenants.drawing import labels_in
+from evenload.commands.tenants.records.output import Output
+from evenload.commands.training.writers import Entry, writer
+from evenload.core.errors import EvenloadError
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.integrations.huggingface.folders import reading, tiny  # noqa: F401  # what data and folders bring in
+from evenload.runtime.adapters.adapters import Adapters
+from evenload.runtime.adapters.peers import Peers
+from evenload.runtime.adapters.places import Block, Place, Site
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+NAMES = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+GOOD = "good"
+"""The tenant beside those of a case, which must join whatever they are."""
+_LOOKS = 3
+_BATCHES = 2
+
+
+class Watchdog:
+    """Watches over nothing."""
+
+    @contextmanager
+    def working(self, *_: object) -> Iterator[None]:
+        yield
+
+    def at(self, *_: object, **__: object) -> None:
+        """Nobody asks."""
+
+
+def admit() -> dict[str, str]:
+    """Let the tenants of the folder ``tenants`` come, take part and read two batches; how each stands.
+
+    Raises AssertionError where the good one does not take part.
+    """
+    packing = {"enabled": True, "max_tokens": 256}
+    plugins = {"packing": packing, "lora": {"enabled": True, "tenants": "tenants", "out": "out"}}
+    recipe = parse({"model": {"vocab_size": 300}, "plugins": plugins})
+    layers = [nn.Linear(4, 6), nn.Linear(6, 4)]
+    places = [Place(name, n.out_features, n.in_features, (0, n.out_features), (0, n.in_features))
+              for name, n in zip(NAMES, layers, strict=True)]  # fmt: skip
+    sites = tuple(Site(module, (place,)) for module, place in zip(layers, places, strict=True))
+    block = Block(nn.Sequential(*layers), lambda *_: None, sites)  # type: ignore[arg-type, return-value]
+    adapters = Adapters([block], NAMES, Peers(), torch.float32, torch.device("cpu"))
+    job: Any = SimpleNamespace(
+        recipe=recipe,
+        chain=PlanChain.of_recipe(recipe, recipe.layout()),
+        leads=True,
+        host=SimpleNamespace(adapters=adapters, dp_cp_rank=0),
+        samples=Samples(),
+        watchdog=Watchdog(),
+        folder=Path("tenants"),
+        out=Path("out"),
+        gather=lambda *values: np.array([values]),
+    )
+    folder = Folder(job.folder)
+    members = tenants.Members(job, Output(job), folder, None)
+    for _ in range(_LOOKS):
+        members.heed(folder.look())
+        members.seat()
+    stand = {name: str(error) for name, error in members.bad.items()}
+    for one in members.active:
+        stand[one.name] = _read(one)
+    for one in list(members.active):
+        members.end(one, "stopped", "the case is over")
+    assert stand.get(GOOD) == "reads", stand
+    return stand
+
+
+def admit_once(folder: Path) -> None:
+    """Import what cases import, by doing it once."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    (place / "tenants").mkdir()
+    (place / "good.jsonl").write_text('{"tokens": [5, 6, 7]}\n' * 9)
+    (place / "tenants" / "good.yaml").write_text("data: {source: good.jsonl}\n")
+    with contextlib.chdir(place):
+        admit()
+
+
+def _read(tenant: Any) -> str:
+    try:
+        for _ in range(_BATCHES):
+            for sample in tenant.drawing().samples.tolist():
+                tenant.source.tokens(sample)
+                labels_in(tenant.source, sample)
+        _ = tenant.rate
+    except EvenloadError as error:
+        return str(error)
+    return "reads"
+
+
+def logged(first: int) -> int:
+    """Go on with ``log.jsonl`` behind ``first`` steps; the bytes that it then has."""
+    recipe = parse({"log": {"jsonl": "log.jsonl"}, "checkpoint": {"dir": "kept"}})
+    with writer(recipe, leads=True, first=first) as write:
+        write(Entry(first, {}, {"step": first}))
+    path = Path("log.jsonl")
+    return path.stat().st_size if path.is_file() else 0
