@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from .cache import cached_arrays
 from .documents import require
 
 _DO = "give `bytes`, the path of a tokenizer.json, or a folder with one"
+_MEND = "mend its tokenizer.json, whose patterns have no end on this text, or the text"
 _MOST_BYTES = 1 << 30
 """Of a tokenizer.json; those of vocabularies of 256 thousand take 40 MB."""
 _SETTINGS = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
@@ -79,11 +81,8 @@ class FileTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         library = require("tokenizers", f"the tokenizer file {path}")
         content = reading.read_bytes(path, _MOST_BYTES, f"the tokenizer {shorten(str(path))}", _DO)
-        try:
+        with _failures(f"{path} is not a tokenizer file", "give a tokenizer.json of the `tokenizers` library"):
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises bare Exception on a malformed file
-            do = "give a tokenizer.json of the `tokenizers` library"
-            raise EvenloadError(f"{path} is not a tokenizer file", shorten(str(error)), do) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.identity = hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -115,14 +114,12 @@ class FolderTokenizer(Tokenizer):
     def hub(self) -> Any:
         """The tokenizer of `transformers`. Raises EvenloadError for a folder that it refuses."""
         library = require("transformers", f"the tokenizer {self.folder}")
-        try:
+        do = "give the folder that save_pretrained of a fast tokenizer wrote"
+        with _failures(f"{self.folder} holds no tokenizer", do):
             offline = {"local_files_only": True, "trust_remote_code": False}
             hub = library.AutoTokenizer.from_pretrained(str(self.folder), **offline)
             hub.backend_tokenizer.no_truncation()
             hub.backend_tokenizer.no_padding()
-        except Exception as error:  # the library raises what it likes on a damaged folder
-            do = "give the folder that save_pretrained of a fast tokenizer wrote"
-            raise EvenloadError(f"{self.folder} holds no tokenizer", shorten(str(error)), do) from error
         hub.model_max_length = _NO_WARNING
         return hub
 
@@ -142,7 +139,8 @@ class FolderTokenizer(Tokenizer):
 
     def marked(self, text: str) -> Any:
         """``ids`` of a text as it stands, without further special tokens, and the ``offsets`` of each in the text."""
-        return self.hub.backend_tokenizer.encode(_encodable(text), add_special_tokens=False)
+        with _failures(f"the tokenizer {shorten(str(self.folder))} fails on a text", _MEND):
+            return self.hub.backend_tokenizer.encode(_encodable(text), add_special_tokens=False)
 
 
 class EndingTokenizer(Tokenizer):
@@ -206,7 +204,19 @@ def _vocab_size(tokenizer: Any) -> int:
 
 
 def _ids(tokenizer: Any, texts: Sequence[str]) -> list[Sequence[int]]:
-    return [encoding.ids for encoding in tokenizer.encode_batch([_encodable(text) for text in texts])]
+    with _failures("the tokenizer fails on a text", _MEND):
+        return [encoding.ids for encoding in tokenizer.encode_batch([_encodable(text) for text in texts])]
+
+
+@contextmanager
+def _failures(what: str, do: str) -> Iterator[None]:
+    """What the libraries raise on a user's files, as an EvenloadError; a panic of theirs is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise EvenloadError(what, shorten(str(error)), do) from error
+        raise
 
 
 def _encodable(text: str) -> str:

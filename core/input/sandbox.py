@@ -44,7 +44,10 @@ class Budget:
 
 def bounded(budget: Budget, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """What a function of an importable module gives, as JSON has it. Raises SandboxError."""
-    work = pickle.dumps((function, arguments, named))
+    try:
+        work = pickle.dumps((function, arguments, named))
+    except Exception as error:  # of values nested as deep as JSON allows
+        raise SandboxError(f"{type(error).__name__}: {error}") from error
     budget.left_s += budget.per_call_s + budget.per_byte_s * len(work)
     answer = _ask(pickle.dumps((budget.left_s, work))) if budget.left_s > 0 else -signal.SIGPROF
     if answer == -signal.SIGPROF:

@@ -54,3 +54,21 @@ def test_a_missing_library_is_named_with_its_command(tokenizer_file, monkeypatch
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(EvenloadError, match="pip install tokenizers"):
         open_tokenizer(str(tokenizer_file))
+
+
+def test_a_pattern_of_a_tokenizer_that_has_no_end_is_refused_and_not_a_panic(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "!": 1}, [], unk_token="a"))
+    pattern = tokenizers.Regex("(a+)+$")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opened = open_tokenizer(str(tmp_path))
+    assert opened.lengths(["a!"]) == [2]
+    with pytest.raises(EvenloadError, match="the tokenizer fails on a text"):
+        opened.encode_all(["a" * 99 + "!"])
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    folder = open_tokenizer(str(tmp_path))
+    with pytest.raises(EvenloadError, match="fails on a text"):
+        folder.encode_all(["a" * 99 + "!"])
+    with pytest.raises(EvenloadError, match="fails on a text"):
+        folder.marked("a" * 99 + "!")

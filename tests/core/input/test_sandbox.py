@@ -27,6 +27,9 @@ def test_what_fails_there_is_an_error_here_and_the_process_goes_on() -> None:
         bounded(Budget(), bytes, 1 << 40)
     with pytest.raises(SandboxError, match="not JSON serializable"):
         bounded(Budget(), bytes, 1)
+    deep = json.loads("[" * 900 + "]" * 900)
+    with pytest.raises(SandboxError, match="RecursionError"):
+        bounded(Budget(), json.dumps, deep)
     assert bounded(Budget(), os.getpid) == pid
 
 
