@@ -11,9 +11,11 @@ plugin, the planned schedule; for DeepSpeed the rows of its engine.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -21,14 +23,14 @@ from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
 from ..integrations.planned_runs import release_loops
-from . import deepspeed, megatron, megatron_fixes, transformers
+from . import deepspeed, megatron, megatron_fixes, ranks, transformers
 from .cpu_bridge import bridge_cpu
 from .ledger import Ledger, Status
 
 _TRAINERS: dict[str, tuple[ModuleType, ...]] = {
-    "megatron": (megatron,),
-    "deepspeed": (deepspeed, transformers),
-    "transformers": (transformers,),
+    "megatron": (ranks, megatron),
+    "deepspeed": (ranks, deepspeed, transformers),
+    "transformers": (ranks, transformers),
 }
 """Modules that offer ``rows(recipe)``; scripts of Transformers' Trainer run on DeepSpeed's engine too."""
 
@@ -122,3 +124,5 @@ def _apply(recipe: Recipe, ledger: Ledger) -> None:
         ledger.apply(megatron_fixes.rows(), lazy=True)
     if recipe.trainer == "deepspeed" or recipe.enabled():  # a ds_config may enable plugins by itself
         ledger.apply([row for module in _TRAINERS[recipe.trainer] for row in module.rows(recipe)], lazy=True)
+        if "torch.distributed" in sys.modules:  # the group may be there already
+            import_module("..integrations.roll_call", __package__).leave_word(recipe)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from . import cpu_bridge, deepspeed, megatron, megatron_fixes, transformers
+from . import cpu_bridge, deepspeed, megatron, megatron_fixes, ranks, transformers
 from .row import Patch
 
 _SECTIONS = (
@@ -15,6 +15,7 @@ _SECTIONS = (
     ("Megatron-Core loops", megatron),
     ("DeepSpeed scripts", deepspeed),
     ("Scripts of Transformers' Trainer", transformers),
+    ("All scripts", ranks),
 )
 """Modules that offer ``rows()``; their docstrings open the sections."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from ...core.errors import EvenloadError, refuse_first
+from ...core.errors import EvenloadError, RankError, refuse_first
 from ...core.planning.chain import PlanChain, warn_once
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import IGNORE, Pack, build_pack

@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ...core.errors import RankError
 from ..world.agreement import name_ranks
-from .store_client import within
+from .store_client import read_all, within
 
 _LOOK_S = 0.05
 _COURTESY_S = 2.0
@@ -77,7 +77,4 @@ def _write(store: Store, kind: str, rank: int, text: str) -> None:
 
 def _read(store: Store, kind: str, num_ranks: int) -> list[str]:
     """What the first so many ranks have written; empty where one has not."""
-    keys = [f"evenload/attempt/{kind}/{rank}" for rank in range(num_ranks)]
-    if store.check(keys):
-        return [value.decode() for value in store.multi_get(keys)]
-    return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+    return read_all(store, [f"evenload/attempt/{kind}/{rank}" for rank in range(num_ranks)])

@@ -22,11 +22,22 @@ from ...core.errors import EvenloadError, RankError
 Group = dist.ProcessGroup | None
 Value = TypeVar("Value")
 
+before_first: Callable[[], None] | None = None
+"""What this process does before it first asks the others; it may raise, and is then done again the next time."""
+
+
+def _begin() -> None:
+    global before_first
+    if before_first is not None:
+        before_first()
+        before_first = None
+
 
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     """The payload of every rank of `group`, in group order. All ranks must give the same number of bytes."""
     if not dist.is_initialized():
         return [payload]
+    _begin()
     device = wire_device(group)
     own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     everyone = torch.empty(dist.get_world_size(group), len(payload), dtype=torch.uint8, device=device)
@@ -74,6 +85,7 @@ def everyone(value: Value, group: Group = None) -> list[Value]:
     """The value of every rank of `group`, by rank. Collective."""
     if not dist.is_initialized():
         return [value]
+    _begin()
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -110,6 +122,7 @@ def from_first(work: Callable[[], Value], group: Group = None) -> Value:
             error = RankError(f"rank 0 failed: {type(caught).__name__}: {caught}")
     outcome = [result, error]
     if dist.is_initialized():
+        _begin()
         dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]

@@ -52,7 +52,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def forged_launch(forge: Callable[[str], Any]) -> Callable[..., Any]:
-    """`launching.launch` by torchrun with the imports done already."""
+    """`launching.launch` by torchrun with the imports done already; rank 1 may be left without evenload."""
 
     def launch(
         script: Path,
@@ -61,6 +61,7 @@ def forged_launch(forge: Callable[[str], Any]) -> Callable[..., Any]:
         recipe: Path | None = None,
         variables: dict[str, str] | None = None,
         limit_s: float = 120.0,
+        one_sided: bool = False,
     ) -> Any:
         folder.mkdir(exist_ok=True)
         with socket.socket() as probe:
@@ -70,8 +71,8 @@ def forged_launch(forge: Callable[[str], Any]) -> Callable[..., Any]:
         shared = launching.environment(folder) | group | (variables or {})
         start, rank_script = forge("huggingface").start, Path(__file__).with_name("forged_rank.py")
         ranks = [
-            start(rank_script, recipe or "", script, *arguments, environment={**shared, "RANK": k, "LOCAL_RANK": k})
-            for k in ("0", "1")
+            start(rank_script, planned, script, *arguments, environment={**shared, "RANK": k, "LOCAL_RANK": k})
+            for k, planned in (("0", recipe or ""), ("1", "" if recipe is None or one_sided else recipe))
         ]
         codes = ends(ranks, limit_s)
         (folder / "output.txt").write_text("".join(rank.output for rank in ranks))
@@ -86,8 +87,13 @@ def forged_run(forged_launch: Callable[..., Any], tmp_path: Path) -> Callable[..
     numbers = itertools.count()
 
     def run(
-        script: str, words: Sequence[object], recipe: Path | None = None, variables: dict[str, str] | None = None
+        script: str,
+        words: Sequence[object],
+        recipe: Path | None = None,
+        variables: dict[str, str] | None = None,
+        **more: Any,
     ) -> Any:
-        return forged_launch(launching.SCRIPTS / script, words, tmp_path / f"run{next(numbers)}", recipe, variables)
+        place = tmp_path / f"run{next(numbers)}"
+        return forged_launch(launching.SCRIPTS / script, words, place, recipe, variables, **more)
 
     return run

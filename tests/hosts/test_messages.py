@@ -63,6 +63,21 @@ def test_every_rank_refuses_before_the_first_step(
     assert case.do in ended.output
 
 
+@pytest.mark.parametrize("script", ["trainer_script.py", "accelerate_script.py"])
+def test_a_rank_without_evenload_is_named_and_not_waited_for(
+    script: str, forged_run: Callable[..., Any], assets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    model, data = assets / "models" / "llama", assets / "data" / "text"
+    words = {"trainer_script.py": arguments(WINDOW._replace(model="llama"), assets, tmp_path)}.get(
+        script, ["--model", model, "--data", data, "--max-steps", 2]
+    )
+    ended = forged_run(script, words, tmp_path / "recipe.yaml", one_sided=True)
+    assert ended.code == 1, ended.output[-3000:]
+    assert ended.output.count("RankError: rank 1 of 2 runs without evenload") == 1, ended.output[-3000:]
+    assert "let it pass PYTHONPATH and the variables EVENLOAD_* on" in ended.output
+
+
 @pytest.mark.parametrize("case", [WINDOW, LOOP, NO_STEP], ids=lambda case: f"{case.script} {case.model}")
 def test_the_command_says_it_once_and_in_its_last_line(case: Case, assets: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
