@@ -16,12 +16,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from .. import __version__
 from ..core.errors import RankError
 from ..core.recipe.recipe import Recipe
 from ..runtime.watchdog.store_client import read_all
 from ..runtime.world import agreement
 from .planned_runs import on_release
+from .versions import version_of
 
 _WAIT_S = 15.0
 """Ranks leave `init_process_group` together, so those that come later than this do not come."""
@@ -34,9 +34,9 @@ _DO = (
 
 def init_process_group(wrapped: Any, _: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
     """`torch.distributed.init_process_group`, after which this rank leaves word."""
-    made = wrapped(*args, **kwargs)
+    result = wrapped(*args, **kwargs)
     leave_word(recipe)
-    return made
+    return result
 
 
 def leave_word(recipe: Recipe) -> None:
@@ -44,7 +44,7 @@ def leave_word(recipe: Recipe) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     plugins = json.dumps(recipe.model_dump(mode="json", include={"trainer", "plugins"}), sort_keys=True)
-    word = f"evenload {__version__}, plugins {blake2b(plugins.encode(), digest_size=4).hexdigest()}"
+    word = f"evenload {version_of('evenload')}, plugins {blake2b(plugins.encode(), digest_size=4).hexdigest()}"
     _get_default_store().set(_key(dist.get_rank()), word)
     agreement.before_first = partial(_await_all, word)
 
@@ -52,7 +52,9 @@ def leave_word(recipe: Recipe) -> None:
 def _await_all(word: str) -> None:
     """Raise RankError, on every rank that runs evenload, if others run without it or with another recipe or version."""
     store, size, until_s = _get_default_store(), dist.get_world_size(), time.monotonic() + _WAIT_S
-    while (words := read_all(store, [_key(rank) for rank in range(size)])) != [word] * size and time.monotonic() < until_s:
+    while (words := read_all(store, [_key(rank) for rank in range(size)])) != [
+        word
+    ] * size and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
     if missing := [rank for rank, other in enumerate(words) if not other]:
         runs = "run" if len(missing) > 1 else "runs"

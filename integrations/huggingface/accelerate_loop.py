@@ -140,6 +140,8 @@ def _loop(accelerator: Any, recipe: Recipe, batch: Any) -> PlannedLoop | None:
     if accelerator not in _loops:
         try:
             _loops[accelerator] = _open(accelerator, recipe, batch)
+        except RankError:
+            raise  # nothing about the loop: a rank is missing
         except EvenloadError as error:
             _loops[accelerator] = None
             report_idle(NAME, f"{error.what} ({error.found})", error.do)

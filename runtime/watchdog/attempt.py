@@ -9,6 +9,7 @@ one in its place, and a dead rank does not agree.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import uuid
 from hashlib import blake2b
@@ -20,6 +21,8 @@ from ..world.agreement import name_ranks
 from .store_client import read_all, within
 
 _LOOK_S = 0.05
+_ASK_S = 30.0
+"""Rank 0 asks after the missing ones aloud, then again after twice as long, and so on."""
 _COURTESY_S = 2.0
 """The others wait longer than rank 0, which knows who is missing."""
 
@@ -38,7 +41,8 @@ def agree_on_attempt(store: Store, rank: int, size: int, timeout_s: float, answe
     """
     global _name
     word, missing = uuid.uuid4().hex, [0]
-    until_s = time.monotonic() + timeout_s + (_COURTESY_S if rank else 0.0)
+    start_s, ask_s = time.monotonic(), _ASK_S
+    until_s = start_s + timeout_s + (_COURTESY_S if rank else 0.0)
     while time.monotonic() < until_s:
         seen = within(answer_s, lambda: _look(store, rank, size, word))
         if seen is None:
@@ -48,6 +52,10 @@ def agree_on_attempt(store: Store, rank: int, size: int, timeout_s: float, answe
         if name:
             _name = name
             return name
+        if not rank and time.monotonic() - start_s > ask_s:
+            who, waits = name_ranks(missing), f"rank 0 has waited {ask_s:g} s and gives up after {timeout_s:g} s"
+            print(f"evenload: {who} of {size} did not come yet; {waits}", file=sys.stderr, flush=True)
+            ask_s *= 2
         time.sleep(_LOOK_S)
     do = "look at the end of their output"
     raise RankError(f"{name_ranks(missing)} of {size} did not come", f"rank {rank} waited {timeout_s:g} s", do)

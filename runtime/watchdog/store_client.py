@@ -63,7 +63,7 @@ class StoreClient:
 
 def read_all(store: Store, keys: list[str]) -> list[str]:
     """The values of these keys; empty where nobody has set one."""
-    if store.has_extended_api() and store.check(keys):
+    if store.has_extended_api() and store.check(keys):  # type: ignore[attr-defined]
         return [value.decode() for value in store.multi_get(keys)]
     return [store.get(key).decode() if store.check([key]) else "" for key in keys]
 

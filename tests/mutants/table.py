@@ -157,6 +157,9 @@ KILLERS: dict[str, Words] = {
     "waiting tenants": ("pytest", "tests/commands/tenants/test_loop.py", "-k", "waits_in_order"),
     "reading": ("pytest", "tests/core/input/test_reading.py"),
     "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
+    "restarted job": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "torchrun_starts_a_job_again and 1"),
+    "attempts": ("pytest", "tests/runtime/watchdog/test_attempt.py"),
+    "roll call": ("pytest", "tests/integrations/test_roll_call.py"),
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
 }
 
@@ -1039,6 +1042,34 @@ MUTANTS: tuple[Mutant, ...] = (
         '    os.environ[FORCE] = "1"',
         '    os.environ[FORCE] = "0"',
         "unpickling",
+    ),
+    Mutant(
+        "ranks of a restarted job meet over the keys of dead ones",
+        "runtime/watchdog/meeting.py",
+        'PrefixStore(f"default_pg/{attempt()}", store)',
+        'PrefixStore("default_pg", store)',
+        "restarted job",
+    ),
+    Mutant(
+        "rank 0 names an attempt before every rank that is alive has agreed",
+        "runtime/watchdog/attempt.py",
+        'else _read(store, "agrees", size)',
+        "else [name]",
+        "attempts",
+    ),
+    Mutant(
+        "ranks without evenload are not asked after",
+        "integrations/roll_call.py",
+        "agreement.before_first = partial(_await_all, word)",
+        "agreement.before_first = None",
+        "roll call",
+    ),
+    Mutant(
+        "ranks with other plugins pass for ranks with the same",
+        "integrations/roll_call.py",
+        "if set(words) != {word}:",
+        "if None in words:",
+        "roll call",
     ),
     Mutant(
         "nobody notices that the store is silent",

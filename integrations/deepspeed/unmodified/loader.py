@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from ....core.errors import EvenloadError, refuse_first
 from ....core.plan.step_plan import MicroBatch, StepPlan, as_lengths
 from ....core.planning.chain import PlanChain, warn_once
-from ....runtime.world.agreement import everyone
+from ....runtime.world.agreement import agree, everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
@@ -88,6 +88,7 @@ class PlannedLoader:
         self._chain, self._num_micro_batches = chain, num_micro_batches
         self._handed_out, self._lives = handed_out, active
         self._has_warned = False
+        self._step = 0
         self._warned: set[str] = set()
         self._config = config
         self._keys: set[str] = set()
@@ -185,6 +186,8 @@ class PlannedLoader:
         if max(len(plan.of_rank(r)) for r in range(plan.limits.num_ranks)) > self._num_micro_batches:
             # Evened by cost, one rank may need a micro-batch more than there are; in rounds all need the same.
             plan = replace(self._chain, limits=replace(self._chain.limits, all_in_step=True)).plan(batch)
+        self._step += 1
+        agree(plan.digest, "plans", self._step)
         rows = into_exactly(plan, self._num_micro_batches, self._chain.context.costs)
         report_step("DeepSpeed", self._chain, plan, micro_batch_size=self.stock.batch_size)
         return plan, rows[dist.get_rank()]

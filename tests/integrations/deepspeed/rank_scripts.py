@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from evenload.core.errors import EvenloadError
+from evenload.core.errors import EvenloadError, RankError
 from evenload.integrations.deepspeed.engine import prepare_deepspeed
 from evenload.integrations.deepspeed.unmodified import loop
 from evenload.patches import deepspeed as patch
@@ -50,14 +50,16 @@ def flatten(rows: Rows) -> Any:
     return DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": row} for row in rows])
 
 
-def start(data: Any, collate_fn: Callable[..., Any], config: Any = None, *, size: int = 2, gas: int = 1) -> Any:
+def start(
+    data: Any, collate_fn: Callable[..., Any], config: Any = None, *, size: int = 2, gas: int = 1, cap: int = 64
+) -> Any:
     """(engine, loader) of ``deepspeed.initialize`` in a script with an evenload section; size: rows a micro-batch."""
     import deepspeed
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SMALL), attn_implementation="sdpa")
     ds_config = {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": gas, "gradient_clipping": 0.0}
-    ds_config |= {"zero_allow_untested_optimizer": True, "evenload": {"packing": {"enabled": True, "max_tokens": 64}}}
+    ds_config |= {"zero_allow_untested_optimizer": True, "evenload": {"packing": {"enabled": True, "max_tokens": cap}}}
     engine, _, loader, _ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
@@ -119,6 +121,22 @@ def batches(kind: str) -> list[list[tuple[list[int], list[int]]]]:
             result.append([(tokens[a:b], labels[a:b]) for a, b in pairwise(planned.pack.segments)])
     loop.release()
     return result
+
+
+def unlike_plans() -> str:
+    """What this rank reads where its neighbour's section has another cap than its own."""
+    prepare_deepspeed()
+    world = init_world()
+    with Ledger() as ledger:
+        ledger.apply([*transformers.rows()[:1], *patch.rows()])
+        _, loader = start(rows_of(30, 3, 1, 17, 9, 4, 22, 6), collate, size=2, gas=2, cap=32 if world.rank else 64)
+        try:
+            next(iter(loader))
+            message = ""
+        except RankError as error:
+            message = str(error)
+    loop.release()
+    return message
 
 
 def losses_of_dummies(experts: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from evenload.core.errors import RankError
+from evenload.runtime.watchdog import attempt
 from evenload.runtime.watchdog.attempt import agree_on_attempt
 from torch.distributed import HashStore
 
@@ -43,7 +44,8 @@ def test_ranks_that_came_and_died_before_all_agreed_are_not_waited_for_in_vain(s
     assert len(set(meet(store, range(3), late=(1,)))) == 1
 
 
-def test_a_rank_that_does_not_come_is_named_by_rank_0(store):
+def test_a_rank_that_does_not_come_is_asked_after_and_named_by_rank_0(store, monkeypatch, capsys):
+    monkeypatch.setattr(attempt, "_ASK_S", 0.15)
     meet(store, range(3))  # the attempt before, in which it was there
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(agree_on_attempt, store, 1, 3, 0.4, 5.0)
@@ -52,6 +54,10 @@ def test_a_rank_that_does_not_come_is_named_by_rank_0(store):
         assert "rank 0 waited 0.4 s" in caught.value.found
         with pytest.raises(RankError, match=r"^rank 0 of 3 did not come"):
             other.result()
+    assert capsys.readouterr().err.splitlines() == [
+        f"evenload: rank 2 of 3 did not come yet; rank 0 has waited {waited} s and gives up after 0.4 s"
+        for waited in ("0.15", "0.3")
+    ]
 
 
 def test_a_store_that_does_not_answer_is_named():

@@ -119,6 +119,25 @@ def test_without_the_section_the_rows_change_nothing(tmp_path, plain, scripted):
     assert any(rows > 1 for rows, _ in stock[0]["shapes"])
 
 
+ONE_SIDED = """
+import os, evenload
+from evenload.integrations.planned_runs import watch_process
+if os.environ["RANK"] == "0":
+    watch_process()
+    evenload.enable({recipe!r})
+"""
+
+
+def test_a_rank_without_evenload_is_named_and_not_waited_for(tmp_path, scripted):
+    (tmp_path / "recipe.yaml").write_text("trainer: deepspeed\nplugins: {packing: {enabled: true, max_tokens: 160}}\n")
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    words = ("--ds-config", tmp_path / "ds.json", "--out", tmp_path)
+    planted = ONE_SIDED.format(recipe=str(tmp_path / "recipe.yaml"))
+    done = scripted("deepspeed", tmp_path, SCRIPT, *words, ranks=RANKS, planted=planted)
+    assert done.returncode == 1
+    assert done.stderr.count("evenload: ") == done.stderr.count("evenload: rank 1 of 2 runs without evenload") == 1
+
+
 def test_a_batch_that_cannot_fit_names_what_to_raise(tmp_path, scripted):
     section = {"evenload": {"packing": {"enabled": True, "max_tokens": 84}}}
     done = _start(scripted, tmp_path, DS_CONFIG | {"gradient_accumulation_steps": 1} | section, "--stages", "1")

@@ -60,6 +60,18 @@ def data_parallel(tmp_path_factory, scripted):
     return start(folder, "stock", OFF, 2, words, scripted), start(folder, "planned", ON, 2, words)
 
 
+def test_a_rank_without_evenload_is_named_and_not_waited_for(tmp_path, scripted):
+    (tmp_path / "recipe.yaml").write_text(ON)
+    planted = (
+        "import os, evenload\nfrom evenload.integrations.planned_runs import watch_process\n"
+        f"if os.environ['RANK'] == '0':\n    watch_process()\n    evenload.enable({str(tmp_path / 'recipe.yaml')!r})"
+    )
+    words = ("--out", tmp_path, "--dtypes", "fp32")
+    done = scripted("megatron", tmp_path, SCRIPT, *words, ranks=2, planted=planted)
+    assert done.returncode == 1
+    assert done.stderr.count("evenload: ") == done.stderr.count("evenload: rank 1 of 2 runs without evenload") == 1
+
+
 def worst(name: str, planned: dict, stock: dict) -> float:
     """Largest ||a - b|| / ||b|| over the tensors."""
     return max(float((planned[name][p] - t).norm() / t.norm()) for p, t in stock[name].items())
