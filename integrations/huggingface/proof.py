@@ -44,6 +44,7 @@ _LINEAR = 1e-4
 
 _SMALL = 1000
 """Entries of a container that is copied."""
+_UNREACHED = "attention that packs do not reach: the model does not leave it to Transformers' AttentionInterface"
 _STOCK = "nothing needs to be done: the script runs as it is, without plans"
 
 
@@ -68,21 +69,16 @@ class Proof(NamedTuple):
 
 
 def windows(samples: Sequence[Tensor]) -> list[list[list[int]]]:
-    """Two short samples [2, L] with targets, tokens and labels, out of those of all ranks; fewer where there are no
-    more. Collective.
+    """Tokens and labels of two short samples with targets, out of those of all ranks. Collective.
 
     Args:
-        samples: int64 [2, L] of this rank.
+        samples: int64 [2, L] of this rank, those with targets; of all ranks at least one.
     """
-    own = [_window(sample, most).tolist() for sample, most in zip(samples[:2], LENGTHS, strict=False)]
-    of_all = [one for of_rank in everyone(own) for one in of_rank]
-    if len(of_all) == 1:
-        (only,) = of_all
-        # The second half of a sample is as good a sample.
-        middle = len(only[0]) // 2
-        halves = [[row[:middle] for row in only], [row[middle:] for row in only]]
-        of_all = [half for half in halves if num_targets(half)]
-    return of_all[:2]
+    # Of a single sample both its beginning and its end.
+    pairs = zip((*samples[:2], *samples[:1]), LENGTHS, (0, -1), strict=False)
+    own = [_window(sample, most, which).tolist() for sample, most, which in pairs]
+    of_all = sorted(everyone(own), key=len, reverse=True)
+    return of_all[0]
 
 
 def prove(model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], compute: Compute, *, half: bool) -> Proof:
@@ -202,7 +198,7 @@ class _Measurement:
         layers = getattr(config, "num_hidden_layers", None) or 1
         if packed.attention_calls != layers * packed.forwards:
             raise EvenloadError(
-                "attention that packs do not reach: the model does not hand it to Transformers' AttentionInterface",
+                _UNREACHED,
                 f"{packed.attention_calls} calls in {packed.forwards} forward of a {type(self._model).__name__} with "
                 f"{layers} layers",
             )
@@ -255,10 +251,10 @@ class _Measurement:
         return abs(without - loss) <= _LINEAR * abs(loss)
 
 
-def _window(sample: Tensor, most: int) -> Tensor:
-    """At most so many tokens of a sample [2, L], with a target among them if it has any."""
-    targets = (sample[1, 1:] != IGNORE).nonzero().flatten()
-    first = max(0, (int(targets[0]) + 1 if len(targets) else 0) - most // 2)
+def _window(sample: Tensor, most: int, which: int) -> Tensor:
+    """At most so many tokens of a sample [2, L] around one of its targets."""
+    target = int((sample[1, 1:] != IGNORE).nonzero().flatten()[which]) + 1
+    first = max(0, target - most // 2)
     return sample[:, first : first + most]
 
 
@@ -317,24 +313,30 @@ def _counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls["attention"] += 1
+        if attention.PACK not in kwargs:
+            raise EvenloadError(
+                _UNREACHED, f"{type(args[0]).__name__} hands no keyword arguments of the model's call on"
+            )
         return attention.attention(*args, **kwargs)
 
     def forward(*_: Any) -> None:
         calls["forwards"] += 1
 
     hook, stock = model.register_forward_pre_hook(forward), model.config._attn_implementation
-    names = AttentionInterface._global_mapping
-    before = names.get(attention.NAME)
+    # What stands there is the session's own, or nothing where no session is on.
+    before = AttentionInterface._global_mapping.get(attention.NAME)
     try:
         if planned:
-            names[attention.NAME] = counting
+            AttentionInterface.register(attention.NAME, counting)
             model.set_attn_implementation(attention.NAME)
         yield calls
     finally:
         hook.remove()
         if planned:
-            names[attention.NAME] = before
             model.set_attn_implementation(stock)
+            attention.unregister()
+            if before is not None:
+                AttentionInterface.register(attention.NAME, before)
 
 
 class _WithoutDropout(TorchFunctionMode):

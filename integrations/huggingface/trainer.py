@@ -106,12 +106,14 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
 
 def _opened(trainer: Any, recipe: Recipe, batch: GlobalBatch, row: Any, num_items: Any) -> PlannedTrainer:
     """What evenload keeps for a Trainer, whose packs are measured now; one that fails stays as it is. Collective."""
-    warn_of_dropout(trainer.model)
     proof = prove_trainer(trainer, windows([*batch.own.values()]), row, num_items)
     if proof.fault is not None:
         report_idle(NAME, f"{proof.fault.what} ({proof.fault.found})", proof.fault.do)
-    chain = None if proof.fault is not None else chain_of(recipe, trainer, whole=not proof.may_cut)
-    state = _planned[trainer] = PlannedTrainer(chain)
+        state = PlannedTrainer(None)
+    else:
+        warn_of_dropout(trainer.model)
+        state = PlannedTrainer(chain_of(recipe, trainer, whole=not proof.may_cut))
+    _planned[trainer] = state
     return state
 
 

@@ -18,17 +18,13 @@ ROWS = [{"input_ids": [5, 6, 7, 8][:n], "labels": [5, 6, 7, 8][:n]} for n in (4,
 def classes() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    class Pairs(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
     class Bypassing(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
             self.accelerator.backward(loss)
             return loss.detach()
 
-    kinds = {"Trainer": Trainer, "Pairs": Pairs, "Bypassing": Bypassing, "Arguments": TrainingArguments}
+    kinds = {"Trainer": Trainer, "Bypassing": Bypassing, "Arguments": TrainingArguments}
     return SimpleNamespace(LlamaConfig=LlamaConfig, LlamaForCausalLM=LlamaForCausalLM, **kinds)
 
 
@@ -51,21 +47,19 @@ def collate(rows: list[Any]) -> dict[str, Any]:
     return {**batch, "attention_mask": (batch["labels"] != -100).long()}
 
 
-def train(classes: Any, folder: Any, kind: str = "Trainer", config: Any = None, build: Any = None, **more: Any) -> Any:
+def train(classes: Any, folder: Any, kind: str = "Trainer", config: Any = None, **more: Any) -> Any:
     """A planned run of two steps; the Trainer."""
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = classes.LlamaForCausalLM(classes.LlamaConfig(vocab_size=11, pad_token_id=0, **shape, **(config or {})))
     own = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none", "save_strategy": "no"}
     arguments = classes.Arguments(str(folder), use_cpu=True, disable_tqdm=True, **own | more)
-    trainer = getattr(classes, kind)(model, arguments, train_dataset=ROWS, data_collator=collate, **(build or {}))
+    trainer = getattr(classes, kind)(model, arguments, train_dataset=ROWS, data_collator=collate)
     with switched_on():
         trainer.train()
     return trainer
 
 
 REFUSED = {
-    "a loss of its own": ({"kind": "Pairs"}, "compute_loss", "leave evenload off"),
-    "a loss function": ({"build": {"compute_loss_func": lambda *_, **__: None}}, "compute_loss_func", "leave"),
     "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha = 5.0", "neftune"),
     "compiled": ({"torch_compile": True}, "torch_compile", "torch_compile=False"),
     "attention dropout": ({"config": {"attention_dropout": 0.1}}, "attention_dropout = 0.1", "set attention_dropout"),

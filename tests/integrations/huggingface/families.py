@@ -1,0 +1,190 @@
+"""Every family of causal language models of the installed Transformers, tiny and in float64, under the real Trainer.
+
+    python families.py [NAME ...]      what becomes of each under evenload, a line a family
+
+Weights are drawn with a deviation of 0.25: near 0, as configs have them, attention across samples hardly shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe import recipe as recipes
+from evenload.integrations import planned_runs
+from evenload.patches.session import enabled
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+_SIZES = {
+    96: "vocab_size",
+    32: "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size kv_lora_rank q_lora_rank",
+    48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner d_ff moe_intermediate_size ffn_hidden_size "
+    "expert_ffn_hidden_size shared_expert_intermediate_size",
+    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
+    "num_encoder_layers num_experts_per_tok moe_topk moe_k num_key_value_heads eos_token_id linear_num_key_heads "
+    "linear_num_value_heads",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
+    "num_local_experts n_routed_experts moe_num_experts rotary_dim linear_conv_kernel_dim mamba_n_heads",
+    8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim ssm_state_size "
+    "state_size",
+    256: "max_position_embeddings n_positions n_ctx max_seq_len",
+    512: "sliding_window window_size",
+    1: "n_group topk_group n_shared_experts bos_token_id first_k_dense_replace",
+    0: "pad_token_id",
+}
+_OFF = (
+    "attention_dropout attn_pdrop resid_pdrop embd_pdrop dropout hidden_dropout activation_dropout residual_dropout "
+    "attention_probs_dropout_prob hidden_dropout_prob embed_dropout resid_dropout attn_dropout embedding_dropout "
+    "layerdrop classifier_dropout decoder_layerdrop encoder_layerdrop dropout_rate router_jitter_noise "
+    "input_jitter_noise emb_dropout_prob summary_first_dropout dropout_p rope_dropout"
+)
+_SETTINGS = {name: size for size, names in _SIZES.items() for name in names.split()}
+_SETTINGS |= dict.fromkeys(_OFF.split(), 0.0) | {"is_decoder": True, "initializer_range": 0.25, "init_std": 0.25}
+
+
+def tiny(family: str) -> Any:
+    """A float64 model of the family. Raises what its config or its class does of sizes that do not go together."""
+    kind = CONFIG_MAPPING[family]
+    base = kind()
+    if base.get_text_config() is not base:
+        raise ValueError("a config of several models")
+    wanted = {name: value for name, value in _SETTINGS.items() if getattr(base, name, None) is not None}
+    wanted |= {name: _SETTINGS[name] for name in ("pad_token_id", "eos_token_id", "is_decoder") if hasattr(base, name)}
+    error: Exception | None = None
+    layers = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
+    for without in ((), ("head_dim",), ("num_key_value_heads",), ("num_key_value_heads", "head_dim"), layers):
+        for more in ({}, {"num_key_value_heads": 4}, {"layer_types": None}):
+            try:
+                return _built(kind(**{k: v for k, v in wanted.items() if k not in (*without, *more)}, **more))
+            except Exception as caught:
+                error = caught
+    assert error is not None
+    raise error
+
+
+_MOST = 2_000_000
+"""Parameters of a family whose sizes the settings do not reach."""
+
+
+def _built(config: Any) -> Any:
+    if getattr(config, "layer_types", None):
+        config.layer_types = list(config.layer_types)[: config.num_hidden_layers]
+    if getattr(config, "dropout", None):
+        config.dropout = 0.0
+    # The others have no kernel for float64.
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > _MOST:
+        raise ValueError(f"{size} parameters")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.25)
+    tokens = torch.arange(3, 12)[None]
+    model(input_ids=tokens, labels=tokens)
+    return model
+
+
+_LENGTHS = (5, 40, 9, 23, 60, 7, 31, 14)
+
+
+def _rows() -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(3)
+    drawn = [torch.randint(3, 96, (length,), generator=draw).tolist() for length in _LENGTHS]
+    return [{"input_ids": one, "labels": one, "attention_mask": [1] * len(one)} for one in drawn]
+
+
+def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+    most = max(len(row["input_ids"]) for row in rows)
+    pads = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {k: torch.tensor([row[k] + [pad] * (most - len(row[k])) for row in rows]) for k, pad in pads.items()}
+
+
+class _Keep(TrainerCallback):
+    def __init__(self) -> None:
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    """Those of one step of the real Trainer: two micro-batches of four padded rows."""
+    keep = _Keep()
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1, "seed": 1}
+        quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
+        arguments = TrainingArguments(folder, use_cpu=True, max_grad_norm=0.0, **own, **quiet)
+        Trainer(model, arguments, train_dataset=_rows(), data_collator=collate, callbacks=[keep]).train()
+    return keep.gradients
+
+
+def planned() -> Any:
+    """A session of evenload that packs."""
+    plugins = {"packing": {"enabled": True, "max_tokens": 8192}}
+    return enabled(recipes.parse({"trainer": "transformers", "plugins": plugins}))
+
+
+def outcome(family: str) -> tuple[str, float]:
+    """What becomes of a family, and the largest relative error of a gradient against the stock Trainer's where it is
+    planned: "planned"; "stock: WHY", left as it is with a word; "refused: WHY"; "none: WHY", where Transformers' own
+    step does not run at this size."""
+    planned_runs._idle.clear()
+    before = planned_runs._steps.copy()
+    try:
+        model = tiny(family)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        stock = gradients_of(model)
+    except Exception as error:
+        return f"none: {_first_line(error)}", 0.0
+    model.load_state_dict(weights)
+    model.zero_grad()
+    try:
+        with planned():
+            own = gradients_of(model)
+    except EvenloadError as error:
+        return f"refused: {error.found}", 0.0
+    if planned_runs._idle:
+        (idle,) = planned_runs._idle
+        return f"stock: {idle.why.split(' (')[0]}", _error(own, stock)
+    assert planned_runs._steps != before, "neither planned nor a word"
+    return "planned", _error(own, stock)
+
+
+def _error(own: Any, stock: Any) -> float:
+    assert own.keys() == stock.keys()
+    largest = max(float(w.norm()) for w in stock.values())
+    # Some weights have no gradient but for rounding: biases that a softmax or a norm takes out again.
+    return max(float((own[n] - w).norm() / max(float(w.norm()), 1e-10 * largest)) for n, w in stock.items())
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:60]}"
+
+
+if __name__ == "__main__":
+    from evenload.api import load_plugins
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    load_plugins()
+    for name in sys.argv[1:] or FAMILIES:
+        said, error = outcome(name)
+        print(f"{name:26} {error:.1e} {said}", flush=True)
