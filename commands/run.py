@@ -97,9 +97,10 @@ def without_effect(recipe: Recipe) -> list[str]:
 
 
 def planned_steps(folder: RunFolder) -> str:
-    """``12 steps of Megatron-Core with packing``."""
+    """``12 steps of Megatron-Core with packing, mesh (no shared micro-batches)``."""
     steps = ", ".join(f"{n} step{'s' * (n != 1)} of {loop}" for loop, n in folder.steps.items())
-    return f"{steps} with {', '.join(folder.plugins)}"
+    plugins = ", ".join(f"{name} ({lacking})" if lacking else name for name, lacking in folder.plugins.items())
+    return f"{steps} with {plugins}"
 
 
 def why_nothing(folder: RunFolder, recipe: Recipe, code: int) -> str:

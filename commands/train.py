@@ -65,6 +65,7 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[s
         _run(job, variants, state, recording, validation)
         exported = write_export(job, recipe.train.export) if recipe.train.export else None
     own = variants[OURS]
+    own.exercised.say()
     say_without_copies(job.chain, [row.moe for row in own.rows])
     results = {name: variant.result() for name, variant in variants.items()}
     rates = {name: results[name]["tokens_per_s"] for name in against}

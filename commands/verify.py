@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.planning.chain import PlanChain
+from ..core.planning.exercised import Exercised
 from ..core.planning.planner import Draw, Planned, Planner
 from ..core.recipe.recipe import Recipe
 from ..runtime.watchdog.watchdog import Watchdog
@@ -71,7 +72,7 @@ class _Proof:
         with open_trainer(self._recipe, self._world, self._watchdog) as job:
             job.say_unused("verify")
             self._host = job.host.describe()
-            self._opened = set(opened(job.chain))
+            self._opened, self._exercised = set(opened(job.chain)), Exercised()
             self._expected = _undisturbed(job)
             beside = Beside.of(job)
             planner, history = job.planner(job.drawing()), LoadHistory(job.chain)
@@ -103,9 +104,15 @@ class _Proof:
         for number in numbers:
             newest = planner.next()
             batch = Batch(newest.draw, newest.plan, next(self._expected), _masked(number))
-            self._proven.append(beside.step(number, batch, learning_rate(number, beside.job.recipe.train)))
+            self._prove(beside, number, batch, number)
             history.after(planner, beside.result)
         return newest
+
+    def _prove(self, beside: Beside, number: int, batch: Batch, of_rate: int) -> None:
+        """One step, with the learning rate of step ``of_rate``."""
+        proven = beside.step(number, batch, learning_rate(of_rate, beside.job.recipe.train))
+        self._proven.append(proven)
+        self._exercised.note(beside.job.chain, batch.plan, proven.branches)
 
     def _reach(self, beside: Beside, chain: PlanChain) -> None:
         """Steps on further batches of the chain, for branches that no step has taken yet."""
@@ -121,7 +128,7 @@ class _Proof:
             of_batch = None if targets is None else targets[samples]
             draw = Draw(samples, lengths[samples], {}, targets=of_batch)
             batch = Batch(draw, planned(chain, draw.lengths, one.prefers), samples, _masked(number))
-            self._proven.append(beside.step(number, batch, learning_rate(self._steps - 1, job.recipe.train)))
+            self._prove(beside, number, batch, self._steps - 1)
 
     def _result(self) -> dict[str, Any]:
         branches = Counter[str]()
@@ -132,6 +139,7 @@ class _Proof:
             "resumed": self._resumed,
             "branches": dict(sorted(branches.items())),
             "branches_not_taken": sorted(self._opened - set(branches)),
+            "not_exercised": self._exercised.idle,
             "host": self._host,
         }
 

@@ -128,6 +128,9 @@ class Plugin:
     plan depends on the loads of earlier steps (`ExpertContext.loads`); a run then keeps them. ``baseline``: empty for
     the planner itself. None: neither does."""
 
+    shown_by: tuple[str, ...] = ()
+    """Branches and signs (`core.plan.branches`) of which a step has one where the plugin did something in it; empty:
+    nothing is said of that."""
     adapts: bool = False
     """The model stays as it is, and adapters of tenants are trained beside it."""
     shards_experts: Callable[[Any], bool] | None = None

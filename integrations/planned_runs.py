@@ -15,13 +15,15 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from ..core.errors import EvenloadError, RankError
+from ..core.plan.branches import COPIED
 from ..core.plan.step_plan import StepPlan
 from ..core.planning.chain import PlanChain
+from ..core.planning.exercised import Exercised
 from ..core.planning.gains import gains
 from .run_folder import Idle, RunFolder
 
@@ -32,6 +34,7 @@ CHECK = "EVENLOAD_CHECK"
 
 _steps: Counter[str] = Counter()
 """Planned steps of this process, by loop."""
+_exercised = Exercised()
 _idle: set[Idle] = set()
 """What this process has said of loops that it leaves alone."""
 _releases: list[Callable[[], None]] = []
@@ -50,7 +53,14 @@ def release_loops() -> None:
         release()
 
 
-def report_step(loop: str, chain: PlanChain, plan: StepPlan, *, micro_batch_size: int | None = None) -> None:
+def report_step(
+    loop: str,
+    chain: PlanChain,
+    plan: StepPlan,
+    *,
+    micro_batch_size: int | None = None,
+    loads: Sequence[Any] | None = None,
+) -> None:
     """Leave word that this process has planned a step; every rank calls it, for each step.
 
     Args:
@@ -58,12 +68,15 @@ def report_step(loop: str, chain: PlanChain, plan: StepPlan, *, micro_batch_size
         chain: what planned it, with the costs of the live model.
         micro_batch_size: samples of a micro-batch of the loop's own, which the plan is compared with in check mode;
             None: the chain's.
+        loads: each `runtime.experts.gate.Load` of the step; None: not known here.
     """
     _steps[loop] += 1
     folder = RunFolder.of_process()
     if folder is None:
         return
-    folder.write_steps(_rank(), dict(_steps), (plugin.name for plugin, _ in chain.links))
+    taken = None if loads is None else [COPIED for load in loads if load.copies]
+    _exercised.note(chain, plan, taken, micro_batch_size)
+    folder.write_steps(_rank(), dict(_steps), _exercised.plugins)
     if _checking() and _rank() == 0 and _steps.total() == 1:
         folder.write_check({"loop": loop, **gains(chain, plan, micro_batch_size)})
 

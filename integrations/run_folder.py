@@ -1,7 +1,7 @@
 """What the processes of `evenload run` leave behind for it: small files in the folder that EVENLOAD_STARTED names.
 
     1234               process 1234 has imported the trainer, and the recipe is on in it (written by the startup file)
-    steps-1234         its rank, the steps that it planned by loop, and the plugins that planned them
+    steps-1234         its rank, the steps that it planned by loop, and what they lack of each plugin
     idle-<digest>      a loop that was recognised and left alone: why, and which line to change
     refused-<digest>   an `EvenloadError`, once for the machine however many ranks raise it
     check              what `evenload check` shows of the first step
@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +45,10 @@ class RunFolder:
         name = os.environ.get(VARIABLE)
         return cls(Path(name)) if name and os.path.isdir(name) else None
 
-    def write_steps(self, rank: int, loops: dict[str, int], plugins: Iterable[str]) -> None:
-        """The planned steps of this process so far, by loop; replaces what it wrote before."""
-        self._write(f"steps-{os.getpid()}", {"rank": rank, "loops": loops, "plugins": list(plugins)})
+    def write_steps(self, rank: int, loops: dict[str, int], plugins: dict[str, str]) -> None:
+        """The planned steps of this process so far, by loop, and what they lack of each plugin; replaces what it wrote
+        before."""
+        self._write(f"steps-{os.getpid()}", {"rank": rank, "loops": loops, "plugins": plugins})
 
     def write_idle(self, idle: Idle) -> bool:
         """Whether this process is the first to say so."""
@@ -79,9 +79,12 @@ class RunFolder:
         return dict(most)
 
     @property
-    def plugins(self) -> list[str]:
-        """The plugins that planned any of the steps, in their order."""
-        return list(dict.fromkeys(name for one in self._read("steps-*") for name in one["plugins"]))
+    def plugins(self) -> dict[str, str]:
+        """The plugins that planned the steps, in their order, and what all processes lack of each."""
+        rows = [one["plugins"] for one in self._read("steps-*")]
+        return {
+            name: min(row[name] for row in rows if name in row) for name in dict.fromkeys(n for r in rows for n in r)
+        }
 
     @property
     def idle(self) -> list[Idle]:

@@ -36,17 +36,19 @@ def metrics_of(result: StepResult) -> dict[str, float] | None:
     """What is logged of a step's experts (`metrics.Row.moe`); None where nothing was routed. Collective among hosts
     that book loads."""
     columns = ("imbalance", "imbalance_after", "copies", "copied_bytes", "exposed_s")
-    own = np.array([[getattr(load, name) for name in columns] for load in result.expert_loads], dtype=np.float64)
+    rows = [[*(getattr(load, name) for name in columns), bool(load.failed)] for load in result.expert_loads]
+    own = np.array(rows, dtype=np.float64)
     ranks = [rows for rows in everyone(own) if len(rows)]
     if not ranks:
         return None
-    before, after, copies, copied_bytes, _ = np.concatenate(ranks).T
+    before, after, copies, copied_bytes, _, failed = np.concatenate(ranks).T
     return {
         **_spread("imbalance", before),
         **_spread("imbalance_after", after),
         "copies": float(copies.mean()),
         "copied_bytes": float(copied_bytes.sum()),
-        "exposed_s": max(float(rows[:, -1].sum()) for rows in ranks),
+        "exposed_s": max(float(rows[:, 4].sum()) for rows in ranks),
+        "failed_frac": float(failed.mean()),
     }
 
 
@@ -68,8 +70,11 @@ def _spread(name: str, ratios: Floats) -> dict[str, float]:
 
 
 def say_without_copies(chain: PlanChain, steps: Sequence[Mapping[str, float] | None]) -> None:
-    """Warn of a run with planners of layers in whose steps (`metrics_of`) no expert had a copy."""
+    """Warn of a run with planners of layers in whose steps (`metrics_of`) no expert had a copy, or that failed."""
     metrics = [step for step in steps if step is not None]
+    if any(failed := [step["failed_frac"] for step in metrics]):
+        text = "planners of layers failed in %.3g %% of all passes of layers, whose experts stayed at home: see above"
+        logger.warning(text, 100 * sum(failed) / len(failed))
     if chain.of_layers and chain.context.layout.ep > 1 and metrics and not any(step["copies"] for step in metrics):
         names = ", ".join(f"plugins.{plugin.name}" for plugin, _ in chain.of_layers)
         logger.warning(

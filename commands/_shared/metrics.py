@@ -51,7 +51,8 @@ class Row:
     """Of a model with experts: tokens of the busiest rank of a group over those of its mean rank, with every expert at
     its home, over all layers and passes (imbalance_p50, imbalance_p95, imbalance_max), and as the ranks computed them
     (imbalance_after_*); copies of experts in a layer's pass, in the mean; copied_bytes, weights that all ranks took in
-    for them; exposed_s, for which the rank that waits longest waits for these."""
+    for them; exposed_s, for which the rank that waits longest waits for these; failed_frac, the share of layers' passes
+    whose planner failed, so that experts stayed at home."""
 
 
 @dataclass(frozen=True)

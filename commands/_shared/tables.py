@@ -188,7 +188,7 @@ def verify(result: Result) -> Group:
     """What was compared and by how much it was off, then the branches that the steps took."""
     resumed = result["resumed"]
     layout = "on tp {tp}, pp {pp}, dp {dp}, after {at_step} steps".format(**resumed) if resumed else "not verified"
-    faults = [*result["over"], *(f"not finite: {name}" for name in result["not_finite"])]
+    faults = [*result["planners_failed"], *result["over"], *(f"not finite: {name}" for name in result["not_finite"])]
     rows = [
         ("loss, relative error", _error(result["loss_rel_err"])),
         ("gradients, relative error of the worst parameter", _error(result["grad_rel_err"])),
@@ -199,6 +199,7 @@ def verify(result: Result) -> Group:
         ("samples that are not those of an undisturbed run", result["samples_wrong"]),
         ("tokens missing, repeated", f"{result['tokens_missing']}, {result['tokens_repeated']}"),
         *(("beyond what is allowed" if not place else "", fault) for place, fault in enumerate(faults[:_MOST_FAULTS])),
+        *((f"not exercised: plugins.{name}", lacking) for name, lacking in result["not_exercised"].items()),
         ("verdict", "exact" if result["exact"] else "NOT exact"),
     ]
     more = result["batches"] - result["steps"]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...core.plan.branches import branches_of
 from ...core.plan.step_plan import Slice, StepPlan
+from ...core.planning.exercised import failure_of
 from ...core.planning.planner import Draw
 from ...integrations.exactness import relative_error
 from ...integrations.host import StepResult
@@ -73,11 +74,13 @@ class Proven:
     not_finite: tuple[str, ...]
     over: tuple[str, ...]
     branches: Mapping[str, int]
+    failed: tuple[str, ...] = ()
+    """Planners, of the step and of its layers, that failed, so that what ran was not theirs."""
 
     @property
     def exact(self) -> bool:
         counts = self.tokens_missing or self.tokens_repeated or self.samples_wrong
-        return not (counts or self.uncompared or self.not_finite or self.over)
+        return not (counts or self.uncompared or self.not_finite or self.over or self.failed)
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class Beside:
         job.watchdog.at("comparing", number, waits=True)
         bound = judged.tolerance.of_gradient(errors.gradient.name)
         ran = job.host.dp_cp_rank, result.executed, result.branches
-        own = _OfRank(*ran, errors, bound, reader.wrong, sorted(captured))
+        own = _OfRank(*ran, errors, bound, reader.wrong, sorted(captured), failures_of(batch.plan, result))
         return self._together(batch, own, result, set(gradients))
 
     def _rounded(self) -> dict[str, Tensor]:
@@ -222,6 +225,7 @@ class Beside:
             not_finite=tuple(sorted({name for e in all_errors for name in e.not_finite})),
             over=tuple(sorted({text for e in all_errors for text in e.over})),
             branches={**{name: 1 for one in ranks for name in one.branches}, **branches_of(batch.plan)},
+            failed=tuple(sorted({text for one in ranks for text in one.failed})),
         )
 
 
@@ -237,6 +241,7 @@ class _OfRank(NamedTuple):
     wrong: set[int]
     names: list[str]
     """Parameters whose gradients it has compared."""
+    failed: tuple[str, ...]
 
 
 class _Reader:
@@ -273,6 +278,11 @@ class _Reader:
         if source.targets is None:
             return None
         return Labels(lambda index: source.labels(int(samples[index])), source.targets[samples])
+
+
+def failures_of(plan: StepPlan, result: StepResult) -> tuple[str, ...]:
+    """What this rank knows of planners that failed in a step."""
+    return tuple({text for text in (failure_of(plan), *(load.failed for load in result.expert_loads)) if text})
 
 
 def count_tokens(plan: StepPlan, executed: list[Slice]) -> tuple[int, int]:

@@ -28,6 +28,7 @@ def summary(proven: Sequence[Proven], steps: int) -> dict[str, Any]:
         "uncompared_parameters": sorted({name for one in proven for name in one.uncompared}),
         "not_finite": sorted({name for one in proven for name in one.not_finite}),
         "over": [f"step {number}: {text}" for number, one in enumerate(proven) for text in one.over],
+        "planners_failed": [f"step {number}: {text}" for number, one in enumerate(proven) for text in one.failed],
         "steps": steps,
         "batches": len(proven),
         "loss": first.loss,

@@ -22,7 +22,7 @@ from ..tenants.job import TenantJob
 from .alone import Batch, Beside
 from .compare import StepErrors
 from .masking import half_masked
-from .steps import Proven, count_tokens
+from .steps import Proven, count_tokens, failures_of
 
 
 class Step(NamedTuple):
@@ -123,4 +123,5 @@ def _together(
         not_finite=tuple(sorted({name for one in all_errors for name in one.not_finite})),
         over=tuple(sorted({text for rank in ranks for text in rank[3]})),
         branches={**{name: 1 for rank in ranks for name in rank[2]}, **branches_of(plan)},
+        failed=failures_of(plan, result),
     )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Draw
 from ...core.recipe.adapter import Adapter
 from ...core.recipe.recipe import Recipe
@@ -58,7 +59,7 @@ class _Proof:
         self._tenants: list[Beside] = []
         self._base: dict[str, Tensor] = {}
         self._proven: list[Proven] = []
-        self._drawn = 0
+        self._exercised, self._drawn = Exercised(), 0
 
     def run(self, world: World, watchdog: Watchdog) -> dict[str, Any]:
         before = (self._steps + 1) // 2
@@ -80,6 +81,7 @@ class _Proof:
             "resumed": resumed,
             "branches": dict(sorted(taken.items())),
             "branches_not_taken": sorted(branches - set(taken)),
+            "not_exercised": self._exercised.idle,
             "host": host,
             "tenants": [one.row() for one in self._tenants],
         }
@@ -95,6 +97,7 @@ class _Proof:
         for number in numbers:
             step = Step(job, number, planner.next(ahead=False), self._base)
             self._proven.append(proven_step(step, self._tenants))
+            self._exercised.note(job.chain, step.planned.plan, self._proven[-1].branches)
         for one in self._tenants:
             one.state = job.host.adapters.state(one.number)
         plain.close()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned
 from ...integrations.host import TenantResult
 from ...runtime.world.agreement import everyone
@@ -63,6 +64,7 @@ class Loop:
         """Steps of the job so far."""
         self.rows: list[Row] = []
         self._stops = self._idles = False
+        self._exercised = Exercised()
 
     def run(self) -> None:
         """Train until every tenant has ended, and none is waited for. Collective."""
@@ -70,6 +72,7 @@ class Loop:
         while goes_on:
             with underway(self._job, begun=bool(self.rows)):
                 goes_on = self._turn()
+        self._exercised.say()
         if not self._stops:
             self._keep()
 
@@ -122,6 +125,7 @@ class Loop:
         tenants = [self.members.of_number(number) for number in draws]
         rates = {tenant.number: tenant.rate for tenant in tenants}
         taken = measure_step(self._job, planned, self.step, record=False, rates=rates)
+        self._exercised.note(planned.chain, planned.plan, None)
         self._drawing.trained()
         for tenant in tenants:
             result = taken.result.tenants[tenant.number]

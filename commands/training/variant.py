@@ -14,6 +14,7 @@ import numpy as np
 from ...core.costs.work import step_flops
 from ...core.errors import EvenloadError, RankError
 from ...core.planning.chain import PlanChain
+from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned, Planner
 from ...core.recipe.sizes import shape_of
 from .._shared.drawing import num_waiting
@@ -34,6 +35,7 @@ class Variant:
         self.refitting = Refitting(job, chain, state.get("refit") if state else None)
         self.history = LoadHistory(chain, state.get("loads") if state else None)
         self.rows: list[Row] = []
+        self.exercised = Exercised()
         self.same_plans = True
         """Whether it planned every step as evenload did."""
         self._busy_s, self._seconds = np.zeros((0, 0)), 1.0
@@ -50,6 +52,8 @@ class Variant:
             taken = take(self.job, planned, step, record=record)
         predicted_step = future.result() if future else None
         self.rows.append(self._row(planned, taken, step, predicted_step))
+        if self.job.leads:
+            self.exercised.note(planned.chain, planned.plan, None)
         begins = len(self.rows) <= 2
         self._busy_s = taken.busy_s if begins else self._busy_s + taken.busy_s
         self._seconds = taken.step_s if begins else self._seconds + taken.step_s

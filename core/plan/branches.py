@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .order import one_forward_one_backward, orders_of_stage
 from .step_plan import MicroBatch, StepPlan
 
 PACKED = "several sequences in a micro-batch"
@@ -28,6 +29,12 @@ PADDED = "padding"
 OWN_ORDER = "an order of the plan's own"
 COPIED = "copies of experts"
 
+REARRANGED = "micro-batches other than the trainer's own"
+REORDERED = "order other than 1F1B"
+SHARED = "shared micro-batches"
+OF_TENANTS = "sequences of tenants"
+"""These four are no branches of a proof, but signs that a plugin did something (`Plugin.shown_by`)."""
+
 SUM_AFTER_PASSES = "gradient sum after the passes"
 SUM_IN_LAST_BACKWARD = "gradient sum during the last backward"
 
@@ -45,6 +52,24 @@ def branches_of(plan: StepPlan) -> dict[str, int]:
             name = sharing(m.cp_comm)
             counts[name] = counts.get(name, 0) + 1
     return {name: count for name, count in counts.items() if count}
+
+
+def signs_of(plan: StepPlan, stock: StepPlan) -> set[str]:
+    """What a plan shows that the trainer's own plan of the same batch does not."""
+    own, theirs = ({m[:3] for m in each.micro_batches if m.slices} for each in (plan, stock))
+    signs = {
+        REARRANGED: own != theirs,
+        REORDERED: bool(plan.order) and any(_is_reordered(plan, stage) for stage in range(plan.limits.num_stages)),
+        SHARED: plan.shared and not stock.shared,
+        OF_TENANTS: len(plan.tenants),
+    }
+    return {name for name, shown in signs.items() if shown} | branches_of(plan).keys()
+
+
+def _is_reordered(plan: StepPlan, stage: int) -> bool:
+    """Whether any rank runs its passes at a stage in another order than 1F1B of its micro-batches."""
+    ahead, ranks = plan.limits.num_stages - 1 - stage, enumerate(orders_of_stage(plan, stage))
+    return any(ops != one_forward_one_backward(plan.of_rank(rank), ahead) for rank, ops in ranks)
 
 
 def _micro_batches(holds: Callable[[MicroBatch], object]) -> Callable[[StepPlan], int]:

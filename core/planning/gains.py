@@ -45,7 +45,7 @@ def _of_plugins(chain: PlanChain, plan: StepPlan, stock_s: float) -> list[dict[s
     rows = []
     before_s = stock_s
     for place, (plugin, _) in enumerate(chain.links):
-        refused = _refused(plan, plugin.name)
+        refused = refused_by(plan, plugin.name)
         step_s = None
         if not refused:
             try:
@@ -59,7 +59,7 @@ def _of_plugins(chain: PlanChain, plan: StepPlan, stock_s: float) -> list[dict[s
     return rows
 
 
-def _refused(plan: StepPlan, plugin: str) -> str:
+def refused_by(plan: StepPlan, plugin: str) -> str:
     """Why a plugin could not plan the batch, which another one could; empty where it did."""
     head = f"{LEFT_OUT}{plugin}: "
     return next((note.removeprefix(head) for note in plan.notes if note.startswith(head)), "")

@@ -29,6 +29,9 @@ from .chain import PlanChain, warn_once
 logger = logging.getLogger("evenload")
 
 READY, LATE, FAILED = 0, 1, 2
+FELL_BACK, FAILED_ON = "fallback: ", "failed on ranks "
+"""A note of a plan that took over begins with the first; where a planner failed and was not only late, the second is in
+it."""
 
 
 class Draw(NamedTuple):
@@ -202,7 +205,7 @@ class Planner:
         """A plan that all ranks agreed on in place of the one that some of them lack. Collective."""
         ranks = {kind: [r for r, message in enumerate(answers) if message[0] == kind] for kind in (LATE, FAILED)}
         cause = "; ".join(
-            f"{word} on ranks {ranks[kind]}" for kind, word in ((LATE, "late"), (FAILED, "failed")) if ranks[kind]
+            f"{word}{ranks[kind]}" for kind, word in ((LATE, "late on ranks "), (FAILED, FAILED_ON)) if ranks[kind]
         )
         for name, make in chain.simpler(as_lengths(draw.lengths), _tenants(draw)):
             try:
@@ -215,7 +218,7 @@ class Planner:
                 "step %d: planning %s (%s); the simpler plan '%s' runs", self.step, cause, why or "other ranks", name
             )
             _refuse_divergence(self._exchange(bytes([READY]) + plan.digest), self.step)
-            return replace(plan, notes=(*plan.notes, f"fallback: {cause}"))
+            return replace(plan, notes=(*plan.notes, f"{FELL_BACK}{cause}: {why or 'other ranks'}"))
         if not ranks[FAILED]:
             logger.warning("step %d: planning %s, and no simpler plan may run; the step waits", self.step, cause)
             late, _, why, _ = self._agreed(future, budget_s=None)

@@ -5,6 +5,7 @@ if __name__ != "evenload.plugins.lora":
         f"{__name__}: import this package as evenload.plugins.lora; a second copy would mean a second registry"
     )
 
+from ...core.plan.branches import OF_TENANTS
 from ...core.registry import Plugin, register
 from . import config, plan
 
@@ -18,6 +19,7 @@ register(
         plan=plan.plan,
         place="slices",
         adapts=True,
+        shown_by=(OF_TENANTS,),
         clashes=("moe",),
     )
 )

@@ -5,6 +5,7 @@ if __name__ != "evenload.plugins.mesh":
         f"{__name__}: import this package as evenload.plugins.mesh; a second copy would mean a second registry"
     )
 
+from ...core.plan.branches import SHARED
 from ...core.registry import Plugin, register
 from . import baselines, config, plan, settings
 
@@ -21,6 +22,7 @@ register(
         branches=settings.branches,
         breaks=settings.breaks,
         simpler="cp_1",
+        shown_by=(SHARED,),
         shares=True,
         needs_host={"enabled": (False,)},
         needs_order=("enabled",),

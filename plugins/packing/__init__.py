@@ -5,6 +5,7 @@ if __name__ != "evenload.plugins.packing":
         f"{__name__}: import this package as evenload.plugins.packing; a second copy would mean a second registry"
     )
 
+from ...core.plan.branches import REARRANGED
 from ...core.registry import Plugin, Sizes, register
 from . import baselines, config, delay, plan, settings
 
@@ -22,6 +23,7 @@ register(
         branches=settings.branches,
         breaks=settings.breaks,
         simpler="chunks",
+        shown_by=(REARRANGED,),
         needs_host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},
         needs_order=("slices", "activation_gib"),
         hold_back=delay.hold_back,

@@ -5,6 +5,7 @@ if __name__ != "evenload.plugins.pipeline":
         f"{__name__}: import this package as evenload.plugins.pipeline; a second copy would mean a second registry"
     )
 
+from ...core.plan.branches import RECOMPUTED, REORDERED
 from ...core.registry import Plugin, register
 from . import baselines, config, plan, settings
 
@@ -22,5 +23,6 @@ register(
         branches=settings.branches,
         breaks=settings.breaks,
         simpler="fixed_chunks",
+        shown_by=(REORDERED, RECOMPUTED),
     )
 )

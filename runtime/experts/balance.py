@@ -132,6 +132,8 @@ class ExpertBalance:
         self._policy = EXPERTS_AT_HOME
         self._planner: LayerPlanner = at_home
         self._warned = False
+        self.failed = ""
+        """Why the experts of the layer that was asked for last stay at home; empty where no planner failed."""
         self.checksum = 0
         """Of all quotas of the step so far: equal on two ranks that have planned alike."""
 
@@ -148,7 +150,7 @@ class ExpertBalance:
         """Of a layer of the whole model, from the counts that all ranks of the group have for its experts; None where
         every token goes to its expert's home and finds it there."""
         policy = self._policy
-        known = policy.copies_of(layer)
+        known, self.failed = policy.copies_of(layer), ""
         try:
             quotas_ER = check_quotas(self._planner(counts_RE, policy, known), counts_RE, policy, known)
         except Exception as error:
@@ -160,7 +162,8 @@ class ExpertBalance:
         return Shares(counts_RE, quotas_ER, copies, self._place, policy) if any(copies) or self._sharded else None
 
     def _warn(self, layer: int, error: Exception) -> None:
+        why = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
+        self.failed = f"experts of layer {layer} stay at home, as '{self._policy.planner}' failed: {why}"
         if not self._warned:
-            why = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
-            logger.warning("experts of layer %d stay at home, as '%s' failed: %s", layer, self._policy.planner, why)
+            logger.warning("%s", self.failed)
         self._warned = True

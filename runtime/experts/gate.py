@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -51,6 +51,8 @@ class Load(NamedTuple):
     """Weights of experts that this rank took in."""
     exposed_s: float = 0.0
     """Seconds for which this rank waited for these weights."""
+    failed: str = ""
+    """Why the layer's planner gave no quotas, so that its experts stayed at home; empty where it did."""
 
 
 class ExpertGate:
@@ -151,8 +153,9 @@ class ExpertGate:
         if self._balance.at_home:
             return None
         shares = self._balance.shares(layer, sent_RE.cpu().numpy())
-        if shares is not None and book:
-            self._booked[-1] = self._booked[-1]._replace(report=shares.report)
+        if book:
+            report = None if shares is None else shares.report
+            self._booked[-1] = self._booked[-1]._replace(report=report, failed=self._balance.failed)
         return shares
 
     def book(self, layer: int, counted_RE: Tensor) -> None:
@@ -179,7 +182,7 @@ class ExpertGate:
         imbalance = float(loads_R.max()) / mean if mean else 1.0
         counts = tuple(counted_RE[self._place].tolist())
         after = CopyReport(imbalance) if booked.report is None else booked.report
-        return Load(booked.number, booked.layer, counts, imbalance, *astuple(after))
+        return Load(booked.number, booked.layer, counts, imbalance, **asdict(after), failed=booked.failed)
 
 
 class _Booked(NamedTuple):
@@ -190,6 +193,7 @@ class _Booked(NamedTuple):
     counted_RE: Tensor
     """Stays on the device until the step is over."""
     report: CopyReport | None = None
+    failed: str = ""
 
 
 def _said(seal: tuple[int, ...]) -> str:

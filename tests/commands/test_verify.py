@@ -170,3 +170,48 @@ def test_a_divisor_that_tenants_share_is_caught(verify: Verify) -> None:
     assert result["exact"] is False
     assert any("gradient of" in text for text in result["over"])
     assert not all(row["exact"] for row in result["tenants"])
+
+
+FAILING_STEPS = """
+from dataclasses import replace
+from evenload.api import load_plugins
+from evenload.core import registry
+load_plugins()
+real = registry.unregister("packing")
+def plan(incoming, *words):
+    if len(incoming.lengths) > 2:  # the longest samples, which are planned before the start, still pass
+        return replace(incoming, micro_batches=())
+    return real.plan(incoming, *words)
+registry.register(replace(real, plan=plan))
+"""
+LOST_TOKENS = """
+import numpy as np
+from evenload.api import load_plugins
+from evenload.core import registry
+load_plugins()
+registry.get("moe").layers["clone"] = lambda counts, *_: np.zeros(counts.shape[::-1], dtype=np.int64)
+"""
+EXPERTS = ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4", "plugins.moe.enabled=true")
+
+
+def test_planners_that_failed_are_not_exact_however_well_the_simpler_plan_ran(verify: Verify) -> None:
+    code, result = verify("parallel.dp=2", "--steps", "1", fault=FAILING_STEPS)
+    assert code == 1
+    assert result["over"] == []
+    assert result["planners_failed"][0].startswith("step 0: planning failed on ranks [0, 1]: PlanError: ")
+    assert result["planners_failed"][0].endswith("the simpler plan 'chunks' ran")
+    assert result["not_exercised"].keys() == {"packing"}
+    words = ("plugins.packing.enabled=false", *EXPERTS, "plugins.moe.tolerance=1", "--steps", "1")
+    code, result = verify(*words, fault=LOST_TOKENS)
+    assert code == 1
+    assert result["exact"] is False
+    assert result["over"] == []
+    assert "experts of layer 0 stay at home, as 'clone' failed: quotas lose tokens" in result["planners_failed"][0]
+    assert result["not_exercised"] == {"moe": "no copies of experts"}
+
+
+def test_a_plugin_that_did_nothing_is_named_and_the_rest_is_exact(verify: Verify) -> None:
+    code, result = verify("parallel.dp=2", "plugins.mesh.enabled=true", "plugins.mesh.max_degree=1", "--steps", "1")
+    assert code == 0, result["over"]
+    assert result["planners_failed"] == []
+    assert result["not_exercised"] == {"mesh": "no shared micro-batches"}

@@ -9,13 +9,16 @@ from collections import Counter
 
 import pytest
 from evenload.api import load_plugins
+from evenload.commands.run import planned_steps
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import LEFT_OUT, PlanChain
+from evenload.core.planning.exercised import Exercised
 from evenload.core.planning.gains import gains
 from evenload.core.recipe.recipe import parse
 from evenload.integrations import planned_runs
 from evenload.integrations.run_folder import VARIABLE, Idle, RunFolder
+from evenload.runtime.experts.gate import Load
 
 load_plugins()
 LENGTHS = [900, 100, 100, 100, 100, 100, 100, 500]
@@ -26,6 +29,7 @@ def folder(tmp_path, monkeypatch) -> RunFolder:
     """A folder of a run that this process belongs to, in which it has said nothing yet."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setattr(planned_runs, "_steps", Counter())
+    monkeypatch.setattr(planned_runs, "_exercised", Exercised())
     monkeypatch.setattr(planned_runs, "_idle", set())
     return RunFolder(tmp_path)
 
@@ -45,20 +49,37 @@ def report(loop: str = "Megatron-Core") -> None:
 
 
 def test_steps_of_a_process_are_counted_by_loop(folder):
-    assert (folder.steps, folder.plugins, folder.started) == ({}, [], 0)
+    assert (folder.steps, folder.plugins, folder.started) == ({}, {}, 0)
     report()
     report()
     report("DeepSpeed")
     assert folder.steps == {"Megatron-Core": 2, "DeepSpeed": 1}
-    assert folder.plugins == ["packing"]
+    assert folder.plugins == {"packing": ""}
     assert folder.check is None, "no record outside check mode"
 
 
 def test_ranks_of_a_job_count_once_and_jobs_of_a_command_add_up(folder, monkeypatch):
     for pid, rank, steps in ((1, 0, 5), (2, 1, 5), (3, 0, 7), (4, 1, 6)):
         monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
-        folder.write_steps(rank, {"DeepSpeed": steps}, ["packing"])
+        folder.write_steps(
+            rank, {"DeepSpeed": steps}, {"packing": "", "moe": "no copies", "mesh": "no sharing" * (pid < 4)}
+        )
     assert folder.steps == {"DeepSpeed": 12}
+    assert planned_steps(folder) == "12 steps of DeepSpeed with packing, moe (no copies), mesh"
+
+
+def test_plugins_without_effect_are_told_of_planners_of_layers_where_loads_are_known(folder):
+    planned = chain(packing={"max_tokens": 1000}, mesh={"max_tokens": 1000, "max_degree": 1})
+    plan = planned.plan(as_lengths(LENGTHS))
+    planned_runs.report_step("Megatron-Core", planned, plan)
+    assert folder.plugins == {"packing": "", "mesh": "no shared micro-batches"}
+    divided = {"parallel": {"ep": 2}, "model": {"family": "mixtral", "moe": {"num_experts": 4}}}
+    recipe = parse({**divided, "plugins": {"moe": {"enabled": True}}})
+    planned = PlanChain.of_recipe(recipe, recipe.layout(2))
+    for copies in (0, 2):
+        loads = [Load(0, 0, (1, 1), 1.5, 1.0, copies)]
+        planned_runs.report_step("Megatron-Core", planned, planned.plan(as_lengths(LENGTHS)), loads=loads)
+        assert folder.plugins["moe"] == ("" if copies else "no copies of experts")
 
 
 def test_outside_a_run_a_report_writes_nothing(folder, monkeypatch):

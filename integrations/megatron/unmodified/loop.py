@@ -152,8 +152,9 @@ class PlannedSteps:
         )
         returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})
         warn_of_differences(loop, config, planned, step, self._warned)
-        report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size)
-        loop.chain = learned(loop.chain, gate.loads if gate else ())
+        loads = gate.loads if gate else ()
+        report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size, loads=loads)
+        loop.chain = learned(loop.chain, loads)
         end_of_check()
         if not parallel_state.is_pipeline_last_stage():
             return returned

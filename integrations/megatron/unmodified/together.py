@@ -113,7 +113,7 @@ class Together:
             result = _run_stock(stock, gate, chunks[0], call)
         else:
             result = self._run_order(plan, gate, chunks[0], call)
-        report_step("Megatron-Core", self.chain, plan, micro_batch_size=1)
+        report_step("Megatron-Core", self.chain, plan, micro_batch_size=1, loads=gate.loads)
         self.chain = learned(self.chain, gate.loads)
         end_of_check()
         return result

@@ -37,13 +37,14 @@ def test_counts_stand_by_round_layer_rank_and_expert() -> None:
 def test_metrics_are_of_all_ranks_layers_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: list[Any] = [
         [Load(0, 0, (1, 1), 1.5, 1.0, 2, 100, 0.25), Load(0, 1, (1, 1), 2.0, 1.25)],
-        [Load(0, 0, (1, 1), 1.5, 1.0, 2, 300, 0.5), Load(0, 1, (1, 1), 2.0, 1.25, 0, 0, 0.125)],
+        [Load(0, 0, (1, 1), 1.5, 1.0, 2, 300, 0.5), Load(0, 1, (1, 1), 2.0, 1.25, 0, 0, 0.125, "as 'clone' failed")],
         [],  # a rank whose stage has no experts
     ]
 
     def gathered(own: Any) -> list[Any]:
-        assert own.tolist() == [list(load[3:]) for load in ranks[0]]
-        return [own, *(np.array([load[3:] for load in loads], dtype=float) for loads in ranks[1:])]
+        rows = [np.array([[*load[3:-1], bool(load.failed)] for load in loads], dtype=float) for loads in ranks]
+        assert own.tolist() == rows[0].tolist()
+        return [own, *rows[1:]]
 
     monkeypatch.setattr(expert_loads, "everyone", gathered)
     assert metrics_of(SimpleNamespace(expert_loads=ranks[0])) == {  # type: ignore[arg-type]
@@ -56,6 +57,7 @@ def test_metrics_are_of_all_ranks_layers_and_passes(monkeypatch: pytest.MonkeyPa
         "copies": 1.0,
         "copied_bytes": 400.0,
         "exposed_s": 0.625,
+        "failed_frac": 0.25,
     }
     monkeypatch.setattr(expert_loads, "everyone", lambda own: [own, own])
     assert imbalance_of(SimpleNamespace(expert_loads=ranks[0])) == 1.125  # type: ignore[arg-type]
@@ -80,12 +82,20 @@ def test_a_run_without_a_copy_says_so(
 ) -> None:
     recipe = load("moe", ["plugins.moe.enabled=true"]).changed(changes)
     with caplog.at_level(logging.WARNING, "evenload"):
-        steps = [{"copies": each, "imbalance_p95": 1.125} for each in copies]
+        steps = [{"copies": each, "imbalance_p95": 1.125, "failed_frac": 0.0} for each in copies]
         say_without_copies(PlanChain.of_recipe(recipe, recipe.layout()), [None, *steps])
     assert len(caplog.records) == warned
     if warned:
         assert "plugins.moe changed nothing: in 2 steps no layer had a copy" in caplog.text
         assert "1.125 times the mean rank's tokens" in caplog.text
+
+
+def test_a_run_whose_planner_of_layers_failed_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = load("moe", ["plugins.moe.enabled=true"])
+    steps = [{"copies": 1.0, "imbalance_p95": 1.125, "failed_frac": each} for each in (0.0, 0.25)]
+    say_without_copies(PlanChain.of_recipe(recipe, recipe.layout()), steps)
+    assert "planners of layers failed in 12.5 % of all passes of layers" in caplog.text
+    assert "changed nothing" not in caplog.text
 
 
 def record(path: Path, steps: range, *, goes_on: bool, **changes: Any) -> None:

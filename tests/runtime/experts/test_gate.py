@@ -30,9 +30,21 @@ def test_ranks_that_agree_get_what_all_of_them_send_and_the_imbalance_without_du
     (load,) = second.loads
     assert (load.number, load.layer, load.counts) == (0, 2, (12, 0, 0, 6))
     assert load.imbalance == 16 / 12  # 16 of 24 tokens for the two experts of the first rank
-    assert load[4:] == (16 / 12, 0, 0, 0.0)  # every expert at its home: none copied, nothing fetched
+    assert load[4:] == (16 / 12, 0, 0, 0.0, "")  # every expert at its home: none copied, nothing fetched
     assert first.opened(rows, book=False).shape == (2, 4)
     assert not first.loads
+
+
+def test_a_load_says_why_its_layer_was_not_planned_whatever_the_layers_around_it_are() -> None:
+    gate, planners = ExpertGate((4, 7), 0), iter([at_home, lambda *_: np.zeros((4, 2), dtype=np.int64), at_home])
+    gate.begin(b"a" * 16, lambda _: None, ExpertPolicy("drawn", slots=2), lambda *of_layer: next(planners)(*of_layer))
+    gate.enter("forward of micro-batch 0")
+    for layer in range(3):
+        rows = torch.stack([gate.sealed(layer, SENT, COUNTED)] * 2)
+        assert gate.shares(layer, gate.opened(rows, book=True), book=True) is None
+    first, second, third = (load.failed for load in gate.loads)
+    assert (first, third) == ("", "")
+    assert second.startswith("experts of layer 1 stay at home, as 'drawn' failed: quotas lose tokens")
 
 
 @pytest.mark.parametrize("what", ["pass", "plan", "layer", "quotas"])

@@ -1,0 +1,65 @@
+"""Which enabled plugins did something in the steps of a run (`Plugin.shown_by`), and whose planners failed in it.
+
+A simpler plan that took over shows nothing of the planners of steps, nor any plan of a plugin that was left out of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..plan.branches import signs_of
+from ..plan.step_plan import StepPlan
+from .chain import PlanChain
+from .gains import refused_by
+from .planner import FAILED_ON, FELL_BACK
+
+logger = logging.getLogger("evenload")
+
+
+def failure_of(plan: StepPlan) -> str:
+    """Where and why the planners of a step failed, and what runs instead; empty where they did not."""
+    note = next((note for note in plan.notes if note.startswith(FELL_BACK) and FAILED_ON in note), "")
+    return note and f"planning {note.removeprefix(FELL_BACK)}; the simpler plan '{plan.made_by}' ran"
+
+
+class Exercised:
+    """The plugins of a run, as its steps show them."""
+
+    def __init__(self) -> None:
+        self.plugins: dict[str, str] = {}
+        """What no step had of each plugin, in words; empty where one had it, or nothing is known of that."""
+        self._steps = self._failed = 0
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Of these the plugins that no step has shown."""
+        return {name: lacking for name, lacking in self.plugins.items() if lacking}
+
+    def note(
+        self, chain: PlanChain, plan: StepPlan, taken: Collection[str] | None, micro_batch_size: int | None = None
+    ) -> None:
+        """Take down a step. ``taken``: its branches that the plan does not tell; None: unknown, so that nothing is said
+        of planners of layers. ``micro_batch_size``: of the trainer's own micro-batches; None: the chain's."""
+        self._steps, self._failed = self._steps + 1, self._failed + bool(failure_of(plan))
+        plugins = [p for p, _ in (*chain.links, *chain.of_slices, *(chain.of_layers if taken is not None else ()))]
+        words = {plugin.name: f"no {' or '.join(plugin.shown_by)}" if plugin.shown_by else "" for plugin in plugins}
+        self.plugins = words | self.plugins
+        if not self.idle:
+            return
+        stock = replace(chain, micro_batch_size=micro_batch_size or chain.micro_batch_size).stock(plan.lengths)
+        signs = signs_of(plan, stock).union(taken or ())
+        fell_back = any(note.startswith(FELL_BACK) for note in plan.notes)
+        for plugin in plugins:
+            works = not (fell_back and plugin.place == "steps") and not refused_by(plan, plugin.name)
+            if works and not signs.isdisjoint(plugin.shown_by):
+                self.plugins[plugin.name] = ""
+
+    def say(self) -> None:
+        """Warn, at the end of a run, of planners that failed in it and of plugins without effect."""
+        if self._failed:
+            text = "planning failed in %d of %d steps, and a simpler plan ran in each of them: see the warnings above"
+            logger.warning(text, self._failed, self._steps)
+        for name, lacking in self.idle.items():
+            logger.warning("plugins.%s was not at work: %s in %d steps", name, lacking, self._steps)
