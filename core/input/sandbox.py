@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import shorten
 
-_MEMORY_BYTES = 1 << 30
+_MEMORY_BYTES = 1 << 29
 _ANSWER_BYTES = 1 << 26
 
 
@@ -37,7 +37,7 @@ class SandboxError(Exception):
 class Budget:
     """CPU seconds for all that one author's programs do: some to begin with, and more with what they work on."""
 
-    left_s: float = 2.0
+    left_s: float = 1.0
     per_call_s: float = 0.0
     per_byte_s: float = 0.0
 

@@ -35,8 +35,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 _ANSWERS = "assistant"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DO = "mend the row, or the tokenizer's chat_template.jinja"
-_PER_CALL_S, _PER_BYTE_S = 2e-3, 1e-7
-"""CPU seconds that a template may take on average: ten times what those of public models do."""
+_PER_CALL_S, _PER_BYTE_S = 1e-3, 1e-7
+"""CPU seconds that a template may take on average: five times what those of public models do."""
 _OF_ROWS = {"documents", "kwargs"}
 """Of what `transformers` takes beside the messages, what a row may say."""
 

@@ -1,11 +1,14 @@
 import logging
 import multiprocessing
 import os
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
+from evenload.data import cache as module
 from evenload.data.cache import cache_dir, cached_arrays, cached_file, key_of
 
 
@@ -109,3 +112,25 @@ def test_processes_that_need_the_same_entry_build_it_once(tmp_path):
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
     assert (tmp_path / "note").read_text() == "built\n"
+
+
+@pytest.mark.parametrize(("after_s", "lines"), [(0.01, 1), (30.0, 0)])
+def test_who_waits_a_moment_for_another_says_nothing_of_it(cache, monkeypatch, caplog, after_s, lines):
+    """Ranks that open the same data do so in every run."""
+    monkeypatch.setattr(module, "_NEWS_S", after_s)
+    caplog.set_level(logging.INFO)
+    entered = threading.Event()
+
+    def slow():
+        entered.set()
+        while lines and not caplog.records:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return {"a": np.arange(3)}
+
+    first = threading.Thread(target=cached_arrays, args=("key", slow))
+    first.start()
+    entered.wait()
+    assert cached_arrays("key", dict)["a"].tolist() == [0, 1, 2]
+    first.join()
+    assert len([record for record in caplog.records if "another process is preparing" in record.getMessage()]) == lines

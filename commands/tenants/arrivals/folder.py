@@ -23,8 +23,11 @@ SUFFIX, ERROR = ".yaml", ".error"
 STOP = "stop"
 """A file of this name ends the job after the step that runs, as if every tenant had left; it is removed."""
 _Stamp = tuple[int, int, int]
-_REST, _QUICK_S = 20.0, 2e-3
-"""A look that takes longer than the latter is followed by so many times its CPU seconds without one."""
+_AT_ONCE = 50
+"""Files that come between two steps, at most; those that are there at the start come all."""
+_REST, _LONG_REST, _QUICK_S = 20.0, 200.0, 5e-3
+"""A look that takes longer than the last is followed by so many times its CPU seconds without one: by the first where
+files come and go, by the second where none does; files that change in their places are noticed behind that."""
 
 
 class Came(NamedTuple):
@@ -55,28 +58,41 @@ class Folder:
         self._known: dict[str, _Stamp] = {}
         self._seen: dict[str, _Stamp] | None = None
         self._warned: set[str] = set()
-        self._rests_until = 0.0
+        self._looked_s = self._cost_s = 0.0
+        self._changed_ns, self._unsettled = 0, False
 
     def look(self) -> News:
         """What has happened since the last look; nothing, while the folder itself cannot be read."""
-        if time.monotonic() < self._rests_until:
+        if self._rests():
             return News(stop=self._stopped())
-        begin_s = time.thread_time()
+        begin_s, self._looked_s = time.thread_time(), time.monotonic()
+        with suppress(OSError):
+            self._changed_ns = os.stat(self.path).st_mtime_ns
         try:
             stamps = self._stamps()
         except EvenloadError as error:
             self._warn_once(str(error))
             return News()
-        before = stamps if self._seen is None else self._seen
+        self._cost_s = max(0.0, time.thread_time() - begin_s - _QUICK_S)
+        before, most = (stamps, None) if self._seen is None else (self._seen, _AT_ONCE)
         self._seen = stamps
         gone = tuple(name for name in self._known if name not in stamps)
         settled = {name: stamp for name, stamp in stamps.items() if before.get(name) == stamp}
-        came = tuple(self._read(name) for name, stamp in settled.items() if self._known.get(name) != stamp)
-        self._known = {name: stamp for name, stamp in self._known.items() if name in stamps} | settled
+        fresh = [name for name, stamp in settled.items() if self._known.get(name) != stamp][:most]
+        self._unsettled = len(settled) < len(stamps) or len(fresh) == most
+        came = tuple(self._read(name) for name in fresh)
+        self._known = {name: stamp for name, stamp in self._known.items() if name in stamps}
+        self._known |= {name: settled[name] for name in fresh}
         for name in gone:
             self.clear(name)
-        self._rests_until = time.monotonic() + _REST * max(0.0, time.thread_time() - begin_s - _QUICK_S)
         return News(came, gone, self._stopped())
+
+    def _rests(self) -> bool:
+        """Whether to do without a look; a folder that nobody has touched can do without for longer."""
+        changed = self._unsettled
+        with suppress(OSError):
+            changed |= os.stat(self.path).st_mtime_ns != self._changed_ns
+        return time.monotonic() < self._looked_s + (_REST if changed else _LONG_REST) * self._cost_s
 
     def _stopped(self) -> bool:
         """Whether somebody has put the file that ends the job there; it is taken out."""

@@ -317,6 +317,9 @@ def test_a_job_that_waits_takes_later_tenants_and_ends_when_it_is_told(place: Pl
     done = place._forged(place.path, "train", "r.yaml", "plugins.lora.wait=true", "--json", planted=planted)
     assert done.returncode == 0, done.stderr
     assert states(json.loads(done.stdout)) == {"core": ("done", 5)}
+    said = [line for line in done.stderr.splitlines() if "nobody trains: waiting for files" in line]
+    assert len(said) == 2  # before the first one came, and behind its end
+    assert "a file stop there ends the job" in done.stderr
     place.same_as(whole, "core", 5)
 
 
