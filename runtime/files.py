@@ -62,10 +62,13 @@ def refuse_taken(out: Path) -> None:
     """Raise EvenloadError unless a folder can be written there: it is not there or is empty, its parent is writable."""
     out = out.expanduser().absolute()
     do = "choose another folder, or empty it"
-    if out.exists() and not out.is_dir():
-        raise EvenloadError(f"{out} is no folder", "a file of that name", do)
-    if out.is_dir() and any(out.iterdir()):
-        raise EvenloadError(f"{out} is not empty", f"{sum(1 for _ in out.iterdir())} entries", do)
+    try:
+        if out.exists() and not out.is_dir():
+            raise EvenloadError(f"{out} is no folder", "a file of that name", do)
+        if out.is_dir() and any(out.iterdir()):
+            raise EvenloadError(f"{out} is not empty", f"{sum(1 for _ in out.iterdir())} entries", do)
+    except OSError as error:
+        raise EvenloadError(f"{out} cannot be written", error.strerror or "", "choose another folder") from error
     above = next(folder for folder in (out, *out.parents) if folder.exists())
     if not os.access(above, os.W_OK | os.X_OK):
         raise EvenloadError(f"{out} cannot be written", f"no permission to write in {above}", "choose another folder")

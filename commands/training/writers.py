@@ -125,7 +125,8 @@ def _lines(path: Path, first: int, *, resumes: bool) -> Iterator[Write]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if resumes and path.is_file() and path.stat().st_size:
             _cut(path, first) if first else os.replace(path, path.with_name(f"{path.name}.before"))
-        file = path.open("a")
+        # A pipe that nobody reads is refused, and not waited for.
+        file = open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
 
     def write(entry: Entry) -> None:
         file.write(to_json(entry.line) + "\n")

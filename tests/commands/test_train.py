@@ -483,6 +483,35 @@ def test_torchrun_starts_the_same_job(trainer: str, place: Path) -> None:
     assert len(json.loads(done.stdout)["steps"]) == 2
 
 
+EXCHANGED = """
+import os
+import evenload.data.content as content
+from evenload.commands.training import variant
+content.LOOK_S = 0.0
+step = variant.Variant.step
+def exchanging(self, planned, number, *more, **how):
+    if number == 2 and os.environ["RANK"] == "0":
+        os.replace("other.jsonl", "data.jsonl")
+    return step(self, planned, number, *more, **how)
+variant.Variant.step = exchanging
+"""
+
+
+def test_data_that_are_exchanged_under_a_run_end_it_with_one_message(place: Path, forged: Forged) -> None:
+    """Rows of the same lengths: nothing else would notice."""
+    for name, letter in (("data", "a"), ("other", "s")):
+        rows = [json.dumps({"text": letter * (20 + i)}) for i in range(40)]
+        (place / f"{name}.jsonl").write_text("\n".join(rows))
+    words = ("data.source=data.jsonl", "checkpoint.dir=kept", "train.steps=9")
+    done = forged(place, "train", "megatron.yaml", *words, planted=EXCHANGED)
+    assert done.returncode == 1, done.stderr[-2000:]
+    assert "data.jsonl changed while it was in use" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert chosen(place / "kept") == "step00000002"
+    again = forged(place, "train", "megatron.yaml", *words)
+    assert (again.returncode, "the checkpoint was made with other data" in again.stderr) == (2, True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """``small_disk(kib)``: a file system of its own with so much space; skips where none can be mounted."""

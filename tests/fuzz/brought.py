@@ -193,7 +193,7 @@ PEFT = (
 )
 MATRICES = {f"base_model.model.{LAYER}.lora_A.weight": [4, 4], f"base_model.model.{LAYER}.lora_B.weight": [6, 4]}
 WORDS = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
-WORDS |= {"pre_tokenizer": None, "post_processor": None, "decoder": None}
+WORDS |= {"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None}
 WORDS |= {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, ":": 2}, "unk_token": "a"}}
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "a", "unk_token": "a", "model_max_length": 99}
 OF_TOKENIZER = ("chat_template", "auto_map", "added_tokens_decoder", "additional_special_tokens", "pad_token")
@@ -224,7 +224,14 @@ def tokenizer(draw: st.DrawFn) -> Case:
 
 STATUS = {"name": "a", "state": "training", "step": 3, "steps": 9, "loss": 2.5, "best": 2.25, "best_step": 2}
 STATUS |= {"tokens": 90, "seconds": 3.5, "left_s": 7.0, "reason": "", "file": "f00d"}
-RANKING = {"sweep": "a", "winner": None, "best": None, "loss_is": "x", "file": "f00d", "race": {"rung": 1}}
+RANKING = {
+    "sweep": "a",
+    "winner": None,
+    "best": None,
+    "loss_is": "x",
+    "file": "f00d",
+    "race": {"rung": 1, "losses": {"a.lr=1": {"3": 2.5}}, "ended": {}, "out": {}},
+}
 RANKING |= {
     "trials": [{"trial": "a.lr=1", "state": "training", "step": 3, "steps": 9, "loss": 2.5, "values": {"lr": 1}}]
 }
@@ -273,7 +280,7 @@ def templates(draw: st.DrawFn) -> Case:
         files |= {"good.jsonl": ROWS, "tenants/good.yaml": {"text": "data: {source: good.jsonl}\n"}}
         return {"call": "admit()", "files": {**files, "tenants/a.yaml": {"text": yaml}}}
     loss = draw(st.sampled_from(["all", "completion"]))
-    settings = ["data.source=d.jsonl", "data.tokenizer=tok", f"data.loss_on={loss}", "data.max_length=null"]
+    settings = ["data.source=d.jsonl", "data.tokenizer=tok", f"data.loss_on={loss}"]
     files["r.yaml"] = {"text": cases.RECIPES["packing"]}
     return {"argv": cases.request("train", *settings), "files": files}
 
@@ -347,7 +354,7 @@ def records(draw: st.DrawFn) -> Case:
 def company(draw: st.DrawFn) -> Case:
     """Plans of tenants together."""
     files: Case = {"good.jsonl": ROWS, "tenants/good.yaml": {"text": "data: {source: good.jsonl}\n"}}
-    files |= {"tenants/a.yaml": draw(tenant()), "l.txt": {"text": cases.LENGTHS}}
+    files |= {"tenants/a.yaml": draw(st.one_of(tenant(), st.just({"text": TENANT}))), "l.txt": {"text": cases.LENGTHS}}
     recipe = cases.RECIPES["packing"].replace("plugins: {", "plugins: {lora: {enabled: true, tenants: tenants}, ")
     more = draw(
         st.sampled_from([[], [], ["--lengths", "a=l.txt"], ["--lengths", "good=nope"], ["--lengths", "=l.txt"]])

@@ -272,15 +272,26 @@ def test_attackers_harm_themselves_alone_and_poison_no_restart(place: Place, who
         place.same_as(whole, name, steps)
 
 
-def test_one_whose_data_change_under_it_fails_alone(place: Place, whole: Place) -> None:
-    rows = [json.dumps({"tokens": [5, 6, 7, 8 + i]}) for i in range(20)]
-    (place.path / "own.jsonl").write_text("\n".join(rows) + "\n")
-    own = {"data": {"source": "own.jsonl"}, "train": {"steps": 40, "batch_size": 2}}
-    place.put(core=CORE, own=own)
-    result = place.trained(happens="    if step == 2: os.truncate('own.jsonl', 30)\n")
+def test_those_whose_data_change_under_them_fail_alone(place: Place, whole: Place) -> None:
+    """One file is cut short, the other exchanged for one whose rows are as long."""
+    for name, token in (("own", 5), ("swapped", 5), ("other", 50)):
+        rows = [json.dumps({"tokens": [token, 6, 7, 8 + i]}) for i in range(20)]
+        (place.path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    for name in ("own", "swapped"):
+        place.put(**{name: {"data": {"source": f"{name}.jsonl"}, "train": {"steps": 40, "batch_size": 2}}})
+    place.put(core=CORE)
+    happens = (
+        "    import evenload.data.content as content\n"
+        "    content.LOOK_S = 0.0\n"
+        "    if step == 2: os.truncate('own.jsonl', 30)\n"
+        "    if step == 2: os.replace('other.jsonl', 'swapped.jsonl')\n"
+    )
+    result = place.trained(happens=happens)
     assert states(result)["core"] == ("done", 5)
-    assert states(result)["own"] == ("failed", 3)
-    assert "own.jsonl" in next(tenant["reason"] for tenant in result["tenants"] if tenant["name"] == "own")
+    for name in ("own", "swapped"):
+        assert states(result)[name] == ("failed", 3)
+        reason = next(tenant["reason"] for tenant in result["tenants"] if tenant["name"] == name)
+        assert f"{name}.jsonl changed while it was in use" in reason
     place.same_as(whole, "core", 5)
 
 

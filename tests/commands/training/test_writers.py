@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ def test_a_run_that_begins_anew_puts_the_log_of_the_last_one_aside(tmp_path: Pat
     assert [row["step"] for row in logged(path, 0)] == [0, 1]
     assert len((tmp_path / "log.jsonl.before").read_text().splitlines()) == 2
     assert [row["step"] for row in logged(path, 0, keeps=False)] == [0, 1, 0, 1], "nothing goes on from it"
+
+
+def test_a_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(EvenloadError, match=r"log\.jsonl cannot be written"):
+        logged(tmp_path / "log.jsonl", 4)
 
 
 def test_a_log_that_is_no_file_is_left_alone(tmp_path: Path) -> None:

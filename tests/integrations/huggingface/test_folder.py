@@ -110,3 +110,5 @@ def test_a_taken_place_is_refused(tmp_path):
     for taken in (tmp_path, tmp_path / "file"):
         with pytest.raises(EvenloadError, match=r"not empty|no folder"):
             refuse_taken(taken)
+    with pytest.raises(EvenloadError, match="cannot be written"):
+        refuse_taken(tmp_path / ("a" * 300))
