@@ -7,9 +7,12 @@ import logging
 import numpy as np
 import pytest
 import torch
+from evenload.core.experts.exact import exact_quotas
 from evenload.core.experts.quotas import at_home, copies_of
 from evenload.core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from evenload.runtime.experts.balance import ExpertBalance, Shares
+from hypothesis import given
+from hypothesis import strategies as st
 
 COUNTS_RE = np.array([[3, 0, 2, 1], [1, 4, 0, 0]])
 QUOTAS_ER = np.array([[1, 3], [4, 0], [2, 0], [0, 1]])
@@ -73,3 +76,17 @@ def test_cut_experts_are_fetched_without_copies_and_behind_a_planner_that_fails_
         shares = balance.shares(0, COUNTS_RE)
         assert shares is not None
         assert (shares.slots, shares.copies, shares.keep) == (2, ((), ()), False)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_ranks_of_several_nodes_expect_what_others_send_into_their_slots(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 9, (4, 8)) * rng.integers(0, 2, 8)
+    policy = ExpertPolicy("drawn", slots=2, node_ranks=2)
+    quotas = exact_quotas(counts, policy)
+    shares = [Shares(counts, quotas, copies_of(quotas), rank, policy) for rank in range(4)]
+    for place, one in enumerate(shares):
+        experts = torch.arange(8).repeat_interleave(torch.from_numpy(counts[place]))[:, None]
+        sent = torch.bincount(one.slots_of(experts).flatten(), minlength=4 * one.slots)
+        expected = sum(other.counts_of_slots[place] for other in shares)
+        assert sent.tolist() == expected.tolist()

@@ -1,27 +1,45 @@
-"""Moments of several buckets lie where the buffer has its weights."""
+"""Where the states of a distributed optimizer with several buckets are put before parameters are looked for."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
+from evenload.integrations.megatron.saving.buckets import states_in_their_places
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
-def test_the_padding_between_buckets_is_put_back_for_every_tensor() -> None:
-    from evenload.integrations.megatron.saving.buckets import _padded
+def optimizer():
+    """A distributed optimizer of two buffers, of which the second has three buckets, padded to multiples of 4."""
+    part = DistributedOptimizer.__new__(DistributedOptimizer)
+    first = SimpleNamespace(numel=4, buckets=[bucket(0, 3)])
+    part.buffers = [first, SimpleNamespace(numel=16, buckets=[bucket(0, 3), bucket(4, 4), bucket(8, 5)])]
 
-    sizes, offsets = (5, 3, 4), (0, 8, 12)
-    buckets = [SimpleNamespace(numel_unpadded=n, offset=at) for n, at in zip(sizes, offsets, strict=True)]
-    part = SimpleNamespace(buffers=[SimpleNamespace(buckets=buckets, numel=16)])
-    values = torch.arange(1.0, 13.0)
+    def gather(empty_data: bool = False):
+        if empty_data:
+            return None
+        names = ("param", "exp_avg", "exp_avg_sq")
+        numbers = [{name: torch.arange(1.0, 1 + size) for name in names} | {"numel_unpadded": size} for size in (3, 12)]
+        return {"buckets_coalesced": True} | {place: {"float": each} for place, each in enumerate(numbers)}
 
-    def gather(**_: Any) -> Any:
-        return {0: {(torch.float32, torch.float32): {"param": values.clone(), "exp_avg": -values, "numel": 12}}}
+    part.get_parameter_state_dp_zero = gather
+    return part
 
-    (state,) = _padded(part, gather)()[0].values()
-    wanted = [1, 2, 3, 4, 5, 0, 0, 0, 6, 7, 8, 0, 9, 10, 11, 12]
-    assert state["param"].tolist() == wanted
-    assert state["exp_avg"].tolist() == [-value for value in wanted]
-    assert state["numel"] == 12
-    assert _padded(part, lambda **_: None)() is None, "ranks that gather nothing"
+
+def bucket(offset, size):
+    return SimpleNamespace(offset=offset, numel_unpadded=size)
+
+
+def test_values_stand_where_their_parameters_are_and_padding_is_zero():
+    for given in (optimizer(), SimpleNamespace(chained_optimizers=[SimpleNamespace(), optimizer()])):
+        (part,) = [one for one in getattr(given, "chained_optimizers", [given]) if hasattr(one, "buffers")]
+        plain = part.get_parameter_state_dp_zero
+        with states_in_their_places(given):
+            state = part.get_parameter_state_dp_zero()
+            assert part.get_parameter_state_dp_zero(empty_data=True) is None, "ranks without states"
+        assert state["buckets_coalesced"]
+        for name in ("param", "exp_avg", "exp_avg_sq"):
+            assert state[0]["float"][name].tolist() == [1, 2, 3, 0]
+            assert state[1]["float"][name].tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0, 0, 0]
+        assert (state[0]["float"]["numel_unpadded"], state[1]["float"]["numel_unpadded"]) == (3, 12)
+        assert part.get_parameter_state_dp_zero is plain
