@@ -20,7 +20,10 @@ def test_it_is_what_every_rank_says(seed: int, sizes: tuple[int, int]) -> None:
     counts = rng.integers(0, 6, (ranks, 2 * ranks)) * rng.integers(0, 2, 2 * ranks)
     quotas = np.array([rng.multinomial(tokens, rng.dirichlet(np.full(ranks, 0.3))) for tokens in counts.sum(axis=0)])
     wanted = [sent_by(rank, counts, quotas, node_ranks).sum(axis=0) for rank in range(ranks)]
-    np.testing.assert_array_equal(tokens_between(counts, quotas, node_ranks), wanted)
+    between = tokens_between(counts, quotas, node_ranks)
+    np.testing.assert_array_equal(between, wanted)
+    expected = [received_by(rank, counts, quotas, node_ranks).sum(axis=1) for rank in range(ranks)]
+    np.testing.assert_array_equal(between.T, expected)
 
 
 @pytest.mark.parametrize("node_ranks", [0, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from evenload.runtime.measure.busy import BusyClock
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 VOCABULARY = 96
 CPU = torch.device("cpu")
@@ -183,15 +185,19 @@ def train(
     mutant: str = "",
     **changes: Any,
 ) -> dict[str, Any]:
-    """Losses and norms of some steps, and a sum over the weights after them.
+    """Losses and norms of some steps, what each generator of random numbers draws in each, and a sum over the weights
+    after them.
 
     ``plans`` has the packs of each step; ``read`` and ``write`` name a checkpoint to start from and one to leave.
     """
+    random.seed(1)
+    np.random.seed(1)
     with hosted(world, **changes) as host, mutation(mutant):
         if read:
             host.load(Path(read))
-        results = []
+        results, draws = [], []
         for step in range(first, first + steps):
+            draws.append(drawn())
             packs = plans[step % len(plans)] if plans else None
             results.append(host.train_step(plan(host.layout.dp_cp_size, packs=packs), tokens(seed=step), lr=1e-2))
         if write:
@@ -205,7 +211,15 @@ def train(
             "norms": [r.grad_norm for r in results],
             "targets": [r.num_targets for r in results],
             "weights": weights,
+            "draws": draws,
         }
+
+
+def drawn() -> tuple[float, ...]:
+    """A number of each generator that a checkpoint keeps."""
+    with get_cuda_rng_tracker().fork():
+        ranks_own = float(torch.rand(()))
+    return random.random(), float(np.random.random()), float(torch.rand(())), ranks_own
 
 
 def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any) -> list[float]:

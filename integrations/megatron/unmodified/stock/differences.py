@@ -1,9 +1,4 @@
-"""What a planned step does otherwise than a stock one on purpose, said once, where it changes losses.
-
-Measured with Megatron-LM 0.16.1's ``--sft``, float32, four steps, rows filled up to three times their tokens: losses
-1.3e-4 and norms 5e-3 apart with a bias of experts, 7e-5 and 4e-3 with the z-loss, 4e-5 and 8e-3 with virtual stages;
-2e-7 at most without these.
-"""
+"""What a planned step does otherwise than a stock one on purpose, said once, where it changes losses."""
 
 from __future__ import annotations
 

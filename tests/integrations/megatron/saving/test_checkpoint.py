@@ -45,6 +45,8 @@ def test_resume_is_bit_equal_on_the_same_layout(on_ranks, begun, kind):
     assert resumed["losses"] == whole["losses"][3:]
     assert resumed["norms"] == whole["norms"][3:]
     assert resumed["weights"] == whole["weights"]
+    assert resumed["draws"] == whole["draws"][3:]
+    assert len({draw for of_step in whole["draws"] for draw in of_step}) == 4 * 6, "each generator goes on"
 
 
 def test_resume_with_upstreams_shared_step_is_wrong(on_ranks, begun):
@@ -99,6 +101,7 @@ def test_what_is_no_checkpoint_of_this_model_is_refused_on_every_rank(on_ranks, 
         ({"folder": str(torn)}, "no complete"),
         ({"folder": str(there), "model__num_layers": 2}, "another model"),
         ({"folder": str(there), "train__dtype": "bf16"}, "another dtype"),
+        ({"folder": str(there), "train__freeze": ["embedding.*"]}, "another freeze"),
         ({"folder": str(there), "megatron__distributed_optimizer": False}, "another distributed optimizer"),
     ]
     for case, word in cases:
