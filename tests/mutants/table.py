@@ -119,7 +119,6 @@ KILLERS: dict[str, Words] = {
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
     "adam's mends": ("pytest", "tests/patches/test_megatron_fixes.py"),
-    "buckets": ("pytest", f"{_SAVING}/test_buckets.py"),
     "resumed": ("pytest", f"{_SAVING}/test_checkpoint.py", "-k", "same_layout and fp64"),
     "refused checkpoints": ("pytest", f"{_SAVING}/test_checkpoint.py", "-k", "no_checkpoint_of_this"),
     "expert ranks resumed": ("pytest", "tests/integrations/megatron/test_experts.py", "-k", "start_losses and fp32"),
@@ -649,13 +648,6 @@ MUTANTS: tuple[Mutant, ...] = (
         '            states["step"] = step.clone()',
         '            states["step"] = steps[0]',
         "quick overlap",
-    ),
-    Mutant(
-        "padding between buckets is not put back",
-        "integrations/megatron/saving/buckets.py",
-        "        padded[bucket.offset : bucket.offset + len(part)] = part\n",
-        "        padded[: len(values)] = values\n",
-        "buckets",
     ),
     Mutant(
         "generators of random numbers begin anew after a resume",
