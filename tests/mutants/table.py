@@ -122,7 +122,6 @@ KILLERS: dict[str, Words] = {
     "resumed": ("pytest", f"{_SAVING}/test_checkpoint.py", "-k", "same_layout and fp64"),
     "refused checkpoints": ("pytest", f"{_SAVING}/test_checkpoint.py", "-k", "no_checkpoint_of_this"),
     "expert ranks resumed": ("pytest", "tests/integrations/megatron/test_experts.py", "-k", "start_losses and fp32"),
-    "background": ("pytest", "tests/commands/test_train.py", "-k", "checkpoint_in_the_background"),
     "shared routing": ("pytest", "tests/runtime/experts/test_routing.py"),
     "slots of copies": ("pytest", "tests/runtime/experts/test_balance.py"),
     "messages": ("pytest", "tests/core/experts/test_messages.py"),
