@@ -31,8 +31,8 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             name="transformers.batches",
             target=f"{_TRAINER}.get_batch_samples",
             supports=TRANSFORMERS,
-            why="The Trainer takes the batches of one optimizer step there, and counts the targets of all ranks: the "
-            "one place where a global batch is known before any of it runs. Evaluation does not come here.",
+            why="The Trainer takes the batches of one optimizer step there, before any of it runs, which says how many "
+            "belong together. Evaluation does not come here.",
             wrapper=from_module(f"{_LOOP}:get_batch_samples", recipe),
             expects=("epoch_iterator", "num_batches", "device"),
         ),
@@ -46,29 +46,22 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             expects=("model", "inputs", "num_items_in_batch"),
         ),
         Patch(
-            name="transformers.loader",
-            target="accelerate.accelerator:Accelerator.prepare_data_loader",
+            name="transformers.prepare",
+            target="accelerate.accelerator:Accelerator.prepare",
             supports=ACCELERATE,
-            why="Loaders do not know which model they feed: a loop's is that of the Accelerator that prepares them.",
-            wrapper=from_module(f"{_ACCELERATE}:prepare_data_loader"),
-            expects=("data_loader",),
-            when=accelerate_installed,
-        ),
-        Patch(
-            name="transformers.iteration",
-            target="accelerate.data_loader:DataLoaderShard.__iter__",
-            supports=ACCELERATE,
-            why="Where a loop of Accelerate without a Trainer gets its batches. Loaders of a Trainer, of evaluation "
-            "(the model is not in training mode) and of models that cannot be planned give what they always gave.",
-            wrapper=from_module(f"{_ACCELERATE}:iterate", recipe),
+            why="A loop of Accelerate without a Trainer calls the model that this returns: there each training batch "
+            "is planned, after whatever the loop does to it. Models of a Trainer, in evaluation (not in training mode, "
+            "or without gradients), and those that cannot be planned compute what they always did.",
+            wrapper=from_module(f"{_ACCELERATE}:prepare", recipe),
+            expects=("device_placement",),
             when=accelerate_installed,
         ),
         Patch(
             name="transformers.backward",
             target="accelerate.accelerator:Accelerator.backward",
             supports=ACCELERATE,
-            why="A planned batch counts its tokens in the model's loss; another loss would be wrong, and is refused "
-            "here. A loop in which nothing is planned says so at its first backward.",
+            why="A planned batch counts its tokens in the model's loss; a loss that is no multiple of it would be "
+            "wrong, and is refused here. A loop in which nothing is planned says so at its first backward.",
             wrapper=from_module(f"{_ACCELERATE}:backward", recipe),
             expects=("loss",),
             when=accelerate_installed,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 _depth: list[None] = []
 """One entry for each method of a Trainer that runs."""
+_accelerators: WeakSet[Any] = WeakSet()
+"""Of Trainers."""
 
 
-def is_inside() -> bool:
-    """Whether a Trainer takes batches or runs one right now."""
-    return bool(_depth)
+def is_inside(accelerator: Any) -> bool:
+    """Whether a Trainer takes batches or runs one right now, or an Accelerator is a Trainer's."""
+    return bool(_depth) or accelerator in _accelerators
 
 
 @contextmanager
-def inside() -> Iterator[None]:
-    """Around a method of a Trainer."""
+def inside(accelerator: Any) -> Iterator[None]:
+    """Around a method of the Trainer of an Accelerator."""
+    _accelerators.add(accelerator)
     _depth.append(None)
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,10 @@ class GlobalBatch:
     """int64 [2, L], tokens and labels, of the samples that this rank has read, by their place."""
     has_mask: bool
     """The script's batches have an ``attention_mask``."""
-    targets_beside: tuple[int, ...]
-    """Targets of the stock batch that the sample at each place came in."""
+    divisors: tuple[float, ...]
+    """What a stock run divides the loss of the sample at each place by."""
+    hooked: bool
+    """Gradients of parameters go through hooks on some rank."""
 
     def exchange(self, plan: StepPlan) -> dict[int, Any]:
         """Tokens and labels, int64 [2, L], of the samples of which this rank computes some. Collective."""
@@ -53,43 +55,76 @@ class GlobalBatch:
         return {where: sample.numpy() for where, sample in samples.items()}
 
 
-def gather(batches: Sequence[Any], num_items: Any, config: Any) -> GlobalBatch:
-    """The samples of all ranks. Collective. Samples without a target are left out: they give no gradient.
+class Read(NamedTuple):
+    """One batch as it comes to a step, cut into samples: what is written to its tensors later changes nothing."""
+
+    samples: Sequence[Tensor]
+    """int64 [2, L] each, tokens and labels."""
+    reach: int
+    """Positions that a stock run of the batch has."""
+    has_mask: bool
+    divisor: float | None
+    """What the loop divides the loss of the batch by; None: the number of its targets."""
+    error: EvenloadError | None
+    """Why it cannot be cut, for all ranks to raise together."""
+
+
+def read(batch: Any, config: Any, num_items: Any) -> Read:
+    """Cut one batch of a loop for a model of this config.
 
     Args:
-        batches: of this rank in the step, as the script made them.
-        num_items: target tokens of all ranks, as the Trainer counts them; None where nobody counts.
-        config: of the model.
-
-    Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, where the model
-    does not see the whole of one, and where the targets are not those that the Trainer counts.
+        num_items: what the loop divides by, as it hands it to the model; None: nothing.
     """
-    own, error = _split(batches, rotary=is_rotary(config))
-    rows = [[(sample.shape[1], int((sample[1, 1:] != IGNORE).sum())) for sample in one] for one in own]
-    labels = sum(int((sample[1] != IGNORE).sum()) for one in own for sample in one)
-    of_ranks = everyone((error, rows, max(map(reach, batches)) if error is None else 0, labels))
-    raise_together(fault for fault, *_ in of_ranks if fault is not None)
+    here = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+    divisor, has_mask = None if num_items is None else float(num_items), "attention_mask" in batch
+    try:
+        samples = [torch.stack([*sample]) for sample in split(here, rotary=is_rotary(config))]
+    except EvenloadError as error:
+        return Read((), 0, has_mask, divisor, error)
+    return Read(samples, reach(here), has_mask, divisor, None)
+
+
+def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> GlobalBatch | None:
+    """The samples of all ranks; None if no batch of any has a target. Collective. Samples without a target are left
+    out: they give no gradient.
+
+    Args:
+        batches: of this rank in the step.
+        config: of the model.
+        hooked: hooks of this rank may change gradients.
+
+    Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where the
+    model does not see the whole of one.
+    """
+    facts = [[(sample.shape[1], int((sample[1, 1:] != IGNORE).sum())) for sample in one.samples] for one in batches]
+    errors, divisors = [one.error for one in batches], [one.divisor for one in batches]
+    of_ranks = everyone((errors, facts, divisors, max((one.reach for one in batches), default=0), hooked))
+    raise_together(error for errors, *_ in of_ranks for error in errors if error is not None)
     order = [
         (rank, k, row)
-        for k in range(max(len(one) for _, one, *_ in of_ranks))
-        for rank, (_, one, *_) in enumerate(of_ranks)
-        for row in range(len(one[k]) if k < len(one) else 0)
-        if _is_computed(one[k][row])
+        for k in range(max(len(rows) for _, rows, *_ in of_ranks))
+        for rank, (_, rows, *_) in enumerate(of_ranks)
+        for row in range(len(rows[k]) if k < len(rows) else 0)
+        if _is_computed(rows[k][row])
     ]
-    facts = [of_ranks[rank][1][k][row] for rank, k, row in order]
-    targets = sum(targets for _, targets in facts)
-    counted = targets if num_items is None else int(num_items)
-    _refuse_other_targets(targets, sum(count for *_, count in of_ranks), counted)
-    lengths = as_lengths([length for length, _ in facts])
-    refuse_lengths(config, int(lengths.max()), max(positions for _, _, positions, _ in of_ranks), _LENGTHS)
+    if not order:
+        return None
+    lengths = as_lengths([of_ranks[rank][1][k][row][0] for rank, k, row in order])
+    refuse_lengths(config, int(lengths.max()), max(positions for *_, positions, _ in of_ranks), _LENGTHS)
     me = place()[0]
     return GlobalBatch(
         lengths,
         tuple(rank for rank, _, _ in order),
-        {i: own[k][row] for i, (rank, k, row) in enumerate(order) if rank == me},
-        "attention_mask" in batches[0],
-        tuple(sum(targets for _, targets in of_ranks[rank][1][k]) for rank, k, _ in order),
+        {i: batches[k].samples[row] for i, (rank, k, row) in enumerate(order) if rank == me},
+        any(one.has_mask for one in batches),
+        tuple(_divisor(of_ranks[rank][1][k], of_ranks[rank][2][k]) for rank, k, _ in order),
+        any(hooked for *_, hooked in of_ranks),
     )
+
+
+def _divisor(rows: Sequence[tuple[int, int]], counted: float | None) -> float:
+    """What a stock run divides the loss of a batch of these tokens and targets by."""
+    return sum(targets for _, targets in rows) if counted is None else counted
 
 
 def _is_computed(row: tuple[int, int]) -> bool:
@@ -174,27 +209,7 @@ def _without_effect(recipe: Recipe) -> dict[str, Any]:
     return changes
 
 
-def _split(batches: Sequence[Any], *, rotary: bool) -> tuple[list[list[Tensor]], EvenloadError | None]:
-    """int64 [2, L] of each sample of each batch, tokens and labels; or why not, for all ranks to raise together."""
-    here = [{key: value.cpu() if isinstance(value, Tensor) else value for key, value in one.items()} for one in batches]
-    try:
-        return [[torch.stack([*sample]) for sample in split(batch, rotary=rotary)] for batch in here], None
-    except EvenloadError as error:
-        return [], error
-
-
 def _zero_stage(trainer: Any) -> int:
     if trainer.is_deepspeed_enabled:
         return int(trainer.accelerator.state.deepspeed_plugin.zero_stage)
     return 3 if trainer.is_fsdp_enabled else 0
-
-
-def _refuse_other_targets(targets: int, labels: int, counted: int) -> None:
-    """Raise EvenloadError unless the Trainer divides by the number of targets, or by that of labels: for GPT-2 it does
-    not know that the loss shifts them, and counts first tokens too."""
-    if counted not in (targets, labels) or not targets:
-        raise EvenloadError(
-            "the Trainer divides by another number than that of the target tokens",
-            f"{targets} labels behind the first token of a sample, {labels} in all, num_items_in_batch = {counted}",
-            "use a causal language model, and batches whose labels are -100 at the first token of each sample",
-        )

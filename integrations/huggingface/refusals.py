@@ -18,6 +18,9 @@ _READ = ("input_ids", "labels", "attention_mask", "position_ids", "token_type_id
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What collators of flattened rows give besides: the borders once more, for kernels of flash-attn and of Mamba."""
 
+KEYS = (*_READ, *_BORDERS)
+"""What a batch may hold."""
+
 _UNMASKED = "labels[attention_mask == 0] = -100"
 
 
@@ -54,14 +57,16 @@ def raise_together(errors: Iterable[EvenloadError]) -> None:
 
 def refuse_other_forms(batch: Mapping[str, Any], *, rotary: bool) -> None:
     """Raise EvenloadError for keys and shapes that are not known."""
-    other = sorted(str(key) for key in batch if key not in (*_READ, *_BORDERS) and batch[key] is not None)
+    other = sorted(str(key) for key in batch if key not in KEYS and batch[key] is not None)
     missing = [key for key in ("input_ids", "labels") if not isinstance(batch.get(key), Tensor)]
     refuse_first(
         (
             bool(other or missing),
             "evenload regroups batches of input_ids and labels",
             f"a batch without {', '.join(missing)}" if missing else f"a batch with {', '.join(other)}",
-            f"give {', '.join(_READ[:4])} and nothing else from the collate function, or leave evenload off",
+            "give the model labels, and train on its own loss"
+            if "labels" in missing
+            else f"give {', '.join(_READ[:4])} and nothing else from the collate function, or leave evenload off",
         )
     )
     shape = tuple(batch["input_ids"].shape)

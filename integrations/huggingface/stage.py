@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from ...core.errors import EvenloadError
 from ...core.plan.action import Action
 from ...core.plan.step_plan import MicroBatch
 from ...runtime.attention.pack import Pack, TokensOf, build_pack
@@ -18,6 +19,9 @@ from ...runtime.attributes import with_attributes
 from ...runtime.stage.executor import Graph, StageTrainer
 from ...runtime.world.plane import Plane
 from .inputs import inputs_of
+
+_TENSORS = ("input_ids", "position_ids", "shift_labels")
+"""What a model computes a pack from."""
 
 
 class Batch(NamedTuple):
@@ -68,6 +72,8 @@ class TrainerStage(StageTrainer):
         engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
         self._reduction = None if engine is None else _reduction(engine.engine, num_backwards)
         self._backward_arguments: dict[str, Any] = {}
+        self._inputs: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}
         self.loss = torch.zeros((), device=self.device)
         """What the Trainer books as this rank's loss of the step."""
 
@@ -77,13 +83,16 @@ class TrainerStage(StageTrainer):
 
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
         losses: list[Tensor] = []
+        accelerator = self._trainer.accelerator
 
         def hold(loss: Tensor, **arguments: Any) -> None:
             losses.append(loss)
             self._backward_arguments = arguments
 
-        with with_attributes(self._trainer.accelerator, backward=hold), self._reducing(self._left == 1):
-            booked = self._call(inputs_of(loaded.pack, with_mask=self._with_mask))
+        self._inputs = inputs_of(loaded.pack, with_mask=self._with_mask)
+        self._versions = {key: self._inputs[key]._version for key in _TENSORS}
+        with with_attributes(accelerator, backward=hold), reducing(accelerator, self._model, self._left == 1):
+            booked = self._call(dict(self._inputs))
         if action.kind != "forward_kv":
             self.loss = self.loss + booked
         if self._reduction is not None and action.kind != "forward_kv":
@@ -95,19 +104,38 @@ class TrainerStage(StageTrainer):
         self._left -= 1
         if self._reduction is not None:
             self._reduction.before_backward()
-        with self._reducing(self._left == 0):
+        with reducing(self._trainer.accelerator, self._model, self._left == 0):
             self._trainer.accelerator.backward(graph.output, **self._backward_arguments)
 
     @contextmanager
-    def _reducing(self, reduces: bool) -> Iterator[None]:
-        """Gradients are summed over ranks in this pass, or only added up on this one."""
-        accelerator = self._trainer.accelerator
-        state, updates = accelerator.gradient_state, accelerator.gradient_state.sync_gradients
-        state._set_sync_gradients(reduces and updates)
-        # DeepSpeed goes by the state alone.
-        waits = not reduces and accelerator.distributed_type != DistributedType.DEEPSPEED
+    def guarded(self, model: Any) -> Iterator[None]:
+        """Inside, the model's forward raises EvenloadError unless the tensors of the pack reach it as they were
+        loaded."""
+        hook = model.register_forward_pre_hook(self._refuse_other_pack, with_kwargs=True)
         try:
-            with accelerator.no_sync(self._model) if waits else nullcontext():
-                yield
+            yield
         finally:
-            state._set_sync_gradients(updates)
+            hook.remove()
+
+    def _refuse_other_pack(self, model: Any, args: Any, kwargs: Any) -> None:
+        for key in _TENSORS:
+            if kwargs.get(key) is not self._inputs[key] or kwargs[key]._version != self._versions[key]:
+                raise EvenloadError(
+                    "batches are changed behind Trainer.training_step, where they are packs",
+                    f"{type(self._trainer).__name__} calls the model with other {key}",
+                    "change batches before super().training_step, or leave evenload off for this script",
+                )
+
+
+@contextmanager
+def reducing(accelerator: Any, model: Any, reduces: bool) -> Iterator[None]:
+    """Gradients are summed over ranks in this pass, or only added up on this one."""
+    state, updates = accelerator.gradient_state, accelerator.gradient_state.sync_gradients
+    state._set_sync_gradients(reduces and updates)
+    # DeepSpeed goes by the state alone.
+    waits = not reduces and accelerator.distributed_type != DistributedType.DEEPSPEED
+    try:
+        with accelerator.no_sync(model) if waits else nullcontext():
+            yield
+    finally:
+        state._set_sync_gradients(updates)

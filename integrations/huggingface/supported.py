@@ -119,6 +119,18 @@ def unwrapped(accelerator: Any, model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def virtual_tokens(model: Any) -> EvenloadError | None:
+    """What is wrong where a method of PEFT puts learned tokens in front of every row."""
+    adapter = getattr(model, "active_peft_config", None)
+    if not getattr(adapter, "is_prompt_learning", False):
+        return None
+    return EvenloadError(
+        "PEFT puts learned tokens in front of every row, and a pack is one row of many samples",
+        f"a model with {type(adapter).__name__}",
+        "nothing needs to be done: the script runs as it is, without plans; LoRA and its kin are planned",
+    )
+
+
 def warn_of_dropout(model: Any) -> None:
     """Say that dropout draws other masks than in a run without evenload."""
     layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__.startswith("Dropout")]

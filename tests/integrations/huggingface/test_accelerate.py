@@ -1,4 +1,5 @@
-"""A loop of Accelerate without a Trainer: planned batch by batch, with the means of its own batches, in float64."""
+"""Loops of Accelerate without a Trainer, as users write them, each in float64 against itself: planned batch by batch,
+left as they are with a word, or refused before an update."""
 
 from __future__ import annotations
 
@@ -6,18 +7,64 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+PLANNED = {
+    "plain": 4,
+    "evaluating": 4,
+    "resumed": 3,
+    "unprepared loader": 4,
+    "two losses, clipped": 4,
+    "by hand": 4,
+    "by tokens": 4,
+    "closure": 4,
+    "names of samples": 4,
+    "by keywords": 4,
+    "without mask": 4,
+    "other labels": 4,
+    "written ids": 4,
+    "moved, autocast": 4,
+    "by rows": 4,
+    "with figures": 4,
+    "masking hooks": 4,
+}
+"""Loops, and how many of their batches are planned."""
+STOCK = {
+    "not training": "its model is not in training mode",
+    "on logits": "a batch without labels",
+    "labels are inputs": "the labels of this batch count padding as targets",
+    "prompt tuning": "PromptTuningConfig",
+}
+REFUSED = {
+    "own tokens": "the ranks multiply the model's loss by different numbers",
+    "squared": "is not the model's own, nor a multiple of it",
+    "with a penalty": "is not the model's own, nor a multiple of it",
+    "with logits": "a planned forward gives its loss alone",
+    "without accelerator.backward": "came to another backward than the Accelerator's",
+    "clamping hooks": "a hook on a parameter changes gradients, and not in proportion to them",
+}
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_loop_trains_as_without_evenload(on_ranks, accumulated):
-    """Gradients, losses and an evaluation inside the loop, after several updates."""
-    for ended in on_ranks(2, "rank_accelerate.exactness", accumulated=accumulated):
-        assert ended["grad"] < 1e-9, ended
-        assert ended["loss"] < 1e-9, ended
-        assert ended["evaluated"] < 1e-9, ended
-        assert ended["planned"] == 4
+
+def test_loops_that_are_planned_train_as_without_evenload(on_ranks):
+    for of_rank in on_ranks(2, "rank_accelerate.variants", names=list(PLANNED)):
+        for name, ended in of_rank.items():
+            assert not ended["refused"], (name, ended)
+            assert ended["grad"] < 1e-9, (name, ended)
+            assert ended["loss"] < 1e-9, (name, ended)
+            assert len(ended["planned"]) == PLANNED[name], (name, ended)
+            assert not ended["said"], (name, ended)
 
 
-def test_another_loss_than_the_models_is_refused(on_ranks):
-    for said in on_ranks(2, "rank_accelerate.other_loss"):
-        assert "the loss that reaches accelerator.backward is not the model's own" in said
-        assert "model(**batch).loss" in said
+def test_loops_that_cannot_be_planned_stay_as_they_are_and_say_why(on_ranks):
+    for of_rank in on_ranks(2, "rank_accelerate.variants", names=list(STOCK)):
+        for name, ended in of_rank.items():
+            assert not ended["refused"], (name, ended)
+            assert not ended["planned"], (name, ended)
+            assert ended["grad"] == ended["loss"] == 0, (name, ended)
+            assert STOCK[name] in ended["said"][0], (name, ended)
+
+
+def test_losses_that_are_not_the_models_are_refused_on_all_ranks_before_an_update(on_ranks):
+    own, other = on_ranks(2, "rank_accelerate.variants", names=list(REFUSED))
+    for name, ended in own.items():
+        assert REFUSED[name] in ended["refused"], (name, ended)
+        assert ended["refused"] == other[name]["refused"]
+        assert len(ended["planned"]) <= 1, (name, ended)
