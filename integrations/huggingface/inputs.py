@@ -73,6 +73,7 @@ def without_unread(batch: Mapping[str, Any], model: torch.nn.Module, *others: ty
     classes = {base for module in model.modules() for base in type(module).__mro__}
     sources: set[Any] = {base if base.__module__ == "__main__" else base.__module__ for base in classes}
     sources |= {one.__module__ for one in (ForCausalLMLoss, create_causal_mask)}
+    sources |= {name for name in sys.modules if name.startswith("transformers.") and "attention" in name}
     sources |= {base for one in others for base in one.__mro__ if base is not object}
     sources = {one for one in sources if isinstance(one, type) or one.split(".")[0] not in ("torch", "builtins")}
     return {key: value for key, value in batch.items() if key not in extra or any(_reads(one, key) for one in sources)}

@@ -45,6 +45,8 @@ _FORMS = "integrations/megatron/unmodified/forms/"
 _TENANTS = "tests/integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does"
 _FROZEN = "tests/integrations/deepspeed/test_tenants.py"
 _TRAINER = "tests/integrations/huggingface/test_trainer.py"
+_ACCELERATE = "tests/integrations/huggingface/test_accelerate.py"
+_CHANGES = "tests/integrations/huggingface/test_changes.py"
 _TRAINER_STAGE = "integrations/huggingface/stage.py"
 _TRAINER_STEP = "integrations/huggingface/trainer.py"
 
@@ -95,7 +97,11 @@ KILLERS: dict[str, Words] = {
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
-    "accelerate": ("pytest", "tests/integrations/huggingface/test_accelerate.py"),
+    "accelerate": ("pytest", _ACCELERATE, "-k", "that_are_planned"),
+    "accelerate refused": ("pytest", _ACCELERATE, "-k", "are_refused"),
+    "changes of batches": ("pytest", _CHANGES, "-k", "makes_of_its_batches"),
+    "changes refused": ("pytest", _CHANGES, "-k", "is_refused"),
+    "entries of batches": ("pytest", "tests/integrations/huggingface/test_inputs.py"),
     "user's loop": ("pytest", "tests/integrations/deepspeed/unmodified/test_promises.py"),
     "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_counts.py"),
     "rounds": ("pytest", "tests/core/plan/test_rounds.py"),
@@ -803,8 +809,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a Trainer's loss is divided by the targets of one rank",
         _TRAINER_STEP,
-        'model, num_items = call["model"], call.get("num_items_in_batch")',
-        'model, num_items = call["model"], sum(int((s[1, 1:] != -100).sum()) for s in state.batch.own.values())',
+        "lambda pack: call(pack, num_items),",
+        "lambda pack: call(pack, sum(int((s[1, 1:] != -100).sum()) for s in batch.own.values())),",
         "trainer",
     ),
     Mutant(
@@ -831,8 +837,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a Trainer's gradients are summed over ranks one pass early",
         _TRAINER_STAGE,
-        "self._reducing(self._left == 1)",
-        "self._reducing(self._left == 2)",
+        "reducing(accelerator, self._model, self._left == 1)",
+        "reducing(accelerator, self._model, self._left == 2)",
         "trainer",
     ),
     Mutant(
@@ -845,8 +851,93 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loop of Accelerate takes the mean of a pack",
         "integrations/huggingface/accelerate_loop.py",
-        "= 1.0 / samples.targets_beside[piece.sequence]",
+        "= 1.0 / samples.divisors[piece.sequence]",
         "= 1.0 / pack.num_targets",
+        "accelerate",
+    ),
+    Mutant(
+        "a Trainer's batches are told apart by their tensors",
+        _TRAINER_STEP,
+        "    window.taken.append(",
+        '    if all(inputs["input_ids"] is not one.inputs["input_ids"] for one in window.taken):\n'
+        "        window.taken.append(",
+        "changes of batches",
+    ),
+    Mutant(
+        "a script's _prepare_inputs is let at packs",
+        _TRAINER_STEP,
+        "with with_attributes(trainer, _prepare_inputs=lambda inputs: inputs):",
+        "with with_attributes(trainer):",
+        "changes of batches",
+    ),
+    Mutant(
+        "a run that an exception ended is held against the next",
+        _TRAINER_STEP,
+        "window is None or window.run is not trainer.state",
+        "window is None",
+        "changes of batches",
+    ),
+    Mutant(
+        "batches of one step may be divided by several numbers",
+        _TRAINER_STEP,
+        "num_items is None or len(divisors) > 1",
+        "num_items is None",
+        "changes refused",
+    ),
+    Mutant(
+        "a step without a target ends the run",
+        "integrations/huggingface/planning.py",
+        "    if not order:\n        return None\n",
+        "    assert order\n",
+        "changes of batches",
+    ),
+    Mutant(
+        "what a compute_loss makes of a pack is not looked at",
+        _TRAINER_STAGE,
+        "if kwargs.get(key) is not self._inputs[key] or",
+        "if False and",
+        "changes refused",
+    ),
+    Mutant(
+        "every hook on a parameter passes for linear",
+        "integrations/huggingface/hooks.py",
+        "proven = _is_linear(hook, before, after)",
+        "proven = True",
+        "changes refused",
+    ),
+    Mutant(
+        "an entry that the model reads is left out of a batch",
+        "integrations/huggingface/inputs.py",
+        "key not in extra or any(_reads(one, key) for one in sources)",
+        "key not in extra",
+        "entries of batches",
+    ),
+    Mutant(
+        "any loss passes for the model's own in a loop",
+        "integrations/huggingface/pack_loss.py",
+        "bool(used) and abs(value - own) > rounding",
+        "False",
+        "accelerate refused",
+    ),
+    Mutant(
+        "ranks of a loop may multiply by different numbers",
+        "integrations/huggingface/pack_loss.py",
+        "                bool(unlike),",
+        "                False,",
+        "accelerate refused",
+    ),
+    Mutant(
+        "a loop reads logits of a pack for those of its rows",
+        "integrations/huggingface/pack_loss.py",
+        "            output[key] = OfPack()",
+        "            pass",
+        "accelerate refused",
+    ),
+    Mutant(
+        "a loop's own number of tokens does not divide",
+        "integrations/huggingface/planning.py",
+        "    return sum(targets for _, targets in rows) if counted is None else counted",
+        "    return sum(targets for _, targets in rows)",
         "accelerate",
     ),
     Mutant(

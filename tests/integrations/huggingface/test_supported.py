@@ -18,13 +18,7 @@ ROWS = [{"input_ids": [5, 6, 7, 8][:n], "labels": [5, 6, 7, 8][:n]} for n in (4,
 def classes() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-    class Bypassing(Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-    kinds = {"Trainer": Trainer, "Bypassing": Bypassing, "Arguments": TrainingArguments}
+    kinds = {"Trainer": Trainer, "Arguments": TrainingArguments}
     return SimpleNamespace(LlamaConfig=LlamaConfig, LlamaForCausalLM=LlamaForCausalLM, **kinds)
 
 
@@ -63,7 +57,6 @@ REFUSED = {
     "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha = 5.0", "neftune"),
     "compiled": ({"torch_compile": True}, "torch_compile", "torch_compile=False"),
     "attention dropout": ({"config": {"attention_dropout": 0.1}}, "attention_dropout = 0.1", "set attention_dropout"),
-    "past Trainer.training_step": ({"kind": "Bypassing"}, "Bypassing", "super().training_step"),
 }
 
 
