@@ -59,7 +59,7 @@ class Folder:
         self._seen: dict[str, _Stamp] | None = None
         self._warned: set[str] = set()
         self._looked_s = self._cost_s = 0.0
-        self._changed_ns, self._unsettled = 0, False
+        self._changed_ns, self._unsettled, self._full = 0, False, False
 
     def look(self) -> News:
         """What has happened since the last look; nothing, while the folder itself cannot be read."""
@@ -79,7 +79,8 @@ class Folder:
         gone = tuple(name for name in self._known if name not in stamps)
         settled = {name: stamp for name, stamp in stamps.items() if before.get(name) == stamp}
         fresh = [name for name, stamp in settled.items() if self._known.get(name) != stamp][:most]
-        self._unsettled = len(settled) < len(stamps) or len(fresh) == most
+        self._full = len(fresh) == most
+        self._unsettled = self._full or len(settled) < len(stamps)
         came = tuple(self._read(name) for name in fresh)
         self._known = {name: stamp for name, stamp in self._known.items() if name in stamps}
         self._known |= {name: settled[name] for name in fresh}
@@ -88,11 +89,12 @@ class Folder:
         return News(came, gone, self._stopped())
 
     def _rests(self) -> bool:
-        """Whether to do without a look; a folder that nobody has touched can do without for longer."""
-        changed = self._unsettled
+        """Whether to do without a look: once behind a full one, so that somebody trains in between, and for long in a
+        folder that nobody has touched."""
+        changed, full, self._full = self._unsettled, self._full, False
         with suppress(OSError):
             changed |= os.stat(self.path).st_mtime_ns != self._changed_ns
-        return time.monotonic() < self._looked_s + (_REST if changed else _LONG_REST) * self._cost_s
+        return full or time.monotonic() < self._looked_s + (_REST if changed else _LONG_REST) * self._cost_s
 
     def _stopped(self) -> bool:
         """Whether somebody has put the file that ends the job there; it is taken out."""
