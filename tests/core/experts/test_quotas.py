@@ -53,6 +53,21 @@ def test_quotas_of_swapped_ranks_are_told(counts_RE: Ints, data: st.DataObject) 
             check_quotas(swapped_ER, counts_RE, policy, copies)
 
 
+@given(counts(), st.data())
+def test_quotas_below_zero_are_told_though_every_token_is_counted_once(counts_RE: Ints, data: st.DataObject) -> None:
+    num_ranks, num_experts = counts_RE.shape
+    assume(num_ranks > 1)
+    policy = ExpertPolicy("drawn", num_experts)
+    quotas_ER = exact_quotas(counts_RE, policy)
+    expert = data.draw(st.integers(0, num_experts - 1))
+    one, other = data.draw(st.permutations(range(num_ranks)))[:2]
+    below = int(quotas_ER[expert, one]) + data.draw(st.integers(1, 5))
+    quotas_ER[expert, one] -= below
+    quotas_ER[expert, other] += below
+    with pytest.raises(PlanError, match="no tokens of experts"):
+        check_quotas(quotas_ER, counts_RE, policy, ())
+
+
 def test_quotas_of_another_shape_are_told() -> None:
     with pytest.raises(PlanError, match="no tokens of experts by rank"):
         check_quotas(np.zeros((3, 2), dtype=np.int64), np.zeros((2, 4), dtype=np.int64), ExpertPolicy("drawn"), ())

@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers
 from evenload.core.errors import EvenloadError
+from evenload.integrations.huggingface.folders.conversion import ModelWeights
 from evenload.integrations.huggingface.folders.reading import INDEX, WeightFolder, refuse_unlike
 from evenload.integrations.huggingface.folders.writing import FolderWriter
 from evenload.runtime.files import refuse_taken
+from safetensors.torch import save_file
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +78,97 @@ def test_what_is_wrong_with_a_folder_is_named(folder, tmp_path):
     shard.unlink()
     with pytest.raises(EvenloadError, match=f"there is no {shard.name}"):
         WeightFolder.open(copy)
-    index = json.loads((copy / INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
-    (copy / INDEX).write_text(json.dumps(index))
-    with pytest.raises(EvenloadError, match="incomplete"):
-        WeightFolder.open(copy)
 
 
-def test_two_tensors_of_one_weight_must_be_equal(folder):
+def indexed(folder: Path, tensor: str, file: str) -> Path:
+    """The folder, whose index has a tensor in another file."""
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][tensor] = file
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "outside", ["../elsewhere.safetensors", "inside/elsewhere.safetensors", "{}/elsewhere.safetensors"]
+)
+def test_a_shard_of_another_folder_is_not_read(folder, tmp_path, outside):
+    """The file is there and holds the tensor: a folder that somebody gives may name no file but its own."""
+    copy = copy_of(folder, tmp_path / "copy", 1 << 14).path
+    outside = outside.format(tmp_path)
+    (copy / "inside").mkdir()
+    for place in (tmp_path, copy / "inside"):
+        save_file({"model.norm.weight": torch.ones(32)}, place / "elsewhere.safetensors")
+    with pytest.raises(EvenloadError, match=r"there is no .*elsewhere"):
+        WeightFolder.open(indexed(copy, "model.norm.weight", outside))
+
+
+def test_a_tensor_that_is_not_in_its_shard_is_named(folder, tmp_path):
+    copy = copy_of(folder, tmp_path / "copy", 1 << 14).path
+    places = json.loads((copy / INDEX).read_text())["weight_map"]
+    other = next(file for file in places.values() if file != places["model.norm.weight"])
+    with pytest.raises(EvenloadError, match=f"model.norm.weight is not in {other}"):
+        WeightFolder.open(indexed(copy, "model.norm.weight", other))
+
+
+def test_two_tensors_of_one_weight_must_be_equal_to_the_last_row(folder, monkeypatch):
+    monkeypatch.setattr("evenload.integrations.huggingface.folders.reading._COMPARED_ROWS", 24)
     opened, (embedding, output) = WeightFolder.open(folder), ("model.embed_tokens.weight", "lm_head.weight")
     refuse_unlike(opened, opened.read, embedding, embedding, 64)
     with pytest.raises(EvenloadError, match="one weight where its folder has two"):
         refuse_unlike(opened, opened.read, embedding, output, 64)
+
+    def but_for_the_last(name: str, rows: slice) -> torch.Tensor:
+        part = opened.read(embedding, rows)
+        return part + (name == output) * (torch.arange(64)[rows] == 63)[:, None]
+
+    with pytest.raises(EvenloadError, match="one weight where its folder has two"):
+        refuse_unlike(opened, but_for_the_last, embedding, output, 64)
+
+
+def test_a_folder_says_in_its_config_which_type_its_tensors_have(tmp_path):
+    for key in ("torch_dtype", "dtype"):
+        with FolderWriter(tmp_path / key, {key: "float32"}, None) as writer:
+            writer.add("a", torch.ones(3, dtype=torch.bfloat16))
+        assert WeightFolder.open(tmp_path / key).config == {key: "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> tuple[Path, transformers.PreTrainedModel]:
+    """A model whose experts are a tensor each in its folder, and rows of one parameter in memory."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+    path = tmp_path_factory.mktemp("experts") / "mixtral"
+    model.save_pretrained(path, max_shard_size="20KB")
+    return path, model
+
+
+def test_parameters_are_put_together_whole_and_by_rows(experts):
+    path, model = experts
+    weights, state = ModelWeights(WeightFolder.open(path), model), model.state_dict()
+    for name, tensor in state.items():
+        if name in weights:
+            assert torch.equal(weights.read(name), tensor), name
+            assert torch.equal(weights.read(name, slice(1, 3)), tensor[1:3]), name
+    assert state.keys() - {name for name in state if name in weights} <= {"lm_head.weight"}
+
+
+def test_a_folder_that_lacks_a_tensor_of_its_model_is_named(experts, tmp_path):
+    path, model = experts
+    opened, short = WeightFolder.open(path), tmp_path / "short"
+    with FolderWriter(short, opened.config, None) as writer:
+        for name in opened.names:
+            if "experts.3" not in name and "norm" not in name:
+                writer.add(name, opened.read(name))
+    with pytest.raises(EvenloadError, match=r"lacks tensors of the model|another shape"):
+        ModelWeights(WeightFolder.open(short), model)
+    with FolderWriter(tmp_path / "normless", opened.config, None) as writer:
+        for name in opened.names:
+            if name != "model.norm.weight":
+                writer.add(name, opened.read(name))
+    with pytest.raises(EvenloadError, match=r"lacks tensors of the model(.|\n)*model\.norm\.weight"):
+        ModelWeights(WeightFolder.open(tmp_path / "normless"), model)
 
 
 def test_nothing_half_written_stays(folder, tmp_path):

@@ -52,6 +52,17 @@ def test_any_policy_is_kept_on_any_counts(counts_RE: Ints, data: st.DataObject) 
     assert not any(taken) or off_busiest >= max(1, policy.least_tokens)
 
 
+def test_tokens_of_a_copy_that_is_too_small_go_home() -> None:
+    """Rank 0 takes expert 3 whole, and to be even to the last one 2 of expert 5: fewer than a copy must take."""
+    counts_RE = np.array([[3, 14, 3, 26, 24, 21], [6, 3, 1, 18, 10, 23]])
+    loads_E = counts_RE.sum(axis=0)
+    policy = ExpertPolicy("clone", 3, least_tokens=2)
+    assert copies_of(clone(counts_RE, policy, ())) == ((3, 5), ())
+    without = check_quotas(clone(counts_RE, policy._replace(least_tokens=6), ()), counts_RE, policy, ())
+    assert copies_of(without) == ((3,), ())
+    np.testing.assert_array_equal(without.sum(axis=1), loads_E)
+
+
 @pytest.mark.parametrize("exponent", [0.3, 0.6, 0.9, 1.2])
 @pytest.mark.parametrize("size", [(64, 128), (256, 256)], ids=str)
 def test_one_slot_is_enough_for_exact_loads(size: tuple[int, int], exponent: float) -> None:

@@ -104,6 +104,48 @@ def test_owners_together_update_as_one_alone(owners: int, rank: int, steps: int)
         assert torch.equal(torch.cat([p.owned_moments()[kind] for p in parts])[:size], one.owned_moments()[kind])
 
 
+def test_an_adapter_that_goes_on_moves_as_one_that_was_never_put_away() -> None:
+    """Adam's own count of steps, which corrects its moments, is part of that."""
+    adapters, adapter = adapters_of(Layer()), Adapter(r=2)
+    adapters.join(0, adapter, TRAIN, state_of(adapter))
+    draw = torch.Generator().manual_seed(2)
+
+    def step(*numbers: int) -> None:
+        gradient = torch.rand(adapters._tenants[0].size, generator=draw, dtype=torch.float64)
+        for number in numbers:
+            adapters._tenants[number].gradients[: len(gradient)] = gradient
+        adapters.update(dict.fromkeys(numbers, 1e-2), dict.fromkeys(numbers, 0.0))
+
+    for _ in range(3):
+        step(0)
+    adapters.join(1, adapter, TRAIN, adapters.state(0))
+    for _ in range(2):
+        step(0, 1)
+    stayed, came = adapters.state(0), adapters.state(1)
+    assert came.steps == stayed.steps == 5
+    for kind in range(3):
+        assert all(torch.equal(tensor, stayed[kind][name]) for name, tensor in came[kind].items())
+    adapters.close()
+
+
+def test_gradients_of_a_step_are_its_own_and_a_tenant_without_data_keeps_its_moments() -> None:
+    layer = Layer()
+    adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
+    adapter = Adapter(r=2)
+    for number in (0, 1):
+        adapters.join(number, adapter, TRAIN, state_of(adapter, steps=3))
+    seen = []
+    for _ in range(2):
+        adapters.begin(np.array([0, 0]))
+        layer(x_TC, pack=pack([2, 3])).sum().backward()
+        seen.append({name: gradient.clone() for name, gradient in adapters.gradients(0).items()})
+        adapters.update({0: 0.0}, {0: 0.0})
+    assert any(gradient.any() for gradient in seen[0].values())
+    assert all(torch.equal(gradient, seen[1][name]) for name, gradient in seen[0].items())
+    assert (adapters.state(0).steps, adapters.state(1).steps) == (5, 3)
+    adapters.close()
+
+
 @given(st.sampled_from([1, 2, 3, 6]), st.integers(1, 3))
 def test_parts_of_tensor_parallel_ranks_tile_a_matrix(parts: int, rank: int) -> None:
     a, b = torch.rand(rank, 12), torch.rand(12, rank)
@@ -173,10 +215,12 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(case: str) -> None:
     adapters.close()
 
 
-def test_bytes_of_a_tenant_are_those_that_it_takes() -> None:
+@pytest.mark.parametrize("owners", [1, 2, 3])
+def test_bytes_of_a_tenant_are_those_that_it_takes(owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peers, "num_owners", owners)
     adapters, adapter = adapters_of(Layer()), Adapter(r=3)
     adapters.join(0, adapter, TRAIN)
     tenant = adapters._tenants[0]
     taken = sum(t.numel() * t.element_size() for t in (tenant.values, tenant.gradients, *tenant.owned_moments()))
-    assert adapters.bytes_of(adapter) == taken
+    assert adapters.bytes_of(adapter) == taken, "60 values, which all these owners divide evenly"
     adapters.close()
