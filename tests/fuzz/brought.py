@@ -311,7 +311,9 @@ def folders(draw: st.DrawFn) -> Case:
     if draw(st.integers(0, 3)) == 0:
         files |= {file.replace("tok/", "hf/"): content for file, content in draw(tokenizer()).items()}
     verb, trainer = draw(st.sampled_from(["train", "verify", "plan"])), draw(st.sampled_from(["megatron", "deepspeed"]))
-    return {"argv": cases.request(verb, "model={weights: hf}", f"trainer={trainer}"), "files": cases.beside(**files)}
+    files["text.jsonl"] = {"text": '{"text": "a b : a b a b"}\n', "times": 30}
+    words = ("model={weights: hf}", f"trainer={trainer}", "data.source=text.jsonl")
+    return {"argv": cases.request(verb, *words), "files": cases.beside(**files)}
 
 
 MANIFEST = {"format": 1, "step": 2, "order": {}, "data": "f00d", "recipe": {"trainer": "megatron"}, "files": {}}
