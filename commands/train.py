@@ -23,11 +23,9 @@ from ._shared.metrics import Taken, totals
 from ._shared.recording import Recording
 from ._shared.show import progress
 from .saving.checkpoints import last_good
-from .saving.exporting import write_export
 from .saving.keeping import keeping
 from .saving.resuming import drawing_after, resume
 from .tenants.arrivals.preflight import say_no_tenants
-from .tenants.training import train_tenants
 from .training.variant import Variant, underway
 from .training.writers import entry_of_step, entry_of_validation, writer
 from .validation.validation import Validation
@@ -39,6 +37,8 @@ Pictures = Mapping[str, Path | None]
 def train(recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | None = None) -> dict[str, Any] | None:
     """Train on this rank; with ``against``, each baseline trains the same batches in turn. Lists every step."""
     if recipe.adapts:
+        from .tenants.training import train_tenants  # and safetensors
+
         return train_tenants(recipe, against)
     return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}), recipe.checkpoint.dir)
 
@@ -63,7 +63,11 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[s
         recording = Recording(job, first, pictures)
         validation = Validation(job, state) if job.held_out is not None else None
         _run(job, variants, state, recording, validation)
-        exported = write_export(job, recipe.train.export) if recipe.train.export else None
+        exported = None
+        if recipe.train.export:
+            from .saving.exporting import write_export  # and Transformers
+
+            exported = write_export(job, recipe.train.export)
     own = variants[OURS]
     own.exercised.say()
     say_without_copies(job.chain, [row.moe for row in own.rows])

@@ -98,7 +98,16 @@ def test_tenants_are_planned_without_torch_and_without_lengths(place: Path) -> N
 def test_a_missing_trainer_is_named_before_anything_starts(place: Path) -> None:
     done = evenload("train", "recipe.yaml", cwd=place, bare=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "do: pip install 'torch<3,>=2.9' 'megatron-core<0.20,>=0.16.1'\n" in done.stderr
+    packages = "'torch<3,>=2.9' 'megatron-core<0.20,>=0.16.1' 'transformers<6,>=5'"
+    assert f"do: pip install {packages}" in done.stderr
+    assert "the rest of the extra evenload[megatron]\n" in done.stderr
+
+
+def test_export_names_what_it_needs_before_it_looks_for_a_checkpoint(place: Path) -> None:
+    done = evenload("export", "nowhere", "--out", "model", cwd=place, bare=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("evenload: a model's folder needs torch\n  found: it is not installed\n")
+    assert "'torch<3,>=2.9' 'transformers<6,>=5': the rest of the extra evenload[megatron]" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["train", "verify", "bench", "profile"])

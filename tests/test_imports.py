@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import grimp
 import pytest
@@ -25,3 +30,37 @@ def test_no_module_imports_itself_in_a_circle(imports: dict[str, set[str]]) -> N
 def test_imports_for_types_are_counted(imports: dict[str, set[str]]) -> None:
     """Else a circle among them would be passed over: a package names what it loads later for type checkers alone."""
     assert "evenload.core.simulate.step" in imports["evenload.core.simulate"]
+
+
+ROOT = Path(__file__).parents[1]
+OF_TRAINERS = {
+    "megatron": {"megatron"},
+    "deepspeed": {"deepspeed", "transformers"},
+    "huggingface": {"transformers", "accelerate", "tokenizers"},
+}
+"""Packages that a room of integrations may count on, beside those of every installation and torch."""
+PACKAGES = {"PyYAML": "yaml", "megatron-core": "megatron"}
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """Packages that a module imports as soon as it is imported itself."""
+    nodes = ast.parse(path.read_text()).body
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"evenload"}
+
+
+def test_no_module_needs_a_package_that_its_users_need_not_have() -> None:
+    """Else a command ends in a traceback of an import where only the base and a trainer are installed."""
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    base = {PACKAGES.get(name, name) for line in lines if (name := re.split(r"[<>=]", line)[0])}
+    rooms = ("api.py", "cli.py", "core", "data", "plugins", "runtime", "integrations", "patches", "commands")
+    paths = [path for room in rooms for path in ([ROOT / room] if room.endswith("py") else (ROOT / room).rglob("*.py"))]
+    wrong = {}
+    for path in paths:
+        room = path.relative_to(ROOT).parts
+        known = base | {"torch"} | (OF_TRAINERS.get(room[1], set()) if room[0] == "integrations" else set())
+        if more := imported_at_once(path) - known:
+            wrong[str(path.relative_to(ROOT))] = sorted(more)
+    assert len(paths) > 300
+    assert wrong == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from ...core.errors import EvenloadError
-from ...integrations.versions import describe_version, is_installed, supported, version_of, what_to_install
+from ...integrations.versions import SUPPORTED, describe_version, is_installed, supported, version_of, what_to_install
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,6 @@ class Requirement:
 
     distribution: str
     supports: SpecifierSet
-
-    @property
-    def wanted(self) -> str:
-        """As pip takes it."""
-        return f"{self.distribution}{self.supports}"
 
     def installed(self) -> str | None:
         """The version that an import would find; where only the import can tell, that it is of unknown version; None if
@@ -44,6 +40,8 @@ _NEEDS = {
     "deepspeed": ("torch", "deepspeed", "transformers"),
     "transformers": ("torch", "transformers", "accelerate"),
 }
+BESIDE = {"megatron": ("transformers", "tensorboard"), "deepspeed": ("tensorboard",)}
+"""What else the extra of a trainer holds: for folders of weights, and for logs."""
 TRAINERS: dict[str, tuple[Requirement, ...]] = {
     trainer: tuple(Requirement(name, supported(name)) for name in names) for trainer, names in _NEEDS.items()
 }
@@ -57,12 +55,25 @@ def require(trainer: str) -> None:
         if need.satisfied():
             continue
         if need.installed() is None:
-            packages = " ".join(f"'{one.wanted}'" for one in TRAINERS[trainer] if one.installed() is None)
+            wanted = [*(one.distribution for one in TRAINERS[trainer]), *BESIDE.get(trainer, ())]
             what = f"trainer '{trainer}' needs {need.distribution}"
-            raise EvenloadError(what, "it is not installed", f"pip install {packages}")
+            raise EvenloadError(what, "it is not installed", _install(wanted, trainer))
         detail = f"{describe_version(need.distribution)}; supported: {need.supports}"
         do = what_to_install(need.distribution, version_of(need.distribution), need.supports)
         raise EvenloadError(f"this version of {need.distribution} is not supported", detail, do)
+
+
+def require_packages(what: str, *distributions: str) -> None:
+    """Raise EvenloadError unless these are installed, which not every trainer needs."""
+    if missing := [one for one in distributions if not is_installed(one)]:
+        raise EvenloadError(f"{what} needs {missing[0]}", "it is not installed", _install(missing, "megatron"))
+
+
+def _install(distributions: Iterable[str], extra: str) -> str:
+    """The line that installs those of them that are not here."""
+    missing = [one for one in distributions if not is_installed(one)]
+    packages = " ".join(f"'{one}{supported(one)}'" if one in SUPPORTED else one for one in missing)
+    return f"pip install {packages}: the rest of the extra evenload[{extra}]"
 
 
 def require_own_loop(trainer: str) -> None:

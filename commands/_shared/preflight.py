@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from ...data.tokenizers import holds_tokenizer, open_tokenizer
 from ..pictures import refuse
 from ..validation.draws import draws_of
 from .drawing import batch_size, refuse_short_data
-from .hosts import require_own_loop
+from .hosts import require_own_loop, require_packages
 
 _VOCABULARY_MULTIPLE = 128
 """The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
@@ -67,7 +68,9 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
 def runnable(recipe: Recipe, world_size: int | None) -> tuple[Recipe, Layout]:
     """A recipe whose trainer and layout can run, with the folder of its weights; its layout. Raises EvenloadError."""
     require_own_loop(recipe.trainer)
-    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe), _without_wandb(recipe))
+    if recipe.model.weights is not None or recipe.train.export is not None or recipe.adapts:
+        require_packages("a folder of weights or adapters", "transformers")
+    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe), *_without_writers(recipe))
     if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
         refuse(trace=recipe.log.trace)
     layout = recipe.layout(world_size)
@@ -143,7 +146,8 @@ def with_steps(recipe: Recipe, source: Source) -> Recipe:
     return recipe.changed({"train.steps": steps, "train.epochs": None, "train.max_tokens": None})
 
 
-def _without_wandb(recipe: Recipe) -> Rule:
-    missing = recipe.log.wandb is not None and find_spec("wandb") is None
-    do = "pip install wandb, or leave log.wandb out"
-    return missing, "Weights & Biases is not installed", f"log.wandb {recipe.log.wandb}", do
+def _without_writers(recipe: Recipe) -> Iterator[Rule]:
+    for package, name in (("wandb", "Weights & Biases"), ("tensorboard", "TensorBoard")):
+        target, do = getattr(recipe.log, package), f"pip install {package}, or leave log.{package} out"
+        missing = target is not None and find_spec(package) is None
+        yield missing, f"{name} is not installed", f"log.{package} {target}", do

@@ -176,6 +176,7 @@ KILLERS: dict[str, Words] = {
     "waiting tenants": ("pytest", "tests/commands/tenants/test_loop.py", "-k", "waits_in_order"),
     "reading": ("pytest", "tests/core/input/test_reading.py"),
     "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
+    "imports": ("pytest", "tests/test_imports.py", "-k", "package"),
     "restarted job": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "torchrun_starts_a_job_again and 1"),
     "attempts": ("pytest", "tests/runtime/watchdog/test_attempt.py"),
     "roll call": ("pytest", "tests/integrations/test_roll_call.py"),
@@ -1244,6 +1245,13 @@ MUTANTS: tuple[Mutant, ...] = (
         'else _read(store, "agrees", size)',
         "else [name]",
         "attempts",
+    ),
+    Mutant(
+        "an installation has not every package that its commands import",
+        "pyproject.toml",
+        '    "xxhash>=3.4",\n',
+        "",
+        "imports",
     ),
     Mutant(
         "ranks without evenload are not asked after",

@@ -26,10 +26,14 @@ def row(step: int, loss: float) -> Row:
     return Row(step, loss, tokens=100, targets=90, step_s=seconds, mfu=0.5 / seconds, bound_s=0.0, **numbers)
 
 
-def test_without_the_package_the_recipe_is_refused_before_anything_starts() -> None:
+def test_without_the_package_the_recipe_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EvenloadError, match=r"Weights & Biases is not installed") as caught:
         preflight(RECIPE)
     assert "pip install wandb" in caught.value.do
+    monkeypatch.setattr("evenload.commands._shared.preflight.find_spec", lambda _: None)
+    with pytest.raises(EvenloadError, match=r"TensorBoard is not installed") as caught:
+        preflight(parse({"log": {"tensorboard": "board"}}))
+    assert caught.value.do == "pip install tensorboard, or leave log.tensorboard out"
 
 
 def test_who_is_not_logged_in_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
