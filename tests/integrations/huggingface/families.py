@@ -1,6 +1,6 @@
 """Every family of causal language models of the installed Transformers, tiny and in float64, under the real Trainer.
 
-    python families.py [NAME ...]      what becomes of each under evenload, a line a family
+    python families.py [NAME ...] [--list]      what becomes of each under evenload, a line a family; as families.txt
 
 Weights are drawn with a deviation of 0.25: near 0, as configs have them, attention across samples hardly shows.
 """
@@ -17,6 +17,7 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations import planned_runs
+from evenload.integrations.huggingface.models import refuse_unsupported
 from evenload.patches.session import enabled
 from transformers import (
     CONFIG_MAPPING,
@@ -64,16 +65,23 @@ def tiny(family: str) -> Any:
         raise ValueError("a config of several models")
     wanted = {name: value for name, value in _SETTINGS.items() if getattr(base, name, None) is not None}
     wanted |= {name: _SETTINGS[name] for name in ("pad_token_id", "eos_token_id", "is_decoder") if hasattr(base, name)}
-    error: Exception | None = None
+    errors: list[Exception] = []
     layers = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
+    changes: list[dict[str, Any]] = [{}, {"num_key_value_heads": 4}]
+    changes += [{"layer_types": None}] if "layer_types" in vars(base) else []
     for without in ((), ("head_dim",), ("num_key_value_heads",), ("num_key_value_heads", "head_dim"), layers):
-        for more in ({}, {"num_key_value_heads": 4}, {"layer_types": None}):
+        for more in changes:
             try:
                 return _built(kind(**{k: v for k, v in wanted.items() if k not in (*without, *more)}, **more))
+            except TooLargeError:
+                raise
             except Exception as caught:
-                error = caught
-    assert error is not None
-    raise error
+                errors.append(caught)
+    raise errors[0]
+
+
+class TooLargeError(ValueError):
+    """Sizes of a family have names that the settings do not know."""
 
 
 _MOST = 2_000_000
@@ -91,7 +99,7 @@ def _built(config: Any) -> Any:
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > _MOST:
-        raise ValueError(f"{size} parameters")
+        raise TooLargeError(f"{size} parameters")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -102,6 +110,8 @@ def _built(config: Any) -> Any:
     return model
 
 
+DOUBLE = 1e-9
+"""Largest error of gradients in float64; families that norm in float32 are off by that."""
 _LENGTHS = (5, 40, 9, 23, 60, 7, 31, 14)
 
 
@@ -153,7 +163,7 @@ def outcome(family: str) -> tuple[str, float]:
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         stock = gradients_of(model)
     except Exception as error:
-        return f"none: {_first_line(error)}", 0.0
+        return _by_config(family) or f"none: {_first_line(error)}", 0.0
     model.load_state_dict(weights)
     model.zero_grad()
     try:
@@ -165,7 +175,19 @@ def outcome(family: str) -> tuple[str, float]:
         (idle,) = planned_runs._idle
         return f"stock: {idle.why.split(' (')[0]}", _error(own, stock)
     assert planned_runs._steps != before, "neither planned nor a word"
-    return "planned", _error(own, stock)
+    error_of_step = _error(own, stock)
+    return "planned" if error_of_step < DOUBLE else "planned, computes in float32", error_of_step
+
+
+def _by_config(family: str) -> str:
+    """What the config alone tells of a family that cannot be run at this size."""
+    try:
+        refuse_unsupported(CONFIG_MAPPING[family]())
+    except EvenloadError as error:
+        return f"refused: {error.found}"
+    except Exception:
+        pass
+    return ""
 
 
 def _error(own: Any, stock: Any) -> float:
@@ -185,6 +207,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     load_plugins()
-    for name in sys.argv[1:] or FAMILIES:
+    for name in [word for word in sys.argv[1:] if word != "--list"] or FAMILIES:
         said, error = outcome(name)
-        print(f"{name:26} {error:.1e} {said}", flush=True)
+        print(f"{name}: {said}" if "--list" in sys.argv else f"{name:26} {error:.1e} {said}", flush=True)

@@ -75,11 +75,13 @@ def trainer(kind: str, folder: Any, families: Any) -> Any:
         return cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum") / num_items
 
     class Logs(Trainer):
-        counted, seen = 0, None
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.counted, self.seen = 0, []
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             self.counted += 1
-            self.seen = [*(self.seen or []), 1]
+            self.seen.append(1)
             self.log({"calls": float(self.counted)})
             return super().compute_loss(*args, **kwargs)
 
@@ -172,7 +174,7 @@ def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
     row = families.collate(families._rows()[:2])
     assert proof.prove_trainer(own, samples, row, torch.tensor(5)) == proof.Proof(None, may_cut=True)
     assert torch.equal(torch.rand(3), wanted)
-    assert (own.counted, own.seen, own.state.log_history) == (0, None, [])
+    assert (own.counted, own.seen, own.state.log_history) == (0, [], [])
     assert not any(module.training for module in own.model.modules())
     assert all(parameter.grad is None for parameter in own.model.parameters())
     assert own.model.config._attn_implementation != "evenload"
@@ -202,7 +204,18 @@ def test_two_samples_are_made_of_one(families):
         assert min(proof.num_targets(first), proof.num_targets(second)) > 0
 
 
-EQUAL = 1e-9
+def test_attention_is_counted(families):
+    """BLOOM attends by code of its own; what a layer hands on is one call."""
+    from evenload.integrations import planned_runs
+
+    for family, wanted in (("bloom", f"stock: {ATTENTION}"), ("gpt2", "planned"), ("roberta", f"stock: {POSITIONS}")):
+        said, error = families.outcome(family)
+        assert said.startswith(wanted), (family, said)
+        assert error < 1e-9
+    planned_runs._idle.clear()
+
+
+SINGLE = 1e-6
 LIST = Path(__file__).with_name("families.txt")
 
 
@@ -212,6 +225,6 @@ def test_every_family_is_planned_exactly_or_stays_as_it_is(families, caplog):
     lines = []
     for family in families.FAMILIES:
         said, error = families.outcome(family)
-        assert error < EQUAL if said == "planned" else error == 0.0, (family, said, error)
+        assert error < SINGLE if said.startswith("planned") else error == 0.0, (family, said, error)
         lines.append(f"{family}: {said}")
     assert lines == LIST.read_text().splitlines()
