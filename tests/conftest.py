@@ -37,6 +37,7 @@ hypothesis.settings.load_profile("again")
 LONGEST = (
     "commands/test_train.py",
     "hosts/test_equal.py",
+    "integrations/huggingface/test_families.py",
     "integrations/megatron/test_slices.py",
     "integrations/deepspeed/test_experts.py",
     "integrations/megatron/test_experts.py",
@@ -58,6 +59,10 @@ LONGEST = (
 """Files of half a minute and more, the longest first."""
 
 
+WITHOUT_FORGE = ("tests/integrations/huggingface/test_families.py", "tests/integrations/huggingface/test_proof.py")
+"""Files of those folders that start no rank."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where workers share the files, those that take long come first: short ones fill the end."""
     if hasattr(config, "workerinput"):
@@ -75,6 +80,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             served = nodeid.startswith(("tests/hosts/", "tests/integrations/huggingface/"))
+            served = served and not nodeid.startswith(WITHOUT_FORGE)
             return "huggingface" if served else super()._split_scope(nodeid)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None

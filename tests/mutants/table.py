@@ -96,7 +96,7 @@ KILLERS: dict[str, Words] = {
     "loops of rows": ("pytest", _PACKED, "-k", "tensordicts and dp2"),
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
-    "proof": ("pytest", "tests/integrations/huggingface/test_proof.py", "-k", "not every_family"),
+    "proof": ("pytest", "tests/integrations/huggingface/test_proof.py"),
     "attention of families": ("pytest", "tests/integrations/huggingface/test_proof.py", "-k", "counted"),
     "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
     "accelerate": ("pytest", _ACCELERATE, "-k", "that_are_planned"),

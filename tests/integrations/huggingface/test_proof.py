@@ -213,18 +213,3 @@ def test_attention_is_counted(families):
         assert said.startswith(wanted), (family, said)
         assert error < 1e-9
     planned_runs._idle.clear()
-
-
-SINGLE = 1e-6
-LIST = Path(__file__).with_name("families.txt")
-
-
-def test_every_family_is_planned_exactly_or_stays_as_it_is(families, caplog):
-    """The list is of the installed version; a family that packs, or no longer does, changes its line."""
-    caplog.set_level(logging.CRITICAL)
-    lines = []
-    for family in families.FAMILIES:
-        said, error = families.outcome(family)
-        assert error < SINGLE if said.startswith("planned") else error == 0.0, (family, said, error)
-        lines.append(f"{family}: {said}")
-    assert lines == LIST.read_text().splitlines()
