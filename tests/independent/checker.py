@@ -59,7 +59,7 @@ def facts_of(recipe: dict[str, Any]) -> Facts:
     parallel, model = recipe.get("parallel", {}), recipe.get("model", {})
     tp, pp, cp, dp = (parallel.get(name) or 1 for name in ("tp", "pp", "cp", "dp"))
     sections = {name: s for name, s in recipe.get("plugins", {}).items() if s.get("enabled")}
-    tokens = [s.get("max_tokens", TOKENS[name]) for name, s in sections.items()]
+    tokens = [s.get("max_tokens", TOKENS.get(name)) for name, s in sections.items()]
     gib = [s.get("activation_gib") for s in sections.values()]
     deepspeed = recipe.get("trainer") == "deepspeed"
     return Facts(
@@ -73,6 +73,26 @@ def facts_of(recipe: dict[str, Any]) -> Facts:
         together=parallel.get("ep") or 1,
         splits=not deepspeed or pp > 1,
     )
+
+
+def refuse_quotas(quotas: list[list[int]], counts: list[list[int]], experts: dict[str, Any], layer: int) -> None:
+    """Raise BrokenError where a layer's quotas (of each expert by rank) are not those of its counts (of each rank by
+    expert): a token is run once, and only by ranks that have its expert or a slot for it. ``experts``: of the plan."""
+    ranks, own = len(counts), len(counts[0]) // len(counts)
+    copies = experts["copies"][layer] if experts["copies"] else []
+    taken = [0] * ranks
+    for expert, row in enumerate(quotas):
+        require(len(row) == ranks and all(tokens >= 0 for tokens in row), "expert", expert, "has quotas", row)
+        require(sum(row) == sum(of_rank[expert] for of_rank in counts), "expert", expert, "has other tokens")
+        for rank, tokens in enumerate(row):
+            if tokens and expert // own != rank:
+                taken[rank] += 1
+                require(not copies or expert in copies[rank], "rank", rank, "has no copy of expert", expert)
+    require(max(taken) <= experts["slots"], "a rank has", max(taken), "copies")
+    home = [sum(sum(of_rank[e] for of_rank in counts) for e in range(r * own, r * own + own)) for r in range(ranks)]
+    busiest = max(sum(row[rank] for row in quotas) for rank in range(ranks))
+    exact = experts["planner"] in ("clone", "reroute")
+    require(not exact or busiest <= max(home), "the busiest rank has", busiest, "tokens, at home", max(home))
 
 
 def refuse(plan: Plan, facts: Facts) -> None:

@@ -15,14 +15,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
+from evenload.core.experts.history import Loads
+from evenload.core.experts.quotas import check_quotas
 from evenload.core.laws import check
-from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.plan.step_plan import Lengths, StepPlan, as_lengths
 from evenload.core.plan_json import step_json
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
+from evenload.core.registry import layer_planner
 from evenload.core.simulate.one_queue import send_turns
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -58,7 +62,7 @@ BLOCKS = st.sampled_from([1, 2, 3, 4, 4, 4, 16, 128, HUGE])
 GIB = st.one_of(
     st.none(), st.none(), st.floats(-8, -1).map(lambda exponent: 10.0**exponent), st.sampled_from([1e-12, 1e9])
 )
-KEYS = re.compile(r"plugins\.|parallel\.|max_tokens|activation_gib|parallelism")
+KEYS = re.compile(r"plugins\.|model\.moe|parallel\.|max_tokens|activation_gib|parallelism")
 SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "packing": {
         "max_tokens": CAPS,
@@ -88,6 +92,13 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "max_extra": st.sampled_from([0, 1, 2, HUGE]),
         "solver_ms": st.sampled_from([0, 0, 1, 100, HUGE]),
     },
+    "moe": {
+        "mode": st.sampled_from(["auto", "clone", "reroute", "layout"]),
+        "slots": st.one_of(st.none(), st.integers(0, 3), st.just(HUGE)),
+        "tolerance": st.one_of(st.none(), st.floats(1, 3), st.just(1e9)),
+        "owners": st.sampled_from(["home", "home", "sharded"]),
+    },
+    "lora": {},
 }
 """Every setting of every plugin, its least and largest values among them."""
 
@@ -96,12 +107,15 @@ def test_every_setting_is_drawn() -> None:
     sections = parse({}).plugins
     for name, drawn in SETTINGS.items():
         without_effect = {"polish_nodes"}  # accepted, as recipes may still name it
+        without_effect |= {"tenants", "out", "root", "wait"}  # which say nothing of plans
         settings = set(type(getattr(sections, name)).model_fields) - without_effect - {"enabled"}
         assert set(drawn) == settings, name
 
 
 PLUGINS = [["packing"], ["mesh"], ["pipeline"], ["packing", "mesh"], ["packing", "pipeline"]]
 PLUGINS += [["mesh", "pipeline"], ["packing", "mesh", "pipeline"]]
+BESIDE = [[], [], ["moe"], ["lora"]]
+"""Of any of these."""
 
 
 @st.composite
@@ -136,10 +150,10 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Any], list[int], str]:
 @st.composite
 def recipes(draw: st.DrawFn) -> dict[str, Any]:
     deepspeed = draw(st.booleans())
-    names = draw(st.sampled_from([[], *PLUGINS, *PLUGINS]))
+    names = [*draw(st.sampled_from([[], *PLUGINS, *PLUGINS])), *draw(st.sampled_from(BESIDE))]
     pp = draw(st.sampled_from([1, 1, 2, 4]))
     tp = 1 if deepspeed else draw(st.sampled_from([1, 1, 2]))
-    cp = 1 if "mesh" in names or deepspeed else draw(st.sampled_from([1, 1, 1, 2, 3]))
+    cp = 1 if "mesh" in names or "lora" in names or deepspeed else draw(st.sampled_from([1, 1, 1, 2, 3]))
     dp = draw(st.one_of(st.integers(1, 4), st.integers(1, 12)))
     heads = draw(st.sampled_from([1, 2, 4, 6])) * tp
     plugins: dict[str, Any] = {}
@@ -147,7 +161,11 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
         every = SETTINGS[name]
         plugins[name] = {"enabled": True, **{key: draw(every[key]) for key in every if draw(st.booleans())}}
     ep = draw(st.sampled_from([1, 1, 2, 3])) if draw(st.booleans()) else 1
-    experts = {"family": "mixtral", "moe": {"num_experts": 2 * ep, "every": draw(st.sampled_from([1, 2]))}}
+    ep = {"moe": draw(st.sampled_from([1, 2, 2, 3, 4])), "lora": 1}.get(names[-1] if names else "", ep)
+    experts = {
+        "family": "mixtral",
+        "moe": {"num_experts": 2 * ep, "every": 1 if deepspeed else draw(st.sampled_from([1, 2]))},
+    }
     dp = dp * ep if ep > 1 and dp * ep <= 12 else dp
     return {
         "trainer": "deepspeed" if deepspeed else "megatron",
@@ -204,6 +222,43 @@ def accept(plan: StepPlan, recipe: dict[str, Any], chain: PlanChain) -> None:
     checker.refuse(json.loads(json.dumps(step_json(plan))), facts(recipe, chain))
 
 
+def accept_quotas(plan: StepPlan, chain: PlanChain, loads: Loads) -> None:
+    """The planner of layers that a plan names keeps its laws, and the checker's, on the loads of every layer; so does
+    its fallback."""
+    policy, written = plan.experts, json.loads(json.dumps(step_json(plan))).get("experts")
+    experts, size = chain.context.experts, chain.context.layout.ep
+    if written is None or experts is None:
+        return
+    assert written["planner"] in ("clone", "reroute", "layout")
+    for layer, loads_E in zip(experts.layers, loads, strict=True):
+        parts = np.array([[int(load) * (rank + 1) % 97 for load in loads_E] for rank in range(size)], dtype=np.int64)
+        known = policy.copies_of(layer)
+        for counts_RE in (parts, parts * 0, parts * (np.arange(parts.shape[1]) == 0)):
+            quotas_ER = check_quotas(layer_planner(policy.planner)(counts_RE, policy, known), counts_RE, policy, known)
+            checker.refuse_quotas(quotas_ER.tolist(), counts_RE.tolist(), written, layer)
+    event(f"moe: {policy.planner}, {'copies known' if any(map(any, policy.copies)) else 'no copies known'}")
+
+
+def accept_tenants(plan: StepPlan, tenants: Lengths | None) -> None:
+    """Each sequence is of its tenant, and slices of a tenant stand together."""
+    if tenants is None:
+        return
+    written = json.loads(json.dumps(step_json(plan)))
+    assert written["tenants"] == tenants.tolist()
+    for micro_batch in [*written["micro_batches"], *written["backward"]]:
+        owners = [written["tenants"][sequence] for sequence, _, _ in micro_batch["slices"]]
+        assert owners == sorted(owners)
+
+
+def loads_of(chain: PlanChain, numbers: list[int]) -> Loads:
+    """Loads of all layers with experts, of which the last ones have most."""
+    experts = chain.context.experts
+    if experts is None:
+        return ()
+    every = range(experts.num_experts)
+    return tuple(tuple(float(numbers[(e + 3 * layer) % len(numbers)] ** 4) for e in every) for layer in experts.layers)
+
+
 def chain_of(recipe: dict[str, Any], loop: str) -> PlanChain:
     parsed = parse(recipe)
     layout = parsed.layout()
@@ -213,19 +268,26 @@ def chain_of(recipe: dict[str, Any], loop: str) -> PlanChain:
 
 
 @settings(max_examples=3000 if EXPLORING else 80)
-@given(cases())
-def test_any_recipe_is_planned_under_its_caps_or_refused(case: tuple[dict[str, Any], list[int], str]) -> None:
+@given(cases(), st.lists(st.integers(0, 9), min_size=7, max_size=7))
+def test_any_recipe_is_planned_under_its_caps_or_refused(
+    case: tuple[dict[str, Any], list[int], str], numbers: list[int]
+) -> None:
     recipe, lengths, loop = case
     names, batch = "+".join(sorted(recipe["plugins"])) or "stock", as_lengths(lengths)
     try:
         chain = chain_of(recipe, loop)
-        plan = chain.plan(batch)
+        loads = loads_of(chain, numbers)
+        chain = chain.with_loads(loads) if chain.needs_loads else chain
+        tenants = as_lengths([n * 7 % 4 for n in lengths]) if "lora" in recipe["plugins"] else None
+        plan = chain.plan(batch, tenants)
     except EvenloadError as error:
         event(f"{names}: refused", error.what)
         refusal = str(error)
     else:
         event(f"{names}: planned")
         accept(plan, recipe, chain)
+        accept_quotas(plan, chain, loads)
+        accept_tenants(plan, tenants)
         refusal = "plugins."
     assert KEYS.search(refusal), "a refusal names what to change"
 
@@ -262,6 +324,7 @@ def test_any_recipe_with_tenants_keeps_them_and_its_caps(
     case: tuple[dict[str, Any], list[int], str], numbers: list[int]
 ) -> None:
     drawn, lengths, _ = case
+    drawn["plugins"].pop("moe", None)
     dense = {key: value for key, value in drawn["model"].items() if key not in ("family", "moe")}
     bare = {**drawn, "model": dense, "parallel": {**drawn["parallel"], "cp": 1, "ep": 1}}
     recipe = {**bare, "plugins": {**drawn["plugins"], "lora": {"enabled": True}}}
@@ -273,8 +336,4 @@ def test_any_recipe_with_tenants_keeps_them_and_its_caps(
         return
     event("planned")
     accept(plan, bare, chain)
-    written = json.loads(json.dumps(step_json(plan)))
-    assert written["tenants"] == tenants.tolist()
-    for micro_batch in [*written["micro_batches"], *written["backward"]]:
-        owners = [written["tenants"][sequence] for sequence, _, _ in micro_batch["slices"]]
-        assert owners == sorted(owners)
+    accept_tenants(plan, tenants)
