@@ -99,8 +99,8 @@ def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Rec
             do = "write model.train() before the loop, and call what accelerator.prepare(model) gives"
             report_idle(NAME, why, f"{do}, or train by transformers.Trainer")
         return wrapped(*args, **kwargs)
-    with loop.loss.backward_of(args[0] if args else kwargs["loss"]) as planned:
-        result = wrapped(*args, **kwargs)
+    loss = args[0] if args else kwargs["loss"]
+    result, planned = loop.loss.run_backward(loss, lambda: wrapped(*args, **kwargs))
     if loop.hooked:
         loop.hooks.refuse_unlike()
     for one in planned:

@@ -7,8 +7,7 @@ constant and add others of its kind to it; that it does nothing else is measured
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,8 @@ class PackLoss:
         self.plan: StepPlan | None = None
         """Of that forward; None where nothing is trained."""
         self._waiting: deque[Waiting] = deque(maxlen=_MOST_WAITING)
-        self._expects_backward = False
+        self._slopes: dict[str | int, Tensor] | None = None
+        """Gradients that have come to the loop's loss ("loss") and to planned ones (by their `id`), in a backward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.weights_1T is None:
@@ -55,7 +55,8 @@ class PackLoss:
         losses_T = cross_entropy(wide, labels_T, ignore_index=IGNORE, reduction="none")
         loss = (losses_T * weights_T.to(losses_T.dtype)).sum()
         if loss.requires_grad and self.plan is not None:
-            loss.register_hook(self._refuse_own_backward)  # type: ignore[no-untyped-call]
+            number = id(loss)
+            loss.register_hook(lambda slope: self._note(number, slope))  # type: ignore[no-untyped-call]
             self._waiting.append(Waiting(loss, self.plan))
         return loss
 
@@ -77,28 +78,32 @@ class PackLoss:
             output[key] = OfPack()
         return output
 
-    @contextmanager
-    def backward_of(self, loss: Tensor) -> Iterator[list[Waiting]]:
-        """Around a backward; gives the planned losses that are in its loss. Collective where some wait."""
-        self._expects_backward = True
+    def run_backward(self, loss: Tensor, run: Callable[[], Any]) -> tuple[Any, list[Waiting]]:
+        """Run the backward of a loss; what it gives, and the planned losses that are in its loss. Collective where some
+        wait. Raises EvenloadError, the same on all ranks, unless the loss is a sum of their multiples by numbers that
+        are the same on all ranks."""
+        if not self._waiting or not loss.requires_grad:
+            return run(), []
+        self._slopes = {}
+        handle = loss.register_hook(lambda slope: self._note("loss", slope))  # type: ignore[no-untyped-call]
         try:
-            yield self._taken(loss) if self._waiting and loss.requires_grad else []
+            return run(), self._taken(loss)
         finally:
-            self._expects_backward = False
+            handle.remove()
+            self._slopes = None
 
     def _taken(self, loss: Tensor) -> list[Waiting]:
-        """The planned losses that one loss is made of. Raises EvenloadError, the same on all ranks, unless it is a sum
-        of their multiples by numbers that are the same on all ranks."""
-        waiting = list(self._waiting)
-        slopes = torch.autograd.grad(loss.sum(), [one.loss for one in waiting], retain_graph=True, allow_unused=True)
-        factors = [None if one is None else float(one) for one in slopes]
+        # Measured in the backward itself: engines of DeepSpeed take any other one for theirs.
+        waiting, slopes = list(self._waiting), self._slopes or {}
+        own_slope = float(slopes.get("loss", torch.ones(())))
+        factors = [float(slopes[id(one.loss)]) / own_slope if id(one.loss) in slopes else None for one in waiting]
         used = [(one, factor) for one, factor in zip(waiting, factors, strict=True) if factor is not None]
         own = sum(factor * float(one.loss.detach()) for one, factor in used)
         value = float(loss.detach().sum())
         rounding = 64 * torch.finfo(loss.dtype).eps * abs(own)
         of_ranks = everyone((factors, value, own, bool(used) and abs(value - own) > rounding))
         others = [(value, own) for _, value, own, differs in of_ranks if differs]
-        unlike = [factors for factors, *_ in of_ranks if factors != of_ranks[0][0]]
+        unlike = [factors for factors, *_ in of_ranks if not _alike(factors, of_ranks[0][0])]
         refuse_first(
             (
                 bool(others),
@@ -118,12 +123,17 @@ class PackLoss:
             self._waiting.popleft()
         return [one for one, _ in used]
 
-    def _refuse_own_backward(self, gradient: Tensor) -> None:
-        refuse_first(
-            (
-                not self._expects_backward,
+    def _note(self, key: str | int, slope: Tensor) -> None:
+        if self._slopes is None:
+            raise EvenloadError(
                 "the loss of a planned batch came to another backward than the Accelerator's",
                 "a planned batch",
                 "write accelerator.backward(loss) for loss.backward(), or leave evenload off",
             )
-        )
+        self._slopes[key] = slope.detach()
+
+
+def _alike(factors: list[float | None], others: list[float | None]) -> bool:
+    """Whether numbers of two ranks differ by rounding alone."""
+    pairs = zip(factors, others, strict=True)
+    return all(a == b or (a is not None and b is not None and abs(a - b) <= 1e-6 * abs(b)) for a, b in pairs)

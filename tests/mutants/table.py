@@ -948,10 +948,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "accelerate",
     ),
     Mutant(
-        "a Trainer's batches are told apart by their tensors",
+        "a Trainer's batches are told apart by their tokens",
         _TRAINER_STEP,
         "    window.taken.append(",
-        '    if all(inputs["input_ids"] is not one.inputs["input_ids"] for one in window.taken):\n'
+        '    if all(inputs["input_ids"].tolist() != one.inputs["input_ids"].tolist() for one in window.taken):\n'
         "        window.taken.append(",
         "changes of batches",
     ),
