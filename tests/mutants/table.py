@@ -298,6 +298,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "planners of layers",
     ),
     Mutant(
+        "a rank is given a copy of an expert of its own",
+        "plugins/moe/history.py",
+        " and r != expert // own]",
+        "]",
+        "planners of layers",
+    ),
+    Mutant(
+        "a share is the mean rounded down",
+        "core/experts/exact.py",
+        "xp.maximum(-(-total // num_ranks), tolerated)",
+        "xp.maximum(total // num_ranks, tolerated)",
+        "exact quotas",
+    ),
+    Mutant(
         "copies pay where all tokens are on one of a single rank",
         "plugins/moe/policy.py",
         "* (context.layout.ep - 1) >= least_tokens(context)",

@@ -89,6 +89,9 @@ def test_a_copy_pays_from_rate_over_bandwidth_tokens_up() -> None:
     again = backward._replace(weight_bytes=H100.weight_bytes)
     assert paying_tokens(again) == pytest.approx(1.5 * 1100)
     assert paying_tokens(backward) == pytest.approx(1100)
+    assert paying_tokens(H100._replace(keep=False)) == pytest.approx(2200), "what is let go travels a second time"
+    # A token of as many seconds on its way as at its expert, four times: a fifth of the tokens pays.
+    assert paying_tokens(H100._replace(token_bytes=H100.forward_s * 450e9)) == pytest.approx(220)
 
 
 def test_a_copy_that_takes_what_pays_takes_no_longer_than_none() -> None:

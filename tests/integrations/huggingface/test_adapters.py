@@ -176,6 +176,7 @@ KEY = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
     [
         (KEY, None, "layers.1.self_attn.v_proj has no lora_B"),
         (KEY, torch.full((16, 4), torch.nan), "layers.1.self_attn.v_proj.lora_B, of type float32"),
+        (KEY, torch.ones(16, 4).index_fill(0, torch.tensor([15]), torch.inf), "v_proj.lora_B, of type float32"),
         (KEY, torch.zeros(16, 4, dtype=torch.int8), "of type int8"),
         (KEY, torch.zeros(64), r"lora_B is \[64\]"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4, 64), "lora_embedding_A"),
