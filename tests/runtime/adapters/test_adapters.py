@@ -104,6 +104,16 @@ def test_owners_together_update_as_one_alone(owners: int, rank: int, steps: int)
         assert torch.equal(torch.cat([p.owned_moments()[kind] for p in parts])[:size], one.owned_moments()[kind])
 
 
+@pytest.mark.parametrize(("norm", "scale"), [(0.4, 1.0), (0.5, 1.0), (2.0, 0.25)])
+def test_a_gradient_is_clipped_where_its_norm_is_over_the_limit(norm: float, scale: float) -> None:
+    layer, adapter = Layer(), Adapter(r=2)
+    of: Any = {"owner": 0, "owners": 1, "dtype": torch.float64, "device": CPU, "state": state_of(adapter)}
+    tenant = TenantAdapter(adapter, TRAIN, [site(layer.up, "layers.0.up")], **of)
+    tenant.gradients.fill_(0.1)
+    tenant.update(1e-2, norm=norm)
+    assert tenant.gradients[tenant.run].numpy() == pytest.approx(0.1 * scale, rel=1e-5)
+
+
 def test_an_adapter_that_goes_on_moves_as_one_that_was_never_put_away() -> None:
     """Adam's own count of steps, which corrects its moments, is part of that."""
     adapters, adapter = adapters_of(Layer()), Adapter(r=2)
