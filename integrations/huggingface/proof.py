@@ -145,7 +145,8 @@ class _Measurement:
         self, model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], compute: Compute, half: bool
     ) -> None:
         self._model, self._samples, self._row, self._compute = model, samples, row, compute
-        self._device = next(model.parameters()).device
+        # Weights may be offloaded.
+        self._device = row["input_ids"].device
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         dtypes |= {torch.bfloat16} if half else set()
         dtypes |= {torch.float16} if torch.backends.cuda.matmul.allow_tf32 else set()
@@ -153,7 +154,7 @@ class _Measurement:
 
     def proof(self) -> Proof:
         with ExitStack() as stack:
-            stack.enter_context(_as_if_without_dropout(self._model))
+            stack.enter_context(_as_if_without_dropout(self._model, self._device))
             alone = [self._run(self._alone(i)) for i in range(2)]
             packed = self._run(self._packed(self._samples))
             self._refuse_other_attention(packed)
@@ -207,7 +208,7 @@ class _Measurement:
     def _refuse_other_tokens(self, alone: list[_Run], packed: _Run) -> None:
         if packed.logits is not None and all(one.logits is not None for one in alone):
             off = _difference(packed.logits, torch.cat([one.logits for one in alone if one.logits is not None]))
-            if off > self._tolerance:
+            if not off <= self._tolerance:
                 raise self._other_tokens(packed, "logits", off)
 
     def _other_tokens(self, packed: _Run, what: str, off: float) -> EvenloadError:
@@ -236,7 +237,7 @@ class _Measurement:
                 f"{packed.loss:.6g} of a pack of two samples of a {name}, {total:.6g} of both alone",
             )
         off = _difference(packed.gradient, torch.cat([one.gradient for one in alone]))
-        if off > self._tolerance:
+        if not off <= self._tolerance:
             raise self._other_tokens(packed, "gradients at the embeddings", off)
 
     def _may_cut(self, packed: _Run) -> bool:
@@ -271,11 +272,12 @@ def num_targets(sample: Sequence[Sequence[int]]) -> int:
 
 
 def _difference(own: Tensor, wanted: Tensor) -> float:
-    """Largest ||a - b|| / ||b|| over tokens; a token with next to nothing counts as a tenth of the largest."""
+    """Largest ||a - b|| / ||b|| over tokens; a token with next to nothing counts as a tenth of the largest. Infinities
+    that both have are equal; NaN where there are others."""
     if own.shape != wanted.shape:
         return float("inf")
-    norms_T = wanted.double().flatten(1).norm(dim=1)
-    off_T = (own.double() - wanted.double()).flatten(1).norm(dim=1)
+    norms_T = wanted.double().where(wanted.isfinite(), 0.0).flatten(1).norm(dim=1)
+    off_T = (own.double() - wanted.double()).where(own != wanted, 0.0).flatten(1).norm(dim=1)
     return float((off_T / norms_T.clamp(min=float(norms_T.max()) / 10).clamp(min=1e-300)).max())
 
 
@@ -354,7 +356,7 @@ class _WithoutDropout(TorchFunctionMode):
 
 
 @contextmanager
-def _as_if_without_dropout(model: Any) -> Iterator[None]:
+def _as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
     """Inside, the model trains, drops nothing, and recomputes no layer: PyTorch's older checkpoints give no gradient at
     an activation. Afterwards it is in the mode it was in, and random numbers go on as if nothing had been drawn."""
     checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
@@ -362,7 +364,7 @@ def _as_if_without_dropout(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module in checkpointed:
             stack.enter_context(with_attributes(module, gradient_checkpointing=False))
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(_WithoutDropout())
         model.train()
         try:
