@@ -151,7 +151,8 @@ class Members:
     def _unwritten(self, tenant: ActiveTenant, name: str) -> str:
         """Write a tenant's adapter; why it cannot be written, which is said beside its file, too. Collective."""
         try:
-            self._output.adapter(tenant, name)
+            with self._job.watchdog.working(f"writing the adapter of tenant {tenant.name}", tenant.step):
+                self._output.adapter(tenant, name)
         except EvenloadError as error:
             if self._folder:
                 self._folder.complain(tenant.file, error)

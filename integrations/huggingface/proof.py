@@ -72,8 +72,9 @@ def windows(samples: Sequence[Tensor]) -> list[list[list[int]]]:
     """Tokens and labels of two short samples with targets, out of those of all ranks. Collective.
 
     Args:
-        samples: int64 [2, L] of this rank, those with targets; of all ranks at least one.
+        samples: int64 [2, L] of this rank; of all ranks at least one has a target.
     """
+    samples = [one for one in samples if bool((one[1, 1:] != IGNORE).any())]
     # Of a single sample both its beginning and its end.
     pairs = zip((*samples[:2], *samples[:1]), LENGTHS, (0, -1), strict=False)
     own = [_window(sample, most, which).tolist() for sample, most, which in pairs]
@@ -301,11 +302,14 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def _embedded(model: Any) -> Iterator[list[Tensor]]:
-    """Inside, the embeddings of the tokens are leaves of the graph; gives them as they come into being."""
+    """Inside, the embeddings of the tokens are leaves of the graph; gives them as they come into being. Forwards that
+    have no graph, which metrics take, have none."""
     leaves: list[Tensor] = []
 
-    def cut(module: Any, args: Any, output: Tensor) -> Tensor:
-        leaves.append(output.detach().requires_grad_(torch.is_grad_enabled()))
+    def cut(module: Any, args: Any, output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        leaves.append(output.detach().requires_grad_())
         return leaves[-1]
 
     hook = model.get_input_embeddings().register_forward_hook(cut)

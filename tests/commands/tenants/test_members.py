@@ -10,6 +10,7 @@ from evenload.commands.tenants.arrivals.folder import Came, Folder, News
 from evenload.commands.tenants.members import Members
 from evenload.commands.tenants.records.output import LAST
 from evenload.core.errors import EvenloadError
+from evenload.runtime.watchdog import Watchdog
 
 
 class Output:
@@ -52,7 +53,8 @@ class Tenant:
 def members(output: Output, folder: Folder) -> Members:
     left: list[int] = []
     adapters = SimpleNamespace(numbers=(1,), leave=left.append, left=left)
-    job = SimpleNamespace(host=SimpleNamespace(adapters=adapters), samples=SimpleNamespace(sources={1: None}))
+    host, samples = SimpleNamespace(adapters=adapters), SimpleNamespace(sources={1: None})
+    job = SimpleNamespace(host=host, samples=samples, watchdog=Watchdog(gone_s=9.0, stuck_s=9.0))
     return Members(job, output, folder, None)  # type: ignore[arg-type]
 
 
