@@ -6,7 +6,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-FLOORS := core data runtime plugins integrations patches commands
+FLOORS := core data runtime plugins integrations patches training commands
 # Test files go to this many processes, each file to one of them; WORKERS=0 runs all in one, as --pdb needs. Some tests
 # wait for ranks that hang, so two cores have work for three processes.
 WORKERS ?= 3
@@ -26,7 +26,7 @@ test: $(READY)
 	$(PYTEST) -m "not gpu"
 
 # The same tests on other versions of the hosts.
-NEWEST := integrations/megatron commands/proof/test_compare.py commands/test_train.py patches
+NEWEST := integrations/megatron training/proof/test_compare.py commands/test_train.py patches
 OLDER := integrations/deepspeed/test_engine.py integrations/deepspeed/unmodified
 
 test-newest: .venv-newest/ready

@@ -51,7 +51,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train on the recipe's trainer; with --against, baselines train the same batches in turn, each its own model."""
-    from .commands.pictures import refuse
+    from .training.pictures import refuse
 
     names = _names(against)
     if (plot or report) and not names:
@@ -123,9 +123,9 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
-    from .commands.company.reading import files_of
-    from .commands.pictures import draw, refuse
-    from .commands.plan import look_ahead, write_plans
+    from .training.forecast.forecast import look_ahead, write_plans
+    from .training.pictures import draw, refuse
+    from .training.shared_plan.reading import files_of
 
     num_steps = number_of_word(steps, "--steps", STEPS)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
@@ -133,7 +133,7 @@ def plan(
     files = files_of(chosen, lengths or ())
     pictures = {"trace": trace, "plot": plot, "report": report}
     if sweep:
-        from .commands.sweep import sweep as work
+        from .training.forecast.sweep import sweep as work
 
         taken = {"--out": out, "--loads": loads, **{f"--{kind}": path for kind, path in pictures.items()}}
         _show("sweep", work(chosen, sweep, files, num_steps, num_ranks, taken), as_json)
@@ -210,9 +210,9 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """One step of an unmodified training script with the plugins on, without an update: what is on, refused, gained."""
-    from .commands._shared.show import stdout_aside
     from .commands.check import EXIT_CODES
     from .commands.check import check as work
+    from .commands.tables.show import stdout_aside
 
     with stdout_aside():
         result = work(recipe, command)
@@ -291,7 +291,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _show(verb: str, result: dict[str, Any], as_json: bool) -> None:
-    from .commands._shared import show, tables
+    from .commands.tables import show, tables
 
     show.emit(result, as_json, getattr(tables, verb))
 
@@ -306,8 +306,8 @@ def _run_ranks(
     **more: Any,
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
-    from .commands._shared.launch import end_with_launcher, is_rank, launch
-    from .commands._shared.show import stdout_aside
+    from .commands.launcher.launch import end_with_launcher, is_rank, launch
+    from .commands.tables.show import stdout_aside
     from .runtime.world.variables import job_variables
 
     if is_rank():
@@ -332,11 +332,11 @@ def _run_ranks(
 def _checked(verb: str, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
     """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
     if recipe.adapts:
-        from .commands.tenants.arrivals.preflight import preflight as preflight_of_tenants
+        from .training.tenants.arrivals.preflight import preflight as preflight_of_tenants
 
         ours = preflight_of_tenants(recipe, num_ranks, against, needs_tenants=verb != "verify")
         return ours.chain.context.layout.world_size
-    from .commands._shared.preflight import preflight
+    from .training.preflight import preflight
 
     ready = preflight(recipe, num_ranks)
     for name in against:

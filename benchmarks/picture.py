@@ -12,12 +12,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 from evenload.api import load_recipe
-from evenload.commands._shared.preflight import preflight
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.predict import predict
 from evenload.data.samples.order import SampleOrder
+from evenload.training.preflight import preflight
 from matplotlib import pyplot as plt
 
 PLANNERS = {"stock: equal counts, padded": "stock", "packed in order": "in_order", "evenload": ""}

@@ -34,16 +34,16 @@ from ..core.costs.memory import peaks_of_stage
 from ..core.planning.planner import Planned
 from ..core.recipe.recipe import Recipe
 from ..core.simulate.step import simulate
-from ..integrations.host import UPDATE
+from ..integrations.host.host import UPDATE
 from ..runtime.measure.memory import Levels
-from ._shared.bubbles import bubbles_of
-from ._shared.expert_loads import imbalance_of
-from ._shared.job import Job, run_rank
-from ._shared.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
-from ._shared.metrics import Taken
-from ._shared.show import progress
-from .experts.critical_path import Path, critical_path
-from .experts.history import LoadHistory
+from ..training.bubbles import bubbles_of
+from ..training.expert_loads import imbalance_of
+from ..training.experts.critical_path import Path, critical_path
+from ..training.experts.history import LoadHistory
+from ..training.job import Job, run_rank
+from ..training.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
+from ..training.metrics import Taken
+from ..training.progress import progress
 
 WARMUP_STEPS = 1
 

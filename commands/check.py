@@ -13,8 +13,8 @@ from typing import Any
 
 from ..api import load_recipe
 from ..core.recipe.recipe import Recipe
-from ..integrations.planned_runs import CHECK
-from ..integrations.run_folder import RunFolder
+from ..integrations.unmodified.planned_runs import CHECK
+from ..integrations.unmodified.run_folder import RunFolder
 from .run import planned_steps, run_in, why_nothing
 
 EXIT_CODES = {"planned": 0, "nothing planned": 1, "failed": 1, "refused": 2}

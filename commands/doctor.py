@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
-from ._shared.hosts import TRAINERS
+from ..training.hosts import TRAINERS
 from .installation.attention_paths import attention_paths
 from .installation.training_loops import training_loops
 

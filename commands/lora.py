@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import EvenloadError, shorten
-from .tenants import status
-from .tenants.verdicts.ranking import rankings
+from ..training.tenants.state import status
+from ..training.tenants.sweeps.ranking import rankings
 
 
 def lora(folder: Path) -> dict[str, Any]:

@@ -55,13 +55,13 @@ from ..runtime.measure.busy import cpu_clock
 from ..runtime.measure.links import measure_links
 from ..runtime.measure.memory import free_bytes
 from ..runtime.world.variables import integer
-from ._shared.job import Job, logger, run_rank
-from ._shared.show import progress
-from .pictures.files import whole
-from .profiling import tenants
-from .profiling.cases import Case, cases
-from .profiling.experts import timing_experts
-from .profiling.memory import measure_memory, random_tokens
+from ..training.files import whole
+from ..training.job import Job, logger, run_rank
+from ..training.profiling import tenants
+from ..training.profiling.cases import Case, cases
+from ..training.profiling.experts import timing_experts
+from ..training.profiling.memory import measure_memory, random_tokens
+from ..training.progress import progress
 
 BUDGET_S = 60.0
 """Wall time for all samples; memory and links come on top."""

@@ -26,8 +26,8 @@ from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_adapters_in_loops
 from ..core.recipe.shipped import file_of
-from ..integrations.run_folder import VARIABLE, RunFolder
-from ._shared.hosts import require
+from ..integrations.unmodified.run_folder import VARIABLE, RunFolder
+from ..training.hosts import require
 
 STARTUP = Path(__file__).parent / "startup"
 _FIRST_IMPORTS = {

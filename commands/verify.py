@@ -28,16 +28,16 @@ from ..core.recipe.recipe import Recipe
 from ..runtime.watchdog.watchdog import Watchdog
 from ..runtime.world.agreement import everyone, from_first
 from ..runtime.world.world import World
-from ._shared.drawing import batch_size
-from ._shared.job import Job, hand_over, logger, open_trainer, open_world
-from ._shared.measuring import learning_rate
-from .experts.history import LoadHistory
-from .proof.layouts import other_layout
-from .proof.reach import choose, opened, planned
-from .proof.steps import Batch, Beside, Proven
-from .proof.summary import summary
-from .proof.tenants import verify_tenants
-from .saving.resuming import drawing_after, keep, resume
+from ..training.checkpoint.resuming import drawing_after, keep, resume
+from ..training.drawing import batch_size
+from ..training.experts.history import LoadHistory
+from ..training.job import Job, hand_over, logger, open_trainer, open_world
+from ..training.measuring import learning_rate
+from ..training.proof.layouts import other_layout
+from ..training.proof.reach import choose, opened, planned
+from ..training.proof.steps import Batch, Beside, Proven
+from ..training.proof.summary import summary
+from ..training.proof.tenants import verify_tenants
 
 
 def verify(recipe: Recipe, steps: int = 3) -> dict[str, Any] | None:

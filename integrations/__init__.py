@@ -7,10 +7,10 @@ if __name__ != "evenload.integrations":
 
 from ..core.recipe.pretrained import register_model
 from ..core.recipe.traits import register_trainer
-from .deepspeed.traits import DEEPSPEED
-from .examples import TINY_LLAMA
-from .huggingface.traits import TRANSFORMERS
-from .megatron.traits import MEGATRON
+from .deepspeed.engine.traits import DEEPSPEED
+from .huggingface.examples import TINY_LLAMA
+from .megatron.base.traits import MEGATRON
+from .transformers.traits import TRANSFORMERS
 
 register_trainer("deepspeed", DEEPSPEED)
 register_trainer("megatron", MEGATRON)

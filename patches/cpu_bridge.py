@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
-from ..integrations.versions import requirement
+from ..integrations.host.versions import requirement
 from .ledger import Ledger
 from .row import Patch, from_module
 from .slots import within

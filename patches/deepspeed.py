@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 
 from ..core.recipe.recipe import Recipe
-from ..integrations.versions import requirement
+from ..integrations.host.versions import requirement
 from .row import Patch, from_module
 
 DEEPSPEED = requirement("deepspeed")
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _LOOP = "..integrations.deepspeed.unmodified.loop"
-_EXPERTS = "..integrations.deepspeed.experts"
+_EXPERTS = "..integrations.deepspeed.engine.experts"
 _REGISTRY = "transformers.utils.output_capturing:_CanRecordRegistry"
 
 

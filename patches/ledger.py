@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from packaging.requirements import Requirement
 
 from ..core.errors import EvenloadError
-from ..integrations.versions import describe_version
+from ..integrations.host.versions import describe_version
 from .import_hook import ImportHook
 from .row import Patch, check_owner, check_signature, check_version, is_needed_by_version, missing_symbol
 from .slots import MISSING, Slot, describe, globals_holding, is_loading, locate, within

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from ..core.recipe.recipe import Recipe
-from ..integrations.versions import is_installed
+from ..integrations.host.versions import is_installed
 from .cpu_bridge import MEGATRON
 from .row import Patch, Wrapper, from_module
 from .slots import foreign_owner
@@ -39,7 +39,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             why="The attention of the local layer spec refuses packed sequences. Reaches packs that evenload has made; "
             "every other call runs as it is. Transformer Engine's attention is wrapped on its "
             "modules, for as long as a training call.",
-            wrapper=from_module("..integrations.megatron.unmodified.attention:attention"),
+            wrapper=from_module("..integrations.megatron.unmodified.running.attention:attention"),
             expects=("query", "key", "value", "attention_mask", "packed_seq_params"),
         ),
         Patch(
@@ -48,7 +48,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=MEGATRON,
             why="Megatron-LM's scripts broadcast each batch inside the tensor-parallel group, in the one shape of "
             "their arguments. Inside a planned step every rank has its pack already; evaluation runs as it is.",
-            wrapper=from_module("..integrations.megatron.unmodified.forward_step:batch_on_tensor_ranks"),
+            wrapper=from_module("..integrations.megatron.unmodified.running.forward_step:batch_on_tensor_ranks"),
             expects=("data_iterator",),
             only="<0.18",
             when=has_training,
@@ -59,7 +59,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=MEGATRON,
             why="The same from 0.18 on, where the script itself takes the batch from its iterator, hands it over, and "
             "reads every key by its name.",
-            wrapper=from_module("..integrations.megatron.unmodified.forward_step:batch_of_core"),
+            wrapper=from_module("..integrations.megatron.unmodified.running.forward_step:batch_of_core"),
             expects=("batch", "broadcast_group", "seq_length"),
             only=">=0.18",
         ),

@@ -1,9 +1,9 @@
-"""Whether all ranks of a script run evenload, as a row; what it does is in `integrations.roll_call`."""
+"""Whether all ranks of a script run evenload, as a row; what it does is in `integrations.unmodified.roll_call`."""
 
 from __future__ import annotations
 
 from ..core.recipe.recipe import Recipe
-from ..integrations.versions import requirement
+from ..integrations.host.versions import requirement
 from .row import Patch, from_module
 
 
@@ -16,7 +16,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=requirement("torch"),
             why="All ranks leave it together, and long before their first step: there each leaves word that evenload "
             "runs in it, so that ranks without it are named instead of waited for. Groups are made as ever.",
-            wrapper=from_module("..integrations.roll_call:init_process_group", recipe),
+            wrapper=from_module("..integrations.unmodified.roll_call:init_process_group", recipe),
             reach=("torch", "__main__"),
         ),
     )

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from ..core.errors import EvenloadError
-from ..integrations.versions import describe_version, is_installed, listed_version, version_of, what_to_install
+from ..integrations.host.versions import describe_version, is_installed, listed_version, version_of, what_to_install
 from .slots import foreign_owner
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]

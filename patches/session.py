@@ -22,7 +22,7 @@ from types import ModuleType
 from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
-from ..integrations.planned_runs import release_loops
+from ..integrations.unmodified.planned_runs import release_loops
 from . import deepspeed, megatron, megatron_fixes, ranks, transformers
 from .cpu_bridge import bridge_cpu
 from .ledger import Ledger, Status
@@ -125,4 +125,4 @@ def _apply(recipe: Recipe, ledger: Ledger) -> None:
     if recipe.trainer == "deepspeed" or recipe.enabled():  # a ds_config may enable plugins by itself
         ledger.apply([row for module in _TRAINERS[recipe.trainer] for row in module.rows(recipe)], lazy=True)
         if "torch.distributed" in sys.modules:  # the group may be there already
-            import_module("..integrations.roll_call", __package__).leave_word(recipe)
+            import_module("..integrations.unmodified.roll_call", __package__).leave_word(recipe)

@@ -1,18 +1,18 @@
-"""evenload in scripts of Transformers' Trainer, as rows; what they do is in `integrations.huggingface.trainer`."""
+"""evenload in scripts of Transformers' Trainer, as rows; what they do is in `integrations.transformers.trainer`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..core.recipe.recipe import Recipe
-from ..integrations.versions import is_installed, requirement
+from ..integrations.host.versions import is_installed, requirement
 from .row import Patch, from_module
 
 TRANSFORMERS = requirement("transformers")
 ACCELERATE = requirement("accelerate")
 _TRAINER = "transformers.trainer:Trainer"
-_LOOP = "..integrations.huggingface.trainer"
-_ACCELERATE = "..integrations.huggingface.accelerate_loop"
+_LOOP = "..integrations.transformers.trainer"
+_ACCELERATE = "..integrations.transformers.accelerate_loop"
 
 
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:

@@ -52,7 +52,7 @@ LONGEST = (
     "integrations/deepspeed/test_shared.py",
     "integrations/deepspeed/pipeline/test_pipeline.py",
     "hosts/test_benchmarks.py",
-    "commands/profiling/test_memory.py",
+    "training/profiling/test_memory.py",
     "integrations/megatron/test_shared.py",
     "integrations/megatron/saving/test_checkpoint.py",
 )

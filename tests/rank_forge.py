@@ -38,7 +38,7 @@ GRACE_S = 30.0
 MODULES = {
     "megatron": ("evenload.integrations.megatron.host", "evenload.integrations.megatron.plain"),
     "deepspeed": (
-        "evenload.integrations.deepspeed.host",
+        "evenload.integrations.deepspeed.engine.host",
         "evenload.integrations.deepspeed.plain",
         "transformers.models.llama.modeling_llama",
         "torch._inductor.compile_fx",  # which DeepSpeed makes torch import in the first step
@@ -64,7 +64,7 @@ def warm(trainer: str) -> None:
         from evenload.api import load_plugins
         from evenload.cli import main  # noqa: F401
         from evenload.commands import bench, train, verify  # noqa: F401
-        from evenload.commands._shared import tables  # noqa: F401
+        from evenload.commands.tables import tables  # noqa: F401
 
         load_plugins()
         warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")

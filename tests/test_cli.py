@@ -330,7 +330,7 @@ def test_the_package_refuses_a_second_name(place: Path) -> None:
     import evenload
 
     root = Path(evenload.__file__).parent
-    for folder in ("core", "plugins", "runtime", "data", "integrations", "patches", "commands"):
+    for folder in ("core", "plugins", "runtime", "data", "integrations", "patches", "training", "commands"):
         done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=root, capture_output=True, text=True)
         assert f"import this package as evenload.{folder}" in done.stderr
 

@@ -125,8 +125,8 @@ def test_a_command_that_trains_is_a_right_request(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All is checked that is checked before ranks start; then ranks would start."""
-    import evenload.commands._shared.launch as launcher
     import evenload.commands.check as checker
+    import evenload.commands.launcher.launch as launcher
     import evenload.commands.run as runner
 
     planned = {"verdict": "planned", "says": "", "plugins": [], "refusals": [], "step": None}

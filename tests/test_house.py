@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "runtime")
+ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "runtime", "training")
 MODULES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
 

@@ -37,6 +37,7 @@ OF_TRAINERS = {
     "megatron": {"megatron"},
     "deepspeed": {"deepspeed", "transformers"},
     "huggingface": {"transformers", "accelerate", "tokenizers"},
+    "transformers": {"transformers", "accelerate"},
 }
 """Packages that a room of integrations may count on, beside those of every installation and torch."""
 PACKAGES = {"PyYAML": "yaml", "megatron-core": "megatron"}
@@ -54,7 +55,18 @@ def test_no_module_needs_a_package_that_its_users_need_not_have() -> None:
     """Else a command ends in a traceback of an import where only the base and a trainer are installed."""
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     base = {PACKAGES.get(name, name) for line in lines if (name := re.split(r"[<>=]", line)[0])}
-    rooms = ("api.py", "cli.py", "core", "data", "plugins", "runtime", "integrations", "patches", "commands")
+    rooms = (
+        "api.py",
+        "cli.py",
+        "core",
+        "data",
+        "plugins",
+        "runtime",
+        "integrations",
+        "patches",
+        "training",
+        "commands",
+    )
     paths = [path for room in rooms for path in ([ROOT / room] if room.endswith("py") else (ROOT / room).rglob("*.py"))]
     wrong = {}
     for path in paths:

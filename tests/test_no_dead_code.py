@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "recipes", "runtime")
+ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "recipes", "runtime", "training")
 
 CALLED_FROM_OUTSIDE = {
     "repr_int": "reprlib calls it",

@@ -231,7 +231,7 @@ def test_an_earlier_plan_is_read_and_written_again_as_it_was() -> None:
 
 
 def test_an_earlier_checkpoint_is_read() -> None:
-    from evenload.commands.saving.manifest import read
+    from evenload.training.checkpoint.manifest import read
 
     manifest = read(WRITTEN)
     assert manifest.state["step"] == 2

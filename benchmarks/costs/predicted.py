@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from evenload.commands._shared.show import emit, grid, percent, seconds
+from evenload.commands.tables.show import emit, grid
+from evenload.core.input.format import percent, seconds
 from rich.table import Table
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

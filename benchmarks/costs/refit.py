@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 
 SETTINGS = (
     "train.steps=16",

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.commands._shared.show import emit, grid, percent, seconds
+from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.context import NO_TRAFFIC
+from evenload.core.input.format import percent, seconds
 from evenload.core.plan.step_plan import Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES

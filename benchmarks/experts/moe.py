@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from evenload.api import load_plugins
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.aliases import Floats, Ints
 from evenload.core.experts.exact import most_tokens
 from evenload.core.experts.quotas import check_quotas, copies_of, imbalance_of

@@ -7,7 +7,7 @@
 Workloads: ``real`` is recipes/moe.yaml as it trains. W0 (balanced), W1 (hot experts) and W2 (hot rank) are those of
 Megatron-LM's pull request 7488: routers choose experts by drawn popularity, a hot one 16 times as popular, the same in
 every variant; what they give a token's experts stays differentiable. ``allowed`` is the baseline's critical path over
-the same with even experts (`commands.experts.critical_path`), what quotas alone can gain; on four ranks and two cores
+the same with even experts (`training.experts.critical_path`), what quotas alone can gain; on four ranks and two cores
 the wall clock hides what ranks wait, so there the paths tell, not the seconds.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 
 HEAT = 16
 SETTINGS = ("plugins.moe.enabled=true", "train.steps=16")

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.commands._shared.job import Job, open_trainer, open_world
-from evenload.commands._shared.show import grid
-from evenload.commands.saving import checkpoints
-from evenload.commands.saving.background import Background
-from evenload.commands.saving.resuming import keep
+from evenload.commands.tables.show import grid
 from evenload.runtime import files
+from evenload.training.checkpoint import checkpoints
+from evenload.training.checkpoint.background import Background
+from evenload.training.checkpoint.resuming import keep
+from evenload.training.job import Job, open_trainer, open_world
 from rich.console import Console
 
 SIZES = ("parallel.dp=1", "model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8")

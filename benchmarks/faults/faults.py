@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from rich.console import Group
 
 sys.path.append(str(Path(__file__).with_name("drill")))

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.commands._shared.show import grid
+from evenload.commands.tables.show import grid
 from rich.console import Console
 
 _SETTLED = 0.2

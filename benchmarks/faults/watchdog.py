@@ -29,16 +29,17 @@ from typing import Any
 
 import numpy as np
 from evenload.api import load_plugins, load_recipe
-from evenload.commands._shared.job import Job, open_host
-from evenload.commands._shared.preflight import preflight
-from evenload.commands._shared.show import emit, grid, percent
 from evenload.commands.profile import machine
+from evenload.commands.tables.show import emit, grid
+from evenload.core.input.format import percent
 from evenload.core.planning.setting import RECIPES
-from evenload.integrations.host import no_mark
+from evenload.integrations.host.host import no_mark
 from evenload.patches import bridge_cpu
 from evenload.runtime.watchdog import marks
 from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.runtime.world.world import close_world, init_world
+from evenload.training.job import Job, open_host
+from evenload.training.preflight import preflight
 
 MARKS = 100_000
 """How many are timed."""

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-from evenload.commands._shared.show import emit, grid, mib, seconds, stdout_aside
+from evenload.commands.tables.show import emit, grid, stdout_aside
+from evenload.core.input.format import mib, seconds
 
 
 class Layout(NamedTuple):
@@ -102,7 +103,7 @@ def of_megatron(out: Any, rank: int) -> None:
 
 def of_deepspeed(out: Any, rank: int) -> None:
     """From now on a host says what making and reading its model takes."""
-    from evenload.integrations.deepspeed import model as models
+    from evenload.integrations.deepspeed.engine import model as models
 
     read = models.read_model
 
@@ -128,9 +129,9 @@ def on_rank(rank: int, layout: Layout, folder: str, out: Any) -> None:
 
     bridge_cpu()
     from evenload.api import load_plugins
-    from evenload.commands._shared.job import open_host
     from evenload.core.recipe.recipe import parse
     from evenload.runtime.world.world import init_world
+    from evenload.training.job import open_host
 
     load_plugins()
     world = init_world()

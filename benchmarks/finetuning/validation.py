@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands._shared.show import emit, grid, seconds
+from evenload.commands.tables.show import emit, grid
+from evenload.core.input.format import seconds
 
 SAMPLES = 8
 OURS = "evenload"
@@ -61,9 +62,9 @@ def in_order_of(order: Any, lengths: Any, limits: Any) -> Any:
 
 def measured(job: Any, batches: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each batch and variant. Collective."""
-    from evenload.commands._shared.measuring import in_turn
     from evenload.core.plan.step_plan import as_lengths
     from evenload.core.planning.forward_only import forward_only
+    from evenload.training.measuring import in_turn
 
     drawing, chain, rows = job.drawing(), forward_only(job.chain), []
     for number in range(batches + 1):
@@ -95,7 +96,7 @@ def score(job: Any, plan: Any, draw: Any, number: int) -> Any:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the rows come to, by variant."""
-    from evenload.commands._shared.measuring import compare
+    from evenload.training.measuring import compare
 
     own = [row["seconds"] for row in rows if row["variant"] == OURS]
     result = {}
@@ -113,7 +114,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def on_rank(asked: argparse.Namespace) -> None:
     from evenload.api import load_recipe
-    from evenload.commands._shared.job import run_rank
+    from evenload.training.job import run_rank
 
     def work(job: Any) -> dict[str, Any]:
         rows = measured(job, asked.batches, asked.repeats)

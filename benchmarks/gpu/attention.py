@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.runtime.attention.kernels import KERNELS, Kernel, KernelCall
 from torch import Tensor
 

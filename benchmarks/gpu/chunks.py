@@ -29,11 +29,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands._shared.job import Job
-from evenload.commands._shared.show import emit, grid
 from evenload.commands.profile import fit_samples, machine, measure
-from evenload.commands.profiling.cases import Case
-from evenload.commands.profiling.memory import measure_memory, random_tokens
+from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs
 from evenload.core.costs.memory import peak_activation_bytes
@@ -49,6 +46,9 @@ from evenload.patches import bridge_cpu
 from evenload.runtime.measure.memory import peak_bytes
 from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.runtime.world.world import World, close_world, init_world
+from evenload.training.job import Job
+from evenload.training.profiling.cases import Case
+from evenload.training.profiling.memory import measure_memory, random_tokens
 
 AHEAD = 3
 """Slots of forwards that the first of four stages runs ahead."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.experts.exact import exact_quotas
 from evenload.core.experts.messages import hops_of
 from evenload.core.plan.expert_policy import ExpertPolicy

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.offload import offload_share
 from evenload.runtime.attention.kernels import KernelCall, choose_kernel
 from evenload.runtime.measure.memory import peak_bytes

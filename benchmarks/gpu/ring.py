@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice
 from evenload.core.plan.token_layout import attended
 from evenload.runtime.attention.blocks import BLOCKS, BlockKernel, Inputs

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.patches import bridge_cpu
 from evenload.runtime.attention.blocks import BLOCKS, BlockKernel, Inputs
 from evenload.runtime.world.world import close_world, init_world

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import evenload
 import torch
 from evenload.api import load_plugins
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.recipe.recipe import parse
 from evenload.patches import bridge_cpu
 from evenload.runtime.attributes import with_attributes

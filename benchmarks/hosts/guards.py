@@ -96,9 +96,9 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
     from evenload.core.errors import EvenloadError, refuse_first
     from evenload.core.recipe.recipe import Recipe
-    from evenload.integrations.megatron.unmodified.attention import rules_of_layer, why_whole
-    from evenload.integrations.megatron.unmodified.expert_rules import why_together
-    from evenload.integrations.megatron.unmodified.supported import for_config, refuse_loop, why_stock
+    from evenload.integrations.megatron.unmodified.refusals.attention import rules_of_layer, why_whole
+    from evenload.integrations.megatron.unmodified.refusals.expert_rules import why_together
+    from evenload.integrations.megatron.unmodified.refusals.supported import for_config, refuse_loop, why_stock
 
     loop = chunk(config, arguments)
     if why := why_together(config):
@@ -121,9 +121,9 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
 def together(loop: Any, config: Any, why: str) -> tuple[str, str, str]:
     """The answer to a loop whose micro-batches stay as they are: what a plugin can still do, as `Together.of` asks."""
     from evenload.core.errors import EvenloadError
-    from evenload.integrations.megatron.unmodified.expert_rules import refuse_experts
-    from evenload.integrations.megatron.unmodified.supported import why_stock
-    from evenload.integrations.megatron.unmodified.together import _IN_TURN
+    from evenload.integrations.megatron.unmodified.planning.fixed_micro_batches import _IN_TURN
+    from evenload.integrations.megatron.unmodified.refusals.expert_rules import refuse_experts
+    from evenload.integrations.megatron.unmodified.refusals.supported import why_stock
 
     one_chunk = (config.virtual_pipeline_model_parallel_size or 1) == config.context_parallel_size == 1
     in_order = one_chunk and config.pipeline_model_parallel_size > 1 and not why.startswith(_IN_TURN)

@@ -5,7 +5,7 @@
 CHECKOUT is a folder of Megatron-LM. Its recipes are the functional tests that train or load a model by flags
 (tests/functional_tests/test_cases/*/*/model_config.yaml with --micro-batch-size). The flags go through the checkout's
 own argument parser, and what comes out, the configs of model and data parallelism, to the guards that evenload asks
-before the first step of a run (`integrations.megatron.unmodified.supported`): nothing here decides for them. No weights
+before the first step of a run (`integrations.megatron.unmodified.refusals.supported`): nothing here decides for them. No weights
 are made, and no GPU is needed: Transformer Engine, Triton and CUDA are only named.
 
     cut        accepted; samples may be cut, and the plan may have an order of its own
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from evenload.commands._shared.show import emit, grid, stdout_aside
+from evenload.commands.tables.show import emit, grid, stdout_aside
 
 Flags = dict[str, Any]
 

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from evenload.commands._shared.show import emit, grid, stdout_aside
+from evenload.commands.tables.show import emit, grid, stdout_aside
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
 import launching

@@ -30,7 +30,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evenload.commands._shared.show import emit, grid, seconds, stdout_aside
+from evenload.commands.tables.show import emit, grid, stdout_aside
+from evenload.core.input.format import seconds
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
 import assets

@@ -106,7 +106,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    from evenload.commands._shared.show import gib, grid, seconds
+    from evenload.commands.tables.show import grid
+    from evenload.core.input.format import gib, seconds
 
     rows = []
     for name, own in sorted(result["variants"].items(), reverse=True):
@@ -133,7 +134,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(asked)
         return
-    from evenload.commands._shared.show import emit
+    from evenload.commands.tables.show import emit
 
     result = benchmark(asked)
     if asked.out:

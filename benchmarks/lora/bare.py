@@ -23,9 +23,10 @@ import torch
 
 sys.path.append(str(Path(__file__).parent))
 
-from evenload.commands._shared.measuring import compare, in_turn
-from evenload.commands._shared.show import emit, grid, seconds, stdout_aside
+from evenload.commands.tables.show import emit, grid, stdout_aside
+from evenload.core.input.format import seconds
 from evenload.core.recipe.adapter import Adapter
+from evenload.training.measuring import compare, in_turn
 from lora_ranks import ADAPTER, LONGEST, Batch, batch_of, on_rank, plan_of, train_of
 
 BARE = "bare"

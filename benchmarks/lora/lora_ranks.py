@@ -95,8 +95,8 @@ def train_of(tenant: int, samples: int) -> TenantTrain:
 def on_rank(layout: str) -> Iterator[Any]:
     """This rank's `TenantJob`, where nobody is yet. Collective."""
     from evenload.api import load_plugins
-    from evenload.commands._shared.job import open_host, open_world
-    from evenload.commands.tenants.job import TenantJob
+    from evenload.training.job import open_host, open_world
+    from evenload.training.tenants.arrivals.job import TenantJob
 
     load_plugins()
     recipe = recipe_of(layout)

@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 import yaml
-from evenload.commands._shared.show import emit, grid, seconds
-from evenload.commands.tenants.verdicts.trials import HALVE_EVERY, sweep_of
+from evenload.commands.tables.show import emit, grid
 from evenload.core.input import reading
+from evenload.core.input.format import seconds
 from evenload.core.recipe.tenant import Tenant
+from evenload.training.shared_plan.trials import HALVE_EVERY, sweep_of
 
 HALVING, FULL = "halving", "full"
 FILE = Path(__file__).resolve().parents[2] / "recipes" / "sweeps" / "importlib.yaml"

@@ -35,8 +35,8 @@ APART = 1000
 
 def measured(job: Any, tenants: int, samples: int, steps: int, longest: int) -> dict[str, Any]:
     """One number of samples, all steps. Collective."""
-    from evenload.commands._shared.measuring import compare, in_turn
     from evenload.core.simulate.step import simulate
+    from evenload.training.measuring import compare, in_turn
 
     numbers = range(1, tenants + 1)
     for number in numbers:
@@ -94,7 +94,7 @@ def work(asked: argparse.Namespace) -> None:
 
 
 def table(result: dict[str, Any]) -> Any:
-    from evenload.commands._shared.show import grid
+    from evenload.commands.tables.show import grid
 
     rows = []
     for case in result["cases"]:
@@ -119,7 +119,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(asked)
         return
-    from evenload.commands._shared.show import emit
+    from evenload.commands.tables.show import emit
 
     ranks = 1 if asked.layout == "dp1" else 2
     result = result_of(begun(__file__, sys.argv[1:], ranks))

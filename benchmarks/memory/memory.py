@@ -34,9 +34,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from evenload.commands._shared.show import emit, grid, seconds
 from evenload.commands.profile import machine
+from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.memory import peak_activation_bytes
+from evenload.core.input.format import seconds
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths

@@ -2,7 +2,7 @@
 
     python benchmarks/memory/memory.py --plans [--only TEXT] [--json] [--out FILE]
 
-`evenload profile`'s memory part (`commands.profiling.memory`) measures each trainer, precision and ZeRO stage once, on
+`evenload profile`'s memory part (`training.profiling.memory`) measures each trainer, precision and ZeRO stage once, on
 one rank without recomputation. Then plans that were not measured run on 1 or 2 ranks: uneven packs, several
 micro-batches alive, slices with prefix KV, replays, two pipeline stages, recomputation, every ZeRO stage. A row is a
 rank of a stage.
@@ -32,11 +32,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from evenload.commands._shared.hosts import integration
-from evenload.commands._shared.job import Job
-from evenload.commands._shared.show import grid
 from evenload.commands.profile import machine
-from evenload.commands.profiling.memory import measure_memory, random_tokens
+from evenload.commands.tables.show import grid
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import fixed_bytes
 from evenload.core.laws import check
@@ -47,12 +44,15 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import context_of, costs_of, limits_of, stage_costs
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.simulate.step import simulate
-from evenload.integrations.host import Host
+from evenload.integrations.host.host import Host
 from evenload.patches import bridge_cpu
 from evenload.plugins.packing.assemble import assemble
 from evenload.runtime.measure.memory import live_bytes, peak_bytes
 from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.runtime.world.world import World, close_world, init_world
+from evenload.training.hosts import integration
+from evenload.training.job import Job
+from evenload.training.profiling.memory import measure_memory, random_tokens
 
 MAX_TOKENS = 8192
 

@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from evenload.api import load_plugins
-from evenload.commands._shared.drawing import Drawing, num_waiting
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.costs import from_totals
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
@@ -39,6 +38,7 @@ from evenload.data.samples.batches import BatchSize
 from evenload.data.samples.cut import cut
 from evenload.data.samples.order import SampleOrder
 from evenload.plugins.packing.delay import outliers
+from evenload.training.drawing import Drawing, num_waiting
 
 SEED = 1234
 COSTS = from_totals("verl, utils/seqlen_balancing.py, 7B", token_s=24576.0, square_s=1.0)

@@ -130,9 +130,9 @@ def _ring(*_: object) -> None:
 def work(limit_s: float) -> None:
     """Plan the settings whose numbers come in, one JSON object each: what a process of either version does."""
     import evenload
-    from evenload.commands import plan as command
     from evenload.core.errors import EvenloadError
     from evenload.core.laws import check
+    from evenload.training.forecast import forecast as command
 
     logging.disable(logging.CRITICAL)
     # CPU seconds in the place of those of the wall, whatever else runs on the machine.

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands._shared.show import emit, grid, seconds
+from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.costs import rank_works
+from evenload.core.input.format import seconds
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse

@@ -34,8 +34,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from evenload.commands._shared.show import emit, grid, seconds
+from evenload.commands.tables.show import emit, grid
 from evenload.core.errors import EvenloadError
+from evenload.core.input.format import seconds
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.static_cp import fold_cp

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from evenload.api import load_recipe
-from evenload.commands._shared.show import emit, grid, seconds
+from evenload.commands.tables.show import emit, grid
+from evenload.core.input.format import seconds
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES

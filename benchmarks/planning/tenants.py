@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from evenload.api import load_plugins
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.machine.shape import Shape
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.adapters import TenantLoad, with_tenants

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from common import SIMPLE, Batch, arguments, finish
-from evenload.commands._shared.show import grid
+from evenload.commands.tables.show import grid
 from evenload.core.balance.partition import best_fit_decreasing
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths

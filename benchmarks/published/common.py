@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evenload.api import load_plugins
-from evenload.commands._shared.show import emit, grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import CpComm, Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain

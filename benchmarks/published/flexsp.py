@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from common import Batch, arguments, batches_of, finish
 from evenload.api import load_plugins
-from evenload.commands._shared.show import grid
+from evenload.commands.tables.show import grid
 from evenload.core.costs.costs import load
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check

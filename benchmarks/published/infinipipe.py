@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 from common import MODELS, Batch, Degrees, Machines, Way, arguments, finish
-from evenload.commands._shared.show import grid
+from evenload.commands.tables.show import grid
 from evenload.core.costs.costs import load
 from evenload.core.costs.memory import activation_budget_bytes, fixed_bytes
 from evenload.core.errors import EvenloadError

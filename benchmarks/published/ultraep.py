@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import arguments, finish
 from evenload.api import load_plugins
-from evenload.commands._shared.show import grid
+from evenload.commands.tables.show import grid
 from evenload.core.aliases import Ints
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of
 from evenload.core.experts.seconds import LayerCost, layer_seconds, paying_tokens

@@ -32,8 +32,7 @@ from typing import Any
 
 import numpy as np
 from common import Batch, Degrees, Machines, Way, arguments, finish
-from evenload.commands._shared.drawing import Drawing
-from evenload.commands._shared.show import grid
+from evenload.commands.tables.show import grid
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
@@ -42,6 +41,7 @@ from evenload.core.simulate.predict import micro_batch_imbalance
 from evenload.core.simulate.step import simulate
 from evenload.data.samples.batches import BatchSize
 from evenload.data.samples.order import SampleOrder
+from evenload.training.drawing import Drawing
 from lengths import SEED, K, Lengths, corpus
 
 DELAY = 4

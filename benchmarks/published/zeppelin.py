@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from common import Batch, arguments, finish
-from evenload.commands._shared.show import grid
+from evenload.commands.tables.show import grid
 from evenload.core.plan.step_plan import as_lengths
 from lengths import K, corpus
 from planes import Plane, described, shared_by, theirs

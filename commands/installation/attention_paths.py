@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...core.recipe.recipe import Recipe
-from ...integrations.loops import LOOPS
+from ...integrations.unmodified.loops import LOOPS
 
 _WHOLE = "samples stay whole there"
 

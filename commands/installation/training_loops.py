@@ -6,8 +6,8 @@ from typing import Any
 
 from ...core.errors import EvenloadError
 from ...core.recipe.recipe import Recipe
-from ...integrations.loops import LOOPS, PLUGINS, Loop
-from .._shared.hosts import require
+from ...integrations.unmodified.loops import LOOPS, PLUGINS, Loop
+from ...training.hosts import require
 
 
 def training_loops(recipe: Recipe | None) -> list[dict[str, Any]]:

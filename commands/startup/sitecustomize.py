@@ -70,7 +70,7 @@ class _Starter(MetaPathFinder):
             raise ImportError(
                 f"evenload run: evenload is not installed for {sys.executable}, which imports {trainer}"
             ) from error
-        import_module("evenload.integrations.planned_runs").watch_process()
+        import_module("evenload.integrations.unmodified.planned_runs").watch_process()
         evenload.enable(self._recipe)
 
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field, NonNegativeFloat
 
+from ..input.format import GIB
 from ..input.validation import Frozen
 from ..machine.layout import Layout
-
-GIB = 1 << 30
-"""Bytes."""
 
 
 class MemoryCost(Frozen):

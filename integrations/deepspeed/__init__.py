@@ -19,7 +19,7 @@ from ...core.errors import EvenloadError
 if TYPE_CHECKING:
     from ...core.recipe.recipe import Recipe
     from ...runtime.world.world import World
-    from ..host import Host
+    from ..host.host import Host
     from .plain import PlainModel, reference
 
 _NEEDED = ("torch", "deepspeed", "transformers")
@@ -39,7 +39,7 @@ def open_host(recipe: Recipe, world: World) -> Host:
         from .tenants.pipeline import PipelineTenants
 
         return PipelineTenants(recipe, world) if recipe.adapts else PipelineHost(recipe, world)
-    from .host import DeepSpeedHost
+    from .engine.host import DeepSpeedHost
     from .tenants.host import DeepSpeedTenants
 
     return DeepSpeedTenants(recipe, world) if recipe.adapts else DeepSpeedHost(recipe, world)

@@ -19,10 +19,10 @@ from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import Routes
 from ...runtime.world.agreement import everyone
-from ..exactness import largest_error
-from ..host import Host
+from ..host.host import Host
 from ..huggingface.routes import Replayer
-from .model import build_model
+from ..reference.exactness import largest_error
+from .engine.model import build_model
 
 
 class PlainModel:

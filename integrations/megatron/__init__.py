@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ...core.recipe.recipe import Recipe
     from ...runtime.world.world import World
+    from .base.plane import open_plane
     from .batch import Batch, PlannedBatches, forward_step, run_batch, token_loss
     from .host import MegatronHost
     from .model.attention import PackedCoreAttention, PlannedSeqParams, packed_layer_spec, seq_params
     from .model.rope import TokenRope, use_token_positions
     from .plain import PlainModel, grad_rel_err, reference
-    from .plane import open_plane
     from .reduction import Reduction
 
 _HOMES = {
@@ -25,7 +25,7 @@ _HOMES = {
     "model.attention": ("PackedCoreAttention", "PlannedSeqParams", "packed_layer_spec", "seq_params"),
     "model.rope": ("TokenRope", "use_token_positions"),
     "plain": ("PlainModel", "grad_rel_err", "reference"),
-    "plane": ("open_plane",),
+    "base.plane": ("open_plane",),
     "reduction": ("Reduction",),
 }
 
@@ -53,7 +53,7 @@ __all__ = [  # noqa: RUF022
 
 def open_host(recipe: "Recipe", world: "World") -> "MegatronHost":
     """A `MegatronHost` for this process. Raises EvenloadError for a missing or unsupported Megatron-Core or recipe."""
-    from .setup import check_host, check_recipe
+    from .base.setup import check_host, check_recipe
 
     check_recipe(recipe)
     check_host()

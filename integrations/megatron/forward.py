@@ -14,8 +14,8 @@ from ...core.plan.step_plan import Slice
 from ...runtime.attributes import with_attributes
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.measure.busy import BusyClock
-from ..host import Mark
-from ..scoring import Book
+from ..host.host import Mark
+from ..host.scoring import Book
 from .batch import Batch, LossFunc, PlannedBatches, run_batch, run_for_logits
 from .reduction import Reduction
 

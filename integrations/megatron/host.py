@@ -32,11 +32,13 @@ from ...runtime.stage.executor import Executor
 from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
-from ..foreign_plans import refuse_foreign
-from ..freezing import freeze
-from ..host import Host, Mark, Snapshots, StepResult
-from ..scoring import Book, evaluating
-from ..textbook import AdamState
+from ..host.foreign_plans import refuse_foreign
+from ..host.freezing import freeze
+from ..host.host import Host, Mark, Snapshots, StepResult
+from ..host.scoring import Book, evaluating
+from ..reference.textbook import AdamState
+from .base.plane import join_groups, leave_groups, open_plane, stage_links
+from .base.setup import check_host, check_recipe
 from .batch import Batch, LossFunc, PlannedBatches
 from .forward import Forward, ScoreStep, reaching_recomputed, run_stock
 from .model.attention import seq_params
@@ -45,13 +47,11 @@ from .model.experts import forget_tokens, routers
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.sharded_experts import shard_experts
 from .model.weights import global_gradients, global_parameters, global_tensors, initialise
-from .plane import join_groups, leave_groups, open_plane, stage_links
 from .pretrained.exporting import Exported, exported
 from .pretrained.reading import read_pretrained
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
 from .saving import checkpoint
 from .saving.states import optimizer_states
-from .setup import check_host, check_recipe
 from .stage import MegatronStage
 
 

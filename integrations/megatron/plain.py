@@ -31,8 +31,8 @@ from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import Routes
 from ...runtime.world.agreement import everyone
-from ..exactness import largest_error
-from ..host import Host
+from ..host.host import Host
+from ..reference.exactness import largest_error
 from .model.gpt import build_model, transformer_config
 from .model.weights import global_parameters
 from .plain_experts import TextbookRouters, refuse_grouped

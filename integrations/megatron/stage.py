@@ -26,7 +26,7 @@ from ...runtime.experts.gate import ExpertGate
 from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.executor import Graph, Loaded, StageTrainer
 from ...runtime.stage.offload import layers_of
-from .compat import backward_step
+from .base.compat import backward_step
 from .forward import reaching_recomputed, recomputing
 from .model.linears import deferring_wgrads
 

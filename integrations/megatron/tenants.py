@@ -23,10 +23,10 @@ from ...runtime.attention.pack import Pack, TokensOf
 from ...runtime.experts.routing import StepRouting
 from ...runtime.measure.busy import BusyClock
 from ...runtime.world.agreement import everyone
-from ..foreign_plans import refuse_foreign
-from ..host import Mark, StepResult
-from ..scoring import LossBook
-from ..tenants import TenantHost, targets_of_tenants
+from ..host.foreign_plans import refuse_foreign
+from ..host.host import Mark, StepResult
+from ..host.scoring import LossBook
+from ..host.tenants import TenantHost, targets_of_tenants
 from .batch import Batch, LossFunc, run_batch
 from .forward import reaching_recomputed
 from .host import MegatronHost

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ...core.costs.memory import peaks_of_stage
 from ...core.errors import EvenloadError
-from ...core.plan.limits import GIB
+from ...core.input.format import GIB
 from ...core.plan.step_plan import StepPlan
 from .assemble import chains_of_rank
 

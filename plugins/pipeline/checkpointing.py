@@ -31,7 +31,7 @@ from ...core.aliases import Floats, Ints
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError
-from ...core.plan.limits import GIB
+from ...core.input.format import GIB
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.events import play

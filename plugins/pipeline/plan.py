@@ -29,7 +29,8 @@ from ...core.balance.bound import lower_bound_s
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
-from ...core.plan.limits import GIB, Limits
+from ...core.input.format import GIB
+from ...core.plan.limits import Limits
 from ...core.plan.order import orders_of_stage
 from ...core.plan.rounds import in_rounds
 from ...core.plan.step_plan import StepPlan

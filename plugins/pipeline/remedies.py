@@ -15,8 +15,9 @@ from itertools import islice
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
+from ...core.input.format import GIB
 from ...core.machine.layout import Layout
-from ...core.plan.limits import GIB, Limits
+from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from .checkpointing import DoesNotFitError
 from .chunks import chunkings

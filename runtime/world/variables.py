@@ -13,6 +13,8 @@ from typing import NamedTuple
 from ...core.errors import EvenloadError, shown
 from ...core.input.bounds import RANKS
 
+RESULT = "EVENLOAD_RESULT"
+"""Names the file for rank 0's result; unset under torchrun, where rank 0 prints it."""
 _DO = "start the ranks with torchrun, or unset RANK and WORLD_SIZE to run alone"
 _NAMED_S = 3.0
 """The name of a machine that has just started may take a moment to be known."""

@@ -12,15 +12,16 @@ import pytest
 import torch
 from evenload.api import load_plugins
 from evenload.commands import bench
-from evenload.commands._shared import measuring, tables
-from evenload.commands._shared.job import Job
+from evenload.commands.tables import tables
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
-from evenload.integrations.host import UPDATE
+from evenload.integrations.host.host import UPDATE
 from evenload.runtime.world.world import World
+from evenload.training import measuring
+from evenload.training.job import Job
 from rich.console import Console
 
 DISTURBED = 3.0

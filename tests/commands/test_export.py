@@ -29,7 +29,7 @@ MORE = {"deepspeed": "deepspeed: {zero_stage: 3}", "megatron": ""}
 FULL = """
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-import evenload.commands.saving.exporting as exporting
+import evenload.training.checkpoint.exporting as exporting
 write = exporting._write
 def limited(*arguments):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -40,7 +40,7 @@ exporting._write = limited
 
 KILLED = """
 import os, signal
-import evenload.commands.saving.exporting as exporting
+import evenload.training.checkpoint.exporting as exporting
 first_error = exporting.first_error
 def agree(error):
     if os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 LATER = f"""
 import shutil
-from evenload.commands.tenants import loop
+from evenload.training.tenants import loop
 _train = loop.Loop._train
 def train(self, planned):
     if self.step == 9 and self._job.leads:

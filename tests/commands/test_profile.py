@@ -16,8 +16,6 @@ import torch
 from evenload.api import load_plugins
 from evenload.commands import profile
 from evenload.commands.profile import Sample, fit_samples, measure, write_costs
-from evenload.commands.profiling import tenants
-from evenload.commands.profiling.cases import Case, cases
 from evenload.core.costs import costs as cost_models
 from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
@@ -32,6 +30,8 @@ from evenload.core.recipe.recipe import load, parse
 from evenload.core.recipe.sizes import shape_of
 from evenload.core.simulate.step import simulate
 from evenload.runtime.measure.memory import free_bytes, live_bytes
+from evenload.training.profiling import tenants
+from evenload.training.profiling.cases import Case, cases
 
 load_plugins()
 FORWARD = PassCost(launch_s=2e-3, token_s=3e-6, pair_s=4e-9)

@@ -89,7 +89,7 @@ def test_the_trainers_import_switches_on_and_is_asked_once(recipe, tmp_path):
     for package, text in {
         "megatron/core/__init__.py": "import evenload\nSEEN = evenload.CALLS[:]\n",
         "evenload/__init__.py": "CALLS = []\ndef enable(recipe): CALLS.append(recipe)\n",
-        "evenload/integrations/planned_runs.py": "def watch_process(): pass\n",
+        "evenload/integrations/unmodified/planned_runs.py": "def watch_process(): pass\n",
     }.items():
         (tmp_path / package).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / package).write_text(text)

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.commands.saving.checkpoints import newest_whole
-from evenload.commands.saving.manifest import read as load_manifest
+from evenload.training.checkpoint.checkpoints import newest_whole
+from evenload.training.checkpoint.manifest import read as load_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -376,8 +376,8 @@ def test_a_rank_that_cannot_write_ends_all_at_once_and_keeps_the_old_checkpoint(
 PLANTED = """
 from dataclasses import replace
 import os
-import evenload.commands._shared.refitting as refitting
-import evenload.commands.training.variant as variant
+import evenload.training.refitting as refitting
+import evenload.training.run.variant as variant
 from evenload.core.costs.refit import coefficients, rows_of
 take, with_values = variant.take, refitting._with
 def planted(job, planned, step, record):
@@ -488,7 +488,7 @@ def test_torchrun_starts_the_same_job(trainer: str, place: Path) -> None:
 EXCHANGED = """
 import os
 import evenload.data.content as content
-from evenload.commands.training import variant
+from evenload.training.run import variant
 content.LOOK_S = 0.0
 step = variant.Variant.step
 def exchanging(self, planned, number, *more, **how):

@@ -43,15 +43,17 @@ def prepare(plots: bool) -> None:
     import typer.rich_utils
     from evenload import cli
     from evenload.api import load_plugins
-    from evenload.commands import plan, run, sweep  # noqa: F401
-    from evenload.commands._shared import launch, preflight
-    from evenload.commands.pictures import report, trace  # noqa: F401
+    from evenload.commands import run
+    from evenload.commands.launcher import launch
     from evenload.core.recipe.recipe import parse
     from evenload.integrations.deepspeed.unmodified import section as config  # noqa: F401
+    from evenload.training import preflight
+    from evenload.training.forecast import forecast as plan
+    from evenload.training.pictures import report, trace  # noqa: F401
 
     if plots:
         import matplotlib.font_manager  # noqa: F401
-        from evenload.commands.pictures import plot  # noqa: F401
+        from evenload.training.pictures import plot  # noqa: F401
         from matplotlib.figure import Figure  # noqa: F401
     load_plugins()
     for name in ("packing", "mesh", "pipeline"):

@@ -15,12 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from evenload.commands.tenants import members as tenants
-from evenload.commands.tenants.arrivals.folder import Folder
-from evenload.commands.tenants.arrivals.reading import Samples
-from evenload.commands.tenants.drawing import labels_in
-from evenload.commands.tenants.records.output import Output
-from evenload.commands.training.writers import Entry, writer
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
@@ -28,6 +22,12 @@ from evenload.integrations.huggingface.folders import reading, tiny  # noqa: F40
 from evenload.runtime.adapters.adapters import Adapters
 from evenload.runtime.adapters.peers import Peers
 from evenload.runtime.adapters.places import Block, Place, Site
+from evenload.training.run.writers import Entry, writer
+from evenload.training.tenants.admission import members as tenants
+from evenload.training.tenants.arrivals.folder import Folder
+from evenload.training.tenants.arrivals.reading import Samples
+from evenload.training.tenants.records.output import Output
+from evenload.training.tenants.state.drawing import labels_in
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 

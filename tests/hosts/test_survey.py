@@ -69,7 +69,7 @@ def test_flags_alone_are_counted_beside_the_guards(survey: ModuleType, tmp_path:
 
 
 def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
-    from evenload.commands._shared.show import Console
+    from evenload.commands.tables.show import Console
 
     rows = [
         {"recipe": "a", "kind": "gpt", "verdict": "cut", "why": "", "detail": ""},

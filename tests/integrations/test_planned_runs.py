@@ -16,8 +16,8 @@ from evenload.core.planning.chain import LEFT_OUT, PlanChain
 from evenload.core.planning.exercised import Exercised
 from evenload.core.planning.gains import gains
 from evenload.core.recipe.recipe import parse
-from evenload.integrations import planned_runs
-from evenload.integrations.run_folder import VARIABLE, Idle, RunFolder
+from evenload.integrations.unmodified import planned_runs
+from evenload.integrations.unmodified.run_folder import VARIABLE, Idle, RunFolder
 from evenload.runtime.experts.gate import Load
 
 load_plugins()
@@ -148,7 +148,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Python that does all that scripts do at their end, unless it is ended before."""
     import os
 
-    head = "import atexit, evenload.integrations.planned_runs as p; from evenload.core.errors import *\n"
+    head = "import atexit, evenload.integrations.unmodified.planned_runs as p; from evenload.core.errors import *\n"
     words = [sys.executable, "-c", head + "atexit.register(print, 'at exit')\n" + code]
     return subprocess.run(words, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from evenload.api import load_plugins
 from evenload.core.errors import RankError
 from evenload.core.recipe.recipe import parse
-from evenload.integrations import roll_call
+from evenload.integrations.unmodified import roll_call
 from evenload.patches import session
 from evenload.runtime.world import agreement
 from torch.distributed.distributed_c10d import _get_default_store

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from evenload.core.recipe.sections import Train
-from evenload.integrations.exactness import Worst, largest_error, not_finite, relative_error
-from evenload.integrations.textbook import AdamW
+from evenload.integrations.reference.exactness import Worst, largest_error, not_finite, relative_error
+from evenload.integrations.reference.textbook import AdamW
 from torch.nn.utils import clip_grad_norm_
 
 

@@ -9,9 +9,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from evenload.commands._shared.hosts import BESIDE, TRAINERS
 from evenload.core.errors import EvenloadError
-from evenload.integrations.versions import (
+from evenload.integrations.host.versions import (
     SUPPORTED,
     describe_version,
     is_installed,
@@ -22,6 +21,7 @@ from evenload.integrations.versions import (
 )
 from evenload.patches.ledger import Ledger
 from evenload.patches.row import Patch
+from evenload.training.hosts import BESIDE, TRAINERS
 from packaging.requirements import Requirement
 
 
@@ -107,7 +107,7 @@ def test_rows_go_on_a_checkout_of_a_supported_version_whatever_pip_lists(place, 
 
 def test_a_package_in_the_midst_of_its_import_is_known_by_its_files(place):
     place("site", INSTALLED | {"hostfamily/host/__init__.py": "import evenload_asks_here\n" + "__version__ = '9'\n"})
-    asks = f"from evenload.integrations.versions import version_of\nSEEN = version_of({NAME!r})\n"
+    asks = f"from evenload.integrations.host.versions import version_of\nSEEN = version_of({NAME!r})\n"
     place("asks", {"evenload_asks_here.py": asks})
     import_module("hostfamily.host")
     assert sys.modules.pop("evenload_asks_here").SEEN == "1.2.0"

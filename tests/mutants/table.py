@@ -2,7 +2,7 @@
 
 Each is a fault that a person could make: one piece of the code replaced by another, wrong one. ``killer`` names the
 command of `KILLERS` that must fail where the fault is planted, and pass where it is not. Quick ones die in
-`make check`: their killer is a run of tests/commands/proof/test_compare.py.
+`make check`: their killer is a run of tests/training/proof/test_compare.py.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def _verify(recipe: str, *words: str) -> Words:
 
 
 def _quick(run: str) -> Words:
-    return ("pytest", f"tests/commands/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
+    return ("pytest", f"tests/training/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
 
 
 _PACKED = "tests/integrations/megatron/unmodified/test_packed.py"
 _SAVING = "tests/integrations/megatron/saving"
 _OF_STOCK = "test_gradients_and_reports_are_those_of_the_stock_loop"
-_FORMS = "integrations/megatron/unmodified/forms/"
+_FORMS = "integrations/megatron/unmodified/reading/"
 _TENANTS = "tests/integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does"
 _FROZEN = "tests/integrations/deepspeed/test_tenants.py"
 _TRAINER = "tests/integrations/huggingface/test_trainer.py"
 _ACCELERATE = "tests/integrations/huggingface/test_accelerate.py"
 _CHANGES = "tests/integrations/huggingface/test_changes.py"
-_TRAINER_STAGE = "integrations/huggingface/stage.py"
-_TRAINER_STEP = "integrations/huggingface/trainer.py"
+_TRAINER_STAGE = "integrations/transformers/stage.py"
+_TRAINER_STEP = "integrations/transformers/trainer.py"
 
 _SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
 
@@ -113,7 +113,7 @@ KILLERS: dict[str, Words] = {
     "exercised": ("pytest", "tests/core/planning/test_exercised.py"),
     "layers": ("pytest", "tests/runtime/experts/test_balance.py"),
     "policies": ("pytest", "tests/plugins/moe/test_policy.py"),
-    "loads of experts": ("pytest", "tests/commands/_shared/test_expert_loads.py"),
+    "loads of experts": ("pytest", "tests/training/test_expert_loads.py"),
     "folders": ("pytest", "tests/integrations/huggingface/test_folder.py"),
     "failed planners": ("pytest", "tests/commands/test_verify.py", "-k", "planners_that_failed"),
     "seconds of layers": ("pytest", "tests/core/experts/test_seconds.py"),
@@ -144,18 +144,18 @@ KILLERS: dict[str, Words] = {
     "shared routing": ("pytest", "tests/runtime/experts/test_routing.py"),
     "slots of copies": ("pytest", "tests/runtime/experts/test_balance.py"),
     "messages": ("pytest", "tests/core/experts/test_messages.py"),
-    "load history": ("pytest", "tests/commands/experts/test_history.py"),
+    "load history": ("pytest", "tests/training/experts/test_history.py"),
     "said of padding": ("pytest", "tests/integrations/megatron/unmodified/test_router_losses.py", "-k", "said_once"),
     "said of rows": ("pytest", _PACKED, "-k", "said_once"),
     "reports": ("pytest", "tests/integrations/megatron/unmodified/test_reports.py"),
     "means": ("pytest", "tests/integrations/megatron/unmodified/test_objective.py::" + _OF_STOCK + "[means]"),
-    "checkpoints": ("pytest", "tests/commands/saving/test_checkpoints.py", "-m", "not slow"),
-    "resuming": ("pytest", "tests/commands/saving/test_resuming.py"),
+    "checkpoints": ("pytest", "tests/training/checkpoint/test_checkpoints.py", "-m", "not slow"),
+    "resuming": ("pytest", "tests/training/checkpoint/test_resuming.py"),
     "content": ("pytest", "tests/data/test_content.py"),
-    "best validation": ("pytest", "tests/commands/validation/test_best.py"),
-    "kept tenants": ("pytest", "tests/commands/tenants/records/test_saving.py"),
+    "best validation": ("pytest", "tests/training/validation/test_best.py"),
+    "kept tenants": ("pytest", "tests/training/tenants/records/test_saving.py"),
     "folder lock": ("pytest", "tests/runtime/world/test_folder_lock.py"),
-    "logs": ("pytest", "tests/commands/training/test_writers.py"),
+    "logs": ("pytest", "tests/training/run/test_writers.py"),
     "background": ("pytest", "tests/commands/test_train.py", "-k", "in_the_background"),
     "killed export": ("pytest", "tests/commands/test_export.py", "-k", "leaves and megatron"),
     "padding of buckets": ("pytest", "tests/integrations/megatron/saving/test_buckets.py"),
@@ -167,26 +167,26 @@ KILLERS: dict[str, Words] = {
     "frozen in a row": ("pytest", _FROZEN, "-k", "in_a_row"),
     "frozen zero 3": ("pytest", _FROZEN, "-k", "three_steps and 3-more"),
     "frozen stages": ("pytest", f"{_FROZEN}::test_pipelines_train_each_tenant_as_if_alone", "-k", "4-False"),
-    "halving": ("pytest", "tests/commands/tenants/verdicts/test_halving.py"),
-    "scored tenants": ("pytest", "tests/commands/tenants/verdicts/test_evaluation.py"),
-    "patience": ("pytest", "tests/commands/tenants/verdicts/test_verdicts.py", "-k", "patience"),
-    "sweeps": ("pytest", "tests/commands/tenants/verdicts/test_verdicts.py", "-k", "sweep or turns"),
+    "halving": ("pytest", "tests/training/tenants/sweeps/test_halving.py"),
+    "scored tenants": ("pytest", "tests/training/tenants/sweeps/test_evaluation.py"),
+    "patience": ("pytest", "tests/training/tenants/sweeps/test_verdicts.py", "-k", "patience"),
+    "sweeps": ("pytest", "tests/training/tenants/sweeps/test_verdicts.py", "-k", "sweep or turns"),
     "recomputed tenants": ("pytest", "tests/integrations/megatron/test_tenants.py", "-k", "recomputes_every_layer"),
     "replayed dropout": ("pytest", "tests/integrations/megatron/test_dropout.py", "-k", "whatever_the_plan or hooks"),
     "isolation": ("pytest", "tests/integrations/megatron/test_isolation.py", "-k", "one"),
-    "batches of tenants": ("pytest", "tests/commands/tenants/test_drawing.py"),
-    "resumed tenants": ("pytest", "tests/commands/tenants/records/test_saving.py"),
-    "what tenants leave": ("pytest", "tests/commands/tenants/records/test_output.py"),
-    "races": ("pytest", "tests/commands/tenants/verdicts/test_race.py"),
-    "coming and going": ("pytest", "tests/commands/tenants/test_members.py"),
-    "tenants' files": ("pytest", "tests/commands/tenants/arrivals/test_opening.py"),
+    "batches of tenants": ("pytest", "tests/training/tenants/test_drawing.py"),
+    "resumed tenants": ("pytest", "tests/training/tenants/records/test_saving.py"),
+    "what tenants leave": ("pytest", "tests/training/tenants/records/test_output.py"),
+    "races": ("pytest", "tests/training/tenants/sweeps/test_race.py"),
+    "coming and going": ("pytest", "tests/training/tenants/test_members.py"),
+    "tenants' files": ("pytest", "tests/training/tenants/arrivals/test_opening.py"),
     "patterns of names": ("pytest", "tests/core/recipe/test_adapter.py"),
     "sandbox": ("pytest", "tests/core/input/test_sandbox.py"),
     "templates of rows": ("pytest", "tests/data/rows/test_rows.py", "-k", "brings"),
-    "folder of tenants": ("pytest", "tests/commands/tenants/arrivals/test_folder.py"),
-    "samples of tenants": ("pytest", "tests/commands/tenants/arrivals/test_reading.py"),
-    "killed tenants": ("pytest", "tests/commands/tenants/test_loop.py", "-k", "killed and layout0"),
-    "waiting tenants": ("pytest", "tests/commands/tenants/test_loop.py", "-k", "waits_in_order"),
+    "folder of tenants": ("pytest", "tests/training/tenants/arrivals/test_folder.py"),
+    "samples of tenants": ("pytest", "tests/training/tenants/arrivals/test_reading.py"),
+    "killed tenants": ("pytest", "tests/training/tenants/test_loop.py", "-k", "killed and layout0"),
+    "waiting tenants": ("pytest", "tests/training/tenants/test_loop.py", "-k", "waits_in_order"),
     "reading": ("pytest", "tests/core/input/test_reading.py"),
     "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
     "restarted job": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "torchrun_starts_a_job_again and 1"),
@@ -197,16 +197,16 @@ KILLERS: dict[str, Words] = {
 
 _IN_LOOPS = "integrations/megatron/unmodified"
 
-_PREFIX, _ENGINE_HOST = "runtime/attention/prefix.py", "integrations/deepspeed/engine_host.py"
+_PREFIX, _ENGINE_HOST = "runtime/attention/prefix.py", "integrations/deepspeed/engine/engine_host.py"
 _REDUCTION, _SCALED = (
     "integrations/megatron/reduction.py",
     "            self._ddp.scale_gradients(1.0 / self.totals[1])\n",
 )
 _STAGE = "integrations/deepspeed/pipeline/stage.py"
-_USERS_ATTENTION = "integrations/megatron/unmodified/attention.py"
+_USERS_ATTENTION = "integrations/megatron/unmodified/running/attention.py"
 _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
-_FURTHER = "integrations/megatron/unmodified/stock/mtp.py"
+_FURTHER = "integrations/megatron/unmodified/running/mtp.py"
 _ROUTING = "runtime/experts/routing.py"
 _PACK = "runtime/attention/pack.py"
 
@@ -220,42 +220,42 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "positions of a part of a sample in a loop begin at 0",
-        f"{_IN_LOOPS}/samples.py",
+        f"{_IN_LOOPS}/reading/samples.py",
         "positions = [torch.arange(s.start, s.stop) for s in slices]",
         "positions = [torch.arange(s.stop - s.start) for s in slices]",
         "mesh in loops",
     ),
     Mutant(
         "context-parallel ranks have chunks in a row, not in zig-zag",
-        f"{_IN_LOOPS}/ranks/context_parallel.py",
+        f"{_IN_LOOPS}/reading/context_parallel.py",
         "min(k, chunks - 1 - k)",
         "k // 2",
         "context in loops",
     ),
     Mutant(
         "a context-parallel rank counts its first chunk twice",
-        f"{_IN_LOOPS}/ranks/context_parallel.py",
+        f"{_IN_LOOPS}/reading/context_parallel.py",
         "chunks[rank] + chunks[-1 - rank]",
         "2 * chunks[rank]",
         "context in loops",
     ),
     Mutant(
         "every context-parallel rank reports what the first one has",
-        f"{_IN_LOOPS}/ranks/call_plan.py",
+        f"{_IN_LOOPS}/planning/call_plan.py",
         "columns.number(i, place_in_row)",
         "columns.number(i, 0)",
         "context in loops",
     ),
     Mutant(
         "losses of ranks that share samples in a loop do not meet",
-        f"{_IN_LOOPS}/ranks/sharing.py",
+        f"{_IN_LOOPS}/planning/sharing.py",
         "        return check(_in_launch_rounds(plan))\n",
         "        return plan\n",
         "rounds of losses",
     ),
     Mutant(
         "a shared sample is sent to one of its ranks alone",
-        f"{_IN_LOOPS}/ranks/sharing.py",
+        f"{_IN_LOOPS}/planning/sharing.py",
         "                ranks[piece.sequence].add(rank)\n",
         "                ranks[piece.sequence] = {rank}\n",
         "rounds of losses",
@@ -346,7 +346,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a run whose planners of layers failed is silent at its end",
-        "commands/_shared/expert_loads.py",
+        "training/expert_loads.py",
         '    if any(failed := [step["failed_frac"] for step in metrics]):\n',
         '    if not (failed := [step["failed_frac"] for step in metrics]):\n',
         "loads of experts",
@@ -685,7 +685,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the loss of a later slice counts twice in a score",
-        "integrations/scoring.py",
+        "integrations/host/scoring.py",
         "        sums, counts = slice_losses(values.double(), pack)\n",
         "        sums, counts = slice_losses(values.double(), pack)\n"
         "        sums = sums * torch.tensor([2.0 if s.start else 1.0 for s in pack.slices], dtype=sums.dtype)\n",
@@ -809,7 +809,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the order of the plan ahead is saved",
-        "commands/saving/resuming.py",
+        "training/checkpoint/resuming.py",
         'state = {"order": planned.draw.state,',
         'ahead = planned.draw.state["consumed"] + len(planned.draw.samples)\n'
         '    state = {"order": {**planned.draw.state, "consumed": ahead},',
@@ -817,7 +817,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rank 1 reads wrong tokens later in the run",
-        "commands/_shared/job.py",
+        "training/job.py",
         "return lambda index: self.source.tokens(int(draw.samples[index]))",
         'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 4 * len(draw.samples)\n'
         "        return lambda index: self.source.tokens(int(draw.samples[index]))[:: -1 if late else 1].copy()",
@@ -825,7 +825,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rank 1 reads wrong tokens after a resume",
-        "commands/_shared/job.py",
+        "training/job.py",
         "return lambda index: self.source.tokens(int(draw.samples[index]))",
         'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 2 * len(draw.samples)\n'
         "        return lambda index: self.source.tokens(int(draw.samples[index]))[:: -1 if late else 1].copy()",
@@ -849,7 +849,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ZeRO 3 divides gradients by the ranks once more",
-        "integrations/deepspeed/host.py",
+        "integrations/deepspeed/engine/host.py",
         "share = self.world.size if self.stage == 3 else 1",
         "share = 1",
         "zero 3",
@@ -919,49 +919,49 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a model's own attention is not seen to be its own",
-        "integrations/huggingface/proof.py",
+        "integrations/transformers/proof.py",
         "if packed.attention_calls != layers * packed.forwards:",
         "if packed.attention_calls > layers * packed.forwards:",
         "attention of families",
     ),
     Mutant(
         "any difference of logits is rounding",
-        "integrations/huggingface/proof.py",
+        "integrations/transformers/proof.py",
         '            if not off <= self._tolerance:\n                raise self._other_tokens(packed, "logits", off)',
         '            if not off <= 1e9:\n                raise self._other_tokens(packed, "logits", off)',
         "proof",
     ),
     Mutant(
         "a loss of another divisor is planned",
-        "integrations/huggingface/proof.py",
+        "integrations/transformers/proof.py",
         "return abs(2 * halved - packed.loss) <= _LINEAR * abs(packed.loss)",
         "return abs(2 * halved - packed.loss) <= abs(packed.loss)",
         "proof",
     ),
     Mutant(
         "a loss that is no sum over samples is planned",
-        "integrations/huggingface/proof.py",
+        "integrations/transformers/proof.py",
         "if abs(packed.loss - total) > self._tolerance / 5 * abs(total):",
         "if abs(packed.loss - total) > abs(total):",
         "proof",
     ),
     Mutant(
         "a loss that shifts labels itself has its samples cut",
-        "integrations/huggingface/proof.py",
+        "integrations/transformers/proof.py",
         "            return self._halves(packed, labels=IGNORE)",
         "            return self._halves(packed)",
         "proof",
     ),
     Mutant(
         "a measurement counts in the script's own metrics",
-        "integrations/huggingface/proof.py",
+        "integrations/transformers/proof.py",
         "            setattr(twin, name, copy.deepcopy(value))",
         "            setattr(twin, name, value)",
         "proof",
     ),
     Mutant(
         "a measurement logs",
-        "integrations/huggingface/proof.py",
+        "integrations/transformers/proof.py",
         "    twin.log = lambda *_, **__: None\n",
         "",
         "proof",
@@ -1017,7 +1017,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a loop of Accelerate takes the mean of a pack",
-        "integrations/huggingface/accelerate_loop.py",
+        "integrations/transformers/accelerate_loop.py",
         "= 1.0 / samples.divisors[piece.sequence]",
         "= 1.0 / pack.num_targets",
         "accelerate",
@@ -1053,7 +1053,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a step without a target ends the run",
-        "integrations/huggingface/planning.py",
+        "integrations/transformers/planning.py",
         "    if not order:\n        return None\n",
         "    assert order\n",
         "changes of batches",
@@ -1067,7 +1067,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "every hook on a parameter passes for linear",
-        "integrations/huggingface/hooks.py",
+        "integrations/transformers/hooks.py",
         "proven = _is_linear(hook, before, after)",
         "proven = True",
         "changes refused",
@@ -1081,28 +1081,28 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "any loss passes for the model's own in a loop",
-        "integrations/huggingface/pack_loss.py",
+        "integrations/transformers/pack_loss.py",
         "bool(used) and abs(value - own) > rounding",
         "False",
         "accelerate refused",
     ),
     Mutant(
         "ranks of a loop may multiply by different numbers",
-        "integrations/huggingface/pack_loss.py",
+        "integrations/transformers/pack_loss.py",
         "                bool(unlike),",
         "                False,",
         "accelerate refused",
     ),
     Mutant(
         "a loop reads logits of a pack for those of its rows",
-        "integrations/huggingface/pack_loss.py",
+        "integrations/transformers/pack_loss.py",
         "            output[key] = OfPack()",
         "            pass",
         "accelerate refused",
     ),
     Mutant(
         "a loop's own number of tokens does not divide",
-        "integrations/huggingface/planning.py",
+        "integrations/transformers/planning.py",
         "    return sum(targets for _, targets in rows) if counted is None else counted",
         "    return sum(targets for _, targets in rows)",
         "accelerate",
@@ -1232,21 +1232,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a run goes on from a checkpoint of other data",
-        "commands/saving/resuming.py",
+        "training/checkpoint/resuming.py",
         "    if not are_same(",
         "    if False and not are_same(",
         "resuming",
     ),
     Mutant(
         "a checkpoint is loaded before its data are compared",
-        "commands/saving/resuming.py",
+        "training/checkpoint/resuming.py",
         "    all_or_none(lambda: _refuse_other_data(",
         '    job.host.load(folder / "trainer")\n    all_or_none(lambda: _refuse_other_data(',
         "resuming",
     ),
     Mutant(
         "a checkpoint keeps as many as the recipe says, not as it is asked to",
-        "commands/saving/resuming.py",
+        "training/checkpoint/resuming.py",
         "most = most or job.recipe.checkpoint.keep",
         "most = job.recipe.checkpoint.keep",
         "resuming",
@@ -1288,28 +1288,28 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the lowest loss is that of other samples",
-        "commands/validation/validation.py",
+        "training/validation/validation.py",
         '        if from_first(lambda: are_same(state["data"], source.fingerprint, "data.validation")):',
         "        if from_first(lambda: True):",
         "best validation",
     ),
     Mutant(
         "a tenant goes on with other data",
-        "commands/tenants/records/saving.py",
+        "training/tenants/records/saving.py",
         '    if not are_same(row["data"], tenant.data,',
         '    if False and not are_same(row["data"], tenant.data,',
         "kept tenants",
     ),
     Mutant(
         "a tenant keeps the lowest loss of other samples",
-        "commands/tenants/records/saving.py",
+        "training/tenants/records/saving.py",
         "        tenant.best, tenant.best_step = None, 0\n",
         "        pass\n",
         "kept tenants",
     ),
     Mutant(
         "a changed file goes on from the old checkpoint",
-        "commands/tenants/members.py",
+        "training/tenants/admission/members.py",
         'row is not None and row["digest"] == entrant.digest and',
         "row is not None and",
         "kept tenants",
@@ -1337,35 +1337,35 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rows behind the checkpoint stay in the log",
-        "commands/training/writers.py",
+        "training/run/writers.py",
         "        file.truncate(kept)\n",
         "        file.truncate(end)\n",
         "logs",
     ),
     Mutant(
         "the first row behind the checkpoint stays",
-        "commands/training/writers.py",
+        "training/run/writers.py",
         'else row["step"] < first',
         'else row["step"] <= first',
         "logs",
     ),
     Mutant(
         "the pointer to the last checkpoint is not heeded",
-        "commands/saving/checkpoints.py",
+        "training/checkpoint/checkpoints.py",
         "    return [named, *(name for name in names if name != named)]",
         "    return names",
         "checkpoints",
     ),
     Mutant(
         "a changed manifest is as good as the written one",
-        "commands/saving/manifest.py",
+        "training/checkpoint/manifest.py",
         'data.pop("hash", None) != _hash_of(data)',
         'not data.pop("hash", None)',
         "checkpoints",
     ),
     Mutant(
         "a failure in the background is forgotten with the next checkpoint",
-        "commands/saving/background.py",
+        "training/checkpoint/background.py",
         '        """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""\n        self.wait()\n',
         '        """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""\n',
         "background",
@@ -1470,14 +1470,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ranks without evenload are not asked after",
-        "integrations/roll_call.py",
+        "integrations/unmodified/roll_call.py",
         "agreement.before_first = partial(_await_all, word)",
         "agreement.before_first = None",
         "roll call",
     ),
     Mutant(
         "ranks with other plugins pass for ranks with the same",
-        "integrations/roll_call.py",
+        "integrations/unmodified/roll_call.py",
         "if set(words) != {word}:",
         "if None in words:",
         "roll call",
@@ -1491,21 +1491,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the norm of experts is each rank's own",
-        "integrations/deepspeed/experts.py",
+        "integrations/deepspeed/engine/experts.py",
         "        dist.all_reduce(of_experts, group=self.group)\n",
         "",
         "divided experts",
     ),
     Mutant(
         "gradients are clipped by the mean of the ranks' norms",
-        "integrations/deepspeed/host.py",
+        "integrations/deepspeed/engine/host.py",
         "            self.engine.clip_fp32_gradients = self._clip\n",
         "            pass\n",
         "divided experts",
     ),
     Mutant(
         "the experts of a rank are taken for those of another",
-        "integrations/deepspeed/experts.py",
+        "integrations/deepspeed/engine/experts.py",
         "        return torch.cat(parts).cpu()\n",
         "        return torch.cat(parts[::-1]).cpu()\n",
         "divided experts",
@@ -1533,14 +1533,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "AutoEP's loads count slots for experts",
-        "integrations/deepspeed/expert_slots.py",
+        "integrations/deepspeed/engine/expert_slots.py",
         "        layer.tokens_per_expert.add_(counts_E)\n",
         "",
         "copies on autoep",
     ),
     Mutant(
         "ranks with copies reduce the gradients of experts in another order than ranks without",
-        "integrations/deepspeed/expert_slots.py",
+        "integrations/deepspeed/engine/expert_slots.py",
         '("w1", "w3", "w2")',
         '("w1", "w2", "w3")',
         "copies on autoep",
@@ -1583,7 +1583,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a proof forgets that planners failed",
-        "commands/proof/steps.py",
+        "training/proof/steps.py",
         " or self.over or self.failed)",
         " or self.over)",
         "failed planners",
@@ -1648,7 +1648,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an update of tenants moves a weight of the base",
-        "integrations/tenants.py",
+        "integrations/host/tenants.py",
         "        self.adapters.update({number: lr[number] for number in good}, good)\n",
         "        self.adapters.update({number: lr[number] for number in good}, good)\n"
         "        next(self.model.parameters()).data.mul_(1 + 1e-9)\n",
@@ -1656,7 +1656,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tenants are clipped by the norm of all of them",
-        "integrations/tenants.py",
+        "integrations/host/tenants.py",
         "{number: lr[number] for number in good}, good)",
         "{number: lr[number] for number in good}, dict.fromkeys(good, self._norm({})))",
         "tenants",
@@ -1698,7 +1698,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a tenant that has failed is updated",
-        "integrations/tenants.py",
+        "integrations/host/tenants.py",
         "for number, result in self._results.items() if not result.failed}\n        self.adapters",
         "for number, result in self._results.items()}\n        self.adapters",
         "isolation",
@@ -1719,70 +1719,70 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a batch that was drawn ahead is lost when tenants change",
-        "commands/tenants/drawing.py",
+        "training/tenants/state/drawing.py",
         "            before.tenant.drawing = before.drawing\n",
         "            pass\n",
         "batches of tenants",
     ),
     Mutant(
         "batches that were drawn ahead are put back from the oldest on",
-        "commands/tenants/drawing.py",
+        "training/tenants/state/drawing.py",
         "for batch in reversed(self._open) for before",
         "for batch in self._open for before",
         "batches of tenants",
     ),
     Mutant(
         "a resumed tenant has forgotten its lowest evaluation",
-        "commands/tenants/records/saving.py",
+        "training/tenants/records/saving.py",
         '"step", "best", "best_step", "tokens", "seconds", "order"):',
         '"step", "tokens", "seconds", "order"):',
         "resumed tenants",
     ),
     Mutant(
         "a resumed trial trains past the rung at which it waits",
-        "commands/tenants/records/saving.py",
+        "training/tenants/records/saving.py",
         'for key in ("until", "step",',
         'for key in ("step",',
         "resumed tenants",
     ),
     Mutant(
         "an evaluation is a mean over sequences",
-        "commands/tenants/verdicts/evaluation.py",
+        "training/tenants/sweeps/evaluation.py",
         "return Evaluated(loss_sum / targets,",
         "return Evaluated(loss_sum / sequences,",
         "scored tenants",
     ),
     Mutant(
         "a trial is ranked by the losses of all its steps",
-        "commands/tenants/verdicts/race.py",
+        "training/tenants/sweeps/race.py",
         "tenant.losses[-count:] if count",
         "tenant.losses if count",
         "races",
     ),
     Mutant(
         "a trial that failed stays in the race",
-        "commands/tenants/verdicts/race.py",
+        "training/tenants/sweeps/race.py",
         'if tenant.state in ("failed", "left") or',
         "if",
         "races",
     ),
     Mutant(
         "a tenant that was put in again goes on where it was before",
-        "commands/tenants/members.py",
+        "training/tenants/admission/members.py",
         "return row if under_way and entrant.file not in self._renewed else None",
         "return row if under_way else None",
         "resumed tenants",
     ),
     Mutant(
         "a tenant whose file has changed goes on from the checkpoint of the other file",
-        "commands/tenants/members.py",
+        "training/tenants/admission/members.py",
         'row["digest"] == entrant.digest and row["state"]',
         'row["state"]',
         "resumed tenants",
     ),
     Mutant(
         "a tenant whose adapter cannot be written trains on",
-        "commands/tenants/members.py",
+        "training/tenants/admission/members.py",
         """            self.end(tenant, "failed", unwritten)
 """,
         "            pass\n",
@@ -1790,7 +1790,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a tenant that ended by another file counts as ended",
-        "commands/tenants/records/output.py",
+        "training/tenants/records/output.py",
         'if row.get("file") == digest and known',
         "if known",
         "what tenants leave",
@@ -1832,84 +1832,84 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a link in a circle closes the folder of tenants",
-        "commands/tenants/arrivals/folder.py",
+        "training/tenants/arrivals/folder.py",
         "                            status = _status(entry)\n",
         "                            status = entry.stat()\n",
         "folder of tenants",
     ),
     Mutant(
         "a tenant's file is read while it is being written",
-        "commands/tenants/arrivals/folder.py",
+        "training/tenants/arrivals/folder.py",
         "for name, stamp in stamps.items() if before.get(name) == stamp}",
         "for name, stamp in stamps.items() if before is not None}",
         "folder of tenants",
     ),
     Mutant(
         "a tenant is trained on other targets than were counted",
-        "commands/tenants/arrivals/reading.py",
+        "training/tenants/arrivals/reading.py",
         "        if counted != wanted:\n",
         "        if False:\n",
         "samples of tenants",
     ),
     Mutant(
         "a killed job goes on with the batches of the start",
-        "commands/tenants/records/saving.py",
+        "training/tenants/records/saving.py",
         '"order": dict(tenant.order)',
         '"order": {}',
         "killed tenants",
     ),
     Mutant(
         "a killed job goes on with first moments in the place of second ones",
-        "commands/tenants/records/saving.py",
+        "training/tenants/records/saving.py",
         "_of_kind(moments, _SECOND)",
         "_of_kind(moments, _FIRST)",
         "killed tenants",
     ),
     Mutant(
         "who fits into memory overtakes who has come before",
-        "commands/tenants/members.py",
+        "training/tenants/admission/members.py",
         "        waiting = self._for_memory\n",
         "        waiting = sorted(self._for_memory, key=lambda one: one.adapter.r)\n",
         "waiting tenants",
     ),
     Mutant(
         "the better half of a sweep ends",
-        "commands/tenants/verdicts/halving.py",
+        "training/tenants/sweeps/halving.py",
         "kept = set(ranked[: -(-len(ranked) // 2)])",
         "kept = set(ranked[len(ranked) // 2 :])",
         "halving",
     ),
     Mutant(
         "a rung closes without those who are on their way",
-        "commands/tenants/verdicts/halving.py",
+        "training/tenants/sweeps/halving.py",
         "or not racing or None in losses.values()",
         "or not racing",
         "halving",
     ),
     Mutant(
         "tenants that are scored together go through one adapter",
-        "commands/tenants/verdicts/evaluation.py",
+        "training/tenants/sweeps/evaluation.py",
         "np.full(len(samples), one.number, dtype=np.int64)",
         "np.full(len(samples), due[0].number, dtype=np.int64)",
         "scored tenants",
     ),
     Mutant(
         "the adapter of the last evaluation is kept for the best one",
-        "commands/tenants/verdicts/verdicts.py",
+        "training/tenants/sweeps/verdicts.py",
         "            self._members.keep(tenant, BEST)\n        self._output.status(tenant)",
         "        self._members.keep(tenant, BEST)\n        self._output.status(tenant)",
         "patience",
     ),
     Mutant(
         "a tenant trains on while it is decided whether it stops",
-        "commands/tenants/verdicts/verdicts.py",
+        "training/tenants/sweeps/verdicts.py",
         "            tenant.until = until\n",
         "            tenant.until = tenant.steps\n",
         "sweeps",
     ),
     Mutant(
         "a trial that made way begins anew",
-        "commands/tenants/members.py",
+        "training/tenants/admission/members.py",
         "                self._states[tenant.number] = state\n        return bool(resting)",
         "                self._states[tenant.number] = None\n        return bool(resting)",
         "sweeps",
@@ -1958,7 +1958,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an interleaved schedule is given a remainder that it refuses",
-        "integrations/megatron/unmodified/stock/chunks.py",
+        "integrations/megatron/unmodified/running/chunks.py",
         "max(0, stages - number % group) if number % group else 0",
         "group - number % group if number % group > stages else 0",
         "chunks",
@@ -2014,7 +2014,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "windows lie in the layers beside theirs",
-        _USERS_ATTENTION,
+        "integrations/megatron/unmodified/refusals/attention.py",
         "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number",
         "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number + 1",
         "te windows",
@@ -2049,7 +2049,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the z-loss of a loop counts for all its micro-batches at once",
-        "integrations/megatron/unmodified/experts.py",
+        "integrations/megatron/unmodified/running/experts.py",
         "cp / (num_microbatches * tokens_S)",
         "cp / tokens_S",
         "router losses",
@@ -2063,7 +2063,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sinkhorn routes regrouped samples",
-        "integrations/megatron/unmodified/expert_rules.py",
+        "integrations/megatron/unmodified/refusals/expert_rules.py",
         '_CHOOSING = ("sinkhorn", "quantile_balancing")',
         '_CHOOSING = ("quantile_balancing",)',
         "together",
@@ -2077,42 +2077,42 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "padding is said to change losses where there is none",
-        "integrations/megatron/unmodified/stock/differences.py",
+        "integrations/megatron/unmodified/planning/differences.py",
         "    if planned.padded and (counting := _counting_padding(config)):\n",
         "    if counting := _counting_padding(config):\n",
         "said of padding",
     ),
     Mutant(
         "a stage that is told no borders passes for one that is",
-        "integrations/megatron/unmodified/forward_step.py",
+        "integrations/megatron/unmodified/running/forward_step.py",
         'self._has_borders and call.get("packed_seq_params") is None',
         'self._has_borders and call.get("packed_seq_params") is not None',
         "said of rows",
     ),
     Mutant(
         "rows of several samples pass for rows of one",
-        "integrations/megatron/unmodified/batches.py",
+        "integrations/megatron/unmodified/reading/batches.py",
         "    several = sum(map(len, samples)) > ",
         "    several = sum(map(len, samples)) < ",
         "said of rows",
     ),
     Mutant(
         "a rank reports by micro-batch what others report by pack",
-        "integrations/megatron/unmodified/reports.py",
+        "integrations/megatron/unmodified/running/reports.py",
         "        return own if all(one == of_ranks[0] for one in of_ranks) else {}\n",
         "        return own if of_ranks else {}\n",
         "reports",
     ),
     Mutant(
         "a loss that is its own report is not divided",
-        "integrations/megatron/unmodified/reports.py",
+        "integrations/megatron/unmodified/running/reports.py",
         "        value = value / num_micro_batches\n",
         "        value = value * 1\n",
         "reports",
     ),
     Mutant(
         "means of micro-batches count as if there were one",
-        "integrations/megatron/unmodified/objective.py",
+        "integrations/megatron/unmodified/running/objective.py",
         "1.0 / (max(1.0, number) * num_micro_batches)",
         "1.0 / max(1.0, number)",
         "means",
@@ -2140,42 +2140,42 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a loop's own parameters of its packs reach the model",
-        "integrations/megatron/unmodified/forward_step.py",
+        "integrations/megatron/unmodified/running/forward_step.py",
         '{**call, "packed_seq_params": self._params, "attention_mask": None}',
         '{"packed_seq_params": self._params, "attention_mask": None, **call}',
         "packed loops",
     ),
     Mutant(
         "losses of rows are divided by the number of micro-batches that run",
-        f"{_FORMS}row_step.py",
+        f"{_IN_LOOPS}/running/row_step.py",
         "1.0 if per_token else len(batches) / own",
         "1.0",
         "rows",
     ),
     Mutant(
         "a repeated row has a loss",
-        f"{_FORMS}row_step.py",
+        f"{_IN_LOOPS}/running/row_step.py",
         "(loss * (float(real) * self._scale),",
         "(loss * self._scale,",
         "rows",
     ),
     Mutant(
         "a repeated row counts tokens",
-        f"{_FORMS}row_step.py",
+        f"{_IN_LOOPS}/running/row_step.py",
         "number * int(real)",
         "number",
         "rows",
     ),
     Mutant(
         "what was said of rows comes home in another order",
-        "integrations/megatron/unmodified/rows.py",
+        "integrations/megatron/unmodified/planning/rows.py",
         ".to(where) for place in places]",
         ".to(where) for place in reversed(places)]",
         "loops of rows",
     ),
     Mutant(
         "a mean over a micro-batch passes for a sum of rows",
-        "integrations/megatron/unmodified/rows.py",
+        "integrations/megatron/unmodified/planning/rows.py",
         "_CLOSE = 1e-2",
         "_CLOSE = 1e2",
         "loops of rows",

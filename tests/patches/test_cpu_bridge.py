@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evenload.integrations.versions import listed_version
+from evenload.integrations.host.versions import listed_version
 from evenload.patches.cpu_bridge import no_triton
 from packaging.version import Version
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from evenload.integrations.versions import version_of
+from evenload.integrations.host.versions import version_of
 from evenload.patches import Ledger, bridge_cpu
 from evenload.patches.megatron import rows
 from packaging.specifiers import SpecifierSet
@@ -26,7 +26,7 @@ PACK = {"tokens": torch.tensor([[1, 2, 3]]), "position_ids": torch.tensor([[0, 1
 def forward_step() -> Iterator[ModuleType]:
     """The functions of the rows; Megatron-Core wants the bridge before it is imported."""
     bridge = bridge_cpu()
-    from evenload.integrations.megatron.unmodified import forward_step
+    from evenload.integrations.megatron.unmodified.running import forward_step
 
     yield forward_step
     bridge.undo()

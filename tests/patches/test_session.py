@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from evenload.api import load_plugins, load_recipe
 from evenload.core.errors import EvenloadError
-from evenload.integrations import planned_runs
-from evenload.integrations.versions import listed_version
+from evenload.integrations.host.versions import listed_version
+from evenload.integrations.unmodified import planned_runs
 from evenload.patches import Patch, session
 from evenload.patches.cpu_bridge import no_triton
 from evenload.patches.import_hook import ImportHook

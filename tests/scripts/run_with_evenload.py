@@ -4,7 +4,7 @@ import importlib
 import runpy
 import sys
 
-from evenload.integrations.planned_runs import release_loops
+from evenload.integrations.unmodified.planned_runs import release_loops
 from evenload.patches import deepspeed, transformers
 from evenload.patches.ledger import Ledger
 from evenload.patches.slots import locate

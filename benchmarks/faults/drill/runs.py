@@ -16,7 +16,7 @@ from typing import Any
 
 import evenload
 from cases import FAULTY_STEP, Case, Setting
-from evenload.commands.saving.checkpoints import last_good
+from evenload.training.checkpoint.checkpoints import last_good
 from plant import VARIABLE
 from warm import finish
 

@@ -25,7 +25,7 @@ from plant import VARIABLE, plant_from_environment
 MODULES = {
     "megatron": ("evenload.integrations.megatron.host",),
     "deepspeed": (
-        "evenload.integrations.deepspeed.host",
+        "evenload.integrations.deepspeed.engine.host",
         "evenload.integrations.deepspeed.pipeline.host",
         "transformers.models.llama.modeling_llama",
         "torch._inductor.compile_fx",
@@ -117,7 +117,7 @@ def launcher_of(job: dict[str, Any]) -> int:
     os.dup2(out, 2)
     if job["fault"]:
         os.environ[VARIABLE] = json.dumps(job["fault"])
-    from evenload.commands._shared import launch
+    from evenload.commands.launcher import launch
 
     names = {"Popen": ForkedRank, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     launch.subprocess = SimpleNamespace(**names)  # type: ignore[assignment]

@@ -33,12 +33,12 @@ from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
-from ...foreign_plans import refuse_foreign
-from ...freezing import freeze
-from ...host import Mark
-from ...scoring import Book, evaluating
-from ..engine import make_engine
-from ..engine_host import EngineHost, EngineStep, Passed
+from ...host.foreign_plans import refuse_foreign
+from ...host.freezing import freeze
+from ...host.host import Mark
+from ...host.scoring import Book, evaluating
+from ..engine.engine import make_engine
+from ..engine.engine_host import EngineHost, EngineStep, Passed
 from .model import StageModule, build_stage
 from .stage import PipelineStage
 

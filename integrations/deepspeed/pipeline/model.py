@@ -30,8 +30,8 @@ from ....runtime.attention.pack import Pack
 from ...huggingface import attention
 from ...huggingface.folders.model_config import model_config
 from ...huggingface.models import refuse_unsupported
-from ..engine import prepare_deepspeed
-from ..model import build_model, recompute_layers, recomputing
+from ..engine.engine import prepare_deepspeed
+from ..engine.model import build_model, recompute_layers, recomputing
 
 _FINAL_NORM = {
     "gpt_neox": "final_layer_norm",

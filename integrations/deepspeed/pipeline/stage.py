@@ -22,7 +22,7 @@ from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.deferred import WgradStore, deferring
 from ....runtime.stage.executor import Graph
-from ..stage import PackStage, summed
+from ..engine.stage import PackStage, summed
 
 
 class PipelineStage(PackStage):

@@ -25,8 +25,8 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.adapters.places import Block, Place, Site
 from ....runtime.attention.pack import Pack
 from ...huggingface import attention
-from ..ds_config import ds_config
-from ..engine import prepare_deepspeed
+from ..engine.ds_config import ds_config
+from ..engine.engine import prepare_deepspeed
 
 SHARDED = 3
 """Of the stages of ZeRO."""

@@ -20,14 +20,14 @@ from ....runtime.attention.pack import TokensOf
 from ....runtime.measure.busy import BusyClock
 from ....runtime.stage.executor import Executor, StageTrainer
 from ....runtime.stage.offload import layers_of
-from ...foreign_plans import refuse_foreign
-from ...host import Host, Mark, StepResult
+from ...host.foreign_plans import refuse_foreign
+from ...host.host import Host, Mark, StepResult
+from ...host.scoring import Book, LossBook
+from ...host.tenants import TenantHost, targets_of_tenants
 from ...huggingface.models import refuse_unequal_replay
-from ...scoring import Book, LossBook
-from ...tenants import TenantHost, targets_of_tenants
-from ..engine_host import EngineHost, EngineStep, Passed
-from ..host import DeepSpeedHost
-from ..model import enable_recomputing
+from ..engine.engine_host import EngineHost, EngineStep, Passed
+from ..engine.host import DeepSpeedHost
+from ..engine.model import enable_recomputing
 from .frozen import SHARDED, blocks_of, frozen_engine, linear_names, need_gradient, replay_first
 from .stage import FrozenStage
 

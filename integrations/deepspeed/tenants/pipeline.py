@@ -15,8 +15,8 @@ from ....runtime.adapters.peers import Peers
 from ....runtime.attention.pack import Pack
 from ....runtime.stage.executor import Graph, StageTrainer
 from ....runtime.world.agreement import everyone
-from ...foreign_plans import refuse_foreign
-from ...scoring import Book
+from ...host.foreign_plans import refuse_foreign
+from ...host.scoring import Book
 from ..pipeline.host import PipelineHost
 from ..pipeline.model import StageModule
 from ..pipeline.stage import PipelineStage

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ....runtime.attention.pack import Pack
 from ....runtime.stage.executor import Graph
-from ...scoring import Book, token_losses
-from ..engine import Releases
-from ..stage import EngineStage, call_of
+from ...host.scoring import Book, token_losses
+from ..engine.engine import Releases
+from ..engine.stage import EngineStage, call_of
 
 
 def booked_loss(logits_TV: Tensor, pack: Pack, book: Book) -> Tensor:

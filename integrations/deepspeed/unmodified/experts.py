@@ -11,9 +11,9 @@ from ....core.recipe.recipe import Recipe
 from ....core.registry import layer_planner
 from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
-from ...host import no_mark
-from ..expert_gate import GatedExperts
-from ..experts import COMM_BACKEND, AutoEPMoELayer
+from ...host.host import no_mark
+from ..engine.expert_gate import GatedExperts
+from ..engine.experts import COMM_BACKEND, AutoEPMoELayer
 from .batches import Planned
 
 

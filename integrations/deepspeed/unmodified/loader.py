@@ -28,7 +28,7 @@ from ....runtime.world.agreement import agree, everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
-from ...planned_runs import report_step
+from ...unmodified.planned_runs import report_step
 from .batches import Planned, build_batch
 from .counts import into_exactly
 

@@ -36,9 +36,9 @@ from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported
-from ...planned_runs import end_of_check, on_release
-from ..expert_gate import GatedExperts
-from ..experts import expert_ranks
+from ...unmodified.planned_runs import end_of_check, on_release
+from ..engine.expert_gate import GatedExperts
+from ..engine.experts import expert_ranks
 from .batches import Planned
 from .experts import gated_experts, running
 from .loader import PlannedLoader

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ....core.recipe.sections import Model
 from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import WHOLE, Routed, StepRouting, is_token
-from ..compat import submodules_of_experts
+from ..base.compat import submodules_of_experts
 
 SEQUENCE_LOSS, BATCH_LOSS = "seq_aux_loss", "aux_loss"
 

@@ -17,7 +17,7 @@ from torch import nn
 from ....core.machine.layout import Layout
 from ....core.recipe.recipe import Recipe
 from ....runtime.stage.lookup import sum_in_float32
-from ..setup import check_recipe
+from ..base.setup import check_recipe
 from .attention import packed_layer_spec, stock_layer_spec
 from .experts import fields_of_experts, tell_routers
 from .rope import use_token_positions

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ....core.errors import refuse_first
 from ....core.recipe.recipe import Recipe
 from ....runtime.world.agreement import everyone, place, wire_device
+from ..base.traits import export_rules
 from ..model.sharded_experts import ShardedExperts
 from ..model.weights import global_parameters, names_at_home, sharded_experts
-from ..traits import export_rules
 from .pieces import Piece, pieces_of
 
 Exported = Iterator[tuple[str, Tensor | None]]

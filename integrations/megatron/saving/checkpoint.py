@@ -31,7 +31,7 @@ from ....core.errors import EvenloadError
 from ....core.recipe.sections import Model
 from ....runtime.unpickling import refuse_code, tensors_only
 from ....runtime.world.agreement import Group, everyone
-from ..compat import reading_common_state
+from ..base.compat import reading_common_state
 from ..model.gpt import torch_optimizers
 from .buckets import states_in_their_places
 from .parts import states_of_parts

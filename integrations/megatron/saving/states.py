@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from ...textbook import AdamState
+from ...reference.textbook import AdamState
 from ..model.weights import global_tensors
 
 ROWS = "param", "exp_avg", "exp_avg_sq"

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ....runtime.world.agreement import Group
-from ..compat import save_common_state
+from ..base.compat import save_common_state
 
 
 class InProcessWriter(TorchDistSaveShardedStrategy):  # type: ignore[misc]

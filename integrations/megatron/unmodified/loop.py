@@ -40,26 +40,26 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
-from ...planned_runs import end_of_check, on_release, report_step
-from ..plane import current_layout
-from .batches import Batches, Source
-from .expert_rules import refuse_losses_of_rows, refuse_routers, why_together
-from .experts import gate_of, routing_of
-from .forms.rows import holds_rows
-from .forward_step import UserStep
-from .objective import MeanOfMeans
-from .order import run_order
-from .ranks.call_plan import CallPlan, data_group, plan_call
-from .ranks.context_parallel import data_rank, refuse_other_forms, refuse_together
-from .reports import Reports
-from .rows import RowSteps
-from .stock.chunks import chunks_of, is_interleaved, one_iterator
-from .stock.differences import warn_of_differences
-from .stock.mtp import next_tokens
-from .stock.schedule import run_stock
-from .supported import bare_model, for_config, refuse_loop, refuse_replays, warn_of_dropout
-from .together import Together
-from .user_loop import UserLoop
+from ...unmodified.planned_runs import end_of_check, on_release, report_step
+from ..base.plane import current_layout
+from .planning.call_plan import CallPlan, data_group, plan_call
+from .planning.differences import warn_of_differences
+from .planning.fixed_micro_batches import Together
+from .planning.rows import RowSteps
+from .planning.user_loop import UserLoop
+from .reading.batches import Batches, Source
+from .reading.context_parallel import data_rank, refuse_other_forms, refuse_together
+from .reading.rows import holds_rows
+from .refusals.expert_rules import refuse_losses_of_rows, refuse_routers, why_together
+from .refusals.supported import bare_model, for_config, refuse_loop, refuse_replays, warn_of_dropout
+from .running.chunks import chunks_of, is_interleaved, one_iterator
+from .running.experts import gate_of, routing_of
+from .running.forward_step import UserStep
+from .running.mtp import next_tokens
+from .running.objective import MeanOfMeans
+from .running.order import run_order
+from .running.reports import Reports
+from .running.schedule import run_stock
 
 
 class PlannedSteps:

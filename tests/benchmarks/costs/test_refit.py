@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.commands._shared.show import emit
+from evenload.commands.tables.show import emit
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "costs" / "refit.py"
 

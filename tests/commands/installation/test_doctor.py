@@ -10,7 +10,7 @@ from evenload.api import load_recipe
 from evenload.commands.doctor import doctor
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
-from evenload.integrations.loops import LOOPS, NOTHING, PLUGINS, REFUSED, document
+from evenload.integrations.unmodified.loops import LOOPS, NOTHING, PLUGINS, REFUSED, document
 from evenload.runtime.attention.blocks import BLOCKS, choose_block, explain_block
 from evenload.runtime.attention.kernels import KERNELS, choose_kernel, explain, explain_kernel
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from evenload.api import load_plugins
-from evenload.commands.proof.reach import MOST_BATCHES, choose, opened, planned, without_dummies
 from evenload.core.laws import check
 from evenload.core.plan import branches
 from evenload.core.plan.branches import branches_of
@@ -14,6 +13,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
+from evenload.training.proof.reach import MOST_BATCHES, choose, opened, planned, without_dummies
 
 load_plugins()
 

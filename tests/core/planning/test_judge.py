@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from evenload.api import load_plugins
-from evenload.commands.plan import Simulated, over_caps
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import Op, StepPlan, as_lengths
@@ -29,6 +28,7 @@ from evenload.core.planning.judge import (
 )
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
+from evenload.training.forecast.forecast import Simulated, over_caps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from evenload.api import load_plugins
-from evenload.commands._shared.preflight import preflight
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.recipe.sizes import shape_of
+from evenload.training.preflight import preflight
 
 load_plugins()
 MOE = {"num_experts": 8, "topk": 2, "ffn_hidden_size": 96, "shared_ffn_hidden_size": 32, "every": 2}

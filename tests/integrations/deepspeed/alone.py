@@ -14,7 +14,7 @@ import torch
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
-from evenload.integrations.deepspeed.model import build_model
+from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.plain import plain_gradients
 from evenload.runtime.adapters.state import AdapterState
 from evenload.runtime.attention.labels import Labels

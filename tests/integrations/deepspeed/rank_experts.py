@@ -25,8 +25,8 @@ from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.recipe import recipe as recipes
 from evenload.core.registry import layer_planner
 from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed.engine import full_weights, prepare_deepspeed
-from evenload.integrations.deepspeed.experts import DividedExperts
+from evenload.integrations.deepspeed.engine.engine import full_weights, prepare_deepspeed
+from evenload.integrations.deepspeed.engine.experts import DividedExperts
 from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.integrations.deepspeed.unmodified import loop
 from evenload.integrations.deepspeed.unmodified.experts import gated_experts
@@ -88,7 +88,7 @@ def layer_planner_of(name: str) -> Any:
 def opened(made: Any) -> Iterator[Any]:
     """The host of a recipe, which knows the planner that draws."""
     host = open_host(made, init_world())
-    with mock.patch("evenload.integrations.deepspeed.host.layer_planner", layer_planner_of):
+    with mock.patch("evenload.integrations.deepspeed.engine.host.layer_planner", layer_planner_of):
         yield host
     host.close()
 

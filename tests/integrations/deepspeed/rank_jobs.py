@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evenload.commands.proof.masking import half_masked
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed import stage as stage_module
+from evenload.integrations.deepspeed.engine import engine as engine_module
+from evenload.integrations.deepspeed.engine import stage as stage_module
 from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.runtime.attention.labels import count_targets
 from evenload.runtime.world.world import init_world
+from evenload.training.proof.masking import half_masked
 
 LENGTHS = (40, 9, 13, 22, 5, 17)
 TOKENS = [np.random.default_rng(i).integers(0, 97, n) for i, n in enumerate(LENGTHS)]
@@ -219,8 +219,8 @@ def misuse() -> dict[str, Any]:
     """A script's engine in one process, used as a script should not; messages of the errors, and what is left after."""
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from evenload.integrations.deepspeed.engine import prepare_deepspeed
-    from evenload.integrations.deepspeed.model import build_model
+    from evenload.integrations.deepspeed.engine.engine import prepare_deepspeed
+    from evenload.integrations.deepspeed.engine.model import build_model
     from evenload.integrations.deepspeed.unmodified import loop as unmodified
     from evenload.patches import deepspeed as patch
     from evenload.patches.ledger import Ledger

@@ -16,7 +16,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from evenload.commands.proof.masking import half_masked
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
@@ -24,8 +23,8 @@ from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed import stage as engine_stage
-from evenload.integrations.deepspeed.model import build_model
+from evenload.integrations.deepspeed.engine import stage as engine_stage
+from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.pipeline import host as pipeline_host
 from evenload.integrations.deepspeed.pipeline import stage as pipeline_stage
 from evenload.integrations.deepspeed.plain import plain_gradients, reference, relative_error
@@ -34,6 +33,7 @@ from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.executor import SPAN_KINDS, Executor
 from evenload.runtime.stage.tape import Tape
 from evenload.runtime.world.world import init_world
+from evenload.training.proof.masking import half_masked
 
 for _file in ("random_plans", "shared_plans"):  # they know no trainer
     _path = Path(__file__).parent.parent / "megatron" / f"{_file}.py"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from evenload.integrations.deepspeed.model import build_model
+from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.plain import relative_error
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.attention.pack import IGNORE

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError, RankError
-from evenload.integrations.deepspeed.engine import prepare_deepspeed
+from evenload.integrations.deepspeed.engine.engine import prepare_deepspeed
 from evenload.integrations.deepspeed.unmodified import loop
 from evenload.patches import deepspeed as patch
 from evenload.patches import transformers

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed import stage as stage_module
+from evenload.integrations.deepspeed.engine import stage as stage_module
 from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.runtime.attention.sharing.ring import Ring
 from evenload.runtime.world.world import init_world

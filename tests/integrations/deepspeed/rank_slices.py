@@ -13,11 +13,11 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed import engine as engine_module
 from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed import stage as stage_module
+from evenload.integrations.deepspeed.engine import engine as engine_module
+from evenload.integrations.deepspeed.engine import stage as stage_module
+from evenload.integrations.deepspeed.engine.stage import EngineStage
 from evenload.integrations.deepspeed.plain import reference, relative_error
-from evenload.integrations.deepspeed.stage import EngineStage
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.world.world import init_world
 

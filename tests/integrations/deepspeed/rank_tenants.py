@@ -12,13 +12,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from evenload.commands.proof.masking import half_masked
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed.engine import Releases
-from evenload.integrations.exactness import relative_error
+from evenload.integrations.deepspeed.engine.engine import Releases
+from evenload.integrations.reference.exactness import relative_error
 from evenload.runtime.world.world import init_world
+from evenload.training.proof.masking import half_masked
 from torch.nn.functional import cross_entropy
 
 

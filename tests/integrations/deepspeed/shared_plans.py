@@ -9,12 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from evenload.commands.proof.masking import half_masked
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.runtime.attention.labels import Labels
+from evenload.training.proof.masking import half_masked
 
 LENGTHS = (150, 83, 9, 13, 22, 5, 61, 1)
 HEADS = 4

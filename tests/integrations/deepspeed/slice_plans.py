@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from evenload.commands.proof.masking import half_masked
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.runtime.attention.labels import Labels
+from evenload.training.proof.masking import half_masked
 
 LENGTHS = (160, 75, 9, 13, 22, 5, 17, 1)
 """Sequence 0 becomes 16 slices on rank 0, sequence 1 five on rank 1; the others go with them."""

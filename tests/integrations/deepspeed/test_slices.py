@@ -8,9 +8,9 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.program import lower
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.model import build_model, recompute_layers
+from evenload.integrations.deepspeed.engine.model import build_model, recompute_layers
+from evenload.integrations.deepspeed.engine.stage import call_of, loss_sum
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
-from evenload.integrations.deepspeed.stage import call_of, loss_sum
 from evenload.runtime.attention.labels import count_targets, labels_of
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore

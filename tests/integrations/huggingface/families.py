@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations import planned_runs
 from evenload.integrations.huggingface.models import refuse_unsupported
+from evenload.integrations.unmodified import planned_runs
 from evenload.patches.session import enabled
 from transformers import (
     CONFIG_MAPPING,
@@ -194,7 +194,7 @@ def _error(own: Any, stock: Any) -> float:
     assert own.keys() == stock.keys()
     largest = max(float(w.norm()) for w in stock.values())
     # Some weights have no gradient but for rounding: biases that a softmax or a norm takes out again.
-    return max(float((own[n] - w).norm() / max(float(w.norm()), 1e-10 * largest)) for n, w in stock.items())
+    return max(float((own[n] - w).norm() / max(float(w.norm()), 1e-6 * largest)) for n, w in stock.items())
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.huggingface import accelerate_loop
+from evenload.integrations.transformers import accelerate_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from torch.nn.functional import cross_entropy, pad

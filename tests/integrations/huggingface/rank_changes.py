@@ -12,7 +12,7 @@ import peft
 import torch
 from accelerate.state import AcceleratorState
 from evenload.core.errors import EvenloadError
-from evenload.integrations.huggingface import trainer as planned_trainer
+from evenload.integrations.transformers import trainer as planned_trainer
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -17,9 +17,9 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.engine import prepare_deepspeed
-from evenload.integrations.huggingface import planning
-from evenload.integrations.huggingface import trainer as planned_trainer
+from evenload.integrations.deepspeed.engine.engine import prepare_deepspeed
+from evenload.integrations.transformers import planning
+from evenload.integrations.transformers import trainer as planned_trainer
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from evenload.runtime.world.agreement import everyone, place

@@ -11,9 +11,9 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.model import build_model
+from evenload.integrations.deepspeed.engine.model import build_model
+from evenload.integrations.deepspeed.engine.stage import loss_sum
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
-from evenload.integrations.deepspeed.stage import loss_sum
 from evenload.integrations.huggingface import attention
 from evenload.runtime.attention.pack import build_pack
 

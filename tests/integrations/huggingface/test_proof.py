@@ -124,7 +124,7 @@ def trainer(kind: str, folder: Any, families: Any) -> Any:
 
 def both(kind: str, folder: Any, families: Any, caplog: Any) -> tuple[Any, Any, str]:
     """The Trainer stock, and under evenload, and what was said of what is not planned."""
-    from evenload.integrations import planned_runs
+    from evenload.integrations.unmodified import planned_runs
 
     planned_runs._idle.clear()
     stock, own = trainer(kind, folder, families), trainer(kind, folder, families)
@@ -168,7 +168,7 @@ def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
-    from evenload.integrations.huggingface import proof
+    from evenload.integrations.transformers import proof
 
     samples = proof.windows([torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[9, 10, 11]] * 2)])
     row = families.collate(families._rows()[:2])
@@ -183,7 +183,7 @@ def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
 def test_a_sample_is_cut_only_where_the_loss_goes_by_shifted_labels(tmp_path, families):
     """The target of a slice's last token lies in the next slice: a loss that shifts labels itself would lose it."""
     import torch
-    from evenload.integrations.huggingface import proof
+    from evenload.integrations.transformers import proof
 
     samples = proof.windows([torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[9, 10, 11]] * 2)])
     row = families.collate(families._rows()[:2])
@@ -194,7 +194,7 @@ def test_a_sample_is_cut_only_where_the_loss_goes_by_shifted_labels(tmp_path, fa
 
 def test_two_samples_are_made_of_one(families):
     import torch
-    from evenload.integrations.huggingface import proof
+    from evenload.integrations.transformers import proof
 
     one = torch.stack([torch.arange(40), torch.full((40,), -100)])
     one[1, 20:] = one[0, 20:]
@@ -206,7 +206,7 @@ def test_two_samples_are_made_of_one(families):
 
 def test_what_is_no_number_is_no_rounding():
     import torch
-    from evenload.integrations.huggingface.proof import _difference
+    from evenload.integrations.transformers.proof import _difference
 
     masked, wanted = torch.tensor([[1.0, -torch.inf], [2.0, 3.0]]), torch.tensor([[1.0, -torch.inf], [2.0, 3.1]])
     assert 0.02 < _difference(masked, wanted) < 0.04
@@ -216,7 +216,7 @@ def test_what_is_no_number_is_no_rounding():
 
 def test_attention_is_counted(families):
     """BLOOM attends by code of its own; what a layer hands on is one call."""
-    from evenload.integrations import planned_runs
+    from evenload.integrations.unmodified import planned_runs
 
     for family, wanted in (("bloom", f"stock: {ATTENTION}"), ("gpt2", "planned"), ("roberta", f"stock: {POSITIONS}")):
         said, error = families.outcome(family)

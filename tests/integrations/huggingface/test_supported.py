@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.integrations import planned_runs
+from evenload.integrations.unmodified import planned_runs
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import evenload
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.integrations.megatron.plane import leave_groups
-from evenload.integrations.megatron.unmodified.stock.chunks import fitting
+from evenload.integrations.megatron.base.plane import leave_groups
+from evenload.integrations.megatron.unmodified.running.chunks import fitting
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec

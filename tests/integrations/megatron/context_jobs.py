@@ -16,8 +16,8 @@ from unittest.mock import patch
 import evenload
 import torch
 import torch.distributed as dist
-from evenload.integrations.megatron.unmodified import batches
-from evenload.integrations.megatron.unmodified.ranks.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.reading import batches
+from evenload.integrations.megatron.unmodified.reading.context_parallel import Columns
 from evenload.runtime.attributes import with_attributes
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from evenload.core.plan.step_plan import as_lengths
-from evenload.integrations.exactness import largest_error
 from evenload.integrations.megatron import PlainModel
+from evenload.integrations.reference.exactness import largest_error
 from evenload.runtime.adapters.dropout import kept, key_of
 from megatron_float64 import all_in_float64
 from megatron_jobs import masked, tokens

@@ -18,9 +18,9 @@ from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.registry import layer_planner
-from evenload.integrations.exactness import relative_error
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.megatron.model.experts import routers
+from evenload.integrations.reference.exactness import relative_error
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_jobs import LENGTHS, VOCABULARY, hosted, masked, recipe, tokens
@@ -161,7 +161,7 @@ def stock_reads(world: Any, *, folder: str, **changes: Any) -> dict[str, bool]:
 
 def expert_refusal(**changes: Any) -> str:
     """What is said of a recipe; empty: nothing."""
-    from evenload.integrations.megatron.setup import check_recipe
+    from evenload.integrations.megatron.base.setup import check_recipe
 
     try:
         check_recipe(recipe(**small(**changes)))

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from evenload.commands.proof.masking import half_masked
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
@@ -28,6 +27,7 @@ from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.saving import checkpoint as checkpoint_module
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.measure.busy import BusyClock
+from evenload.training.proof.masking import half_masked
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -15,8 +15,8 @@ from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.integrations.megatron.unmodified.ranks import call_plan
-from evenload.integrations.megatron.unmodified.ranks.sharing import meeting
+from evenload.integrations.megatron.unmodified.planning import call_plan
+from evenload.integrations.megatron.unmodified.planning.sharing import meeting
 from megatron_float64 import all_in_float64
 from megatron_objective_jobs import Fed
 from megatron_shared_jobs import fault

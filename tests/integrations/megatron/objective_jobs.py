@@ -12,10 +12,10 @@ import evenload
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import Slice
-from evenload.integrations.megatron.unmodified.objective import MeanOfMeans
-from evenload.integrations.megatron.unmodified.ranks import call_plan
-from evenload.integrations.megatron.unmodified.ranks.context_parallel import Columns
-from evenload.integrations.megatron.unmodified.reports import Reports
+from evenload.integrations.megatron.unmodified.planning import call_plan
+from evenload.integrations.megatron.unmodified.reading.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.running.objective import MeanOfMeans
+from evenload.integrations.megatron.unmodified.running.reports import Reports
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -13,7 +13,7 @@ import torch
 from evenload.core.laws import check
 from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import StepPlan
-from evenload.integrations import scoring
+from evenload.integrations.host import scoring
 from evenload.integrations.megatron import PlainModel
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.attention.pack import IGNORE

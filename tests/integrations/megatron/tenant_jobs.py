@@ -13,9 +13,9 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import Op, StepPlan, as_lengths
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
-from evenload.integrations.exactness import largest_error, relative_error
 from evenload.integrations.megatron import PlainModel
-from evenload.integrations.textbook_adapter import Alone
+from evenload.integrations.reference.exactness import largest_error, relative_error
+from evenload.integrations.reference.textbook_adapter import Alone
 from evenload.runtime.adapters.state import AdapterState
 from evenload.runtime.attention.labels import Labels
 from megatron_jobs import hosted, masked, tokens

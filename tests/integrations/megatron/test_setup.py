@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.integrations.megatron import setup
+from evenload.integrations.megatron.base import setup
 
 
 def _installed(monkeypatch, version):

@@ -9,7 +9,7 @@ import evenload
 import torch
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
-from evenload.integrations import planned_runs
+from evenload.integrations.unmodified import planned_runs
 from evenload.runtime.experts.balance import Shares
 from megatron_user_jobs import listening, recipe, user_loop, worst
 

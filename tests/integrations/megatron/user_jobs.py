@@ -28,12 +28,12 @@ from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.integrations.megatron.plane import leave_groups
-from evenload.integrations.megatron.unmodified import attention as users_attention
-from evenload.integrations.megatron.unmodified import order
-from evenload.integrations.megatron.unmodified.expert_rules import refuse_experts
-from evenload.integrations.megatron.unmodified.forward_step import UserStep
-from evenload.integrations.megatron.unmodified.ranks import call_plan
+from evenload.integrations.megatron.base.plane import leave_groups
+from evenload.integrations.megatron.unmodified.planning import call_plan
+from evenload.integrations.megatron.unmodified.refusals.expert_rules import refuse_experts
+from evenload.integrations.megatron.unmodified.running import attention as users_attention
+from evenload.integrations.megatron.unmodified.running import order
+from evenload.integrations.megatron.unmodified.running.forward_step import UserStep
 from evenload.runtime.experts.balance import Shares
 from evenload.runtime.stage.stage_links import StageLinks
 from megatron.core import parallel_state
@@ -316,7 +316,9 @@ def user_plans(
         wanted = loss_and_tokens(stock)
         for seed in seeds:
             try:
-                quotas = patch("evenload.integrations.megatron.unmodified.experts.layer_planner", layer_planner_of)
+                quotas = patch(
+                    "evenload.integrations.megatron.unmodified.running.experts.layer_planner", layer_planner_of
+                )
                 with (
                     evenload.enabled(recipe()),
                     planning(drawn(seed, **(how or {}))) as made,

@@ -14,10 +14,11 @@ import pytest
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
+from evenload.core.input.format import GIB
 from evenload.core.laws import check
 from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import GIB, Limits, MemoryCost
+from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.order import in_slots, orders_of_stage
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import simulate

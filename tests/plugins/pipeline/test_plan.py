@@ -11,9 +11,9 @@ import pytest
 from evenload.api import load_plugins
 from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.errors import EvenloadError
+from evenload.core.input.format import GIB
 from evenload.core.laws import check
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.limits import GIB
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evenload.core.input.format import GIB
 from evenload.core.laws import check
-from evenload.core.plan.limits import GIB
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse

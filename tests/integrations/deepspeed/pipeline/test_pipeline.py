@@ -9,7 +9,7 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.model import build_model
+from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.pipeline.model import _borders, _take_apart
 from evenload.runtime.stage.executor import StageTrainer
 

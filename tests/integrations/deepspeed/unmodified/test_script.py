@@ -121,7 +121,7 @@ def test_without_the_section_the_rows_change_nothing(tmp_path, plain, scripted):
 
 ONE_SIDED = """
 import os, evenload
-from evenload.integrations.planned_runs import watch_process
+from evenload.integrations.unmodified.planned_runs import watch_process
 if os.environ["RANK"] == "0":
     watch_process()
     evenload.enable({recipe!r})

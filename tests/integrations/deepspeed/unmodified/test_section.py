@@ -13,10 +13,10 @@ from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe import recipe as recipes
-from evenload.integrations.deepspeed.ds_config import OWNED, ds_config
+from evenload.integrations.deepspeed.engine.ds_config import OWNED, ds_config
 from evenload.integrations.deepspeed.unmodified.counts import into_exactly
 from evenload.integrations.deepspeed.unmodified.section import for_engine, parse_section, recipe_of
-from evenload.integrations.foreign_plans import refuse_foreign
+from evenload.integrations.host.foreign_plans import refuse_foreign
 
 
 def test_the_section_is_the_plugins_schema_plus_a_recipe():

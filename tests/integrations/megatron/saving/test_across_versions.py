@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from evenload.integrations.versions import listed_version
+from evenload.integrations.host.versions import listed_version
 
 ROOT = Path(__file__).parents[4]
 HERE = Path(sys.executable)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.integrations.megatron.unmodified.forms.form import FIELDS, form_of
-from evenload.integrations.megatron.unmodified.samples import lay_out, split
+from evenload.integrations.megatron.unmodified.reading.form import FIELDS, form_of
+from evenload.integrations.megatron.unmodified.reading.samples import lay_out, split
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from evenload.core.plan.step_plan import Slice
-from evenload.integrations.megatron.unmodified import reports as reports_module
-from evenload.integrations.megatron.unmodified.ranks.context_parallel import Columns
-from evenload.integrations.megatron.unmodified.reports import Reports
+from evenload.integrations.megatron.unmodified.reading.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.running import reports as reports_module
+from evenload.integrations.megatron.unmodified.running.reports import Reports
 
 LOSSES = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]], dtype=torch.float64)
 """Of a pack of two samples, of two and of three tokens."""

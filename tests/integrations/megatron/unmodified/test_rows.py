@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.integrations.megatron.unmodified.forms.row_step import RowStep
-from evenload.integrations.megatron.unmodified.forms.rows import (
+from evenload.integrations.megatron.unmodified.reading.rows import (
     holds_rows,
     joined,
     of_batch,
     refuse_uncommon,
     rows_of,
 )
+from evenload.integrations.megatron.unmodified.running.row_step import RowStep
 
 tensordict = pytest.importorskip("tensordict")
 NonTensorData = tensordict.NonTensorData

@@ -6,8 +6,8 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.integrations.megatron.unmodified.forms.form import FIELDS, form_of
-from evenload.integrations.megatron.unmodified.samples import exchange, lay_out, one_batch, split
+from evenload.integrations.megatron.unmodified.reading.form import FIELDS, form_of
+from evenload.integrations.megatron.unmodified.reading.samples import exchange, lay_out, one_batch, split
 from evenload.runtime.attention.pack import IGNORE
 
 

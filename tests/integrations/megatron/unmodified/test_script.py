@@ -63,7 +63,7 @@ def data_parallel(tmp_path_factory, scripted):
 def test_a_rank_without_evenload_is_named_and_not_waited_for(tmp_path, scripted):
     (tmp_path / "recipe.yaml").write_text(ON)
     planted = (
-        "import os, evenload\nfrom evenload.integrations.planned_runs import watch_process\n"
+        "import os, evenload\nfrom evenload.integrations.unmodified.planned_runs import watch_process\n"
         f"if os.environ['RANK'] == '0':\n    watch_process()\n    evenload.enable({str(tmp_path / 'recipe.yaml')!r})"
     )
     words = ("--out", tmp_path, "--dtypes", "fp32")
@@ -356,7 +356,7 @@ def multiples() -> list[int]:
     from evenload.patches import bridge_cpu
 
     bridge_cpu()
-    from evenload.integrations.megatron.unmodified.supported import tokens_multiple
+    from evenload.integrations.megatron.unmodified.refusals.supported import tokens_multiple
 
     plain = {"tensor_model_parallel_size": 4, "sequence_parallel": False, "fp8": None, "fp4": None}
     plain |= {"fp8_recipe": "delayed", "fp4_recipe": "nvfp4"}

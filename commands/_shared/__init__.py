@@ -1,1 +1,0 @@
-"""What several verbs share: the job of a rank, the launcher, drawing of batches, metrics, tables."""

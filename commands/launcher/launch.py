@@ -1,0 +1,136 @@
+"""Start the ranks of a job on this machine and wait for them, as torchrun would, with our own endings.
+
+Each rank is the same command again with torchrun's variables in its environment, so a rank does not know who started
+it. Everything that ranks print goes to stderr; rank 0 hands its result over in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...core.errors import RankError
+from ...core.recipe.sections import Safety
+from ...runtime.watchdog import marks
+from ...runtime.watchdog.orphans import die_with_parent
+from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
+from ...runtime.world.variables import RESULT
+from .verdict import Outlook, Rank, Verdict
+
+_LOOK_S = 0.1
+_REAP_S = 5.0
+"""How long a killed rank may take to be gone."""
+_MEMORY = Path("/dev/shm")
+
+
+def is_rank() -> bool:
+    """Whether this process is one of a job's ranks, started by `launch` or torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def end_with_launcher() -> None:
+    """To be called in a rank: where `launch` started it, it ends when the launcher does, however that ends."""
+    if RESULT in os.environ:
+        die_with_parent()
+
+
+def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, Any]:
+    """Run ``python -m evenload ARGUMENTS`` on ``num_ranks`` local ranks and return rank 0's result.
+
+    Raises SystemExit with the ranks' exit code, where they have said themselves what went wrong; else RankError.
+    """
+    memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    with (
+        _terminable(),
+        tempfile.TemporaryDirectory(prefix="evenload-") as folder,
+        tempfile.TemporaryDirectory(prefix="evenload-", dir=memory) as places,
+    ):
+        result = Path(folder) / "result.json"
+        shared = {RESULT: str(result), marks.MARKS: places}
+        with bound() as store:
+            ranks = [_start(arguments, rank, num_ranks, shared, store) for rank in range(num_ranks)]
+        try:
+            verdict = _wait(ranks, Path(places), safety)
+        finally:
+            for rank in ranks:
+                rank.kill()
+            for rank in ranks:
+                with suppress(subprocess.TimeoutExpired):
+                    rank.wait(_REAP_S)
+        if isinstance(verdict, RankError):
+            raise verdict
+        if verdict:
+            raise SystemExit(verdict)
+        if not result.exists():
+            raise RankError("the ranks ended without a result", f"exit codes {[r.returncode for r in ranks]}")
+        return json.loads(result.read_text())  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A job that is told to end (a scheduler's SIGTERM, a terminal that closes) ends its ranks and leaves no file."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    # What is ignored stays so: nohup.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _start(
+    arguments: list[str], rank: int, num_ranks: int, shared: dict[str, str], store: socket.socket
+) -> subprocess.Popen[bytes]:
+    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.getsockname()[1]),
+        **shared,
+        **({STORE_SOCKET: str(store.fileno())} if rank == 0 else {}),
+    }
+    command, passed = [sys.executable, "-m", "evenload", *arguments], (store.fileno(),) if rank == 0 else ()
+    output = sys.stderr.fileno()
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, pass_fds=passed)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety) -> Verdict:
+    outlook = Outlook(safety, _LOOK_S)
+    while True:
+        time.sleep(_LOOK_S)
+        seen = [Rank(one.poll(), _is_stopped(one), "") for one in ranks]
+        if any(rank.code is not None or rank.stopped for rank in seen):  # where they are matters only then
+            seen = [one._replace(where=marks.read(places, rank)) for rank, one in enumerate(seen)]
+        verdict = outlook.look(seen)
+        if verdict is not None:
+            return verdict
+
+
+def _is_stopped(rank: subprocess.Popen[bytes]) -> bool:
+    """Whether a signal or a debugger keeps a running process from moving (Linux: /proc; elsewhere never)."""
+    if rank.returncode is not None:
+        return False
+    try:
+        return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except OSError:
+        return False

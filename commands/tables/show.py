@@ -1,0 +1,62 @@
+"""What a person sees: progress on stderr while ranks work, one table at the end on stdout, or one JSON object."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...core.input.json_text import to_json
+from ...training.progress import plain
+
+_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe."""
+
+
+@contextmanager
+def stdout_aside() -> Iterator[None]:
+    """Whatever is printed inside goes to stderr, by trainers' loggers and children too: stdout is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], RenderableType]) -> None:
+    """Print the result: one JSON object and nothing else, or the table."""
+    if as_json:
+        print(to_json(data))
+    else:
+        console = Console()
+        (console if console.is_terminal else Console(width=_WIDTH)).print(table(data))
+
+
+def grid(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", bold: int | None = None
+) -> Table:
+    """A plain table: the first column left, numbers right, floats to four digits; ``bold``: the row to set so."""
+    below = plain(caption, "table.caption") if caption else None
+    table = Table(title=plain(title, "table.title"), caption=below, title_justify="left", caption_justify="left")
+    for place, name in enumerate(head):
+        # Keys without spaces are folded, as an ellipsis would hide their ends.
+        table.add_column(plain(name), justify="left" if place == 0 else "right", overflow="fold")
+    for place, row in enumerate(rows):
+        table.add_row(*(_cell(value) for value in row), style="bold" if place == bold else None)
+    return table
+
+
+def _cell(value: Any) -> Text:
+    if isinstance(value, float):
+        return plain(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
+    return plain("-" if value is None else str(value))

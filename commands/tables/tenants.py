@@ -1,0 +1,69 @@
+"""Tenants and sweeps as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from ...core.input.format import clock
+from .show import grid
+
+_HEAD = ("tenant", "state", "step", "loss", "best", "at step", "tokens", "time left")
+
+
+def tables(result: dict[str, Any]) -> Group:
+    """A row a tenant, then a table a sweep with its winner bold; of ``tenants`` and ``sweeps`` of a result. Of a run,
+    what it came to as well."""
+    run = [_run(result["summary"], result["refused"])] if "summary" in result else []
+    return Group(_tenants(result["tenants"]), *(_ranking(ranking) for ranking in result["sweeps"]), *run)
+
+
+def _run(summary: dict[str, Any], refused: dict[str, str]) -> Table:
+    rates: list[tuple[str, Any]] = [
+        ("tokens, of them targets", f"{summary['tokens']:,}, {summary['targets']:,}"),
+        ("time in steps", clock(summary["train_s"])),
+        ("tokens/s", summary["tokens_per_s"]),
+    ]
+    rows: list[tuple[str, Any]] = [
+        ("steps", f"{summary['steps']:,}"),
+        *(rates if summary["steps"] else ()),
+        ("last checkpoint", summary["checkpoint"] or "none: checkpoint.dir is null"),
+        ("adapters", summary["out"]),
+    ]
+    caption = "\n".join(f"{name} was left out: {error}" for name, error in refused.items())
+    return grid("summary", ("", ""), rows, caption)
+
+
+def _tenants(statuses: list[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            row["name"],
+            row["state"],
+            f"{row['step']:,} of {row['steps']:,}",
+            row["loss"],
+            row["best"],
+            None if row["best"] is None else row["best_step"],
+            f"{row['tokens']:,}",
+            "" if row["left_s"] is None else clock(row["left_s"]),
+        )
+        for row in statuses
+    ]
+    tokens = sum(row["tokens"] for row in statuses)
+    about = [f"{tokens:,} tokens trained; loss: of the last step; best: the lowest loss of held-out samples"]
+    about += [f"{row['name']}: {row['reason']}" for row in statuses if row["reason"]]
+    return grid("tenants", _HEAD, rows, "\n".join(about))
+
+
+def _ranking(ranking: dict[str, Any]) -> Table:
+    rows = [
+        (str(place), row["trial"], row["state"], f"{row['step']:,} of {row['steps']:,}", row["loss"])
+        for place, row in enumerate(ranking["trials"], 1)
+    ]
+    caption = f"loss: {ranking['loss_is']}"
+    caption += (
+        f"\nthe adapter of {ranking['winner']} is in {ranking['best']}" if ranking["best"] else "\nstill going on"
+    )
+    head = ("place", "trial", "state", "step", "loss")
+    return grid(f"sweep {ranking['sweep']}", head, rows, caption, bold=0 if ranking["best"] else None)

@@ -1,0 +1,1 @@
+"""A model, its optimizer and checkpoints in a DeepSpeed engine that runs planned steps."""

@@ -1,0 +1,210 @@
+"""`Host` on DeepSpeed: one planned step through `deepspeed.initialize`'s engine with ZeRO 0, 1, 2 or 3.
+
+    loss of a micro-batch = sum of its token losses * share / T,   T = target tokens of the global batch
+
+with share 1 where gradients are summed over ranks (ZeRO 0, 1, 2) and the number of ranks where the engine averages
+(ZeRO 3). Gradients of a step are then those of the mean token loss of the batch, whatever the plan: whole sequences or
+slices, on one rank or shared by several, forwards whose activations are kept or that are replayed before their
+backward, the same groups in both directions or others. The loss of a token is counted where it is computed with
+gradients, once.
+
+Measured against a plain run of the same weights, 2 gloo ranks, float32: see docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from ....core.errors import EvenloadError
+from ....core.plan.branches import DUMMIES, SUM_AFTER_PASSES
+from ....core.plan.forwards import forwards_in_step, lower_forwards
+from ....core.plan.in_step import Program
+from ....core.plan.program import Dummies, lower
+from ....core.plan.step_plan import StepPlan
+from ....core.recipe.recipe import Recipe
+from ....core.registry import layer_planner
+from ....runtime.attention.labels import Labels, labels_of
+from ....runtime.attention.pack import TokensOf
+from ....runtime.experts.routing import StepRouting
+from ....runtime.measure.busy import BusyClock, counts_waiting
+from ....runtime.stage.executor import Executor
+from ....runtime.world.plane import Plane
+from ....runtime.world.world import World
+from ...host.foreign_plans import refuse_foreign
+from ...host.freezing import freeze
+from ...host.host import Mark
+from ...host.scoring import Book, evaluating
+from ...huggingface.models import refuse_unsupported
+from ...huggingface.routes import Recorder, num_experts_of
+from .engine import make_engine, one_reduction
+from .engine_host import EngineHost, EngineStep, Passed
+from .expert_gate import GatedExperts
+from .experts import DividedExperts
+from .model import build_model, recompute_layers
+from .pretrained import keeping_of
+from .stage import EngineStage
+
+log = logging.getLogger("evenload")
+
+
+class DeepSpeedHost(EngineHost):
+    """Runs plans on DeepSpeed's engine.
+
+    ``busy_s`` leaves gradient reduction out under ZeRO 0, 1 and 2. ZeRO 3 gathers parameters and reduces gradients
+    inside every pass, and ranks that share a micro-batch exchange keys and values there, so then, by wall time or on a
+    GPU, it holds the waiting for other ranks as well.
+    """
+
+    pipeline_stage = 0
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        super().__init__(recipe, world)
+        self.dp_cp_rank = world.rank
+        model = build_model(recipe, keeping=keeping_of(recipe, world.rank, world.size))
+        refuse_unsupported(model.config, recipe.data.max_length)
+        if recipe.train.recompute:
+            recompute_layers(model)
+        self._open_engine(model)
+        self.stage = int(self.engine.zero_optimization_stage())
+        self._experts = DividedExperts(self.engine.module, world.device) if recipe.parallel.ep > 1 else None
+        if self._experts is not None:
+            self.engine.clip_fp32_gradients = self._clip
+        if num_experts_of(self.engine.module):
+            self._gated = GatedExperts(self.engine.module, self._experts.group if self._experts else None)
+        self._all_in_step = self.stage == 3 and self._experts is None
+        shares = any(plugin.shares for plugin in recipe.enabled())
+        exchanges = self.stage == 3 or shares or self._experts is not None
+        self.busy_waits = exchanges and world.size > 1 and counts_waiting(world.device)
+        self._warned_of_dummies = False
+        self._recorder: Recorder | None = None
+
+    def _open_engine(self, model: Any) -> None:
+        """Freeze what stays as it is, and put DeepSpeed's engine around the model."""
+        own = dict(model.named_parameters())
+        self.frozen = freeze(self.recipe.train.freeze, own, [list(own)])
+        self.engine = make_engine(model, self.recipe, self.world.size)
+
+    def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        return dict(self.engine.module.named_parameters())
+
+    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self._experts.whole(tensors) if self._experts else tensors
+
+    def _name_in_model(self, name: str) -> str:
+        return self._experts.name_in_model(name) if self._experts else name
+
+    def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return tensors
+
+    def _norm_of_own(self) -> float:
+        if self._experts is None:
+            return super()._norm_of_own()
+        return math.sqrt(self._experts.square_of({n: p.grad for n, p in self._own_parameters().items()}))
+
+    def close(self) -> None:
+        super().close()
+        if self._experts is not None:
+            self._experts.close()
+
+    def _clip(self) -> None:
+        assert self._experts is not None
+        self._experts.clip(self._own_parameters(), self.recipe.train.clip_grad)
+
+    def _step(self) -> None:
+        self.engine.step()
+
+    def _passes(self, step: EngineStep) -> Passed:
+        plan, mark = step.plan, step.mark
+        refuse_foreign(plan, self.world.size, 1, splits_backward=False)
+        self._refuse_out_of_step(plan)
+        program, added = self._program_of(plan, "idle")
+        if self._gated:
+            self._gated.gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
+        plane = self._plane_of(plan)
+        share = self.world.size if self.stage == 3 else 1
+        with ExitStack() as open_step:
+            num_backwards = sum(action.kind == "backward" for action in program)
+            reduction = open_step.enter_context(one_reduction(self.engine, num_backwards))
+            recorder = self._recording(plan)
+            of_step: dict[str, Any] = {
+                "recorder": recorder,
+                "gated": self._gated,
+                "plane": plane,
+                "tokens_of": step.tokens_of,
+                "labels_of": labels_of(step.labels),
+                "weight": share / step.num_targets,
+            }
+            trainer = EngineStage(self.engine, reduction, **of_step, recomputes=self.recipe.train.recompute)
+            place = plan, 0, self.dp_cp_rank
+            executor = Executor(*place, program, trainer, links=None, plane=plane, clock=step.clock, mark=mark)
+            executor.run()
+            mark("gradient reduction")
+            with step.clock.noting("G") if self.stage < 3 else nullcontext():
+                open_step.close()
+        return Passed(trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES, *added))
+
+    def _program_of(self, plan: StepPlan, otherwise: Dummies) -> tuple[Program, tuple[str, ...]]:
+        """What this rank runs, in step with all others where they must be, and `DUMMIES` where that adds any."""
+        if not self._all_in_step:
+            return lower(plan, 0, self.dp_cp_rank, otherwise), ()
+        program = lower(plan, 0, self.dp_cp_rank, "in step")
+        added = sum(action.op.micro_batch < 0 for action in program)
+        if added and not self._warned_of_dummies:
+            self._warned_of_dummies = True
+            log.warning(
+                "ZeRO 3: the plan's ranks run forwards and backwards in different orders; %d of the %d passes of rank "
+                "%d are dummies that keep it in step",
+                added,
+                len(program),
+                self.dp_cp_rank,
+            )
+        return program, (DUMMIES,) if added else ()
+
+    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+        refuse_foreign(plan, self.world.size, 1, splits_backward=False)
+        self._refuse_out_of_step(plan)
+        place, plane = (plan, 0, self.dp_cp_rank), self._plane_of(plan)
+        program = forwards_in_step(plan)[self.dp_cp_rank] if self._all_in_step else lower_forwards(*place)
+        if self._gated:
+            self._gated.gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
+        of_step: dict[str, Any] = {
+            "plane": plane,
+            "tokens_of": tokens_of,
+            "labels_of": labels_of(labels),
+            "book": book,
+        }
+        trainer = EngineStage(self.engine, None, None, self._gated, **of_step)
+        clock = BusyClock(self.device)
+        executor = Executor(*place, program, trainer, links=None, plane=plane, clock=clock, mark=mark)
+        with evaluating(self.engine.module):
+            executor.run()
+
+    def _recording(self, plan: StepPlan) -> Recorder | None:
+        """What records the routes of a step into `routes`, where somebody wants them."""
+        if not self.records_routes:
+            return None
+        self._recorder = self._recorder or Recorder(self.engine.module)
+        self._recorder.step = step = StepRouting(plan.lengths, record=True)
+        assert step.routes is not None
+        self.routes = step.routes
+        return self._recorder
+
+    def _refuse_out_of_step(self, plan: StepPlan) -> None:
+        """Raise EvenloadError for a plan that does not keep those ranks in step that share experts, as its laws would
+        have it."""
+        limits, ranks = plan.limits, self.world.size if self.stage == 3 else self.layout.ep
+        if self._experts is not None and limits.in_step != ranks:
+            raise EvenloadError(
+                "the plan does not keep the ranks in step that share experts",
+                f"in_step {limits.in_step}, parallel.ep {self.layout.ep}",
+                f"plan under limits of in_step {ranks}",
+            )
+
+    def _open_plane(self) -> Plane:
+        return Plane.make([tuple(range(self.world.size))])

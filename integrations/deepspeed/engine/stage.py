@@ -1,0 +1,155 @@
+"""DeepSpeed's engine without pipeline stages for the executor: packs of a Hugging Face model, losses, backwards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ....core.plan.action import Action
+from ....core.plan.step_plan import MicroBatch
+from ....runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
+from ....runtime.attention.prefix import PrefixStore
+from ....runtime.attributes import with_attributes
+from ....runtime.stage.executor import Graph, StageTrainer
+from ....runtime.stage.offload import layers_of
+from ....runtime.world.plane import Plane
+from ...host.scoring import Book, token_losses
+from ...huggingface import attention
+from ...huggingface.routes import Recorder
+from .engine import Releases
+from .expert_gate import GatedExperts
+from .model import enable_recomputing, recomputing
+
+
+class Batch(NamedTuple):
+    """One micro-batch, loaded."""
+
+    pack: Pack
+
+
+class PackStage(StageTrainer):
+    """What the engines of DeepSpeed have in common in one step: packs, and the sum of their losses.
+
+    Args:
+        weight: of the loss of a token.
+        recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
+        book: takes down what scores give; a program without them needs none.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        blocks: Sequence[Any],
+        *,
+        plane: Plane | None,
+        tokens_of: TokensOf,
+        labels_of: TokensOf | None,
+        weight: float = 0.0,
+        recomputes: bool = False,
+        book: Book | None = None,
+    ) -> None:
+        super().__init__(blocks, engine.device)
+        self._engine, self._plane, self._tokens_of, self._labels_of = engine, plane, tokens_of, labels_of
+        self._weight, self._recomputes, self._book = weight, recomputes, book
+        self.totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        """Sum of the token losses that this rank has computed, and their number."""
+
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
+        tokens_of, labels_of = self._tokens_of, self._labels_of
+        return Batch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of))
+
+    def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
+        """The loss of a pack, booked, as its backward starts from it."""
+        self.totals[0] += loss.detach()
+        self.totals[1] += pack.num_targets
+        return loss * self._weight
+
+    def _scored(self, logits_TV: Tensor, pack: Pack) -> Tensor:
+        """What is left of the logits of a pack once they are taken down: nothing."""
+        assert self._book is not None
+        self._book.add(logits_TV if self._book.wants_logits else token_losses(logits_TV, pack), pack)
+        return logits_TV.new_zeros(())
+
+
+class EngineStage(PackStage):
+    """The passes of an engine without pipeline stages; ``reduction`` is that of the step (`engine.one_reduction`; None:
+    no backward comes), and ``recorder`` and ``gated`` experts are told which pack runs forward, if there are any."""
+
+    def __init__(
+        self,
+        engine: Any,
+        reduction: Releases | None,
+        recorder: Recorder | None,
+        gated: GatedExperts | None,
+        **of_step: Any,
+    ) -> None:
+        super().__init__(engine, layers_of(engine.module), **of_step)
+        self._reduction, self._gated = reduction, gated
+        self._watchers = [watcher for watcher in (recorder, gated) if watcher]
+        parameters = inspect.signature(engine.module.forward).parameters
+        self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def entering(self, where: str) -> None:
+        if self._gated:
+            self._gated.gate.enter(where)
+
+    def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
+        with ExitStack() as forward:
+            for watcher in self._watchers:
+                forward.enter_context(with_attributes(watcher, pack=loaded.pack))
+            return self._forward(loaded, action)
+
+    def _forward(self, loaded: Batch, action: Action) -> Tensor:
+        if action.kind == "forward_kv":
+            output: Tensor = self._engine(**call_of(loaded.pack), **self._one_logit).logits
+            return output
+        if action.kind == "score":
+            return self._scored(self._engine(**call_of(loaded.pack)).logits[0], loaded.pack)
+        assert self._reduction is not None
+        # What a plan says of a micro-batch overrules the recipe; 0 where neither recomputes needs nothing.
+        says = action.recomputed is not None and (action.recomputed > 0 or self._recomputes)
+        with recomputing(self._checkpointed(), action.recomputed or 0) if says else nullcontext():
+            loss = self._loss_of(loaded.pack)
+        self._reduction.after_forward()
+        return self._weighed(loss, loaded.pack)
+
+    def backward(self, graph: Graph, gradient: Tensor | None) -> None:
+        assert self._reduction is not None
+        self._reduction.before_backward()
+        self._engine.backward(graph.output, scale_wrt_gas=False)
+
+    def _loss_of(self, pack: Pack) -> Tensor:
+        """The sum of the token losses of a pack, from a forward that will have a backward."""
+        return loss_sum(self._engine, pack)
+
+    def _checkpointed(self) -> Sequence[Any]:
+        """The decoder layers, able to recompute their activations. Raises EvenloadError if they are not."""
+        enable_recomputing(self._engine.module, self.blocks)
+        return self.blocks
+
+
+def loss_sum(model: Any, pack: Pack) -> Tensor:
+    """Sum of the token losses of a pack, in float32 at least; 0 with zero gradients for a dummy."""
+    return summed(model(**call_of(pack)).logits[0], pack)
+
+
+def summed(logits_TV: Tensor, pack: Pack) -> Tensor:
+    """Sum of the token losses of logits, in float32 at least."""
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    return cross_entropy(logits_TV.to(wide), pack.labels_T, ignore_index=IGNORE, reduction="sum")
+
+
+def call_of(pack: Pack) -> dict[str, Any]:
+    """The arguments of the model's call for a pack."""
+    return {
+        "input_ids": pack.tokens_T[None],
+        "position_ids": pack.positions_T[None],
+        "use_cache": False,
+        attention.PACK: pack,
+    }

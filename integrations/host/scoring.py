@@ -1,0 +1,110 @@
+"""What a host hands out of a plan that runs forward only: the losses of its sequences, or their logits.
+
+Shape legend: N = sequences of the global batch, T = slots of a pack, L = tokens of a sequence, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ...core.aliases import Floats, Ints
+from ...core.plan.step_plan import Lengths
+from ...runtime.attention.pack import IGNORE, Pack, slice_losses
+from ...runtime.world.agreement import everyone
+
+
+class Scores(NamedTuple):
+    """The losses of a global batch, the same on every rank."""
+
+    losses: Floats
+    """float64 [N]: sum of the token losses of each sequence, in nats."""
+    targets: Ints
+    """int64 [N]: target tokens of each sequence."""
+
+    @property
+    def loss(self) -> float:
+        """Of a target token, in the mean; not a number where there is none."""
+        count = int(self.targets.sum())
+        return float(self.losses.sum()) / count if count else math.nan
+
+
+class Book(ABC):
+    """Takes down what the last stage gives for each pack."""
+
+    wants_logits: bool
+
+    @abstractmethod
+    def add(self, values: Tensor, pack: Pack) -> None:
+        """Take down a pack's logits [T, V], or the loss of each of its tokens [T], whatever its label."""
+
+
+class LossBook(Book):
+    """The losses of the sequences of a batch."""
+
+    wants_logits = False
+
+    def __init__(self, num_sequences: int, device: torch.device) -> None:
+        self._sums_2N = torch.zeros(2, num_sequences, dtype=torch.float64, device=device)
+
+    def add(self, values: Tensor, pack: Pack) -> None:
+        sums, counts = slice_losses(values.double(), pack)
+        sequences = torch.tensor([s.sequence for s in pack.slices], dtype=torch.int64, device=values.device)
+        self._sums_2N.index_add_(1, sequences, torch.stack([sums, counts.double()]))
+
+    def scores(self) -> Scores:
+        """Of all ranks. Collective."""
+        if dist.is_initialized():
+            dist.all_reduce(self._sums_2N)
+        losses, targets = self._sums_2N.cpu().numpy()
+        return Scores(losses, targets.astype("int64"))
+
+
+class LogitBook(Book):
+    """The logits of every token of a batch."""
+
+    wants_logits = True
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, int, Tensor]] = []
+
+    def add(self, values: Tensor, pack: Pack) -> None:
+        for piece, first in zip(pack.slices, pack.segments, strict=False):
+            rows = values[first : first + piece.length].cpu()
+            self._pieces.append((piece.sequence, piece.start, rows.clone()))
+
+    def logits(self, lengths: Lengths) -> Mapping[int, Tensor]:
+        """By sequence, [L, V], on rank 0; nothing on other ranks. Collective."""
+        pieces = [piece for of_rank in everyone(self._pieces) for piece in of_rank]
+        if dist.is_initialized() and dist.get_rank():
+            return {}
+        whole = {i: pieces[0][2].new_empty(n, pieces[0][2].shape[1]) for i, n in enumerate(lengths.tolist())}
+        for sequence, start, rows_LV in pieces:
+            whole[sequence][start : start + len(rows_LV)] = rows_LV
+        return whole
+
+
+def token_losses(logits_TV: Tensor, pack: Pack) -> Tensor:
+    """The loss of each token of a pack from its logits [T], in float32 at least; 0 where it is no target."""
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    return cross_entropy(logits_TV.to(wide), pack.labels_T, ignore_index=IGNORE, reduction="none")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the modules of a model do what they do when nothing is trained: no dropout, nothing recomputed."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

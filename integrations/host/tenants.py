@@ -1,0 +1,110 @@
+"""A host whose base stays as it is, and which trains the adapters of tenants instead (`runtime.adapters`).
+
+    loss of a step = sum over tenants of (sum of the tenant's token losses / its target tokens)
+
+so each tenant's gradient is that of its own mean loss, whoever else is in the step, since no token's loss depends on
+another tenant's adapter. Its norm, clip, rate and update are its own, too. A tenant whose loss, gradient or rate is not
+finite, or whose data has other targets than were counted, is not updated, and named; it changes nothing for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.plan.step_plan import StepPlan
+from ...runtime.adapters.adapters import Adapters
+from ...runtime.attention.labels import Labels
+from ...runtime.attention.pack import TokensOf
+from ..reference.textbook import AdamState
+from .host import Host, Mark, TenantResult
+from .scoring import Book, Scores
+
+
+def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, int]:
+    """Target tokens of each tenant of a plan. Raises EvenloadError for a plan without tenants."""
+    if not len(plan.tenants):
+        what = "a plan without tenants reached a host that trains adapters"
+        raise EvenloadError(what, f"{len(plan.lengths)} sequences", "plan draws whose sequences have tenants")
+    targets = np.maximum(plan.lengths - 1, 0) if labels is None else labels.targets
+    return {int(tenant): int(targets[plan.tenants == tenant].sum()) for tenant in np.unique(plan.tenants)}
+
+
+class TenantHost(Host):
+    """What the hosts of all trainers have in common; a subclass makes `adapters` and runs the passes."""
+
+    adapters: Adapters
+    _results: dict[int, TenantResult]
+    """Of the tenants of the last step; the update adds who fails in it."""
+
+    def _of_tenants(self, plan: StepPlan, targets: Mapping[int, int], scores: Scores) -> dict[int, TenantResult]:
+        """Sum the gradients, divide each by its tenant's targets, and say what came of each tenant. Collective.
+
+        Passes run with the plain sum of token losses: a divisor inside them would be rounded with every token.
+        """
+        numbers = sorted(targets)
+        self.adapters.sum_gradients(targets)
+        norms = self.adapters.norms(numbers)
+        self._results = {}
+        for number in numbers:
+            own = plan.tenants == number
+            loss, norm = float(scores.losses[own].sum()) / max(1, targets[number]), norms[number]
+            bad = [what for what, value in (("loss", loss), ("gradient", norm)) if not math.isfinite(value)]
+            failed = f"not finite: {', '.join(bad)}" if bad else ""
+            if (seen := int(scores.targets[own].sum())) != targets[number]:
+                failed = f"the data has changed: {seen} targets in the step, {targets[number]} counted"
+            self._results[number] = TenantResult(loss, targets[number], norm, failed)
+        return self._results
+
+    def _loss(self) -> float:
+        """Of a target token, in the mean over the tenants of the last step that did not fail."""
+        good = [result for result in self._results.values() if not result.failed]
+        count = sum(result.num_targets for result in good)
+        return sum(result.loss * result.num_targets for result in good) / count if count else math.nan
+
+    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+        self.adapters.begin(plan.tenants)
+        super()._forwards(plan, tokens_of, labels, mark, book)  # type: ignore[safe-super]
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of every tenant of the last step, by ``<number>.<matrix>``, whole."""
+        return {
+            f"{number}.{name}": g for number in self._results for name, g in self.adapters.gradients(number).items()
+        }
+
+    def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
+        return math.hypot(*(result.grad_norm for result in self._results.values() if not result.failed))
+
+    def _update(self, lr: Any) -> float:
+        for number, result in self._results.items():
+            if not math.isfinite(lr[number]) and not result.failed:
+                self._results[number] = result._replace(failed="not finite: learning rate")
+        good = {number: result.grad_norm for number, result in self._results.items() if not result.failed}
+        self.adapters.update({number: lr[number] for number in good}, good)
+        return self._norm({})
+
+    def optimizer_states(self) -> dict[str, AdamState]:
+        """Of every tenant that is here, by ``<number>.<matrix>``, whole."""
+        states = {number: self.adapters.state(number) for number in self.adapters.numbers}
+        return {
+            f"{number}.{name}": AdamState(weight, state.first[name], state.second[name])
+            for number, state in states.items()
+            for name, weight in state.weights.items()
+        }
+
+    def save(self, directory: Path) -> None:
+        raise AssertionError("adapters are saved one by one: see Adapters.state")
+
+    def load(self, directory: Path) -> None:
+        raise AssertionError("adapters are loaded one by one: see Adapters.join")
+
+    def close(self) -> None:
+        if hasattr(self, "adapters"):
+            self.adapters.close()
+        super().close()

@@ -1,0 +1,92 @@
+"""What planners must know of Megatron-Core. Imports neither it nor torch.
+
+    precision  weight  gradient  master  Adam   divided over data-parallel ranks
+    fp32       4       4         -       8      Adam, with the distributed optimizer
+    bf16       2       4         4       8      master and Adam, likewise
+    fp64       8       8         -       16     nothing
+
+Gradients are there throughout, and are summed in float32 where weights are half precision. Read off megatron-core
+0.16.1 as evenload sets it up, by the bytes alive after a step on one rank.
+"""
+
+from __future__ import annotations
+
+from ....core.errors import Rule
+from ....core.recipe.recipe import Recipe
+from ....core.recipe.sizes import VALUE_BYTES
+from ....core.recipe.traits import States, Trainer, TrainerTraits
+
+
+def traits(recipe: Recipe) -> TrainerTraits:
+    dtype, section = recipe.train.dtype, recipe.megatron
+    value = VALUE_BYTES[dtype]
+    gradient = max(4, value)
+    optimizer = 2 * gradient + (4 if dtype == "bf16" else 0)
+    shards = section.distributed_optimizer and dtype != "fp64"
+    return TrainerTraits(
+        states=States(value + gradient + optimizer, optimizer if shards else 0),
+        sharding="optimizer" if section.distributed_optimizer else "none",
+        summed_bytes=gradient,
+        overlaps_gradients=section.overlap_grad_reduce,
+        waits_for_sends=True,
+    )
+
+
+def run_rules(recipe: Recipe) -> list[Rule]:
+    """What can be planned and not run: what Megatron-Core's MoE layers do not do, or not with the packs of a plan."""
+    moe, p = recipe.model.moe, recipe.parallel
+    if moe is None:
+        return []
+    dense = _stages_without_experts(recipe)
+    return [
+        *(export_rules(recipe) if recipe.train.export is not None else []),
+        (
+            p.tp > 1,
+            "Megatron-Core wants sequence parallelism where experts and tensor parallelism meet, and torch's norms, "
+            "which this model has, know none",
+            f"parallel.tp {p.tp}, {moe.num_experts} experts",
+            "set parallel.tp=1, and parallel.ep to divide the experts",
+        ),
+        (
+            moe.dispatcher == "allgather" and (p.pp > 1 or (p.ep > 1 and bool(recipe.enabled()))),
+            "Megatron-Core's allgather dispatcher takes equally many tokens from all ranks in all micro-batches, and "
+            "packs of plugins and of pipelines differ in length",
+            f"model.moe.dispatcher allgather, ep {p.ep}, pp {p.pp}, {len(recipe.enabled())} plugins",
+            "set model.moe.dispatcher=alltoall",
+        ),
+        (
+            moe.topk == 1 and moe.score == "softmax",
+            "the softmax over one chosen expert is 1: its router would learn nothing, and Megatron-Core refuses it",
+            "model.moe.topk 1, score softmax",
+            "set model.moe.topk to 2 or more, or score=sigmoid",
+        ),
+        (
+            p.ep > 1 and bool(dense) and recipe.train.dtype != "fp64",
+            "Megatron-Core's optimizers cannot save a pipeline stage whose expert-parallel ranks have no experts",
+            f"stages {dense} of {p.pp} have none, ep {p.ep}, train.dtype {recipe.train.dtype}",
+            "choose parallel.pp and model.moe.every so that every stage has a layer with experts",
+        ),
+    ]
+
+
+def export_rules(recipe: Recipe) -> list[Rule]:
+    """What no family of Transformers computes, and so cannot be exported."""
+    model, moe = recipe.model, recipe.model.moe
+    if moe is None:
+        return []
+    what = f"Transformers' {model.family} is another model than this one: it cannot be exported"
+    do = "train a model that Transformers has"
+    return [
+        (moe.shared_ffn_hidden_size > 0, what, f"model.moe.shared_ffn_hidden_size {moe.shared_ffn_hidden_size}", do),
+        (moe.score != "softmax", what, f"model.moe.score {moe.score}", do),
+        (model.family == "mixtral" and moe.every > 1, what, f"model.moe.every {moe.every}", do),
+    ]
+
+
+def _stages_without_experts(recipe: Recipe) -> list[int]:
+    per_stage = recipe.model.num_layers // recipe.parallel.pp
+    with_experts = {layer // per_stage for layer in recipe.model.moe_layers}
+    return [stage for stage in range(recipe.parallel.pp) if stage not in with_experts]
+
+
+MEGATRON = Trainer(traits, run_rules=run_rules)

@@ -1,1 +1,0 @@
-"""The forms in which training loops hold their batches."""

@@ -1,0 +1,146 @@
+"""The plan of one training call: the samples of all data ranks as one global batch, and how a rank lays out packs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from .....core.aliases import Floats
+from .....core.errors import EvenloadError
+from .....core.plan.step_plan import StepPlan, as_lengths
+from .....core.plan.token_layout import tokens_of_ranks
+from .....core.planning.chain import warn_once
+from .....runtime.world.agreement import agree, everyone
+from ..reading.batches import Batches
+from ..reading.context_parallel import Columns
+from ..reading.samples import exchange, lay_out
+from ..refusals.supported import tokens_multiple
+from ..running.chunks import of_stock
+from ..running.experts import CameWith
+from ..running.objective import weights_of
+from ..running.order import LayOut, with_dummies
+from .sharing import plan_in_rounds, ranks_of_samples
+from .user_loop import UserLoop
+
+log = logging.getLogger("evenload")
+
+
+class CallPlan(NamedTuple):
+    """The plan of a training call, and what this rank knows of its samples."""
+
+    plan: StepPlan
+    lay: LayOut
+    columns: Columns
+    own: list[list[int]]
+    """The columns that this rank has, in the stock loop, of each of the loop's own micro-batches."""
+    order: list[tuple[int, int, int]]
+    """(data rank, micro-batch, row) of each sequence."""
+    weights: Floats
+    """Of a token of each column, where micro-batches are averaged."""
+    came_with: CameWith
+    padded: bool
+    """Rows of the loop hold more than the tokens of samples, on some rank, and the model is not told where."""
+    several: bool
+    """A row of the loop holds several samples, on some rank."""
+
+
+def data_group() -> Any:
+    """All data x context ranks with the same part of the model."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool, step: int, warned: set[str]) -> CallPlan:
+    """The plan of training call ``step``. Collective; raises EvenloadError.
+
+    Args:
+        interleaved: Megatron runs its interleaved schedule.
+        warned: what has been warned of; grows.
+    """
+    gathered = _gathered(batches)
+    try:
+        return _plan_call(gathered, batches, loop, gpt, interleaved, step, warned)
+    except EvenloadError:
+        if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
+            raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
+        raise
+
+
+def _gathered(batches: Batches) -> list[tuple[Any, ...]]:
+    """What every data rank brings: lengths, targets, places of a row and of all, whether a row holds several samples,
+    trouble. Collective; raises, on all of them, what
+    one has met."""
+    # Context-parallel ranks are given the same samples: the first brings them.
+    first = parallel_state.get_context_parallel_rank() == 0
+    brought = batches.lengths if first else [[] for _ in batches.lengths]
+    of_rank = (brought, batches.targets, batches.row, batches.slots, batches.several, batches.trouble)
+    gathered: list[tuple[Any, ...]] = everyone(of_rank, data_group())
+    if trouble := next((one for *_, one in gathered if one is not None), None):
+        raise trouble
+    return gathered
+
+
+def _plan_call(
+    gathered: Sequence[tuple[Any, ...]],
+    batches: Batches,
+    loop: UserLoop,
+    gpt: Any,
+    interleaved: bool,
+    step: int,
+    warned: set[str],
+) -> CallPlan:
+    """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
+    of them out. Collective."""
+    group, ranks = data_group(), parallel_state.get_context_parallel_world_size()
+    me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
+    lengths_of_ranks, targets_of_ranks, rows, slots_of_ranks, several, _ = zip(*gathered, strict=True)
+    # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
+    order = [
+        (rank, place, row)
+        for place in range(max(map(len, lengths_of_ranks)))
+        for rank, one in enumerate(lengths_of_ranks)
+        for row in range(len(one[place]) if place < len(one) else 0)
+    ]
+    lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
+    own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
+    plan = plan_in_rounds(loop.chain, as_lengths(lengths))
+    if dist.get_rank() == 0:
+        warn_once(plan, warned)
+    agree(plan.digest, "plans", step)
+
+    plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
+    like = batches.samples[0][0]
+    samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group, like=like)
+    config = gpt.config
+    lay = partial(
+        lay_out,
+        samples=samples,
+        like=like,
+        multiple=tokens_multiple(config),
+        plane=loop.plane_of(plan),
+        form=batches.form,
+        device=next(gpt.parameters()).device,
+    )
+    slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
+    log.info(
+        "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
+        step + 1,
+        len(order),
+        len(slots),
+        max(slots),
+        sum(slots),
+        batches.slots,
+    )
+    columns = Columns(ranks, [rows[rank] for rank, _, _ in order])
+    places: list[list[int]] = [[] for _ in batches.lengths]
+    for i, (rank, place, _) in enumerate(order):
+        if rank == me - place_in_row:
+            places[place].append(columns.number(i, place_in_row))
+    came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
+    padded = sum(slots_of_ranks) > sum(lengths) and "padding_mask" not in batches.form.looks
+    weights = weights_of(targets_of_ranks, order)
+    return CallPlan(plan, lay, columns, places, order, weights, came_with, padded, any(several))

@@ -1,0 +1,205 @@
+"""Micro-batches that stay as they are, since something of their experts depends on which samples are in them.
+
+A balance loss over a micro-batch, Sinkhorn's routing, the capacity of experts: whoever regroups samples changes them.
+So nothing is regrouped. Every rank runs the batches of its own iterator, in the loop's own form, with Megatron's own
+routers, losses and reports; in a plan a whole micro-batch stands for one sequence. What plugins can still do:
+
+    moe         copies of experts, in every layer of every pass; Megatron's own schedule runs
+    pipeline    an order of the micro-batches, with recomputation and passes for weight gradients
+
+Where none of them has anything to do, the loop is left alone and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from megatron.core import parallel_state
+
+from .....core.plan.step_plan import MicroBatch, StepPlan, as_lengths
+from .....core.planning.chain import PlanChain
+from .....core.recipe.recipe import Recipe
+from .....runtime.experts.gate import ExpertGate
+from .....runtime.experts.history import learned
+from .....runtime.stage.stage_links import StageLinks
+from .....runtime.world.agreement import agree, everyone
+from ....unmodified.planned_runs import end_of_check, report_idle, report_step
+from ...base.plane import current_layout, stage_links
+from ...model.expert_gate import bind_gate
+from ...model.linears import why_in_backward
+from ..refusals.expert_rules import refuse_experts
+from ..refusals.groups import refuse_groups
+from ..refusals.supported import bare_model, for_config, why_stock
+from ..running.chunks import one_iterator, refuse_chunks_with_copies
+from ..running.experts import gate_of, with_experts_in_step
+from ..running.order import run_order
+
+_IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_eps")
+"""What depends on the order in which ranks run their micro-batches, too."""
+_DO = "use the balance loss seq_aux_loss or the expert bias, or enable plugins.moe with expert parallelism"
+
+
+class OwnBatch(NamedTuple):
+    """A micro-batch of the loop, for `run_order`."""
+
+    number: int
+    """Among those of this rank."""
+    batch: Any
+    """None on a rank without an iterator."""
+    pack: Any
+    """What the executor asks of a pack: here nothing."""
+    num_counted: float = 0.0
+
+
+@dataclass(eq=False)
+class Together:
+    """A loop whose micro-batches stay as they are."""
+
+    chain: PlanChain | None
+    """None: no plugin has anything to do."""
+    why: str
+    plugins: str
+    """The enabled ones."""
+    orders: bool
+    links: StageLinks | None = None
+    steps: int = 0
+    """That have been planned."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, chunks: list[Any], foreign_owner: str, why: str, call: Mapping[str, Any]) -> Together:
+        """What can be done in a loop. Raises EvenloadError. Collective.
+
+        Args:
+            chunks: the model's parts on this rank.
+            why: what depends on the micro-batch.
+            call: the arguments of Megatron's schedule.
+        """
+        enabled, layout = recipe.enabled(), current_layout()
+        names = ", ".join(f"plugins.{plugin.name}" for plugin in enabled)
+        copies = layout.ep > 1 and any(plugin.place == "layers" for plugin in enabled)
+        alone = len(chunks) == layout.cp == 1 and layout.pp > 1 and not why.startswith(_IN_TURN)
+        orders = alone and any(plugin.orders for plugin in enabled)
+        if not copies and not orders:
+            return cls(None, why, names, orders=False)
+        gpt = bare_model(chunks[0])
+        refuse_groups(call.get("pg_collection"), call.get("p2p_communicator"))
+        if copies:
+            refuse_chunks_with_copies(chunks)
+            refuse_experts(gpt)
+        reasons = everyone((why_stock(chunks, foreign_owner), why_in_backward(gpt)))
+        orders = orders and not any(stock for stock, _ in reasons)
+        if not copies and not orders:
+            return cls(None, why, names, orders=False)
+        chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in reasons))
+        return cls(chain, why, names, orders)
+
+    def run(self, stock: Callable[..., Any], chunks: list[Any], call: dict[str, Any]) -> Any:
+        """One training call. Collective."""
+        if self.chain is None:
+            why = f"{self.why} depends on which samples are in a micro-batch, and {self.plugins} would regroup them"
+            report_idle("Megatron-Core", why, _DO)
+            return stock(**call)
+        ranks, number = self.chain.limits.num_ranks, call["num_microbatches"]
+        plan = self.chain.plan(as_lengths([_tokens(call)] * (ranks * number)))
+        agree(plan.digest, "plans", self.steps)
+        self.steps += 1
+        gate = gate_of(plan)
+        if plan.in_host_schedule or not _is_even(plan, number):
+            result = _run_stock(stock, gate, chunks[0], call)
+        else:
+            result = self._run_order(plan, gate, chunks[0], call)
+        report_step("Megatron-Core", self.chain, plan, micro_batch_size=1, loads=gate.loads)
+        self.chain = learned(self.chain, gate.loads)
+        end_of_check()
+        return result
+
+    def _run_order(self, plan: StepPlan, gate: ExpertGate, chunk: Any, call: Mapping[str, Any]) -> list[Any]:
+        """The order of a plan; reports are given back in the order of the loop's micro-batches."""
+        if self.links is None:
+            self.links = stage_links()
+        gpt, iterator = bare_model(chunk), one_iterator(call["data_iterator"])
+        number = call["num_microbatches"]
+        batches = [None if iterator is None else next(iterator) for _ in range(number)]
+        own = [plan.micro_batches[index] for index in plan.of_rank(parallel_state.get_data_parallel_rank())]
+        place = {micro_batch: index for index, micro_batch in enumerate(own)}
+        losses: list[int] = []
+
+        def lay(micro_batch: MicroBatch, _: Any = None) -> OwnBatch:
+            index = place[micro_batch]
+            return OwnBatch(index, batches[index], SimpleNamespace(slices=micro_batch.slices, segments=()))
+
+        step = _OwnStep(call["forward_step_func"], gpt, gate, losses)
+        shape = call["seq_length"], call["micro_batch_size"]
+        reports = run_order(
+            plan,
+            chunk=chunk,
+            gpt=gpt,
+            links=self.links,
+            plane=None,
+            step=step,
+            lay=lay,
+            rest=call,
+            own=(number, *shape),
+        )
+        return [report for _, report in sorted(zip(losses, reports, strict=True), key=lambda pair: pair[0])]
+
+
+class _OwnStep:
+    """What `run_order` asks of a `UserStep`, for a loop's own batches."""
+
+    def __init__(self, function: Callable[..., Any], gpt: Any, gate: ExpertGate, losses: list[int]) -> None:
+        self._function, self._gpt, self.gate, self._losses = function, gpt, gate, losses
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            undo.callback(bind_gate(self._gpt, self.gate))
+            yield
+
+    def run(self, own: OwnBatch, chunk: Any) -> tuple[Any, Any]:
+        output, loss_func = self._function(None if own.batch is None else iter([own.batch]), chunk)
+        if parallel_state.is_pipeline_last_stage():
+            self._losses.append(own.number)
+        return output, loss_func
+
+
+def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: dict[str, Any]) -> Any:
+    """Megatron's own schedule over the loop's own batches, its experts behind the gate."""
+    function = call["forward_step_func"]
+
+    @wraps(function)
+    def forward_step(*args: Any, **named: Any) -> Any:
+        gate.enter("a micro-batch")
+        return function(*args, **named)
+
+    with ExitStack() as undo:
+        undo.callback(bind_gate(bare_model(chunk), gate))
+        return stock(**{**call, "forward_step_func": forward_step})
+
+
+def _chain(recipe: Recipe, gpt: Any, tokens: int, orders: bool, *, splits: bool) -> PlanChain:
+    """Of the plugins that have something to do; a micro-batch is a sequence, and every cap holds one."""
+    config, layout = gpt.config, current_layout()
+    planned, in_step = with_experts_in_step(layout, config)
+    placing = [plugin for plugin in recipe.enabled() if plugin.place == "steps"]
+    changes: dict[str, Any] = {f"plugins.{p.name}.enabled": False for p in placing if not (orders and p.orders)}
+    changes |= {f"plugins.{p.name}.max_tokens": tokens for p in placing if orders and p.orders}
+    recipe = for_config(recipe.changed(changes), config, gpt.vocab_size, planned)
+    chain = PlanChain.of_loop(recipe, planned, warn=False, whole=True)
+    limits = replace(chain.limits, in_step=in_step, splits_backward=chain.limits.splits_backward and splits)
+    return replace(chain, limits=limits, micro_batch_size=1)
+
+
+def _is_even(plan: StepPlan, number: int) -> bool:
+    """Whether each rank runs as many micro-batches as it has."""
+    return all(len(plan.of_rank(rank)) == number for rank in range(plan.limits.num_ranks)) and not plan.replayed
+
+
+def _tokens(call: Mapping[str, Any]) -> int:
+    """Of a micro-batch."""
+    return int(call["seq_length"]) * int(call["micro_batch_size"])

@@ -1,0 +1,242 @@
+"""Training calls on TensorDicts, as verl's engine makes them: rows change micro-batches and ranks, nothing else.
+
+    batch["input_ids"]      ragged rows; the user's ``forward_step_func`` packs them itself and tells the model
+    loss                    divided by what is the whole step's (``batch_num_tokens``, ``global_batch_size``)
+
+So a plan of whole samples in Megatron's own schedule is all there is to do: micro-batches are TensorDicts of the same
+kind with other rows, and the loss of each is multiplied by what the schedule divides it by beyond the loop's own number
+of micro-batches. Exact where the loss of a micro-batch is the sum of its rows' losses, which is tried on two rows
+before the first step. A rank with fewer micro-batches than others repeats its shortest row with a loss of zero.
+
+What the loss function reports of rows (``model_output``) goes back to the ranks and micro-batches that the rows came
+from; sums of losses and metrics stay where they were computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from .....core.errors import EvenloadError, refuse_first
+from .....core.plan.step_plan import StepPlan, as_lengths
+from .....core.planning.chain import PlanChain
+from .....runtime.attributes import with_attributes
+from .....runtime.world.agreement import agree, all_or_none, everyone
+from ..reading.objects import exchange_objects
+from ..reading.rows import INPUT, Row, joined, of_batch, refuse_uncommon, rows_of
+from ..running.order import with_dummies
+from ..running.row_step import RowStep
+
+log = logging.getLogger("evenload")
+
+_OUTPUT = "model_output"
+_CLOSE = 1e-2
+"""Rows in other packs give other last digits, in bfloat16 many; a mean instead of a sum is off by half."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowBatches:
+    """The micro-batches of a training call, on a rank."""
+
+    batches: Sequence[Any]
+    places: list[list[int]]
+    """Of the rows of each, in the global batch."""
+    source: list[int]
+    """Data-parallel rank that has read the row at each place."""
+    own: dict[int, Row]
+    lengths: list[int]
+    """[tokens] of the row at each place."""
+
+
+def take_rows(batches: Sequence[Any], per_token: bool) -> RowBatches:
+    """What all data-parallel ranks bring, in the order of Megatron's sampler. Collective. Raises EvenloadError on all
+    of them. ``per_token``: losses are divided by all tokens, and not by the micro-batches of a rank."""
+    group = parallel_state.get_data_parallel_group()
+    rows = all_or_none(lambda: [rows_of(batch) for batch in batches], group)
+    of_ranks = everyone(([[row.length for row in one] for one in rows], [of_batch(batch) for batch in batches]), group)
+    counts = sorted({len(of_rank) for of_rank, _ in of_ranks})
+    refuse_first(
+        (
+            len(counts) > 1 and not per_token,
+            "ranks bring unequal numbers of micro-batches, by which Megatron divides the losses of each",
+            f"{' and '.join(map(str, counts))} micro-batches, calculate_per_token_loss False",
+            "give every data-parallel rank as many, or set calculate_per_token_loss=True",
+        )
+    )
+    refuse_uncommon([values for _, of_rank in of_ranks for values in of_rank])
+    order = [
+        (rank, place, row)
+        for place in range(max(len(lengths) for lengths, _ in of_ranks))
+        for rank, (lengths, _) in enumerate(of_ranks)
+        for row in range(len(lengths[place]) if place < len(lengths) else 0)
+    ]
+    me, places, own = dist.get_rank(group), [list[int]() for _ in batches], {}
+    for i, (rank, place, row) in enumerate(order):
+        if rank == me:
+            places[place].append(i)
+            own[i] = rows[place][row]
+    lengths = [of_ranks[rank][0][place][row] for rank, place, row in order]
+    return RowBatches(batches, places, [rank for rank, _, _ in order], own, lengths)
+
+
+class RowSteps:
+    """The training calls on rows of one model."""
+
+    def __init__(self, chain: PlanChain) -> None:
+        self.chain = chain
+        self._tried = False
+
+    def run(
+        self, stock: Callable[..., Any], function: Callable[..., Any], chunks: Any, batches: Sequence[Any], **rest: Any
+    ) -> tuple[list[Any], StepPlan]:
+        """Reports for the loop's micro-batches, and the plan that ran. Collective. Raises EvenloadError.
+
+        Args:
+            function: the user's ``forward_step_func``.
+            chunks: the model; one chunk.
+            batches: TensorDicts, the micro-batches of the loop.
+            rest: further arguments of the schedule.
+        """
+        refuse_rows(chunks)
+        (chunk,), config = chunks, get_model_config(chunks[0])
+        taken = take_rows(batches, bool(config.calculate_per_token_loss))
+        if not self._tried:
+            self._try(stock, function, chunk, taken, **rest)
+            self._tried = True
+        plan = self._planned(taken)
+        group = parallel_state.get_data_parallel_group()
+        target = [0] * len(taken.lengths)
+        for micro_batch in plan.micro_batches:
+            for piece in micro_batch.slices:
+                (target[piece.sequence],) = micro_batch.ranks
+        portable = {i: row if target[i] == dist.get_rank(group) else row.cpu() for i, row in taken.own.items()}
+        rows = exchange_objects(portable, taken.source, target, group)
+        packs = [plan.micro_batches[i].slices for i in plan.of_rank(dist.get_rank(group))]
+        shortest = min(taken.own.values(), key=lambda row: row.length)
+        own = [[rows[piece.sequence] for piece in slices] or [shortest] for slices in packs]
+        log.info("%d rows in %d micro-batches on this rank instead of %d", len(rows), len(own), len(batches))
+        step = RowStep(
+            function,
+            all_or_none(lambda: [joined(one, batches[0]) for one in own], group),
+            [bool(slices) for slices in packs],
+            own=len(batches),
+            per_token=bool(config.calculate_per_token_loss),
+        )
+        with with_attributes(config, variable_seq_lengths=True):
+            reports = stock(
+                forward_step_func=step, data_iterator=None, num_microbatches=len(own), **rest | {"model": chunk}
+            )
+        real = [[piece.sequence for piece in slices] for slices in packs if slices]
+        kept = [report for report, slices in zip(reports or packs, packs, strict=True) if slices]
+        return (_home(kept, real, target, taken, group) if reports else reports), plan
+
+    def _planned(self, taken: RowBatches) -> StepPlan:
+        plan = self.chain.plan(as_lengths(taken.lengths))
+        agree(plan.digest, "plans", 0)
+        refuse_first(
+            (
+                not plan.in_host_schedule or plan.shared,
+                "batches of rows run in Megatron's own schedule, each row whole on one rank",
+                f"a plan of {plan.made_by or 'hand'}",
+                "enable plugins.packing alone, with slices=off",
+            )
+        )
+        return with_dummies(plan)
+
+    def _try(
+        self, stock: Callable[..., Any], function: Callable[..., Any], chunk: Any, taken: RowBatches, **rest: Any
+    ) -> None:
+        """Raise EvenloadError unless the loss of two rows is the sum of their losses. Collective."""
+        rows = list(taken.own.values())
+        first, second = rows[0], rows[-1]
+        tries = ([first, second], [first], [second])
+        group = parallel_state.get_data_parallel_group()
+        tried = all_or_none(lambda: [joined(one, taken.batches[0]) for one in tries], group)
+        config, training = get_model_config(chunk), [module for module in chunk.modules() if module.training]
+        step = RowStep(function, tried, [True] * 3, own=3, per_token=bool(config.calculate_per_token_loss))
+        call = rest | {"model": chunk, "forward_only": True, "data_iterator": None, "num_microbatches": 3}
+        chunk.eval()  # without dropout
+        try:
+            with torch.no_grad(), with_attributes(config, variable_seq_lengths=True):
+                stock(forward_step_func=step, **call)
+        finally:
+            for module in training:
+                module.training = True
+        # All ranks refuse, or none: stages before the last have no losses.
+        for both, one, other in filter(None, everyone([float(loss) for loss in step.losses])):
+            if not abs(both - one - other) > _CLOSE * (abs(one) + abs(other)):
+                continue
+            raise EvenloadError(
+                "the loss of a micro-batch is not the sum of its rows' losses: with other rows beside them it changes",
+                f"{both:g} for two rows, {one:g} and {other:g} for each by itself",
+                "divide by what is the whole step's, as verl does by batch_num_tokens and global_batch_size, and not "
+                "by the tokens or rows of the micro-batch; or disable evenload's plugins",
+            )
+
+
+def refuse_rows(chunks: Sequence[Any]) -> None:
+    """Raise EvenloadError for a model that runs in another schedule, or whose loss is more than that of the rows."""
+    config = get_model_config(chunks[0])
+    experts, further = config.num_moe_experts, config.mtp_num_layers
+    refuse_first(
+        (
+            len(chunks) > 1,
+            "batches of rows are not planned for the interleaved pipeline schedule",
+            f"{len(chunks)} model chunks on a rank",
+            "leave virtual_pipeline_model_parallel_size unset, or disable evenload's plugins",
+        ),
+        (
+            experts is not None,
+            "routers do not know which tokens are padding in batches of rows",
+            f"num_moe_experts {experts}",
+            "train a model without experts, or disable evenload's plugins",
+        ),
+        (
+            bool(further),
+            "the losses of multi-token prediction are not known row by row",
+            f"mtp_num_layers {further}",
+            "train without mtp_num_layers, or disable evenload's plugins",
+        ),
+    )
+
+
+def _home(
+    reports: Sequence[Any], real: Sequence[Sequence[int]], target: Sequence[int], taken: RowBatches, group: Any
+) -> list[Any]:
+    """Reports with what they say of rows back where the rows came from. Collective at the last stage.
+
+    Args:
+        reports: of the micro-batches that ran with the rows ``real``, by place.
+        target: rank that computed each place.
+    """
+    known = all(isinstance(report, Mapping) and isinstance(report.get(_OUTPUT), Mapping) for report in reports)
+    ragged = {key for report in reports if known for key, value in report[_OUTPUT].items() if value.is_nested}
+    of_ranks = everyone((known, ragged), group)
+    if not all(known for known, _ in of_ranks):
+        return list(reports)
+    ragged = set().union(*(keys for _, keys in of_ranks))
+    computed: dict[int, dict[str, Tensor]] = {place: {} for one in real for place in one}
+    for places, report in zip(real, reports, strict=True):
+        for key, value in report[_OUTPUT].items():
+            for place, row in zip(places, value.unbind(), strict=True):
+                computed[place][key] = row.detach().cpu().clone()
+    own = exchange_objects(computed, target, taken.source, group)
+    where = taken.batches[0].get(INPUT).device
+    entries = [{k: v for k, v in report.items() if k != _OUTPUT} for report in reports]
+    entries += [{} for _ in taken.places[len(entries) :]]
+    for entry, places in zip(entries, taken.places, strict=False):
+        keys = own[places[0]]
+        values = {key: [own[place][key].to(where) for place in places] for key in keys}
+        entry[_OUTPUT] = {
+            key: torch.nested.as_nested_tensor(rows, layout=torch.jagged) if key in ragged else torch.stack(rows)
+            for key, rows in values.items()
+        }
+    return entries

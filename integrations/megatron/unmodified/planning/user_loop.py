@@ -1,0 +1,99 @@
+"""What is known of a user's model between its training calls: the planner, and what its plans may ask of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from .....core.plan.step_plan import StepPlan
+from .....core.planning.chain import PlanChain
+from .....core.recipe.recipe import Recipe
+from .....runtime.stage.stage_links import StageLinks
+from .....runtime.world.agreement import everyone
+from .....runtime.world.plane import Plane
+from ...base.plane import current_layout, open_plane, stage_links
+from ...model.linears import why_in_backward
+from ..reading.batches import Source
+from ..reading.context_parallel import OneContextRank
+from ..refusals.attention import why_whole
+from ..refusals.expert_rules import refuse_experts
+from ..refusals.supported import Trouble, for_config, why_stock
+from ..running.chunks import refuse_chunks_with_copies
+from ..running.experts import with_experts_in_step
+from ..running.reports import Kinds
+
+log = logging.getLogger("evenload")
+
+
+@dataclass(eq=False)
+class UserLoop:
+    """What is known of a user's model between its training calls."""
+
+    chain: PlanChain
+    by_token: bool
+    """Its packs may hold parts of samples."""
+    only_stock: Trouble | None
+    """Why Megatron's own schedule must run its plans."""
+    source: Source
+    kinds: Kinds | None = None
+    """What the values of its reports are, after the first call."""
+    one_context: OneContextRank | None = None
+    """What stands in for Megatron's context parallelism in a training call."""
+    mixes_rows: bool | None = None
+    """Whether samples of one row see each other in some stage of the stock loop; None: not asked yet."""
+    links: StageLinks | None = None
+    """To the neighbouring pipeline stages, from the first plan on that has an order."""
+    plane: Plane | None = None
+    """Of the ranks that may share samples, from the first plan on that shares one."""
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
+    ) -> UserLoop:
+        """Of the model chunks of a loop that calls for the first time. Collective; raises EvenloadError.
+        ``warn``: this rank says what is left out."""
+        stock, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
+        layout = replace(stock, cp=1, dp=stock.dp * stock.cp)
+        shares = any(plugin.shares for plugin in recipe.enabled())
+        # A stage may hold what others do not, and all of them must make one plan.
+        own = [(why_stock(chunks, foreign_owner), why_whole(gpt, shares=shares), why_in_backward(gpt)) for gpt in gpts]
+        reasons = [one for rank in everyone(own) for one in rank]
+        only_stock, borders, together = (next(filter(None, one), one[0]) for one in zip(*reasons, strict=True))
+        whole = only_stock is not None or bool(borders)
+        if whole and warn:
+            why = borders or (only_stock and " ".join(only_stock[:2]))
+            log.warning("no sample is cut in this loop: %s", why)
+        planned, in_step = with_experts_in_step(layout, config)
+        chain = PlanChain.of_loop(for_config(recipe, config, gpt.vocab_size, planned), planned, warn=warn, whole=whole)
+        if together and warn:
+            log.info("weight gradients stay in the backward: %s", together)
+        if chain.of_layers and layout.ep > 1:
+            refuse_chunks_with_copies(gpts)
+            refuse_experts(gpt)
+        splits = chain.limits.splits_backward and not together
+        chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
+        return cls(chain, not borders, only_stock, source, one_context=OneContextRank() if stock.cp > 1 else None)
+
+    def plane_of(self, plan: StepPlan) -> Plane | None:
+        """What a plan's micro-batches are shared over; None where it shares none. Collective."""
+        if not plan.shared:
+            return None
+        self.plane = self.plane or open_plane()
+        self.plane.node_ranks = plan.limits.node_ranks
+        return self.plane
+
+    def links_for(self, plan: StepPlan) -> StageLinks | None:
+        """The links over which pipeline stages hand over in an order of a plan; None for one stage. Collective."""
+        if self.links is None and plan.limits.num_stages > 1:
+            self.links = stage_links()
+        return self.links
+
+    def close(self) -> None:
+        """Give back the process groups. Collective."""
+        groups: tuple[Any, ...] = (self.links, self.plane, self.one_context)
+        for each in filter(None, groups):
+            each.close()

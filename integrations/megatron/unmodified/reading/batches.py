@@ -1,0 +1,186 @@
+"""The batches of a training call, as every rank of a model copy needs them, whoever has a data iterator.
+
+Megatron-LM's `pretrain_gpt.py` gives an iterator to the first tensor-parallel rank of the first and of the last stage
+of a pipeline; its `get_batch` broadcasts a batch of one fixed shape inside the tensor-parallel group, and stages in
+between see none. A plan is made before the first micro-batch and packs have shapes of their own, so all batches of a
+call are spread in front of it:
+
+    with an iterator            has taken as many batches as the stock schedule would
+    tensor-parallel peers       get the samples of the rank of their stage that has some
+    stages without any          get the lengths; their samples are zeros, since such a stage embeds and scores nothing
+
+Where every rank has an iterator, nothing is sent.
+
+What is wrong with a batch, one rank alone may see: its peers, which would wait for it, are told along with the heads,
+and other data-parallel ranks along with the lengths (`Batches.trouble`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from .....core.errors import EvenloadError
+from .....runtime.world.agreement import everyone, wire_device
+from .context_parallel import refuse_other_forms, targets_of_columns
+from .form import FIELDS, Form, form_of
+from .rows import holds_rows
+from .samples import PLAIN, Sample, pack_bytes, split, unpack_bytes
+
+
+class _Head(NamedTuple):
+    """What a rank without data must know of the batches of its model copy."""
+
+    lengths: list[list[int]]
+    targets: list[list[float]]
+    dtypes: dict[str, torch.dtype]
+    size: int
+    slots: int
+    row: int
+    form: Form
+    several: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """The batches that one data-parallel rank brings to a training call."""
+
+    samples: Sequence[Sequence[Sample]]
+    """By micro-batch of the loop."""
+    lengths: list[list[int]]
+    """Of each sample [tokens], by micro-batch."""
+    targets: list[list[float]]
+    """The sum of each micro-batch's loss mask, on each context-parallel rank of the stock loop."""
+    size: int
+    """Samples of a micro-batch."""
+    slots: int
+    """Places of input in all of them on a rank of the stock loop, padding among them."""
+    row: int
+    """Places that the stock loop has of each sample."""
+    form: Form
+    """Of the loop's batches."""
+    several: bool
+    """A row of them holds several samples."""
+    trouble: EvenloadError | None = None
+    """Why this model copy's batches cannot be planned; nothing else of them is known then."""
+
+
+class Source:
+    """Where a rank's batches come from; asked in every training call. Collective when it is made and when it is asked,
+    over the ranks of one copy of the model."""
+
+    def __init__(self, data_iterator: Any) -> None:
+        group = parallel_state.get_model_parallel_group()
+        self._has_iterator = data_iterator is not None
+        first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        holders, of_first, of_last = zip(*everyone((self._has_iterator, first, last), group), strict=True)
+        _refuse_missing(holders, of_first, of_last)
+        self.all_have = all(holders)
+        """Each rank of this copy of the model has an iterator."""
+        ranks = dist.get_process_group_ranks(group)
+        peers = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        having = [rank for rank, has in zip(ranks, holders, strict=True) if has]
+        self._first = holders.index(True)
+        self._of_stage = next((rank for rank in having if rank in peers), None)
+        # Whether somebody of this stage waits for samples: the holder sends to all of them, or to none.
+        self._sends = self._of_stage is not None and not set(peers) <= set(having)
+
+    def spread(self, taken: Sequence[Any] | None) -> Batches:
+        """The batches of a call, of which this rank has ``taken`` its own, None without an iterator; of another form,
+        they are in trouble. Raises EvenloadError where an iterator came or went."""
+        if (taken is not None) != self._has_iterator:
+            raise EvenloadError(
+                "a rank has a data iterator in some training calls, and none in others",
+                f"{'none' if taken is None else 'one'}, other than in the first call",
+                "give each rank its iterator in every call, or in none",
+            )
+        samples: list[list[Sample]] = []
+        head: _Head | EvenloadError | None = None
+        try:
+            samples, head = (samples, None) if taken is None else _taken(taken)
+        except EvenloadError as error:
+            head = error
+        heads = [head] if self.all_have else everyone(head, parallel_state.get_model_parallel_group())
+        if trouble := next((one for one in heads if isinstance(one, EvenloadError)), None):
+            return Batches([], [], [], 0, 0, 0, PLAIN, False, trouble)
+        head = heads[0 if self.all_have else self._first]
+        assert isinstance(head, _Head)
+        if self.all_have:
+            return _batches(samples, head)
+        if self._of_stage is None:
+            return _batches([[_zeros(length, head) for length in one] for one in head.lengths], head)
+        return _batches(_spread(samples, head, self._of_stage) if self._sends else samples, head)
+
+
+def _refuse_missing(holders: Sequence[bool], of_first: Sequence[bool], of_last: Sequence[bool]) -> None:
+    """Raise EvenloadError unless a rank of the first stage and one of the last have an iterator.
+
+    Args:
+        holders: whether each rank of a copy of the model has one.
+        of_first: whether it is of the first pipeline stage.
+        of_last: whether it is of the last.
+    """
+    first, last = (any(has and at for has, at in zip(holders, ends, strict=True)) for ends in (of_first, of_last))
+    if first and last:
+        return
+    what, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
+    if any(holders):
+        stage, unknown = ("last", "labels and loss masks") if first else ("first", "tokens")
+        what, whose = (
+            f"no rank of the {stage} pipeline stage has a data iterator",
+            f"of its ranks, so that {unknown} are not known there",
+        )
+    raise EvenloadError(
+        what,
+        f"data_iterator=None on all {whose}",
+        "give one to the first tensor-parallel rank of the first and last pipeline stage, as Megatron-LM does",
+    )
+
+
+def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:
+    if holds_rows(batches[0]):
+        raise EvenloadError(
+            "TensorDicts are given to some ranks of a copy of the model, and not to all",
+            "data_iterator=None on a tensor- or pipeline-parallel rank",
+            "give each rank an iterator over the same rows, as verl does, or disable evenload's plugins",
+        )
+    samples = [split(batch) for batch in batches]
+    dtypes = {name: samples[0][0][name].dtype for name in FIELDS}
+    ranks = parallel_state.get_context_parallel_world_size()
+    targets = [targets_of_columns(batch["loss_mask"], ranks) for batch in batches]
+    lengths = [[len(sample["tokens"]) for sample in one] for one in samples]
+    form, row = form_of(batches[0]), batches[0]["tokens"].shape[1]
+    if ranks > 1:
+        refuse_other_forms("the borders of samples in a row" if form.has_borders else "")
+    slots = sum(batch["tokens"].numel() for batch in batches)
+    several = sum(map(len, samples)) > sum(len(batch["tokens"]) for batch in batches)
+    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, form, several)
+
+
+def _spread(samples: list[list[Sample]], head: _Head, source: int) -> list[list[Sample]]:
+    """The samples of the tensor-parallel rank ``source`` (its rank in the world), on all of them."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    lengths = [length for one in head.lengths for length in one]
+    width = sum(dtype.itemsize for dtype in head.dtypes.values())
+    if dist.get_rank() == source:
+        flat = torch.cat([pack_bytes(sample, wire_device(group)) for one in samples for sample in one])
+        dist.broadcast(flat, source, group=group)
+        return samples
+    flat = torch.empty(width * sum(lengths), dtype=torch.uint8, device=wire_device(group))
+    dist.broadcast(flat, source, group=group)
+    like = {name: torch.empty(0, dtype=dtype) for name, dtype in head.dtypes.items()}
+    parts = iter(torch.split(flat, [width * length for length in lengths]))
+    return [[unpack_bytes(next(parts), length, like) for length in one] for one in head.lengths]
+
+
+def _zeros(length: int, head: _Head) -> Sample:
+    return {name: torch.zeros(length, dtype=dtype) for name, dtype in head.dtypes.items()}
+
+
+def _batches(samples: Sequence[Sequence[Sample]], head: _Head) -> Batches:
+    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.row, head.form, head.several)

@@ -1,0 +1,1 @@
+"""What a Megatron loop must look like for its micro-batches to be regrouped exactly."""

@@ -1,0 +1,105 @@
+"""Which experts a Megatron-Core loop that nobody edits may have, and what of them depends on its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+
+from .....core.errors import EvenloadError, Rule
+from ...model.experts import SEQUENCE_LOSS, routers
+
+_CHOOSING = ("sinkhorn", "quantile_balancing")
+"""Load balancing by the choice of experts itself."""
+
+
+def refuse_routers(gpt: Any) -> None:
+    """Raise EvenloadError for routers that are not Megatron's own."""
+    odd = sorted({type(router).__qualname__ for router in routers(gpt) if type(router) is not TopKRouter})
+    if odd:
+        do = "use Megatron-Core's TopKRouter, or disable evenload's plugins"
+        raise EvenloadError("a router is not known to route packs as it routes samples", ", ".join(odd), do)
+
+
+def refuse_experts(gpt: Any) -> None:
+    """Raise EvenloadError for experts that cannot run beside copies of others."""
+    config = gpt.config
+    odd = sorted({type(e).__qualname__ for e in _experts_of(gpt) if type(e) is not SequentialMLP})
+    fields = ["gradient_accumulation_fusion", "fp8", "fp4", "moe_apply_probs_on_input"]
+    fields += ["moe_router_padding_for_quantization", "moe_pad_expert_input_to_capacity"]
+    fields.append("overlap_moe_expert_parallel_comm")
+    odd += [name for name in fields if getattr(config, name, None)]
+    wanted = {"moe_token_dispatcher_type": "alltoall", "tensor_model_parallel_size": 1}
+    wanted["expert_tensor_parallel_size"] = 1
+    odd += [f"{name} {getattr(config, name)}" for name, value in wanted.items() if getattr(config, name) != value]
+    if odd:
+        raise EvenloadError(
+            "plugins.moe does not know how these experts run, or where their gradients go",
+            ", ".join(odd),
+            "use SequentialMLP (moe_grouped_gemm=False) and the alltoall dispatcher without these settings and without "
+            "tensor parallelism, or set plugins.moe.enabled=false",
+        )
+
+
+def _experts_of(gpt: Any) -> list[Any]:
+    return [layer.mlp.experts for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
+
+
+def why_together(config: Any) -> str:
+    """What of a model's experts depends on which samples are in a micro-batch; empty: nothing. Micro-batches of a loop
+    stay as they are then (`together`)."""
+    if config.num_moe_experts is None:
+        return ""
+    for name in losses_of_routers(config):
+        if name not in ("none", SEQUENCE_LOSS):
+            return f"moe_router_load_balancing_type {name}"
+    for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps", "moe_expert_rank_capacity_factor"):
+        if getattr(config, name, None) is not None:
+            return f"{name} {getattr(config, name)}"
+    return ""
+
+
+def refuse_losses_of_rows(config: Any, has_borders: bool) -> None:
+    """Raise EvenloadError for a balance loss of sequences where a row of the loop's batches holds several samples."""
+    if has_borders and SEQUENCE_LOSS in losses_of_routers(config):
+        raise EvenloadError(
+            "the balance loss of sequences takes a row of a batch for one sequence, whatever samples lie in it",
+            f"moe_router_load_balancing_type {SEQUENCE_LOSS}, and batches with borders between samples",
+            "balance by the expert bias instead (moe_router_enable_expert_bias), or disable evenload's plugins",
+        )
+
+
+def rules_of_experts(config: Any) -> Iterable[Rule]:
+    """What does not compose with regrouped micro-batches."""
+    if config.num_moe_experts is None:
+        return
+    do = "switch it off, or disable evenload's plugins"
+    name = "overlap_moe_expert_parallel_comm"
+    yield bool(getattr(config, name, False)), "Megatron runs layers of two micro-batches at once", f"{name} True", do
+
+
+def recipe_of_experts(config: Any) -> dict[str, Any]:
+    """``model.family`` and ``model.moe`` of a loop's config: what costs are counted from."""
+    frequency, layers = config.moe_layer_freq, config.num_layers
+    every = frequency if isinstance(frequency, int) else max(1, round(layers / max(1, sum(frequency))))
+    return {
+        "family": "qwen3_moe" if config.qk_layernorm else "mixtral",
+        "moe": {
+            "num_experts": config.num_moe_experts,
+            "topk": config.moe_router_topk,
+            "ffn_hidden_size": config.moe_ffn_hidden_size or config.ffn_hidden_size,
+            "shared_ffn_hidden_size": config.moe_shared_expert_intermediate_size or 0,
+            "every": every,
+            "score": config.moe_router_score_function,
+        },
+    }
+
+
+def losses_of_routers(config: Any) -> list[str]:
+    """The kinds of load balancing of a config with experts that have an effect."""
+    names, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    pairs = [(names, coefficients)] if isinstance(names, str) else zip(names, coefficients, strict=True)
+    return [name for name, coefficient in pairs if name in _CHOOSING or coefficient > 0]

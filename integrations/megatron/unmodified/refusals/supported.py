@@ -1,0 +1,225 @@
+"""What a training loop of the user's own must look like for its micro-batches to be regrouped exactly."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from .....core.errors import EvenloadError, Rule, refuse_first
+from .....core.machine.layout import Layout
+from .....core.plan.step_plan import StepPlan
+from .....core.recipe.recipe import Recipe
+from ..reading.context_parallel import rules_of_context
+from .attention import refuse_attention
+from .expert_rules import recipe_of_experts, rules_of_experts
+from .groups import refuse_groups
+
+log = logging.getLogger("evenload")
+
+Trouble = tuple[str, str, str]
+"""The parts of an `EvenloadError`."""
+
+
+def refuse_loop(chunk: Any, rest: dict[str, Any]) -> None:
+    """Raise EvenloadError for a model, its config or arguments of the schedule that evenload cannot honour."""
+    config = get_model_config(chunk)
+    refuse_groups(rest.get("pg_collection"), rest.get("p2p_communicator"))
+    overlap = bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
+    refuse_first(
+        (
+            overlap and config.no_sync_func is None,
+            "overlapped gradient reduction would start before the last of a changing number of micro-batches",
+            "overlap_grad_reduce=True, no_sync_func=None",
+            "set config.no_sync_func = model.no_sync, or overlap_grad_reduce=False",
+        ),
+        (
+            rest.get("adjust_tensor_shapes_fn") is not None,
+            "packs set the shapes that pipeline stages exchange",
+            "adjust_tensor_shapes_fn",
+            "leave it out, or disable evenload's plugins",
+        ),
+        *_model_rules(config),
+    )
+
+
+def bare_model(chunk: Any) -> Any:
+    """The GPTModel inside its wrappers. Raises EvenloadError for another model, or attention that takes no packs."""
+    model = chunk
+    while hasattr(model, "module"):
+        model = model.module
+    if not isinstance(model, GPTModel) or "packed_seq_params" not in inspect.signature(model.forward).parameters:
+        raise EvenloadError(
+            "evenload packs the batches of Megatron-Core's GPTModel",
+            f"a model of type {type(model).__name__}",
+            "disable evenload's plugins",
+        )
+    refuse_attention(model)
+    return model
+
+
+def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
+    """What keeps a loop in Megatron's own schedule, so that no order of a plan can run in it; None: nothing.
+    ``foreign_owner``: who made the schedule that the loop would run, if not Megatron-Core."""
+    chunk = chunks[0]
+    config, ddp = get_model_config(chunk), getattr(chunk, "ddp_config", None)
+    if foreign_owner:
+        return (
+            "the host's schedule is already patched by someone else, and an order of a plan would take its place",
+            foreign_owner,
+            "take that change off, or make it around evenload's by applying it after evenload is enabled, or disable "
+            "plugins.pipeline and set plugins.packing.slices=off",
+        )
+    do = "leave it off, or disable plugins.pipeline and set plugins.packing.slices=off"
+    settings = (
+        ("defer_embedding_wgrad_compute", False, "the output layer's weight gradients wait for Megatron's schedule"),
+        ("fine_grained_activation_offloading", False, "activations are offloaded in the order of Megatron's schedule"),
+        ("num_microbatches_with_partial_activation_checkpoints", None, "Megatron's schedule says what is recomputed"),
+        ("overlap_p2p_comm", False, "hand-over between stages is Megatron's"),
+        ("num_layers_in_first_pipeline_stage", None, "stages have unequal numbers of layers"),
+        ("num_layers_in_last_pipeline_stage", None, "stages have unequal numbers of layers"),
+        ("account_for_embedding_in_pipeline_split", False, "stages have unequal numbers of layers"),
+        ("account_for_loss_in_pipeline_split", False, "stages have unequal numbers of layers"),
+        ("pipeline_model_parallel_layout", None, "the loop says which layers a stage has"),
+        ("mtp_num_layers", None, "the last stage predicts further tokens"),
+    )
+    if len(chunks) > 1:
+        return "an order of a plan cannot run where stages have several chunks", f"{len(chunks)} model chunks", do
+    for name, wanted, why in settings:
+        if (value := getattr(config, name, wanted)) != wanted:
+            return f"an order of a plan cannot run where {why}", f"{name} {value}", do
+    if ddp is not None and not isinstance(chunk, DistributedDataParallel):
+        detail = f"{type(chunk).__module__}.{type(chunk).__qualname__}"
+        return "an order of a plan runs in Megatron's DistributedDataParallel, or in none", detail, do
+    return None
+
+
+def tokens_multiple(config: Any) -> int:
+    """What the tokens of a pack are padded to a multiple of: sequence parallelism divides them among tensor-parallel
+    ranks, and matrix products in 8 or 4 bits want a multiple of their own on each."""
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if config.fp8:
+        return shares * int(get_fp8_align_size(config.fp8_recipe))
+    return shares * int(get_fp4_align_size(config.fp4_recipe) if config.fp4 else 1)
+
+
+def warn_of_dropout(config: Any) -> None:
+    """Say that dropout draws other numbers: there is no equality to show then, though the distribution is the same."""
+    if config.hidden_dropout > 0 or config.attention_dropout > 0:
+        log.warning(
+            "hidden_dropout %g, attention_dropout %g: a packed step draws other dropout masks than a stock one",
+            config.hidden_dropout,
+            config.attention_dropout,
+        )
+
+
+def refuse_replays(plan: StepPlan, config: Any) -> None:
+    """Raise EvenloadError for replays under dropout: they draw other masks than the keys and values that were kept."""
+    if plan.replayed and (config.hidden_dropout > 0 or config.attention_dropout > 0):
+        raise EvenloadError(
+            "a plan with replayed micro-batches cannot run a model with dropout",
+            f"hidden_dropout {config.hidden_dropout:g}, attention_dropout {config.attention_dropout:g}, "
+            f"{len(plan.replayed)} replays",
+            "set both to 0, or plan without replays (packing.asymmetric false, no activation cap)",
+        )
+
+
+def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor, *, means: bool = False) -> None:
+    """Raise EvenloadError unless a loss function returned what its loop's objective needs.
+
+    Args:
+        losses: what it was given, to recompute sum and count under ``loss_mask`` [1, T]; None leaves that out, for it
+            waits for the device.
+        means: the loop averages over micro-batches: then two values, the mean and a report, are an answer too.
+    """
+    if not isinstance(answer, tuple) or len(answer) not in ((2, 3) if means else (3,)):
+        raise EvenloadError(
+            "the loss function does not return (sum of token losses, number of tokens, report)",
+            f"{len(answer)} values" if isinstance(answer, tuple) else type(answer).__name__,
+            "return these three" if means else "return these three; with two, Megatron averages over micro-batches",
+        )
+    if losses is None or losses.shape != loss_mask.shape:
+        return
+    mask = loss_mask.to(losses.device)
+    count, total = float(mask.sum()), float((losses.double() * mask).sum())
+    returned = float(answer[0].detach())
+    if len(answer) == 2:
+        if abs(returned - total / max(1.0, count)) > 1e-3 * abs(total / max(1.0, count)):
+            raise EvenloadError(
+                "the loss function returns something else than the mean of the token losses",
+                f"{returned:g}, the mean is {total / max(1.0, count):g}",
+                "return (sum of token losses, number of tokens, report)",
+            )
+        return
+    if float(answer[1]) != count:
+        raise EvenloadError(
+            "the loss function counts other tokens than those with loss: packs have no padding to count",
+            f"{float(answer[1]):g} tokens, loss_mask sums to {count:g}",
+            "return loss_mask.sum() as the number of tokens",
+        )
+    if count > 1 and abs(returned * count - total) < 1e-3 * abs(total):
+        raise EvenloadError(
+            "the loss function returns the mean of the token losses",
+            f"{returned:g}, the sum is {total:g}",
+            "return the sum; Megatron divides by the number of tokens",
+        )
+
+
+def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> Recipe:
+    """The recipe, with the model shape, precision and layout of a live loop: what costs are counted from."""
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if config.hidden_size % heads:
+        # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
+        heads = groups = layout.tp
+    # Where stages have unequal numbers of layers no order runs, and costs are those of the next equal number.
+    layers = -(-config.num_layers // layout.pp) * layout.pp
+    dtypes = {torch.float32: "fp32", torch.float64: "fp64"}
+    return recipe.changed(
+        {
+            "trainer": "megatron",
+            "parallel": {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp},
+            "train.dtype": dtypes.get(config.params_dtype, "bf16"),
+            "train.global_batch_tokens": None,
+            "train.global_batch_size": max(recipe.train.global_batch_size, layout.dp),
+            "model": {
+                "family": "llama" if config.gated_linear_unit else "gpt",
+                **(recipe_of_experts(config) if config.num_moe_experts else {}),
+                "num_layers": layers,
+                "hidden_size": config.hidden_size,
+                "ffn_hidden_size": config.ffn_hidden_size,
+                "num_attention_heads": heads,
+                "num_query_groups": groups,
+                "vocab_size": vocab_size,
+            },
+        }
+    )
+
+
+def _model_rules(config: Any) -> Iterable[Rule]:
+    do = "disable evenload's plugins for this model"
+    settings = (
+        ("experimental_attention_variant", None, "its layers are not known to keep packed samples apart"),
+        ("mtp_standalone", False, "a stage of multi-token prediction alone hands on more than the tokens of a pack"),
+        ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
+        ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
+    )
+    yield from rules_of_experts(config)
+    yield (
+        bool(config.mtp_num_layers and config.num_moe_experts),
+        "the routers of multi-token prediction do not know packs",
+        f"mtp_num_layers {config.mtp_num_layers}, num_moe_experts {config.num_moe_experts}",
+        do,
+    )
+    yield from rules_of_context(config)
+    for name, wanted, why in settings:
+        value = getattr(config, name, wanted)
+        yield value != wanted, why, f"{name} {value}", do

@@ -1,0 +1,1 @@
+"""Planned micro-batches run through a user's own forward step, loss and reports."""

@@ -1,0 +1,120 @@
+"""Virtual pipeline stages: a rank has several chunks of the model, and Megatron's interleaved schedule runs them.
+
+The packs of a step go through all chunks in the schedule's own order. It calls ``forward_step_func`` chunk by chunk,
+and for each chunk in the order of micro-batches, so the k-th call for a chunk is for the k-th pack. What else changes:
+
+    batches     each chunk has an iterator or None; all that there are give the same samples, and as many batches are
+                taken from each as ever
+    number      of packs: the schedule asks for a multiple of its group, or a remainder of at least as many as there
+                are stages; dummies fill up
+    shapes      of what stages exchange follow from the plan. Megatron's own way, with ``variable_seq_lengths``, is an
+                exchange in front of each tensor, which waits for both neighbours; so nothing is exchanged that is not
+                exchanged where all micro-batches are of one shape, whatever overlaps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from torch import Tensor
+
+from .....core.errors import EvenloadError
+from .....runtime.attributes import with_attributes
+from ..reading.samples import UserPack
+
+
+def chunks_of(model: Any) -> list[Any]:
+    """The model chunks of this rank; Megatron takes a list, or one model."""
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+def is_interleaved(chunks: Sequence[Any]) -> bool:
+    """Whether Megatron runs its interleaved schedule; with one virtual stage, too."""
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return len(chunks) > 1 or (virtual is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1)
+
+
+def one_iterator(data_iterator: Any) -> Any:
+    """One iterator for those of all chunks, which it moves on together; None where no chunk has any."""
+    each = data_iterator if isinstance(data_iterator, (list, tuple)) else [data_iterator]
+    own = list({id(one): one for one in each if one is not None}.values())
+    return _together(own) if len(own) > 1 else next(iter(own), None)
+
+
+def _together(iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
+    # Ends with the first iterator that does: the loop is told of the end as ever, by StopIteration.
+    for first, *others in zip(*iterators, strict=False):
+        if any(_unlike(first, other) for other in others):
+            raise EvenloadError(
+                "the chunks of a rank are given other samples",
+                f"{len(iterators)} data iterators whose batches have other tokens",
+                "give each chunk an iterator over the same samples, or None, as Megatron-LM does",
+            )
+        yield first
+
+
+def _unlike(batch: Any, other: Any) -> bool:
+    """Whether two batches have other tokens, where they have some that can be looked at without waiting."""
+    here, there = (one.get("tokens") if hasattr(one, "get") else None for one in (batch, other))
+    if not isinstance(here, Tensor) or not isinstance(there, Tensor):
+        return False
+    return {here.device.type, there.device.type} == {"cpu"} and not torch.equal(here, there)
+
+
+def fitting(num_microbatches: int, group: int, stages: int) -> int:
+    """The least number of micro-batches, as many at least, that the interleaved schedule takes.
+
+    Args:
+        group: ``microbatch_group_size_per_vp_stage``, at least ``stages``.
+        stages: pipeline stages.
+    """
+    number = max(num_microbatches, group)
+    return number + (max(0, stages - number % group) if number % group else 0)
+
+
+def of_stock(interleaved: bool, config: Any, number: int) -> int:
+    """The number of micro-batches that Megatron's schedule takes for so many."""
+    if not interleaved:
+        return number
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return fitting(number, config.microbatch_group_size_per_vp_stage, stages)
+
+
+def received(number: int, chunks: int, group: int, leading: bool) -> list[int]:
+    """The micro-batches of the tensors that a rank receives from one neighbour, in order.
+
+    ``leading``: it is the first stage, and receives from the last one; or the last one, of gradients.
+    """
+    table = get_schedule_table(number, chunks, group)
+    return [place for place, chunk in table if chunk > 0 or not leading]
+
+
+def known_shapes(packs: Sequence[UserPack], config: Any, chunks: int) -> AbstractContextManager[None]:
+    """Inside, pipeline stages know the shapes of what they receive from the packs of this training call."""
+    group, width = config.microbatch_group_size_per_vp_stage, config.hidden_size
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    slots = [pack.pack.num_padded_tokens // shares for pack in packs]
+    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    ahead, behind = (iter(received(len(packs), chunks, group, end)) for end in ends)
+
+    def shapes(_: Any, sent_next: Any, sent_prev: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+        first = [slots[next(ahead)], 1, width] if recv_prev else [0, 0, 0]
+        return first, [slots[next(behind)], 1, width] if recv_next else [0, 0, 0]
+
+    return with_attributes(P2PCommunicator, _communicate_shapes=shapes)
+
+
+def refuse_chunks_with_copies(gpts: Sequence[Any]) -> None:
+    """Raise EvenloadError for several chunks, whose passes meet those of other ranks in Megatron's order."""
+    if len(gpts) > 1:
+        raise EvenloadError(
+            "plugins.moe does not copy experts between virtual pipeline stages",
+            f"{len(gpts)} model chunks",
+            "leave virtual_pipeline_model_parallel_size unset, or set plugins.moe.enabled=false",
+        )

@@ -1,0 +1,90 @@
+"""What a loop trains on: the sum of its token losses, or Megatron's default, the mean of its micro-batches' means.
+
+    per token           every token counts alike: ``calculate_per_token_loss=True``, and Megatron divides once by all
+                        tokens of the step
+    mean of means       a token of micro-batch m counts 1 / (n_m M R): n_m tokens with loss in m, M micro-batches of a
+                        rank, R data x context ranks; each context-parallel rank has tokens and means of its own
+
+Under the second, tokens of one sample keep that weight wherever a plan computes them. Megatron's schedule divides the
+loss of a pack by its tokens and by the number of packs, and averages over the ranks, so the gradient that reaches a
+token's output is multiplied by what is missing: the output goes through an identity whose backward does that. The loss
+function sees the same numbers as ever, and its reports stay those of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .....core.aliases import Floats
+from .....core.errors import EvenloadError
+from ..reading.context_parallel import Columns
+from ..reading.samples import UserPack
+
+
+class MeanOfMeans:
+    """The weights of one training call.
+
+    Args:
+        weights: of a token of each column, without the number of ranks (`weights_of`).
+        divisor: by which the schedule divides the loss of each pack, beside its tokens.
+        columns: of the sequences of the step.
+    """
+
+    def __init__(self, weights: Floats, divisor: int, columns: Columns) -> None:
+        self._weights, self._divisor, self._columns = weights, divisor, columns
+
+    @property
+    def takes_means(self) -> bool:
+        """Whether loss functions may return means. With context-parallel ranks these are means over parts of samples,
+        which each function forms in a way of its own."""
+        return self._columns.ranks == 1
+
+    def weigh(self, output: Tensor, packed: UserPack) -> Tensor:
+        """The model's output [1, T] or [1, T, ...] with weighed gradients; none where no token of the pack has loss,
+        since a mean over no tokens is 0 / 0. Raises EvenloadError for other shapes."""
+        loss_mask = packed.fields["loss_mask"]
+        if output.shape[:2] != loss_mask.shape:
+            raise EvenloadError(
+                "the model's output has no place for each token, so that token losses cannot be weighed",
+                f"output {tuple(output.shape)}, loss_mask {tuple(loss_mask.shape)}",
+                "set calculate_per_token_loss=True, and return (sum of token losses, number of tokens, report)",
+            )
+        scale = self._divisor * max(1.0, float(packed.num_counted))
+        weights = torch.zeros(loss_mask.shape[1], dtype=torch.float64)
+        pieces = zip(packed.pack.slices, packed.pack.segments, strict=False)
+        for piece, start in pieces if packed.num_counted else ():
+            for column, part in self._columns.of(piece):
+                first = start + part.start - piece.start
+                weights[first : first + part.length] = float(self._weights[column]) * scale
+        weights = weights.to(device=output.device, dtype=output.dtype)
+        places = weights.view(1, -1, *(1 for _ in output.shape[2:]))
+        weighed: Tensor = _Weighed.apply(output, places)  # type: ignore[no-untyped-call]
+        return weighed
+
+
+def weights_of(targets: Sequence[Sequence[Sequence[float]]], order: Sequence[tuple[int, int, int]]) -> Floats:
+    """1 / (n_m M) for each column of each sequence.
+
+    Args:
+        targets: n_m by data rank, micro-batch and context-parallel rank.
+        order: (data rank, micro-batch, row) of each sequence.
+    """
+    columns = [(number, len(targets[rank])) for rank, place, _ in order for number in targets[rank][place]]
+    return np.array([1.0 / (max(1.0, number) * num_micro_batches) for number, num_micro_batches in columns])
+
+
+class _Weighed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (weights,) = ctx.saved_tensors
+        return torch.where(weights == 0, 0.0, gradients[0] * weights), None

@@ -1,0 +1,181 @@
+"""The order of a plan around a user's ``forward_step_func``, in place of Megatron's own schedule.
+
+The executor (`runtime.stage.executor`) runs the passes: slices with prefix KV, layers recomputed by stage and
+micro-batch, weight gradients as passes of their own. The user's function is called once for each forward, its loss
+function once for each micro-batch at the last stage, and their gradients are summed and finalized as the stock schedule
+does it:
+
+    no_sync     around all passes; where reduction overlaps, it starts behind the last one, since a plan has another
+                number of micro-batches in every step and on every rank
+    finalize    ``config.finalize_model_grads_func`` with the number of tokens that the loss functions counted
+    reports     in the order in which losses were computed; on other stages none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from .....core.errors import EvenloadError
+from .....core.laws import check
+from .....core.plan.order import orders_of_stage
+from .....core.plan.program import lower
+from .....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
+from .....runtime.measure.busy import BusyClock
+from .....runtime.stage.executor import Executor
+from .....runtime.stage.stage_links import StageLinks
+from .....runtime.stage.tape import Tape
+from .....runtime.world.plane import Plane
+from ....host.host import no_mark
+from ...stage import MegatronStage
+from ..reading.context_parallel import data_rank
+from ..reading.samples import UserPack
+from ..refusals.groups import collection
+from ..refusals.supported import refuse_loss
+from .forward_step import UserStep
+
+LayOut = Callable[..., UserPack]
+"""`samples.lay_out` of the step's samples: ``lay(micro_batch, prefix_store)``."""
+
+
+def run_order(
+    plan: StepPlan,
+    *,
+    chunk: Any,
+    gpt: Any,
+    links: StageLinks | None,
+    plane: Plane | None,
+    step: UserStep | Any,
+    lay: LayOut | Any,
+    rest: Mapping[str, Any],
+    own: tuple[int, int, int] | None = None,
+) -> list[Any]:
+    """All passes of this rank and the gradient sum; the reports of its loss functions.
+
+    Args:
+        plan: with equally many micro-batches on all ranks (`with_dummies`).
+        chunk: Megatron's DistributedDataParallel around ``gpt``.
+        lay: a micro-batch of the plan in the user's form.
+        rest: the other arguments of Megatron's schedule: ``force_all_reduce`` leaves the whole gradient sum on every
+            rank, ``pg_collection`` goes to ``finalize_model_grads_func``.
+        own: of a loop whose micro-batches stay as they are: how many a rank has, and their tokens and samples.
+    """
+    config, device = get_model_config(chunk), next(gpt.parameters()).device
+    timers = config.timers
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    if hasattr(chunk, "set_is_first_microbatch"):
+        chunk.set_is_first_microbatch()
+    forward = _Forward(step, device)
+    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    place = plan, parallel_state.get_pipeline_model_parallel_rank(), data_rank()
+
+    last = parallel_state.is_pipeline_last_stage()
+    trainer = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares, gate=step.gate, own=own)
+    program = lower(*place)
+    if shares > 1:
+        trainer.tape = _SharedTape()
+    executor = Executor(*place, program, trainer, links=links, plane=plane, clock=BusyClock(device), mark=no_mark)
+    with step.listening(), (config.no_sync_func or nullcontext)():
+        executor.run()
+    groups = collection(rest.get("pg_collection"))
+    _sum_gradients(chunk, forward.num_tokens, bool(rest.get("force_all_reduce")), groups)
+    if timers is not None:
+        timers("forward-backward").stop()
+    return forward.reports
+
+
+class _Forward:
+    """A user's function as `MegatronStage` calls its forwards; keeps what its loss functions return."""
+
+    def __init__(self, step: UserStep, device: torch.device) -> None:
+        self._step = step
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
+        self.reports: list[Any] = []
+
+    def __call__(self, packed: UserPack, chunk: Any) -> tuple[Any, Callable[..., Any]]:
+        output, loss_func = self._step.run(packed, chunk)
+
+        def kept(output: Tensor) -> Any:
+            returned: Any = None if loss_func is None else loss_func(output)
+            if returned is None:
+                refuse_loss(returned, None, output)
+            if not returned[0].requires_grad:
+                raise EvenloadError(
+                    "the loss of a micro-batch is not connected to the model's output",
+                    f"a loss without gradient, for {packed.num_counted:g} tokens with loss",
+                    "multiply by loss_mask and sum, also where it is all zero: other slices need this one's gradients",
+                )
+            if len(returned) == 3:
+                self.num_tokens += returned[1]
+            self.reports.append(returned[-1])
+            return returned
+
+        return output, kept
+
+
+class _SharedTape(Tape):
+    """Of stages whose inputs lie in shares on the tensor-parallel ranks (sequence parallelism): each keeps them whole.
+
+    A replay may group its tokens in another way, and every rank then needs tokens from the shares of others.
+    """
+
+    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_TC: Tensor) -> None:
+        super().write(slices, segments, gather_from_sequence_parallel_region(input_TC, False))
+
+    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_TC: Tensor, *, free: bool = True) -> Tensor:
+        whole = like_TC.new_empty(segments[-1], *like_TC.shape[1:])
+        share = parallel_state.get_tensor_model_parallel_rank() * len(like_TC)
+        return like_TC.copy_(super().gather(slices, segments, whole, free=free)[share : share + len(like_TC)])
+
+
+def with_dummies(plan: StepPlan, of_host: Callable[[int], int] | None = None) -> StepPlan:
+    """The plan with dummies in front, on ranks that have fewer losses than others, or than the host's schedule takes.
+    ``of_host``: the least number that it takes, if so many are needed.
+
+    So a collective in the loss function meets its partners: the k-th loss of a rank needs none but earlier ones of its
+    own, which have met theirs. In an order all dummies run forward, then all backward, at every stage. In front, for
+    Megatron overlaps the gradient reduction with the last backward, which is then a real one.
+    """
+    ranks, stages = range(plan.limits.num_ranks), range(plan.limits.num_stages)
+    losses = [len(plan.of_rank(rank, "B")) for rank in ranks]
+    wanted = of_host(max(losses)) if of_host and plan.in_host_schedule else max(losses)
+    dummies = tuple(MicroBatch((), (rank,)) for rank in ranks for _ in range(wanted - losses[rank]))
+    if not dummies:
+        return plan
+    if plan.in_host_schedule:
+        return replace(plan, micro_batches=dummies + plan.micro_batches)
+    forward, backward = (range(n, n + len(dummies)) for n in (len(plan.micro_batches), len(plan.passes("B"))))
+    front = (*(Op("F", i) for i in forward), *(Op("B", j) for j in backward))
+    rows = plan.order or tuple(tuple(op for row in orders_of_stage(plan, s) for op in row) for s in stages)
+    return check(
+        replace(
+            plan,
+            micro_batches=plan.micro_batches + dummies,
+            backward=plan.backward and plan.backward + dummies,
+            # Dummies of a rank are all alike: none could be told from those that the plan has of its own.
+            replayed=(*plan.replayed, *backward) if plan.backward else plan.replayed,
+            order=tuple((*front, *row) for row in rows),
+            recompute=tuple((*row, *(0 for _ in dummies)) for row in plan.recompute),
+            offload=plan.offload and (*plan.offload, *(0.0 for _ in dummies)),
+        )
+    )
+
+
+def _sum_gradients(chunk: Any, num_tokens: Tensor, whole: bool, groups: Any) -> None:
+    """What the stock schedule does behind its last backward."""
+    config = get_model_config(chunk)
+    if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            group.start_grad_sync(force_all_reduce=whole)
+    if config.finalize_model_grads_func is not None:
+        divisor = num_tokens if config.calculate_per_token_loss else None
+        config.finalize_model_grads_func([chunk], divisor, pg_collection=groups, force_all_reduce=whole)

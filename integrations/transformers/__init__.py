@@ -1,0 +1,1 @@
+"""Plans in the loops of Transformers' Trainer and of Accelerate."""

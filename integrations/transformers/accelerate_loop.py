@@ -1,0 +1,288 @@
+"""evenload inside a loop of Accelerate without a Trainer, in scripts that nobody edits.
+
+    loss = model(**batch).loss              # of a model that accelerator.prepare has prepared
+    accelerator.backward(loss)
+
+Each batch is planned by itself, whatever the loop accumulates, and where it comes to the model: after whatever the loop
+does to it, and in whatever words it hands it on. There the samples of all ranks' batches become one pack a rank. Stock
+loops take the mean over the targets of each batch (or divide by the ``num_items_in_batch`` that they give), so a token
+counts by the batch that it came from: the model's loss is the sum of its token losses, each over the divisor of its
+stock batch, and gradients are those of the stock loop. The loop keeps its own batch; a forward that cannot be planned
+runs as it is, on all ranks, and a warning says why. Of a planned forward the loop gets the loss alone, and may hand any
+constant multiple of it to its backward, which is measured.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import Tensor
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from ...core.errors import EvenloadError, RankError, refuse_first
+from ...core.planning.chain import PlanChain, warn_once
+from ...core.recipe.recipe import Recipe
+from ...runtime.attention.pack import Pack, build_pack
+from ...runtime.world.agreement import agree, place
+from ..deepspeed.unmodified.counts import into_exactly
+from ..huggingface import attention
+from ..huggingface.inputs import inputs_of, without_unread
+from ..huggingface.models import refuse_unsupported
+from ..unmodified.planned_runs import on_release, report_idle, report_step
+from .hooks import GradientHooks
+from .inside import is_inside
+from .pack_loss import PackLoss
+from .planning import GlobalBatch, chain_for, gather, read
+from .proof import Call, num_targets, prove, windows
+from .supported import unwrapped, virtual_tokens
+
+log = logging.getLogger("evenload")
+
+NAME = "a loop of Accelerate"
+
+
+@dataclass(eq=False)
+class PlannedLoop:
+    """What evenload keeps for the one model of an Accelerator."""
+
+    model: Any
+    """The Hugging Face model inside what the Accelerator has prepared."""
+    chain: PlanChain
+    loss: PackLoss
+    stock_attention: str
+    handles: list[Any] = field(default_factory=list)
+    """Of hooks on the model."""
+    hooks: GradientHooks = field(default_factory=GradientHooks)
+    hooked: bool = False
+    warned: set[str] = field(default_factory=set)
+    step: int = 0
+
+
+_prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Hooks, by the models that Accelerators have prepared."""
+_loops: WeakKeyDictionary[Any, PlannedLoop | None] = WeakKeyDictionary()
+"""By Accelerator; None where its loop stays as it is."""
+
+_untrained: WeakSet[Any] = WeakSet()
+"""Accelerators whose model was called as it is, since it was not in training mode."""
+
+
+def prepare(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
+    """`Accelerator.prepare`, whose model plans its training batches from then on."""
+    result = wrapped(*args, **kwargs)
+    for model in accelerator._models if recipe.enabled() else ():
+        if model not in _prepared:
+            call = partial(_before_call, ref(accelerator), recipe)
+            # Before anything that data parallelism does in its forward.
+            _prepared[model] = model.register_forward_pre_hook(call, with_kwargs=True, prepend=True)
+    return result
+
+
+def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
+    """`Accelerator.backward`, where a loop in which nothing is planned says so. Raises EvenloadError where another loss
+    than a multiple of the model's own follows a planned forward."""
+    loop = _loops.get(accelerator)
+    if loop is None:
+        if not is_inside(accelerator) and recipe.enabled() and accelerator not in _loops:
+            idle = accelerator in _untrained
+            why = (
+                "its model is not in training mode" if idle else "the model that accelerator.prepare gave is not called"
+            )
+            do = "write model.train() before the loop, and call what accelerator.prepare(model) gives"
+            report_idle(NAME, why, f"{do}, or train by transformers.Trainer")
+        return wrapped(*args, **kwargs)
+    loss = args[0] if args else kwargs["loss"]
+    result, planned = loop.loss.run_backward(loss, lambda: wrapped(*args, **kwargs))
+    if loop.hooked:
+        loop.hooks.refuse_unlike()
+    for one in planned:
+        report_step(NAME, loop.chain, one.plan)
+    return result
+
+
+@on_release
+def release() -> None:
+    """Give every model its own loss and attention back; for after the rows are off."""
+    for handle in _prepared.values():
+        handle.remove()
+    for loop in filter(None, _loops.values()):
+        _close(loop)
+    _loops.clear()
+    _prepared.clear()
+
+
+def _close(loop: PlannedLoop) -> None:
+    for handle in loop.handles:
+        handle.remove()
+    loop.hooks.release()
+    loop.model.loss_function = loop.loss.stock
+    loop.model.set_attn_implementation(loop.stock_attention)
+
+
+def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwargs: Any) -> Any:
+    """A call of a model that an Accelerator has prepared: what it is called with, planned where it trains."""
+    accelerator = accelerator_of()
+    if accelerator is None or is_inside(accelerator) or not torch.is_grad_enabled():
+        return None
+    outer = accelerator.unwrap_model(model)
+    # A DeepSpeedEngine sets the mode of the model inside and keeps its own.
+    if not outer.training:
+        _untrained.add(accelerator)
+        return None
+    names = list(inspect.signature(type(outer).forward).parameters)[1:]
+    call = dict(zip(names, args, strict=False)) | kwargs
+    words = {key: value for key, value in call.items() if value is not None and value is not False}
+    kept = {key: words.pop(key) for key in ("num_items_in_batch", "return_dict", "use_cache") if key in words}
+    batch = without_unread(words, outer)
+    loop = _loop(accelerator, recipe, batch)
+    planned = None if loop is None else _planned(loop, batch, kept.get("num_items_in_batch"))
+    if loop is None or planned is None:
+        return None
+    # Its own hook does not yet run in the call that has registered it.
+    _before_forward(loop, loop.model, (), planned)
+    return (), planned | {key: value for key, value in kept.items() if key == "return_dict"}
+
+
+def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> PlannedLoop | None:
+    """The loop of an Accelerator; None, once said why, where its model cannot be planned. Collective."""
+    if accelerator not in _loops:
+        # Also while it is measured, which calls the model.
+        _loops[accelerator] = None
+        try:
+            _loops[accelerator] = _open(accelerator, recipe, batch)
+        except RankError:
+            raise  # nothing about the loop: a rank is missing
+        except EvenloadError as error:
+            report_idle(NAME, f"{error.what} ({error.found})", error.do)
+    return _loops[accelerator]
+
+
+def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> PlannedLoop:
+    """The loop of an Accelerator, whose packs are measured on its first batch. Collective."""
+    refuse_first(
+        (
+            len(accelerator._models) != 1,
+            "an Accelerator with one model is planned",
+            f"{len(accelerator._models)} models",
+            "prepare one model, or train by transformers.Trainer",
+        ),
+        (
+            accelerator.state.dynamo_plugin.backend != DynamoBackend.NO or hasattr(accelerator._models[0], "_orig_mod"),
+            "a compiled model would be compiled anew for every pack",
+            f"dynamo_backend = {accelerator.state.dynamo_plugin.backend.value}",
+            "leave torch.compile out",
+        ),
+        (
+            accelerator.num_processes > 1 and not accelerator.even_batches,
+            "ranks may run out of batches before others, which wait for them to plan",
+            "even_batches = False",
+            "leave even_batches at True, the default",
+        ),
+    )
+    model = unwrapped(accelerator, accelerator._models[0])
+    refuse_first(
+        (
+            LOSS_MAPPING.get(getattr(model, "loss_type", None)) is not ForCausalLMLoss,
+            "a loop is planned whose model computes the loss of a causal language model",
+            f"a model of type {type(model).__name__}",
+            "give a Hugging Face causal language model and batches with labels",
+        )
+    )
+    outer = accelerator.unwrap_model(accelerator._models[0])
+    if fault := virtual_tokens(outer):
+        raise fault
+    refuse_unsupported(model.config)
+    plugin = accelerator.state.deepspeed_plugin
+    stage = plugin.zero_stage if plugin else 3 if accelerator.distributed_type == DistributedType.FSDP else 0
+    half = accelerator.mixed_precision in ("bf16", "fp16")
+    chain = chain_for(recipe, model, zero_stage=stage, half=half, whole=True)
+    loop = PlannedLoop(model, chain, PackLoss(model.loss_function), model.config._attn_implementation)
+    loop.handles.append(model.register_forward_pre_hook(partial(_before_forward, loop), with_kwargs=True))
+    model.loss_function = loop.loss
+    try:
+        _prove(loop, outer, batch, half=half)
+    except EvenloadError:
+        _close(loop)
+        raise
+    loop.handles.append(model.register_forward_hook(loop.loss.after_forward, with_kwargs=True))
+    return loop
+
+
+def _prove(loop: PlannedLoop, outer: Any, batch: Mapping[str, Any], *, half: bool) -> None:
+    """Raise EvenloadError, the same on all ranks, unless packs give each sample's own loss. Collective."""
+    first = gather([read(batch, loop.model.config, None)], loop.model.config)
+    if first is None:
+        raise EvenloadError("no token of the first batch has a target", "labels that are all -100", "give it others")
+    samples = windows([*first.own.values()])
+
+    def compute(inputs: dict[str, Any], times: float) -> Call:
+        if attention.PACK in inputs:
+            own = [torch.full((len(one[0]),), 1 / (times * num_targets(one))) for one in samples]
+            loop.loss.weights_1T = torch.cat(own)[None].to(inputs["input_ids"].device)
+        outputs = outer(**inputs)
+        return Call(outputs.loss, outputs)
+
+    fault = prove(loop.model, samples, batch, compute, half=half).fault
+    loop.loss.weights_1T = None
+    if fault is not None:
+        raise fault
+
+
+def _before_forward(loop: PlannedLoop, model: Any, args: Any, kwargs: Any) -> None:
+    """The model attends inside packs where it is given one, else as it came; backwards follow their forward."""
+    model.set_attn_implementation(attention.NAME if attention.PACK in kwargs else loop.stock_attention)
+
+
+def _planned(loop: PlannedLoop, batch: Mapping[str, Any], num_items: Any) -> dict[str, Any] | None:
+    """The pack that this rank computes in place of a batch; None where the batch stays. Collective.
+
+    Args:
+        num_items: what the loop has the model divide by; None: nothing.
+    """
+    config = loop.model.config
+    loop.hooked = loop.hooks.watch(loop.model)
+    try:
+        samples = gather([read(batch, config, num_items)], config, hooked=loop.hooked)
+    except EvenloadError as error:
+        _leave(loop, error)
+        return None
+    if samples is None:
+        return None
+    loop.hooked = samples.hooked
+    loop.step += 1
+    plan = loop.chain.plan(samples.lengths)
+    if place()[0] == 0:
+        warn_once(plan, loop.warned)
+    agree(plan.digest, "plans", loop.step)
+    rows = into_exactly(plan, 1, loop.chain.context.costs)
+    tokens = samples.exchange(plan)
+    (micro_batch,) = rows[place()[0]]
+    pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
+    loop.loss.weights_1T, loop.loss.plan = _weights(pack, samples), plan
+    return inputs_of(pack, with_mask=samples.has_mask)
+
+
+def _leave(loop: PlannedLoop, error: EvenloadError) -> None:
+    """Say once that a batch runs as it is."""
+    why = f"{error.what} ({error.found})"
+    if not loop.step:
+        report_idle(NAME, why, error.do)
+    elif error.what not in loop.warned and place()[0] == 0:
+        log.warning("a batch of %s runs as it is: %s; %s", NAME, why, error.do)
+    loop.warned.add(error.what)
+
+
+def _weights(pack: Pack, samples: GlobalBatch) -> Tensor:
+    """What each token's loss counts [1, T]: 1 over the divisor of the stock batch that its sample came in."""
+    weights_T = torch.zeros(pack.num_padded_tokens, dtype=torch.float64, device=pack.tokens_T.device)
+    for piece, first in zip(pack.slices, pack.segments, strict=False):
+        weights_T[first : first + piece.length] = 1.0 / samples.divisors[piece.sequence]
+    return weights_T[None]

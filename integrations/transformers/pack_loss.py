@@ -1,0 +1,139 @@
+"""The loss of packs in a loop that takes means of its own batches, from the model's forward to the loop's backward.
+
+A planned forward gives the sum of its weighted token losses. Gradients are linear in it, so a loop may multiply it by a
+constant and add others of its kind to it; that it does nothing else is measured where the sum comes to its backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ...core.errors import EvenloadError, refuse_first
+from ...core.plan.step_plan import StepPlan
+from ...runtime.attention.pack import IGNORE
+from ...runtime.world.agreement import everyone
+from ..huggingface import attention
+from ..huggingface.inputs import OfPack
+
+_MOST_WAITING = 16
+"""Planned forwards that may wait for a backward; those before them have none."""
+
+
+class Waiting(NamedTuple):
+    """The loss of a planned forward whose backward is to come."""
+
+    loss: Tensor
+    plan: StepPlan
+
+
+class PackLoss:
+    """A model's loss function: its own, and on a pack the sum of weighted token losses."""
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+        self.weights_1T: Tensor | None = None
+        """What each token's loss counts [1, T] in the planned forward that runs, until its loss is computed."""
+        self.plan: StepPlan | None = None
+        """Of that forward; None where nothing is trained."""
+        self._waiting: deque[Waiting] = deque(maxlen=_MOST_WAITING)
+        self._slopes: dict[str | int, Tensor] | None = None
+        """Gradients that have come to the loop's loss ("loss") and to planned ones (by their `id`), in a backward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.weights_1T is None:
+            loss: Tensor = self.stock(*args, **kwargs)
+            return loss
+        weights_T, self.weights_1T = self.weights_1T[0], None
+        logits_TV, labels_T = kwargs["logits"][0], kwargs["shift_labels"][0]
+        wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        losses_T = cross_entropy(wide, labels_T, ignore_index=IGNORE, reduction="none")
+        loss = (losses_T * weights_T.to(losses_T.dtype)).sum()
+        if loss.requires_grad and self.plan is not None:
+            number = id(loss)
+            loss.register_hook(lambda slope: self._note(number, slope))  # type: ignore[no-untyped-call]
+            self._waiting.append(Waiting(loss, self.plan))
+        return loss
+
+    def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        """Hook: a planned forward gives its loss alone, since all else lies in other places than the loop looks for
+        it. Raises EvenloadError where it was not computed here."""
+        if attention.PACK not in kwargs:
+            return None
+        if self.weights_1T is not None:
+            self.weights_1T = None
+            raise EvenloadError(
+                "the model's forward does not compute its loss by its loss function",
+                f"a model of type {type(model).__name__}",
+                "leave evenload off for this script",
+            )
+        if isinstance(output, tuple):
+            return (output[0], *(OfPack() for _ in output[1:]))
+        for key in [key for key in output if key != "loss"]:
+            output[key] = OfPack()
+        return output
+
+    def run_backward(self, loss: Tensor, run: Callable[[], Any]) -> tuple[Any, list[Waiting]]:
+        """Run the backward of a loss; what it gives, and the planned losses that are in its loss. Collective where some
+        wait. Raises EvenloadError, the same on all ranks, unless the loss is a sum of their multiples by numbers that
+        are the same on all ranks."""
+        if not self._waiting or not loss.requires_grad:
+            return run(), []
+        self._slopes = {}
+        handle = loss.register_hook(lambda slope: self._note("loss", slope))  # type: ignore[no-untyped-call]
+        try:
+            return run(), self._taken(loss)
+        finally:
+            handle.remove()
+            self._slopes = None
+
+    def _taken(self, loss: Tensor) -> list[Waiting]:
+        # Measured in the backward itself: engines of DeepSpeed take any other one for theirs.
+        waiting, slopes = list(self._waiting), self._slopes or {}
+        own_slope = float(slopes.get("loss", torch.ones(())))
+        factors = [float(slopes[id(one.loss)]) / own_slope if id(one.loss) in slopes else None for one in waiting]
+        used = [(one, factor) for one, factor in zip(waiting, factors, strict=True) if factor is not None]
+        own = sum(factor * float(one.loss.detach()) for one, factor in used)
+        value = float(loss.detach().sum())
+        rounding = 64 * torch.finfo(loss.dtype).eps * abs(own)
+        of_ranks = everyone((factors, value, own, bool(used) and abs(value - own) > rounding))
+        others = [(value, own) for _, value, own, differs in of_ranks if differs]
+        unlike = [factors for factors, *_ in of_ranks if not _alike(factors, of_ranks[0][0])]
+        refuse_first(
+            (
+                bool(others),
+                "the loss that reaches accelerator.backward is not the model's own, nor a multiple of it",
+                "{:.6g}, where the multiple of the model's is {:.6g}".format(*[*others, (0, 0)][0]),
+                "hand model(**batch).loss on, as it is or times a constant, or leave evenload off",
+            ),
+            (
+                bool(unlike),
+                "the ranks multiply the model's loss by different numbers before accelerator.backward",
+                f"{of_ranks[0][0]} and {unlike[:1]}",
+                "multiply by a constant, and give the model num_items_in_batch to divide by a number of tokens",
+            ),
+        )
+        last = max((place for place, factor in enumerate(factors) if factor is not None), default=-1)
+        for _ in range(last + 1):
+            self._waiting.popleft()
+        return [one for one, _ in used]
+
+    def _note(self, key: str | int, slope: Tensor) -> None:
+        if self._slopes is None:
+            raise EvenloadError(
+                "the loss of a planned batch came to another backward than the Accelerator's",
+                "a planned batch",
+                "write accelerator.backward(loss) for loss.backward(), or leave evenload off",
+            )
+        self._slopes[key] = slope.detach()
+
+
+def _alike(factors: list[float | None], others: list[float | None]) -> bool:
+    """Whether numbers of two ranks differ by rounding alone."""
+    pairs = zip(factors, others, strict=True)
+    return all(a == b or (a is not None and b is not None and abs(a - b) <= 1e-6 * abs(b)) for a, b in pairs)

@@ -1,0 +1,141 @@
+"""The Trainer's own ``training_step`` for the executor: a forward is one call of it whose backward waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from ...core.errors import EvenloadError
+from ...core.plan.action import Action
+from ...core.plan.step_plan import MicroBatch
+from ...runtime.attention.pack import Pack, TokensOf, build_pack
+from ...runtime.attention.prefix import PrefixStore
+from ...runtime.attributes import with_attributes
+from ...runtime.stage.executor import Graph, StageTrainer
+from ...runtime.world.plane import Plane
+from ..huggingface.inputs import inputs_of
+
+_TENSORS = ("input_ids", "position_ids", "shift_labels")
+"""What a model computes a pack from."""
+
+
+class Batch(NamedTuple):
+    """One micro-batch, loaded."""
+
+    pack: Pack
+
+
+class Samples(NamedTuple):
+    """Where a rank finds what it computes, by a sample's place in the global batch."""
+
+    tokens_of: TokensOf
+    labels_of: TokensOf
+
+
+def _reduction(engine: Any, num_backwards: int) -> Any:
+    """What DeepSpeed's engine must be told of backwards that do not follow their forwards."""
+    from ..deepspeed.engine.engine import Reduction  # imports DeepSpeed, which other Trainers need not have
+
+    return Reduction(engine, num_backwards)
+
+
+class TrainerStage(StageTrainer):
+    """The passes of one step of a Trainer.
+
+    Args:
+        trainer: the `transformers.Trainer`.
+        call: its ``training_step`` with a batch as the one argument: forward, loss, then ``accelerator.backward``.
+        samples: tokens and labels of the step.
+        num_backwards: of this rank in the step; gradients are summed over ranks in the last one.
+        with_mask: the script's batches have an ``attention_mask``.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: Any,
+        call: Callable[[dict[str, Any]], Tensor],
+        *,
+        samples: Samples,
+        plane: Plane | None,
+        num_backwards: int,
+        with_mask: bool,
+    ) -> None:
+        super().__init__([], trainer.args.device)
+        self._trainer, self._model, self._call, self._samples, self._plane = trainer, model, call, samples, plane
+        self._left, self._with_mask = num_backwards, with_mask
+        engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
+        self._reduction = None if engine is None else _reduction(engine.engine, num_backwards)
+        self._backward_arguments: dict[str, Any] = {}
+        self._inputs: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}
+        self.loss = torch.zeros((), device=self.device)
+        """What the Trainer books as this rank's loss of the step."""
+
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
+        tokens_of, labels_of = self._samples
+        return Batch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of))
+
+    def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
+        losses: list[Tensor] = []
+        accelerator = self._trainer.accelerator
+
+        def hold(loss: Tensor, **arguments: Any) -> None:
+            losses.append(loss)
+            self._backward_arguments = arguments
+
+        self._inputs = inputs_of(loaded.pack, with_mask=self._with_mask)
+        self._versions = {key: self._inputs[key]._version for key in _TENSORS}
+        with with_attributes(accelerator, backward=hold), reducing(accelerator, self._model, self._left == 1):
+            booked = self._call(dict(self._inputs))
+        if action.kind != "forward_kv":
+            self.loss = self.loss + booked
+        if self._reduction is not None and action.kind != "forward_kv":
+            self._reduction.after_forward()
+        (loss,) = losses
+        return loss
+
+    def backward(self, graph: Graph, gradient: Tensor | None) -> None:
+        self._left -= 1
+        if self._reduction is not None:
+            self._reduction.before_backward()
+        with reducing(self._trainer.accelerator, self._model, self._left == 0):
+            self._trainer.accelerator.backward(graph.output, **self._backward_arguments)
+
+    @contextmanager
+    def guarded(self, model: Any) -> Iterator[None]:
+        """Inside, the model's forward raises EvenloadError unless the tensors of the pack reach it as they were
+        loaded."""
+        hook = model.register_forward_pre_hook(self._refuse_other_pack, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _refuse_other_pack(self, model: Any, args: Any, kwargs: Any) -> None:
+        for key in _TENSORS:
+            if kwargs.get(key) is not self._inputs[key] or kwargs[key]._version != self._versions[key]:
+                raise EvenloadError(
+                    "batches are changed behind Trainer.training_step, where they are packs",
+                    f"{type(self._trainer).__name__} calls the model with other {key}",
+                    "change batches before super().training_step, or leave evenload off for this script",
+                )
+
+
+@contextmanager
+def reducing(accelerator: Any, model: Any, reduces: bool) -> Iterator[None]:
+    """Gradients are summed over ranks in this pass, or only added up on this one."""
+    state, updates = accelerator.gradient_state, accelerator.gradient_state.sync_gradients
+    state._set_sync_gradients(reduces and updates)
+    # DeepSpeed goes by the state alone.
+    waits = not reduces and accelerator.distributed_type != DistributedType.DEEPSPEED
+    try:
+        with accelerator.no_sync(model) if waits else nullcontext():
+            yield
+    finally:
+        state._set_sync_gradients(updates)

@@ -1,0 +1,147 @@
+"""Which Trainers of Transformers can be planned: those whose loss is a sum over target tokens, over their number.
+
+Everything else is refused by name, before the first forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ...core.errors import EvenloadError, Rule, refuse_first
+from ..huggingface.models import refuse_unsupported
+
+log = logging.getLogger("evenload")
+
+_TOKEN_LOSSES_OF_TRL = "trl.trainer.sft_trainer"
+"""The one module of TRL whose ``compute_loss`` sums over target tokens; losses of scripts are measured (`proof`)."""
+
+_UPDATES_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+"""Parts of the names of optimizers that update weights inside a backward."""
+
+_OFF = "leave evenload off for this script"
+
+
+def refuse_trainer(trainer: Any, num_items: Any) -> None:
+    """Raise EvenloadError for a Trainer whose step cannot be planned exactly.
+
+    Args:
+        num_items: what the Trainer divides its token losses by, None where it takes means of micro-batches.
+    """
+    refuse_first(*_of_loss(trainer, num_items), *_of_run(trainer))
+    model = inner_model(trainer)
+    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
+        raise EvenloadError(
+            "packs need a model whose attention Transformers can exchange",
+            f"a model of type {type(model).__name__}",
+            "give a Hugging Face causal language model",
+        )
+    refuse_unsupported(model.config)
+
+
+def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
+    """Losses that change when samples are regrouped."""
+    owner, name = _owner(trainer, "compute_loss"), type(trainer).__name__
+    return [
+        (
+            owner.startswith("trl.") and owner != _TOKEN_LOSSES_OF_TRL,
+            f"{name} computes a loss of its own, which may not be a sum over tokens",
+            f"{type(trainer).compute_loss.__qualname__} of {owner}",
+            f"{_OFF}: evenload plans Trainer and TRL's SFTTrainer; pairs and rewards stay in their own batches",
+        ),
+        (
+            num_items is None,
+            "the Trainer takes the mean of micro-batches, which changes when they are regrouped",
+            f"no num_items_in_batch for {type(trainer.model).__name__}: it takes none, or its batches have no labels",
+            f"use a causal language model of transformers 5 and batches with labels, or {_OFF}",
+        ),
+        (
+            trainer.accelerator.num_processes > 1 and not trainer.args.average_tokens_across_devices,
+            "every rank divides by its own number of tokens, which changes when samples change ranks",
+            "average_tokens_across_devices = False",
+            "set average_tokens_across_devices=True, the default",
+        ),
+        (
+            bool(trainer.args.neftune_noise_alpha),
+            "NEFTune's noise depends on the length of a batch's rows, which packs change",
+            f"neftune_noise_alpha = {trainer.args.neftune_noise_alpha}",
+            "leave neftune_noise_alpha out",
+        ),
+    ]
+
+
+def _of_run(trainer: Any) -> list[Rule]:
+    """Runs whose passes or ranks a plan cannot set."""
+    args = trainer.args
+    sizes = {name: getattr(trainer, f"get_{name}_size")() for name in ("tp", "cp", "sp")}
+    return [
+        (
+            max(sizes.values()) > 1,
+            "samples are planned over data-parallel ranks alone",
+            ", ".join(f"{name} size {size}" for name, size in sizes.items() if size > 1),
+            "leave the parallelism config at data parallelism",
+        ),
+        (
+            args.n_gpu > 1,
+            "one process drives several GPUs by nn.DataParallel",
+            f"{args.n_gpu} GPUs in one process",
+            "start the script by torchrun or accelerate launch, one process for each GPU",
+        ),
+        (
+            trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2,
+            "plans are proven under FSDP 2, and FSDP 1 runs on no CPU where they could be",
+            "fsdp_config: version 1",
+            'set "version": 2 in fsdp_config (accelerate: fsdp_version: 2)',
+        ),
+        (
+            bool(args.torch_compile),
+            "a compiled model would be compiled anew for every pack",
+            "torch_compile = True",
+            "set torch_compile=False",
+        ),
+        (
+            any(word in str(args.optim).lower() for word in _UPDATES_IN_BACKWARD),
+            "the optimizer updates weights inside a backward, and a planned step has several",
+            f"optim = {args.optim}",
+            "use another optimizer, such as adamw_torch",
+        ),
+    ]
+
+
+def inner_model(trainer: Any) -> Any:
+    """The Hugging Face model inside what the Trainer trains."""
+    return unwrapped(trainer.accelerator, trainer.model)
+
+
+def unwrapped(accelerator: Any, model: Any) -> Any:
+    """The Hugging Face model inside what an Accelerator has prepared: no data parallelism, no adapters around it."""
+    model = accelerator.unwrap_model(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def virtual_tokens(model: Any) -> EvenloadError | None:
+    """What is wrong where a method of PEFT puts learned tokens in front of every row."""
+    adapter = getattr(model, "active_peft_config", None)
+    if not getattr(adapter, "is_prompt_learning", False):
+        return None
+    return EvenloadError(
+        "PEFT puts learned tokens in front of every row, and a pack is one row of many samples",
+        f"a model with {type(adapter).__name__}",
+        "nothing needs to be done: the script runs as it is, without plans; LoRA and its kin are planned",
+    )
+
+
+def warn_of_dropout(model: Any) -> None:
+    """Say that dropout draws other masks than in a run without evenload."""
+    layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__.startswith("Dropout")]
+    dropped = [name for name, layer in layers if _share(layer)]
+    if dropped:
+        log.warning("dropout (%s and %d more) draws other masks than without evenload", dropped[0], len(dropped) - 1)
+
+
+def _share(layer: Any) -> float:
+    return float(getattr(layer, "p", 0.0))
+
+
+def _owner(trainer: Any, method: str) -> str:
+    return next(c.__module__ for c in type(trainer).__mro__ if method in vars(c))

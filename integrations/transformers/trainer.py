@@ -1,0 +1,297 @@
+"""evenload inside Transformers' Trainer, in scripts that nobody edits: also TRL's SFTTrainer, PEFT, LLaMA-Factory.
+
+    batches, num_items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
+    for inputs in batches:
+        loss = trainer.training_step(model, inputs, num_items)
+
+Two methods of the Trainer are wrapped (the rows are in `patches.transformers`). ``get_batch_samples`` begins a window
+of the batches of one optimizer step, which go on through the Trainer's loop as they are, so that its counts, callbacks
+and logs do not change. Each ``training_step`` cuts the batch that comes to it into samples, after whatever the script
+does to it, and runs nothing; the last one plans the samples of all ranks as one global batch and runs the plan: each of
+its forwards and backwards is the Trainer's own ``training_step`` on a pack, whose ``accelerator.backward`` waits for
+its turn.
+
+Exact where the Trainer sums token losses and divides by ``num_items_in_batch``, which counts the targets of all ranks;
+`supported` refuses what does not. All ranks run the same sequence of forwards and backwards, because parameters (FSDP,
+ZeRO 3) and metrics (TRL) are gathered in every one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...core.errors import EvenloadError, refuse_first
+from ...core.plan.in_step import Program, dummy
+from ...core.plan.program import lower
+from ...core.plan.step_plan import StepPlan
+from ...core.planning.chain import PlanChain, warn_once
+from ...core.recipe.recipe import Recipe
+from ...runtime.attributes import with_attributes
+from ...runtime.measure.busy import BusyClock
+from ...runtime.stage.executor import Executor
+from ...runtime.world.agreement import agree, place
+from ...runtime.world.plane import Plane
+from ..host.host import no_mark
+from ..huggingface import attention
+from ..huggingface.inputs import without_unread
+from ..unmodified.planned_runs import end_of_check, on_release, report_idle, report_step
+from .hooks import GradientHooks
+from .inside import inside
+from .planning import GlobalBatch, Read, chain_of, gather, read, recipe_for
+from .proof import prove_trainer, windows
+from .stage import Samples, TrainerStage, reducing
+from .supported import inner_model, refuse_trainer, virtual_tokens, warn_of_dropout
+
+log = logging.getLogger("evenload")
+
+NAME = "Transformers' Trainer"
+"""What users call the loop."""
+
+
+class Taken(NamedTuple):
+    """A batch that came to `Trainer.training_step`."""
+
+    inputs: Any
+    """As the model would have got it."""
+    num_items: Any
+    read: Read
+
+
+@dataclass(eq=False)
+class Window:
+    """The batches of one optimizer step: counted by their calls, since a loader may give one object twice."""
+
+    num_batches: int
+    run: Any
+    """The Trainer's state, of which every call of ``train`` makes another."""
+    taken: list[Taken] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class PlannedTrainer:
+    """What evenload keeps for one Trainer."""
+
+    recipe: Recipe
+    chain: PlanChain | None = None
+    """None until packs are measured, in the first step."""
+    stays: bool = False
+    """Its batches stay as they are: no pack is exact for it."""
+    plane: Plane | None = None
+    """What ranks share micro-batches over; made for the first plan that shares one."""
+    step: int = 0
+    window: Window | None = None
+    """Of the step that runs, until its plan has."""
+    hooks: GradientHooks = field(default_factory=GradientHooks)
+    warned: set[str] = field(default_factory=set)
+
+
+_planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
+
+
+def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
+    """`Trainer.get_batch_samples`, which begins a window; returns what the stock one does."""
+    with inside(trainer.accelerator):
+        batches, num_items = wrapped(*args, **kwargs)
+    if not batches:
+        return batches, num_items
+    state = _planned.get(trainer)
+    if state is None:
+        recipe = recipe_for(trainer, recipe)
+        if not recipe.enabled():
+            return batches, num_items
+        refuse_trainer(trainer, num_items)
+        state = _planned[trainer] = PlannedTrainer(recipe)
+    if not state.stays:
+        _refuse_unfinished(state, trainer)
+        state.window = Window(len(batches), trainer.state)
+    return batches, num_items
+
+
+def training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
+    """`Trainer.training_step`: the last one of a window runs its plan, those before it nothing."""
+    with inside(trainer.accelerator):
+        return _training_step(wrapped, trainer, args, kwargs)
+
+
+def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
+    state = _planned.get(trainer)
+    window = None if state is None else state.window
+    if state is None or window is None:
+        return wrapped(*args, **kwargs)
+    call = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
+    model, num_items = call["model"], call.get("num_items_in_batch")
+    inputs = trainer._prepare_inputs(call["inputs"])
+    known = without_unread(inputs, trainer.model, type(trainer))
+    window.taken.append(Taken(inputs, num_items, read(known, inner_model(trainer).config, num_items)))
+    # A script may pass over batches: the Trainer says which one is the last before its update.
+    if not trainer.accelerator.gradient_state.sync_gradients and len(window.taken) < window.num_batches:
+        return torch.zeros((), device=trainer.args.device)
+    state.window = None
+    # Of the script's own: it has seen the batches, and is not to see packs.
+    with with_attributes(trainer, _prepare_inputs=lambda inputs: inputs):
+        loss = _run(state, trainer, model, window.taken, lambda *batch: wrapped(model, *batch))
+    end_of_check()
+    return loss
+
+
+@on_release
+def release() -> None:
+    """Forget every Trainer; for after the rows are off."""
+    for state in _planned.values():
+        if state.plane is not None:
+            state.plane.close()
+        state.hooks.release()
+    _planned.clear()
+
+
+def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken], call: Any) -> Tensor:
+    """All passes of this rank in a step; the loss that the Trainer books for it. Collective.
+
+    Args:
+        call: the Trainer's own ``training_step`` of a batch and its number of targets.
+    """
+    inner = inner_model(trainer)
+    batch = gather([one.read for one in taken], inner.config, hooked=state.hooks.watch(inner))
+    if batch is None:
+        return _run_stock(trainer, model, taken, call)
+    num_items = taken[-1].num_items
+    _refuse_divisors(batch, num_items)
+    if state.chain is None:
+        _open(state, trainer, batch, taken[-1])
+    if state.stays:
+        return _run_stock(trainer, model, taken, call)
+    plan = _planned_step(state, batch, sum(one.inputs["input_ids"].numel() for one in taken))
+    rank, size = place()
+    if plan.shared and state.plane is None:
+        state.plane = Plane.make([tuple(range(size))], plan.limits.node_ranks)
+    plane = state.plane if plan.shared else None
+    program = _closed(plan, rank)
+    samples = batch.exchange(plan)
+    stage = TrainerStage(
+        trainer,
+        model,
+        lambda pack: call(pack, num_items),
+        samples=Samples(lambda i: samples[i][0], lambda i: samples[i][1]),
+        plane=plane,
+        num_backwards=sum(action.kind == "backward" for action in program),
+        with_mask=batch.has_mask,
+    )
+    clock = BusyClock(stage.device)
+    with _attention(inner), stage.guarded(inner):
+        Executor(plan, 0, rank, program, stage, links=None, plane=plane, clock=clock, mark=no_mark).run()
+    if batch.hooked:
+        state.hooks.refuse_unlike()
+    assert state.chain is not None
+    report_step(NAME, state.chain, plan)
+    return stage.loss
+
+
+def _open(state: PlannedTrainer, trainer: Any, batch: GlobalBatch, taken: Taken) -> None:
+    """Measure whether packs are exact for a Trainer; one for which they are not stays as it is, once said why.
+    Collective."""
+    fault, may_cut = virtual_tokens(trainer.model), False
+    if fault is None:
+        fault, may_cut = prove_trainer(trainer, windows([*batch.own.values()]), taken.inputs, taken.num_items)
+    if fault is None:
+        warn_of_dropout(trainer.model)
+        state.chain = chain_of(state.recipe, trainer, whole=not may_cut)
+    else:
+        state.stays = True
+        report_idle(NAME, f"{fault.what} ({fault.found})", fault.do)
+
+
+def _planned_step(state: PlannedTrainer, batch: GlobalBatch, num_slots: int) -> StepPlan:
+    """The plan of a step, the same on all ranks. Collective.
+
+    Args:
+        num_slots: tokens of this rank's own batches, padding included.
+    """
+    assert state.chain is not None
+    plan = state.chain.plan(batch.lengths)
+    state.step += 1
+    if place()[0] == 0:
+        warn_once(plan, state.warned)
+    agree(plan.digest, "plans", state.step)
+    _log_step(state, plan, num_slots)
+    return plan
+
+
+def _run_stock(trainer: Any, model: Any, taken: list[Taken], call: Any) -> Tensor:
+    """The batches of a step one by one, as a run without evenload has them."""
+    loss = torch.zeros((), device=trainer.args.device)
+    for number, one in enumerate(taken, 1):
+        with reducing(trainer.accelerator, model, number == len(taken)):
+            loss = loss + call(one.inputs, one.num_items)
+    return loss
+
+
+def _closed(plan: StepPlan, rank: int) -> Program:
+    """The program of a rank in step with all others, ending on every rank with a forward and its own backward: DDP and
+    FSDP prepare the gradient sum in the forward of the backward that does it."""
+    ends = [lower(plan, 0, r, "in step")[-2:] for r in range(plan.limits.num_ranks)]
+    program = lower(plan, 0, rank, "in step")
+    if all(len(end) == 2 and end[0].kind == "forward" and end[0].graph == end[1].graph for end in ends):
+        return program
+    graph = max((action.graph for action in program), default=-1) + 1
+    return (*program, dummy("forward", graph), dummy("backward", graph))
+
+
+@contextmanager
+def _attention(model: Any) -> Iterator[None]:
+    """The model attends inside packs; afterwards as it came."""
+    stock = model.config._attn_implementation
+    model.set_attn_implementation(attention.NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(stock)
+
+
+def _log_step(state: PlannedTrainer, plan: StepPlan, num_slots: int) -> None:
+    own = [plan.micro_batches[index] for index in plan.of_rank(place()[0])]
+    log.info(
+        "step %d: %d samples in %d micro-batches, %d of them shared by ranks, %d samples cut; %d tokens on this rank "
+        "instead of %d",
+        state.step,
+        len(plan.lengths),
+        len(plan.micro_batches),
+        sum(len(micro_batch.ranks) > 1 for micro_batch in plan.micro_batches),
+        len(plan.cut),
+        sum(-(-micro_batch.num_padded_tokens // len(micro_batch.ranks)) for micro_batch in own),
+        num_slots,
+    )
+
+
+def _refuse_divisors(batch: GlobalBatch, num_items: Any) -> None:
+    """Raise EvenloadError unless one number divides the losses of all batches: samples change places among them."""
+    divisors = sorted(set(batch.divisors))
+    refuse_first(
+        (
+            num_items is None or len(divisors) > 1,
+            "the batches of one step are not divided by one number",
+            f"num_items_in_batch = {', '.join(f'{one:g}' for one in divisors) if num_items is not None else None}",
+            "call super().training_step(model, inputs, num_items_in_batch) with the number that the Trainer gives",
+        )
+    )
+
+
+def _refuse_unfinished(state: PlannedTrainer, trainer: Any) -> None:
+    """Raise EvenloadError where a script's ``training_step`` has kept back the last batch of a step."""
+    window = state.window
+    # Of a run that an exception ended, nothing is left to do: the next one begins with gradients of zero.
+    if window is None or window.run is not trainer.state:
+        return
+    do = "call super().training_step(model, inputs, num_items_in_batch) for every batch, or leave evenload off"
+    if window.taken:
+        detail = f"{len(window.taken)} of {window.num_batches} before the update, and not the last"
+        raise EvenloadError("batches of a planned step did not come to Trainer.training_step", detail, do)
+    if not state.step:
+        report_idle(NAME, f"{type(trainer).__name__} does not call Trainer.training_step", do)

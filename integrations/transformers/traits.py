@@ -1,0 +1,48 @@
+"""What planners must know of Hugging Face's Trainer, and what it cannot run. Imports neither it nor torch.
+
+Weights, gradients and optimizer states are divided as DeepSpeed's of the same ``deepspeed.zero_stage`` are (0: DDP, 3:
+also FSDP's full shard). Every rank runs equally many micro-batches under any of them: the Trainer takes as many on one
+rank as on the other, and weights that are divided are gathered by all ranks together in every pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...core.errors import Rule
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.traits import Trainer, TrainerTraits
+from ..deepspeed.engine import traits as deepspeed
+
+
+def traits(recipe: Recipe) -> TrainerTraits:
+    return replace(deepspeed.traits(recipe), all_in_step=True)
+
+
+def rules(recipe: Recipe) -> list[Rule]:
+    """What the Trainer cannot run planned."""
+    p = recipe.parallel
+    of_layers = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
+    return [
+        (
+            recipe.adapts,
+            "trainer transformers trains no adapters of tenants beside each other",
+            "plugins.lora.enabled true",
+            "use trainer: megatron or deepspeed, or disable it",
+        ),
+        (
+            bool(of_layers),
+            f"trainer transformers has no plugins.{of_layers}: no rank shares its experts with another",
+            f"plugins.{of_layers}.enabled true",
+            "disable it, or use trainer: megatron or deepspeed with parallel.ep above 1",
+        ),
+        (
+            p.tp > 1 or p.pp > 1,
+            "trainer transformers is planned over data-parallel ranks alone",
+            f"parallel.tp {p.tp}, parallel.pp {p.pp}",
+            "set both to 1, or use trainer: megatron",
+        ),
+    ]
+
+
+TRANSFORMERS = Trainer(traits, rules, runs_any_model=True)

@@ -1,0 +1,120 @@
+"""What tables show of a result, and what they leave out."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.commands.tables import show, tables
+from evenload.commands.tables.show import grid
+from evenload.core.input.format import seconds
+from evenload.training.metrics import totals
+from rich.console import Console, RenderableType
+
+NUMBERS = ("tokens_per_s", "imbalance", "padding_frac", "bubble_frac", "bubble_worst", "step_s", "predicted_s", "loss")
+
+
+def shown(table: RenderableType) -> str:
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+def trained(**ratio: float) -> dict[str, Any]:
+    one = dict.fromkeys(NUMBERS, 0.5)
+    own = {"plan_share": 0.0, "trace": None, "delay_steps": 0.0, "waiting": 0, "bubbles": {}, "host": {}}
+    done = {**totals([], None), "steps": 1, "loss": 2.5, "best_loss": 2.5, "best_step": 0}
+    own |= {"pictures": {}, "comparison": {}, "summary": done, "validation": []}
+    return {**own, "variants": {**dict.fromkeys(ratio, one), "evenload": one}, "ratio": ratio}
+
+
+def test_what_training_gains_is_shown_beside_baselines_only() -> None:
+    assert "is faster by" not in shown(tables.train(trained()))
+    text = shown(tables.train(trained(stock=1.5)))
+    assert "is faster by" in text
+    assert "1.50x" in text
+
+
+def test_a_run_that_was_done_already_says_so_and_shows_no_zeros() -> None:
+    text = shown(tables.train({**trained(), "summary": totals([], Path("kept/step00000004"))}))
+    assert "no step was left to train: raise train.steps to train on" in " ".join(text.split())
+    assert "kept/step00000004" in text
+    assert not any(word in text for word in ("tokens/s", "MFU", "imbalance", "loss"))
+    rates = {"tokens": 9, "targets": 8, "train_s": 7.0, "tokens_per_s": 6.0, "checkpoint": None, "out": "out"}
+    tenants = {"tenants": [], "sweeps": [], "refused": {}}
+    text = shown(tables.train({**tenants, "summary": {"steps": 1, **rates}}))
+    assert "time in steps" in text
+    text = shown(tables.train({**tenants, "summary": {"steps": 0, **rates}}))
+    assert "time in steps" not in text
+    assert "tokens/s" not in text
+
+
+def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many() -> None:
+    size = {"sequences": 9, "tokens": 500, "targets": 400, "without_target": 1, "validation_s": 0.25}
+    losses = [5.5, *(4.0 if step == 7 else 4.5 + step / 100 for step in range(1, 40))]
+    rows = [{**size, "step": i, "loss": loss, "perplexity": 2.0**loss, "best": i == 7} for i, loss in enumerate(losses)]
+    text = " ".join(shown(tables.train({**trained(), "validation": rows})).split())
+    assert "12 of 40 validations" in text
+    assert "1 samples without a target are left out" in text
+    assert all(f"{losses[i]:.4f}" in text for i in (0, 7, 39))
+    assert f"{losses[20]:.4f}" not in text
+
+
+def test_long_keys_are_shown_to_their_ends() -> None:
+    text = shown(grid("", ["", "plugins.pipeline.activation_gib", *["words " * 5] * 9], [["x" * 30] * 11]))
+    assert "…" not in text
+    assert text.count("x") == 11 * 30
+
+
+def test_seconds_have_a_unit_that_fits() -> None:
+    assert [seconds(value) for value in (2e-6, 0.0123, 1.234, 33772.4)] == ["2 us", "12.3 ms", "1.23 s", "33,772 s"]
+
+
+def test_what_was_left_out_of_a_plan_is_shown_before_other_notes() -> None:
+    numbers = ("plan_s", "step_s", "bound_s", "imbalance", "padding_frac", "bubble_frac", "exposed_frac", "peak_bytes")
+    step = {
+        **dict.fromkeys(numbers, 0.5),
+        "step": 0,
+        "micro_batch_imbalance": {"forward": 1.0, "backward": 1.0},
+        "notes": ["a", "b", "c", "left out of this plan: packing: a sequence is longer (900 tokens)"],
+        "pipeline": None,
+        "baselines": {},
+    }
+    text = shown(tables.plan({"steps": [step], "costs": "counted", "cluster": "local", "layout": {"ep": 1}}))
+    assert "left out of this plan: packing: a sequence is longer (900 tokens)" in text
+    assert [word in text.split() for word in "abc"] == [True, True, False]
+
+
+NAMES = ["[/]", "[bold]x[/bold]", "[link=http://x]y[/link]", ":smile:", "a\\[b]", "[/red]", "x" * 500, "\U0001f600"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_shown_as_they_are(name: str) -> None:
+    text = shown(grid(name, ["", name], [[name, 1.0], ["x", name]], caption=name))
+    assert text.replace("\n", "").replace(" ", "").count(name.replace(" ", "")[:20]) >= 4
+
+
+def test_what_would_steer_a_terminal_is_escaped() -> None:
+    text = shown(grid("\x1b[31m", ["\x07", "\u202e"], [["\x1b]0;title\x07", "\udcff"]], caption="\x9b31m"))
+    assert not {"\x1b", "\x07", "\u202e", "\udcff", "\x9b"} & set(text)
+    text.encode()
+
+
+def test_the_best_row_is_bold() -> None:
+    console = Console(width=80, file=StringIO(), force_terminal=True)
+    with console.capture() as capture:
+        console.print(grid("", ["", "b"], [["plain", "1"], ["best", "2"]], bold=1))
+    plain, best = (next(line for line in capture.get().splitlines() if word in line) for word in ("plain", "best"))
+    assert "\x1b[1m" in best
+    assert "\x1b[1m" not in plain
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_names_as_they_are(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = StringIO()
+    monkeypatch.setattr(show, "Console", lambda **_: Console(file=stream, force_terminal=terminal, width=200))
+    with show.progress(True) as bars, bars.task("sweep", 1) as tick:
+        tick("cluster=[/] [bold]x[/bold]")
+    assert "cluster=[/] [bold]x[/bold]" in stream.getvalue()

@@ -1,0 +1,120 @@
+"""A run goes on from its own checkpoint with its own data, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.data.sources import open_source
+from evenload.training.checkpoint import checkpoints, manifest, resuming
+
+ORDER = {"algorithm": "any", "epoch": 3}
+
+
+class Host:
+    """Notes what it is asked to load and save."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Path] = []
+
+    def save(self, directory: Path) -> None:
+        (directory / "weights").write_bytes(b"w" * 64)
+
+    def load(self, directory: Path) -> None:
+        self.loaded.append(directory)
+
+
+class Watchdog:
+    @contextmanager
+    def working(self, *_: object) -> Iterator[None]:
+        yield
+
+
+def rows(path: Path, letter: str) -> Path:
+    path.write_text("".join(json.dumps({"text": letter * 8}) + "\n" for _ in range(64)))
+    return path
+
+
+def job(folder: Path, letter: str = "a", **config: Any) -> Any:
+    """A job whose data are rows of a letter."""
+    source = open_source(str(rows(folder / "data.jsonl", letter)), max_length=64)
+    checkpoint = SimpleNamespace(dir=folder / "kept", verify=True, keep=2, **config)
+    recipe = SimpleNamespace(checkpoint=checkpoint, model_dump=lambda **_: {"kept": "recipe"})
+    return SimpleNamespace(recipe=recipe, source=source, host=Host(), watchdog=Watchdog())
+
+
+def kept(one: Any, step: int, most: int | None = None, **more: Any) -> Path:
+    planned: Any = SimpleNamespace(draw=SimpleNamespace(state=ORDER))
+    resuming.keep(one, one.recipe.checkpoint.dir, step, planned, more, most=most)
+    return Path(one.recipe.checkpoint.dir, f"step{step + 1:08d}")
+
+
+def changed(checkpoint: Path, **state: Any) -> None:
+    """Write a checkpoint's manifest anew with other state."""
+    listed = manifest.read(checkpoint)
+    new = manifest.Manifest({**listed.state, **state}, listed.files)
+    (checkpoint / manifest.NAME).write_text(json.dumps(new.to_json()))
+
+
+def test_a_run_goes_on_with_what_was_kept_on_every_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resuming.resume(job(tmp_path)) is None
+    for step in (3, 7, 9):
+        kept(job(tmp_path), step, refit=[step])
+    one, beside = job(tmp_path), Host()
+    state = resuming.resume(one, beside=[beside])  # type: ignore[list-item]
+    assert state is not None
+    assert (state["step"], state["order"], state["refit"], state["recipe"]) == (10, ORDER, [9], {"kept": "recipe"})
+    assert one.host.loaded == beside.loaded == [tmp_path / "kept" / "step00000010" / "trainer"]
+    assert sorted(path.name for path in (tmp_path / "kept").glob("step*")) == ["step00000008", "step00000010"]
+    kept(one, 11, most=1)
+    assert [path.name for path in (tmp_path / "kept").glob("step*")] == ["step00000012"]
+    assert not caplog.records
+
+
+def test_data_of_the_same_lengths_and_other_content_are_refused(tmp_path: Path) -> None:
+    kept(job(tmp_path), 1)
+    one = job(tmp_path, "s")
+    with pytest.raises(EvenloadError, match="the checkpoint was made with other data") as caught:
+        resuming.resume(one)
+    assert "step00000002 has samples of fingerprint" in caught.value.found
+    assert one.host.loaded == [], "nothing is loaded that cannot go on"
+
+
+def test_what_an_earlier_version_kept_goes_on_with_a_warning_unless_lengths_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = job(tmp_path)
+    changed(kept(one, 1), data=one.source.fingerprint.partition("-")[0])
+    assert resuming.resume(job(tmp_path)) is not None
+    assert "the data of the checkpoint step00000002: an earlier version kept their lengths alone" in caplog.text
+    with (tmp_path / "data.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    longer = SimpleNamespace(**{**vars(one), "source": open_source(str(tmp_path / "data.jsonl"), max_length=64)})
+    with pytest.raises(EvenloadError, match="other data"):
+        resuming.resume(longer)  # type: ignore[arg-type]
+    changed(tmp_path / "kept" / "step00000002", data=None)
+    with pytest.raises(EvenloadError, match="other data"):
+        resuming.resume(job(tmp_path))
+
+
+def test_a_checkpoint_without_an_order_is_refused(tmp_path: Path) -> None:
+    changed(kept(job(tmp_path), 1), order=None)
+    one = job(tmp_path)
+    with pytest.raises(EvenloadError, match="does not say which samples were trained on"):
+        resuming.resume(one)
+    assert one.host.loaded == []
+
+
+def test_another_folder_than_the_recipes_is_gone_on_from(tmp_path: Path) -> None:
+    kept(job(tmp_path), 1)
+    one = job(tmp_path)
+    one.recipe.checkpoint.dir = None
+    assert resuming.resume(one) is None
+    assert resuming.resume(one, tmp_path / "kept") is not None
+    assert checkpoints.last_good(tmp_path / "kept") == tmp_path / "kept" / "step00000002"

@@ -1,0 +1,209 @@
+"""What-if sweeps: every combination a row, the best marked, the impossible told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.api import load_recipe
+from evenload.commands.tables import tables
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe.recipe import Recipe
+from evenload.training.forecast.forecast import look_ahead
+from evenload.training.forecast.sweep import MOST, _strongest, axes_of, best_of, sweep
+from evenload.training.pictures.outlook import names
+from rich.console import Console
+
+NO_FILES: dict[str, Path | None] = {"--out": None, "--trace": None}
+RECIPE = """
+model: {num_layers: 4, hidden_size: 256, num_attention_heads: 8}
+parallel: {dp: 8}
+train: {global_batch_size: 64, dtype: bf16}
+data: {max_length: 4096}
+cluster: a100
+plugins: {packing: {enabled: true, max_tokens: 4096}}
+"""
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sweep") / "lengths.txt"
+    path.write_text("\n".join(map(str, np.random.default_rng(0).lognormal(5.5, 1.2, 1000).astype(int) + 1)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(RECIPE)
+    return load_recipe(path)
+
+
+def shown(result: dict[str, Any]) -> str:
+    console = Console(width=200)
+    with console.capture() as caught:
+        console.print(tables.sweep(result))
+    return caught.get()
+
+
+def test_degrees_compare_on_equal_machines(recipe: Recipe, lengths: Path) -> None:
+    result = sweep(recipe, ["parallel.cp=1,2,4,8"], lengths, 2, 16, NO_FILES)
+    rows = result["rows"]
+    assert [row["settings"] for row in rows] == [{"parallel.cp": cp} for cp in (1, 2, 4, 8)]
+    assert [(row["layout"]["cp"], row["layout"]["dp"], row["world_size"]) for row in rows] == [
+        (1, 16, 16),
+        (2, 8, 16),
+        (4, 4, 16),
+        (8, 2, 16),
+    ]
+    assert rows[0]["exposed_frac"] < rows[3]["exposed_frac"]
+    assert all(row["strongest_baseline"]["gain"] > 0.98 for row in rows)
+    best = rows[result["best"]]
+    assert best["tokens_per_s_per_rank"] == max(row["tokens_per_s_per_rank"] for row in rows)
+
+
+def test_a_row_says_what_plan_says(recipe: Recipe, lengths: Path) -> None:
+    """The sweep's numbers are those of `plan` with the same override."""
+    row = sweep(recipe, ["parallel.dp=4"], lengths, 2, None, NO_FILES)["rows"][0]
+    steps = look_ahead(recipe.changed({"parallel.dp": 4}), lengths, 2).to_json()["steps"]
+    total_s = sum(step["step_s"] for step in steps)
+    assert row["step_s"] == pytest.approx(total_s / 2)
+    assert row["tokens_per_s"] == pytest.approx(sum(step["tokens"] for step in steps) / total_s)
+    assert row["tokens_per_s_per_rank"] == pytest.approx(row["tokens_per_s"] / 4)
+    assert row["imbalance"] == pytest.approx(sum(step["imbalance"] for step in steps) / 2)
+    baselines = {n: sum(s["baselines"][n]["step_s"] for s in steps) for n in steps[0]["baselines"]}
+    fastest = min(baselines, key=lambda name: baselines[name])
+    assert row["strongest_baseline"] == {"name": fastest, "gain": pytest.approx(baselines[fastest] / total_s)}
+
+
+def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe: Recipe, lengths: Path) -> None:
+    """With two ranks to a sequence at most, what shares each among all four is not allowed, however fast it is."""
+    mesh = recipe.changed({"parallel.dp": 4, "plugins.packing.enabled": False, "plugins.mesh.enabled": True})
+    free, bound = (
+        look_ahead(mesh.changed({"plugins.mesh.max_degree": degree}), np.array([4096] * 64), 1) for degree in (0, 2)
+    )
+    for outlook, ignores in ((free, None), (bound, "plugins.mesh.max_degree is 2, 4 ranks share a sequence")):
+        told = outlook.to_json()["steps"][0]["baselines"]
+        assert (told["cp_all"]["ignores"], told["cp_all"]["over_caps"]) == (ignores, ignores)
+        assert told["cp_1"]["ignores"] is None
+        assert ("cp_all" in names(outlook)) == (ignores is None)
+        console = Console(width=160, record=True, file=StringIO())
+        console.print(tables.plan(outlook.to_json()))
+        text = " ".join(console.export_text().split())
+        assert ("cp_all: not allowed" in text) == (ignores is not None)
+        assert (f"cp_all is not allowed: {ignores}" in text) == (ignores is not None)
+    others = {name: one.outcome.step_s for name, one in bound.steps[0].baselines.items() if name != "cp_all"}
+    faster = replace(bound.steps[0].baselines["cp_all"].outcome, step_s=0.5 * min(others.values()))
+    one = replace(bound.steps[0].baselines["cp_all"], outcome=faster)
+    step = replace(bound.steps[0], baselines={**bound.steps[0].baselines, "cp_all": one})
+    assert _strongest((step,), 1.0)["gain"] == min(others.values())
+
+
+def test_words_multiply_and_any_key_can_be_swept(recipe: Recipe, lengths: Path) -> None:
+    words = ["cluster=a100,h200", "plugins.packing.max_tokens=4096,8192", "train.recompute=false,true"]
+    result = sweep(recipe, words, lengths, 1, None, NO_FILES)
+    assert len(result["rows"]) == 8
+    assert result["rows"][-1]["settings"] == {
+        "cluster": "h200",
+        "plugins.packing.max_tokens": 8192,
+        "train.recompute": True,
+    }
+    assert {row["world_size"] for row in result["rows"]} == {8}
+    speed = {row["cluster"]: row["tokens_per_s"] for row in result["rows"] if not row["settings"]["train.recompute"]}
+    assert speed["h200"] > speed["a100"]
+
+
+def test_an_impossible_combination_says_why_and_the_others_go_on(recipe: Recipe, lengths: Path) -> None:
+    result = sweep(recipe, ["parallel.tp=1,3", "cluster=a100,nowhere"], lengths, 1, 24, NO_FILES)
+    errors = {(r["settings"]["parallel.tp"], r["settings"]["cluster"]): r.get("error") for r in result["rows"]}
+    assert errors[1, "a100"] is None
+    assert errors[3, "a100"]["what"] == "parallel.tp does not divide the attention heads"
+    assert errors[1, "nowhere"]["what"] == "there is no such cluster"
+    assert result["best"] == 0
+    text = shown(result)
+    assert "impossible" in text
+    assert "parallel.tp=3 cluster=a100: parallel.tp does not divide the attention heads (tp 3" in text
+    assert "predicted" in text
+
+
+def test_if_nothing_can_be_planned_that_is_an_error(recipe: Recipe, lengths: Path) -> None:
+    with pytest.raises(EvenloadError, match="none of the 2 combinations") as caught:
+        sweep(recipe, ["parallel.tp=3,5"], lengths, 1, 15, NO_FILES)
+    assert "parallel.tp=3: parallel.tp does not divide" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("parallel.cp", "not of the form"),
+        ("parallel.cp=", "not of the form"),
+        ("=1,2", "not of the form"),
+        ("parallel.cp=1,{", "not YAML"),
+        ("parallel.cpp=1,2", "parallel has no key 'cpp'"),
+        ("nonsense=1", "the recipe has no key 'nonsense'"),
+        ("plugins.pakcing.max_tokens=1,2", "plugins has no key 'pakcing'"),
+        ("parallel.cp.more=1,2", "parallel.cp has no keys below it"),
+        ("parallel.cp=1,2,1", "given twice"),
+        (f"train.global_batch_size={','.join(map(str, range(1, MOST + 2)))}", f"at most {MOST}"),
+    ],
+)
+def test_bad_words_are_refused(recipe: Recipe, word: str, what: str) -> None:
+    with pytest.raises(EvenloadError, match=what):
+        axes_of(recipe, [word])
+
+
+def test_values_are_yaml(recipe: Recipe) -> None:
+    words = ["parallel.dp=null,2", "train.recompute=true,false", "cluster='a100'", "deepspeed.config.any=[1,2],3"]
+    assert axes_of(recipe, words) == {
+        "parallel.dp": [None, 2],
+        "train.recompute": [True, False],
+        "cluster": ["a100"],
+        "deepspeed.config.any": [[1, 2], 3],
+    }
+    with pytest.raises(EvenloadError, match="swept twice"):
+        axes_of(recipe, ["parallel.dp=1", "parallel.dp=2"])
+
+
+def test_the_best_fits_is_fastest_and_then_holds_least() -> None:
+    def row(rate: float, held: float, fits: bool = True) -> dict[str, Any]:
+        return {"tokens_per_s_per_rank": rate, "peak_bytes": held, "fits": fits}
+
+    assert best_of([row(9, 9, fits=False), {"error": {}}, row(5, 3), row(5, 2), row(4, 1)]) == 3
+    assert best_of([row(9, 9, fits=False), {"error": {}}]) is None
+
+
+def test_what_does_not_fit_is_shown_and_never_best(recipe: Recipe, lengths: Path) -> None:
+    """A model of 70 billion weights on one rank."""
+    big = recipe.changed({"model": {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}})
+    result = sweep(big, ["parallel.tp=1,2"], lengths, 1, 8, NO_FILES)
+    assert result["best"] is None
+    assert "too much" in shown(result)
+    assert "none fits" in shown(result)
+
+
+@pytest.mark.slow
+def test_through_the_command_line(tmp_path: Path, lengths: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    start = [sys.executable, "-m", "evenload", "plan", "recipe.yaml", "--lengths", str(lengths), "--nproc", "8"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*start, *more], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    done = run("--sweep", "parallel.cp=1,2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [row["world_size"] for row in result["rows"]] == [8, 8]
+    done = run("--sweep", "parallel.cp=1,2")
+    assert "what if" in done.stdout
+    assert "*" in done.stdout
+    for refused in (["--sweep", "parallel.cpp=1"], ["--sweep", "parallel.cp=1,2", "--out", "plan.json"]):
+        done = run(*refused)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert not (tmp_path / "plan.json").exists()

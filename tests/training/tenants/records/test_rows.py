@@ -1,0 +1,59 @@
+"""What logs and people get of a step of several tenants."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from evenload.training.tenants.records.rows import Live, Row, entry_of_step, totals
+
+ROW = Row(7, 2, 5, 300, 200, 0.5, 0.1, 0.0, 1.2, 0.0, 0.4, 0.3)
+
+
+def test_a_log_gets_the_step_and_each_tenant_by_its_name() -> None:
+    own = {"acme": {"step": 3, "loss": 2.5, "lr": 1e-3, "samples": [4, 1]}, "bolt": {"step": 9, "loss": 1.5}}
+    entry = entry_of_step(ROW, own)
+    assert entry.step == 7
+    assert entry.line["num_tenants"] == 2
+    assert entry.line["tenants"] == own
+    assert entry.scalars["evenload/step_s"] == 0.5
+    named = {name: value for name, value in entry.scalars.items() if name.startswith("evenload/tenants/")}
+    assert named == {
+        "evenload/tenants/acme/loss": 2.5,
+        "evenload/tenants/acme/lr": 1e-3,
+        "evenload/tenants/bolt/loss": 1.5,
+    }
+
+
+def test_rates_leave_out_the_first_step_and_of_no_step_nothing_is_known() -> None:
+    first = Row(6, 2, 5, 1000, 900, 10.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.9)
+    summed = totals([first, ROW])
+    assert (summed["tokens"], summed["targets"], summed["train_s"]) == (1300, 1100, 10.5)
+    assert (summed["tokens_per_s"], summed["imbalance"], summed["bubble_frac"]) == pytest.approx((600, 1.2, 0.3))
+    assert totals([])["tokens_per_s"] == 0.0
+
+
+def test_a_row_says_how_its_tenant_has_ended_and_is_not_moved_by_that() -> None:
+    said: list[tuple[str, int | None, str, int]] = []
+
+    class Bar:
+        @contextmanager
+        def task(self, name: str, total: int | None) -> Any:
+            yield lambda text, advance=1: said.append((name, total, text, advance))
+
+    tenant = SimpleNamespace(
+        number=1, name="acme", steps=10, step=4, losses=[2.5], best=None, tokens=90, seconds=3.0, state="training"
+    )
+    with ExitStack() as opened:
+        live = Live(Bar(), opened)  # type: ignore[arg-type]
+        live.tick(tenant)  # type: ignore[arg-type]
+        live.end([tenant])  # type: ignore[list-item]
+        tenant.state, tenant.best = "stopped", 2.25
+        for _ in range(2):
+            live.end([tenant])  # type: ignore[list-item]
+    assert said == [
+        ("acme", 7, "loss 2.5000  30 tokens/s", 1),
+        ("acme", 7, "stopped  loss 2.5000  best 2.2500  30 tokens/s", 0),
+    ]

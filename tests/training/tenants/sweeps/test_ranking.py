@@ -1,0 +1,130 @@
+"""What a sweep comes to: a ranked table, a winner's folder, and both again from the files."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.commands.lora import lora
+from evenload.commands.tables.tenants import tables
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe.tenant import Tenant
+from evenload.training.shared_plan.trials import sweep_of
+from evenload.training.tenants.state.status import NAME, State, Status, leave_word, read_status
+from evenload.training.tenants.sweeps import ranking as rank
+from evenload.training.tenants.sweeps.halving import Halving
+from rich.console import Console
+
+SWEEP = sweep_of(
+    "acme",
+    Tenant.model_validate(
+        {
+            "data": {"source": "a.jsonl"},
+            "train": {"steps": 20},
+            "sweep": {"train.lr": [1, 2, 3, 4], "halve_every": 5},
+        }
+    ),
+)
+NAMES = [trial.name for trial in SWEEP.trials]
+
+
+def write_status(folder: Path, status: Status) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NAME).write_text(json.dumps({**asdict(status), "digest": "of its file"}))
+
+
+def raced(last: State) -> dict[str, Any]:
+    """A sweep in which the third trial wins, if it comes to an end; the fourth fails."""
+    halving = Halving(NAMES, 5, 20)
+    halving.fail(NAMES[3])
+    for name, loss in zip(NAMES, (3.0, 2.0, 1.0), strict=False):
+        halving.arrive(name, 5, loss)
+    assert halving.close() is not None
+    states: list[State] = ["dropped", "training", last, "failed"]
+    if last == "done":
+        halving.end(NAMES[1], 1.5)
+        halving.end(NAMES[2], 0.5)
+        states[1] = "done"
+    standing = {name: Status(name, state, 20, 20) for name, state in zip(NAMES, states, strict=True)}
+    return rank.ranking_of(SWEEP, halving, {NAMES[0]: 3.0, NAMES[1]: 1.5, NAMES[2]: 0.5}, standing)
+
+
+def test_it_ranks_and_names_a_winner_only_when_it_is_over() -> None:
+    ended, going = raced("done"), raced("training")
+    assert [row["trial"] for row in ended["trials"]] == [NAMES[2], NAMES[1], NAMES[0], NAMES[3]]
+    assert ended["trials"][0]["values"] == {"train.lr": 3}
+    assert (ended["winner"], going["winner"]) == (NAMES[2], None)
+    assert ended["loss_is"] == rank.TRAINED
+
+
+def test_the_winners_folder_is_copied_and_all_is_read_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ended = raced("done")
+    for row in ended["trials"]:
+        write_status(out / row["trial"], Status(row["trial"], row["state"], 20, 20, loss=row["loss"], tokens=7))
+    (out / NAMES[2] / "last").mkdir()
+    (out / NAMES[2] / "last" / "adapter_config.json").write_text("{}")
+    rank.write_ranking(out, raced("training"), None)
+    written = rank.write_ranking(out, ended, out / NAMES[2] / "last")
+    assert [path.name for path in (out / "acme" / "best").iterdir()] == ["adapter_config.json"]
+    result = lora(tmp_path)
+    assert result["sweeps"] == [json.loads(json.dumps(written))]
+    assert [row["name"] for row in result["tenants"]] == NAMES
+    page = io.StringIO()
+    Console(file=page, width=160).print(tables(result))
+    shown = page.getvalue()
+    assert "28 tokens trained" in shown
+    assert f"the adapter of {NAMES[2]} is in" in shown
+
+
+ROW = {"trial": "a", "state": "done", "step": 1, "steps": 1, "loss": 1.0}
+WHOLE = {"sweep": "a", "winner": None, "best": None, "loss_is": "so", "trials": [ROW], "file": "abc"}
+
+
+def test_a_ranking_without_a_race_is_whole(tmp_path: Path) -> None:
+    write_status(tmp_path / "a", Status("a", "done", 1, 1))
+    (tmp_path / "a" / rank.NAME).write_text(json.dumps(WHOLE))
+    assert lora(tmp_path)["sweeps"] == [WHOLE]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"sweep": "a"}', "[]", '{"sweep": "a", "winner": 1, "best": 1, "loss_is": 1}', "\xff", "[" * 9999]
+    + [
+        json.dumps({**WHOLE, **wrong})
+        for wrong in ({"winner": 3}, {"trials": {}}, {"race": "x"}, {"race": {"rung": []}})
+    ]
+    + [
+        json.dumps({**WHOLE, "trials": [{**ROW, **wrong}]}) for wrong in ({"steps": "yes"}, {"loss": "a"}, {"state": 1})
+    ],
+)
+def test_a_damaged_ranking_is_refused_and_no_race_goes_on_from_it(text: str, tmp_path: Path) -> None:
+    assert rank.race_in(tmp_path, "a", "abc") is None
+    write_status(tmp_path / "a", Status("a", "done", 1, 1))
+    (tmp_path / "a" / rank.NAME).write_text(text)
+    with pytest.raises(EvenloadError, match="the ranking"):
+        lora(tmp_path)
+    assert rank.race_in(tmp_path, "a", "abc") is None
+
+
+def test_a_folder_of_tenants_says_where_their_job_writes(tmp_path: Path) -> None:
+    clients, out = tmp_path / "clients", tmp_path / "elsewhere" / "adapters"
+    clients.mkdir()
+    write_status(out / "a", Status("a", "done", 1, 1))
+    with pytest.raises(EvenloadError, match="no tenant has a status in"):
+        lora(clients)
+    leave_word(clients, out)
+    assert lora(clients)["folder"] == str(out)
+    (clients / ".out").write_bytes(b"\xff\x00")
+    with pytest.raises(EvenloadError, match="no tenant has a status in"):
+        lora(clients)
+
+
+def test_a_status_comes_back_as_it_was(tmp_path: Path) -> None:
+    status = Status("a", "stopped", 3, 9, 2.5, 2.25, 2, 1234, 5.5, "why")
+    write_status(tmp_path / "a", status)
+    assert read_status(tmp_path / "a" / "status.json") == status

@@ -1,0 +1,45 @@
+"""Patience: a tenant stops after so many evaluations without a new lowest loss."""
+
+from __future__ import annotations
+
+import math
+
+from evenload.core.recipe.tenant import Evaluate
+from evenload.training.tenants.sweeps.stopping import is_due, is_over, perplexity, without_gain
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def evaluate(patience: int | None = 2, every: int = 10) -> Evaluate:
+    return Evaluate(source="held_out.jsonl", every=every, patience=patience)
+
+
+def test_evaluations_are_due_before_the_first_step_and_behind_the_last() -> None:
+    assert [done for done in range(26) if is_due(evaluate(), done, 25)] == [0, 10, 20, 25]
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 7),
+    st.integers(0, 6),
+)
+def test_it_stops_where_the_last_evaluations_brought_nothing(
+    losses: list[float], patience: int, every: int, tail: int
+) -> None:
+    steps = every * (len(losses) - 1) + tail % every
+    places = [done for done in range(steps + 1) if is_due(evaluate(patience, every), done, steps)]
+    losses = (losses + [3.0])[: len(places)]
+    for number, done in enumerate(places):
+        best = losses.index(min(losses[: number + 1]))
+        assert without_gain(evaluate(patience, every), done, places[best], steps) == number - best
+        assert is_over(evaluate(patience, every), done, places[best], steps) == (number - best >= patience)
+
+
+def test_without_patience_it_never_stops() -> None:
+    assert not is_over(evaluate(None), 10_000, 0, 10_000)
+
+
+def test_perplexity_stays_a_number() -> None:
+    assert perplexity(0.0) == 1.0
+    assert math.isfinite(perplexity(1e9))

@@ -1,0 +1,110 @@
+"""The trained model as a Hugging Face folder, written by rank 0 while all ranks gather it tensor by tensor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...core.errors import EvenloadError, RankError
+from ...core.input.format import mib
+from ...core.recipe.recipe import Recipe
+from ...integrations.host.host import Host
+from ...integrations.huggingface.folders.model_config import model_config
+from ...integrations.huggingface.folders.reading import WeightFolder
+from ...integrations.huggingface.folders.writing import FolderWriter
+from ...runtime import files
+from ...runtime.world.agreement import first_error, from_first, place
+from ..job import Job, logger
+from ..progress import progress
+from .agreement import next_token_agreement
+
+Exported = dict[str, Any]
+"""``folder``, ``tensors``, ``bytes`` (of files), ``files`` (name to bytes) and ``seconds`` of an export."""
+
+
+def write_export(job: Job, out: Path) -> Exported:
+    """Write the model of a job, see `write_folder`; with ``agreement``, where the recipe asks whether Transformers
+    says the same."""
+    with job.watchdog.working("exporting the model"):
+        exported = write_folder(job.host, job.recipe, out)
+    if prompts := job.recipe.train.export_prompts:
+        exported["agreement"] = next_token_agreement(job, out, prompts)
+    return exported
+
+
+def write_folder(host: Host, recipe: Recipe, out: Path) -> Exported:
+    """Write a host's model as a Hugging Face folder. Collective.
+
+    Memory beyond the host's own: a tensor on each rank, a file on rank 0. The folder has its name when every rank has
+    given all of its tensors, so the same command can follow one that was killed. Raises RankError, on every rank, if
+    the folder could not be written: nothing of it is left then.
+    """
+    started, error = time.perf_counter(), ""
+    tensors, agreed = host.exported(), list[list[tuple[int, str]]]()
+
+    def agree() -> None:
+        """Once on every rank, wherever that fails."""
+        agreed.append(first_error(error or None))
+
+    if place()[0] == 0:
+        try:
+            _write(tensors, _with_epsilon(recipe, host), out, agree)
+        except EvenloadError as caught:
+            error = f"{caught.what} ({caught.found})"
+    for _ in tensors:
+        """Peers wait in the exchange of each, also where rank 0 could not write."""
+    if not agreed:
+        agree()
+    error = agreed[0][0][1] if agreed[0] else from_first(lambda: error)
+    if error:
+        do = f"repair or free the disk of {out}, and export again from a checkpoint"
+        raise RankError("the model was not exported", error, do)
+    result: Exported = from_first(lambda: _report(out, time.perf_counter() - started))
+    logger.info("exported to %s: %d files, %s", out, len(result["files"]), mib(result["bytes"]))
+    return result
+
+
+def _write(
+    tensors: Iterator[tuple[str, Tensor | None]], recipe: Recipe, out: Path, confirm: Callable[[], object]
+) -> None:
+    with (
+        FolderWriter(out, _config(recipe), _carried_from(recipe), confirm=confirm) as writer,
+        progress(leads=True) as bar,
+        bar.task("exporting", None) as tick,
+    ):
+        for name, tensor in tensors:
+            assert tensor is not None
+            writer.add(name, tensor)
+            tick(name)
+
+
+def _with_epsilon(recipe: Recipe, host: Host) -> Recipe:
+    """The recipe with what the norms of the host's model have, which are not the same under all trainers."""
+    if recipe.model.norm_epsilon is not None or host.norm_epsilon is None:
+        return recipe
+    return recipe.changed({"model.norm_epsilon": host.norm_epsilon})
+
+
+def _report(out: Path, seconds: float) -> Exported:
+    sizes = {name: (out / name).stat().st_size for name in files.below(out)}
+    tensors = len(WeightFolder.open(out).names)
+    return {"folder": str(out), "tensors": tensors, "bytes": sum(sizes.values()), "files": sizes, "seconds": seconds}
+
+
+def _config(recipe: Recipe) -> dict[str, Any]:
+    """Of the folder that came in, as it is there; else what Transformers makes of the recipe."""
+    if recipe.model.weights is not None:
+        return WeightFolder.open(recipe.model.weights).config
+    return dict(model_config(recipe).to_dict())
+
+
+def _carried_from(recipe: Recipe) -> Path | None:
+    """The folder whose tokenizer goes with the model."""
+    if recipe.model.weights is not None:
+        return recipe.model.weights
+    tokenizer = Path(recipe.data.tokenizer)
+    return tokenizer if tokenizer.is_dir() else None

@@ -1,0 +1,140 @@
+"""Draws global batches in the order of the samples; what a plugin holds back waits here for a later step.
+
+A pure function of data, seed, samples consumed and what waits, so every rank draws the same, and a resumed run goes on
+with the same batches. Without a plugin that holds back, a batch is what ``size`` takes next. With one it may hold more
+or fewer: the waiting ones that run now (oldest first), then the drawn ones that do not wait. Losses are divided by the
+target tokens of what runs, so nothing else changes. Every sample runs exactly once; the saved state names those that
+still wait, and for how many ranks the rule decides, because a run that goes on with other ranks must see the same
+batches. A state with waiting samples that is resumed without the plugin runs them in its first step.
+
+A sample without one token that carries loss changes no sum: it is drawn in its turn, left out and counted. Where a
+batch has no other the draw is empty, which the planner refuses when its step comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.aliases import Ints
+from ..core.errors import EvenloadError
+from ..core.planning.chain import PlanChain
+from ..core.planning.planner import Draw
+from ..core.recipe.recipe import Recipe
+from ..data.samples.batches import BatchSize
+from ..data.samples.order import SampleOrder
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+class Waiting(NamedTuple):
+    """The queue after a step."""
+
+    samples: Ints
+    """Numbers of the samples that wait, oldest first."""
+    steps: Ints
+    """How many steps each has waited."""
+    num_ranks: int
+    """Ranks for which the rule decides."""
+
+
+class Drawing:
+    """Gives the next `Draw` at every call; ``state`` of a draw goes into the checkpoint and comes back to `resume`."""
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        lengths: NDArray[np.int64],
+        size: BatchSize,
+        chain: PlanChain,
+        waiting: Waiting | None = None,
+        *,
+        targets: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._order, self._lengths, self._size, self._situation = order, lengths, size, chain.context
+        self._targets = targets
+        asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
+        self._rules = [rule for rule in asked if rule is not None]
+        self._waiting = waiting or Waiting(_NONE, _NONE, chain.limits.num_ranks)
+
+    @classmethod
+    def resume(
+        cls,
+        state: Mapping[str, Any],
+        lengths: NDArray[np.int64],
+        size: BatchSize,
+        chain: PlanChain,
+        *,
+        targets: NDArray[np.int64] | None = None,
+    ) -> Drawing:
+        """Go on where `Draw.state` was taken. Raises EvenloadError for a state that is damaged or of other data."""
+        waiting = _read(state["waiting"], len(lengths)) if "waiting" in state else None
+        return cls(SampleOrder.from_state(state, len(lengths)), lengths, size, chain, waiting, targets=targets)
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks for which a rule decides, those that the run began with; None where nothing is held back."""
+        return self._waiting.num_ranks if self._rules else None
+
+    def __call__(self) -> Draw:
+        drawn, self._order = self._size.take(self._order, self._lengths)
+        num_drawn = len(drawn)
+        if self._targets is not None:
+            drawn = drawn[self._targets[drawn] > 0]
+        samples = np.concatenate([self._waiting.samples, drawn])
+        waited = np.concatenate([self._waiting.steps, np.zeros(len(drawn), dtype=np.int64)])
+        lengths = self._lengths[samples]
+        runs = ~self._held_back(lengths, waited)
+        self._waiting = self._waiting._replace(samples=samples[~runs], steps=waited[~runs] + 1)
+        delay_steps = float(np.average(waited[runs], weights=lengths[runs])) if runs.any() else 0.0
+        targets = None if self._targets is None else self._targets[samples[runs]]
+        return Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, num_drawn - len(drawn))
+
+    def _held_back(self, lengths: NDArray[np.int64], waited: NDArray[np.int64]) -> NDArray[np.bool_]:
+        waits = np.zeros(len(lengths), dtype=np.bool_)
+        for rule in self._rules if len(lengths) else ():
+            waits |= rule(lengths, waited, self._waiting.num_ranks, self._situation)
+        assert not (len(waits) and waits.all()), "a plugin held back the whole batch"
+        return waits
+
+    def _state(self) -> dict[str, Any]:
+        state, waiting = self._order.state(), self._waiting
+        if not self._rules and not len(waiting.samples):
+            return state
+        queue = {"samples": waiting.samples.tolist(), "steps": waiting.steps.tolist(), "ranks": waiting.num_ranks}
+        return {**state, "waiting": queue}
+
+
+def batch_size(recipe: Recipe) -> BatchSize:
+    """What a global batch of the recipe takes."""
+    return BatchSize(recipe.train.global_batch_size, recipe.train.global_batch_tokens)
+
+
+def refuse_short_data(recipe: Recipe, lengths: Ints, what: str, more: str) -> None:
+    """Raise EvenloadError for data of fewer samples, or tokens, than a global batch takes; ``what`` with a place for
+    which of both, ``more`` of what to do."""
+    key, unit, here = "global_batch_size", "samples", len(lengths)
+    if recipe.train.global_batch_tokens is not None:
+        key, unit, here = "global_batch_tokens", "tokens", int(lengths.sum())
+    wanted = getattr(recipe.train, key)
+    if here < wanted:
+        raise EvenloadError(what.format(unit), f"{here} {unit}, train.{key} {wanted}", f"lower train.{key}{more}")
+
+
+def num_waiting(state: Mapping[str, Any]) -> int:
+    """Samples that still wait after the draw of this state."""
+    return len(state["waiting"]["samples"]) if "waiting" in state else 0
+
+
+def _read(queue: Any, num_samples: int) -> Waiting:
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
+        samples, steps = (np.array(queue[name], dtype=np.int64) for name in ("samples", "steps"))
+        waiting = Waiting(samples, steps, int(queue["ranks"]))
+        whole = waiting.samples.ndim == 1 and waiting.samples.shape == waiting.steps.shape and waiting.num_ranks > 0
+        if whole and ((waiting.samples >= 0) & (waiting.samples < num_samples)).all():
+            return waiting
+    raise EvenloadError("the saved queue of waiting samples is damaged", f"{queue}", "resume from another checkpoint")

@@ -1,0 +1,52 @@
+"""Where pictures go: refused before work starts if it cannot work, whole or not there afterwards."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from ..core.errors import EvenloadError
+
+SUFFIXES = {"trace": (".json", ".json.gz"), "plot": (".png",), "report": (".html", ".htm")}
+"""How the names of pictures end, by kind."""
+
+
+def refuse_path(path: Path, kind: str) -> None:
+    """Raise EvenloadError unless a picture of that kind may be written there."""
+    option, suffixes = f"--{kind}", SUFFIXES[kind]
+    if not path.name.lower().endswith(suffixes):
+        do = f"end its name with {' or '.join(suffixes)}"
+        raise EvenloadError(f"{option} writes another kind of file", str(path), do)
+    folder = path.absolute().parent
+    if not os.path.isdir(folder):
+        raise EvenloadError(f"there is no folder for {option}", str(path), f"make it first: mkdir -p {path.parent}")
+    odd = os.path.exists(path) and not os.path.isfile(path)
+    if odd or not os.access(folder, os.W_OK):
+        fault = f"{path} is no regular file" if odd else f"{folder} is not writable"
+        raise EvenloadError(f"{option} cannot be written", fault, f"choose another {option}")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file beside ``path`` to write to, which takes its place at the end. Raises EvenloadError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        detail = f"{path}: {error.strerror or error}"
+        raise EvenloadError("the file cannot be written", detail, "choose another folder") from error
+    finally:
+        with suppress(OSError):  # gone already, or its name is too long for the file system
+            part.unlink()
+
+
+def open_text(part: Path, path: Path) -> IO[str]:
+    """Open ``part`` for writing, compressed where the name of ``path`` says so."""
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(part, "wt", encoding="utf-8", errors="backslashreplace", compresslevel=5)
+    return part.open("w", encoding="utf-8", errors="backslashreplace")

@@ -1,0 +1,270 @@
+"""Plan from a file of lengths alone, on any machine, and say what it gains. All times are predicted."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ...core.costs.context import PlanningContext
+from ...core.costs.memory import activation_budget_bytes, fixed_bytes
+from ...core.errors import EvenloadError, PlanError, shorten
+from ...core.input.bounds import refuse_endless
+from ...core.input.format import GIB
+from ...core.input.json_text import to_json
+from ...core.laws import check
+from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
+from ...core.plan_json import file_json
+from ...core.planning.chain import PlanChain
+from ...core.planning.judge import outcome_of
+from ...core.planning.planner import Draw
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.rules import refuse_idle_ranks
+from ...core.recipe.sizes import shape_of
+from ...core.simulate.events import grid
+from ...core.simulate.predict import micro_batch_imbalance
+from ...core.simulate.step import Simulation, simulate
+from ...data.lengths import read_lengths
+from ...data.samples.cut import cut
+from ...data.samples.order import SampleOrder
+from ..drawing import Drawing, batch_size, refuse_short_data
+from ..experts.replay import Replay, loads_for, replay
+from ..pipelines import describe
+from ..shared_plan.reading import members_of
+from ..shared_plan.saving import Company
+
+_MOST_ROWS = 32
+"""Ranks of stages whose programs are shown."""
+_CAPS = ("max_tokens", "activation_gib")
+"""Settings of plugins that cap what a rank holds."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A plan and what it comes to."""
+
+    plan: StepPlan
+    outcome: Simulation
+    ignores: str = ""
+    """Which setting of the recipe the plan of a baseline does not keep: one that does not is shown and not compared."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that any rank holds."""
+        return float(self.outcome.peak_bytes.max())
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One global batch as evenload and as every baseline would run it."""
+
+    ours: Simulated
+    baselines: dict[str, Simulated]
+    plan_s: float
+    """Seconds the planning took, measured; everything else is predicted."""
+    delay_steps: float = 0.0
+
+    @property
+    def bound_s(self) -> float:
+        """Lower bound, predicted; where the planner gives none, its own work spread evenly."""
+        return self.ours.plan.bound_s or float(self.ours.outcome.busy_s.mean())
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What `plan` says: everything its tables and pictures are made of."""
+
+    recipe: Recipe
+    chain: PlanChain
+    lengths: Lengths
+    """Tokens of every sample of the file, as training would cut them."""
+    steps: tuple[PlannedStep, ...]
+    loads: Replay | None = None
+    """Recorded loads of experts under every planner of layers, where they are given."""
+    times: Literal["predicted", "measured"] = "predicted"
+    """What the seconds of its steps are; bounds and bytes are predicted in either case."""
+    tenants: dict[str, Any] | None = None
+    """Whose samples they are and what planning these tenants together saves (`Company.to_json`)."""
+
+    def to_json(self, *, explain: bool = False) -> dict[str, Any]:
+        """The documented result of ``plan --json``; ``explain`` adds what every rank runs, as a grid."""
+        context = self.chain.context
+        return {
+            "predicted": self.times == "predicted",
+            "costs": context.costs.source,
+            "cluster": context.cluster.name,
+            "layout": vars(context.layout),
+            "plugins": [p.name for p in self.recipe.enabled()],
+            "samples": len(self.lengths),
+            "steps": [
+                {"step": number, **_step_json(step, self.chain), **(_program(step.ours.plan) if explain else {})}
+                for number, step in enumerate(self.steps)
+            ],
+            **({"tenants": self.tenants} if self.tenants else {}),
+            **({"loads": self.loads.to_json()} if self.loads else {}),
+        }
+
+
+def look_ahead(
+    recipe: Recipe,
+    lengths: Path | Lengths | Mapping[str, Path],
+    steps: int,
+    num_ranks: int | None = None,
+    *,
+    loads: Path | None = None,
+    record: bool = False,
+) -> Outlook:
+    """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
+
+    Without ``num_ranks`` the world has the fewest that ``parallel.*`` needs; ``loads`` is a file that ``log.loads``
+    named, to be replayed; ``record`` keeps every step's timeline. Of a recipe with tenants ``lengths`` are files by
+    tenant, none: their own data; and steps end with those of all tenants.
+    """
+    layout = recipe.layout(num_ranks)
+    chain = PlanChain.of_recipe(recipe, layout)
+    recorded = loads_for(recipe, chain.context, loads) if loads else None
+    if recipe.adapts:
+        return _of_company(recipe, chain, lengths, steps, record)
+    assert not isinstance(lengths, Mapping)
+    refuse_idle_ranks(recipe.train, layout.dp)
+    all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
+    samples = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
+    refuse_short_data(recipe, samples, "the lengths file holds fewer {} than one global batch", "")
+    refuse_endless(samples, chain.largest_slice)
+    drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, batch_size(recipe), chain)
+    planned = [_planned(chain, drawing(), record) for _ in range(steps)]
+    replayed = replay(recipe, chain, planned[0].ours.plan, recorded) if recorded else None
+    return Outlook(recipe, chain, samples, _comparable(planned), replayed)
+
+
+def _of_company(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Outlook:
+    """The outlook of a recipe with tenants."""
+    if not isinstance(lengths, Mapping):
+        do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
+        raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)
+    company = Company(members_of(recipe, lengths), chain, shape_of(recipe.model))
+    planned: list[PlannedStep] = []
+    while company.more and len(planned) < steps:
+        planned.append(_planned(company.chain, company.draw(), record))
+    tenants = company.to_json([company.step(step.ours.plan) for step in planned])
+    return Outlook(recipe, company.chain, as_lengths(company.lengths), _comparable(planned), tenants=tenants)
+
+
+def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:
+    """A batch as evenload and as every baseline would run it."""
+    batch = as_lengths(draw.lengths)
+    tenants = None if draw.tenants is None else as_lengths(draw.tenants)
+    start = time.perf_counter()
+    step_plan = chain.plan(batch, tenants)
+    plan_s = time.perf_counter() - start
+    baselines = _baselines(chain, batch, tenants, record)
+    return PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps)
+
+
+def _comparable(planned: list[PlannedStep]) -> tuple[PlannedStep, ...]:
+    """The steps beside the baselines that can plan every one of them: some share nothing, and a sequence may be too
+    long for them."""
+    known = [name for name in planned[0].baselines if all(name in step.baselines for step in planned)]
+    return tuple(replace(step, baselines={name: step.baselines[name] for name in known}) for step in planned)
+
+
+def write_plans(outlook: Outlook, path: Path) -> None:
+    """Write the plans as ``plan.json``. Raises EvenloadError."""
+    caps = {
+        plugin.name: {key: value for key in _CAPS if (value := getattr(config, key, None)) is not None}
+        for plugin, config in outlook.chain.links
+    }
+    text = to_json(file_json((step.ours.plan for step in outlook.steps), caps))
+    try:
+        # A pipe that nobody reads is refused instead of waited for.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+        os.set_blocking(handle, True)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        detail = f"{shorten(str(path))}: {error.strerror}"
+        raise EvenloadError("the plan cannot be written", detail, "choose another --out") from error
+
+
+def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:
+    return Simulated(step_plan, (simulate if record else outcome_of)(step_plan, chain.context))
+
+
+def _baselines(chain: PlanChain, batch: Lengths, tenants: Lengths | None, record: bool) -> dict[str, Simulated]:
+    rows = {}
+    for name in chain.baselines_for(batch, "shown"):
+        with suppress(EvenloadError):
+            row = _simulated(chain.baseline(name, batch, tenants), chain, record)
+            rows[name] = replace(row, ignores=chain.breaks(name, row.plan))
+    return rows
+
+
+def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
+    plan = step.ours.plan
+    return {
+        "plan_s": step.plan_s,
+        **_outcome_json(step.ours, chain),
+        "bound_s": step.bound_s,
+        "padding_frac": plan.padding_frac,
+        "micro_batches": len(plan.micro_batches),
+        "pipeline": describe(plan, step.ours.outcome),
+        "tokens": plan.num_tokens,
+        "notes": [*plan.notes, *_bound_note(plan, chain)],
+        "delay_steps": step.delay_steps,
+        "baselines": {
+            name: {
+                **_outcome_json(one, chain),
+                "ignores": one.ignores or None,
+                "over_caps": one.ignores or over_caps(one, step.ours, chain.context),
+            }
+            for name, one in step.baselines.items()
+        },
+    }
+
+
+def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) -> str | None:
+    """What a baseline breaks of the caps on tokens and memory under which evenload planned; None: nothing."""
+    limits = ours.plan.limits
+    tokens, most_bytes = limits.max_tokens, limits.max_activation_bytes
+    capped = replace(baseline.plan.limits, max_tokens=tokens, max_activation_bytes=most_bytes)
+    try:
+        check(replace(baseline.plan, limits=capped))
+    except PlanError as error:
+        return f"{error.what} ({error.found})"
+    memory = context.costs.memory
+    most = activation_budget_bytes(context.cluster, memory, limits) + fixed_bytes(memory, limits)
+    peak = baseline.peak_bytes
+    if peak <= max(most, ours.peak_bytes):
+        return None
+    return f"a rank holds {peak / GIB:.3g} GiB, of the device {max(0.0, most) / GIB:.3g} GiB are to be used"
+
+
+def _program(plan: StepPlan) -> dict[str, list[str]]:
+    """``program``: a line for each rank of each stage, below one with the columns; the first `_MOST_ROWS` of them."""
+    places = [(stage, rank) for rank in range(plan.limits.num_ranks) for stage in range(plan.limits.num_stages)]
+    lines = grid(plan, places[:_MOST_ROWS]).splitlines()
+    return {"program": lines + [f"... and {len(places) - _MOST_ROWS:,} more"] * (len(places) > _MOST_ROWS)}
+
+
+def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:
+    uneven = micro_batch_imbalance(one.plan, chain.context.costs)
+    return {
+        **{key: getattr(one.outcome, key) for key in ("step_s", "imbalance", "bubble_frac", "exposed_frac")},
+        "peak_bytes": one.peak_bytes,
+        "micro_batch_imbalance": dict(zip(("forward", "backward"), uneven, strict=True)),
+    }
+
+
+def _bound_note(step_plan: StepPlan, chain: PlanChain) -> list[str]:
+    """Say so when one sequence alone bounds the step."""
+    seconds = chain.context.costs.sequence_s(step_plan.lengths)
+    mean = float(seconds.sum()) / chain.limits.num_ranks
+    longest = float(seconds.max()) / chain.context.layout.cp
+    if longest <= mean or step_plan.shared:
+        return []
+    tokens = int(step_plan.lengths[seconds.argmax()])
+    return [f"one sequence of {tokens} tokens costs {longest / mean:.2f}x a rank's mean share and bounds the step"]

@@ -1,0 +1,208 @@
+"""One rank of a job: join the world, bridge the CPU, watch over the work, open the trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+
+from ..core.planning.chain import PlanChain
+from ..core.planning.planner import Draw, Planner
+from ..core.recipe.recipe import Recipe
+from ..core.recipe.sizes import shape_of
+from ..data.samples.order import SampleOrder
+from ..data.sources import Source
+from ..integrations.host.host import Host
+from ..patches import bridge_cpu
+from ..runtime.attention.labels import Labels
+from ..runtime.attention.pack import TokensOf
+from ..runtime.files import quiet_when_full
+from ..runtime.watchdog.watchdog import Watchdog, working
+from ..runtime.world.agreement import gather_bytes
+from ..runtime.world.folder_lock import folder_lock
+from ..runtime.world.variables import RESULT
+from ..runtime.world.world import World, close_world, init_world
+from .drawing import Drawing, batch_size
+from .hosts import integration
+from .preflight import preflight
+
+logger = logging.getLogger("evenload")
+
+
+class Work(ABC):
+    """What a verb's loop works with on each rank, whoever owns the samples."""
+
+    recipe: Recipe
+    world: World
+    host: Host
+    chain: PlanChain
+    watchdog: Watchdog
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers of the model have experts."""
+        return shape_of(self.recipe.model).experts is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that reports."""
+        return self.world.rank == 0
+
+    def gather(self, *values: float) -> npt.NDArray[np.float64]:
+        """Every rank's values, float64 [world, len(values)]. Collective."""
+        rows = gather_bytes(struct.pack(f"{len(values)}d", *values))
+        return np.array([struct.unpack(f"{len(values)}d", row) for row in rows])
+
+    @cached_property
+    def _places(self) -> npt.NDArray[np.int64]:
+        """(pipeline stage, plane rank) of every rank, int64 [world, 2]. Collective where it is first asked for."""
+        return self.gather(self.host.pipeline_stage, self.host.dp_cp_rank).astype(np.int64)
+
+    def of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Means over tensor-parallel peers. [world, ...] -> [stages, plane, ...]."""
+        layout = self.host.layout
+        out = np.zeros((layout.pp, layout.dp_cp_size, *per_rank.shape[1:]))
+        np.add.at(out, tuple(self._places.T), per_rank)
+        return out / layout.tp
+
+    def most_of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The largest value of each pipeline stage. [world] -> [stages]."""
+        out = np.zeros(self.host.layout.pp)
+        np.maximum.at(out, self._places[:, 0], per_rank)
+        return out
+
+    def planner(
+        self, drawing: Callable[[], Draw], chain: PlanChain | None = None, first: PlanChain | None = None
+    ) -> Planner:
+        """A planner over the batches of a drawing; ``first`` plans the first of them."""
+        config = self.recipe.planner
+        how: Any = {"budget_s": config.budget_ms / 1e3, "background": config.background, "exchange": gather_bytes}
+        return Planner(chain or self.chain, drawing, **how, first=first)
+
+    def say_stock(self, verb: str) -> None:
+        """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""
+        if not self.chain.links and not self.chain.of_layers:
+            logger.warning("no plugin is switched on: %s runs the trainer's own plan, stock, as evenload's too", verb)
+
+    @abstractmethod
+    def tokens_of(self, draw: Draw) -> TokensOf:
+        """Reads one sequence of a batch; ranks call it for what they compute and nothing else."""
+
+    @abstractmethod
+    def labels_of(self, draw: Draw) -> Labels | None:
+        """The targets of a batch, read as `tokens_of` reads; None where every token is one."""
+
+
+@dataclass(frozen=True)
+class Job(Work):
+    """What the verbs train, verify, bench and profile work with, on each rank."""
+
+    recipe: Recipe
+    world: World
+    host: Host
+    chain: PlanChain
+    source: Source
+    watchdog: Watchdog
+    held_out: Source | None = None
+    """What `train` validates on."""
+
+    def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
+        """The global batches from the first step on, or from where a checkpoint's state was taken."""
+        lengths, size = self.source.lengths, batch_size(self.recipe)
+        targets = self.source.targets
+        if state is not None:
+            return Drawing.resume(state, lengths, size, self.chain, targets=targets)
+        return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain, targets=targets)
+
+    def say_unused(self, verb: str) -> None:
+        """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""
+        self.say_stock(verb)
+        log = self.recipe.log
+        for name in ("trace", "jsonl", "tensorboard", "wandb"):
+            if getattr(log, name) is not None:
+                logger.warning("log.%s has no effect in %s: train alone writes it", name, verb)
+        if self.held_out is not None:
+            logger.warning("data.validation has no effect in %s: train alone evaluates", verb)
+        if self.recipe.train.export is not None:
+            logger.warning("train.export has no effect in %s: train alone writes a folder at its end", verb)
+
+    def tokens_of(self, draw: Draw) -> TokensOf:
+        return lambda index: self.source.tokens(int(draw.samples[index]))
+
+    def labels_of(self, draw: Draw) -> Labels | None:
+        if draw.targets is None:
+            return None
+        return Labels(lambda index: self.source.labels(int(draw.samples[index])), draw.targets)
+
+
+def open_host(recipe: Recipe, world: World) -> Host:
+    """The trainer, its model built and sharded. Collective."""
+    with working("building the model"):
+        return integration(recipe.trainer).open_host(recipe, world)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
+    """Join the world, with the watchdog over all that follows. Collective."""
+    # Trainers warn at import about options nobody chose here; what concerns a run is said by the integrations.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\.")
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
+    bridge = bridge_cpu() if recipe.trainer == "megatron" else None
+    safety = recipe.safety
+    world = init_world(safety.collective_timeout_s, gone_s=safety.gone_s)
+    logger.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)
+    with quiet_when_full(), Watchdog(gone_s=safety.gone_s, stuck_s=safety.stuck_s) as watchdog:
+        yield world, watchdog
+        dist.barrier()  # until here all are watched; what follows waits for nobody that might be gone
+    close_world(world)
+    if bridge is not None:
+        bridge.undo()
+
+
+@contextmanager
+def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[Job]:
+    """Open the trainer on the ranks of a world; another one may follow when it is closed. Collective."""
+    with watchdog.working("opening the data"):
+        ready = preflight(recipe, world.size)
+    host = open_host(ready.recipe, world)
+    logger.info("%s", json.dumps(host.describe()))
+    yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog, ready.held_out)
+    watchdog.at("end", waits=True)
+    host.close()
+
+
+def run_rank(
+    recipe: Recipe, work: Callable[[Job], dict[str, Any]], writes: Path | None = None
+) -> dict[str, Any] | None:
+    """Do a verb's work on this rank, which alone ``writes`` into a folder; see `hand_over`."""
+    with (
+        open_world(recipe) as (world, watchdog),
+        folder_lock(writes),
+        open_trainer(recipe, world, watchdog) as job,
+    ):
+        result = work(job)
+    return hand_over(result, world.rank == 0)
+
+
+def hand_over(result: dict[str, Any], leads: bool) -> dict[str, Any] | None:
+    """Rank 0 hands the result of a verb to the launcher, or returns it under torchrun."""
+    if not leads:
+        return None
+    if path := os.environ.get(RESULT):
+        Path(path).write_text(json.dumps(result))
+        return None
+    return result

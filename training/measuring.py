@@ -1,0 +1,110 @@
+"""One planned step, measured on all ranks, and baselines that plan its batch: what `train` and `bench` have in common.
+
+Variants take turns on every batch, and the order rotates from step to step, so that drift of the machine's speed meets
+all alike. What is compared are the steps' ratios, a baseline's seconds over evenload's. Their median comes with the
+interval that covers the true one in 95 of 100 runs, whatever the noise's distribution (order statistics: David and
+Nagaraja, Order Statistics, 3rd edition, section 7.1). An interval that holds 1 shows no difference.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ..core.planning.chain import PlanChain
+from ..core.planning.planner import Draw, Planned, Planner
+from ..core.recipe.sections import Train
+from ..core.recipe.tenant import TenantTrain
+from ..integrations.host.host import Rates
+from .expert_loads import metrics_of
+from .job import Work
+from .metrics import Taken
+from .spans import gather_spans
+
+OURS = "evenload"
+"""The name under which the recipe's own run stands beside its baselines."""
+MISSES = 0.05
+"""How often an interval may miss the true median."""
+
+
+class Follower:
+    """Plans the batches that evenload's planner has drawn, as a baseline would."""
+
+    def __init__(self, chain: PlanChain, first: PlanChain | None = None) -> None:
+        self._drawn: list[Draw] = []
+        self.planner = Planner(chain, self._drawn.pop, background=False, first=first)
+
+    def plan(self, draw: Draw) -> Planned:
+        """The plan of a batch. No step is charged with the time it took, which favours the baseline."""
+        self._drawn.append(draw)
+        return replace(self.planner.next(), waited_s=0.0)
+
+
+def measure_step(job: Work, planned: Planned, step: int, *, record: bool, rates: Rates | None = None) -> Taken:
+    """Train one step with all ranks, which line up before it if it is recorded; ``rates``: of tenants. Collective."""
+    if record:
+        job.watchdog.at("lining up", step, waits=True)
+        job.gather(0.0)
+    start = time.perf_counter()
+    result = job.host.train_step(
+        planned.plan,
+        job.tokens_of(planned.draw),
+        lr=learning_rate(step, job.recipe.train) if rates is None else rates,
+        labels=job.labels_of(planned.draw),
+        mark=lambda where: job.watchdog.at(where, step),
+        record=record,
+    )
+    step_s = time.perf_counter() - start + planned.waited_s
+    job.watchdog.at("comparing times", step, waits=True)
+    rows = job.gather(step_s, planned.plan_s, planned.waited_s, result.busy_s, result.forward_s)
+    slowest_s, plan_s, wait_s = rows[:, :3].max(axis=0).tolist()
+    seconds = job.of_stages(rows[:, 3:])
+    spans = gather_spans(result.spans) if record else []
+    moe = metrics_of(result) if job.has_experts else None
+    return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1], moe, spans)
+
+
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """The names in the order in which they take this turn."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def compare(baseline_s: Sequence[float], own_s: Sequence[float]) -> dict[str, Any]:
+    """How much faster evenload is, from the seconds of the same steps; of no steps nothing is known.
+
+    ``of_totals`` is the ratio of the sums, ``median`` that of the steps' ratios, and ``interval`` holds the true median
+    with a confidence of 95 %; it is None where the steps are fewer than six.
+    """
+    ratios = np.sort(np.array(baseline_s) / np.array(own_s))
+    total_s = sum(own_s)
+    return {
+        "steps": len(ratios),
+        "of_totals": sum(baseline_s) / total_s if total_s else None,
+        "median": float(np.median(ratios)) if len(ratios) else None,
+        "interval": interval_of_median(ratios.tolist()),
+    }
+
+
+def interval_of_median(values: Sequence[float]) -> list[float] | None:
+    """[low, high] around the true median with a confidence of at least 95 %; None where the values are too few."""
+    count, ordered = len(values), sorted(values)
+    misses = accumulate(2 * math.comb(count, outside) / 2.0**count for outside in range(count // 2))
+    outside = sum(share <= MISSES for share in misses)
+    return [ordered[outside - 1], ordered[-outside]] if outside else None
+
+
+def learning_rate(step: int, config: Train | TenantTrain, steps: int | None = None) -> float:
+    """A function of the step alone, so that a resumed run continues it. Warm-up is linear. ``steps``: how many there
+    are in all, where that is another number than the config's."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, (steps or config.steps) - config.warmup_steps)
+    shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+    return config.min_lr + (config.lr - config.min_lr) * shape[config.lr_schedule]

@@ -1,0 +1,57 @@
+"""What the pictures take from an `Outlook`: names to show, steps one after the other."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+from ..forecast.forecast import Outlook, PlannedStep, Simulated
+
+OURS = "evenload"
+
+
+def label(name: str) -> str:
+    """A planner's name as people read it."""
+    return "stock" if name == "padded" else name.replace("_", " ")
+
+
+def planners(step: PlannedStep) -> dict[str, Simulated]:
+    """evenload first, then the baselines."""
+    return {OURS: step.ours, **step.baselines}
+
+
+def names(outlook: Outlook) -> list[str]:
+    """Planners that planned every step with the recipe's settings: evenload, then the baselines, stock first."""
+    steps = [planners(step) for step in outlook.steps]
+    return [name for name in steps[0] if all(name in step and not step[name].ignores for step in steps)]
+
+
+def about(outlook: Outlook) -> dict[str, Any]:
+    """What the numbers rest on."""
+    context = outlook.chain.context
+    basis = {"costs": context.costs.source, "cluster": context.cluster.name, "layout": str(context.layout)}
+    return {"times": "predicted", **basis, "command": command()}
+
+
+def command() -> str:
+    """What was typed, with the program's bare name."""
+    return shlex.join(["evenload", *sys.argv[1:]])
+
+
+_WHAT = {
+    "padded": "equal counts of samples, padded within a micro-batch",
+    "whole": "whole sequences, balanced by cost",
+    "chunks": "long sequences in chunks, the others packed",
+    "in_order": "packed in the order of the batch",
+    "whole_1f1b": "a sequence a micro-batch",
+    "fixed_chunks": "chunks of equally many tokens, short sequences packed",
+    "algorithm_1": "InfiniPipe's algorithm 1, pipelines drain in between",
+    "best_fit": "best-fit bins, dealt out in turn",
+    "karmarkar_karp": "sequences to ranks by largest differencing of cost",
+}
+
+
+def what_it_does(name: str) -> str:
+    """A planner in a few words; empty where none are known."""
+    return _WHAT.get(name, "")

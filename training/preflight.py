@@ -1,0 +1,153 @@
+"""Everything that can be found wrong before any rank starts or anything is written."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.errors import EvenloadError, Rule, refuse_first, shorten
+from ..core.input import reading
+from ..core.input.bounds import refuse_endless
+from ..core.machine.layout import Layout
+from ..core.plan.step_plan import as_lengths
+from ..core.planning.chain import PlanChain
+from ..core.planning.forward_only import forward_only
+from ..core.recipe.pretrained import folder_of
+from ..core.recipe.recipe import Recipe
+from ..core.recipe.rules import refuse_idle_ranks
+from ..core.recipe.sections import Data
+from ..core.recipe.traits import trainer_called
+from ..data.sources import Source, open_source
+from ..data.tokenizers import holds_tokenizer, open_tokenizer
+from .drawing import batch_size, refuse_short_data
+from .files import refuse_path
+from .held_out import draws_of
+from .hosts import require_own_loop, require_packages
+
+_VOCABULARY_MULTIPLE = 128
+"""The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
+
+
+class Preflight(NamedTuple):
+    """A recipe that can run: its data, and its chain of planners for the layout."""
+
+    recipe: Recipe
+    """With the vocabulary size filled in."""
+    source: Source
+    chain: PlanChain
+    held_out: Source | None = None
+    """What `train` validates on."""
+
+
+def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
+    """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
+    recipe, layout = runnable(recipe, world_size)
+    refuse_idle_ranks(recipe.train, layout.dp)
+    source = open_data(recipe, recipe.data.source)
+    validation = recipe.data.validation
+    held_out = open_data(recipe, validation.source) if validation is not None else None
+    more = ", or data.max_length so that long samples are split"
+    refuse_short_data(recipe, source.lengths, "the data holds fewer {} than one global batch", more)
+    recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
+    recipe = with_steps(recipe, source)
+    refuse_other_tokenizer(recipe)
+    chain = PlanChain.of_recipe(recipe, layout)
+    refuse_longest(source, chain)
+    if held_out is not None:
+        draws_of(held_out, recipe)
+        refuse_longest(held_out, forward_only(chain))
+    return Preflight(recipe, source, chain, held_out)
+
+
+def runnable(recipe: Recipe, world_size: int | None) -> tuple[Recipe, Layout]:
+    """A recipe whose trainer and layout can run, with the folder of its weights; its layout. Raises EvenloadError."""
+    require_own_loop(recipe.trainer)
+    if recipe.model.weights is not None or recipe.train.export is not None or recipe.adapts:
+        require_packages("a folder of weights or adapters", "transformers")
+    refuse_first(*trainer_called(recipe.trainer).run_rules(recipe), *_without_writers(recipe))
+    if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
+        refuse_path(recipe.log.trace, "trace")
+    layout = recipe.layout(world_size)
+    if layout.cp > 1:
+        do = "set parallel.cp=1, and let plugins.mesh put long sequences on several ranks"
+        raise EvenloadError("static context parallelism can be planned, not run", f"parallel.cp {layout.cp}", do)
+    if recipe.model.weights is not None:
+        recipe = recipe.changed({"model.weights": str(folder_of(recipe.model.weights))})
+    return recipe, layout
+
+
+def refuse_longest(source: Source, chain: PlanChain) -> None:
+    """Raise EvenloadError unless the longest samples of all can be planned: then no later batch has one that cannot."""
+    lengths = source.lengths if source.targets is None else source.lengths[source.targets > 0]
+    longest = np.sort(lengths)[-chain.context.layout.dp_cp_size :]
+    refuse_endless(longest, chain.largest_slice)
+    chain.plan(as_lengths(longest))
+
+
+def open_data(recipe: Recipe, spec: str) -> Source:
+    """Data under the settings of a recipe. Raises EvenloadError."""
+    return open_samples(recipe.data, spec, recipe.model.weights)
+
+
+def open_samples(data: Data, spec: str, weights: Path | None) -> Source:
+    """Data under these settings, and the tokenizer of the model's folder where no other is named. Raises
+    EvenloadError."""
+    settings = data.model_dump(exclude={"source", "validation"})
+    if weights is not None and settings["tokenizer"] == "bytes" and holds_tokenizer(weights):
+        settings["tokenizer"] = str(weights)
+    return open_source(spec, **settings)
+
+
+def refuse_other_tokenizer(recipe: Recipe) -> None:
+    """Raise EvenloadError where the tokenizer beside the weights, which leaves with the model, knows more tokens than
+    the model."""
+    weights, known = recipe.model.weights, recipe.model.vocab_size
+    if weights is None or known is None or not reading.is_file(weights / "tokenizer.json"):
+        return
+    tokens = open_tokenizer(str(weights / "tokenizer.json")).vocab_size
+    if tokens > known:
+        what = f"the tokenizer of model.weights {shorten(str(weights))} is not that of its model"
+        detail = f"token ids up to {tokens - 1}, a vocabulary of {known}"
+        raise EvenloadError(what, detail, "put the model's own tokenizer.json into the folder, or take it out")
+
+
+def with_vocabulary(recipe: Recipe, *sources: Source) -> Recipe:
+    """The recipe with ``model.vocab_size``: the data's, rounded up so that every tensor-parallel rank has a share. That
+    of a folder of weights stays as it is."""
+    vocab_size, tp = recipe.model.vocab_size, recipe.parallel.tp
+    least = max(source.vocab_size for source in sources)
+    if vocab_size is None:
+        multiple = math.lcm(_VOCABULARY_MULTIPLE, tp)
+        return recipe.changed({"model.vocab_size": -(-least // multiple) * multiple})
+    if vocab_size < least:
+        detail = f"model.vocab_size {vocab_size}, token ids up to {least - 1}"
+        do = "raise model.vocab_size or leave it null"
+        if recipe.model.weights is not None:
+            do = "set data.tokenizer to that of model.weights"
+        raise EvenloadError("the model's vocabulary is smaller than the data's", detail, do)
+    if vocab_size % tp and recipe.model.weights is None:
+        do = "leave model.vocab_size null: it is then rounded up"
+        raise EvenloadError("parallel.tp does not divide model.vocab_size", f"tp {tp}, vocabulary {vocab_size}", do)
+    return recipe
+
+
+def with_steps(recipe: Recipe, source: Source) -> Recipe:
+    """The recipe with ``train.steps``, where it asks for epochs or tokens. Raises EvenloadError: there are too many."""
+    train = recipe.train
+    if train.epochs is None and train.max_tokens is None:
+        return recipe
+    steps = batch_size(recipe).steps(source.lengths, train.seed, epochs=train.epochs, tokens=train.max_tokens)
+    return recipe.changed({"train.steps": steps, "train.epochs": None, "train.max_tokens": None})
+
+
+def _without_writers(recipe: Recipe) -> Iterator[Rule]:
+    for package, name in (("wandb", "Weights & Biases"), ("tensorboard", "TensorBoard")):
+        target, do = getattr(recipe.log, package), f"pip install {package}, or leave log.{package} out"
+        missing = target is not None and find_spec(package) is None
+        yield missing, f"{name} is not installed", f"log.{package} {target}", do

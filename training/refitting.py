@@ -1,0 +1,125 @@
+"""``planner.refit``: the costs of a run's planner follow its measured steps (`core.costs.refit`).
+
+Rank 0 fits; its numbers go to all ranks, which must plan alike to the last bit. One plan is always being made ahead, so
+new costs shape the plan after next. A checkpoint holds the costs of the plan ahead, the newest, and the window: a run
+that is resumed goes on as if it had not been interrupted. Without them, or with a prior or a layout of its own, it
+starts from the recipe's costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.aliases import Floats
+from ..core.costs import refit
+from ..core.costs.costs import Costs
+from ..core.planning.chain import PlanChain
+from ..core.planning.planner import Planned, Planner
+from ..core.simulate.predict import predict
+from ..core.simulate.step import simulate
+from .job import Job, logger
+from .metrics import Taken
+
+
+class PredictedStep(NamedTuple):
+    """What the cost model says of a plan."""
+
+    step_s: float
+    compute_s: float
+    """Passes alone."""
+    busiest_s: float
+    work: Floats | None
+    """Columns for the fit, where there is one."""
+
+
+def predict_step(planned: Planned, *, refits: bool) -> PredictedStep:
+    """Predict a plan with the costs that it was made with."""
+    context, plan = planned.chain.context, planned.plan
+    step_s = simulate(plan, context, record=False).step_s
+    if not refits:
+        return PredictedStep(step_s, 0.0, 0.0, None)
+    compute = predict(plan, context.costs, head_frac=context.head_frac)
+    work = refit.rows_of(plan, context.costs.recompute)
+    return PredictedStep(step_s, compute.step_s, max(compute.busy_s), work)
+
+
+class Refitting:
+    """The costs of one run, first those of ``chain`` or of a checkpoint's `state`; they stay unless the recipe asks."""
+
+    def __init__(self, job: Job, chain: PlanChain, state: Mapping[str, Any] | None) -> None:
+        self._job, self._prior = job, chain.context.costs
+        self._window = refit.Window(self._prior)
+        self.chain = self.first = chain
+        self.on = _has_effect(job)
+        if self.on and state is not None:
+            self._restore(state)
+
+    def after(
+        self, planner: Planner, step: int, planned: Planned, taken: Taken, predicted_step: PredictedStep | None
+    ) -> None:
+        """Learn from a step, unless it is the first of all, which warms up. Collective."""
+        if not self.on or step == 0:
+            return
+        newest = np.zeros(7)
+        if predicted_step is not None:
+            self._add(planned, taken, predicted_step)
+            newest = self._window.coefficients()
+        agreed = np.array(self._job.gather(*newest.tolist())[0])  # rank 0's numbers
+        self.chain = _with(self.chain, agreed)
+        planner.use(self.chain)
+
+    def state(self, planner: Planner) -> dict[str, Any]:
+        """What a checkpoint needs; whole on rank 0."""
+        if not self.on:
+            return {}
+        ahead, newest = planner.chain_of_next.context.costs, self.chain.context.costs
+        named = _coefficients(prior=self._prior, ahead=ahead, newest=newest)
+        return {"refit": {**named, "layout": self._layout, "window": self._window.state()}}
+
+    def report(self) -> dict[str, list[float]] | None:
+        """Coefficients of a stage at the beginning and now (`refit.coefficients`); None where nothing is fitted."""
+        return _coefficients(prior=self._prior, newest=self.chain.context.costs) if self.on else None
+
+    @property
+    def _layout(self) -> list[int]:
+        return [self._job.host.layout.tp, self._job.host.layout.pp]
+
+    def _add(self, planned: Planned, taken: Taken, predicted_step: PredictedStep) -> None:
+        assert predicted_step.work is not None
+        context = planned.chain.context
+        forward_s = taken.forward_s.mean(axis=0)
+        backward_s = (taken.busy_s - taken.forward_s).mean(axis=0)
+        step_s, busiest_s = taken.step_s - taken.wait_s, float((forward_s + backward_s).max())
+        predicted_s = predicted_step.step_s, predicted_step.compute_s
+        sharers = 1 if context.traffic.sharding == "none" else context.layout.dp_cp_size
+        busiest = busiest_s, predicted_step.busiest_s
+        rest_s = refit.rest_of_step(step_s, *predicted_s, busiest, context.costs.update_s, sharers)
+        self._window.add(predicted_step.work, forward_s, backward_s, rest_s)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        if state["prior"] != refit.coefficients(self._prior).tolist() or state["layout"] != self._layout:
+            logger.info("planner.refit starts anew: costs or layout differ from those of the checkpoint")
+            return
+        self._window.restore(state["window"])
+        self.first, self.chain = (_with(self.chain, np.array(state[name])) for name in ("ahead", "newest"))
+
+
+def _coefficients(**costs: Costs) -> dict[str, list[float]]:
+    return {name: refit.coefficients(one).tolist() for name, one in costs.items()}
+
+
+def _with(chain: PlanChain, values: Floats) -> PlanChain:
+    costs = refit.with_coefficients(chain.context.costs, values)
+    return replace(chain, context=replace(chain.context, costs=costs))
+
+
+def _has_effect(job: Job) -> bool:
+    wanted, holds_waiting = job.recipe.planner.refit, job.host.busy_waits
+    if wanted and holds_waiting:
+        why = "and the time of a pass, by the wall clock or on CUDA, holds the waiting for other ranks"
+        logger.warning("planner.refit has no effect: ranks exchange tensors inside their passes here, %s", why)
+    return wanted and not holds_waiting

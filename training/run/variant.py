@@ -1,0 +1,140 @@
+"""One way to plan the batches of a run, with a trainer, costs and numbers of its own: evenload's, or a baseline's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...core.costs.work import step_flops
+from ...core.errors import EvenloadError, RankError
+from ...core.input.format import percent
+from ...core.planning.chain import PlanChain
+from ...core.planning.exercised import Exercised
+from ...core.planning.planner import Planned, Planner
+from ...core.recipe.sizes import shape_of
+from ..drawing import num_waiting
+from ..experts.history import LoadHistory
+from ..job import Job, Work
+from ..measuring import OURS, compare, learning_rate, measure_step
+from ..metrics import Row, Taken, summary
+from ..refitting import PredictedStep, Refitting, predict_step
+
+
+class Variant:
+    """A trainer and the rows of the steps that it has trained."""
+
+    def __init__(self, job: Job, name: str, state: Mapping[str, Any] | None) -> None:
+        self.job, self.name = job, name
+        chain = replace(job.chain, instead="" if name == OURS else name)
+        self.refitting = Refitting(job, chain, state.get("refit") if state else None)
+        self.history = LoadHistory(chain, state.get("loads") if state else None)
+        self.rows: list[Row] = []
+        self.exercised = Exercised()
+        self.same_plans = True
+        """Whether it planned every step as evenload did."""
+        self._busy_s, self._seconds = np.zeros((0, 0)), 1.0
+        """Sums over the steps after the first, which pays for warming up."""
+        self._shape = shape_of(job.recipe.model)
+
+    def step(
+        self, planned: Planned, step: int, executor: Executor, *, record: bool
+    ) -> tuple[Taken, PredictedStep | None]:
+        """Train one step and note what it took; the prediction of its plan on the rank that reports. Collective."""
+        # Beside the step: large plans take the simulator a second.
+        future = executor.submit(predict_step, planned, refits=self.refitting.on) if self.job.leads else None
+        with underway(self.job, begun=bool(self.rows)):
+            taken = take(self.job, planned, step, record=record)
+        predicted_step = future.result() if future else None
+        self.rows.append(self._row(planned, taken, step, predicted_step))
+        if self.job.leads:
+            self.exercised.note(planned.chain, planned.plan, None)
+        begins = len(self.rows) <= 2
+        self._busy_s = taken.busy_s if begins else self._busy_s + taken.busy_s
+        self._seconds = taken.step_s if begins else self._seconds + taken.step_s
+        return taken, predicted_step
+
+    @property
+    def said(self) -> str:
+        """Its last step in words, for a line of progress."""
+        row = self.rows[-1]
+        return f"loss {row.loss:.4f}  {row.tokens / row.step_s:,.0f} tokens/s  MFU {percent(row.mfu)}"
+
+    @property
+    def chains(self) -> tuple[PlanChain, PlanChain]:
+        """What plans are made with, and the first of this run."""
+        return self.history.newest(self.refitting.chain), self.history.first(self.refitting.first)
+
+    def learn(self, planner: Planner, planned: Planned, taken: Taken, predicted_step: PredictedStep | None) -> None:
+        """Let its planner follow the step that it has trained last. Collective."""
+        self.refitting.after(planner, self.rows[-1].step, planned, taken, predicted_step)
+        self.history.after(planner, taken.result)
+
+    def state(self, planner: Planner) -> dict[str, Any]:
+        """What a checkpoint keeps of what it has learned."""
+        return {**self.refitting.state(planner), **self.history.state(planner)}
+
+    def result(self) -> dict[str, Any]:
+        """What its steps come to; ``idle`` is 1 - busy / step of every rank, [stages][plane ranks]."""
+        idle = (1 - self._busy_s / self._seconds).tolist()
+        return {**summary(self.rows), "idle": idle, "refit": self.refitting.report()}
+
+    def beside(self, own: Variant) -> dict[str, Any]:
+        """This baseline against evenload's run: times of the steps after the first, losses of all."""
+        seconds = [[row.step_s for row in variant.rows[1:]] for variant in (self, own)]
+        pairs = [(row.loss, own_row.loss) for row, own_row in zip(self.rows, own.rows, strict=True)]
+        losses = [abs(loss / own_loss - 1) for loss, own_loss in pairs if own_loss]
+        return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
+
+    def _row(self, planned: Planned, taken: Taken, step: int, predicted_step: PredictedStep | None) -> Row:
+        plan, busy, idle = planned.plan, taken.busy_s.sum(axis=0), 1 - taken.busy_s / taken.step_s
+        rate = self.job.chain.context.cluster.flops_per_s * self.job.world.size
+        return Row(
+            step=step,
+            loss=taken.result.loss,
+            grad_norm=taken.result.grad_norm,
+            lr=learning_rate(step, self.job.recipe.train),
+            tokens=plan.num_tokens,
+            targets=taken.result.num_targets,
+            mfu=step_flops(self._shape, plan.lengths) / (taken.step_s * rate),
+            step_s=taken.step_s,
+            plan_s=taken.plan_s,
+            plan_wait_s=taken.wait_s,
+            imbalance=float(busy.max() / busy.mean()) if busy.any() else 1.0,
+            padding_frac=plan.padding_frac,
+            bound_s=plan.bound_s,
+            delay_steps=planned.draw.delay_steps,
+            waiting=num_waiting(planned.draw.state),
+            without_target=planned.draw.without_target,
+            predicted_s=predicted_step.step_s if predicted_step else 0.0,
+            bubble_frac=float(idle.mean()),
+            bubble_worst=float(idle.max()),
+            moe=taken.moe,
+        )
+
+
+@contextmanager
+def underway(job: Work, *, begun: bool) -> Iterator[None]:
+    """Once a step has been trained, what refuses the next one is work that failed and no wrong request: a RankError."""
+    try:
+        yield
+    except EvenloadError as error:
+        if isinstance(error, RankError) or not begun:
+            raise
+        raise RankError(f"rank {job.world.rank}: {error.what}", error.found, error.do) from error
+
+
+def take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
+    """Train a step on all ranks. Collective. Raises RankError for a loss or a gradient that is not finite."""
+    taken = measure_step(job, planned, step, record=record)
+    # DeepSpeed tells a norm of -1 where a gradient is not finite. The update is done, but no checkpoint holds it yet.
+    if not (math.isfinite(taken.result.loss) and 0 <= taken.result.grad_norm < math.inf):
+        detail = f"loss {taken.result.loss}, gradient norm {taken.result.grad_norm} at step {step}"
+        do = "lower train.lr, or look at the data; the last good checkpoint is from an earlier step"
+        raise RankError("the loss or its gradient is not finite", detail, do)
+    return taken

@@ -1,0 +1,172 @@
+"""Where the rows of a run go: TensorBoard, Weights & Biases and a JSON Lines log, as the recipe names them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...core.errors import EvenloadError, shorten
+from ...core.input.json_text import to_json
+from ...core.planning.planner import Planned
+from ...core.recipe.recipe import Recipe
+from ..job import logger
+from ..metrics import Row
+from ..validation.validation import Validated
+
+
+class Entry(NamedTuple):
+    """What logs get at once."""
+
+    step: int
+    scalars: Mapping[str, float]
+    """What boards show, by name."""
+    line: Mapping[str, Any]
+    """The object of the JSON Lines log."""
+    always: bool = False
+    """Boards get it, whatever ``log.every`` is."""
+
+
+Write = Callable[[Entry], None]
+
+
+@contextmanager
+def writer(recipe: Recipe, *, leads: bool, first: int = 0) -> Iterator[Write]:
+    """Writes entries to every log that the recipe names; on a rank that does not lead to none. ``first``: the step that
+    the run begins or goes on with.
+
+    A log that cannot be opened is refused; one that fails later (a full disk) is given up with a warning, since no log
+    is worth a training run.
+    """
+    log = recipe.log
+    with ExitStack() as open_logs:
+        writers: dict[str, Write] = {}
+        if leads and log.tensorboard:
+            writers["log.tensorboard"] = open_logs.enter_context(_board(log.tensorboard, log.every))
+        if leads and log.wandb:
+            writers["log.wandb"] = open_logs.enter_context(_project(log.wandb, recipe))
+        if leads and log.jsonl:
+            writers["log.jsonl"] = open_logs.enter_context(
+                _lines(log.jsonl, first, resumes=recipe.checkpoint.dir is not None)
+            )
+
+        def write(entry: Entry) -> None:
+            for name, one in list(writers.items()):
+                try:
+                    one(entry)
+                except Exception as error:  # these writers raise whatever their threads met
+                    del writers[name]
+                    logger.warning("%s is given up after step %d, training goes on: %s", name, entry.step, error)
+
+        yield write
+
+
+def entry_of_step(row: Row, planned: Planned) -> Entry:
+    """What logs get of a step."""
+    values = {name: value for name, value in asdict(row).items() if name not in ("step", "tokens", "targets", "moe")}
+    scalars = {"tokens_per_s": row.tokens / row.step_s, **values}
+    scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
+    line = {**asdict(row), "planner": planned.plan.made_by, "samples": planned.draw.samples.tolist()}
+    return Entry(row.step, {f"evenload/{name}": value for name, value in scalars.items()}, line)
+
+
+def entry_of_validation(row: Validated) -> Entry:
+    """What logs get of a validation, at the number of the step that comes next."""
+    scalars = {"loss": row.loss, "perplexity": row.perplexity, "tokens_per_s": row.tokens_per_s}
+    named = {f"evenload/validation/{name}": value for name, value in scalars.items()}
+    return Entry(row.step, named, {"validation": asdict(row)}, always=True)
+
+
+@contextmanager
+def _board(folder: Path, every: int) -> Iterator[Write]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with _refusing("log.tensorboard", folder):
+        board = SummaryWriter(str(folder))
+
+    def write(entry: Entry) -> None:
+        for name, value in entry.scalars.items() if entry.always or entry.step % every == 0 else ():
+            board.add_scalar(name, value, entry.step)
+
+    yield write
+    with suppress(OSError):
+        board.close()
+
+
+@contextmanager
+def _project(project: str, recipe: Recipe) -> Iterator[Write]:
+    """A run of Weights & Biases, whose own variables (WANDB_MODE=offline, WANDB_DIR, ...) hold."""
+    import wandb
+
+    try:
+        run = wandb.init(project=project, config=recipe.model_dump(mode="json", exclude_defaults=True))
+    except Exception as error:  # of wandb's own kinds
+        do = "log in with `wandb login`, set WANDB_MODE=offline, or leave log.wandb out"
+        raise EvenloadError("log.wandb cannot be opened", shorten(f"{type(error).__name__}: {error}"), do) from error
+
+    def write(entry: Entry) -> None:
+        if entry.always or entry.step % recipe.log.every == 0:
+            run.log(dict(entry.scalars), step=entry.step)
+
+    with run:
+        yield write
+
+
+@contextmanager
+def _lines(path: Path, first: int, *, resumes: bool) -> Iterator[Write]:
+    """Rows that a killed run wrote behind its last checkpoint are cut off; those of a run that ``resumes`` nothing and
+    begins anew make place, and stay in ``PATH.before``."""
+    with _refusing("log.jsonl", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resumes and path.is_file() and path.stat().st_size:
+            _cut(path, first) if first else os.replace(path, path.with_name(f"{path.name}.before"))
+        # A pipe that nobody reads is refused, and not waited for.
+        file = open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))  # noqa: SIM115
+
+    def write(entry: Entry) -> None:
+        file.write(to_json(entry.line) + "\n")
+        file.flush()
+
+    yield write
+    with suppress(OSError):
+        file.close()
+
+
+def _cut(path: Path, first: int) -> None:
+    """Cut off the last rows from one of step ``first`` or a later one on, and rows that are not whole."""
+    with path.open("r+b") as file:
+        kept = end = path.stat().st_size
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            while end:
+                start = text.rfind(b"\n", 0, end - 1) + 1
+                stays = _stays(text[start:end], first)
+                if stays:
+                    break
+                kept, end = kept if stays is None else start, start
+        file.truncate(kept)
+
+
+def _stays(line: bytes, first: int) -> bool | None:
+    """Whether a line is of a step before the ``first`` one, or of a validation up to there; None: it stays if the one
+    before it does, as the evaluations of tenants behind a step."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        row = json.loads(line)
+        if "evaluation" in row and line.endswith(b"\n"):
+            return None
+        before = row["validation"]["step"] <= first if "validation" in row else row["step"] < first
+        return bool(before) and line.endswith(b"\n")
+    return False
+
+
+@contextmanager
+def _refusing(name: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        do = "give a path that can be written"
+        raise EvenloadError(f"{name} cannot be written", f"{path}: {error.strerror}", do) from error

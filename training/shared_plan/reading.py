@@ -1,0 +1,177 @@
+"""Tenants as far as a plan goes: their files, and the lengths of their samples. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.errors import EvenloadError, refuse_first, shorten, shown
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.shipped import place_of
+from ...core.recipe.tenant import Tenant, TenantData, file_name_of, read_tenant
+from ...data.lengths import read_lengths
+from ...data.locate import refuse_outside
+from ...data.samples.batches import BatchSize
+from ...data.samples.cut import cut
+from ...data.sources import open_source
+from ...data.tokenizers import holds_tokenizer
+from .trials import sweep_of
+
+_Counts = NDArray[np.int64]
+
+
+class Member(NamedTuple):
+    """A tenant that is planned."""
+
+    name: str
+    config: Tenant
+    lengths: _Counts
+    """Tokens of each of its samples."""
+    targets: _Counts | None
+    """Of these, those that carry loss; None: each but the first one."""
+
+    @property
+    def size(self) -> BatchSize:
+        return BatchSize(self.config.train.batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Updates of its adapter."""
+        train = self.config.train
+        if train.epochs is None:
+            return train.steps
+        return self.size.steps(self.lengths, train.seed, epochs=train.epochs)
+
+    @property
+    def tokens_of_step(self) -> float:
+        """In the mean."""
+        return self.config.train.batch_size * float(self.lengths.mean())
+
+
+def members_of(recipe: Recipe, files: Mapping[str, Path]) -> list[Member]:
+    """The tenants of a recipe's folder, trials of sweeps each by itself.
+
+    ``files``: files of lengths by tenant instead, whose data then need not be there; who has no file in the folder has
+    the settings of an empty one. Raises EvenloadError.
+    """
+    folder = _folder_of(recipe)
+    if files:
+        return [member for name, file in files.items() for member in _of_file(folder, name, file)]
+    if folder is None:
+        do = "set plugins.lora.tenants to a folder with a YAML file for each, or give --lengths NAME=FILE for each"
+        raise EvenloadError("nobody says which tenants are to be planned", "plugins.lora.tenants null", do)
+    paths = sorted(path for path in folder.glob("*.yaml") if not path.name.startswith("."))
+    if not paths:
+        do = "put a file NAME.yaml there for each tenant, or give --lengths NAME=FILE for each"
+        raise EvenloadError("there is no tenant to plan", f"no file NAME.yaml in {shorten(str(folder))}", do)
+    opened: dict[str, tuple[_Counts, _Counts | None]] = {}
+    members = []
+    for path in paths:
+        for name, tenant in _read(path):
+            data = tenant.data.model_dump_json()
+            if data not in opened:
+                with naming(name):
+                    if (root := _of_plugin(recipe, "root")) is not None:
+                        refuse_outside(root, tenant.opens())
+                    opened[data] = _open(tenant.data, recipe)
+            members.append(_checked(Member(name, tenant, *opened[data])))
+    return members
+
+
+def files_of(recipe: Recipe, words: Sequence[str]) -> Path | dict[str, Path]:
+    """The file of lengths that ``--lengths`` names; of a recipe with tenants the files of ``NAME=FILE`` each, none
+    where it is left out. Raises EvenloadError."""
+    if recipe.adapts:
+        return _by_tenant(words)
+    do = "give one: --lengths FILE (.npy, .txt, .jsonl or Megatron .idx)"
+    if len(words) != 1:
+        what = "there are no lengths to plan" if not words else "a recipe without tenants is planned from one file"
+        raise EvenloadError(what, f"{len(words)} times --lengths", do)
+    return Path(words[0])
+
+
+def _by_tenant(words: Sequence[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for word in words:
+        name, equals, file = word.partition("=")
+        do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
+        if not (name and equals and file):
+            raise EvenloadError("lengths of tenants are given by name", shown(word), do)
+        if name in files:
+            raise EvenloadError(f"lengths of the tenant {shorten(name)} are given twice", shown(word), do)
+        files[name] = Path(file)
+    return files
+
+
+def _folder_of(recipe: Recipe) -> Path | None:
+    """Raises EvenloadError where the recipe names a folder that is none."""
+    folder = _of_plugin(recipe, "tenants")
+    folder = None if folder is None else place_of(folder)
+    if folder is not None and not folder.is_dir():
+        what, do = "the folder of tenants is not there", "name a folder in plugins.lora.tenants"
+        raise EvenloadError(what, shorten(str(folder)), do)
+    return folder
+
+
+def _of_plugin(recipe: Recipe, key: str) -> Path | None:
+    """A setting of the plugin that brings the tenants."""
+    configs = [recipe.config_of(plugin.name) for plugin in recipe.enabled() if plugin.adapts]
+    return next((getattr(config, key, None) for config in configs), None)
+
+
+def _of_file(folder: Path | None, name: str, file: Path) -> list[Member]:
+    path = None if folder is None else file_name_of(folder, name)
+    known = path is not None and path.is_file()
+    trials = _read(path) if known and path else [(name, Tenant(data=TenantData(source=str(file))))]
+    lengths = read_lengths(file)
+    members = []
+    for trial, tenant in trials:
+        data = tenant.data
+        samples = cut(lengths, data.max_length, data.long_samples, data.min_length).length
+        if not len(samples):
+            detail = f"{len(lengths)} lengths, all below data.min_length {data.min_length} or left out"
+            raise EvenloadError(f"the tenant {shorten(name)} has no sample", detail, "check its file and its lengths")
+        members.append(_checked(Member(trial, tenant, samples, None)))
+    return members
+
+
+def _read(path: Path) -> list[tuple[str, Tenant]]:
+    """The tenant of a file, or the trials of its sweep, by their names."""
+    with naming(path.stem):
+        tenant = read_tenant(path)
+        if tenant.sweep is None:
+            return [(path.stem, tenant)]
+        return [(trial.name, trial.tenant) for trial in sweep_of(path.stem, tenant).trials]
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors inside name the tenant."""
+    try:
+        yield
+    except EvenloadError as error:
+        tenant = f"tenant {shorten(name)}"
+        what = error.what if tenant in error.what else f"the {tenant}: {error.what}"
+        raise EvenloadError(what, error.found, error.do) from error
+
+
+def _open(data: TenantData, recipe: Recipe) -> tuple[_Counts, _Counts | None]:
+    settings = data.model_dump(exclude={"source", "validation"})
+    weights = recipe.model.weights
+    if weights is not None and settings["tokenizer"] == "bytes" and holds_tokenizer(weights):
+        settings["tokenizer"] = str(weights)
+    source = open_source(data.source, **settings)
+    return source.lengths, source.targets
+
+
+def _checked(member: Member) -> Member:
+    """Raises EvenloadError for fewer samples than a batch."""
+    count, wanted = len(member.lengths), member.config.train.batch_size
+    what = f"the tenant {shorten(member.name)} has fewer samples than one batch"
+    refuse_first((count < wanted, what, f"{count} samples, train.batch_size {wanted}", "lower its train.batch_size"))
+    return member

@@ -1,0 +1,1 @@
+"""Many tenants on one base: their loop, and what a run of them answers."""

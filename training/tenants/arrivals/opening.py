@@ -1,0 +1,126 @@
+"""A tenant's file becomes a tenant: its data are opened, and whatever is wrong is found before it joins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ....core.errors import EvenloadError, refuse_first
+from ....core.planning.chain import PlanChain
+from ....core.planning.forward_only import forward_only
+from ....core.recipe.adapter import Adapter
+from ....core.recipe.recipe import Recipe
+from ....core.recipe.tenant import Tenant
+from ....data.locate import refuse_outside
+from ....data.samples.batches import BatchSize
+from ....data.samples.order import SampleOrder
+from ....data.sources import Source
+from ....integrations.huggingface.folders.adapters import read_adapter
+from ...drawing import Drawing
+from ...preflight import open_samples, refuse_longest
+from ..state.tenant import ActiveTenant
+from .preflight import config_of
+
+
+class Entrant(NamedTuple):
+    """Who would join."""
+
+    name: str
+    file: str
+    """Name of the file: its own, or that of the sweep whose trial it is."""
+    config: Tenant
+    digest: str
+    """Of the file."""
+
+
+class Opened(NamedTuple):
+    """A tenant that may join, and what its adapter begins with."""
+
+    tenant: ActiveTenant
+    weights: Mapping[str, Tensor] | None
+    """Of the folder that it goes on from; None: drawn from its seed."""
+
+
+def open_tenant(
+    entrant: Entrant, number: int, recipe: Recipe, chain: PlanChain, order: Mapping[str, Any] | None = None
+) -> Opened:
+    """Open the data of who would join; ``order``: where its batches go on. Raises EvenloadError."""
+    config, root = entrant.config, config_of(recipe).root
+    if root is not None:
+        refuse_outside(root, config.opens())
+    adapter, weights = _adapter_of(config)
+    source = _open(config, config.data.source, recipe)
+    _refuse_short(source, config)
+    refuse_longest(source, chain)
+    held_out = _open(config, config.evaluate.source, recipe) if config.evaluate else None
+    if held_out is not None:
+        refuse_longest(held_out, forward_only(chain))
+    size = BatchSize(config.train.batch_size)
+    steps = config.train.steps
+    if config.train.epochs is not None:
+        steps = size.steps(source.lengths, config.train.seed, epochs=config.train.epochs)
+    tenant = ActiveTenant(
+        number=number,
+        name=entrant.name,
+        config=config,
+        source=source,
+        drawing=_drawing_of(source, size, config.train.seed, chain, order),
+        steps=steps,
+        adapter=adapter,
+        file=entrant.file,
+        held_out=held_out,
+        digest=entrant.digest,
+    )
+    return Opened(tenant, weights)
+
+
+def _drawing_of(
+    source: Source, size: BatchSize, seed: int, chain: PlanChain, order: Mapping[str, Any] | None
+) -> Drawing:
+    lengths, targets = source.lengths, source.targets
+    if order is not None:
+        return Drawing.resume(order, lengths, size, chain, targets=targets)
+    return Drawing(SampleOrder(len(lengths), seed), lengths, size, chain, targets=targets)
+
+
+def _open(config: Tenant, spec: str, recipe: Recipe) -> Source:
+    """Data that the model knows all tokens of. Raises EvenloadError."""
+    source, known = open_samples(config.data, spec, recipe.model.weights), recipe.model.vocab_size
+    assert known is not None, "preflight knows the vocabulary"
+    if source.vocab_size > known:
+        detail = f"{spec} has token ids up to {source.vocab_size - 1}, the base a vocabulary of {known}"
+        do = "set data.tokenizer to that of the base"
+        raise EvenloadError("the base's vocabulary is smaller than the data's", detail, do)
+    return source
+
+
+def _refuse_short(source: Source, config: Tenant) -> None:
+    here, wanted = len(source.lengths), config.train.batch_size
+    what, detail = "the data hold fewer samples than one batch", f"{here} samples, train.batch_size {wanted}"
+    refuse_first((here < wanted, what, detail, "lower train.batch_size"))
+
+
+def _adapter_of(config: Tenant) -> tuple[Adapter, Mapping[str, Tensor] | None]:
+    """The adapter that is trained, and its weights where it goes on from a folder. Raises EvenloadError."""
+    if config.start is None:
+        return config.adapter, None
+    adapter, weights = read_adapter(config.start)
+    if "adapter" in config.model_fields_set:
+        _refuse_other_adapter(config.adapter, adapter, weights, config.start)
+        return config.adapter, weights
+    return adapter, weights
+
+
+def _refuse_other_adapter(said: Adapter, read: Adapter, weights: Mapping[str, Tensor], start: Path) -> None:
+    """Raise EvenloadError where a file asks for another adapter than that of the folder it goes on from."""
+    layers = sorted({name.rpartition(".")[0] for name in weights})
+    aspects = {"target_modules": said.targets(layers) == layers == sorted(read.targets(layers))}
+    aspects["r"] = all(said.rank_of(layer) == read.rank_of(layer) for layer in layers)
+    aspects["lora_alpha"] = all(said.scaling_of(layer) == read.scaling_of(layer) for layer in layers)
+    for key, same in aspects.items():
+        detail = f"{getattr(said, key)} in the file, {getattr(read, key)} in {start}"
+        what = f"adapter.{key} is not that of the adapter to go on with"
+        refuse_first((not same, what, detail, "leave adapter out: the folder says it, or leave from out"))

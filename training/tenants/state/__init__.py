@@ -1,0 +1,1 @@
+"""A tenant while it trains: its adapter, status, drawn samples, and the trials of its sweep."""

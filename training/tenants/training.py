@@ -1,0 +1,68 @@
+"""Train the adapters of many tenants on one base: what `train` does where the lora plugin is on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+from ...core.errors import EvenloadError
+from ...core.recipe.recipe import Recipe
+from ...runtime.world.folder_lock import folder_lock
+from ..checkpoint.checkpoints import last_good
+from ..job import hand_over, logger, open_world
+from ..progress import progress
+from ..run.writers import writer
+from .arrivals.job import TenantJob, open_trainer
+from .arrivals.preflight import out_of, refuse_of_models, say_without_effect
+from .loop import Loop
+from .records import saving
+from .records.rows import Live, totals
+
+
+def train_tenants(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | None:
+    """Train on this rank until all tenants have ended. Lists every tenant and every step."""
+    refuse_of_models(recipe, against)
+    with (
+        open_world(recipe) as (world, watchdog),
+        folder_lock(recipe.checkpoint.dir, out_of(recipe)),
+        open_trainer(recipe, world, watchdog) as job,
+    ):
+        if job.leads:
+            say_without_effect(recipe)
+        job.say_stock("train")
+        result = _trained(job)
+    return hand_over(result, world.rank == 0)
+
+
+def _trained(job: TenantJob) -> dict[str, Any]:
+    saved = saving.resume(job)
+    with ExitStack() as opened:
+        write = opened.enter_context(writer(job.recipe, leads=job.leads, first=saved.step if saved else 0))
+        live = Live(opened.enter_context(progress(job.leads)), opened)
+        loop = Loop(job, saved, write, live)
+        loop.run()
+    _refuse_nobody(loop)
+    members, root = loop.members, job.recipe.checkpoint.dir
+    checkpoint = last_good(root) if root else None
+    return {
+        "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
+        "host": job.host.describe(),
+        "summary": {**totals(loop.rows), "checkpoint": str(checkpoint) if checkpoint else None, "out": str(job.out)},
+        "tenants": [*members.past.values(), *(tenant.status() for tenant in members.tenants)],
+        "refused": {name: str(error) for name, error in members.bad.items()},
+        "sweeps": list(loop.verdicts.rankings.values()),
+        "steps": [asdict(row) for row in loop.rows],
+    }
+
+
+def _refuse_nobody(loop: Loop) -> None:
+    """Raise EvenloadError where every file is wrong, so that nobody was trained."""
+    members = loop.members
+    if members.tenants or members.past:
+        return
+    name, error = next(iter(members.bad.items()), ("", None))
+    if error is not None:
+        what = f"no tenant can be trained; the first one, {name}: {error.what}"
+        raise EvenloadError(what, error.found, error.do)
+    logger.info("no tenant has come")

@@ -1,0 +1,155 @@
+"""Evaluations of a run: plans that run forward only, made while the step before runs, and scored between two steps.
+
+The batches are the same each time, so they are planned once: every plan is agreed on when it first runs, and kept.
+Plans are made with the costs of the recipe, whatever a run has learned since, so a run that is resumed scores the same
+plans and comes to the same losses to the last bit. Nothing that training draws or plans is touched.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import RankError
+from ...core.planning.forward_only import forward_only
+from ...core.planning.planner import Planned
+from ...data.content import are_same
+from ...integrations.host.scoring import Scores
+from ...runtime.world.agreement import from_first
+from ..held_out import draws_of, scorable
+from ..job import Job, logger
+
+_MOST_NATS = 700.0
+"""The exponential of more is no float64."""
+
+
+@dataclass(frozen=True)
+class Validated:
+    """What one evaluation came to."""
+
+    step: int
+    """Steps that were trained before it."""
+    loss: float
+    """Sum of all token losses over the number of targets, in nats."""
+    perplexity: float
+    """exp(loss)."""
+    best: bool
+    """No evaluation behind a step had a lower loss so far."""
+    sequences: int
+    tokens: int
+    targets: int
+    without_target: int
+    """Samples of the source that are left out, since they have no target."""
+    validation_s: float
+    """Seconds by the wall clock, waiting for plans included."""
+    plan_wait_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.validation_s
+
+
+class Validation:
+    """The evaluations of one run. ``state``: what a checkpoint kept of those before."""
+
+    def __init__(self, job: Job, state: Mapping[str, Any] | None = None) -> None:
+        config = job.recipe.data.validation
+        assert config is not None
+        assert job.held_out is not None
+        self._every, self._last = config.every, job.recipe.train.steps
+        self._job = replace(job, source=job.held_out, chain=forward_only(job.chain))
+        self._draws = draws_of(job.held_out, job.recipe)
+        self._planner = job.planner(iter(self._draws).__next__, self._job.chain)
+        self._planned: list[Planned] = []
+        self.rows: list[Validated] = []
+        self._best = math.inf
+        if state is not None and "validation" in state:
+            self._restore(state["validation"])
+
+    def due(self, done: int) -> bool:
+        """Whether it is time for an evaluation when so many steps have been trained."""
+        return done % self._every == 0 or done == self._last
+
+    def is_best(self, done: int) -> bool:
+        """Whether the evaluation behind so many steps has run, and had the lowest loss so far."""
+        return bool(self.rows) and self.rows[-1].step == done and self.rows[-1].best
+
+    def prepare(self, done: int) -> None:
+        """Begin to plan an evaluation that is due when so many steps have been trained."""
+        if self.due(done) and not self._planned:
+            self._planner.prepare()
+
+    def run(self, done: int) -> Validated:
+        """Evaluate. Collective. Raises RankError for a loss that is not finite."""
+        begin, waited_s = time.perf_counter(), 0.0
+        parts: list[Scores] = []
+        for number in range(len(self._draws)):
+            self._job.watchdog.at("waiting for the plan of a validation", done)
+            waits = number == len(self._planned)
+            planned = self._next(number)
+            waited_s += planned.waited_s if waits else 0.0
+            parts.append(self._score(planned, done))
+        loss_sum, targets = (float(np.concatenate(part).sum()) for part in zip(*parts, strict=True))
+        row = self._row(done, loss_sum, round(targets), time.perf_counter() - begin, waited_s)
+        self.rows.append(row)
+        self._say(row)
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        best = self._best if math.isfinite(self._best) else None
+        return {"validation": {"best": best, "data": self._job.source.fingerprint}}
+
+    def _next(self, number: int) -> Planned:
+        """The plan of a batch."""
+        if number == len(self._planned):
+            self._planned.append(self._planner.next(ahead=number + 1 < len(self._draws)))
+        return self._planned[number]
+
+    def _score(self, planned: Planned, done: int) -> Scores:
+        job = self._job
+        return job.host.score(
+            planned.plan,
+            job.tokens_of(planned.draw),
+            labels=job.labels_of(planned.draw),
+            mark=lambda where: job.watchdog.at(f"validation, {where}", done),
+        )
+
+    def _row(self, done: int, loss_sum: float, targets: int, seconds: float, waited_s: float) -> Validated:
+        loss, source = loss_sum / targets, self._job.source
+        if not math.isfinite(loss):
+            what, do = "the loss of the validation is not finite", "lower train.lr, or look at the data"
+            raise RankError(what, f"loss {loss} after {done} steps", do)
+        best = done > 0 and loss < self._best
+        self._best = loss if best else self._best
+        return Validated(
+            step=done,
+            loss=loss,
+            perplexity=math.exp(min(loss, _MOST_NATS)),
+            best=best,
+            sequences=sum(len(draw.samples) for draw in self._draws),
+            tokens=sum(int(draw.lengths.sum()) for draw in self._draws),
+            targets=targets,
+            without_target=len(source.lengths) - len(scorable(source)),
+            validation_s=seconds,
+            plan_wait_s=waited_s,
+        )
+
+    def _say(self, row: Validated) -> None:
+        text = "validation after %d steps: loss %.4f, perplexity %.4g%s (%d sequences, %.0f tokens/s)"
+        best = ", the lowest so far" if row.best else ""
+        logger.info(text, row.step, row.loss, row.perplexity, best, row.sequences, row.tokens_per_s)
+        if row.without_target and len(self.rows) == 1:
+            logger.info("%d samples of data.validation have no target and are left out", row.without_target)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        source = self._job.source
+        if from_first(lambda: are_same(state["data"], source.fingerprint, "data.validation")):
+            self._best = math.inf if state["best"] is None else float(state["best"])
+        else:
+            logger.info("data.validation is other data than before: its lowest loss is found anew")
