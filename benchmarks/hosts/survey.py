@@ -5,8 +5,8 @@
 CHECKOUT is a folder of Megatron-LM. Its recipes are the functional tests that train or load a model by flags
 (tests/functional_tests/test_cases/*/*/model_config.yaml with --micro-batch-size). The flags go through the checkout's
 own argument parser, and what comes out, the configs of model and data parallelism, to the guards that evenload asks
-before the first step of a run (`integrations.megatron.unmodified.refusals.supported`): nothing here decides for them. No weights
-are made, and no GPU is needed: Transformer Engine, Triton and CUDA are only named.
+before the first step of a run (`integrations.megatron.unmodified.refusals.supported`): nothing here decides for them.
+No weights are made, and no GPU is needed: Transformer Engine, Triton and CUDA are only named.
 
     cut        accepted; samples may be cut, and the plan may have an order of its own
     whole      accepted; whole samples in Megatron's own schedule, and what keeps them there

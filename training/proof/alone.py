@@ -1,8 +1,8 @@
 """A tenant in company beside plain training of it alone.
 
 Alone, a tenant's product is part of the weights of the integration's `PlainModel` (stock code, whole sequences, no
-plan, no hook), and its matrices' gradients follow from the weights' own (`integrations.reference.textbook_adapter`). Below
-float64 it computes its own gradients, which are compared, and is updated by the job's, as in `steps`.
+plan, no hook), and its matrices' gradients follow from the weights' own (`integrations.reference.textbook_adapter`).
+Below float64 it computes its own gradients, which are compared, and is updated by the job's, as in `steps`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints of tenants: whole adapters, moments and data orders, without the base (`training.checkpoint.checkpoints`).
+"""Checkpoints of tenants: adapters, moments and data orders, without the base (`training.checkpoint.checkpoints`).
 
     root/step00000050/trainer/NAME/    a PEFT folder, and optimizer.safetensors
     root/step00000050/evenload.json    the manifest, with how each tenant stands
