@@ -28,15 +28,15 @@ from torch import Tensor
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...core.errors import EvenloadError, RankError, refuse_first
-from ...core.planning.chain import PlanChain, warn_once
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import Pack, build_pack
-from ...runtime.world.agreement import agree, place
+from ...runtime.world.agreement import place
 from ..deepspeed.unmodified.counts import into_exactly
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of, without_unread
 from ..huggingface.models import refuse_unsupported
-from ..unmodified.planned_runs import on_release, report_idle, report_step
+from ..unmodified.planned_loop import PlannedLoop
+from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
 from .pack_loss import PackLoss
@@ -50,25 +50,23 @@ NAME = "a loop of Accelerate"
 
 
 @dataclass(eq=False)
-class PlannedLoop:
+class PlannedModel:
     """What evenload keeps for the one model of an Accelerator."""
 
     model: Any
     """The Hugging Face model inside what the Accelerator has prepared."""
-    chain: PlanChain
+    planning: PlannedLoop
     loss: PackLoss
     stock_attention: str
     handles: list[Any] = field(default_factory=list)
     """Of hooks on the model."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
     hooked: bool = False
-    warned: set[str] = field(default_factory=set)
-    step: int = 0
 
 
 _prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Hooks, by the models that Accelerators have prepared."""
-_loops: WeakKeyDictionary[Any, PlannedLoop | None] = WeakKeyDictionary()
+_loops: WeakKeyDictionary[Any, PlannedModel | None] = WeakKeyDictionary()
 """By Accelerator; None where its loop stays as it is."""
 
 _untrained: WeakSet[Any] = WeakSet()
@@ -104,7 +102,7 @@ def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Rec
     if loop.hooked:
         loop.hooks.refuse_unlike()
     for one in planned:
-        report_step(NAME, loop.chain, one.plan)
+        loop.planning.report(one.plan)
     return result
 
 
@@ -119,7 +117,7 @@ def release() -> None:
     _prepared.clear()
 
 
-def _close(loop: PlannedLoop) -> None:
+def _close(loop: PlannedModel) -> None:
     for handle in loop.handles:
         handle.remove()
     loop.hooks.release()
@@ -151,7 +149,7 @@ def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwa
     return (), planned | {key: value for key, value in kept.items() if key == "return_dict"}
 
 
-def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> PlannedLoop | None:
+def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> PlannedModel | None:
     """The loop of an Accelerator; None, once said why, where its model cannot be planned. Collective."""
     if accelerator not in _loops:
         # Also while it is measured, which calls the model.
@@ -165,7 +163,7 @@ def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     return _loops[accelerator]
 
 
-def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> PlannedLoop:
+def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> PlannedModel:
     """The loop of an Accelerator, whose packs are measured on its first batch. Collective."""
     refuse_first(
         (
@@ -204,7 +202,9 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     stage = plugin.zero_stage if plugin else 3 if accelerator.distributed_type == DistributedType.FSDP else 0
     half = accelerator.mixed_precision in ("bf16", "fp16")
     chain = chain_for(recipe, model, zero_stage=stage, half=half, whole=True)
-    loop = PlannedLoop(model, chain, PackLoss(model.loss_function), model.config._attn_implementation)
+    loop = PlannedModel(
+        model, PlannedLoop(NAME, chain), PackLoss(model.loss_function), model.config._attn_implementation
+    )
     loop.handles.append(model.register_forward_pre_hook(partial(_before_forward, loop), with_kwargs=True))
     model.loss_function = loop.loss
     try:
@@ -216,7 +216,7 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     return loop
 
 
-def _prove(loop: PlannedLoop, outer: Any, batch: Mapping[str, Any], *, half: bool) -> None:
+def _prove(loop: PlannedModel, outer: Any, batch: Mapping[str, Any], *, half: bool) -> None:
     """Raise EvenloadError, the same on all ranks, unless packs give each sample's own loss. Collective."""
     first = gather([read(batch, loop.model.config, None)], loop.model.config)
     if first is None:
@@ -236,12 +236,12 @@ def _prove(loop: PlannedLoop, outer: Any, batch: Mapping[str, Any], *, half: boo
         raise fault
 
 
-def _before_forward(loop: PlannedLoop, model: Any, args: Any, kwargs: Any) -> None:
+def _before_forward(loop: PlannedModel, model: Any, args: Any, kwargs: Any) -> None:
     """The model attends inside packs where it is given one, else as it came; backwards follow their forward."""
     model.set_attn_implementation(attention.NAME if attention.PACK in kwargs else loop.stock_attention)
 
 
-def _planned(loop: PlannedLoop, batch: Mapping[str, Any], num_items: Any) -> dict[str, Any] | None:
+def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> dict[str, Any] | None:
     """The pack that this rank computes in place of a batch; None where the batch stays. Collective.
 
     Args:
@@ -257,12 +257,8 @@ def _planned(loop: PlannedLoop, batch: Mapping[str, Any], num_items: Any) -> dic
     if samples is None:
         return None
     loop.hooked = samples.hooked
-    loop.step += 1
-    plan = loop.chain.plan(samples.lengths)
-    if place()[0] == 0:
-        warn_once(plan, loop.warned)
-    agree(plan.digest, "plans", loop.step)
-    rows = into_exactly(plan, 1, loop.chain.context.costs)
+    plan = loop.planning.plan(samples.lengths)
+    rows = into_exactly(plan, 1, loop.planning.chain.context.costs)
     tokens = samples.exchange(plan)
     (micro_batch,) = rows[place()[0]]
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
@@ -270,14 +266,14 @@ def _planned(loop: PlannedLoop, batch: Mapping[str, Any], num_items: Any) -> dic
     return inputs_of(pack, with_mask=samples.has_mask)
 
 
-def _leave(loop: PlannedLoop, error: EvenloadError) -> None:
+def _leave(loop: PlannedModel, error: EvenloadError) -> None:
     """Say once that a batch runs as it is."""
     why = f"{error.what} ({error.found})"
-    if not loop.step:
+    if not loop.planning.steps:
         report_idle(NAME, why, error.do)
-    elif error.what not in loop.warned and place()[0] == 0:
+    elif error.what not in loop.planning.warned and place()[0] == 0:
         log.warning("a batch of %s runs as it is: %s; %s", NAME, why, error.do)
-    loop.warned.add(error.what)
+    loop.planning.warned.add(error.what)
 
 
 def _weights(pack: Pack, samples: GlobalBatch) -> Tensor:

@@ -32,17 +32,17 @@ from ...core.errors import EvenloadError, refuse_first
 from ...core.plan.in_step import Program, dummy
 from ...core.plan.program import lower
 from ...core.plan.step_plan import StepPlan
-from ...core.planning.chain import PlanChain, warn_once
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
 from ...runtime.stage.executor import Executor
-from ...runtime.world.agreement import agree, place
+from ...runtime.world.agreement import place
 from ...runtime.world.plane import Plane
 from ..host.host import no_mark
 from ..huggingface import attention
 from ..huggingface.inputs import without_unread
-from ..unmodified.planned_runs import end_of_check, on_release, report_idle, report_step
+from ..unmodified.planned_loop import PlannedLoop
+from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside
 from .planning import GlobalBatch, Read, chain_of, gather, read, recipe_for
@@ -80,17 +80,15 @@ class PlannedTrainer:
     """What evenload keeps for one Trainer."""
 
     recipe: Recipe
-    chain: PlanChain | None = None
+    planning: PlannedLoop | None = None
     """None until packs are measured, in the first step."""
     stays: bool = False
     """Its batches stay as they are: no pack is exact for it."""
     plane: Plane | None = None
     """What ranks share micro-batches over; made for the first plan that shares one."""
-    step: int = 0
     window: Window | None = None
     """Of the step that runs, until its plan has."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
-    warned: set[str] = field(default_factory=set)
 
 
 _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
@@ -164,11 +162,12 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken], ca
         return _run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items
     _refuse_divisors(batch, num_items)
-    if state.chain is None:
+    if state.planning is None:
         _open(state, trainer, batch, taken[-1])
-    if state.stays:
+    if state.planning is None:
         return _run_stock(trainer, model, taken, call)
-    plan = _planned_step(state, batch, sum(one.inputs["input_ids"].numel() for one in taken))
+    plan = state.planning.plan(batch.lengths)
+    _log_step(state.planning.steps, plan, sum(one.inputs["input_ids"].numel() for one in taken))
     rank, size = place()
     if plan.shared and state.plane is None:
         state.plane = Plane.make([tuple(range(size))], plan.limits.node_ranks)
@@ -189,8 +188,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken], ca
         Executor(plan, 0, rank, program, stage, links=None, plane=plane, clock=clock, mark=no_mark).run()
     if batch.hooked:
         state.hooks.refuse_unlike()
-    assert state.chain is not None
-    report_step(NAME, state.chain, plan)
+    state.planning.report(plan)
     return stage.loss
 
 
@@ -202,26 +200,10 @@ def _open(state: PlannedTrainer, trainer: Any, batch: GlobalBatch, taken: Taken)
         fault, may_cut = prove_trainer(trainer, windows([*batch.own.values()]), taken.inputs, taken.num_items)
     if fault is None:
         warn_of_dropout(trainer.model)
-        state.chain = chain_of(state.recipe, trainer, whole=not may_cut)
+        state.planning = PlannedLoop(NAME, chain_of(state.recipe, trainer, whole=not may_cut))
     else:
         state.stays = True
         report_idle(NAME, f"{fault.what} ({fault.found})", fault.do)
-
-
-def _planned_step(state: PlannedTrainer, batch: GlobalBatch, num_slots: int) -> StepPlan:
-    """The plan of a step, the same on all ranks. Collective.
-
-    Args:
-        num_slots: tokens of this rank's own batches, padding included.
-    """
-    assert state.chain is not None
-    plan = state.chain.plan(batch.lengths)
-    state.step += 1
-    if place()[0] == 0:
-        warn_once(plan, state.warned)
-    agree(plan.digest, "plans", state.step)
-    _log_step(state, plan, num_slots)
-    return plan
 
 
 def _run_stock(trainer: Any, model: Any, taken: list[Taken], call: Any) -> Tensor:
@@ -255,12 +237,13 @@ def _attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation(stock)
 
 
-def _log_step(state: PlannedTrainer, plan: StepPlan, num_slots: int) -> None:
+def _log_step(step: int, plan: StepPlan, num_slots: int) -> None:
+    """Say what a plan does. ``num_slots``: tokens of this rank's own batches, padding included."""
     own = [plan.micro_batches[index] for index in plan.of_rank(place()[0])]
     log.info(
         "step %d: %d samples in %d micro-batches, %d of them shared by ranks, %d samples cut; %d tokens on this rank "
         "instead of %d",
-        state.step,
+        step,
         len(plan.lengths),
         len(plan.micro_batches),
         sum(len(micro_batch.ranks) > 1 for micro_batch in plan.micro_batches),
@@ -293,5 +276,5 @@ def _refuse_unfinished(state: PlannedTrainer, trainer: Any) -> None:
     if window.taken:
         detail = f"{len(window.taken)} of {window.num_batches} before the update, and not the last"
         raise EvenloadError("batches of a planned step did not come to Trainer.training_step", detail, do)
-    if not state.step:
+    if state.planning is None:
         report_idle(NAME, f"{type(trainer).__name__} does not call Trainer.training_step", do)

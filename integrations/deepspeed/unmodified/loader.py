@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ....core.errors import EvenloadError, refuse_first
-from ....core.plan.step_plan import MicroBatch, StepPlan, as_lengths
-from ....core.planning.chain import PlanChain, warn_once
-from ....runtime.world.agreement import agree, everyone
+from ....core.plan.step_plan import Lengths, MicroBatch, StepPlan, as_lengths
+from ....core.planning.chain import PlanChain
+from ....runtime.world.agreement import everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
-from ...unmodified.planned_runs import report_step
+from ...unmodified.planned_loop import PlannedLoop
 from .batches import Planned, build_batch
 from .counts import into_exactly
 
@@ -85,11 +85,10 @@ class PlannedLoader:
         active: Callable[[], bool],
     ) -> None:
         self.stock = stock
-        self._chain, self._num_micro_batches = chain, num_micro_batches
+        self._planning = PlannedLoop("DeepSpeed", chain)
+        self._num_micro_batches = num_micro_batches
         self._handed_out, self._lives = handed_out, active
         self._has_warned = False
-        self._step = 0
-        self._warned: set[str] = set()
         self._config = config
         self._keys: set[str] = set()
 
@@ -179,18 +178,18 @@ class PlannedLoader:
 
     def _planned(self, lengths: list[int]) -> tuple[StepPlan, list[MicroBatch]]:
         """The plan of a step and this rank's share of it, `num_micro_batches` long."""
-        batch = as_lengths(lengths)
-        plan = self._chain.plan(batch)
-        if dist.get_rank() == 0:
-            warn_once(plan, self._warned)
-        if max(len(plan.of_rank(r)) for r in range(plan.limits.num_ranks)) > self._num_micro_batches:
-            # Evened by cost, one rank may need a micro-batch more than there are; in rounds all need the same.
-            plan = replace(self._chain, limits=replace(self._chain.limits, all_in_step=True)).plan(batch)
-        self._step += 1
-        agree(plan.digest, "plans", self._step)
-        rows = into_exactly(plan, self._num_micro_batches, self._chain.context.costs)
-        report_step("DeepSpeed", self._chain, plan, micro_batch_size=self.stock.batch_size)
+        plan = self._planning.plan(as_lengths(lengths), self._plan)
+        rows = into_exactly(plan, self._num_micro_batches, self._planning.chain.context.costs)
+        self._planning.report(plan, micro_batch_size=self.stock.batch_size)
         return plan, rows[dist.get_rank()]
+
+    def _plan(self, chain: PlanChain, batch: Lengths) -> StepPlan:
+        """The chain's plan of a batch, with at most as many micro-batches on a rank as the script's step has."""
+        plan = chain.plan(batch)
+        if max(len(plan.of_rank(r)) for r in range(plan.limits.num_ranks)) <= self._num_micro_batches:
+            return plan
+        # Evened by cost, one rank may need a micro-batch more than there are; in rounds all need the same.
+        return replace(chain, limits=replace(chain.limits, all_in_step=True)).plan(batch)
 
     def _collate(self, rows: Iterable[int]) -> Mapping[str, Any]:
         """Rows of the dataset, through the script's own collate function."""

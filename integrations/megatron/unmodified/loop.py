@@ -38,9 +38,8 @@ from ....core.plan.step_plan import StepPlan
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
 from ....runtime.experts.gate import ExpertGate
-from ....runtime.experts.history import learned
 from ....runtime.experts.routing import StepRouting
-from ...unmodified.planned_runs import end_of_check, on_release, report_step
+from ...unmodified.planned_runs import end_of_check, on_release
 from ..base.plane import current_layout
 from .planning.call_plan import CallPlan, data_group, plan_call
 from .planning.differences import warn_of_differences
@@ -70,8 +69,6 @@ class PlannedSteps:
         self._loops: WeakKeyDictionary[Any, UserLoop] = WeakKeyDictionary()
         self._together: WeakKeyDictionary[Any, Together] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Any, RowSteps] = WeakKeyDictionary()
-        self._step = 0
-        self._warned: set[str] = set()
         self.active = True
         _all.add(self)
 
@@ -131,8 +128,7 @@ class PlannedSteps:
                 refuse_other_forms("ragged rows")
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
         batches = loop.source.spread(taken)
-        planned = plan_call(batches, loop, gpts[0], is_interleaved(chunks), self._step, self._warned)
-        self._step += 1
+        planned = plan_call(batches, loop, gpts[0], is_interleaved(chunks))
         plan = planned.plan
         own = plan.of_rank(data_rank())
         routing, gate = _routing(config, planned, batches)
@@ -151,10 +147,8 @@ class PlannedSteps:
             further=next_tokens(batches.samples, planned.order, config, divisor) if config.mtp_num_layers else None,
         )
         returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})
-        warn_of_differences(loop, config, planned, step, self._warned)
-        loads = gate.loads if gate else ()
-        report_step("Megatron-Core", loop.chain, plan, micro_batch_size=batches.size, loads=loads)
-        loop.chain = learned(loop.chain, loads)
+        warn_of_differences(loop, config, planned, step, loop.planning.warned)
+        loop.planning.report(plan, micro_batch_size=batches.size, loads=gate.loads if gate else ())
         end_of_check()
         if not parallel_state.is_pipeline_last_stage():
             return returned
@@ -182,8 +176,7 @@ class PlannedSteps:
             recipe = for_config(self._recipe, get_model_config(gpt), gpt.vocab_size, layout)
             self._rows[gpt] = RowSteps(PlanChain.of_loop(recipe, layout, warn=warn))
         steps = self._rows[gpt]
-        reports, plan = steps.run(stock, function, chunks, taken, **rest)
-        report_step("Megatron-Core", steps.chain, plan, micro_batch_size=len(taken[0]))
+        reports = steps.run(stock, function, chunks, taken, **rest)
         end_of_check()
         return reports
 

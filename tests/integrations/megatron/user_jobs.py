@@ -30,6 +30,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron.base.plane import leave_groups
 from evenload.integrations.megatron.unmodified.planning import call_plan
+from evenload.integrations.megatron.unmodified.refusals.attention import refuse_attention, why_whole
 from evenload.integrations.megatron.unmodified.refusals.expert_rules import refuse_experts
 from evenload.integrations.megatron.unmodified.running import attention as users_attention
 from evenload.integrations.megatron.unmodified.running import order
@@ -515,8 +516,8 @@ def attention_rules(world: Any) -> dict[str, str]:
                 for field, value in values.items():
                     stack.enter_context(patch.object(target, field, value))
                 try:
-                    users_attention.refuse_attention(gpt)
-                    said[name] = users_attention.why_whole(gpt, shares=shares)
+                    refuse_attention(gpt)
+                    said[name] = why_whole(gpt, shares=shares)
                 except EvenloadError as error:
                     said[name] = str(error)
 

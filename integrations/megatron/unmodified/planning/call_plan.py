@@ -11,11 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from .....core.aliases import Floats
-from .....core.errors import EvenloadError
+from .....core.errors import EvenloadError, RankError
 from .....core.plan.step_plan import StepPlan, as_lengths
 from .....core.plan.token_layout import tokens_of_ranks
-from .....core.planning.chain import warn_once
-from .....runtime.world.agreement import agree, everyone
+from .....runtime.world.agreement import everyone
 from ..reading.batches import Batches
 from ..reading.context_parallel import Columns
 from ..reading.samples import exchange, lay_out
@@ -54,18 +53,18 @@ def data_group() -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool, step: int, warned: set[str]) -> CallPlan:
-    """The plan of training call ``step``. Collective; raises EvenloadError.
+def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool) -> CallPlan:
+    """The plan of a training call. Collective; raises EvenloadError.
 
-    Args:
-        interleaved: Megatron runs its interleaved schedule.
-        warned: what has been warned of; grows.
+    ``interleaved``: Megatron runs its interleaved schedule.
     """
     gathered = _gathered(batches)
     try:
-        return _plan_call(gathered, batches, loop, gpt, interleaved, step, warned)
+        return _plan_call(gathered, batches, loop, gpt, interleaved)
+    except RankError:
+        raise
     except EvenloadError:
-        if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.chain.links):
+        if loop.only_stock is not None and any(plugin.orders for plugin, _ in loop.planning.chain.links):
             raise EvenloadError(*loop.only_stock) from None  # why samples had to stay whole
         raise
 
@@ -85,13 +84,7 @@ def _gathered(batches: Batches) -> list[tuple[Any, ...]]:
 
 
 def _plan_call(
-    gathered: Sequence[tuple[Any, ...]],
-    batches: Batches,
-    loop: UserLoop,
-    gpt: Any,
-    interleaved: bool,
-    step: int,
-    warned: set[str],
+    gathered: Sequence[tuple[Any, ...]], batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool
 ) -> CallPlan:
     """The plan of one step, with as many micro-batches on this rank as on every other, and how this rank lays one
     of them out. Collective."""
@@ -107,11 +100,7 @@ def _plan_call(
     ]
     lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
     own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
-    plan = plan_in_rounds(loop.chain, as_lengths(lengths))
-    if dist.get_rank() == 0:
-        warn_once(plan, warned)
-    agree(plan.digest, "plans", step)
-
+    plan = loop.planning.plan(as_lengths(lengths), plan_in_rounds)
     plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
     like = batches.samples[0][0]
     samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group, like=like)
@@ -128,7 +117,7 @@ def _plan_call(
     slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
     log.info(
         "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
-        step + 1,
+        loop.planning.steps,
         len(order),
         len(slots),
         max(slots),

@@ -25,10 +25,10 @@ from .....core.plan.step_plan import MicroBatch, StepPlan, as_lengths
 from .....core.planning.chain import PlanChain
 from .....core.recipe.recipe import Recipe
 from .....runtime.experts.gate import ExpertGate
-from .....runtime.experts.history import learned
 from .....runtime.stage.stage_links import StageLinks
-from .....runtime.world.agreement import agree, everyone
-from ....unmodified.planned_runs import end_of_check, report_idle, report_step
+from .....runtime.world.agreement import everyone
+from ....unmodified.planned_loop import PlannedLoop
+from ....unmodified.planned_runs import end_of_check, report_idle
 from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
@@ -60,15 +60,13 @@ class OwnBatch(NamedTuple):
 class Together:
     """A loop whose micro-batches stay as they are."""
 
-    chain: PlanChain | None
+    planning: PlannedLoop | None
     """None: no plugin has anything to do."""
     why: str
     plugins: str
     """The enabled ones."""
     orders: bool
     links: StageLinks | None = None
-    steps: int = 0
-    """That have been planned."""
 
     @classmethod
     def of(cls, recipe: Recipe, chunks: list[Any], foreign_owner: str, why: str, call: Mapping[str, Any]) -> Together:
@@ -96,25 +94,22 @@ class Together:
         if not copies and not orders:
             return cls(None, why, names, orders=False)
         chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in reasons))
-        return cls(chain, why, names, orders)
+        return cls(PlannedLoop("Megatron-Core", chain), why, names, orders)
 
     def run(self, stock: Callable[..., Any], chunks: list[Any], call: dict[str, Any]) -> Any:
         """One training call. Collective."""
-        if self.chain is None:
+        if self.planning is None:
             why = f"{self.why} depends on which samples are in a micro-batch, and {self.plugins} would regroup them"
             report_idle("Megatron-Core", why, _DO)
             return stock(**call)
-        ranks, number = self.chain.limits.num_ranks, call["num_microbatches"]
-        plan = self.chain.plan(as_lengths([_tokens(call)] * (ranks * number)))
-        agree(plan.digest, "plans", self.steps)
-        self.steps += 1
+        ranks, number = self.planning.chain.limits.num_ranks, call["num_microbatches"]
+        plan = self.planning.plan(as_lengths([_tokens(call)] * (ranks * number)))
         gate = gate_of(plan)
         if plan.in_host_schedule or not _is_even(plan, number):
             result = _run_stock(stock, gate, chunks[0], call)
         else:
             result = self._run_order(plan, gate, chunks[0], call)
-        report_step("Megatron-Core", self.chain, plan, micro_batch_size=1, loads=gate.loads)
-        self.chain = learned(self.chain, gate.loads)
+        self.planning.report(plan, micro_batch_size=1, loads=gate.loads)
         end_of_check()
         return result
 

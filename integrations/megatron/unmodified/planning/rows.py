@@ -29,7 +29,8 @@ from .....core.errors import EvenloadError, refuse_first
 from .....core.plan.step_plan import StepPlan, as_lengths
 from .....core.planning.chain import PlanChain
 from .....runtime.attributes import with_attributes
-from .....runtime.world.agreement import agree, all_or_none, everyone
+from .....runtime.world.agreement import all_or_none, everyone
+from ....unmodified.planned_loop import PlannedLoop
 from ..reading.objects import exchange_objects
 from ..reading.rows import INPUT, Row, joined, of_batch, refuse_uncommon, rows_of
 from ..running.order import with_dummies
@@ -91,13 +92,13 @@ class RowSteps:
     """The training calls on rows of one model."""
 
     def __init__(self, chain: PlanChain) -> None:
-        self.chain = chain
+        self._planning = PlannedLoop("Megatron-Core", chain)
         self._tried = False
 
     def run(
         self, stock: Callable[..., Any], function: Callable[..., Any], chunks: Any, batches: Sequence[Any], **rest: Any
-    ) -> tuple[list[Any], StepPlan]:
-        """Reports for the loop's micro-batches, and the plan that ran. Collective. Raises EvenloadError.
+    ) -> list[Any]:
+        """Reports for the loop's micro-batches. Collective. Raises EvenloadError.
 
         Args:
             function: the user's ``forward_step_func``.
@@ -136,11 +137,11 @@ class RowSteps:
             )
         real = [[piece.sequence for piece in slices] for slices in packs if slices]
         kept = [report for report, slices in zip(reports or packs, packs, strict=True) if slices]
-        return (_home(kept, real, target, taken, group) if reports else reports), plan
+        self._planning.report(plan, micro_batch_size=len(batches[0]))
+        return _home(kept, real, target, taken, group) if reports else reports
 
     def _planned(self, taken: RowBatches) -> StepPlan:
-        plan = self.chain.plan(as_lengths(taken.lengths))
-        agree(plan.digest, "plans", 0)
+        plan = self._planning.plan(as_lengths(taken.lengths))
         refuse_first(
             (
                 not plan.in_host_schedule or plan.shared,

@@ -15,6 +15,7 @@ from .....core.recipe.recipe import Recipe
 from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
 from .....runtime.world.plane import Plane
+from ....unmodified.planned_loop import PlannedLoop
 from ...base.plane import current_layout, open_plane, stage_links
 from ...model.linears import why_in_backward
 from ..reading.batches import Source
@@ -33,7 +34,7 @@ log = logging.getLogger("evenload")
 class UserLoop:
     """What is known of a user's model between its training calls."""
 
-    chain: PlanChain
+    planning: PlannedLoop
     by_token: bool
     """Its packs may hold parts of samples."""
     only_stock: Trouble | None
@@ -76,7 +77,8 @@ class UserLoop:
             refuse_experts(gpt)
         splits = chain.limits.splits_backward and not together
         chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
-        return cls(chain, not borders, only_stock, source, one_context=OneContextRank() if stock.cp > 1 else None)
+        planning = PlannedLoop("Megatron-Core", chain)
+        return cls(planning, not borders, only_stock, source, one_context=OneContextRank() if stock.cp > 1 else None)
 
     def plane_of(self, plan: StepPlan) -> Plane | None:
         """What a plan's micro-batches are shared over; None where it shares none. Collective."""

@@ -1,0 +1,74 @@
+"""The one seam of loops that nobody edits: a global batch in, the same plan on every rank out, and word of the step.
+
+Whatever a loop is, its batch is planned here alone: on every rank, compared on all of them under the true number of
+the step before a token moves, and a refusal of one rank is raised on all. Planning is in line: a loop hands its batches
+over when it trains them, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.errors import EvenloadError, RankError
+from ...core.plan.step_plan import Lengths, StepPlan
+from ...core.planning.chain import PlanChain, warn_once
+from ...runtime.experts.history import learned
+from ...runtime.world.agreement import agree, everyone, place
+from .planned_runs import report_step
+
+_NO_PLAN = bytes(16)
+"""What a rank whose planner refuses the batch shows in place of a digest."""
+
+
+@dataclass(eq=False)
+class PlannedLoop:
+    """The planning of one loop from step to step, alike on all ranks."""
+
+    name: str
+    """What its users call the loop."""
+    chain: PlanChain
+    """The planners, with the costs of the live model."""
+    steps: int = 0
+    """How many steps have been planned."""
+    warned: set[str] = field(default_factory=set)
+    """Reasons of which rank 0 has warned."""
+
+    def plan(self, lengths: Lengths, planner: Callable[[PlanChain, Lengths], StepPlan] = PlanChain.plan) -> StepPlan:
+        """The plan of the next step. Collective.
+
+        Args:
+            lengths: tokens of every sample of the global batch, the same on all ranks.
+            planner: plans a batch by the chain.
+
+        Raises, on all ranks the same:
+            RankError: ranks hold different plans, as they would by unlike recipes.
+            EvenloadError: the planner of a rank refuses the batch.
+        """
+        self.steps += 1
+        refusal: EvenloadError | None = None
+        try:
+            plan = planner(self.chain, lengths)
+        except EvenloadError as error:
+            refusal = error
+        try:
+            agree(_NO_PLAN if refusal else plan.digest, "plans", self.steps)
+        except RankError as differ:
+            raise next(filter(None, everyone(refusal)), differ) from None
+        if refusal is not None:
+            raise refusal
+        if place()[0] == 0:
+            warn_once(plan, self.warned)
+        return plan
+
+    def report(
+        self, plan: StepPlan, *, micro_batch_size: int | None = None, loads: Sequence[Any] | None = None
+    ) -> None:
+        """Leave word of a planned step, and learn from its loads of experts; `report_step` has the arguments.
+
+        Collective where plans depend on loads.
+        """
+        report_step(self.name, self.chain, plan, micro_batch_size=micro_batch_size, loads=loads)
+        if loads is not None:
+            self.chain = learned(self.chain, loads)

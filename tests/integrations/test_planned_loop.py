@@ -1,0 +1,83 @@
+"""A loop that nobody edits goes on with one plan on all ranks, or ends on all of them with one message."""
+
+from __future__ import annotations
+
+import pytest
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import as_lengths
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
+from evenload.integrations.unmodified.planned_loop import PlannedLoop
+from evenload.runtime.world import agreement
+from evenload.runtime.world.agreement import place
+
+LENGTHS = as_lengths([60, 50, 30, 20, 20, 10, 10, 10])
+
+
+def loop_of_rank(*caps: int) -> PlannedLoop:
+    """A loop whose packs hold so many tokens at most on the rank of this place."""
+    load_plugins()
+    agreement.before_first = None
+    rank, size = place()
+    recipe = parse({"plugins": {"packing": {"enabled": True, "max_tokens": caps[rank % len(caps)]}}})
+    return PlannedLoop("a loop", PlanChain.of_recipe(recipe, recipe.layout(size)))
+
+
+def steps_of(caps: list[int], before: int) -> str:
+    """What this rank reads in the step after ``before`` planned alike."""
+    alike, loop = loop_of_rank(*caps[:1]), loop_of_rank(*caps)
+    own, loop.chain = loop.chain, alike.chain
+    for _ in range(before):
+        loop.plan(LENGTHS)
+    loop.chain = own
+    try:
+        plan = loop.plan(LENGTHS)
+    except EvenloadError as error:
+        return f"{type(error).__name__}: {error.what}"
+    return f"step {loop.steps}: {plan.digest.hex()}"
+
+
+def refused_on(refusing: int) -> str:
+    """What this rank reads where the planner of one rank refuses the batch."""
+    loop = loop_of_rank(64)
+
+    def planner(chain: PlanChain, batch):
+        if place()[0] == refusing:
+            raise EvenloadError("no plan here", f"rank {refusing}", "change it")
+        return chain.plan(batch)
+
+    try:
+        loop.plan(LENGTHS, planner)
+    except EvenloadError as error:
+        return f"{type(error).__name__}: {error.what} ({error.found})"
+    return "planned"
+
+
+class TestOnRanks:
+    def test_ranks_of_one_recipe_hold_one_plan_of_the_step_that_it_is(self, world):
+        first, second = world(2).run(steps_of, [64], 2)
+        assert first == second
+        assert first.startswith("step 3: ")
+
+    @pytest.mark.parametrize("before", [0, 2])
+    def test_unlike_recipes_end_both_ranks_under_the_true_number_of_the_step(self, world, before):
+        first, second = world(2).run(steps_of, [64, 128], before)
+        assert first == second
+        assert first.startswith(f"RankError: step {before + 1}: the ranks hold different plans")
+
+    @pytest.mark.parametrize("refusing", [0, 1])
+    def test_what_one_rank_refuses_is_raised_on_all(self, world, refusing):
+        assert world(2).run(refused_on, refusing) == [f"EvenloadError: no plan here (rank {refusing})"] * 2
+
+
+def test_a_warning_is_given_once(caplog):
+    loop = loop_of_rank(64)
+
+    def planner(chain: PlanChain, batch):
+        plan = chain.plan(batch)
+        return plan.revised(notes=("without effect: a setting (of this batch)",))
+
+    for _ in range(2):
+        loop.plan(LENGTHS, planner)
+    assert sum("a setting" in record.message for record in caplog.records) == 1
