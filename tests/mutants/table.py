@@ -191,6 +191,7 @@ KILLERS: dict[str, Words] = {
     "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
     "restarted job": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "torchrun_starts_a_job_again and 1"),
     "attempts": ("pytest", "tests/runtime/watchdog/test_attempt.py"),
+    "planned loops": ("pytest", "tests/integrations/test_planned_loop.py"),
     "roll call": ("pytest", "tests/integrations/test_roll_call.py"),
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
 }
@@ -208,6 +209,7 @@ _LOADER = "integrations/deepspeed/unmodified/loader.py"
 
 _FURTHER = "integrations/megatron/unmodified/running/mtp.py"
 _ROUTING = "runtime/experts/routing.py"
+_PLANNED_LOOP = "integrations/unmodified/planned_loop.py"
 _PACK = "runtime/attention/pack.py"
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -2179,5 +2181,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "_CLOSE = 1e-2",
         "_CLOSE = 1e2",
         "loops of rows",
+    ),
+    Mutant(
+        "loops compare no digests of plans",
+        _PLANNED_LOOP,
+        "agree(_NO_PLAN if refusal else plan.digest,",
+        "agree(_NO_PLAN,",
+        "planned loops",
+    ),
+    Mutant(
+        "loops number every step the first",
+        _PLANNED_LOOP,
+        "self.steps += 1",
+        "self.steps = 1",
+        "planned loops",
+    ),
+    Mutant(
+        "a batch that one rank refuses is planned on the others",
+        _PLANNED_LOOP,
+        "raise next(filter(None, everyone(refusal)), differ) from None",
+        "raise (refusal or differ) from None",
+        "planned loops",
     ),
 )
