@@ -35,12 +35,12 @@ class PlannedLoop:
     warned: set[str] = field(default_factory=set)
     """Reasons of which rank 0 has warned."""
 
-    def plan(self, lengths: Lengths, planner: Callable[[PlanChain, Lengths], StepPlan] = PlanChain.plan) -> StepPlan:
+    def plan(self, lengths: Lengths, planner: Callable[[PlanChain, Lengths], StepPlan] | None = None) -> StepPlan:
         """The plan of the next step. Collective.
 
         Args:
             lengths: tokens of every sample of the global batch, the same on all ranks.
-            planner: plans a batch by the chain.
+            planner: plans a batch by the chain; None: the chain itself does.
 
         Raises, on all ranks the same:
             RankError: ranks hold different plans, as they would by unlike recipes.
@@ -49,7 +49,7 @@ class PlannedLoop:
         self.steps += 1
         refusal: EvenloadError | None = None
         try:
-            plan = planner(self.chain, lengths)
+            plan = planner(self.chain, lengths) if planner else self.chain.plan(lengths)
         except EvenloadError as error:
             refusal = error
         try:

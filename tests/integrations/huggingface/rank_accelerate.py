@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.transformers import accelerate_loop
+from evenload.integrations.unmodified import planned_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from torch.nn.functional import cross_entropy, pad
@@ -325,10 +326,13 @@ def variants(load: Any, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def _compared(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     stock, steps, said = run(), [], []
-    report = {"report_step": lambda *_: steps.append(1), "report_idle": lambda *words: said.append(" ".join(words))}
     result: dict[str, Any] = {"planned": steps, "said": said, "refused": None, "grad": None, "loss": None}
     try:
-        with with_attributes(accelerate_loop, **report), enabled(recipe()):
+        with (
+            with_attributes(planned_loop, report_step=lambda *_, **__: steps.append(1)),
+            with_attributes(accelerate_loop, report_idle=lambda *words: said.append(" ".join(words))),
+            enabled(recipe()),
+        ):
             own = run()
     except EvenloadError as error:
         return result | {"refused": str(error)}

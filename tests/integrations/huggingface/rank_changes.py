@@ -13,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 from evenload.core.errors import EvenloadError
 from evenload.integrations.transformers import trainer as planned_trainer
+from evenload.integrations.unmodified import planned_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -251,10 +252,13 @@ def variants(load: Any, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def _compared(trainers: Any, name: str) -> dict[str, Any]:
     stock, steps, said = _run(trainers, name), [], []
-    report = {"report_step": lambda *_: steps.append(1), "report_idle": lambda *words: said.append(" ".join(words))}
     result = {"planned": steps, "said": said, "refused": None, "grad": None, "loss": None}
     try:
-        with with_attributes(planned_trainer, **report), enabled(trainers.recipes.parse(trainers.RECIPE)):
+        with (
+            with_attributes(planned_loop, report_step=lambda *_, **__: steps.append(1)),
+            with_attributes(planned_trainer, report_idle=lambda *words: said.append(" ".join(words))),
+            enabled(trainers.recipes.parse(trainers.RECIPE)),
+        ):
             own = _run(trainers, name)
     except EvenloadError as error:
         return result | {"refused": str(error)}

@@ -20,6 +20,7 @@ from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.engine import prepare_deepspeed
 from evenload.integrations.transformers import planning
 from evenload.integrations.transformers import trainer as planned_trainer
+from evenload.integrations.unmodified import planned_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from evenload.runtime.world.agreement import everyone, place
@@ -162,7 +163,8 @@ def planned(plan: Any) -> Any:
     """Inside, the Trainer runs this plan, samples without targets included."""
     chain = SimpleNamespace(plan=lambda lengths: _for(plan, lengths), links=())
     with (
-        with_attributes(planned_trainer, chain_of=lambda *_, **__: chain, report_step=lambda *_: None),
+        with_attributes(planned_trainer, chain_of=lambda *_, **__: chain),
+        with_attributes(planned_loop, report_step=lambda *_, **__: None),
         with_attributes(planning, _is_computed=lambda row: True),
         enabled(recipes.parse(RECIPE)),
     ):
@@ -198,8 +200,8 @@ def by_recipe(load: Any, lengths: list[int], plugins: Any, masked: bool = False,
     size, rows, plans = _join(), samples_of(lengths, masked), []
     loss, wanted = train(rows, size, **more)
     recipe = recipes.parse({**RECIPE, "plugins": plugins})
-    report = {"report_step": lambda _, chain, plan: plans.append(plan)}
-    with with_attributes(planned_trainer, **report), enabled(recipe):
+    report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
+    with with_attributes(planned_loop, **report), enabled(recipe):
         own_loss, gradients = train(rows, size, **more)
     (plan,) = plans
     shared = sum(len(m.ranks) > 1 for m in plan.micro_batches)
