@@ -53,7 +53,10 @@ class _Proof:
     """A run and plain training beside it, through a resume. Everything is collective."""
 
     def __init__(self, recipe: Recipe, world: World, watchdog: Watchdog, steps: int) -> None:
-        self._recipe, self._world, self._watchdog, self._steps = recipe, world, watchdog, steps
+        self._recipe = recipe
+        self._world = world
+        self._watchdog = watchdog
+        self._steps = steps
         self._before = (steps + 1) // 2 if steps > 1 else steps
         """Steps before the resume."""
         self._proven: list[Proven] = []

@@ -22,7 +22,9 @@ class EvenloadError(ValueError):
     """
 
     def __init__(self, what: str, found: str = "", do: str = "") -> None:
-        self.what, self.found, self.do = (shorten(part, _MOST_TEXT) for part in (what, found, do))
+        self.what = shorten(what, _MOST_TEXT)
+        self.found = shorten(found, _MOST_TEXT)
+        self.do = shorten(do, _MOST_TEXT)
         super().__init__(self.what, self.found, self.do)
 
     def __str__(self) -> str:

@@ -35,7 +35,9 @@ class ArrowDocuments(Documents):
 
     def __init__(self, name: str, files: Sequence[Path], tokenizer: Tokenizer, field: str) -> None:
         self.name = name
-        self.files, self._tokenizer, self._field = list(files), tokenizer, field
+        self.files = list(files)
+        self._tokenizer = tokenizer
+        self._field = field
         tables = [open_table(path) for path in files]
         columns = [_column(table, self._field, path) for table, path in zip(tables, files, strict=True)]
         self._is_text = _is_text(tables, self._field, name)

@@ -85,7 +85,9 @@ class Watch:
     """
 
     def __init__(self, name: str, files: Sequence[Path], content: Callable[[], str]) -> None:
-        self._name, self._content, self._stamps = name, content, {path: _stamp(path) for path in files}
+        self._name = name
+        self._content = content
+        self._stamps = {path: _stamp(path) for path in files}
         self._turn, self._next_s = 0, 0.0
 
     @cached_property

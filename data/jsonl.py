@@ -32,7 +32,10 @@ class JsonlDocuments(Documents):
 
     def __init__(self, path: Path, tokenizer: Tokenizer, field: str, name: str | None = None) -> None:
         self.name = name or str(path)
-        self._path, self._tokenizer, self._field, self.files = path, tokenizer, field, [path]
+        self._path = path
+        self._tokenizer = tokenizer
+        self._field = field
+        self.files = [path]
         scanned = cached_arrays(key_of([path], "jsonl-1", self._field, tokenizer.identity), self._scan)
         self.lengths: NDArray[np.int64] = scanned["lengths"]
         self._offsets = scanned["offsets"]

@@ -38,7 +38,9 @@ class Source:
     """Samples 0 .. num_samples-1 of documents that are cut; their lengths are known at once, their tokens on demand."""
 
     def __init__(self, documents: Documents, cut: Cut, vocab_size: int | None = None) -> None:
-        self._documents, self._cut, self._declared_vocab_size = documents, cut, vocab_size
+        self._documents = documents
+        self._cut = cut
+        self._declared_vocab_size = vocab_size
         self.name = documents.name
         """Path, or the name of a built-in set."""
         self.lengths = cut.length

@@ -1,4 +1,4 @@
-"""The sizes that the product keeps: short functions, folders that can be taken in at a glance."""
+"""The sizes that the product keeps: short functions, one assignment a line, folders to be taken in at a glance."""
 
 from __future__ import annotations
 
@@ -43,3 +43,16 @@ def test_most_functions_are_short(lines: dict[tuple[str, str], int]) -> None:
 def test_no_folder_holds_more_modules_than_a_reader_takes_in() -> None:
     folders = Counter(path.parent for path in [*MODULES, *SCRIPTS] if path.name != "__init__.py")
     assert {str(folder): count for folder, count in folders.items() if count > MOST_MODULES} == {}
+
+
+def test_attributes_of_one_meaning_each_are_assigned_one_a_line() -> None:
+    """A tuple of three names and one of three values make a reader count places."""
+    wide = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Tuple) and sum(isinstance(one, ast.Attribute) for one in target.elts) > 2
+    ]
+    assert wide == []

@@ -55,7 +55,10 @@ class Drawing:
         *,
         targets: NDArray[np.int64] | None = None,
     ) -> None:
-        self._order, self._lengths, self._size, self._situation = order, lengths, size, chain.context
+        self._order = order
+        self._lengths = lengths
+        self._size = size
+        self._situation = chain.context
         self._targets = targets
         asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
         self._rules = [rule for rule in asked if rule is not None]

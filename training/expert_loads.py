@@ -111,7 +111,9 @@ class _LoadsLog:
     """Appends to a file, whose header it writes or, where it goes on with one, compares."""
 
     def __init__(self, job: Job, file: TextIO | None) -> None:
-        self._job, self._file, self._headed = job, file, False
+        self._job = job
+        self._file = file
+        self._headed = False
 
     def write(self, step: int, result: StepResult) -> None:
         """A disk that fails is no reason to end a training run: the log is given up then."""

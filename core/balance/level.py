@@ -80,7 +80,9 @@ class _Bins:
     """Items in bins, moved until the fullest bin is hardly fuller than the mean one."""
 
     def __init__(self, weights: Floats, capacity: Floats, base: Floats, members: list[list[int]]) -> None:
-        self._weights, self._capacity, self._members = weights, capacity, members
+        self._weights = weights
+        self._capacity = capacity
+        self._members = members
         sums = [weights[:, items].sum(axis=1) for items in members]
         self._load = base + np.array(sums).reshape(len(members), -1).T
 

@@ -57,7 +57,10 @@ class Line:
     """Sequences end to end, consumed from the front."""
 
     def __init__(self, items: list[int], tokens: dict[int, int], price: PassCost, block: int) -> None:
-        self._items, self._tokens, self._price, self._block = items, tokens, price, block
+        self._items = items
+        self._tokens = tokens
+        self._price = price
+        self._block = block
         self._at, self._start = 0, 0
         self.left_s = sum(float(price.seconds(tokens[i])) for i in items)
 

@@ -35,7 +35,9 @@ class Walk:
 
     def __init__(self, plan: StepPlan, stage: int) -> None:
         limits, memory = plan.limits, plan.limits.memory
-        self._plan, self._memory, self._layers = plan, memory, limits.layers_per_stage
+        self._plan = plan
+        self._memory = memory
+        self._layers = limits.layers_per_stage
         self._recomputed = plan.recompute[stage] if plan.recompute else ()
         # A plan that says what is recomputed overrules the recipe.
         self._recomputes_all = memory.replay_bytes_per_token > 0 and not plan.recompute

@@ -101,7 +101,9 @@ class Planner:
         exchange: Exchange = alone,
         first: PlanChain | None = None,
     ) -> None:
-        self._chain, self._draw, self._exchange = chain, draw, exchange
+        self._chain = chain
+        self._draw = draw
+        self._exchange = exchange
         self._budget_s, self._background = budget_s, background
         self._first = first or chain
         self._ahead: _Begun | None = None

@@ -129,7 +129,9 @@ class ChatEncoder(Encoder):
     """One document a chat."""
 
     def __init__(self, tokenizer: Tokenizer, field: str, *, all_tokens: bool) -> None:
-        self._template, self._field, self._all = ChatTemplate(tokenizer), field, all_tokens
+        self._template = ChatTemplate(tokenizer)
+        self._field = field
+        self._all = all_tokens
         self._tokenizer = tokenizer
         self.fields = (field, *OF_TEMPLATE)
         self.identity = f"chats-1 {field} {tokenizer.identity} {all_tokens}"

@@ -22,7 +22,9 @@ class PromptEncoder(Encoder):
     fields = (PROMPT, COMPLETION, *OF_TEMPLATE)
 
     def __init__(self, tokenizer: Tokenizer, *, append_eos: bool | None, all_tokens: bool) -> None:
-        self._tokenizer, self._template, self._all = tokenizer, ChatTemplate(tokenizer), all_tokens
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+        self._all = all_tokens
         self._append_eos = append_eos
         self.identity = f"prompts-1 {tokenizer.identity} {append_eos} {all_tokens}"
 

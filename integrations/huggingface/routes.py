@@ -58,7 +58,9 @@ def blocks(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
 class _Choices(TorchFunctionMode):
     def __init__(self, choose: Choose, layer: int, num_experts: int) -> None:
         super().__init__()
-        self._choose, self._layer, self._num_experts = choose, layer, num_experts
+        self._choose = choose
+        self._layer = layer
+        self._num_experts = num_experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -49,8 +49,12 @@ class PlannedBatches(Iterator[Batch]):
         routing: StepRouting | None = None,
         labels: Labels | None = None,
     ) -> None:
-        self._micro_batches, self._tokens_of, self._labels_of = tuple(micro_batches), tokens_of, labels_of(labels)
-        self._device, self._plane, self._routing = device, plane, routing
+        self._micro_batches = tuple(micro_batches)
+        self._tokens_of = tokens_of
+        self._labels_of = labels_of(labels)
+        self._device = device
+        self._plane = plane
+        self._routing = routing
         self._next = 0
         self.numbers: tuple[int, ...] = ()
         """Which micro-batches of a plan these are, where they come from one."""

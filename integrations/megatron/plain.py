@@ -63,7 +63,9 @@ class PlainModel:
         groups = ProcessGroupCollection(tp=tp, cp=cp, embd=None, pos_embd=None, **alone)
         config = transformer_config(recipe, Layout(tp=host.layout.tp), attention_softmax_in_fp32=False)
         model = build_model(recipe, config, first=True, last=True, packed=False, pg_collection=groups)
-        self._model, self._config, self._device = model.to(host.device), config, host.device
+        self._model = model.to(host.device)
+        self._config = config
+        self._device = host.device
         for layer in self._model.decoder.layers:
             attention = layer.self_attention
             attention.core_attention = _ByLength(attention.core_attention, config)

@@ -56,8 +56,14 @@ class MegatronStage(StageTrainer):
         own: tuple[int, int, int] | None = None,
     ) -> None:
         super().__init__(layers_of(gpt), next(gpt.parameters()).device)
-        self._model, self._gpt, self._config = model, gpt, get_model_config(model)
-        self._load, self._step, self._last, self._shares, self._gate = load, step, last, shares, gate
+        self._model = model
+        self._gpt = gpt
+        self._config = get_model_config(model)
+        self._load = load
+        self._step = step
+        self._last = last
+        self._shares = shares
+        self._gate = gate
         self._own = own
 
     @contextmanager

@@ -145,7 +145,10 @@ class _Measurement:
     def __init__(
         self, model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], compute: Compute, half: bool
     ) -> None:
-        self._model, self._samples, self._row, self._compute = model, samples, row, compute
+        self._model = model
+        self._samples = samples
+        self._row = row
+        self._compute = compute
         # Weights may be offloaded.
         self._device = row["input_ids"].device
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}

@@ -67,7 +67,11 @@ class TrainerStage(StageTrainer):
         with_mask: bool,
     ) -> None:
         super().__init__([], trainer.args.device)
-        self._trainer, self._model, self._call, self._samples, self._plane = trainer, model, call, samples, plane
+        self._trainer = trainer
+        self._model = model
+        self._call = call
+        self._samples = samples
+        self._plane = plane
         self._left, self._with_mask = num_backwards, with_mask
         engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
         self._reduction = None if engine is None else _reduction(engine.engine, num_backwards)

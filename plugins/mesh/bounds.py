@@ -107,7 +107,9 @@ class _Areas:
             for rows in (exposed, never_hidden)
         )
         fits = lengths[:, None] <= most * cap
-        self._lengths, self._least, self._most = lengths, least, most
+        self._lengths = lengths
+        self._least = least
+        self._most = most
         self._time = np.where(fits, (alone - elsewhere * lengths)[:, None] / most + exposed, np.inf)
         self._area = np.where(fits, alone[:, None] + least * never_hidden, np.inf)
 

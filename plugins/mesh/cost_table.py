@@ -103,7 +103,9 @@ class CostTable:
     """The table of one situation."""
 
     def __init__(self, context: PlanningContext, limits: Limits, config: MeshConfig, longest: int) -> None:
-        self.context, self.limits, self.config = context, limits, config
+        self.context = context
+        self.limits = limits
+        self.config = config
         self.node = min(limits.node_ranks or limits.num_ranks, limits.num_ranks)
         self.degrees = np.array(_degrees(limits.num_ranks, self.node, config), dtype=np.int64)
         self.longest = 1 << max(8, int(longest - 1).bit_length())

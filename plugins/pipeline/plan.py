@@ -79,7 +79,9 @@ class _Portfolio:
     """Plans of one batch, judged."""
 
     def __init__(self, context: PlanningContext, config: PipelineConfig, limits: Limits) -> None:
-        self._context, self._config, self._limits = context, config, limits
+        self._context = context
+        self._config = config
+        self._limits = limits
         self._candidates: list[Candidate] = []
         self._problem: DoesNotFitError | None = None
         """Why a candidate could not be made to fit: of the one that lacks least."""

@@ -37,7 +37,10 @@ class Adapters:
     def __init__(
         self, blocks: Sequence[Block], linears: Sequence[str], peers: Peers, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.linears, self._peers, self._dtype, self._device = tuple(linears), peers, dtype, device
+        self.linears = tuple(linears)
+        self._peers = peers
+        self._dtype = dtype
+        self._device = device
         self._sites = [site for block in blocks for site in block.sites]
         self._places = [place for site in self._sites for place in site.places]
         sizes = {place.name: (place.outputs, place.inputs) for place in self._places}

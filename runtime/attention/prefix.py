@@ -60,7 +60,9 @@ class PrefixStore:
     """
 
     def __init__(self, lengths: Mapping[int, int], ranges: Ranges | None = None, rank: int = 0) -> None:
-        self._lengths, self._ranges, self.rank = dict(lengths), ranges or {}, rank
+        self._lengths = dict(lengths)
+        self._ranges = ranges or {}
+        self.rank = rank
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._done: set[tuple[int, int]] = set()
 

@@ -49,7 +49,10 @@ class Shares:
     """The quotas of one layer's pass, as the rank at a place of its group sees them."""
 
     def __init__(self, counts_RE: Ints, quotas_ER: Ints, copies: LayerCopies, place: int, policy: ExpertPolicy) -> None:
-        self.counts_RE, self.quotas_ER, self.copies, self.place = counts_RE, quotas_ER, copies, place
+        self.counts_RE = counts_RE
+        self.quotas_ER = quotas_ER
+        self.copies = copies
+        self.place = place
         self.num_ranks, num_experts = counts_RE.shape
         self.own = num_experts // self.num_ranks
         self.slots = self.own + max(map(len, copies))
@@ -139,7 +142,9 @@ class ExpertBalance:
 
     def begin(self, policy: ExpertPolicy, planner: LayerPlanner) -> None:
         """Before the first pass of a step; ``planner``: the one that the policy names."""
-        self._policy, self._planner, self.checksum = policy, planner, 0
+        self._policy = policy
+        self._planner = planner
+        self.checksum = 0
 
     @property
     def at_home(self) -> bool:

@@ -67,7 +67,10 @@ class Fetch:
         keep: bool = True,
         waited: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self.journey, self.owner, self.keep, self._waited = journey, owner, keep, waited
+        self.journey = journey
+        self.owner = owner
+        self.keep = keep
+        self._waited = waited
         self.copies_CN: Tensor | None = None
         self._start()
 

@@ -66,7 +66,9 @@ class ExpertGate:
     """
 
     def __init__(self, ranks: Ranks, place: int, *, sharded: bool = False, parts: int = 0) -> None:
-        self._ranks, self._place, self._parts = ranks, place, parts or len(ranks)
+        self._ranks = ranks
+        self._place = place
+        self._parts = parts or len(ranks)
         self._booked: list[_Booked] = []
         self._clock = cpu_clock()
         self._moments: list[float] = []

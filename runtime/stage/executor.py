@@ -69,7 +69,9 @@ class StageTrainer(ABC):
     """How a trainer runs the packs of its stage, whose decoder layers are ``blocks`` on ``device``."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
-        self.blocks, self.device, self.tape = blocks, device, Tape()
+        self.blocks = blocks
+        self.device = device
+        self.tape = Tape()
 
     def prepared(self, program: Program, wgrads: WgradStore) -> AbstractContextManager[None]:
         """Holds around all actions of a program; ``wgrads`` takes the weight gradients that backwards leave."""
@@ -128,8 +130,14 @@ class Executor:
         clock: BusyClock,
         mark: Callable[[str], None],
     ) -> None:
-        self._plan, self._stage, self._program, self._trainer = plan, stage, program, trainer
-        self._links, self._plane, self._clock, self._mark = links, plane, clock, mark
+        self._plan = plan
+        self._stage = stage
+        self._program = program
+        self._trainer = trainer
+        self._links = links
+        self._plane = plane
+        self._clock = clock
+        self._mark = mark
         neighbours = [s for s in (stage - 1, stage + 1) if 0 <= s < plan.limits.num_stages]
         self._scores = any(action.kind == "score" for action in program)
         """No backward follows, so neighbours send nothing back."""
@@ -164,7 +172,8 @@ class Executor:
         with self._trainer.prepared(self._program, self.wgrads):
             for action in self._program:
                 if action.op != at or action.op.micro_batch < 0:
-                    at, self._loaded, self._received, self._result = action.op, None, None, None
+                    at = action.op
+                    self._loaded = self._received = self._result = None
                     number = at.micro_batch
                     where = f"{WORDS[at.kind]} of {'a dummy' if number < 0 else f'micro-batch {number}'}"
                     self._mark(where)

@@ -131,7 +131,9 @@ class _Stored:
     def __init__(self, flat: Tensor, host: HostMemory, blocks: list[Tensor], after: list[Any], moved: Moved) -> None:
         self.num_bytes = len(flat)
         self._original = weakref.ref(flat.untyped_storage())
-        self._device, self._host, self._moved = flat.device, host, moved
+        self._device = flat.device
+        self._host = host
+        self._moved = moved
         self._flat: Tensor | None = flat
         self._blocks = blocks
         self._out: Any = None
@@ -227,7 +229,9 @@ class _Pass:
     def __init__(
         self, share: float, layers: Sequence[nn.Module], device: torch.device, host: HostMemory, moved: Moved
     ) -> None:
-        self._share, self._last, self._host = share, len(layers) - 1, host
+        self._share = share
+        self._last = len(layers) - 1
+        self._host = host
         self._device, self._moved = device, moved
         self._inner = False
         self._groups: list[list[weakref.ref[_Stored]]] = [[]]

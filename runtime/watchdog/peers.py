@@ -23,8 +23,12 @@ class Peers:
     """
 
     def __init__(self, store: StoreClient, rank: int, size: int, gone_s: float, stuck_s: float, every_s: float) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._gone_s, self._stuck_s, self._every_s = gone_s, stuck_s, every_s
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._gone_s = gone_s
+        self._stuck_s = stuck_s
+        self._every_s = every_s
         self._seen: dict[int, int] = {}
         self._missed: dict[int, int] = {}
         self._last: dict[int, Beat] = {}

@@ -101,7 +101,10 @@ class Watchdog:
         every_s: float | None = None,
         members: Members | None = None,
     ) -> None:
-        self._gone_s, self._stuck_s, self._every_s, self._members = gone_s, stuck_s, every_s, members
+        self._gone_s = gone_s
+        self._stuck_s = stuck_s
+        self._every_s = every_s
+        self._members = members
         self._host = socket.gethostname()
         self._mark = self._sent = Mark()
         self._mark_file = marks.own()

@@ -31,14 +31,18 @@ class Pending:
     """Transfers under way; their buffers live until `wait`."""
 
     def __init__(self, works: Sequence[dist.Work], sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        self._works, self._sends, self._receives = works, sends, receives
+        self._works = works
+        self._sends = sends
+        self._receives = receives
 
     def wait(self) -> dict[int, Tensor]:
         """What came, by sender; on CUDA it is the stream that waits, not the host."""
         for work in self._works:
             work.wait()
         received = dict(self._receives)
-        self._works, self._sends, self._receives = (), (), ()
+        self._works = ()
+        self._sends = ()
+        self._receives = ()
         return received
 
 
@@ -53,7 +57,10 @@ class Plane:
     """
 
     def __init__(self, group: Group, ranks: Ranks, rank: int, node_ranks: int = 0) -> None:
-        self.group, self.ranks, self.rank, self.node_ranks = group, ranks, rank, node_ranks
+        self.group = group
+        self.ranks = ranks
+        self.rank = rank
+        self.node_ranks = node_ranks
 
     @classmethod
     def make(cls, rows: Iterable[Ranks], node_ranks: int = 0) -> Plane:

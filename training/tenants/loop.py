@@ -51,7 +51,9 @@ class Loop:
     """See the module. ``saved``: the checkpoint to go on from."""
 
     def __init__(self, job: TenantJob, saved: Saved | None, write: Write, live: Live) -> None:
-        self._job, self._write, self._live = job, write, live
+        self._job = job
+        self._write = write
+        self._live = live
         self._folder = Folder(job.folder) if job.leads else None
         self._output = Output(job)
         if job.leads:

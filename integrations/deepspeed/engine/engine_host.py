@@ -70,7 +70,9 @@ class EngineHost(Host):
     def __init__(self, recipe: Recipe, world: World) -> None:
         refuse_first(*rules(recipe), _undivided(recipe))
         self.layout: Layout = recipe.layout(world.size)
-        self.world, self.recipe, self.device = world, recipe, world.device
+        self.world = world
+        self.recipe = recipe
+        self.device = world.device
 
     def gradients(
         self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None = None

@@ -55,8 +55,13 @@ class PackStage(StageTrainer):
         book: Book | None = None,
     ) -> None:
         super().__init__(blocks, engine.device)
-        self._engine, self._plane, self._tokens_of, self._labels_of = engine, plane, tokens_of, labels_of
-        self._weight, self._recomputes, self._book = weight, recomputes, book
+        self._engine = engine
+        self._plane = plane
+        self._tokens_of = tokens_of
+        self._labels_of = labels_of
+        self._weight = weight
+        self._recomputes = recomputes
+        self._book = book
         self.totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         """Sum of the token losses that this rank has computed, and their number."""
 

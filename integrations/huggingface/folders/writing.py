@@ -55,8 +55,12 @@ class FolderWriter:
         confirm: Callable[[], object] = lambda: None,
     ) -> None:
         refuse_taken(out)
-        self.out, self.num_tensors, self.num_bytes = out.expanduser().absolute(), 0, 0
-        self._config, self._carried_from, self._shard_bytes = dict(config), carried_from, shard_bytes
+        self.out = out.expanduser().absolute()
+        self.num_tensors = 0
+        self.num_bytes = 0
+        self._config = dict(config)
+        self._carried_from = carried_from
+        self._shard_bytes = shard_bytes
         self._confirm = confirm
         self._aside = self.out.with_name(f"{self.out.name}.tmp")
         self._waiting: dict[str, Tensor] = {}

@@ -83,7 +83,10 @@ class _SharedAttention(torch.autograd.Function):
         in_turn([one.forward() for one in running])
         (out_THD,) = relayout.to_tokens({one.job.number: [one.out_NHD] for one in running}, specs[:1], q_THD)
         saved = [one.saved for one in running]
-        ctx.call, ctx.relayout, ctx.jobs, ctx.specs = call, relayout, jobs, specs
+        ctx.call = call
+        ctx.relayout = relayout
+        ctx.jobs = jobs
+        ctx.specs = specs
         ctx.sizes = [len(row) for row in saved]
         ctx.save_for_backward(*(tensor for row in saved for tensor in row))
         return out_THD

@@ -82,7 +82,10 @@ class RunningJob(ABC):
     """
 
     def __init__(self, call: AttentionCall, job: CpGroupJob, heads: Heads, q_NHD: Tensor, kv_NGD: Pair | None) -> None:
-        self.call, self.job, self.heads, self.q_NHD = call, job, heads, q_NHD
+        self.call = call
+        self.job = job
+        self.heads = heads
+        self.q_NHD = q_NHD
         self._kv_NGD = kv_NGD
         place = job.cp_group.ranks.index(call.plane.rank)
         self.groups, self.group = job.cp_group.groups, place // job.cp_group.ulysses_degree

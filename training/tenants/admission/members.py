@@ -35,7 +35,10 @@ class Members:
     """See the module. ``saved``: what a checkpoint says of an earlier run."""
 
     def __init__(self, job: TenantJob, output: Output, folder: Folder | None, saved: Saved | None) -> None:
-        self._job, self._output, self._folder, self._saved = job, output, folder, saved
+        self._job = job
+        self._output = output
+        self._folder = folder
+        self._saved = saved
         self.tenants: list[ActiveTenant] = []
         """All that have come, in the order of their numbers."""
         self.past: dict[str, Mapping[str, Any]] = {}

@@ -59,7 +59,9 @@ class Folder:
         self._seen: dict[str, _Stamp] | None = None
         self._warned: set[str] = set()
         self._looked_s = self._cost_s = 0.0
-        self._changed_ns, self._unsettled, self._full = 0, False, False
+        self._changed_ns = 0
+        self._unsettled = False
+        self._full = False
 
     def look(self) -> News:
         """What has happened since the last look; nothing, while the folder itself cannot be read."""

@@ -29,7 +29,9 @@ class Samples:
         draw = planned.draw
         assert draw.tenants is not None
         wanted = {s.sequence for m in planned.plan.micro_batches if rank in m.ranks for s in m.slices}
-        self._draw, self._tokens, self._labels = draw, {}, {}
+        self._draw = draw
+        self._tokens = {}
+        self._labels = {}
         faults: dict[int, str] = {}
         for index in sorted(wanted):
             try:

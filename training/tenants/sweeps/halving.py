@@ -40,7 +40,9 @@ class Halving:
         self._out: dict[str, int] = {}
         """Trials that are out of the race, and the rung that each of them did not pass."""
         if state is not None:
-            self._rung, self._ended, self._out = state["rung"], dict(state["ended"]), dict(state["out"])
+            self._rung = state["rung"]
+            self._ended = dict(state["ended"])
+            self._out = dict(state["out"])
             for name, losses in state["losses"].items():
                 self._losses[name] = {int(rung): loss for rung, loss in losses.items()}
 

@@ -31,7 +31,11 @@ class Verdicts:
     def __init__(
         self, job: TenantJob, output: Output, members: Members, write: Write, saved: Mapping[str, Any] | None = None
     ) -> None:
-        self._job, self._output, self._members, self._write, self._saved = job, output, members, write, saved
+        self._job = job
+        self._output = output
+        self._members = members
+        self._write = write
+        self._saved = saved
         self._evaluations = Evaluations(job)
         self._held_out: dict[int, HeldOut] = {}
         self._races: dict[str, Race] = {}

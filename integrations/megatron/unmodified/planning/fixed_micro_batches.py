@@ -148,7 +148,10 @@ class _OwnStep:
     """What `run_order` asks of a `UserStep`, for a loop's own batches."""
 
     def __init__(self, function: Callable[..., Any], gpt: Any, gate: ExpertGate, losses: list[int]) -> None:
-        self._function, self._gpt, self.gate, self._losses = function, gpt, gate, losses
+        self._function = function
+        self._gpt = gpt
+        self.gate = gate
+        self._losses = losses
 
     @contextmanager
     def listening(self) -> Iterator[None]:

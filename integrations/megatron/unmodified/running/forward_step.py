@@ -68,9 +68,16 @@ class UserStep:
         reports: Reports | None = None,
         further: NextTokens | None = None,
     ) -> None:
-        self._function, self._gpts, self._by_token, self._checks = function, gpts, by_token, checks
-        self._has_borders, self._routing, self.gate = has_borders, routing, gate
-        self._objective, self._reports, self._further = objective, reports, further
+        self._function = function
+        self._gpts = gpts
+        self._by_token = by_token
+        self._checks = checks
+        self._has_borders = has_borders
+        self._routing = routing
+        self.gate = gate
+        self._objective = objective
+        self._reports = reports
+        self._further = further
         self._signature = inspect.signature(gpts[0].forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
         self.left_borders_out = False

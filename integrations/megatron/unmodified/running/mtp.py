@@ -52,7 +52,10 @@ class NextTokens:
 
     def begin(self, packed: UserPack) -> None:
         """The model's next forward is of this pack."""
-        self._packed, self._losses, self._saved, self._applied = packed, [], 0, 0
+        self._packed = packed
+        self._losses = []
+        self._saved = 0
+        self._applied = 0
 
     @contextmanager
     def listening(self, gpts: Sequence[Any]) -> Iterator[None]:

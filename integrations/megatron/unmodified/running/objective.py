@@ -36,7 +36,9 @@ class MeanOfMeans:
     """
 
     def __init__(self, weights: Floats, divisor: int, columns: Columns) -> None:
-        self._weights, self._divisor, self._columns = weights, divisor, columns
+        self._weights = weights
+        self._divisor = divisor
+        self._columns = columns
 
     @property
     def takes_means(self) -> bool:
