@@ -72,9 +72,10 @@ def test_a_figure_stands_on_its_page(figure: str) -> None:
     assert any(abs(number - float(digits[0])) <= half * 1.01 for number in numbers), value
 
 
-def test_the_walk_to_the_kernel_follows_the_code() -> None:
+@pytest.mark.parametrize("walk", ["to the kernel", "to its plan"])
+def test_a_walk_follows_the_code(walk: str) -> None:
     """Each function is in its file and uses the name that the next row is reached by."""
-    section = (ROOT / "docs" / "architecture.md").read_text().partition("to the kernel")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "architecture.md").read_text().partition(walk)[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w/.]+)` \| `(\w+)` \| `(\w+)` \|$", section, re.MULTILINE)
     assert 4 < len(rows) <= 8
     for path, function, callee in rows:
