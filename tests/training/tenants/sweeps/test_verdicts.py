@@ -170,7 +170,7 @@ def test_a_sweep_halves_to_one_winner_that_is_what_it_would_be_alone(
 
 
 ONE_AT_A_TIME = """
-from evenload.training.tenants import members
+from evenload.training.tenants.admission import members
 _missing = members.Members._missing_bytes
 def missing(self, tenant, *, beside=True):
     others = [one for one in self._job.host.adapters.numbers] if beside else []
