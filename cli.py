@@ -175,7 +175,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, which transformers' from_pretrained opens."""
-    from .commands.export import recipe_of
+    from .training.verbs.export import recipe_of
 
     if out is None:
         raise EvenloadError("export does not know where to write", "no --out", "add --out DIR")
@@ -306,15 +306,15 @@ def _run_ranks(
     **more: Any,
 ) -> None:
     """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
-    from .commands.launcher.launch import end_with_launcher, is_rank, launch
     from .commands.tables.show import stdout_aside
     from .runtime.world.variables import job_variables
+    from .training.launching.launch import end_with_launcher, is_rank, launch
 
     if is_rank():
         job_variables()  # before anything is loaded that takes long
         end_with_launcher()
         with stdout_aside():
-            work = getattr(import_module(f".commands.{verb}", __package__), verb)
+            work = getattr(import_module(f".training.verbs.{verb}", __package__), verb)
             result = work(recipe, *([against] if against else []), **more)
     else:
         num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)

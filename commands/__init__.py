@@ -1,4 +1,4 @@
-"""What the `evenload` command does, one module a verb. The top floor: it may use every other."""
+"""What the `evenload` command shows, and its verbs that start no rank of ours. The top floor."""
 
 if __name__ != "evenload.commands":
     raise ImportError(

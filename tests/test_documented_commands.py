@@ -126,8 +126,8 @@ def test_a_command_that_trains_is_a_right_request(
 ) -> None:
     """All is checked that is checked before ranks start; then ranks would start."""
     import evenload.commands.check as checker
-    import evenload.commands.launcher.launch as launcher
     import evenload.commands.run as runner
+    import evenload.training.launching.launch as launcher
 
     planned = {"verdict": "planned", "says": "", "plugins": [], "refusals": [], "step": None}
 

@@ -60,7 +60,7 @@ def on_rank(arguments: argparse.Namespace) -> None:
     if arguments.workload != "real":
         force(arguments.workload, arguments.ranks)
     from evenload.api import load_recipe
-    from evenload.commands.bench import bench
+    from evenload.training.verbs.bench import bench
 
     words = (*SETTINGS, f"parallel.ep={arguments.ranks}", f"parallel.dp={arguments.ranks}", *arguments.settings)
     result = bench(load_recipe("moe", words), tuple(arguments.against.split(",")))

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 from evenload.api import load_plugins, load_recipe
-from evenload.commands.profile import machine
 from evenload.commands.tables.show import emit, grid
 from evenload.core.input.format import percent
 from evenload.core.planning.setting import RECIPES
@@ -40,6 +39,7 @@ from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.runtime.world.world import close_world, init_world
 from evenload.training.job import Job, open_host
 from evenload.training.preflight import preflight
+from evenload.training.verbs.profile import machine
 
 MARKS = 100_000
 """How many are timed."""

@@ -29,7 +29,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands.profile import fit_samples, machine, measure
 from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs
@@ -49,6 +48,7 @@ from evenload.runtime.world.world import World, close_world, init_world
 from evenload.training.job import Job
 from evenload.training.profiling.cases import Case
 from evenload.training.profiling.memory import measure_memory, random_tokens
+from evenload.training.verbs.profile import fit_samples, machine, measure
 
 AHEAD = 3
 """Slots of forwards that the first of four stages runs ahead."""

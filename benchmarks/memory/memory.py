@@ -34,7 +34,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from evenload.commands.profile import machine
 from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.input.format import seconds
@@ -45,6 +44,7 @@ from evenload.core.recipe.recipe import Recipe, parse
 from evenload.patches import bridge_cpu
 from evenload.runtime.measure.memory import peak_bytes
 from evenload.runtime.world.world import World, close_world, init_world
+from evenload.training.verbs.profile import machine
 
 
 def _script(name: str) -> Any:

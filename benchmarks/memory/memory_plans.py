@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from evenload.commands.profile import machine
 from evenload.commands.tables.show import grid
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import fixed_bytes
@@ -53,6 +52,7 @@ from evenload.runtime.world.world import World, close_world, init_world
 from evenload.training.hosts import integration
 from evenload.training.job import Job
 from evenload.training.profiling.memory import measure_memory, random_tokens
+from evenload.training.verbs.profile import machine
 
 MAX_TOKENS = 8192
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from evenload.api import load_plugins
-from evenload.commands import bench
 from evenload.commands.tables import tables
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import StepPlan
@@ -22,6 +21,7 @@ from evenload.integrations.host.host import UPDATE
 from evenload.runtime.world.world import World
 from evenload.training import measuring
 from evenload.training.job import Job
+from evenload.training.verbs import bench
 from rich.console import Console
 
 DISTURBED = 3.0

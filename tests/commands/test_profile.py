@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from evenload.api import load_plugins
-from evenload.commands import profile
-from evenload.commands.profile import Sample, fit_samples, measure, write_costs
 from evenload.core.costs import costs as cost_models
 from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
@@ -32,6 +30,8 @@ from evenload.core.simulate.step import simulate
 from evenload.runtime.measure.memory import free_bytes, live_bytes
 from evenload.training.profiling import tenants
 from evenload.training.profiling.cases import Case, cases
+from evenload.training.verbs import profile
+from evenload.training.verbs.profile import Sample, fit_samples, measure, write_costs
 
 load_plugins()
 FORWARD = PassCost(launch_s=2e-3, token_s=3e-6, pair_s=4e-9)

@@ -44,11 +44,11 @@ def prepare(plots: bool) -> None:
     from evenload import cli
     from evenload.api import load_plugins
     from evenload.commands import run
-    from evenload.commands.launcher import launch
     from evenload.core.recipe.recipe import parse
     from evenload.integrations.deepspeed.unmodified import section as config  # noqa: F401
     from evenload.training import preflight
     from evenload.training.forecast import forecast as plan
+    from evenload.training.launching import launch
     from evenload.training.pictures import report, trace  # noqa: F401
 
     if plots:

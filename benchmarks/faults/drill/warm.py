@@ -39,7 +39,7 @@ def warm(trainer: str) -> None:
     """Import what a rank imports, and start neither a thread nor a group."""
     from evenload.api import load_plugins
     from evenload.cli import main  # noqa: F401
-    from evenload.commands import train  # noqa: F401
+    from evenload.training.verbs import train  # noqa: F401
 
     load_plugins()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
@@ -117,7 +117,7 @@ def launcher_of(job: dict[str, Any]) -> int:
     os.dup2(out, 2)
     if job["fault"]:
         os.environ[VARIABLE] = json.dumps(job["fault"])
-    from evenload.commands.launcher import launch
+    from evenload.training.launching import launch
 
     names = {"Popen": ForkedRank, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
     launch.subprocess = SimpleNamespace(**names)  # type: ignore[assignment]

@@ -28,22 +28,22 @@ from typing import Any
 
 import numpy as np
 
-from ..core.aliases import Floats
-from ..core.costs.context import PlanningContext
-from ..core.costs.memory import peaks_of_stage
-from ..core.planning.planner import Planned
-from ..core.recipe.recipe import Recipe
-from ..core.simulate.step import simulate
-from ..integrations.host.host import UPDATE
-from ..runtime.measure.memory import Levels
-from ..training.bubbles import bubbles_of
-from ..training.expert_loads import imbalance_of
-from ..training.experts.critical_path import Path, critical_path
-from ..training.experts.history import LoadHistory
-from ..training.job import Job, run_rank
-from ..training.measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
-from ..training.metrics import Taken
-from ..training.progress import progress
+from ...core.aliases import Floats
+from ...core.costs.context import PlanningContext
+from ...core.costs.memory import peaks_of_stage
+from ...core.planning.planner import Planned
+from ...core.recipe.recipe import Recipe
+from ...core.simulate.step import simulate
+from ...integrations.host.host import UPDATE
+from ...runtime.measure.memory import Levels
+from ..bubbles import bubbles_of
+from ..expert_loads import imbalance_of
+from ..experts.critical_path import Path, critical_path
+from ..experts.history import LoadHistory
+from ..job import Job, run_rank
+from ..measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
+from ..metrics import Taken
+from ..progress import progress
 
 WARMUP_STEPS = 1
 

@@ -40,28 +40,28 @@ import numpy as np
 import torch
 import yaml
 
-from ..core.aliases import Floats
-from ..core.costs.context import PlanningContext
-from ..core.costs.costs import Costs, PassCost, fit, solve
-from ..core.errors import EvenloadError, RankError
-from ..core.input.bounds import RANKS
-from ..core.machine.cluster import Link
-from ..core.plan.limits import MemoryCost
-from ..core.planning.setting import costs_of
-from ..core.recipe.recipe import Recipe
-from ..core.recipe.sizes import shape_of
-from ..core.simulate.step import simulate
-from ..runtime.measure.busy import cpu_clock
-from ..runtime.measure.links import measure_links
-from ..runtime.measure.memory import free_bytes
-from ..runtime.world.variables import integer
-from ..training.files import whole
-from ..training.job import Job, logger, run_rank
-from ..training.profiling import tenants
-from ..training.profiling.cases import Case, cases
-from ..training.profiling.experts import timing_experts
-from ..training.profiling.memory import measure_memory, random_tokens
-from ..training.progress import progress
+from ...core.aliases import Floats
+from ...core.costs.context import PlanningContext
+from ...core.costs.costs import Costs, PassCost, fit, solve
+from ...core.errors import EvenloadError, RankError
+from ...core.input.bounds import RANKS
+from ...core.machine.cluster import Link
+from ...core.plan.limits import MemoryCost
+from ...core.planning.setting import costs_of
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.sizes import shape_of
+from ...core.simulate.step import simulate
+from ...runtime.measure.busy import cpu_clock
+from ...runtime.measure.links import measure_links
+from ...runtime.measure.memory import free_bytes
+from ...runtime.world.variables import integer
+from ..files import whole
+from ..job import Job, logger, run_rank
+from ..profiling import tenants
+from ..profiling.cases import Case, cases
+from ..profiling.experts import timing_experts
+from ..profiling.memory import measure_memory, random_tokens
+from ..progress import progress
 
 BUDGET_S = 60.0
 """Wall time for all samples; memory and links come on top."""

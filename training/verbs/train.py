@@ -14,21 +14,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.planning.planner import Planner
-from ..core.recipe.recipe import Recipe
-from ..training.checkpoint.checkpoints import last_good
-from ..training.checkpoint.keeping import keeping
-from ..training.checkpoint.resuming import drawing_after, resume
-from ..training.expert_loads import loads_writer, say_without_copies
-from ..training.job import Job, logger, open_host, run_rank
-from ..training.measuring import OURS, Follower, in_turn
-from ..training.metrics import Taken, totals
-from ..training.progress import progress
-from ..training.run.recording import Recording
-from ..training.run.variant import Variant, underway
-from ..training.run.writers import entry_of_step, entry_of_validation, writer
-from ..training.tenants.arrivals.preflight import say_no_tenants
-from ..training.validation.validation import Validation
+from ...core.planning.planner import Planner
+from ...core.recipe.recipe import Recipe
+from ..checkpoint.checkpoints import last_good
+from ..checkpoint.keeping import keeping
+from ..checkpoint.resuming import drawing_after, resume
+from ..expert_loads import loads_writer, say_without_copies
+from ..job import Job, logger, open_host, run_rank
+from ..measuring import OURS, Follower, in_turn
+from ..metrics import Taken, totals
+from ..progress import progress
+from ..run.recording import Recording
+from ..run.variant import Variant, underway
+from ..run.writers import entry_of_step, entry_of_validation, writer
+from ..tenants.arrivals.preflight import say_no_tenants
+from ..validation.validation import Validation
 
 Pictures = Mapping[str, Path | None]
 """Where ``plot`` and ``report`` of the measured steps go; None where they are not asked for."""
@@ -37,7 +37,7 @@ Pictures = Mapping[str, Path | None]
 def train(recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | None = None) -> dict[str, Any] | None:
     """Train on this rank; with ``against``, each baseline trains the same batches in turn. Lists every step."""
     if recipe.adapts:
-        from ..training.tenants.training import train_tenants  # and safetensors
+        from ..tenants.training import train_tenants  # and safetensors
 
         return train_tenants(recipe, against)
     return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}), recipe.checkpoint.dir)
@@ -65,7 +65,7 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[s
         _run(job, variants, state, recording, validation)
         exported = None
         if recipe.train.export:
-            from ..training.checkpoint.exporting import write_export  # and Transformers
+            from ..checkpoint.exporting import write_export  # and Transformers
 
             exported = write_export(job, recipe.train.export)
     own = variants[OURS]

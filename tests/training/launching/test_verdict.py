@@ -1,9 +1,9 @@
 """When the launcher stops waiting, and what it says: from what it sees of the ranks, look by look."""
 
 import pytest
-from evenload.commands.launcher.verdict import GRACE_S, MISS_S, SAY_S, Outlook, Rank
 from evenload.core.recipe.sections import Safety
 from evenload.runtime.watchdog.marks import CONNECTING, MEETING
+from evenload.training.launching.verdict import GRACE_S, MISS_S, SAY_S, Outlook, Rank
 
 SAFETY = Safety(gone_s=5.0, stuck_s=50.0)
 WORKS = Rank(where="forward")

@@ -21,23 +21,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.planning.chain import PlanChain
-from ..core.planning.exercised import Exercised
-from ..core.planning.planner import Draw, Planned, Planner
-from ..core.recipe.recipe import Recipe
-from ..runtime.watchdog.watchdog import Watchdog
-from ..runtime.world.agreement import everyone, from_first
-from ..runtime.world.world import World
-from ..training.checkpoint.resuming import drawing_after, keep, resume
-from ..training.drawing import batch_size
-from ..training.experts.history import LoadHistory
-from ..training.job import Job, hand_over, logger, open_trainer, open_world
-from ..training.measuring import learning_rate
-from ..training.proof.layouts import other_layout
-from ..training.proof.reach import choose, opened, planned
-from ..training.proof.steps import Batch, Beside, Proven
-from ..training.proof.summary import summary
-from ..training.proof.tenants import verify_tenants
+from ...core.planning.chain import PlanChain
+from ...core.planning.exercised import Exercised
+from ...core.planning.planner import Draw, Planned, Planner
+from ...core.recipe.recipe import Recipe
+from ...runtime.watchdog.watchdog import Watchdog
+from ...runtime.world.agreement import everyone, from_first
+from ...runtime.world.world import World
+from ..checkpoint.resuming import drawing_after, keep, resume
+from ..drawing import batch_size
+from ..experts.history import LoadHistory
+from ..job import Job, hand_over, logger, open_trainer, open_world
+from ..measuring import learning_rate
+from ..proof.layouts import other_layout
+from ..proof.reach import choose, opened, planned
+from ..proof.steps import Batch, Beside, Proven
+from ..proof.summary import summary
+from ..proof.tenants import verify_tenants
 
 
 def verify(recipe: Recipe, steps: int = 3) -> dict[str, Any] | None:

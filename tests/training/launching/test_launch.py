@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from evenload.commands.launcher.launch import _terminable
+from evenload.training.launching.launch import _terminable
 
 
 def tell(number: int) -> None:

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..api import load_plugins
-from ..core.errors import EvenloadError, refuse_first, shorten
-from ..core.input import reading
-from ..core.recipe.recipe import Recipe, parse_with
-from ..core.recipe.traits import trainer_called
-from ..runtime.files import refuse_taken
-from ..training.checkpoint import manifest
-from ..training.hosts import require_own_loop, require_packages
+from ...api import load_plugins
+from ...core.errors import EvenloadError, refuse_first, shorten
+from ...core.input import reading
+from ...core.recipe.recipe import Recipe, parse_with
+from ...core.recipe.traits import trainer_called
+from ...runtime.files import refuse_taken
+from ..checkpoint import manifest
+from ..hosts import require_own_loop, require_packages
 
 
 def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Recipe, Path]:
@@ -26,7 +26,7 @@ def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Re
     Raises EvenloadError: there is none, it does not say its recipe, the recipe cannot run here, or ``out`` is taken.
     """
     require_packages("a model's folder", "torch", "transformers")
-    from ..training.checkpoint.checkpoints import last_good
+    from ..checkpoint.checkpoints import last_good
 
     refuse_taken(out)
     folder = checkpoint if reading.is_file(checkpoint / manifest.NAME) else last_good(checkpoint)
@@ -44,9 +44,9 @@ def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Re
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> dict[str, Any] | None:
     """Write the model on this rank; the result is that of `write_folder` with the step."""
     # And torch and Transformers, which the launcher needs not.
-    from ..training.checkpoint.checkpoints import require_whole
-    from ..training.checkpoint.exporting import write_folder
-    from ..training.job import hand_over, open_host, open_world
+    from ..checkpoint.checkpoints import require_whole
+    from ..checkpoint.exporting import write_folder
+    from ..job import hand_over, open_host, open_world
 
     with open_world(recipe) as (world, watchdog):
         with watchdog.working("verifying the checkpoint"):
