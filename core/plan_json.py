@@ -267,6 +267,6 @@ def _policy(row: _Experts) -> ExpertPolicy:
 
 
 def _checksum(row: Mapping[str, Any]) -> str:
-    """Of what a step says, whatever the order of its keys."""
+    """A hash of what a step says, whatever the order of its keys."""
     text = json.dumps(row, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

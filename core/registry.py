@@ -28,11 +28,11 @@ class PluginConfig(Frozen):
     """Run this plugin; a disabled plugin is the identity."""
 
     def folded(self, num_ranks: int) -> PluginConfig:
-        """The same settings where ``num_ranks`` ranks act as one: what is counted a rank is so many times as much."""
+        """Settings where ``num_ranks`` ranks act as one: what is counted a rank is so many times as much."""
         return self
 
     def uncut(self) -> PluginConfig:
-        """The same settings where no sequence may be cut."""
+        """Settings where no sequence may be cut."""
         return self
 
     def capped(self, limits: Limits) -> Limits:

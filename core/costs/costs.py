@@ -109,7 +109,7 @@ class PassCost(Frozen):
 
     @property
     def linear_s(self) -> float:
-        """Of a token with its experts."""
+        """Seconds of all linear work of a token, its experts included."""
         return self.token_s + self.expert_s
 
     def seconds(self, length: Any, prefix: Any = 0) -> Any:
@@ -144,7 +144,7 @@ class PassCost(Frozen):
         return PassCost(launch_s=self.launch_s * launch, **{name: getattr(self, name) * compute for name in names})
 
     def at_experts(self, share: float) -> PassCost:
-        """The same with this share of the seconds at experts."""
+        """This cost with a share of its seconds at experts."""
         return self.model_copy(update={"expert_s": self.expert_s * share}) if self.expert_s else self
 
 
@@ -234,18 +234,18 @@ class Costs(Frozen):
         return min(self.forward.token_s, 0.5 * self.backward.token_s) * (1.0 - head_frac) * tokens
 
     def holding(self, **changes: float) -> Costs:
-        """The same with other bytes in these fields of its memory."""
+        """These costs with other bytes in the named fields of their memory."""
         return self.model_copy(update={"memory": self.memory.model_copy(update=changes)})
 
     def recomputed(self, kept_bytes_per_token: float) -> Costs:
-        """The same with full activation recomputation: backward runs the forward again and keeps only some bytes."""
+        """Costs under full activation recomputation: backward runs the forward again and keeps only some bytes."""
         whole = self.memory.activation_bytes_per_token
         holding = self.holding(activation_bytes_per_token=kept_bytes_per_token, replay_bytes_per_token=whole)
         return holding.model_copy(update={"backward": self.both, "recompute": True})
 
     def frozen(self) -> Costs:
-        """The same of a model whose weights stay as they are: a backward leaves out their gradients, and there is no
-        update. Nothing must be recomputed yet."""
+        """These costs where the model's weights are frozen: a backward leaves out their gradients, there is no update.
+        Nothing must be recomputed yet."""
         if self.frozen_base:
             return self
         token_s = self.backward.token_s - self.weights_s(1.0)
@@ -253,7 +253,7 @@ class Costs(Frozen):
         return self.model_copy(update={"backward": backward, "update_s": 0.0, "frozen_base": True})
 
     def kept(self) -> Costs:
-        """What `recomputed` started from."""
+        """The costs without recomputation, from which `recomputed` started."""
         names = PassCost.model_fields
         less = {name: max(0.0, getattr(self.backward, name) - getattr(self.forward, name)) for name in names}
         whole = self.memory.replay_bytes_per_token
@@ -268,7 +268,7 @@ class Costs(Frozen):
         return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
     def at_experts(self, share: float) -> Costs:
-        """The same with this share of the seconds at experts."""
+        """These costs with a share of both passes' seconds at experts."""
         passes = {"forward": self.forward.at_experts(share), "backward": self.backward.at_experts(share)}
         return self.model_copy(update=passes)
 
@@ -378,8 +378,6 @@ def load(name: str, folder: Path) -> Costs:
 
 
 class _Totals(Frozen):
-    """The arguments of `from_totals`."""
-
     token_s: AmountOrNone
     square_s: AmountOrNone
     launch_s: AmountOrNone = 0.0

@@ -61,7 +61,7 @@ def exposed_s(
 def exposed_of_ranks(
     context: PlanningContext, direction: Direction, micro_batch: MicroBatch, routed: float | None = None
 ) -> Floats:
-    """The same of each rank of a micro-batch, in their order: float64 [ranks]. A pass takes as long as its slowest."""
+    """`exposed_s` of each rank of a micro-batch, in order: float64 [ranks]. A pass takes as long as its slowest."""
     ranks = micro_batch.ranks
     if is_even(micro_batch):
         return np.full(len(ranks), exposed_s(context, direction, micro_batch, routed))
@@ -108,10 +108,8 @@ def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens
 
 
 def _remap_s(context: PlanningContext, stage: int, micro_batch: MicroBatch) -> Floats:
-    """Q, K and V of the tokens that a rank gives or takes, there before attention, and its output back; each rank's.
-
-    In a backward it is the output's gradient there and the three others back.
-    """
+    """Q, K and V of the tokens that a rank gives or takes, there before attention, and its output back; each rank's. In
+    a backward it is the output's gradient there and the three others back."""
     cluster, traffic = context.cluster, context.traffic
     token_bytes = 2 * traffic.query_bytes_per_token + traffic.kv_bytes_per_token
     total = np.zeros(len(micro_batch.ranks))

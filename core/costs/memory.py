@@ -58,7 +58,7 @@ def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float,
 
 
 def peaks_of_stage(plan: StepPlan, stage: int, ranks: Iterable[int] | None = None) -> list[tuple[float, Op]]:
-    """The same for these plane ranks; None: for all."""
+    """`peak_activation_bytes` of several plane ranks of a stage; None: of all."""
     peaks = []
     for ops, levels in _walks(plan, stage, ranks):
         peak = max(levels, default=0.0)

@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 def _part(tokens: float, cut: list[tuple[Slice, float]], all_cut: bool) -> Part:
-    """Of tokens and slices of cut sequences, each with the rank's share of it; ``all_cut``: there are no others."""
+    """A part of ``tokens`` and slices of cut sequences, each with the share of a rank; ``all_cut``: no others."""
     own = tuple((s.sequence, s.length, share * s.length) for s, share in cut)
     saving = sum(share for _, _, share in own) if all_cut else 0.0
     return Part(tokens, own, saving, sum(share * s.stop for s, share in cut))
@@ -42,19 +42,17 @@ def parts_of(plan: StepPlan, ops: list[Op], rank: int) -> list[Part]:
 
 @fact_of_plan("lengths", "micro_batches", "backward")
 def _parts_of_direction(plan: StepPlan, kind: PassKind) -> list[Part | dict[int, Part]]:
-    """Of each micro-batch what any of its ranks has, or each of them where they have unlike work."""
+    """What any rank has of each micro-batch, or what each rank has where they have unlike work."""
     return [_even_part(plan, m) if is_even(m) else _uneven_parts(plan, m) for m in plan.passes(kind)]
 
 
 def _even_part(plan: StepPlan, micro_batch: MicroBatch) -> Part:
-    """Of each of its ranks."""
     share = 1.0 / len(micro_batch.ranks)
     cut = [(s, share) for s in micro_batch.slices if s.sequence in plan.cut] if plan.cut else []
     return _part(share * micro_batch.num_padded_tokens, cut, len(cut) == len(micro_batch.slices))
 
 
 def _uneven_parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, Part]:
-    """Of a micro-batch that gives its ranks unlike work."""
     tokens = tokens_of_ranks(micro_batch)
     cut: dict[int, list[tuple[Slice, float]]] = {rank: [] for rank in tokens}
     whole: set[int] = set()

@@ -123,10 +123,8 @@ class Walk:
 
     def _bytes_of(self, part: Part, number: int, forward: int | None) -> tuple[float, float, float, float]:
         """What a pass holds, whatever ran before it [bytes]; ``forward``: what keeps something for it, None: a replay.
-
         One layer with all that its backward needs; one layer that is recomputed; all layers and the head from forward
-        to backward; the part of a layer that is on its way from host memory while another one computes.
-        """
+        to backward; the part of a layer that is on its way from host memory while another one computes."""
         layer, layer_input = part.tokens * self._layer, part.tokens * self._layer_input
         if self._rounds:
             # The tokens at a rank's experts are those of the round of its forward, if that is kept.
@@ -147,7 +145,6 @@ class Walk:
         return layer, layer_input, kept + part.tokens * self._head, moving
 
     def _store(self, sequence: _Stored) -> None:
-        """K and V of a whole sequence, where its first slice runs forward."""
         if not sequence.tokens_left:
             sequence.tokens_left = sequence.tokens
             sequence.stored_bytes = sequence.own * self._memory.kv_bytes_per_token

@@ -55,7 +55,7 @@ def coefficients(costs: Costs) -> Floats:
 
 
 def with_coefficients(costs: Costs, values: Floats) -> Costs:
-    """The same costs with other coefficients. Experts keep their share of a token's seconds: steps do not show it."""
+    """Costs with other coefficients. Experts keep their share of a token's seconds, which steps do not show."""
     rows = zip((costs.forward, costs.backward), values[:6].reshape(2, 3).tolist(), strict=True)
     forward, backward = (_pass_cost(own, *row) for own, row in rows)
     return costs.model_copy(update={"forward": forward, "backward": backward, "update_s": float(values[6])})

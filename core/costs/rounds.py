@@ -49,7 +49,6 @@ def rounds_of(plan: StepPlan, stage: int, size: int) -> dict[Op, Brought]:
 
 
 def _tokens_of_ranks(micro_batch: MicroBatch | None) -> dict[int, float]:
-    """Of each of its ranks; empty where nothing runs."""
     if micro_batch is None:
         return {}
     if is_even(micro_batch):

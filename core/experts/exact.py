@@ -51,7 +51,6 @@ class Arrays(NamedTuple):
 
 
 def _sums(ranks_R: Ints, tokens_R: Ints) -> Ints:
-    """Float64 adds integers below 2^53 exactly."""
     return np.bincount(ranks_R, tokens_R, len(ranks_R)).astype(np.int64)
 
 
@@ -108,11 +107,9 @@ def _takers(over_R: Array, hottest_R: Array, node_ranks: int, xp: Arrays) -> tup
 
 
 def _filled(over_R: Array, hottest_R: Array, size: int, xp: Arrays) -> tuple[Array, Array]:
-    """The same inside each block of ``size`` neighbouring ranks.
-
-    A block that is a part of the ranks fills its last taker whole too, from a giver that others then fill: whoever took
-    has all that it needs, and takes from nobody else.
-    """
+    """From which rank each rank takes, and how many tokens, inside each block of ``size`` neighbouring ranks. A block
+    that is a part of the ranks fills its last taker whole too, from a giver that others then fill: whoever took has all
+    that it needs, and takes from nobody else."""
     num_ranks = over_R.shape[0]
     blocks = num_ranks // size
     firsts_N1 = (xp.arange(blocks) * size)[:, None]

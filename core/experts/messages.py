@@ -33,7 +33,7 @@ class Message(NamedTuple):
         return self.piece * size // self.pieces, (self.piece + 1) * size // self.pieces
 
     def length(self, size: int) -> int:
-        """Its elements."""
+        """Elements of the piece, for an expert of ``size`` weights."""
         start, stop = self.bounds(size)
         return stop - start
 

@@ -95,8 +95,8 @@ class LayerPasses(NamedTuple):
 
 
 def layer_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerPasses:
-    """Of both passes of one layer, whose quotas keep their laws (`quotas.check_quotas`); copies without a token cost
-    nothing."""
+    """Seconds of both passes of a layer, whose quotas keep their laws (`quotas.check_quotas`); copies without a token
+    cost nothing."""
     tokens, hops = _tokens(counts_RE, quotas_ER, cost), _copies(quotas_ER, cost.node_ranks)
     first, second = (hop * cost.weight_bytes for hop in hops)
     tokens_s, busiest = _seconds(tokens, cost), float(quotas_ER.sum(axis=0).max())

@@ -85,7 +85,7 @@ def _between(one: int, from_ER: Ints, to_ER: Ints, node_ranks: int) -> Ints:
 
 
 def _inside(tokens_ER: Ints, size: int, others_ER: Ints) -> Ints:
-    """Of tokens in a row by rank, how many of each rank find a place among the others of their block of ranks."""
+    """How many tokens of each rank, in a row by rank, find a place among the others of their block of ranks."""
     if size == 1:
         return np.minimum(tokens_ER, others_ER)
     num_experts, num_ranks = tokens_ER.shape

@@ -17,7 +17,7 @@ def gib(num_bytes: float) -> str:
 
 
 def mib(num_bytes: float) -> str:
-    """Of what may be small."""
+    """Bytes as text in MiB, for what may be small."""
     return f"{1024 * num_bytes / GIB:,.3g} MiB"
 
 

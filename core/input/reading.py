@@ -213,7 +213,7 @@ def _refuse_large(root: yaml.Node) -> None:
 
 
 def _tree(value: Any) -> Any:
-    """The same value without parts that two places share: whoever sets one must not set the other."""
+    """A copy without parts that two places share: whoever sets one must not set the other."""
     if isinstance(value, dict):
         return {key: _tree(inner) for key, inner in value.items()}
     return [_tree(inner) for inner in value] if isinstance(value, list) else value

@@ -95,7 +95,6 @@ def _process(pid: int) -> subprocess.Popen[bytes]:
 
 
 def _main() -> None:
-    """Answer until nobody asks any more."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # seconds of imports that nothing here needs
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

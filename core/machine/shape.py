@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
     @property
     def moe_layers(self) -> int:
-        """Layers that have experts."""
+        """How many layers have experts."""
         return self.experts.num_layers if self.experts else 0
 
     @property
@@ -66,7 +66,6 @@ class Shape(NamedTuple):
         return self._weights_of_experts(self.experts.topk) if self.experts else 0
 
     def _weights_of_experts(self, count: int) -> int:
-        """Of so many in each layer that has any."""
         assert self.experts
         return self.experts.num_layers * count * self.mlp_weights(self.experts.ffn_hidden_size)
 
@@ -100,7 +99,7 @@ class Shape(NamedTuple):
 
     @property
     def values_beside_experts(self) -> int:
-        """The same of routers, which compute in float32 and hold scores and probabilities, and of shared experts."""
+        """Values of routers, which compute in float32 and hold scores and probabilities, and of shared experts."""
         if not self.experts:
             return 0
         shared = self.experts.shared_ffn_hidden_size

@@ -67,7 +67,6 @@ def signs_of(plan: StepPlan, stock: StepPlan) -> set[str]:
 
 
 def _is_reordered(plan: StepPlan, stage: int) -> bool:
-    """Whether any rank runs its passes at a stage in another order than 1F1B of its micro-batches."""
     ahead, ranks = plan.limits.num_stages - 1 - stage, enumerate(orders_of_stage(plan, stage))
     return any(ops != one_forward_one_backward(plan.of_rank(rank), ahead) for rank, ops in ranks)
 

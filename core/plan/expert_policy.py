@@ -42,7 +42,7 @@ class ExpertPolicy(NamedTuple):
     """For each layer of the model the copies that are there before its router has chosen; empty: none in any."""
 
     def copies_of(self, layer: int) -> LayerCopies:
-        """Those of a layer of the whole model, from 0."""
+        """Copies that a layer of the whole model, counted from 0, has before its router has chosen."""
         return self.copies[layer] if self.copies else ()
 
 

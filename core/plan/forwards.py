@@ -28,7 +28,7 @@ def lower_forwards(plan: StepPlan, stage: int, rank: int) -> Program:
 
 @fact_of_plan(*_DEPENDS_ON)
 def forwards_in_step(plan: StepPlan) -> tuple[Program, ...]:
-    """The same of every rank where all meet in every forward (ZeRO 3), with dummies between them."""
+    """The forwards of every rank where all meet in each of them (ZeRO 3), with dummies between them."""
     return in_step([tuple(_forwards(plan, 0, ops)) for ops in orders_of_stage(plan, 0)])
 
 

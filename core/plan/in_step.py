@@ -19,7 +19,7 @@ Program = tuple[Action, ...]
 
 
 def in_step(rows: Row[Row[Action]]) -> tuple[Program, ...]:
-    """The same actions of every rank, with dummies between them so that all ranks meet in the same kind of pass.
+    """Programs in which all ranks meet in the same kind of pass: the actions of ``rows`` with dummies between them.
 
     Forwards go first: a backward starts when no rank has a forward that it could run before its next backward. A shared
     pass waits, behind dummies, for the round in which it is the next one of all its ranks. A rank never holds more

@@ -116,7 +116,7 @@ class Limits:
     """The host can run weight gradients as passes of their own (W)."""
 
     def under(self, max_tokens: int | None, activation_gib: float | None = None) -> Limits:
-        """The same under further caps on tokens and activations [GiB]; None caps nothing."""
+        """These limits under further caps on tokens and activations [GiB]; None caps nothing."""
         held_bytes = activation_gib * GIB if activation_gib else self.max_activation_bytes
         return replace(
             self,

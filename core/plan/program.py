@@ -109,7 +109,7 @@ def _wanted(micro_batch: MicroBatch, end: dict[int, int]) -> MicroBatch | None:
 
 
 def _written_by_forwards(plan: StepPlan) -> dict[int, int]:
-    """Of each sequence how many tokens the forwards must have run for its replays.
+    """How many tokens of each sequence the forwards must have run for its replays.
 
     The backward of a sequence starts with its last slice. A replay of that one writes its own keys and values, so
     forward slices from its start on may be left out, if one of them starts right there, and if none of them runs anyway

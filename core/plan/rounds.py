@@ -25,7 +25,7 @@ Round = tuple[int, ...]
 
 
 def in_rounds(plan: StepPlan) -> StepPlan:
-    """The same work with every group of ``limits.in_step`` ranks in step at every stage.
+    """A plan of the same work in which every group of ``limits.in_step`` ranks is in step at every stage.
 
     A plan that is in step stays as it is, and so does one whose shared micro-batches are not in one round of all their
     ranks: no dummies bring these into step. Cost: O(passes x stages).
@@ -47,8 +47,8 @@ def in_rounds(plan: StepPlan) -> StepPlan:
 
 
 def levelled(micro_batches: Sequence[MicroBatch], num_ranks: int) -> list[MicroBatch]:
-    """The same in rounds that all ranks run, with dummies for those without work: each in the first round that is later
-    than what its ranks did before."""
+    """Micro-batches in rounds that all ranks run, with dummies for those without work: each in the first round that is
+    later than what its ranks did before."""
     done = [0] * num_ranks
     rounds: list[list[MicroBatch]] = []
     for m in micro_batches:
@@ -190,7 +190,7 @@ class _WeightsLeft:
                 self._behind.setdefault(one, []).append(op)
 
     def behind(self, op: Op) -> Iterator[Op]:
-        """Those that wait for nothing more, now that this pass has run."""
+        """Weight gradients that wait for nothing more, now that this pass has run."""
         for weight in self._behind.pop(op, ()):
             self._missing[weight] -= 1
             if not self._missing[weight]:

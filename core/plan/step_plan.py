@@ -94,7 +94,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Target-carrying tokens, without padding."""
+        """Tokens of all slices that carry targets; padding is none."""
         return sum(s.stop - s.start for s in self.slices)
 
     @property
@@ -231,7 +231,7 @@ class StepPlan:
         return not (own or any(m.cp_comm and len(m.ranks) > 1 for m in self.micro_batches))
 
     def revised(self, **changes: Any) -> StepPlan:
-        """The same plan but for these fields, with what was worked out of others. Raises PlanError for unknown ones."""
+        """A copy with these fields changed and derived facts that stay true. Raises PlanError for unknown fields."""
         if unknown := sorted(set(changes) - set(self.__dataclass_fields__)):
             fields = ", ".join(self.__dataclass_fields__)
             raise PlanError("a plan has no field of this name", ", ".join(unknown), f"change one of {fields}")

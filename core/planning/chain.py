@@ -169,7 +169,6 @@ class PlanChain:
         return "as every rank has all experts: parallel.ep is 1" if self.context.layout.ep == 1 else ""
 
     def _refuse_too_many(self, batch: Lengths) -> None:
-        """Raise EvenloadError for a batch of more micro-batches than can be planned and run."""
         cap, stages = self.caps.max_tokens, self.limits.num_stages
         fewest = -(-int(batch.sum()) // (cap * self._cp)) if len(batch) else 0
         if fewest * stages > MOST_PASSES:
@@ -180,7 +179,6 @@ class PlanChain:
             )
 
     def _chained(self, batch: Lengths) -> StepPlan:
-        """What the plugins plan one after the other."""
         placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
         limits = replace(self.limits, max_tokens=self.caps.max_tokens)
         plan = StepPlan(batch, (), limits) if 0 in placing else self._baseline(STOCK, batch)
@@ -213,7 +211,6 @@ class PlanChain:
         return self._with_tenants(self._checked_baseline(name, batch), tenants)
 
     def _checked_baseline(self, name: str, batch: Lengths) -> StepPlan:
-        """The same, whoever's its sequences are."""
         if (offer := self.offer(name)) in self.of_layers and offer is not None:
             plan = offer[0].baselines[name](replace(self, instead="")._planned(batch), self.context, offer[1])
             check_policy(plan)
@@ -221,7 +218,6 @@ class PlanChain:
         return check(in_rounds(self._baseline(name, batch)))
 
     def _baseline(self, name: str, batch: Lengths) -> StepPlan:
-        """The same before it is checked."""
         if self._cp > 1:
             return unfold_cp(self._folded()._baseline(name, batch), self.limits, self._cp)
         if (offer := self.offer(name)) is None:
@@ -319,10 +315,8 @@ class PlanChain:
         return next(link for link in (*self.links, *self.of_layers) if name in link[0].baselines)
 
     def _best_folded(self, batch: Lengths) -> StepPlan:
-        """Folded plans know compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside.
-
-        In a CP group every slice moves the keys and values of its whole prefix, which compute may not hide.
-        """
+        """Folded plans know compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside. In
+        a CP group every slice moves the keys and values of its whole prefix, which compute may not hide."""
         folded = self._folded()
         uncut = replace(folded, links=tuple((plugin, config.uncut()) for plugin, config in folded.links))
         plans = [self._under_caps(unfold_cp(folded._chained(batch), self.limits, self._cp))]

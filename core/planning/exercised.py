@@ -34,7 +34,7 @@ class Exercised:
 
     @property
     def idle(self) -> dict[str, str]:
-        """Of these the plugins that no step has shown."""
+        """The plugins that no step has shown, with what they lacked."""
         return {name: lacking for name, lacking in self.plugins.items() if lacking}
 
     def note(

@@ -28,7 +28,6 @@ def forward_only(chain: PlanChain) -> PlanChain:
 
 
 def _memory(memory: MemoryCost, layers: int) -> MemoryCost:
-    """Bytes of forwards of which nothing stays."""
     whole = memory.replay_bytes_per_token or memory.activation_bytes_per_token
     return MemoryCost(
         fixed_bytes=memory.fixed_bytes,

@@ -75,8 +75,6 @@ class Planned:
 
 
 class _Begun(NamedTuple):
-    """A batch that is being planned."""
-
     draw: Draw
     chain: PlanChain
     future: Future[tuple[StepPlan, float]]

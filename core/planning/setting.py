@@ -89,10 +89,8 @@ def stage_costs(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cos
 
 
 def _with_own_experts(recipe: Recipe, costs: cost_models.Costs, layout: Layout) -> cost_models.Costs:
-    """Costs of a stage whose ranks have an ep-th of the experts each.
-
-    What data-parallel ranks divide is the same on each for any ep, as so many more of them have the same experts.
-    """
+    """Costs of a stage whose ranks have an ep-th of the experts each. What data-parallel ranks divide is the same on
+    each for any ep, as so many more of them have the same experts."""
     if layout.ep == 1 or (shape := shape_of(recipe.model)).experts is None:
         return costs
     traits, memory, parts = traits_of(recipe), costs.memory, layout.tp * layout.pp

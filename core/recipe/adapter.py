@@ -44,7 +44,7 @@ class Adapter(Section):
     """Rank-stabilised scaling (Kalajdzievski, arXiv 2312.03732)."""
 
     def targets(self, names: Iterable[str]) -> list[str]:
-        """Those of the names of linear layers that are adapted, in their order."""
+        """The linear layers that are adapted, out of these names and in their order."""
         if self.target_modules == ALL_LINEAR:
             return list(names)
         return [name for name in names if any(_ends(name, target) for target in self.target_modules)]

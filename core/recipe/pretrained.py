@@ -175,7 +175,7 @@ def _sparse_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 def _every(layers: list[int], count: int) -> int:
-    """Of so many layers the first has experts, if these of ``count`` layers do."""
+    """Every how many layers, from the first on, one has experts; ``layers`` of ``count`` have them."""
     return layers[1] if len(layers) > 1 else count
 
 

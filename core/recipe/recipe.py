@@ -74,14 +74,14 @@ class Recipe(Section):
         return p.tp * p.pp * p.cp * (p.dp or -(-p.ep // p.cp))
 
     def layout(self, world_size: int | None = None) -> Layout:
-        """Of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError."""
+        """Layout of ``world_size`` processes; None: of the fewest that ``parallel.*`` needs. Raises EvenloadError."""
         p = self.parallel
         wanted = self.min_world_size if world_size is None else world_size
         size = whole_number(wanted, "the number of processes", RANKS)
         return Layout.of_world(size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp)
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
-        """The same recipe with dotted keys changed, validated again."""
+        """A copy of the recipe with dotted keys changed, validated again."""
         data = self.model_dump(mode="json", exclude_unset=True)
         for key, value in changes.items():
             _set(data, key, value)

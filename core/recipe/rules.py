@@ -73,7 +73,6 @@ def refuse_impossible(recipe: Any) -> None:
 
 
 def _rules_of_extent(train: Train) -> list[Rule]:
-    """How long a run is, and how large its batches are, is said once."""
     rules: list[Rule] = []
     for name, others in REPLACED.items():
         said = [key for key in (name, *others) if key in train.model_fields_set and getattr(train, key) is not None]
@@ -84,7 +83,6 @@ def _rules_of_extent(train: Train) -> list[Rule]:
 
 
 def _rules_of_best(recipe: Any) -> list[Rule]:
-    """What the checkpoint of the lowest validation loss needs."""
     wanted, what = recipe.checkpoint.best, "checkpoint.best keeps the checkpoint of the lowest validation loss"
     return [
         (wanted and recipe.data.validation is None, what, "data.validation null", "set data.validation.source"),
@@ -93,7 +91,6 @@ def _rules_of_best(recipe: Any) -> list[Rule]:
 
 
 def _rules_of_experts(recipe: Any) -> list[Rule]:
-    """What no trainer can do with experts."""
     model: Model = recipe.model
     p: Parallel = recipe.parallel
     moe, has_config = model.moe, model.config is not None
@@ -218,7 +215,6 @@ def refuse_adapters_in_loops(recipe: Any) -> None:
 
 
 def _rules_of_copies(recipe: Any) -> list[Rule]:
-    """What copies of experts do not go with."""
     moe, ep = recipe.model.moe, recipe.parallel.ep
     copies = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
     return [

@@ -105,7 +105,7 @@ class Model(Section):
 
     @property
     def head_size(self) -> int:
-        """Values of one head."""
+        """Values of one attention head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -127,7 +127,7 @@ class Validation(Section):
 
 
 class Data(Section):
-    """Where samples come from."""
+    """Where samples come from and how their text becomes tokens."""
 
     source: str = "python-stdlib"
     """python-stdlib, python-docstrings (and python-docstrings-held-out; of one package: python-docstrings/asyncio), a

@@ -44,7 +44,7 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def experts_in(fields: dict[str, Any]) -> Experts | None:
-    """Those of a config.json; None: dense."""
+    """The experts that a config.json describes; None: the model is dense."""
     key = next((key for key in NUM_EXPERTS if fields.get(key)), None)
     if key is None:
         return None
@@ -65,7 +65,6 @@ def moe_layers_of(model: Model) -> tuple[int, ...]:
 
 
 def _has_experts(fields: dict[str, Any], layer: int) -> bool:
-    """Whether a layer, from 0, of a config.json with experts has any."""
     if kinds := fields.get("mlp_layer_types"):
         return bool(kinds[layer] == "sparse")
     if layer < (fields.get("first_k_dense_replace") or 0) or layer in (fields.get("mlp_only_layers") or ()):

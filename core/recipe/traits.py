@@ -25,7 +25,7 @@ class States(NamedTuple):
     """The trainer lets go of gathered weights only beyond so many."""
 
     def gathered_bytes(self, weights: float) -> float:
-        """Of a rank with so many weights, while passes run."""
+        """Bytes of gathered weights on a rank of so many weights, while passes run."""
         return float(self.gathered * min(weights, self.most_gathered))
 
 

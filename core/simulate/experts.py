@@ -7,7 +7,7 @@ from ..experts.seconds import LayerCost
 
 
 def layer_cost(context: PlanningContext, *, keep: bool = True) -> LayerCost | None:
-    """Of one layer of a stage; None where the costs know no seconds at experts.
+    """What moves and computes in a layer of a stage; None where the costs know no seconds at experts.
 
     Copies and their gradients travel in the type that is trained. ``keep``: copies stay until their backward.
     """

@@ -83,7 +83,6 @@ class PassTimes:
         self._unlike: dict[tuple[int, Op], _Unlike] = {}
 
     def _seconds_of_ranks(self) -> dict[Op, list[Floats]]:
-        """`rank_seconds` at every stage."""
         plan, costs = self._plan, self._costs
         result: dict[Op, list[Floats]] = {}
         for op, mean in rank_seconds(plan, costs).items():
@@ -122,7 +121,7 @@ class PassTimes:
         return result
 
     def _seconds_of_stage(self, mean: _Seconds, more: float) -> _Seconds:
-        """Of a stage with so much more linear work than a mean one, if ranks have equal work and all of it runs."""
+        """Seconds at a stage with ``more`` linear work than a mean one, if ranks have equal work and all of it runs."""
         if not more:
             return mean
         plan, costs = self._plan, self._costs
@@ -175,7 +174,7 @@ class PassTimes:
         return again_s + share * _layers_of(micro_batch, self._at, costs) if share else again_s
 
     def _experts_again_s(self, stage: int, op: Op) -> float:
-        """The part of the same that the pass's round has at shared experts."""
+        """The part of `_again_s` that the pass's round has at shared experts."""
         if op not in self._expert_s[stage]:
             return 0.0
         forwards = (op.micro_batch in self._whole_again) + self._layers_again[stage].get(op.micro_batch, 0.0)
@@ -265,10 +264,8 @@ class PassTimes:
         return self._unlike[stage, op]
 
     def _directions(self, stage: int, op: Op) -> list[tuple[Direction, float]]:
-        """What a pass moves, each in which share of the layers.
-
-        A backward that runs a forward again moves values a second time.
-        """
+        """What a pass moves, each in which share of the layers. A backward that runs a forward again moves values a
+        second time."""
         costs = self._costs
         if op.kind == "F":
             return [(Direction(costs.forward, 1, stage), 1.0)]
@@ -287,7 +284,6 @@ class PassTimes:
 
 
 def _tokens_each(plan: StepPlan, op: Op) -> float:
-    """Tokens of every rank of a micro-batch that gives its ranks equal work."""
     return plan.slots[op.kind][op.micro_batch] / len(plan.passes(op.kind)[op.micro_batch].ranks)
 
 
@@ -297,10 +293,8 @@ def _tokens_of(micro_batch: MicroBatch) -> Any:
 
 
 def _stages_alike(plan: StepPlan, context: PlanningContext) -> list[int]:
-    """For each stage one whose passes hold the same communication, if they recompute as much.
-
-    First and last stage have their own. Between them nodes lie alike where every stage begins with a node.
-    """
+    """For each stage one whose passes hold the same communication, if they recompute as much. First and last stage have
+    their own. Between them nodes lie alike where every stage begins with a node."""
     layout, last = context.layout, plan.limits.num_stages - 1
     differ = layout.dp_cp_size * layout.tp % context.cluster.ranks_per_node or plan.offload
     return [stage if differ or stage in (0, last) else 1 for stage in range(last + 1)]
@@ -320,6 +314,6 @@ def _layers_of(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) 
 
 
 def _weights_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> list[float]:
-    """Of the weight gradients of every backward on its busiest rank; empty where none is a pass of its own."""
+    """Seconds of each backward's weight gradients on its busiest rank; empty where none is a pass of its own."""
     backwards = plan.passes("B") if any(plan.split) else ()
     return [float(costs.weights_s(np.max(_tokens_of(m)), head_frac)) for m in backwards]

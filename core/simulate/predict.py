@@ -100,7 +100,7 @@ def kv_seconds(plan: StepPlan, costs: Costs, head_frac: float) -> dict[int, Floa
 
 
 def beside_shared_experts(costs: Costs) -> Costs:
-    """The same without what the ranks of a group have at the experts that they share: `expert_seconds` says that."""
+    """Costs without what the ranks of a group have at the experts that they share: `expert_seconds` says that."""
     return costs.at_experts(0.0) if costs.ep > 1 else costs
 
 

@@ -132,9 +132,7 @@ def _end_of_step(
     spans: list[Span] | None,
 ) -> float:
     """Gradient sum of every stage, then the update of all: the end of the step. Adds to ``exposed`` and ``spans``.
-
-    ``last_backward``: when the last backward of each stage begins, from which on a sum that overlaps can run.
-    """
+    ``last_backward``: when the last backward of each stage begins, from which on a sum that overlaps can run."""
     traffic = context.traffic
     ends: list[tuple[float, float]] = []
     # A host overlaps in the trainer's own schedule alone, and where every rank has a backward.
