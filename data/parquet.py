@@ -18,7 +18,7 @@ _ROWS = 4096
 
 
 def parquet_as_arrow(files: Sequence[Path], fields: Collection[str]) -> Path:
-    """Those of ``fields`` that ``files`` have, as an arrow file in the cache; written once, a batch at a time.
+    """The columns of ``fields`` that ``files`` have, as an arrow file in the cache; written once, a batch at a time.
 
     Raises `EvenloadError` when a file is damaged, when the files differ, or when the cache has no room.
     """

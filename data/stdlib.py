@@ -46,7 +46,7 @@ class StdlibDocuments(Documents):
 
 
 def as_jsonl() -> Path:
-    """The same documents as JSON Lines in the cache, for tokenizers."""
+    """The documents of the standard library as JSON Lines in the cache, for tokenizers."""
     files = library_files()
 
     def write(aside: Path) -> None:
@@ -64,7 +64,7 @@ def library_files() -> list[Path]:
 
 
 def library_files_by_top() -> list[tuple[str, Path]]:
-    """The same files, each with the name of the top-level package or module that it belongs to."""
+    """The files of `library_files`, each with the name of the top-level package or module that it belongs to."""
     root = Path(sysconfig.get_path("stdlib"))
     return [(Path(path).parts[0].removesuffix(".py"), root / path) for path in _python_files(root)]
 

@@ -31,7 +31,7 @@ _NO_WARNING = 1 << 62
 
 
 class Tokenizer(Protocol):
-    """Text to token ids."""
+    """What turns text into token ids."""
 
     identity: str
     """Tells two tokenizers apart, for caches of what was made with them."""
@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
         return np.array(self.encode_all([text])[0], dtype=np.int64)
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text."""
+        """The number of tokens of each text."""
         return [len(ids) for ids in self.encode_all(texts)]
 
 
@@ -224,7 +224,7 @@ def _encodable(text: str) -> str:
 
 
 def _release() -> str:
-    """That of `transformers`, by which a folder's tokenizer may differ."""
+    """The release of `transformers`, by which a folder's tokenizer may differ."""
     try:
         return version("transformers")
     except PackageNotFoundError:

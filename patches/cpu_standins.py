@@ -191,10 +191,8 @@ def module_without_triton(_: Any) -> ModuleType:
 
 
 class _LoggingWithoutRngWarning(ModuleType):
-    """What ``tensor_parallel.random`` sees as ``logging``: no warning that the CPU generator moved.
-
-    Under the bridge the CPU generator *is* the tracked one, so it moves at every dropout.
-    """
+    """What ``tensor_parallel.random`` sees as ``logging``: no warning that the CPU generator moved. Under the bridge
+    the CPU generator *is* the tracked one, so it moves at every dropout."""
 
     def getLogger(self, name: str) -> logging.Logger:  # noqa: N802
         quiet = logging.Logger(name)

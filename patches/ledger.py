@@ -39,7 +39,7 @@ _holders: dict[_Identity, Ledger] = {}
 
 
 class Status(NamedTuple):
-    """One line of `Ledger.table`."""
+    """A line of `Ledger.table`: a patch row and its state."""
 
     row: Patch
     state: Literal["applied", "pending", "skipped"]

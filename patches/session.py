@@ -47,7 +47,7 @@ class Session:
 
     @property
     def active(self) -> bool:
-        """Whether it is on."""
+        """Whether this session is on."""
         return _session is self
 
     def table(self) -> tuple[Status, ...]:

@@ -126,7 +126,7 @@ class ChatTemplate:
 
 
 class ChatEncoder(Encoder):
-    """One document a chat."""
+    """An encoder that makes a document of each chat."""
 
     def __init__(self, tokenizer: Tokenizer, field: str, *, all_tokens: bool) -> None:
         self._template = ChatTemplate(tokenizer)

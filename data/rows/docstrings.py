@@ -61,7 +61,6 @@ def _split(items: list[_Item], name: str) -> list[_Item]:
 
 
 def _files_of(package: str) -> list[Path]:
-    """The files of a top-level package, or of a module."""
     tops: dict[str, list[Path]] = {}
     for top, path in library_files_by_top():
         tops.setdefault(top, []).append(path)
@@ -88,7 +87,6 @@ def pairs_of(source: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _definitions(tree: ast.Module | _Definition) -> Iterator[_Definition]:
-    """Those of a body and of what is defined in it."""
     for node in tree.body:
         if isinstance(node, _Definition):
             yield node

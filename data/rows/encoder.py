@@ -21,7 +21,7 @@ class Placed(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """One document."""
+    """A document's token ids and labels."""
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]

@@ -17,7 +17,7 @@ from .kinds import COMPLETION, OF_TEMPLATE, PROMPT, no_completion
 
 
 class PromptEncoder(Encoder):
-    """One document a row."""
+    """An encoder that makes a document of each prompt with its completion."""
 
     fields = (PROMPT, COMPLETION, *OF_TEMPLATE)
 

@@ -31,7 +31,7 @@ _CLOSE = 1.004
 
 
 class Assignment(NamedTuple):
-    """Sequences on ranks."""
+    """Which ranks have each sequence, and what every rank takes."""
 
     cp_groups: list[Ranks]
     """Of each sequence."""
@@ -47,7 +47,7 @@ class Assignment(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the slowest forward and the slowest backward."""
+        """Seconds of the slowest forward and the slowest backward together."""
         return float(self.forward.max() + self.backward.max())
 
 

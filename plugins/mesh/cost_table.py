@@ -33,7 +33,7 @@ _STEPS = 8
 
 
 class CpStrategy(NamedTuple):
-    """How ranks share attention."""
+    """A way in which ranks share attention."""
 
     cp_comm: CpComm
     ulysses_degree: int = 0
@@ -67,7 +67,7 @@ class SequenceCosts:
 
     @cached_property
     def area(self) -> Floats:
-        """Rank-seconds [K, D]."""
+        """Rank-seconds of each sequence at each degree [K, D]."""
         return np.asarray(self.seconds * self.degrees, dtype=np.float64)
 
     @cached_property
@@ -86,7 +86,7 @@ class SequenceCosts:
         return np.asarray(self.area.min(axis=1), dtype=np.float64)
 
     def under(self, cap: float) -> SequenceCosts:
-        """The same where one rank holds at most ``cap`` tokens of a sequence."""
+        """These costs where one rank holds at most ``cap`` tokens of a sequence."""
         over = self.tokens > cap
         if not over.any():
             return self
@@ -208,7 +208,7 @@ class CostTable:
         return [self.strategies.index(strategy) for strategy in strategies], rows[0], rows[1]
 
     def _attention(self, degree: int, strategy: CpStrategy, passes: int) -> Floats:
-        """Of every length of the grid; infinite where there are fewer heads."""
+        """Exposed seconds of attention for every length of the grid; infinite where there are fewer heads."""
         pieces = np.stack([self.grid, np.zeros_like(self.grid)], axis=1)
         shared = SharedLoad(tuple(range(degree)), load_of(pieces), *strategy)
         total = np.zeros_like(self.grid)
@@ -229,7 +229,7 @@ class CostTable:
         return sum(exposed_s(self.context, direction, m) for direction in self.directions(passes))
 
     def directions(self, passes: int) -> list[Direction]:
-        """Of what runs in a forward (1) or a backward (2)."""
+        """What runs in a forward (1) or in a backward (2), recomputation included."""
         costs = self.context.costs
         forward = [Direction(costs.forward, 1)]
         return forward if passes == 1 else [Direction(costs.backward, 2), *(forward if costs.recompute else [])]

@@ -50,7 +50,7 @@ def keeps_copies(plan: StepPlan, context: PlanningContext, slots: int) -> bool:
 
 
 def _routed_tokens(plan: StepPlan, context: PlanningContext) -> float:
-    """Of a mean rank in a layer of a mean forward."""
+    """Routed tokens of a mean rank in a layer of a mean forward."""
     rounds = [each.mean for op, each in rounds_of(plan, 0, context.layout.ep).items() if op.kind == "F"]
     layers = max(1, context.traffic.moe_layers)
     return sum(rounds) / len(rounds) * routed_per_token(context) / layers if rounds else 0.0

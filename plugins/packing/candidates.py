@@ -89,7 +89,6 @@ def chunked(incoming: StepPlan, limits: Limits, costs: Costs, block: int) -> Ste
 
 
 def _chunks_of(items: list[int], lengths: Ints, cap: int, block: int) -> Packs:
-    """The micro-batches of one rank."""
     return in_chunks(items, lengths, cap // block * block or cap, cap)
 
 
@@ -116,11 +115,9 @@ def _slots_per_rank(lengths: Ints, limits: Limits, costs: Costs) -> list[int]:
 
 
 def _even(task: _Task, per_rank: int) -> Iterator[StepPlan]:
-    """Equal micro-batches, more of them until none is over the cap.
-
-    Groups of its own cost the backward one more forward, unless it runs one anyway; a replay holds all activations of
-    its micro-batch at once, so under a memory cap both forms are offered.
-    """
+    """Equal micro-batches, more of them until none is over the cap. Groups of its own cost the backward one more
+    forward, unless it runs one anyway; a replay holds all activations of its micro-batch at once, so under a memory cap
+    both forms are offered."""
     costs = task.costs
     forms: list[tuple[PassCost, ...]] = [(costs.both,)]
     if task.config.asymmetric and costs.recompute:
@@ -135,10 +132,8 @@ def _even(task: _Task, per_rank: int) -> Iterator[StepPlan]:
 
 
 def _in_slots(task: _Task, prices: tuple[PassCost, ...], per_rank: int) -> tuple[StepPlan, bool]:
-    """A plan of equal micro-batches, and whether ordinary ranks got along with ``per_rank`` of them.
-
-    One price groups both directions alike; two are those of the forward and the backward, each with its own groups.
-    """
+    """A plan of equal micro-batches, and whether ordinary ranks got along with ``per_rank`` of them. One price groups
+    both directions alike; two are those of the forward and the backward, each with its own groups."""
     incoming, limits = task.incoming, task.limits
     order = np.argsort(-incoming.lengths, kind="stable")
     weights = np.array([price.seconds(incoming.lengths[order] * 1.0) for price in prices])
@@ -161,9 +156,7 @@ def _in_groups(counts: list[int], size: int) -> list[int]:
 
 def _filled(task: _Task, items: list[list[int]], counts: list[int] | None, price: PassCost) -> list[Packs]:
     """Micro-batches of every rank, as few as the token cap allows, or ``counts`` equal ones (more where it demands).
-
-    Chunks where no number of them is found: slices of equal cost may leave room for less than a block in each.
-    """
+    Chunks where no number of them is found: slices of equal cost may leave room for less than a block in each."""
     lengths, work, even = task.incoming.lengths, task.work, counts is not None
     cap, block = task.limits.max_tokens, task.config.block_tokens
     filled = []

@@ -106,7 +106,6 @@ def refuse_longer(lengths: Ints, limits: Limits, config: PackingConfig) -> None:
 
 
 def _cap(limits: Limits, config: PackingConfig) -> str:
-    """What the token cap is called."""
     own = limits.max_tokens == config.max_tokens
     return "plugins.packing.max_tokens" if own else "the least max_tokens of all plugins"
 

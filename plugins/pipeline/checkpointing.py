@@ -129,12 +129,12 @@ class _Team:
         return self._lowered(np.full_like(self._diagonals, self._layers))
 
     def by_diagonal(self) -> Ints:
-        """The same, lowered as diagonals before."""
+        """Layers chosen as one number for each diagonal, then lowered where a micro-batch needs fewer."""
         layers = np.full(self._size, self._layers, dtype=np.int64)
         return self._lowered(lowered(self._tied, self._weights, layers)[self._diagonals])
 
     def by_program(self, solver_ms: int) -> Ints | None:
-        """The same, where the program says what a diagonal has; None without an answer of its."""
+        """Layers chosen by the program, which says what a diagonal has; None where it gives no answer."""
         layers = solved(self._tied, self._weights, self._layers, solver_ms=solver_ms)
         return None if layers is None else self._lowered(layers[self._diagonals])
 
@@ -149,7 +149,6 @@ class _Team:
 
 
 def _with(plan: StepPlan, teams: list[_Team], chosen: list[Ints]) -> StepPlan:
-    """The plan with each team's layers."""
     layers = np.zeros((plan.limits.num_stages, len(plan.micro_batches)), dtype=np.int64)
     for team, of_team in zip(teams, chosen, strict=True):
         layers[:, team.numbers] = of_team

@@ -142,7 +142,7 @@ def chunks_of(
 
 
 def taper(packs: list[Pack], price: PassCost, num_stages: int) -> list[Pack]:
-    """The same chunks with packs of whole sequences split smaller at both ends of the step.
+    """Chunks whose packs of whole sequences are split smaller at both ends of the step.
 
     Only packs without slices of cut sequences are moved. The last stage begins when the first chunk has come through
     all stages before it, and the first one ends when the last chunk has come back.

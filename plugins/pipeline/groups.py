@@ -72,7 +72,7 @@ def _chunk_counts(plan: StepPlan) -> list[int]:
 
 
 def _sums(plan: StepPlan, context: PlanningContext, counts: list[int], steps: list[int]) -> Floats:
-    """Of the chunks of the first n of these counts, on each rank: [n, ranks, (number, both_s, layers_s, tokens)]."""
+    """Sums over the chunks of the first n of these counts, by rank: [n, ranks, (number, both_s, layers_s, tokens)]."""
     costs, place = own_costs(plan, context.costs), {count: n for n, count in enumerate(steps, 1)}
     sums = np.zeros((len(steps) + 1, plan.limits.num_ranks, 4))
     for m, count in zip(plan.micro_batches, counts, strict=True):
@@ -83,10 +83,8 @@ def _sums(plan: StepPlan, context: PlanningContext, counts: list[int], steps: li
 
 
 def _beyond_work_s(plan: StepPlan, context: PlanningContext, config: PipelineConfig, sums: Floats, most: int) -> Floats:
-    """Seconds that pipelines take beyond their work, on the rank where that is most [pipelines].
-
-    ``sums`` of their chunks [pipelines, ranks, 4], as `_sums`; ``most`` chunks of their longest sequence.
-    """
+    """Seconds that pipelines take beyond their work, on the rank where that is most [pipelines]. ``sums`` of their
+    chunks [pipelines, ranks, 4], as `_sums`; ``most`` chunks of their longest sequence."""
     limits, memory = plan.limits, plan.limits.memory
     stages, layers = limits.num_stages, limits.layers_per_stage
     number, both_s, layers_s, tokens = np.moveaxis(sums, -1, 0)

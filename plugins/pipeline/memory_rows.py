@@ -53,7 +53,7 @@ class Rows:
         return self.of_own(layers) - self.saves @ layers
 
     def of_own(self, layers: Ints) -> Floats:
-        """The same while nothing of those that wait is recomputed."""
+        """What each row holds while none of the micro-batches that wait are recomputed."""
         own = np.where(self.own < 0, 0, layers[self.own])
         none, one, every = self.levels
         held: Floats = np.where(own > 0, np.maximum(one - self.own_saves * (own - 1), every), none)
@@ -63,7 +63,7 @@ class Rows:
         return bool((self.held(layers) <= self.budget_bytes).all())
 
     def on(self, columns: Ints, count: int) -> Rows:
-        """The same with each column in another place, int64 [columns], of so many."""
+        """These rows with each column in another place, int64 [columns], of ``count`` in all."""
         saves = np.zeros((len(self.own), count))
         saves[:, columns] = self.saves
         return Rows(
@@ -106,7 +106,7 @@ class Probes:
         return self._known[layers]
 
     def rows(self, stage: int, ranks: Sequence[int], columns: dict[int, int], budget_bytes: float) -> Rows:
-        """Of some ranks of a stage; ``columns`` gives the columns of their micro-batches."""
+        """Rows of some ranks of a stage; ``columns`` gives the columns of their micro-batches."""
         budget_bytes *= 1.0 - _MARGIN
         rows = [row for rank in ranks for row in self._rows_of_rank(stage, rank, columns, budget_bytes)]
         return Rows(
@@ -151,7 +151,7 @@ def levels_of(plan: StepPlan) -> list[list[list[float]]]:
 
 
 def fullest(plan: StepPlan, levels: list[list[list[float]]]) -> Most:
-    """Where most is held."""
+    """The stage, rank and pass where most bytes are held."""
     most = Most(0.0, 0, 0, Op("F", 0))
     for stage, ranks in enumerate(levels):
         for rank, row in enumerate(ranks):

@@ -76,8 +76,6 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -
 
 
 class _Portfolio:
-    """Plans of one batch, judged."""
-
     def __init__(self, context: PlanningContext, config: PipelineConfig, limits: Limits) -> None:
         self._context = context
         self._config = config
@@ -205,7 +203,8 @@ class _Portfolio:
 
 
 def _bound_s(chosen: StepPlan, incoming: StepPlan, context: PlanningContext) -> float:
-    """Of the plan that came in where its ranks share sequences, if it runs as it was; without recomputation else."""
+    """The bound of the plan that came in where its ranks share sequences and it runs as it was; else without
+    recomputation."""
     costs = context.costs
     if chosen.shared:
         return 0.0 if costs.recompute and chosen.recompute else incoming.bound_s
@@ -213,10 +212,8 @@ def _bound_s(chosen: StepPlan, incoming: StepPlan, context: PlanningContext) -> 
 
 
 def _explicit(plan: StepPlan) -> StepPlan:
-    """With the host's own order written down, where the plan leaves it to the host and ranks share nothing.
-
-    A shared micro-batch is in the lists of several ranks; a stage's order names it once.
-    """
+    """With the host's own order written down, where the plan leaves it to the host and ranks share nothing. A shared
+    micro-batch is in the lists of several ranks; a stage's order names it once."""
     if plan.order or plan.shared:
         return plan
     stages = range(plan.limits.num_stages)

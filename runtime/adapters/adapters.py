@@ -129,7 +129,7 @@ class Adapters:
             self._tenants[number].gradients.div_(max(1, divisors[number]))
 
     def norms(self, numbers: Sequence[int]) -> dict[int, float]:
-        """Of the summed gradient of each tenant, over the whole model. Collective."""
+        """Norm of each tenant's summed gradient over the whole model, by number. Collective."""
         if not numbers:
             return {}
         squares = torch.stack([self._tenants[number].squares(counts=self._peers.counts) for number in numbers])

@@ -39,7 +39,7 @@ class Hooks:
         self._hooks = [hook for block in blocks for hook in self._on(block)]
 
     def begin(self, tenants: Sequence[TenantAdapter]) -> None:
-        """Of each sequence of the batch that runs next its tenant's adapter; none: the base alone runs."""
+        """Take the adapter of the tenant of each sequence of the batch that runs next; none: the base alone runs."""
         seen: dict[int, int] = {}
         numbers = []
         for tenant in tenants:

@@ -50,7 +50,7 @@ class Peers(NamedTuple):
         return values
 
     def gather_runs(self, runs: Sequence[Tensor]) -> list[Tensor]:
-        """Of each tensor, which is this owner's run of a buffer, the whole buffer. Collective."""
+        """Gather whole buffers, of each of which this owner has a run. Collective."""
         if self.owners is None or self.num_owners == 1 or not runs:
             return list(runs)
         own = torch.cat(list(runs))

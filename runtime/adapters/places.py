@@ -60,7 +60,7 @@ class Site(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its first layer."""
+        """The name of the site's first layer."""
         return self.places[0].name
 
 

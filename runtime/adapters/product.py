@@ -37,8 +37,6 @@ class Span(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A span whose tenant adapts layers of the site."""
-
     slots: slice
     of_site: OfSite
     dropped: Callable[[Tensor, Place], Tensor] | None
@@ -101,7 +99,7 @@ def _inner(x_tC: Tensor, part: _Part) -> Tensor:
 
 
 def _outputs(y_tD: Tensor, place: Place) -> Tensor:
-    """Those of a layer, [t, groups, run]: a view."""
+    """The outputs of an adapted layer [t, groups, run]: a view."""
     return y_tD.view(len(y_tD), place.groups, -1)[:, :, place.first : place.first + place.run]
 
 

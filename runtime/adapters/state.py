@@ -33,7 +33,7 @@ def part_of(whole: Tensor, place: Place, kind: str) -> Tensor:
 
 
 def shape_of(place: Place, kind: str, rank: int) -> tuple[int, int]:
-    """Of this rank's part of a matrix."""
+    """The shape of this rank's part of a matrix."""
     return (rank, place.columns[1] - place.columns[0]) if kind == A else (place.rows[1] - place.rows[0], rank)
 
 

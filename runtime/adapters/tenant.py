@@ -179,5 +179,5 @@ class TenantAdapter:
         self.steps += 1
 
     def key(self, name: str) -> int:
-        """Of the dropout of a layer in this step."""
+        """The key of a layer's dropout in this step."""
         return key_of(self.train.seed, self.steps, name)

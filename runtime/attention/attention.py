@@ -63,8 +63,6 @@ def packed_attention(
 
 
 class _Scores(NamedTuple):
-    """What a layer does with its scores."""
-
     layer: int
     scale: float
     window: int | None

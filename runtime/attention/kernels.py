@@ -161,7 +161,7 @@ def _sdpa(call: KernelCall) -> torch.Tensor:
 def _in_window(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, options: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Of one segment [1, H, n, D]: queries block by block, each over the keys of its own block and the one before."""
+    """One segment [1, H, n, D]: queries block by block, each over the keys of its own block and the one before."""
     size = max(window, _ROWS)
     blocks = list(zip(*(torch.split(x, size, dim=2) for x in (q, k, v)), strict=True))
     out = []

@@ -83,7 +83,7 @@ class Shares:
         return chosen_TS, probs_TS
 
     def slots_of(self, chosen_TK: Tensor) -> Tensor:
-        """The same of choices as numbers of experts [T, K]: the numbers of their slots."""
+        """The numbers of the slots of choices, which are numbers of experts [T, K]."""
         order = chosen_TK.flatten().argsort(stable=True)
         slots = torch.empty_like(chosen_TK.flatten())
         slots[order] = self._slots_in_order(len(order), chosen_TK.device)
@@ -152,8 +152,8 @@ class ExpertBalance:
         return self._policy.planner == AT_HOME and not self._sharded
 
     def shares(self, layer: int, counts_RE: Ints) -> Shares | None:
-        """Of a layer of the whole model, from the counts that all ranks of the group have for its experts; None where
-        every token goes to its expert's home and finds it there."""
+        """How a layer of the whole model is shared, by the counts that all ranks of the group have for its experts;
+        None where every token goes to its expert's home and finds it there."""
         policy = self._policy
         known, self.failed = policy.copies_of(layer), ""
         try:

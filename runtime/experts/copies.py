@@ -123,7 +123,7 @@ class Fetch:
         return gradients()
 
     def _pieces_summed(self, gradient_CN: Tensor) -> Tensor:
-        """Of experts that came in pieces, the piece that came from home holds the sum of all copies' gradients."""
+        """The gradients; of experts in pieces, the piece that came from home has the sum over all copies."""
         summed_CN = gradient_CN.clone()
         back = _reversed(self.journey.hops[1])
         _exchange(back, self, self._places(gradient_CN), self._places(summed_CN), add=True)
@@ -190,8 +190,7 @@ class _Again(torch.autograd.Function):
         return gradients[0], None
 
 
-def _nothing() -> None:
-    """A wait for what has arrived."""
+def _nothing() -> None: ...
 
 
 def _reversed(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -96,7 +96,7 @@ class ExpertGate:
         self._mark(f"{self._where}, experts of layer {layer}")
 
     def behind_layer(self) -> None:
-        """Behind them."""
+        """Behind the experts of a layer, forward or backward."""
         self._moments.append(self._clock())
         self._mark(self._where)
 
@@ -172,7 +172,7 @@ class ExpertGate:
 
     @property
     def loads(self) -> list[Load]:
-        """Of the passes of the step so far that were booked."""
+        """Loads of the step's passes so far that were booked."""
         if not self._booked:
             return []
         counts = torch.stack([booked.counted_RE for booked in self._booked]).cpu().numpy()
@@ -188,8 +188,6 @@ class ExpertGate:
 
 
 class _Booked(NamedTuple):
-    """What is noted of a layer in a pass."""
-
     number: int
     layer: int
     counted_RE: Tensor

@@ -54,7 +54,7 @@ class Owner(ABC):
         gradients of its tensors, None for those of which it has sent nothing."""
 
     def empty(self, *sizes: int) -> Tensor:
-        """Of the parameters' type, where they are."""
+        """An uninitialised tensor of the parameters' type, where they are."""
         return self.tensors[0].detach().new_empty(*sizes)
 
     def tensors_of(self, flat_N: Tensor) -> list[Tensor]:

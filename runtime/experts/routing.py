@@ -138,7 +138,7 @@ class StepRouting:
         return attached
 
     def gradient(self, routed: Routed, coefficient: float) -> Tensor:
-        """Of the sequence loss, with respect to the scores of a pack's slots in its share [T, E]; float64."""
+        """Gradient of the sequence loss by the scores of a pack's slots in its share [T, E]; float64."""
         weights = None if self._weights is None else self._weights.sequence_S
         return self._by_counts(routed, coefficient, weights)
 

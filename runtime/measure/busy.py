@@ -29,7 +29,7 @@ from ...core.simulate.step import SPAN_KINDS, Span, SpanKind
 
 
 class Busy(NamedTuple):
-    """Seconds of one step."""
+    """Seconds in which a rank computed in one step."""
 
     forward_s: float
     backward_s: float

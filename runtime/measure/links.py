@@ -190,7 +190,7 @@ def _has(collective: Collective, device: torch.device, group: Group) -> bool:
 
 
 def _least(call: Callable[[Tensor, int, Group], None], buffer: Tensor, device: torch.device, group: Group) -> float:
-    """Seconds of one call."""
+    """The fewest seconds that one call takes, over several rows of calls."""
     place, num_calls, least = dist.get_rank(group), 1, float("inf")
     for row in range(ROWS + 1):
         dist.barrier(group)

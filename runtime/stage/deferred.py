@@ -93,7 +93,7 @@ class WgradStore:
             torch.autograd.backward(roots)
 
     def held_bytes(self) -> int:
-        """Of all inputs and output gradients that wait; shared memory counts once."""
+        """Bytes of all inputs and output gradients that wait; shared memory counts once."""
         waiting = [t for left in self._left.values() for item in left for t in (item.x, item.dy)]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in waiting)}
         return sum(storages.values())

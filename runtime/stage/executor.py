@@ -104,7 +104,7 @@ class StageTrainer(ABC):
         output.data = output.new_empty(()).expand(output.shape)
 
     def weight_grads(self) -> AbstractContextManager[None]:
-        """Holds around a weight_grads."""
+        """A context in which the executor runs a weight_grads."""
         return nullcontext()
 
 

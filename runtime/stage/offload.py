@@ -220,11 +220,8 @@ class _Known(NamedTuple):
 
 
 class _Pass:
-    """One forward pass and its backward.
-
-    Groups are what is saved from one layer's beginning to the next one's: group 0 before the first layer, group k from
-    the beginning of the k-th, the last one behind the last layer.
-    """
+    """One forward pass and its backward. Groups are what is saved from one layer's beginning to the next one's: group 0
+    before the first layer, group k from the beginning of the k-th, the last one behind the last layer."""
 
     def __init__(
         self, share: float, layers: Sequence[nn.Module], device: torch.device, host: HostMemory, moved: Moved
@@ -250,7 +247,7 @@ class _Pass:
         self._release(len(self._groups) - 2)
 
     def end(self) -> None:
-        """The forward has ended."""
+        """End the forward: nothing more is saved."""
         self._known, self._weights = {}, {}
         self._release(len(self._groups) + 1)
 
@@ -267,7 +264,7 @@ class _Pass:
         return _View(group, stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, saved: _Stays | _View) -> Tensor:
-        """The tensor again."""
+        """The tensor that was saved, fetched from host memory where it went there."""
         self._fetch(saved.group)
         self._fetch(saved.group - 1)
         if isinstance(saved, _Stays):

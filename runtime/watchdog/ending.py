@@ -84,10 +84,8 @@ def first_here(job: str) -> bool:
 
 
 def _claims_first(name: str) -> bool:
-    """Whether there was no such file in the folder that the ranks of a node share; there is one then.
-
-    The folder is the launcher's, torchrun's for this attempt, or the system's.
-    """
+    """Whether there was no such file in the folder that the ranks of a node share; there is one then. The folder is the
+    launcher's, torchrun's for this attempt, or the system's."""
     launcher, torchrun = os.environ.get(MARKS), os.environ.get("TORCHELASTIC_ERROR_FILE")
     folder = Path(launcher) if launcher else Path(torchrun).parents[1] if torchrun else Path(tempfile.gettempdir())
     try:

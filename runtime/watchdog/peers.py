@@ -70,7 +70,7 @@ class Peers:
         return {rank: self._look(rank) for rank in range(self._size) if rank != self._rank}
 
     def gone(self, *, came: bool) -> Failure | None:
-        """Of the ranks last looked at, the one that missed most heartbeats, if these are `ECHO_GONE` or more.
+        """The failure of that rank last looked at which missed most heartbeats, if these are `ECHO_GONE` or more.
 
         ``came``: leave out those that have not beaten yet.
         """

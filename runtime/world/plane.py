@@ -123,6 +123,5 @@ def _pass_name(message: Tensor) -> str:
 
 
 def _tensor_device(group: Group) -> torch.device:
-    """Where the tensors lie that models exchange."""
     with_cuda = torch.cuda.is_available() and "cuda" in dist.get_backend_config(group)
     return torch.device("cuda", torch.cuda.current_device()) if with_cuda else wire_device(group)

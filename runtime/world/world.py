@@ -17,7 +17,7 @@ from .variables import integer, job_variables
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is."""
+    """This process among the ranks of its job."""
 
     rank: int
     size: int

@@ -156,10 +156,8 @@ class _Search:
         return best
 
     def _better(self, best: _Filling | None, candidates: Iterator[Counts], worth: float) -> _Filling | None:
-        """The best of the candidates, the most promising first, and of what was known.
-
-        ``worth``: time over the best known one up to which a candidate is polished before it is judged.
-        """
+        """The best of the candidates, the most promising first, and of what was known. ``worth``: time over the best
+        known one up to which a candidate is polished before it is judged."""
         new = {counts for counts in candidates if counts not in self._tried}
         for bound, counts in sorted((self._bound(counts), counts) for counts in new):
             if bound >= (best.seconds if best else np.inf) or self._placements >= _PLACEMENTS:
@@ -239,10 +237,8 @@ class _Search:
         return _Filling(seconds, counts, degree_of, group_of)
 
     def _dealt(self, weights: list[list[float]], degree_of: list[int], limit: float) -> tuple[list[int], bool]:
-        """The group of each sequence, longest first to the group with the least sum of weights after it.
-
-        Nothing where some sum reaches the limit, and True where some sequence found no room.
-        """
+        """The group of each sequence, longest first to the group with the least sum of weights after it. Nothing where
+        some sum reaches the limit, and True where some sequence found no room."""
         heaps = [(j, [(0.0, g) for g, of in enumerate(degree_of) if of == j]) for j in sorted(set(degree_of))]
         for _, heap in heaps:
             heapify(heap)

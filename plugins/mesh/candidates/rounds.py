@@ -30,7 +30,7 @@ _TILTS = tuple(1.0 + 0.075 * k for k in range(13))
 
 
 class Division(NamedTuple):
-    """A batch in rounds."""
+    """A batch divided into rounds."""
 
     rounds: list[Ints]
     """Numbers of sequences."""
@@ -44,7 +44,7 @@ def fewest_rounds(lengths: Ints, frame: Frame) -> int:
 
 
 def step_seconds(rounds: list[float], launch_s: float, stages: int) -> float:
-    """Of a step of these rounds, without hand-overs."""
+    """Seconds of a step of these rounds, without hand-overs."""
     return sum(rounds) + (stages - 1) * max(rounds) + (len(rounds) + stages - 1) * launch_s
 
 

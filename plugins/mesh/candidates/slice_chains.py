@@ -101,10 +101,8 @@ def _powers(degrees: list[int]) -> list[int]:
 
 
 def _chain(length: int, *, degree: int, round_s: float, cost_table: CostTable, limits: Limits) -> Chain | None:
-    """Sequence 0, of ``length`` tokens, on ``degree`` ranks, or on as many as its tokens are enough for.
-
-    None where the cap is too small.
-    """
+    """Sequence 0, of ``length`` tokens, on ``degree`` ranks, or on as many as its tokens are enough for. None where the
+    cap is too small."""
     costs = cost_table.context.costs
     price = costs.forward.plus(costs.backward)
     ranks = max((d for d in cost_table.usable if d <= degree and LEAST_TOKENS * d <= length), default=1)
@@ -212,7 +210,6 @@ def _blocks(
 
 
 def _idle(micro_batches: list[MicroBatch], num_ranks: int) -> list[int]:
-    """Ranks that are in none of them, ascending."""
     busy = {rank for m in micro_batches for rank in m.ranks}
     return [rank for rank in range(num_ranks) if rank not in busy]
 

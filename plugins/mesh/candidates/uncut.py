@@ -39,8 +39,6 @@ _SEQUENCES = 4096
 
 
 class _Round(NamedTuple):
-    """Sequences of one round and where they run."""
-
     numbers: Ints
     cp_groups: list[Ranks]
     seconds: float
@@ -138,7 +136,7 @@ def _launched(
 
 
 def _seconds(micro_batches: list[MicroBatch], cost_table: CostTable) -> float:
-    """Of the slowest forward and the slowest backward of a round, launches included."""
+    """Seconds of the slowest forward and the slowest backward of a round together, launches included."""
     at, slowest = cost_table.context, [0.0, 0.0]
     for m in micro_batches:
         for k, (own, passes) in enumerate(zip(at.costs.rank_s(m), (1, 2), strict=True)):

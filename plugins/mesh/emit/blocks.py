@@ -18,7 +18,7 @@ class Block(NamedTuple):
 
 
 def compute_seconds(blocks: list[Block], price: PassCost, stages: int) -> float:
-    """Of the step's compute, if ranks met after every round."""
+    """Seconds of the step's compute, if ranks met after every round."""
     rounds = [
         max(sum(price.seconds(s.length, s.start) for s in m.slices) / len(m.ranks) for m in one)
         for block in blocks

@@ -27,7 +27,8 @@ def eplb_copies(loads_E: Sequence[float], num_ranks: int, policy: ExpertPolicy) 
 
 
 def laer_copies(loads_E: Sequence[float], num_ranks: int, policy: ExpertPolicy) -> LayerCopies:
-    """The same: of places by load and equally many places, those under which the busiest rank has less to do."""
+    """LAER-MoE's copies: by places in proportion to load or equally many each, whichever leaves the busiest rank less
+    to do."""
     num_experts, size = len(loads_E), policy.node_ranks or num_ranks
     each, rest = divmod(num_experts + num_ranks * policy.slots, num_experts)
     trials = [places_by_load(loads_E, num_ranks, policy.slots)] + (

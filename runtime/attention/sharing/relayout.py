@@ -226,7 +226,7 @@ def _common(pieces: Pieces, starts: Sequence[int], wanted: Pieces) -> list[tuple
 def _overlap(
     job: CpGroupJob, runs: Sequence[tuple[int, int, int]], side: int, heads: Heads, device: torch.device
 ) -> Overlap:
-    """Of runs from `_common`, with their rows on the side of tokens (0) or of attention (1)."""
+    """The overlap of runs from `_common`, with their rows on the side of tokens (0) or of attention (1)."""
     joined: list[tuple[int, int]] = []
     for run in runs:
         first, size = run[side], run[2]

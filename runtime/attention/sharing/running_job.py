@@ -191,7 +191,7 @@ class RunningJob(ABC):
         return done
 
     def finish(self, done: Sequence[Pair | None]) -> None:
-        """Put the slices together."""
+        """Set outputs and LSE of the job by those of its slices, in their order."""
         outs, lses = zip(*(pair or self._nothing() for pair in done), strict=True)
         self.out_NHD = joined([out.to(self.q_NHD.dtype) for out in outs])
         self.lse_HN = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
