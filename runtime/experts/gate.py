@@ -1,9 +1,9 @@
 """What the ranks of an expert-parallel group tell each other in every layer before a token moves.
 
 A rank that runs another pass, or another plan, than its peers would exchange tokens with them that do not belong
-together, or wait for ever. Counts of tokens are gathered in each layer anyway; a seal of five numbers rides on them:
+together, or wait for ever. Counts of tokens are gathered in each layer anyway; a header of five numbers rides on them:
 two of the plan's digest, the number of the pass among those of the step that exchange, the layer, and a checksum of all
-quotas of the step so far. Ranks whose seals differ are named. While experts exchange, the rank's mark says in which
+quotas of the step so far. Ranks whose headers differ are named. While experts exchange, the rank's mark says in which
 layer, so that a rank that hangs or dies there is named together with it. Where one rank has all experts nothing is
 told: its tokens are counted, no more.
 
@@ -28,7 +28,7 @@ from ...core.plan.expert_policy import ExpertPolicy
 from ..measure.busy import cpu_clock
 from .balance import CopyReport, ExpertBalance, Shares
 
-SEAL = 5
+COUNT_HEADER = 5
 """Numbers that stand before the counts."""
 
 
@@ -56,7 +56,7 @@ class Load(NamedTuple):
 
 
 class ExpertGate:
-    """The seals and marks of one rank, and the loads of its step.
+    """The headers and marks of one rank, and the loads of its step.
 
     Args:
         ranks: the world ranks of its group, in the group's order.
@@ -69,7 +69,7 @@ class ExpertGate:
         self._ranks = ranks
         self._place = place
         self._parts = parts or len(ranks)
-        self._booked: list[_Booked] = []
+        self._recorded: list[_Recorded] = []
         self._clock = cpu_clock()
         self._moments: list[float] = []
         """When layers with experts began and ended."""
@@ -82,7 +82,7 @@ class ExpertGate:
         """Before the first pass of a step that runs the plan of this digest (16 bytes) and policy; ``planner``: the
         planner of layers that the policy names."""
         self._digest, self._mark = digest, mark
-        self._number, self._booked = -1, []
+        self._number, self._recorded = -1, []
         self._balance.begin(policy, planner)
         self._moments = [self._clock()]
 
@@ -122,47 +122,48 @@ class ExpertGate:
 
         return undo
 
-    def sealed(self, layer: int, sent_E: Tensor, counted_E: Tensor) -> Tensor:
-        """This rank's seal before its counts of a layer, int64 [5 + 2 E].
+    def with_header(self, layer: int, sent_E: Tensor, counted_E: Tensor) -> Tensor:
+        """This rank's header before its counts of a layer, int64 [5 + 2 E].
 
         ``sent_E``: tokens for each expert; ``counted_E``: those among them that are no padding and no dummies.
         """
-        seal = [*struct.unpack("<qq", self._digest.ljust(16, b"\0")[:16]), self._number, layer, self._balance.checksum]
-        return torch.cat([torch.tensor(seal, dtype=sent_E.dtype, device=sent_E.device), sent_E, counted_E])
+        digest = struct.unpack("<qq", self._digest.ljust(16, b"\0")[:16])
+        header = [*digest, self._number, layer, self._balance.checksum]
+        return torch.cat([torch.tensor(header, dtype=sent_E.dtype, device=sent_E.device), sent_E, counted_E])
 
-    def opened(self, rows: Tensor, *, book: bool) -> Tensor:
-        """What all ranks of the group send [R, E], from what they have sealed [R, 5 + 2 E].
+    def checked_counts(self, rows: Tensor, *, record: bool) -> Tensor:
+        """What all ranks of the group send [R, E], from what `with_header` gives on each [R, 5 + 2 E].
 
-        ``book``: whether the pass counts: of passes that run a second time one does. Raises RankError where a rank runs
-        another plan, pass or layer than this one.
+        ``record``: whether the pass counts: of passes that run a second time one does. Raises RankError where a rank
+        runs another plan, pass or layer than this one.
         """
-        seals = [tuple(row) for row in rows[:, :SEAL].tolist()]
-        if len(set(seals)) > 1:
-            words = [f"rank {rank} {_said(seal)}" for rank, seal in zip(self._ranks, seals, strict=True)]
+        headers = [tuple(row) for row in rows[:, :COUNT_HEADER].tolist()]
+        if len(set(headers)) > 1:
+            words = [f"rank {rank} {_in_words(header)}" for rank, header in zip(self._ranks, headers, strict=True)]
             raise RankError(
                 "ranks that share experts run different passes",
                 f"{'; '.join(words[:8])}; this rank: {self._where}",
                 "give every rank the same recipe and data, and run its passes in the order of the plan",
             )
-        sent_RE, counted_RE = rows[:, SEAL:].chunk(2, dim=1)
-        if book:
-            self.book(seals[0][3], counted_RE)
+        sent_RE, counted_RE = rows[:, COUNT_HEADER:].chunk(2, dim=1)
+        if record:
+            self.record(headers[0][3], counted_RE)
         return sent_RE
 
-    def shares(self, layer: int, sent_RE: Tensor, *, book: bool) -> Shares | None:
+    def shares(self, layer: int, sent_RE: Tensor, *, record: bool) -> Shares | None:
         """Which rank computes which of the tokens that all ranks of the group send to the experts of a layer; None
-        where each goes to its expert's home and finds it there. ``book`` as in `opened`."""
+        where each goes to its expert's home and finds it there. ``record`` as in `checked_counts`."""
         if self._balance.at_home:
             return None
         shares = self._balance.shares(layer, sent_RE.cpu().numpy())
-        if book:
+        if record:
             report = None if shares is None else shares.report
-            self._booked[-1] = self._booked[-1]._replace(report=report, failed=self._balance.failed)
+            self._recorded[-1] = self._recorded[-1]._replace(report=report, failed=self._balance.failed)
         return shares
 
-    def book(self, layer: int, counted_RE: Tensor) -> None:
+    def record(self, layer: int, counted_RE: Tensor) -> None:
         """Note what the ranks have for the experts of a layer in this pass, padding and dummies left out."""
-        self._booked.append(_Booked(self._number, layer, counted_RE))
+        self._recorded.append(_Recorded(self._number, layer, counted_RE))
 
     @property
     def stretches_s(self) -> tuple[float, ...]:
@@ -172,22 +173,22 @@ class ExpertGate:
 
     @property
     def loads(self) -> list[Load]:
-        """Loads of the step's passes so far that were booked."""
-        if not self._booked:
+        """Loads of the step's passes so far that were recorded."""
+        if not self._recorded:
             return []
-        counts = torch.stack([booked.counted_RE for booked in self._booked]).cpu().numpy()
-        return [self._load(booked, of) for booked, of in zip(self._booked, counts, strict=True)]
+        counts = torch.stack([recorded.counted_RE for recorded in self._recorded]).cpu().numpy()
+        return [self._load(recorded, of) for recorded, of in zip(self._recorded, counts, strict=True)]
 
-    def _load(self, booked: _Booked, counted_RE: Ints) -> Load:
+    def _load(self, recorded: _Recorded, counted_RE: Ints) -> Load:
         loads_R = counted_RE.sum(axis=0).reshape(self._parts, -1).sum(axis=1)
         mean = float(loads_R.mean())
         imbalance = float(loads_R.max()) / mean if mean else 1.0
         counts = tuple(counted_RE[self._place].tolist())
-        after = CopyReport(imbalance) if booked.report is None else booked.report
-        return Load(booked.number, booked.layer, counts, imbalance, **asdict(after), failed=booked.failed)
+        after = CopyReport(imbalance) if recorded.report is None else recorded.report
+        return Load(recorded.number, recorded.layer, counts, imbalance, **asdict(after), failed=recorded.failed)
 
 
-class _Booked(NamedTuple):
+class _Recorded(NamedTuple):
     number: int
     layer: int
     counted_RE: Tensor
@@ -196,6 +197,6 @@ class _Booked(NamedTuple):
     failed: str = ""
 
 
-def _said(seal: tuple[int, ...]) -> str:
-    digest = struct.pack("<qq", *seal[:2]).hex()[:12]
-    return f"runs pass {seal[2]} of plan {digest}, layer {seal[3]}, quotas so far {seal[4]:08x}"
+def _in_words(header: tuple[int, ...]) -> str:
+    digest = struct.pack("<qq", *header[:2]).hex()[:12]
+    return f"runs pass {header[2]} of plan {digest}, layer {header[3]}, quotas so far {header[4]:08x}"

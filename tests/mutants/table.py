@@ -426,8 +426,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what is sent to experts counts padding in loads",
         "runtime/experts/gate.py",
-        "        sent_RE, counted_RE = rows[:, SEAL:].chunk(2, dim=1)\n",
-        "        counted_RE, sent_RE = rows[:, SEAL:].chunk(2, dim=1)\n",
+        "        sent_RE, counted_RE = rows[:, COUNT_HEADER:].chunk(2, dim=1)\n",
+        "        counted_RE, sent_RE = rows[:, COUNT_HEADER:].chunk(2, dim=1)\n",
         "gate",
     ),
     Mutant(
@@ -482,8 +482,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ranks that share experts may run different passes",
         "runtime/experts/gate.py",
-        "        if len(set(seals)) > 1:\n",
-        "        if len(set(seals)) > 2:\n",
+        "        if len(set(headers)) > 1:\n",
+        "        if len(set(headers)) > 2:\n",
         "gate",
     ),
     Mutant(

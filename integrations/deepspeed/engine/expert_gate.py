@@ -1,7 +1,7 @@
-"""Seals, marks, loads and copies (`runtime.experts`) at the experts of an engine's model.
+"""Count headers, marks, loads and copies (`runtime.experts`) at the experts of an engine's model.
 
 AutoEP's own exchange of counts tells a rank what comes to it, and nothing of what the others send each other: counts
-and seals of a group are gathered before it, in a message of 5 + 2 E numbers a layer. What a plan's planner of layers
+and headers of a group are gathered before it, in a message of 5 + 2 E numbers a layer. What a plan's planner of layers
 makes of them, the layer runs (`expert_slots`). Where every rank has all experts, Transformers' blocks give them the
 choices, which are counted.
 
@@ -38,7 +38,7 @@ class GatedExperts:
         ranks = (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
         self.gate = ExpertGate(ranks, ranks.index(dist.get_rank()))
         self.pack: Pack | None = None
-        """Whose forward runs. None in backwards: what they run again has been booked."""
+        """Whose forward runs. None in backwards: what they run again has been recorded."""
         self._group, self._num_experts = group, num_experts_of(model)
         self._undo = ExitStack()
         decoder_layers = layers_of(model)
@@ -55,7 +55,7 @@ class GatedExperts:
 
         def handed(_: Any, inputs: tuple[Tensor, ...]) -> None:
             if len(inputs) > 1:  # the experts of Llama 4 get tokens alone
-                self._book(number, inputs[1])
+                self._record(number, inputs[1])
 
         def shares_of(chosen_TK: Tensor) -> Shares | None:
             return self._shares(number, chosen_TK)
@@ -72,17 +72,17 @@ class GatedExperts:
         """Whose experts run where in the pass; the ranks of the group tell each other their counts."""
         if self.pack is None and not torch.is_grad_enabled():
             return None  # a forward of no plan: somebody evaluates
-        book = self.pack is not None and torch.is_grad_enabled()
+        record = self.pack is not None and torch.is_grad_enabled()
         sent_E = torch.bincount(chosen_TK.flatten(), minlength=self._num_experts)
         counted_E = torch.zeros_like(sent_E) if self.pack is None else self._counted(self.pack, number, chosen_TK)
-        sealed = self.gate.sealed(number, sent_E, counted_E)
-        rows = [torch.empty_like(sealed) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(rows, sealed, group=self._group)
-        return self.gate.shares(number, self.gate.opened(torch.stack(rows), book=book), book=book)
+        counts = self.gate.with_header(number, sent_E, counted_E)
+        rows = [torch.empty_like(counts) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(rows, counts, group=self._group)
+        return self.gate.shares(number, self.gate.checked_counts(torch.stack(rows), record=record), record=record)
 
-    def _book(self, number: int, chosen_TK: Tensor) -> None:
+    def _record(self, number: int, chosen_TK: Tensor) -> None:
         if self.pack is not None and torch.is_grad_enabled():
-            self.gate.book(number, self._counted(self.pack, number, chosen_TK)[None])
+            self.gate.record(number, self._counted(self.pack, number, chosen_TK)[None])
 
     def _counted(self, pack: Pack, number: int, chosen_TK: Tensor) -> Tensor:
         return Routed(pack, number, chosen_TK, self._num_experts).counts()

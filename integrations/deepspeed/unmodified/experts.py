@@ -1,4 +1,4 @@
-"""Experts that AutoEP divides in a loop that nobody edits: seals before each exchange, and the copies of a plan."""
+"""Experts that AutoEP divides in a loop that nobody edits: count headers before each exchange, copies of a plan."""
 
 from __future__ import annotations
 

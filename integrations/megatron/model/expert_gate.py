@@ -1,7 +1,7 @@
-"""Seals, marks and copies at Megatron-Core's MoE layers (`runtime.experts`).
+"""Count headers, marks and copies at Megatron-Core's MoE layers (`runtime.experts`).
 
 Megatron's alltoall dispatcher gathers the counts of a layer in its `preprocess`; here they are gathered right before,
-with seals, and what it would gather is known then. Where the plan's planner of layers gives a rank copies of experts,
+with headers, and what it would gather is known then. Where the plan's planner of layers gives a rank copies of experts,
 the dispatcher sees slots instead of experts: a rank's own ones and its copies (`runtime.experts.balance`). Router,
 parameters and checkpoints know experts alone.
 
@@ -67,11 +67,11 @@ class _GatedLayer:
 
     def preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
         """`dispatch_preprocess`, behind the gate."""
-        book = torch.is_grad_enabled()
-        sent_RE = self._gathered(routing_map, book)
+        record = torch.is_grad_enabled()
+        sent_RE = self._gathered(routing_map, record)
         if not isinstance(self._dispatcher, MoEAlltoAllTokenDispatcher):
             return self._own_preprocess(*self._filled_up(sent_RE, hidden_states, routing_map, probs))
-        shares = self._gate.shares(self._number, sent_RE, book=book)
+        shares = self._gate.shares(self._number, sent_RE, record=record)
         counts = sent_RE.flatten()
         self._fetch = None
         if shares is not None:
@@ -108,16 +108,16 @@ class _GatedLayer:
                 outputs.append(functional_call(experts[0], dict(zip(names, weights, strict=True)), part)[0])
         return fetch.again_behind(torch.cat(outputs)), None
 
-    def _gathered(self, routing_map: Tensor, book: bool) -> Tensor:
+    def _gathered(self, routing_map: Tensor, record: bool) -> Tensor:
         """Tokens of each rank of the group for each expert [R, E]."""
         router = self._layer.mlp.router
         tokens = router.own_tokens()[:, None] if isinstance(router, PlannedRouter) else True
         counted_E = (routing_map & tokens).sum(dim=0)
-        sealed = self._gate.sealed(self._number, routing_map.sum(dim=0), counted_E)
-        rows, dispatcher = sealed, self._dispatcher
+        counts = self._gate.with_header(self._number, routing_map.sum(dim=0), counted_E)
+        rows, dispatcher = counts, self._dispatcher
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
-            rows = token_dispatcher.gather_from_sequence_parallel_region(sealed, group=dispatcher.tp_ep_group)
-        return self._gate.opened(rows.view(-1, len(sealed)), book=book)
+            rows = token_dispatcher.gather_from_sequence_parallel_region(counts, group=dispatcher.tp_ep_group)
+        return self._gate.checked_counts(rows.view(-1, len(counts)), record=record)
 
     def _owner(self) -> Owner:
         """Of what this rank has of the layer's experts."""

@@ -60,7 +60,7 @@ def test_a_planner_that_fails_or_breaks_a_law_leaves_experts_at_home(caplog: pyt
     assert "lose tokens of an expert" in warning
 
 
-def test_quotas_without_copies_leave_a_layer_as_it_is_and_still_seal_it() -> None:
+def test_quotas_without_copies_leave_a_layer_as_it_is_and_still_check_its_counts() -> None:
     balance = ExpertBalance(0)
     balance.begin(POLICY, lambda counts_RE, *_: np.array([[4, 0], [4, 0], [0, 2], [0, 1]]))
     assert balance.shares(0, COUNTS_RE) is None
