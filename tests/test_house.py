@@ -56,3 +56,10 @@ def test_attributes_of_one_meaning_each_are_assigned_one_a_line() -> None:
         if isinstance(target, ast.Tuple) and sum(isinstance(one, ast.Attribute) for one in target.elts) > 2
     ]
     assert wide == []
+
+
+def test_the_executor_is_called_at_one_place_of_integrations() -> None:
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.glob("integrations/**/*.py")}
+    assert {name: text.count("Executor(") for name, text in texts.items() if "Executor(" in text} == {
+        "integrations/host/step.py": 1
+    }

@@ -32,7 +32,7 @@ from evenload.api import load_plugins, load_recipe
 from evenload.commands.tables.show import emit, grid
 from evenload.core.input.format import percent
 from evenload.core.planning.setting import RECIPES
-from evenload.integrations.host.host import no_mark
+from evenload.integrations.host.step import no_mark
 from evenload.patches import bridge_cpu
 from evenload.runtime.watchdog import marks
 from evenload.runtime.watchdog.watchdog import Watchdog

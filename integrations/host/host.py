@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
+from ...core.plan.in_step import Program
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.simulate.step import Span
@@ -24,25 +25,19 @@ from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.gate import Load
 from ...runtime.measure.busy import BusyClock
+from ...runtime.stage.executor import StageTrainer
 from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
 from .scoring import Book, LogitBook, LossBook, Scores
-
-Mark = Callable[[str], None]
-"""Tells the watchdog where this rank is."""
+from .step import Mark, Position, Step, no_mark, run_program
 
 Inspect = Callable[[Mapping[str, Tensor]], None]
 """Is shown the gradients of a step by parameter name, summed over all ranks and micro-batches, before clipping."""
 
 UPDATE = "update"
 """What every host marks when all passes and the gradient sum have run and the optimizer begins."""
-
-
-def no_mark(_: str) -> None:
-    """A `Mark` that tells nobody."""
-
 
 Rates = Mapping[int, float]
 """The learning rate of each tenant, by its number."""
@@ -156,7 +151,7 @@ class Host(ABC):
         ``inspect`` it does not.
         """
         clock = BusyClock(self.device, record=record)
-        result = self._run(plan, tokens_of, mark, clock, labels)
+        result = self._run(Step(plan, tokens_of, labels, mark, clock))
         if inspect is None:
             _refuse_other_targets(result, labels)
         else:
@@ -175,7 +170,7 @@ class Host(ABC):
         Tensor-parallel shards are returned per rank as the host holds them; a pipeline stage returns its own layers
         under their global names. They went through the reduction that `train_step` uses.
         """
-        result = self._run(plan, tokens_of, no_mark, BusyClock(self.device), labels)
+        result = self._run(Step(plan, tokens_of, labels, no_mark, BusyClock(self.device)))
         gradients = self._gradients()
         return replace(result, grad_norm=self._norm(gradients)), gradients
 
@@ -188,14 +183,14 @@ class Host(ABC):
         ``labels``: which tokens are targets; None: each but the first of a sequence.
         """
         book = LossBook(len(plan.lengths), self.device)
-        self._forwards(plan, tokens_of, labels, mark, book)
+        self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), book)
         return book.scores()
 
     def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
         """The logits of every token, by sequence [length, vocabulary], on the CPU of rank 0; empty on other ranks. They
         are held whole there, so it is for a few short sequences."""
         book = LogitBook()
-        self._forwards(plan, tokens_of, None, no_mark, book)
+        self._forwards(Step(plan, tokens_of, None, no_mark, BusyClock(self.device)), book)
         return book.logits(plan.lengths)
 
     @abstractmethod
@@ -242,13 +237,11 @@ class Host(ABC):
         self._links = self._plane = None
 
     @abstractmethod
-    def _run(
-        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
-    ) -> StepResult:
+    def _run(self, step: Step) -> StepResult:
         """All forwards and backwards of this rank and the gradient sum; norm and spans are left out."""
 
     @abstractmethod
-    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+    def _forwards(self, step: Step, book: Book) -> None:
         """All forwards of this rank, without gradients; the last stage gives ``book`` what it wants."""
 
     @abstractmethod
@@ -266,6 +259,11 @@ class Host(ABC):
     @abstractmethod
     def _open_plane(self) -> Plane:
         """The plane of this rank."""
+
+    def _execute(self, step: Step, program: Program, trainer: StageTrainer) -> tuple[Slice, ...]:
+        """Carry out what this rank does in a step; the slices that it ran."""
+        position = Position(self.pipeline_stage, self.dp_cp_rank, self._links, self._plane_of(step.plan))
+        return run_program(step.plan, program, trainer, position, step.clock, step.mark)
 
     def _plane_of(self, plan: StepPlan) -> Plane | None:
         """What the micro-batches of a plan are shared over; None where it shares none."""

@@ -21,10 +21,10 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import StepPlan
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.labels import Labels
-from ...runtime.attention.pack import TokensOf
 from ..reference.textbook import AdamState
-from .host import Host, Mark, TenantResult
+from .host import Host, TenantResult
 from .scoring import Book, Scores
+from .step import Step
 
 
 def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, int]:
@@ -68,9 +68,9 @@ class TenantHost(Host):
         count = sum(result.num_targets for result in good)
         return sum(result.loss * result.num_targets for result in good) / count if count else math.nan
 
-    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
-        self.adapters.begin(plan.tenants)
-        super()._forwards(plan, tokens_of, labels, mark, book)  # type: ignore[safe-super]
+    def _forwards(self, step: Step, book: Book) -> None:
+        self.adapters.begin(step.plan.tenants)
+        super()._forwards(step, book)  # type: ignore[safe-super]
 
     def _gradients(self) -> dict[str, Tensor]:
         """Of every tenant of the last step, by ``<number>.<matrix>``, whole."""

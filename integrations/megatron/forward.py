@@ -14,8 +14,8 @@ from ...core.plan.step_plan import Slice
 from ...runtime.attributes import with_attributes
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.measure.busy import BusyClock
-from ..host.host import Mark
 from ..host.scoring import Book
+from ..host.step import Mark
 from .batch import Batch, LossFunc, PlannedBatches, run_batch, run_for_logits
 from .reduction import Reduction
 
@@ -100,7 +100,7 @@ def run_stock(
     mark: Mark,
     clock: BusyClock,
     gate: ExpertGate | None = None,
-) -> list[Slice]:
+) -> tuple[Slice, ...]:
     """Megatron's own schedule over a rank's micro-batches in launch order, for plans without an order, and the gradient
     sum; the slices that ran."""
     numbers = iter(batches.numbers)
@@ -117,7 +117,7 @@ def run_stock(
 
     if not len(batches):
         reduction.finalize([ddp])  # the stock schedule always runs one micro-batch
-        return []
+        return ()
     with reduction.computing():
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -128,4 +128,4 @@ def run_stock(
             micro_batch_size=1,
             forward_only=False,
         )
-    return batches.executed
+    return tuple(batches.executed)

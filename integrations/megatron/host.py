@@ -18,24 +18,24 @@ from ...core.plan.branches import COPIED
 from ...core.plan.forwards import lower_forwards
 from ...core.plan.in_step import Program
 from ...core.plan.program import lower
-from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
+from ...core.plan.step_plan import MicroBatch, Slice
 from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
 from ...runtime.attention.kernels import choose_kernel
-from ...runtime.attention.labels import Labels, labels_of
-from ...runtime.attention.pack import TokensOf, build_pack
+from ...runtime.attention.labels import labels_of
+from ...runtime.attention.pack import build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.experts.routing import StepRouting
-from ...runtime.measure.busy import BusyClock, counts_waiting
-from ...runtime.stage.executor import Executor
+from ...runtime.measure.busy import counts_waiting
 from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
 from ..host.foreign_plans import refuse_foreign
 from ..host.freezing import freeze
-from ..host.host import Host, Mark, Snapshots, StepResult
+from ..host.host import Host, Snapshots, StepResult
 from ..host.scoring import Book, evaluating
+from ..host.step import Step
 from ..reference.textbook import AdamState
 from .base.plane import join_groups, leave_groups, open_plane, stage_links
 from .base.setup import check_host, check_recipe
@@ -183,90 +183,69 @@ class MegatronHost(Host, Snapshots):
             leave_groups()
             self._made_groups = False
 
-    def _run(
-        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
-    ) -> StepResult:
+    def _run(self, step: Step) -> StepResult:
+        plan, clock = step.plan, step.clock
         refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp, host_schedule=plan.in_host_schedule)
         reduction = Reduction(self.ddp, plan, clock)
-        routing = StepRouting(plan.lengths, labels=labels, record=self.records_routes)
+        routing = StepRouting(plan.lengths, labels=step.labels, record=self.records_routes)
         self.routes = {} if routing.routes is None else routing.routes
         forward = Forward(reduction, books=self._last and self.tp_rank == 0)
-        if self._gate:
-            self._gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
-        mark("forward and backward")
+        self._begin_experts(step)
+        step.mark("forward and backward")
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         if plan.in_host_schedule:
             batches = PlannedBatches.of_rank(
-                plan, self.dp_cp_rank, tokens_of, self.device, routing=routing, labels=labels
+                plan, self.dp_cp_rank, step.tokens_of, self.device, routing=routing, labels=step.labels
             )
             with reaching_recomputed(self.model) if self.recipe.train.recompute else nullcontext():
-                executed = run_stock(self.ddp, batches, forward, reduction, mark, clock, self._gate)
+                executed = run_stock(self.ddp, batches, forward, reduction, step.mark, clock, self._gate)
         else:
-            executed = self._run_program(plan, tokens_of, labels, routing, forward, reduction, mark, clock)
+            with reduction.computing():
+                executed = self._carry_out(step, lower(plan, self.pipeline_stage, self.dp_cp_rank), forward, routing)
+            step.mark("gradient sum")
+            reduction.finalize([self.ddp])
         (loss_sum, num_targets), busy = reduction.totals, clock.read()
         loss, loads = loss_sum / max(1, num_targets), tuple(self._gate.loads) if self._gate else ()
         branches = (reduction.branch, *((COPIED,) if any(load.copies for load in loads) else ()))
         forget_tokens(self.model)
         stretches_s = self._gate.stretches_s if self._gate and self.device.type == "cpu" else ()
         busy_s = busy.total_s, busy.forward_s
-        return StepResult(loss, num_targets, *busy_s, tuple(executed), branches, loads, stretches_s)
+        return StepResult(loss, num_targets, *busy_s, executed, branches, loads, stretches_s)
 
-    def _run_program(
-        self,
-        plan: StepPlan,
-        tokens_of: TokensOf,
-        labels: Labels | None,
-        routing: StepRouting,
-        forward: Forward,
-        reduction: Reduction,
-        mark: Mark,
-        clock: BusyClock,
-    ) -> list[Slice]:
-        """The order, cuts, replays, recomputation, sharing and offload of the plan."""
-        program = lower(plan, self.pipeline_stage, self.dp_cp_rank)
-        with reduction.computing():
-            executed = self._carry_out(plan, program, tokens_of, labels, routing, forward, mark, clock)
-        mark("gradient sum")
-        reduction.finalize([self.ddp])
-        return executed
-
-    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+    def _forwards(self, step: Step, book: Book) -> None:
+        plan = step.plan
         refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp)
-        if self._gate:
-            self._gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
+        self._begin_experts(step)
         program = lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank)
-        routing, clock = StepRouting(plan.lengths), BusyClock(self.device)
-        step = ScoreStep(book, books=self._last and self.tp_rank == 0)
+        scoring = ScoreStep(book, books=self._last and self.tp_rank == 0)
         with evaluating(self.ddp):
-            self._carry_out(plan, program, tokens_of, labels, routing, step, mark, clock)
+            self._carry_out(step, program, scoring, StepRouting(plan.lengths))
         forget_tokens(self.model)
+
+    def _begin_experts(self, step: Step) -> None:
+        if self._gate:
+            experts = step.plan.experts
+            self._gate.begin(step.plan.digest, step.mark, experts, layer_planner(experts.planner))
 
     def _carry_out(
         self,
-        plan: StepPlan,
+        step: Step,
         program: Program,
-        tokens_of: TokensOf,
-        labels: Labels | None,
+        forward: Callable[[Batch, Any], tuple[Tensor, LossFunc]],
         routing: StepRouting,
-        step: Callable[[Batch, Any], tuple[Tensor, LossFunc]],
-        mark: Mark,
-        clock: BusyClock,
-    ) -> list[Slice]:
-        """A program of this rank; the slices that it ran."""
+    ) -> tuple[Slice, ...]:
+        """A program of this rank; the slices that it ran. ``forward``: a ``forward_step_func`` of loaded batches."""
         if self._links is None and self.layout.pp > 1:
             self._links = stage_links()  # by all ranks: they run one plan
-        plane = self._plane_of(plan)
+        plane, wanted = self._plane_of(step.plan), labels_of(step.labels)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-            pack = build_pack(micro_batch, tokens_of, self.device, prefix, plane=plane, labels_of=labels_of(labels))
+            pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, plane=plane, labels_of=wanted)
             return Batch(pack, seq_params(pack, routing=routing))
 
-        trainer = MegatronStage(self.ddp, self.model, load=load, step=step, last=self._last, gate=self._gate)
-        place = plan, self.pipeline_stage, self.dp_cp_rank
-        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
-        executor.run()
-        return executor.executed
+        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, last=self._last, gate=self._gate)
+        return self._execute(step, program, trainer)
 
     def _gradients(self) -> dict[str, Tensor]:
         gather_shards(self.ddp)

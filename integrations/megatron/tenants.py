@@ -13,19 +13,17 @@ from torch import Tensor, nn
 
 from ...core.plan.branches import SUM_AFTER_PASSES
 from ...core.plan.program import lower
-from ...core.plan.step_plan import StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.adapters.peers import Peers
 from ...runtime.adapters.places import Block, Place, Site
-from ...runtime.attention.labels import Labels
-from ...runtime.attention.pack import Pack, TokensOf
+from ...runtime.attention.pack import Pack
 from ...runtime.experts.routing import StepRouting
-from ...runtime.measure.busy import BusyClock
 from ...runtime.world.agreement import everyone
 from ..host.foreign_plans import refuse_foreign
-from ..host.host import Mark, StepResult
+from ..host.host import StepResult
 from ..host.scoring import LossBook
+from ..host.step import Step
 from ..host.tenants import TenantHost, targets_of_tenants
 from .batch import Batch, LossFunc, run_batch
 from .forward import reaching_recomputed
@@ -62,26 +60,23 @@ class MegatronTenants(TenantHost, MegatronHost):
     def _describe_reduction(self) -> dict[str, Any]:
         return {"adapted_linears": len(self.adapters.linears)}
 
-    def _run(
-        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
-    ) -> StepResult:
+    def _run(self, step: Step) -> StepResult:
+        plan, clock = step.plan, step.clock
         refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp)
-        targets = targets_of_tenants(plan, labels)
+        targets = targets_of_tenants(plan, step.labels)
         self.adapters.begin(plan.tenants)
         book = LossBook(len(plan.lengths), self.device)
-        step = _BookedForward(book, books=self._last and self.tp_rank == 0)
+        forward = _BookedForward(book, books=self._last and self.tp_rank == 0)
         program = lower(plan, self.pipeline_stage, self.dp_cp_rank)
-        mark("forward and backward")
+        step.mark("forward and backward")
         with reaching_recomputed(self.model):
-            executed = self._carry_out(
-                plan, program, tokens_of, labels, StepRouting(plan.lengths, labels=labels), step, mark, clock
-            )
-        mark("gradient sum")
+            executed = self._carry_out(step, program, forward, StepRouting(plan.lengths, labels=step.labels))
+        step.mark("gradient sum")
         with clock.noting("G"):
             scores = book.scores()
             tenants = self._of_tenants(plan, targets, scores)
         busy = clock.read()
-        of_rank = busy.total_s, busy.forward_s, tuple(executed), (SUM_AFTER_PASSES,)
+        of_rank = busy.total_s, busy.forward_s, executed, (SUM_AFTER_PASSES,)
         return StepResult(self._loss(), sum(targets.values()), *of_rank, tenants=tenants)
 
 

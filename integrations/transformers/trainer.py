@@ -35,10 +35,9 @@ from ...core.plan.step_plan import StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
-from ...runtime.stage.executor import Executor
 from ...runtime.world.agreement import place
 from ...runtime.world.plane import Plane
-from ..host.host import no_mark
+from ..host.step import Position, run_program
 from ..huggingface import attention
 from ..huggingface.inputs import without_unread
 from ..unmodified.planned_loop import PlannedLoop
@@ -183,9 +182,8 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken], ca
         num_backwards=sum(action.kind == "backward" for action in program),
         with_mask=batch.has_mask,
     )
-    clock = BusyClock(stage.device)
     with _attention(inner), stage.guarded(inner):
-        Executor(plan, 0, rank, program, stage, links=None, plane=plane, clock=clock, mark=no_mark).run()
+        run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
     if batch.hooked:
         state.hooks.refuse_unlike()
     state.planning.report(plan)

@@ -21,9 +21,9 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.attention.kernels import choose_kernel
 from ....runtime.attention.labels import Labels, count_targets
 from ....runtime.attention.pack import TokensOf
-from ....runtime.measure.busy import BusyClock
 from ....runtime.world.world import World
-from ...host.host import Host, Mark, StepResult
+from ...host.host import Host, StepResult
+from ...host.step import Step
 from ...huggingface.folders.conversion import as_in_folder, exported_groups
 from ...huggingface.models import refuse_unequal_replay
 from ...reference.textbook import AdamState
@@ -32,18 +32,6 @@ from .engine import adam_states, discard_gradients, full_gradients, full_weights
 from .expert_gate import GatedExperts
 from .model import empty_model
 from .traits import rules
-
-
-class EngineStep(NamedTuple):
-    """What the passes of a step are run with."""
-
-    plan: StepPlan
-    tokens_of: TokensOf
-    labels: Labels | None
-    num_targets: int
-    """Of the global batch: the divisor of every token loss."""
-    mark: Mark
-    clock: BusyClock
 
 
 class Passed(NamedTuple):
@@ -130,9 +118,8 @@ class EngineHost(Host):
             self._gated.unbind()
         self.engine.destroy()
 
-    def _run(
-        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
-    ) -> StepResult:
+    def _run(self, step: Step) -> StepResult:
+        plan, labels = step.plan, step.labels
         num_targets = count_targets(plan.lengths, labels)
         if num_targets == 0:
             raise EvenloadError(
@@ -142,10 +129,9 @@ class EngineHost(Host):
             )
         if plan.replayed or plan.recompute:
             refuse_unequal_replay(self.engine.module)
-        step = EngineStep(plan, tokens_of, labels, num_targets, mark, clock)
-        totals, executed, branches = self._passes(step)
+        totals, executed, branches = self._passes(step, num_targets)
         dist.all_reduce(totals)
-        busy = clock.read()
+        busy = step.clock.read()
         loads = tuple(self._gated.gate.loads) if self._gated else ()
         branches = (*branches, *((COPIED,) if any(load.copies for load in loads) else ()))
         loss = float(totals[0]) / num_targets
@@ -153,8 +139,8 @@ class EngineHost(Host):
         return StepResult(loss, ran, busy.total_s, busy.forward_s, executed, branches, loads)
 
     @abstractmethod
-    def _passes(self, step: EngineStep) -> Passed:
-        """All passes of this rank."""
+    def _passes(self, step: Step, num_targets: int) -> Passed:
+        """All passes of this rank; every token loss is divided by ``num_targets``, those of the global batch."""
 
     @abstractmethod
     def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:

@@ -29,21 +29,18 @@ from ....core.plan.program import Dummies, lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
 from ....core.registry import layer_planner
-from ....runtime.attention.labels import Labels, labels_of
-from ....runtime.attention.pack import TokensOf
 from ....runtime.experts.routing import StepRouting
-from ....runtime.measure.busy import BusyClock, counts_waiting
-from ....runtime.stage.executor import Executor
+from ....runtime.measure.busy import counts_waiting
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...host.foreign_plans import refuse_foreign
 from ...host.freezing import freeze
-from ...host.host import Mark
 from ...host.scoring import Book, evaluating
+from ...host.step import Step
 from ...huggingface.models import refuse_unsupported
 from ...huggingface.routes import Recorder, num_experts_of
 from .engine import make_engine, one_reduction
-from .engine_host import EngineHost, EngineStep, Passed
+from .engine_host import EngineHost, Passed
 from .expert_gate import GatedExperts
 from .experts import DividedExperts
 from .model import build_model, recompute_layers
@@ -119,35 +116,35 @@ class DeepSpeedHost(EngineHost):
     def _step(self) -> None:
         self.engine.step()
 
-    def _passes(self, step: EngineStep) -> Passed:
-        plan, mark = step.plan, step.mark
+    def _passes(self, step: Step, num_targets: int) -> Passed:
+        plan = step.plan
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         self._refuse_out_of_step(plan)
         program, added = self._program_of(plan, "idle")
-        if self._gated:
-            self._gated.gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
-        plane = self._plane_of(plan)
+        self._begin_experts(step)
         share = self.world.size if self.stage == 3 else 1
         with ExitStack() as open_step:
             num_backwards = sum(action.kind == "backward" for action in program)
-            reduction = open_step.enter_context(one_reduction(self.engine, num_backwards))
-            recorder = self._recording(plan)
-            of_step: dict[str, Any] = {
-                "recorder": recorder,
-                "gated": self._gated,
-                "plane": plane,
-                "tokens_of": step.tokens_of,
-                "labels_of": labels_of(step.labels),
-                "weight": share / step.num_targets,
-            }
-            trainer = EngineStage(self.engine, reduction, **of_step, recomputes=self.recipe.train.recompute)
-            place = plan, 0, self.dp_cp_rank
-            executor = Executor(*place, program, trainer, links=None, plane=plane, clock=step.clock, mark=mark)
-            executor.run()
-            mark("gradient reduction")
+            trainer = EngineStage(
+                self.engine,
+                open_step.enter_context(one_reduction(self.engine, num_backwards)),
+                self._recording(plan),
+                self._gated,
+                step=step,
+                plane=self._plane_of(plan),
+                weight=share / num_targets,
+                recomputes=self.recipe.train.recompute,
+            )
+            executed = self._execute(step, program, trainer)
+            step.mark("gradient reduction")
             with step.clock.noting("G") if self.stage < 3 else nullcontext():
                 open_step.close()
-        return Passed(trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES, *added))
+        return Passed(trainer.totals, executed, (SUM_AFTER_PASSES, *added))
+
+    def _begin_experts(self, step: Step) -> None:
+        if self._gated:
+            experts = step.plan.experts
+            self._gated.gate.begin(step.plan.digest, step.mark, experts, layer_planner(experts.planner))
 
     def _program_of(self, plan: StepPlan, otherwise: Dummies) -> tuple[Program, tuple[str, ...]]:
         """What this rank runs, in step with all others where they must be, and `DUMMIES` where that adds any."""
@@ -166,24 +163,16 @@ class DeepSpeedHost(EngineHost):
             )
         return program, (DUMMIES,) if added else ()
 
-    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+    def _forwards(self, step: Step, book: Book) -> None:
+        plan = step.plan
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         self._refuse_out_of_step(plan)
-        place, plane = (plan, 0, self.dp_cp_rank), self._plane_of(plan)
-        program = forwards_in_step(plan)[self.dp_cp_rank] if self._all_in_step else lower_forwards(*place)
-        if self._gated:
-            self._gated.gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
-        of_step: dict[str, Any] = {
-            "plane": plane,
-            "tokens_of": tokens_of,
-            "labels_of": labels_of(labels),
-            "book": book,
-        }
-        trainer = EngineStage(self.engine, None, None, self._gated, **of_step)
-        clock = BusyClock(self.device)
-        executor = Executor(*place, program, trainer, links=None, plane=plane, clock=clock, mark=mark)
+        rank = self.dp_cp_rank
+        program = forwards_in_step(plan)[rank] if self._all_in_step else lower_forwards(plan, 0, rank)
+        self._begin_experts(step)
+        trainer = EngineStage(self.engine, None, None, self._gated, step=step, plane=self._plane_of(plan), book=book)
         with evaluating(self.engine.module):
-            executor.run()
+            self._execute(step, program, trainer)
 
     def _recording(self, plan: StepPlan) -> Recorder | None:
         """What records the routes of a step into `routes`, where somebody wants them."""

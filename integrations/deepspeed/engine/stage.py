@@ -13,13 +13,15 @@ from torch.nn.functional import cross_entropy
 
 from ....core.plan.action import Action
 from ....core.plan.step_plan import MicroBatch
-from ....runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
+from ....runtime.attention.labels import labels_of
+from ....runtime.attention.pack import IGNORE, Pack, build_pack
 from ....runtime.attention.prefix import PrefixStore
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.executor import Graph, StageTrainer
 from ....runtime.stage.offload import layers_of
 from ....runtime.world.plane import Plane
 from ...host.scoring import Book, token_losses
+from ...host.step import Step
 from ...huggingface import attention
 from ...huggingface.routes import Recorder
 from .engine import Releases
@@ -39,7 +41,7 @@ class PackStage(StageTrainer):
     Args:
         weight: of the loss of a token.
         recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
-        book: takes down what scores give; a program without them needs none.
+        book: takes down what scores give, and the losses of a frozen model.
     """
 
     def __init__(
@@ -47,18 +49,16 @@ class PackStage(StageTrainer):
         engine: Any,
         blocks: Sequence[Any],
         *,
+        step: Step,
         plane: Plane | None,
-        tokens_of: TokensOf,
-        labels_of: TokensOf | None,
         weight: float = 0.0,
         recomputes: bool = False,
         book: Book | None = None,
     ) -> None:
         super().__init__(blocks, engine.device)
         self._engine = engine
+        self._step = step
         self._plane = plane
-        self._tokens_of = tokens_of
-        self._labels_of = labels_of
         self._weight = weight
         self._recomputes = recomputes
         self._book = book
@@ -66,8 +66,8 @@ class PackStage(StageTrainer):
         """Sum of the token losses that this rank has computed, and their number."""
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-        tokens_of, labels_of = self._tokens_of, self._labels_of
-        return Batch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of))
+        tokens_of, wanted = self._step.tokens_of, labels_of(self._step.labels)
+        return Batch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
 
     def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
         """The loss of a pack, booked, as its backward starts from it."""

@@ -23,22 +23,18 @@ from torch import Tensor
 from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.forwards import lower_forwards
 from ....core.plan.program import lower
-from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
-from ....runtime.attention.labels import Labels, labels_of
-from ....runtime.attention.pack import TokensOf
-from ....runtime.measure.busy import BusyClock, counts_waiting
-from ....runtime.stage.executor import Executor
+from ....runtime.measure.busy import counts_waiting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...host.foreign_plans import refuse_foreign
 from ...host.freezing import freeze
-from ...host.host import Mark
 from ...host.scoring import Book, evaluating
+from ...host.step import Step
 from ..engine.engine import make_engine
-from ..engine.engine_host import EngineHost, EngineStep, Passed
+from ..engine.engine_host import EngineHost, Passed
 from .model import StageModule, build_stage
 from .stage import PipelineStage
 
@@ -102,35 +98,28 @@ class PipelineHost(EngineHost):
     def _step(self) -> None:
         self.engine._exec_optimizer_step()
 
-    def _passes(self, step: EngineStep) -> Passed:
-        plan, clock = step.plan, step.clock
+    def _passes(self, step: Step, num_targets: int) -> Passed:
+        plan = step.plan
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
-        place, plane = (plan, self.pipeline_stage, self.dp_cp_rank), self._plane_of(plan)
-        recomputes = self.recipe.train.recompute
         trainer = PipelineStage(
             self.engine,
-            plane=plane,
-            tokens_of=step.tokens_of,
-            labels_of=labels_of(step.labels),
-            weight=1 / step.num_targets,
-            recomputes=recomputes,
+            step=step,
+            plane=self._plane_of(plan),
+            weight=1 / num_targets,
+            recomputes=self.recipe.train.recompute,
         )
-        program = lower(*place)
-        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=step.mark)
-        executor.run()
+        executed = self._execute(step, lower(plan, self.pipeline_stage, self.dp_cp_rank), trainer)
         step.mark("gradient reduction")
-        with clock.noting("G"):
+        with step.clock.noting("G"):
             trainer.reduce()
-        return Passed(trainer.totals, tuple(executor.executed), (SUM_AFTER_PASSES,))
+        return Passed(trainer.totals, executed, (SUM_AFTER_PASSES,))
 
-    def _forwards(self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None, mark: Mark, book: Book) -> None:
+    def _forwards(self, step: Step, book: Book) -> None:
+        plan = step.plan
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
-        place, plane = (plan, self.pipeline_stage, self.dp_cp_rank), self._plane_of(plan)
-        trainer = PipelineStage(self.engine, plane=plane, tokens_of=tokens_of, labels_of=labels_of(labels), book=book)
-        program, clock = lower_forwards(*place), BusyClock(self.device)
-        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
+        trainer = PipelineStage(self.engine, step=step, plane=self._plane_of(plan), book=book)
         with evaluating(self.module):
-            executor.run()
+            self._execute(step, lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank), trainer)
 
     def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
         square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)

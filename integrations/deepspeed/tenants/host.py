@@ -15,17 +15,17 @@ from ....core.plan.in_step import Program
 from ....core.plan.step_plan import StepPlan
 from ....runtime.adapters.adapters import Adapters
 from ....runtime.adapters.peers import Peers
-from ....runtime.attention.labels import Labels, labels_of
+from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
-from ....runtime.measure.busy import BusyClock
-from ....runtime.stage.executor import Executor, StageTrainer
+from ....runtime.stage.executor import StageTrainer
 from ....runtime.stage.offload import layers_of
 from ...host.foreign_plans import refuse_foreign
-from ...host.host import Host, Mark, StepResult
-from ...host.scoring import Book, LossBook
+from ...host.host import Host, StepResult
+from ...host.scoring import LossBook
+from ...host.step import Step
 from ...host.tenants import TenantHost, targets_of_tenants
 from ...huggingface.models import refuse_unequal_replay
-from ..engine.engine_host import EngineHost, EngineStep, Passed
+from ..engine.engine_host import EngineHost, Passed
 from ..engine.host import DeepSpeedHost
 from ..engine.model import enable_recomputing
 from .frozen import SHARDED, blocks_of, frozen_engine, linear_names, need_gradient, replay_first
@@ -43,29 +43,27 @@ class EngineTenants(TenantHost, EngineHost):
     ) -> tuple[StepResult, Mapping[str, Tensor]]:
         return Host.gradients(self, plan, tokens_of, labels)
 
-    def _run(
-        self, plan: StepPlan, tokens_of: TokensOf, mark: Mark, clock: BusyClock, labels: Labels | None = None
-    ) -> StepResult:
-        targets = targets_of_tenants(plan, labels)
+    def _run(self, step: Step) -> StepResult:
+        plan, clock = step.plan, step.clock
+        targets = targets_of_tenants(plan, step.labels)
         if plan.replayed or plan.recompute:
             refuse_unequal_replay(self.engine.module)
         program, branches = self._program(plan)
         self.adapters.begin(plan.tenants)
-        book, plane = LossBook(len(plan.lengths), self.device), self._plane_of(plan)
-        of_step = {"plane": plane, "tokens_of": tokens_of, "labels_of": labels_of(labels)}
-        trainer = self._trainer(book, **of_step, recomputes=self.recipe.train.recompute)
-        place = plan, self.pipeline_stage, self.dp_cp_rank
-        executor = Executor(*place, program, trainer, links=self._links, plane=plane, clock=clock, mark=mark)
-        executor.run()
-        mark("gradient sum")
+        book = LossBook(len(plan.lengths), self.device)
+        trainer = self._trainer(
+            step=step, plane=self._plane_of(plan), recomputes=self.recipe.train.recompute, book=book
+        )
+        executed = self._execute(step, program, trainer)
+        step.mark("gradient sum")
         with clock.noting("G"):
             scores = book.scores()
             tenants = self._of_tenants(plan, targets, scores)
         busy = clock.read()
-        of_rank = busy.total_s, busy.forward_s, tuple(executor.executed), (SUM_AFTER_PASSES, *branches)
+        of_rank = busy.total_s, busy.forward_s, executed, (SUM_AFTER_PASSES, *branches)
         return StepResult(self._loss(), sum(targets.values()), *of_rank, tenants=tenants)
 
-    def _passes(self, step: EngineStep) -> Passed:
+    def _passes(self, step: Step, num_targets: int) -> Passed:
         raise AssertionError("the passes of tenants are those of _run")
 
     @abstractmethod
@@ -73,8 +71,8 @@ class EngineTenants(TenantHost, EngineHost):
         """What this rank runs of a plan, and branches that the plan does not show."""
 
     @abstractmethod
-    def _trainer(self, book: Book, **of_step: Any) -> StageTrainer:
-        """What runs the passes of a step; ``book`` takes their losses down."""
+    def _trainer(self, **of_step: Any) -> StageTrainer:
+        """What runs the passes of a step."""
 
 
 class DeepSpeedTenants(EngineTenants, DeepSpeedHost):
@@ -100,5 +98,5 @@ class DeepSpeedTenants(EngineTenants, DeepSpeedHost):
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         return self._program_of(plan, "none")
 
-    def _trainer(self, book: Book, **of_step: Any) -> StageTrainer:
-        return FrozenStage(self.engine, book, **of_step)
+    def _trainer(self, **of_step: Any) -> StageTrainer:
+        return FrozenStage(self.engine, **of_step)

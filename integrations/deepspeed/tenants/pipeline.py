@@ -16,7 +16,6 @@ from ....runtime.attention.pack import Pack
 from ....runtime.stage.executor import Graph, StageTrainer
 from ....runtime.world.agreement import everyone
 from ...host.foreign_plans import refuse_foreign
-from ...host.scoring import Book
 from ..pipeline.host import PipelineHost
 from ..pipeline.model import StageModule
 from ..pipeline.stage import PipelineStage
@@ -48,16 +47,15 @@ class PipelineTenants(EngineTenants, PipelineHost):
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
         return lower(plan, self.pipeline_stage, self.dp_cp_rank), ()
 
-    def _trainer(self, book: Book, **of_step: Any) -> StageTrainer:
-        return FrozenPipelineStage(self.engine, book, **of_step)
+    def _trainer(self, **of_step: Any) -> StageTrainer:
+        return FrozenPipelineStage(self.engine, **of_step)
 
 
 class FrozenPipelineStage(PipelineStage):
-    """Its passes; ``book`` takes the losses down."""
+    """The passes of a frozen stage; the book takes their losses down."""
 
-    def __init__(self, engine: Any, book: Book, **of_step: Any) -> None:
+    def __init__(self, engine: Any, **of_step: Any) -> None:
         super().__init__(engine, weight=1.0, **of_step)
-        self._losses = book
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
         torch.autograd.backward(graph.output, gradient)
@@ -68,4 +66,5 @@ class FrozenPipelineStage(PipelineStage):
         return output
 
     def _sum(self, logits_TV: Tensor, pack: Pack) -> Tensor:
-        return booked_loss(logits_TV, pack, self._losses)
+        assert self._book is not None
+        return booked_loss(logits_TV, pack, self._book)

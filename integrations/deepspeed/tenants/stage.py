@@ -22,15 +22,16 @@ def booked_loss(logits_TV: Tensor, pack: Pack, book: Book) -> Tensor:
 
 
 class FrozenStage(EngineStage):
-    """See the module; ``book`` takes the losses down."""
+    """The passes of a frozen model; the book takes their losses down."""
 
-    def __init__(self, engine: Any, book: Book, **of_step: Any) -> None:
+    def __init__(self, engine: Any, **of_step: Any) -> None:
         self._releases = Releases(engine.module)
         super().__init__(engine, self._releases, None, None, weight=1.0, **of_step)
-        self._losses, self._offload = book, engine.optimizer
+        self._offload = engine.optimizer
 
     def _loss_of(self, pack: Pack) -> Tensor:
-        return booked_loss(self._engine.module(**call_of(pack)).logits[0], pack, self._losses)
+        assert self._book is not None
+        return booked_loss(self._engine.module(**call_of(pack)).logits[0], pack, self._book)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
         self._releases.before_backward()

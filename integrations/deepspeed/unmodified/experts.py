@@ -11,7 +11,7 @@ from ....core.recipe.recipe import Recipe
 from ....core.registry import layer_planner
 from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
-from ...host.host import no_mark
+from ...host.step import no_mark
 from ..engine.expert_gate import GatedExperts
 from ..engine.experts import COMM_BACKEND, AutoEPMoELayer
 from .batches import Planned

@@ -18,6 +18,7 @@ from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.recipe.recipe import parse
+from evenload.integrations.host.step import Step, no_mark
 from evenload.integrations.megatron import PlannedBatches, forward_step, open_host
 from evenload.integrations.megatron import batch as batch_module
 from evenload.integrations.megatron import reduction as reduction_module
@@ -234,7 +235,7 @@ def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any
         _, expected = reference(host.recipe, host, data, plan(host.layout.dp_cp_size).lengths)
         with mutation(mutant):
             for packs in plans:
-                host._run(plan(host.layout.dp_cp_size, packs=packs), data, lambda _: None, BusyClock(CPU))
+                host._run(Step(plan(host.layout.dp_cp_size, packs=packs), data, None, no_mark, BusyClock(CPU)))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

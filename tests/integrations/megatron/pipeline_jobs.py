@@ -20,6 +20,7 @@ from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan_json import read_step
 from evenload.core.planning.setting import context_of
+from evenload.integrations.host.step import Step, no_mark
 from evenload.integrations.megatron import open_host
 from evenload.integrations.megatron import stage as stage_module
 from evenload.integrations.megatron.model import gpt as model
@@ -108,7 +109,7 @@ def sharded(world: Any, *, plans: list[dict[str, Any]], lengths: list[int], **ch
     with sharding, hosted(world, **changes) as host:
         _, expected = reference(host.recipe, host, tokens(lengths), as_lengths(lengths))
         for written in plans:
-            host._run(_plan(host, written), tokens(lengths), lambda _: None, BusyClock(CPU))
+            host._run(Step(_plan(host, written), tokens(lengths), None, no_mark, BusyClock(CPU)))
             for group in host.ddp.bucket_groups:
                 for bucket in group.buckets:
                     members = group.intra_distributed_optimizer_instance_group

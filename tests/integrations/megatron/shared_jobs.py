@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.integrations.host.step import Step, no_mark
 from evenload.integrations.megatron import PlannedBatches, open_plane
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
@@ -65,7 +66,7 @@ def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> lis
         unshared = random_plan(3, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **sizes)
         for which in plans:
             for the_plan in (sharing(host, which), replace(unshared, order=())):
-                host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")))
+                host._run(Step(the_plan, data, None, no_mark, BusyClock(torch.device("cpu"))))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

@@ -15,6 +15,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import one_forward_one_backward
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
+from evenload.integrations.host.step import Step, no_mark
 from evenload.integrations.megatron.model.attention import PackedCoreAttention
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
@@ -92,7 +93,7 @@ def reduced(world: Any, *, seeds: list[int], drawn: dict[str, Any] | None = None
         _, expected = reference(host.recipe, host, data, as_lengths(LENGTHS))
         for seed in seeds:
             for the_plan in (planned(host, seed, **(drawn or {})), plan(host.layout.dp_cp_size)):
-                host._run(the_plan, data, lambda _: None, BusyClock(torch.device("cpu")))
+                host._run(Step(the_plan, data, None, no_mark, BusyClock(torch.device("cpu"))))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

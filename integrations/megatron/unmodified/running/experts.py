@@ -37,7 +37,7 @@ from .....core.registry import layer_planner
 from .....runtime.experts.gate import ExpertGate
 from .....runtime.experts.routing import StepRouting
 from .....runtime.experts.weights import REPORTED_SEQUENCE, LoopWeights
-from ....host.host import no_mark
+from ....host.step import no_mark
 from ...base.compat import ROUTERS_COUNT_ALL, report_router_loss
 from ...model.experts import PlannedRouter, forget_tokens
 

@@ -30,11 +30,10 @@ from .....core.plan.order import orders_of_stage
 from .....core.plan.program import lower
 from .....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
 from .....runtime.measure.busy import BusyClock
-from .....runtime.stage.executor import Executor
 from .....runtime.stage.stage_links import StageLinks
 from .....runtime.stage.tape import Tape
 from .....runtime.world.plane import Plane
-from ....host.host import no_mark
+from ....host.step import Position, run_program
 from ...stage import MegatronStage
 from ..reading.context_parallel import data_rank
 from ..reading.samples import UserPack
@@ -76,16 +75,14 @@ def run_order(
         chunk.set_is_first_microbatch()
     forward = _Forward(step, device)
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    place = plan, parallel_state.get_pipeline_model_parallel_rank(), data_rank()
-
+    position = Position(parallel_state.get_pipeline_model_parallel_rank(), data_rank(), links, plane)
     last = parallel_state.is_pipeline_last_stage()
     trainer = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares, gate=step.gate, own=own)
-    program = lower(*place)
+    program = lower(plan, position.stage, position.rank)
     if shares > 1:
         trainer.tape = _SharedTape()
-    executor = Executor(*place, program, trainer, links=links, plane=plane, clock=BusyClock(device), mark=no_mark)
     with step.listening(), (config.no_sync_func or nullcontext)():
-        executor.run()
+        run_program(plan, program, trainer, position, BusyClock(device))
     groups = collection(rest.get("pg_collection"))
     _sum_gradients(chunk, forward.num_tokens, bool(rest.get("force_all_reduce")), groups)
     if timers is not None:
