@@ -30,7 +30,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from ...core.errors import EvenloadError, RankError, refuse_first
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import Pack, build_pack
-from ...runtime.world.agreement import place
+from ...runtime.world.agreement import rank_and_size
 from ..deepspeed.unmodified.counts import into_exactly
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of, without_unread
@@ -260,7 +260,7 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     plan = loop.planning.plan(samples.lengths)
     rows = into_exactly(plan, 1, loop.planning.chain.context.costs)
     tokens = samples.exchange(plan)
-    (micro_batch,) = rows[place()[0]]
+    (micro_batch,) = rows[rank_and_size()[0]]
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
     loop.loss.weights_1T, loop.loss.plan = _weights(pack, samples), plan
     return inputs_of(pack, with_mask=samples.has_mask)
@@ -271,7 +271,7 @@ def _leave(loop: PlannedModel, error: EvenloadError) -> None:
     why = f"{error.what} ({error.found})"
     if not loop.planning.steps:
         report_idle(NAME, why, error.do)
-    elif error.what not in loop.planning.warned and place()[0] == 0:
+    elif error.what not in loop.planning.warned and rank_and_size()[0] == 0:
         log.warning("a batch of %s runs as it is: %s; %s", NAME, why, error.do)
     loop.planning.warned.add(error.what)
 

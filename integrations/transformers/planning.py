@@ -16,7 +16,7 @@ from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_adapters_in_loops
 from ...runtime.attention.pack import IGNORE
-from ...runtime.world.agreement import everyone, place
+from ...runtime.world.agreement import everyone, rank_and_size
 from ...runtime.world.exchange import exchange
 from ..deepspeed.unmodified.section import KEY, for_engine, parse_section, recipe_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths
@@ -111,7 +111,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Glo
         return None
     lengths = as_lengths([of_ranks[rank][1][k][row][0] for rank, k, row in order])
     refuse_lengths(config, int(lengths.max()), max(positions for *_, positions, _ in of_ranks), _LENGTHS)
-    me = place()[0]
+    me = rank_and_size()[0]
     return GlobalBatch(
         lengths,
         tuple(rank for rank, _, _ in order),
@@ -168,7 +168,7 @@ def chain_for(
     ).changed({"train.micro_batch_size": micro_batch_size, **_without_effect(recipe)})
     if whole:
         _say_what_is_whole(recipe)
-    chain = PlanChain.of_recipe(of_model, of_model.layout(place()[1]))
+    chain = PlanChain.of_recipe(of_model, of_model.layout(rank_and_size()[1]))
     return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
 
@@ -184,7 +184,7 @@ def _say_what_is_whole(recipe: Recipe) -> None:
     shares = [f"plugins.{plugin.name} shares no sample" for plugin in recipe.enabled() if plugin.shares]
     packing: Any = recipe.config_of("packing")
     cuts = ["plugins.packing.slices=even cuts none"] if packing.enabled and packing.slices == "even" else []
-    if place()[0] == 0 and (shares or cuts):
+    if rank_and_size()[0] == 0 and (shares or cuts):
         log.warning("%s here: samples stay whole, each on one rank", ", ".join([*shares, *cuts]))
 
 

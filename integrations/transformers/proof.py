@@ -28,7 +28,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import MicroBatch, Slice
 from ...runtime.attention.pack import IGNORE, build_pack
 from ...runtime.attributes import with_attributes
-from ...runtime.world.agreement import everyone, place
+from ...runtime.world.agreement import everyone, rank_and_size
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
 from .supported import inner_model
@@ -179,7 +179,7 @@ class _Measurement:
     def _packed(self, samples: list[list[list[int]]]) -> dict[str, Any]:
         of_token, of_label = ([torch.tensor(one[k]).numpy() for one in samples] for k in range(2))
         slices = tuple(Slice(i, 0, len(one[0])) for i, one in enumerate(samples))
-        micro_batch = MicroBatch(slices, (place()[0],))
+        micro_batch = MicroBatch(slices, (rank_and_size()[0],))
         pack = build_pack(micro_batch, of_token.__getitem__, self._device, labels_of=of_label.__getitem__)
         return inputs_of(pack, with_mask="attention_mask" in self._row)
 

@@ -35,7 +35,7 @@ from ...core.plan.step_plan import StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
-from ...runtime.world.agreement import place
+from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..host.step import Position, run_program
 from ..huggingface import attention
@@ -167,7 +167,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken], ca
         return _run_stock(trainer, model, taken, call)
     plan = state.planning.plan(batch.lengths)
     _log_step(state.planning.steps, plan, sum(one.inputs["input_ids"].numel() for one in taken))
-    rank, size = place()
+    rank, size = rank_and_size()
     if plan.shared and state.plane is None:
         state.plane = Plane.make([tuple(range(size))], plan.limits.node_ranks)
     plane = state.plane if plan.shared else None
@@ -237,7 +237,7 @@ def _attention(model: Any) -> Iterator[None]:
 
 def _log_step(step: int, plan: StepPlan, num_slots: int) -> None:
     """Say what a plan does. ``num_slots``: tokens of this rank's own batches, padding included."""
-    own = [plan.micro_batches[index] for index in plan.of_rank(place()[0])]
+    own = [plan.micro_batches[index] for index in plan.of_rank(rank_and_size()[0])]
     log.info(
         "step %d: %d samples in %d micro-batches, %d of them shared by ranks, %d samples cut; %d tokens on this rank "
         "instead of %d",

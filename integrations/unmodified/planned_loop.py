@@ -15,7 +15,7 @@ from ...core.errors import EvenloadError, RankError
 from ...core.plan.step_plan import Lengths, StepPlan
 from ...core.planning.chain import PlanChain, warn_once
 from ...runtime.experts.history import learned
-from ...runtime.world.agreement import agree, everyone, place
+from ...runtime.world.agreement import agree, everyone, rank_and_size
 from .planned_runs import report_step
 
 _NO_PLAN = bytes(16)
@@ -58,7 +58,7 @@ class PlannedLoop:
             raise next(filter(None, everyone(refusal)), differ) from None
         if refusal is not None:
             raise refusal
-        if place()[0] == 0:
+        if rank_and_size()[0] == 0:
             warn_once(plan, self.warned)
         return plan
 

@@ -76,7 +76,7 @@ def first_error(error: str | None, group: Group = None) -> list[tuple[int, str]]
     return [(rank, e) for rank, e in enumerate(everyone(error, group)) if e is not None]
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """(rank, size) of this process in the world."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -113,7 +113,7 @@ def from_first(work: Callable[[], Value], group: Group = None) -> Value:
     """What rank 0 computes, on every rank; an error there is raised on all of them. Collective; ``group``: of all."""
     result: Any = None
     error: EvenloadError | None = None
-    if place()[0] == 0:
+    if rank_and_size()[0] == 0:
         try:
             result = work()
         except EvenloadError as caught:

@@ -10,7 +10,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.unmodified.planned_loop import PlannedLoop
 from evenload.runtime.world import agreement
-from evenload.runtime.world.agreement import place
+from evenload.runtime.world.agreement import rank_and_size
 
 LENGTHS = as_lengths([60, 50, 30, 20, 20, 10, 10, 10])
 
@@ -19,7 +19,7 @@ def loop_of_rank(*caps: int) -> PlannedLoop:
     """A loop whose packs hold so many tokens at most on the rank of this place."""
     load_plugins()
     agreement.before_first = None
-    rank, size = place()
+    rank, size = rank_and_size()
     recipe = parse({"plugins": {"packing": {"enabled": True, "max_tokens": caps[rank % len(caps)]}}})
     return PlannedLoop("a loop", PlanChain.of_recipe(recipe, recipe.layout(size)))
 
@@ -43,7 +43,7 @@ def refused_on(refusing: int) -> str:
     loop = loop_of_rank(64)
 
     def planner(chain: PlanChain, batch):
-        if place()[0] == refusing:
+        if rank_and_size()[0] == refusing:
             raise EvenloadError("no plan here", f"rank {refusing}", "change it")
         return chain.plan(batch)
 

@@ -25,7 +25,7 @@ from ...core.errors import EvenloadError, RankError
 from ...core.input import reading
 from ...runtime import files
 from ...runtime.files import File
-from ...runtime.world.agreement import Group, everyone, first_error, from_first, place
+from ...runtime.world.agreement import Group, everyone, first_error, from_first, rank_and_size
 from . import manifest
 from .manifest import Manifest
 
@@ -54,7 +54,7 @@ def begin(root: Path, step: int, act: Callable[[Path], Result]) -> Result:
     """What ``act`` gives for the new directory of a checkpoint. Collective. Raises as `save`."""
     name, results = _name_of(step), list[Result]()
     directory = root / f"{name}.tmp" / "trainer"
-    _together(lambda: _fresh(directory), place()[0] == 0, name, root)
+    _together(lambda: _fresh(directory), rank_and_size()[0] == 0, name, root)
     _together(lambda: results.append(act(directory)), True, name, root)
     return results[0]
 
@@ -78,7 +78,7 @@ def finish(
     for part in everyone(stamps, group):
         stamps.update(part)
     listed = Manifest({"step": step, **state}, stamps)
-    _together(lambda: _commit(root, name, listed, keep), place()[0] == 0, name, root, group)
+    _together(lambda: _commit(root, name, listed, keep), rank_and_size()[0] == 0, name, root, group)
     return root / name
 
 
@@ -160,7 +160,7 @@ def _faults(checkpoint: Path, listed: Manifest, *, hashes: bool) -> list[str]:
 
 
 def _own_share(names: list[str]) -> list[str]:
-    rank, size = place()
+    rank, size = rank_and_size()
     return sorted(names)[rank::size]
 
 

@@ -17,7 +17,7 @@ from ...integrations.huggingface.folders.model_config import model_config
 from ...integrations.huggingface.folders.reading import WeightFolder
 from ...integrations.huggingface.folders.writing import FolderWriter
 from ...runtime import files
-from ...runtime.world.agreement import first_error, from_first, place
+from ...runtime.world.agreement import first_error, from_first, rank_and_size
 from ..job import Job, logger
 from ..progress import progress
 from .agreement import next_token_agreement
@@ -50,7 +50,7 @@ def write_folder(host: Host, recipe: Recipe, out: Path) -> Exported:
         """Once on every rank, wherever that fails."""
         agreed.append(first_error(error or None))
 
-    if place()[0] == 0:
+    if rank_and_size()[0] == 0:
         try:
             _write(tensors, _with_epsilon(recipe, host), out, agree)
         except EvenloadError as caught:

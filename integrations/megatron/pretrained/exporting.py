@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ....core.errors import refuse_first
 from ....core.recipe.recipe import Recipe
-from ....runtime.world.agreement import everyone, place, wire_device
+from ....runtime.world.agreement import everyone, rank_and_size, wire_device
 from ..base.traits import export_rules
 from ..model.sharded_experts import ShardedExperts
 from ..model.weights import global_parameters, names_at_home, sharded_experts
@@ -97,7 +97,7 @@ def _is_sent(parameter: Any) -> bool:
 
 @torch.no_grad()
 def _gathered(held: _Held, dtype: torch.dtype) -> Exported:
-    rank, _ = place()
+    rank, _ = rank_and_size()
     of_ranks = everyone(held.parts)
     for name in sorted({name for parts in of_ranks for name in parts}, key=_by_numbers):
         parts = [(sender, part) for sender, of_rank in enumerate(of_ranks) for part in of_rank.get(name, ())]

@@ -23,7 +23,7 @@ from evenload.integrations.transformers import trainer as planned_trainer
 from evenload.integrations.unmodified import planned_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
-from evenload.runtime.world.agreement import everyone, place
+from evenload.runtime.world.agreement import everyone, rank_and_size
 from evenload.runtime.world.world import init_world
 from torch.nn.functional import cross_entropy
 from torch.utils.data import SequentialSampler
@@ -223,7 +223,7 @@ def _left_behind(rows: list[Any], size: int) -> dict[str, Any]:
     """The state and the files of a run that stops early, and of one that resumes it in the middle of an epoch."""
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
-    (folder,) = {one for one in everyone(tempfile.mkdtemp() if place()[0] == 0 else None) if one}
+    (folder,) = {one for one in everyone(tempfile.mkdtemp() if rank_and_size()[0] == 0 else None) if one}
     arguments = {"output_dir": folder, "use_cpu": True, "num_train_epochs": 6, "learning_rate": 0.05, "seed": 1}
     arguments |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1}
     arguments |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
