@@ -244,8 +244,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every context-parallel rank reports what the first one has",
         f"{_IN_LOOPS}/planning/call_plan.py",
-        "columns.number(i, place_in_row)",
-        "columns.number(i, 0)",
+        "cp_shards.number(i, place_in_row)",
+        "cp_shards.number(i, 0)",
         "context in loops",
     ),
     Mutant(

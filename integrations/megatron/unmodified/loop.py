@@ -142,8 +142,8 @@ class PlannedSteps:
             has_borders=batches.form.has_borders,
             routing=routing,
             gate=gate,
-            objective=MeanOfMeans(planned.weights, divisor, planned.columns) if means else None,
-            reports=(reports := Reports(planned.columns, loop.kinds)),
+            objective=MeanOfMeans(planned.weights, divisor, planned.cp_shards) if means else None,
+            reports=(reports := Reports(planned.cp_shards, loop.kinds)),
             further=next_tokens(batches.samples, planned.order, config, divisor) if config.mtp_num_layers else None,
         )
         returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})

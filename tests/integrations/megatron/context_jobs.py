@@ -17,7 +17,7 @@ import evenload
 import torch
 import torch.distributed as dist
 from evenload.integrations.megatron.unmodified.reading import batches
-from evenload.integrations.megatron.unmodified.reading.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.reading.context_parallel import CpShards
 from evenload.runtime.attributes import with_attributes
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -174,14 +174,14 @@ def fault(name: str) -> Iterator[None]:
         "one mean for all context ranks": patch.object(
             batches, "targets_of_columns", lambda mask, ranks: [float(mask.sum())] * ranks
         ),
-        "halves in a row": patch.object(Columns, "of", _in_a_row),
+        "halves in a row": patch.object(CpShards, "of", _in_a_row),
     }
     with faults[name]:
         yield
 
 
-def _in_a_row(columns: Any, piece: Any) -> Any:
+def _in_a_row(cp_shards: Any, piece: Any) -> Any:
     """As if the first rank had the first half of each row."""
-    half = columns.rows[piece.sequence] // 2
+    half = cp_shards.rows[piece.sequence] // 2
     parts = [piece._replace(stop=min(piece.stop, half)), piece._replace(start=max(piece.start, half))]
-    return [(columns.number(piece.sequence, i), part) for i, part in enumerate(parts) if part.start < part.stop]
+    return [(cp_shards.number(piece.sequence, i), part) for i, part in enumerate(parts) if part.start < part.stop]

@@ -13,7 +13,7 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import Slice
 from evenload.integrations.megatron.unmodified.planning import call_plan
-from evenload.integrations.megatron.unmodified.reading.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.reading.context_parallel import CpShards
 from evenload.integrations.megatron.unmodified.running.objective import MeanOfMeans
 from evenload.integrations.megatron.unmodified.running.reports import Reports
 from megatron.core import parallel_state
@@ -192,7 +192,7 @@ def reports_of_ranks(world: Any) -> list[Any]:
     rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
     told = []
     for kinds in (None, {"lm loss": ("mean", torch.zeros(()))}):
-        reports = Reports(Columns(1, [2, 2]), kinds)
+        reports = Reports(CpShards(1, [2, 2]), kinds)
         loss_mask, slices = (torch.zeros(1, 1), ()) if rank else (torch.ones(1, 4), (Slice(0, 0, 2), Slice(1, 0, 2)))
         packed = SimpleNamespace(
             fields={"loss_mask": loss_mask}, pack=SimpleNamespace(slices=slices, segments=(0, 2, 4))

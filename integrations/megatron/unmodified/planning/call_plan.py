@@ -16,7 +16,7 @@ from .....core.plan.step_plan import StepPlan, as_lengths
 from .....core.plan.token_layout import tokens_of_ranks
 from .....runtime.world.agreement import everyone
 from ..reading.batches import Batches
-from ..reading.context_parallel import Columns
+from ..reading.context_parallel import CpShards
 from ..reading.samples import exchange, lay_out
 from ..refusals.supported import tokens_multiple
 from ..running.chunks import of_stock
@@ -34,13 +34,13 @@ class CallPlan(NamedTuple):
 
     plan: StepPlan
     lay: LayOut
-    columns: Columns
+    cp_shards: CpShards
     own: list[list[int]]
-    """The columns that this rank has, in the stock loop, of each of the loop's own micro-batches."""
+    """The shards that this rank has, in the stock loop, of each of the loop's own micro-batches."""
     order: list[tuple[int, int, int]]
     """(data rank, micro-batch, row) of each sequence."""
     weights: Floats
-    """Of a token of each column, where micro-batches are averaged."""
+    """Of a token of each shard, where micro-batches are averaged."""
     came_with: CameWith
     padded: bool
     """Rows of the loop hold more than the tokens of samples, on some rank, and the model is not told where."""
@@ -124,12 +124,12 @@ def _plan_call(
         sum(slots),
         batches.slots,
     )
-    columns = Columns(ranks, [rows[rank] for rank, _, _ in order])
+    cp_shards = CpShards(ranks, [rows[rank] for rank, _, _ in order])
     places: list[list[int]] = [[] for _ in batches.lengths]
     for i, (rank, place, _) in enumerate(order):
         if rank == me - place_in_row:
-            places[place].append(columns.number(i, place_in_row))
+            places[place].append(cp_shards.number(i, place_in_row))
     came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
     padded = sum(slots_of_ranks) > sum(lengths) and "padding_mask" not in batches.form.looks
     weights = weights_of(targets_of_ranks, order)
-    return CallPlan(plan, lay, columns, places, order, weights, came_with, padded, any(several))
+    return CallPlan(plan, lay, cp_shards, places, order, weights, came_with, padded, any(several))

@@ -37,8 +37,8 @@ _NAMES = {"cp": _CONTEXT, "cp_group": _CONTEXT, "tp_cp": _TENSOR_AND_CONTEXT, "t
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
-    """What the context-parallel ranks of the stock loop have of the sequences of a step: a *column* each.
+class CpShards:
+    """What the context-parallel ranks of the stock loop have of the sequences of a step: a *cp shard* each.
 
     Under the mean of micro-batch means each of these ranks divides by its own tokens with loss, and each reports them.
     """
@@ -53,11 +53,11 @@ class Columns:
         return len(self.rows) * self.ranks
 
     def number(self, sequence: int, rank: int) -> int:
-        """Of the column that a context-parallel rank has of a sequence."""
+        """The number of the shard that a context-parallel rank has of a sequence."""
         return sequence * self.ranks + rank
 
     def of(self, piece: Slice) -> list[tuple[int, Slice]]:
-        """The parts of a slice, each with the number of its column."""
+        """The parts of a slice, each with the number of its shard."""
         if self.ranks == 1:
             return [(piece.sequence, piece)]
         chunks = 2 * self.ranks

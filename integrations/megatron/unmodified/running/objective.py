@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .....core.aliases import Floats
 from .....core.errors import EvenloadError
-from ..reading.context_parallel import Columns
+from ..reading.context_parallel import CpShards
 from ..reading.samples import UserPack
 
 
@@ -30,21 +30,21 @@ class MeanOfMeans:
     """The weights of one training call.
 
     Args:
-        weights: of a token of each column, without the number of ranks (`weights_of`).
+        weights: of a token of each shard, without the number of ranks (`weights_of`).
         divisor: by which the schedule divides the loss of each pack, beside its tokens.
-        columns: of the sequences of the step.
+        cp_shards: of the sequences of the step.
     """
 
-    def __init__(self, weights: Floats, divisor: int, columns: Columns) -> None:
+    def __init__(self, weights: Floats, divisor: int, cp_shards: CpShards) -> None:
         self._weights = weights
         self._divisor = divisor
-        self._columns = columns
+        self._cp_shards = cp_shards
 
     @property
     def takes_means(self) -> bool:
         """Whether loss functions may return means. With context-parallel ranks these are means over parts of samples,
         which each function forms in a way of its own."""
-        return self._columns.ranks == 1
+        return self._cp_shards.ranks == 1
 
     def weigh(self, output: Tensor, packed: UserPack) -> Tensor:
         """The model's output [1, T] or [1, T, ...] with weighed gradients; none where no token of the pack has loss,
@@ -60,9 +60,9 @@ class MeanOfMeans:
         weights = torch.zeros(loss_mask.shape[1], dtype=torch.float64)
         pieces = zip(packed.pack.slices, packed.pack.segments, strict=False)
         for piece, start in pieces if packed.num_counted else ():
-            for column, part in self._columns.of(piece):
+            for shard, part in self._cp_shards.of(piece):
                 first = start + part.start - piece.start
-                weights[first : first + part.length] = float(self._weights[column]) * scale
+                weights[first : first + part.length] = float(self._weights[shard]) * scale
         weights = weights.to(device=output.device, dtype=output.dtype)
         places = weights.view(1, -1, *(1 for _ in output.shape[2:]))
         weighed: Tensor = _Weighed.apply(output, places)  # type: ignore[no-untyped-call]
@@ -70,14 +70,14 @@ class MeanOfMeans:
 
 
 def weights_of(targets: Sequence[Sequence[Sequence[float]]], order: Sequence[tuple[int, int, int]]) -> Floats:
-    """1 / (n_m M) for each column of each sequence.
+    """1 / (n_m M) for each shard of each sequence.
 
     Args:
         targets: n_m by data rank, micro-batch and context-parallel rank.
         order: (data rank, micro-batch, row) of each sequence.
     """
-    columns = [(number, len(targets[rank])) for rank, place, _ in order for number in targets[rank][place]]
-    return np.array([1.0 / (max(1.0, number) * num_micro_batches) for number, num_micro_batches in columns])
+    cp_shards = [(number, len(targets[rank])) for rank, place, _ in order for number in targets[rank][place]]
+    return np.array([1.0 / (max(1.0, number) * num_micro_batches) for number, num_micro_batches in cp_shards])
 
 
 class _Weighed(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .....runtime.world.agreement import everyone, wire_device
-from ..reading.context_parallel import Columns
+from ..reading.context_parallel import CpShards
 from ..reading.samples import UserPack
 
 _SUM, _MEAN, _SHARE = "sum and count", "mean", "mean over the number of micro-batches"
@@ -31,15 +31,15 @@ class Reports:
     """Of one training call, on a rank of the last stage.
 
     Args:
-        columns: of the sequences of the step, over all ranks.
+        cp_shards: of the sequences of the step, over all ranks.
         kinds: what the values were in an earlier call, since a look at them waits for the device.
     """
 
-    def __init__(self, columns: Columns, kinds: Kinds | None = None) -> None:
+    def __init__(self, cp_shards: CpShards, kinds: Kinds | None = None) -> None:
         self.kinds = kinds
         self._sums: Tensor | None = None
-        """Of the token losses of each column."""
-        self._columns = columns
+        """Of the token losses of each shard."""
+        self._cp_shards = cp_shards
         self._packs: list[tuple[Tensor, Tensor, Any]] = []
         """(sum of token losses, number of tokens, report) of each pack."""
         self._shares: set[str] = set()
@@ -54,9 +54,9 @@ class Reports:
             return
         masked_T = (losses.detach().double() * loss_mask.double())[0]
         if self._sums is None:
-            self._sums = masked_T.new_zeros(self._columns.count)
+            self._sums = masked_T.new_zeros(self._cp_shards.count)
         starts = zip(packed.pack.slices, packed.pack.segments, strict=False)
-        parts = [(c, part, first + part.start - s.start) for s, first in starts for c, part in self._columns.of(s)]
+        parts = [(c, part, first + part.start - s.start) for s, first in starts for c, part in self._cp_shards.of(s)]
         if parts:
             ids = torch.tensor([c for c, _, _ in parts]).repeat_interleave(
                 torch.tensor([p.length for _, p, _ in parts])
@@ -74,12 +74,12 @@ class Reports:
 
         Args:
             reports: of all packs of this rank.
-            own: the columns of each of the loop's micro-batches.
+            own: the shards of each of the loop's micro-batches.
             targets: tokens with loss of each.
         """
         sums = self._sums
         if sums is None:
-            sums = torch.zeros(self._columns.count, dtype=torch.float64, device=wire_device(group))
+            sums = torch.zeros(self._cp_shards.count, dtype=torch.float64, device=wire_device(group))
         dist.all_reduce(sums, group=group)
         if self.kinds is None:
             self.kinds = self._agreed(self._kinds(reports), group)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from evenload.core.plan.step_plan import Slice
-from evenload.integrations.megatron.unmodified.reading.context_parallel import Columns
+from evenload.integrations.megatron.unmodified.reading.context_parallel import CpShards
 from evenload.integrations.megatron.unmodified.running import reports as reports_module
 from evenload.integrations.megatron.unmodified.running.reports import Reports
 
@@ -27,7 +27,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def of_loop(report: Any, answer: Any = None) -> Any:
     """The reports of the loop's two micro-batches, a sample each, where a pack of both has this report."""
-    reports = Reports(Columns(1, [3, 3]))
+    reports = Reports(CpShards(1, [3, 3]))
     pack = SimpleNamespace(slices=(Slice(0, 0, 2), Slice(1, 0, 3)), segments=(0, 2, 5))
     packed: Any = SimpleNamespace(pack=pack, fields={"loss_mask": torch.ones(1, 5)})
     reports.add(packed, LOSSES, (LOSSES.sum() if answer is None else answer, torch.tensor(5), report))
