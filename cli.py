@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from importlib import import_module
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,11 +60,7 @@ def train(
     pictures = {"plot": plot, "report": report}
     refuse(**pictures)
     chosen = load_recipe(recipe, [*(overrides or ()), *([f"log.trace={json.dumps(str(trace))}"] if trace else ())])
-    if chosen.train.export is not None:
-        from .runtime.files import refuse_taken
-
-        refuse_taken(chosen.train.export)
-    _run_ranks("train", chosen, nproc, as_json, names, pictures=pictures)
+    _run_ranks("train", chosen, nproc, as_json, against=names, pictures=pictures)
 
 
 @app.command()
@@ -98,7 +94,7 @@ def bench(
     if chosen.adapts:
         do = "use `evenload plan`, which says what company saves, predicted; or disable plugins.lora"
         raise EvenloadError("bench trains one model by several plans, and no tenants", "plugins.lora.enabled true", do)
-    _run_ranks("bench", chosen, nproc, as_json, _names(against), repeats=runs)
+    _run_ranks("bench", chosen, nproc, as_json, against=_names(against), repeats=runs)
 
 
 @app.command()
@@ -133,10 +129,13 @@ def plan(
     files = files_of(chosen, lengths or ())
     pictures = {"trace": trace, "plot": plot, "report": report}
     if sweep:
+        from .commands.tables.progress import progress_shown
         from .training.forecast.sweep import sweep as work
 
         taken = {"--out": out, "--loads": loads, **{f"--{kind}": path for kind, path in pictures.items()}}
-        _show("sweep", work(chosen, sweep, files, num_steps, num_ranks, taken), as_json)
+        with progress_shown() as progress:
+            result = work(chosen, sweep, files, num_steps, num_ranks, taken, progress)
+        _show("sweep", result, as_json)
         return
     refuse(**pictures)
     record = trace is not None or report is not None
@@ -180,7 +179,7 @@ def export(
     if out is None:
         raise EvenloadError("export does not know where to write", "no --out", "add --out DIR")
     recipe, folder = recipe_of(checkpoint, overrides or (), out)
-    _run_ranks("export", recipe, nproc, as_json, reads_data=False, checkpoint=folder, out=out)
+    _run_ranks("export", recipe, nproc, as_json, checkpoint=folder, out=out)
 
 
 @app.command()
@@ -296,49 +295,17 @@ def _show(verb: str, result: dict[str, Any], as_json: bool) -> None:
     show.emit(result, as_json, getattr(tables, verb))
 
 
-def _run_ranks(
-    verb: str,
-    recipe: Recipe,
-    nproc: str | None,
-    as_json: bool,
-    against: tuple[str, ...] = (),
-    reads_data: bool = True,
-    **more: Any,
-) -> None:
-    """Do the verb's work if this is a rank; else check the request, start the ranks, and show rank 0's result."""
+def _run_ranks(verb: str, recipe: Recipe, nproc: str | None, as_json: bool, **arguments: Any) -> None:
+    """Do the verb's work if this is a rank; else start the ranks, and show rank 0's result."""
+    from .commands.tables.progress import progress_shown
     from .commands.tables.show import stdout_aside
-    from .runtime.world.variables import job_variables
-    from .training.launching.launch import end_with_launcher, is_rank, launch
+    from .training.launching.launch import is_rank
+    from .training.launching.on_ranks import on_ranks
 
-    if is_rank():
-        job_variables()  # before anything is loaded that takes long
-        end_with_launcher()
-        with stdout_aside():
-            work = getattr(import_module(f".training.verbs.{verb}", __package__), verb)
-            result = work(recipe, *([against] if against else []), **more)
-    else:
-        num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
-        size = _checked(verb, recipe, num_ranks, against) if reads_data else recipe.layout(num_ranks).world_size
-        if size > LOCAL_RANKS:
-            do = f"start them with torchrun -m evenload {verb} on several machines"
-            raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
-        result = launch(sys.argv[1:], size, recipe.safety)
+    num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
+    with stdout_aside() if is_rank() else nullcontext(), progress_shown() as progress:
+        result = on_ranks(verb, recipe, sys.argv[1:], num_ranks, progress, **arguments)
     if result is not None:
         _show(verb, result, as_json)
         if result.get("exact") is False:
             raise SystemExit(1)
-
-
-def _checked(verb: str, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
-    """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
-    if recipe.adapts:
-        from .training.tenants.arrivals.preflight import preflight as preflight_of_tenants
-
-        ours = preflight_of_tenants(recipe, num_ranks, against, needs_tenants=verb != "verify")
-        return ours.chain.context.layout.world_size
-    from .training.preflight import preflight
-
-    ready = preflight(recipe, num_ranks)
-    for name in against:
-        ready.chain.offer(name)
-    return ready.chain.context.layout.world_size

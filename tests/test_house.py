@@ -63,3 +63,16 @@ def test_the_executor_is_called_at_one_place_of_integrations() -> None:
     assert {name: text.count("Executor(") for name, text in texts.items() if "Executor(" in text} == {
         "integrations/host/step.py": 1
     }
+
+
+def test_training_prints_and_draws_nothing() -> None:
+    """It returns data, logs, and tells of its progress; commands draw."""
+    drawing = []
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())) if ROOT / "training" in path.parents else ():
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [node.id] if isinstance(node, ast.Name) else []
+            used = {name.partition(".")[0] for name in names} & {"rich", "typer", "print", "Console"}
+            drawing += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in used]  # type: ignore[attr-defined]
+    assert drawing == []

@@ -12,11 +12,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...core.errors import shorten
 from ...core.input.json_text import to_json
-from ...training.progress import plain
 
 _WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
+_MOST_TEXT = 1 << 17
+"""Characters of a cell or a caption: the reasons why combinations of a sweep are impossible."""
 
 
 @contextmanager
@@ -60,3 +62,8 @@ def _cell(value: Any) -> Text:
     if isinstance(value, float):
         return plain(f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
     return plain("-" if value is None else str(value))
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text as it stands: what looks like markup in a user's names is no markup, what steers a terminal is escaped."""
+    return Text(shorten(text, _MOST_TEXT), style)

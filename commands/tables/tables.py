@@ -14,11 +14,10 @@ from ...core.input.format import gib, mib, percent, seconds
 from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
 from ...training.forecast.sweep import said, written
-from ...training.progress import plain
 from .expert_loads import table as table_of_loads
 from .installation import tables as tables_of_installation
 from .shared_plan import table as table_of_company
-from .show import grid
+from .show import grid, plain
 from .tenants import tables as tables_of_tenants
 from .training import table as table_of_run
 from .validation import tables as tables_of_validation

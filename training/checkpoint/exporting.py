@@ -19,24 +19,24 @@ from ...integrations.huggingface.folders.writing import FolderWriter
 from ...runtime import files
 from ...runtime.world.agreement import first_error, from_first, rank_and_size
 from ..job import Job, logger
-from ..progress import progress
+from ..progress import Progress, silent
 from .agreement import next_token_agreement
 
 Exported = dict[str, Any]
 """``folder``, ``tensors``, ``bytes`` (of files), ``files`` (name to bytes) and ``seconds`` of an export."""
 
 
-def write_export(job: Job, out: Path) -> Exported:
+def write_export(job: Job, out: Path, progress: Progress = silent) -> Exported:
     """Write the model of a job, see `write_folder`; with ``agreement``, where the recipe asks whether Transformers
     says the same."""
     with job.watchdog.working("exporting the model"):
-        exported = write_folder(job.host, job.recipe, out)
+        exported = write_folder(job.host, job.recipe, out, progress)
     if prompts := job.recipe.train.export_prompts:
         exported["agreement"] = next_token_agreement(job, out, prompts)
     return exported
 
 
-def write_folder(host: Host, recipe: Recipe, out: Path) -> Exported:
+def write_folder(host: Host, recipe: Recipe, out: Path, progress: Progress = silent) -> Exported:
     """Write a host's model as a Hugging Face folder. Collective.
 
     Memory beyond the host's own: a tensor on each rank, a file on rank 0. The folder has its name when every rank has
@@ -52,7 +52,7 @@ def write_folder(host: Host, recipe: Recipe, out: Path) -> Exported:
 
     if rank_and_size()[0] == 0:
         try:
-            _write(tensors, _with_epsilon(recipe, host), out, agree)
+            _write(tensors, _with_epsilon(recipe, host), out, agree, progress)
         except EvenloadError as caught:
             error = f"{caught.what} ({caught.found})"
     for _ in tensors:
@@ -69,17 +69,17 @@ def write_folder(host: Host, recipe: Recipe, out: Path) -> Exported:
 
 
 def _write(
-    tensors: Iterator[tuple[str, Tensor | None]], recipe: Recipe, out: Path, confirm: Callable[[], object]
+    tensors: Iterator[tuple[str, Tensor | None]],
+    recipe: Recipe,
+    out: Path,
+    confirm: Callable[[], object],
+    progress: Progress,
 ) -> None:
-    with (
-        FolderWriter(out, _config(recipe), _carried_from(recipe), confirm=confirm) as writer,
-        progress(leads=True) as bar,
-        bar.task("exporting", None) as tick,
-    ):
-        for name, tensor in tensors:
+    with FolderWriter(out, _config(recipe), _carried_from(recipe), confirm=confirm) as writer:
+        for number, (name, tensor) in enumerate(tensors, 1):
             assert tensor is not None
             writer.add(name, tensor)
-            tick(name)
+            progress("exporting", number, None, name)
 
 
 def _with_epsilon(recipe: Recipe, host: Host) -> Recipe:

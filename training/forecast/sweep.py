@@ -20,7 +20,7 @@ from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
 from ...core.recipe.recipe import Recipe
 from ...data.lengths import read_lengths
-from ..progress import progress
+from ..progress import Progress, silent
 from .forecast import Outlook, PlannedStep, look_ahead
 
 MOST = 200
@@ -37,6 +37,7 @@ def sweep(
     steps: int,
     nproc: int | None,
     files: Mapping[str, Path | None],
+    progress: Progress = silent,
 ) -> Result:
     """Plan every combination of the words' values. Raises EvenloadError for a bad word, or if nothing can be planned.
 
@@ -47,6 +48,7 @@ def sweep(
         nproc: ranks of every combination, so that all have the same machines: ``parallel.dp`` takes what the other
             degrees leave unless it is swept. None: the fewest that each needs; then compare per rank.
         files: options that name a file of one setting; none can be given.
+        progress: told of each combination.
     """
     for option, path in files.items():
         if path is not None:
@@ -56,15 +58,15 @@ def sweep(
     all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
     combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     rows: list[Result] = []
-    with progress(True) as bars, bars.task("sweep", len(combinations)) as tick:
-        for settings in combinations:
-            changes = settings if nproc is None or "parallel.dp" in settings else {"parallel.dp": None, **settings}
-            try:
-                row = _row(look_ahead(recipe.changed(changes), all_lengths, steps, nproc))
-            except EvenloadError as error:
-                row = {"error": vars(error).copy()}
-            rows.append({"settings": settings, **row})
-            tick(said(settings))
+    progress("sweep", 0, len(combinations), "")
+    for settings in combinations:
+        changes = settings if nproc is None or "parallel.dp" in settings else {"parallel.dp": None, **settings}
+        try:
+            row = _row(look_ahead(recipe.changed(changes), all_lengths, steps, nproc))
+        except EvenloadError as error:
+            row = {"error": vars(error).copy()}
+        rows.append({"settings": settings, **row})
+        progress("sweep", len(rows), len(combinations), said(settings))
     if all("error" in row for row in rows):
         first = rows[0]["error"]
         detail = f"{said(rows[0]['settings'])}: {first['what']} ({first['found']})"

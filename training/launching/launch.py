@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,8 @@ from ...runtime.watchdog import marks
 from ...runtime.watchdog.orphans import die_with_parent
 from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
 from ...runtime.world.variables import RESULT
+from ..progress import Progress, silent
+from . import progress_link
 from .verdict import Outlook, Rank, Verdict
 
 _LOOK_S = 0.1
@@ -44,7 +47,7 @@ def end_with_launcher() -> None:
         die_with_parent()
 
 
-def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, Any]:
+def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: Progress = silent) -> dict[str, Any]:
     """Run ``python -m evenload ARGUMENTS`` on ``num_ranks`` local ranks and return rank 0's result.
 
     Raises SystemExit with the ranks' exit code, where they have said themselves what went wrong; else RankError.
@@ -57,11 +60,14 @@ def launch(arguments: list[str], num_ranks: int, safety: Safety) -> dict[str, An
     ):
         result = Path(folder) / "result.json"
         shared = {RESULT: str(result), marks.MARKS: places}
-        with bound() as store:
-            ranks = [_start(arguments, rank, num_ranks, shared, store) for rank in range(num_ranks)]
+        own_end, other_end = progress_link.connected()
+        with bound() as store, other_end:
+            of_first = {STORE_SOCKET: store, progress_link.PROGRESS_SOCKET: other_end}
+            ranks = [_start(arguments, rank, num_ranks, shared, of_first) for rank in range(num_ranks)]
         try:
-            verdict = _wait(ranks, Path(places), safety)
+            verdict = _wait(ranks, Path(places), safety, partial(progress_link.pass_on, own_end, progress))
         finally:
+            own_end.close()
             for rank in ranks:
                 rank.kill()
             for rank in ranks:
@@ -95,8 +101,9 @@ def _terminable() -> Iterator[None]:
 
 
 def _start(
-    arguments: list[str], rank: int, num_ranks: int, shared: dict[str, str], store: socket.socket
+    arguments: Sequence[str], rank: int, num_ranks: int, shared: dict[str, str], of_first: dict[str, socket.socket]
 ) -> subprocess.Popen[bytes]:
+    passed = {name: one.fileno() for name, one in of_first.items()} if rank == 0 else {}
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     environment = {
         "OMP_NUM_THREADS": threads,
@@ -105,19 +112,20 @@ def _start(
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks)),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.getsockname()[1]),
+        "MASTER_PORT": str(of_first[STORE_SOCKET].getsockname()[1]),
         **shared,
-        **({STORE_SOCKET: str(store.fileno())} if rank == 0 else {}),
+        **{name: str(number) for name, number in passed.items()},
     }
-    command, passed = [sys.executable, "-m", "evenload", *arguments], (store.fileno(),) if rank == 0 else ()
-    output = sys.stderr.fileno()
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, pass_fds=passed)
+    command, output = [sys.executable, "-m", "evenload", *arguments], sys.stderr.fileno()
+    pass_fds = tuple(passed.values())
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, pass_fds=pass_fds)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety) -> Verdict:
+def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety, look: Callable[[], object]) -> Verdict:
     outlook = Outlook(safety, _LOOK_S)
     while True:
         time.sleep(_LOOK_S)
+        look()
         seen = [Rank(one.poll(), _is_stopped(one), "") for one in ranks]
         if any(rank.code is not None or rank.stopped for rank in seen):  # where they are matters only then
             seen = [one._replace(where=marks.read(places, rank)) for rank, one in enumerate(seen)]

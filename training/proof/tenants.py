@@ -28,6 +28,7 @@ from ...runtime.world.agreement import from_first
 from ...runtime.world.world import World
 from ..hosts import integration
 from ..job import hand_over, open_world
+from ..progress import Progress
 from ..tenants.arrivals.folder import Folder
 from ..tenants.arrivals.job import TenantJob, open_trainer
 from ..tenants.arrivals.opening import Entrant, open_tenant
@@ -44,18 +45,19 @@ BUILT_IN_RANKS = (4, 8, 16)
 _SIZE_OF_B = 0.02
 
 
-def verify_tenants(recipe: Recipe, steps: int) -> dict[str, Any] | None:
+def verify_tenants(recipe: Recipe, steps: int, progress: Progress) -> dict[str, Any] | None:
     """Verify on this rank, over so many updates before and after the change of trainers."""
     with open_world(recipe) as (world, watchdog):
-        result = _Proof(recipe, steps).run(world, watchdog)
+        result = _Proof(recipe, steps, progress).run(world, watchdog)
     return hand_over(result, world.rank == 0)
 
 
 class _Proof:
     """The tenants of a recipe, each beside itself alone. Everything is collective."""
 
-    def __init__(self, recipe: Recipe, steps: int) -> None:
+    def __init__(self, recipe: Recipe, steps: int, progress: Progress) -> None:
         self._recipe, self._steps = recipe, steps
+        self._progress = progress
         self._tenants: list[Beside] = []
         self._base: dict[str, Tensor] = {}
         self._proven: list[Proven] = []
@@ -98,6 +100,7 @@ class _Proof:
             step = Step(job, number, planner.next(ahead=False), self._base)
             self._proven.append(proven_step(step, self._tenants))
             self._exercised.note(job.chain, step.planned.plan, self._proven[-1].branches)
+            self._progress("verify", len(self._proven), self._steps, "exact" if self._proven[-1].exact else "NOT exact")
         for one in self._tenants:
             one.state = job.host.adapters.state(one.number)
         plain.close()

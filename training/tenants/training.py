@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +10,7 @@ from ...core.recipe.recipe import Recipe
 from ...runtime.world.folder_lock import folder_lock
 from ..checkpoint.checkpoints import last_good
 from ..job import hand_over, logger, open_world
-from ..progress import progress
+from ..progress import Progress
 from ..run.writers import writer
 from .arrivals.job import TenantJob, open_trainer
 from .arrivals.preflight import out_of, refuse_of_models, say_without_effect
@@ -20,7 +19,7 @@ from .records import saving
 from .records.rows import Live, totals
 
 
-def train_tenants(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | None:
+def train_tenants(recipe: Recipe, against: tuple[str, ...], progress: Progress) -> dict[str, Any] | None:
     """Train on this rank until all tenants have ended. Lists every tenant and every step."""
     refuse_of_models(recipe, against)
     with (
@@ -31,16 +30,14 @@ def train_tenants(recipe: Recipe, against: tuple[str, ...]) -> dict[str, Any] | 
         if job.leads:
             say_without_effect(recipe)
         job.say_stock("train")
-        result = _trained(job)
+        result = _trained(job, progress)
     return hand_over(result, world.rank == 0)
 
 
-def _trained(job: TenantJob) -> dict[str, Any]:
+def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
     saved = saving.resume(job)
-    with ExitStack() as opened:
-        write = opened.enter_context(writer(job.recipe, leads=job.leads, first=saved.step if saved else 0))
-        live = Live(opened.enter_context(progress(job.leads)), opened)
-        loop = Loop(job, saved, write, live)
+    with writer(job.recipe, leads=job.leads, first=saved.step if saved else 0) as write:
+        loop = Loop(job, saved, write, Live(progress))
         loop.run()
     _refuse_nobody(loop)
     members, root = loop.members, job.recipe.checkpoint.dir

@@ -24,6 +24,7 @@ baseline what even experts would allow: ``allowed``, and ``of_allowed`` what of 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ from ..experts.history import LoadHistory
 from ..job import Job, run_rank
 from ..measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ..metrics import Taken
-from ..progress import progress
+from ..progress import Progress, silent
 
 WARMUP_STEPS = 1
 
@@ -107,12 +108,14 @@ class Measured:
         }
 
 
-def bench(recipe: Recipe, against: tuple[str, ...], repeats: int = 1) -> dict[str, Any] | None:
+def bench(
+    recipe: Recipe, against: tuple[str, ...], repeats: int = 1, progress: Progress = silent
+) -> dict[str, Any] | None:
     """Measure on this rank."""
-    return run_rank(recipe, lambda job: _bench(job, against, repeats))
+    return run_rank(recipe, lambda job: _bench(job, against, repeats, progress))
 
 
-def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
+def _bench(job: Job, against: tuple[str, ...], repeats: int, progress: Progress) -> dict[str, Any]:
     job.say_unused("bench")
     recipe = job.recipe
     names = [*against, OURS]
@@ -124,27 +127,28 @@ def _bench(job: Job, against: tuple[str, ...], repeats: int) -> dict[str, Any]:
     histories = {name: LoadHistory(chain) for name, chain in {OURS: job.chain, **chains}.items()}
     measured = {name: Measured() for name in names}
     steps = recipe.train.steps + WARMUP_STEPS
-    with progress(job.leads) as bar, bar.task("bench", (steps * repeats + 1) * len(names)) as tick:
-        for step in range(steps):
-            job.watchdog.at("waiting for the plan", step)
-            ours = planner.next()
-            plans = {**{name: follower.plan(ours.draw) for name, follower in followers.items()}, OURS: ours}
-            runs: dict[str, list[Taken]] = {name: [] for name in names}
-            for turn in range(step, step + repeats):
-                for name in in_turn(names, turn):
-                    runs[name].append(measure_step(job, plans[name], step, record=True))
-                    tick(name)
-            for name, history in histories.items():
-                history.after(planners[name], runs[name][-1].result)
-            for name in names if step >= WARMUP_STEPS else ():
-                _count(job, plans[name], runs[name], measured[name])
-            peak_bytes = max(max(_predicted_peaks(planned)) for planned in plans.values())
-            if peak_bytes > most_bytes:
-                most_bytes, hardest = peak_bytes, plans
-        for name, planned in hardest.items():
-            measured[name].peak_bytes = _peaks(job, planned, steps)
-            measured[name].predicted_peak_bytes = _predicted_peaks(planned)
-            tick(f"memory of {name}")
+    done, most = count(1), (steps * repeats + 1) * len(names)
+    progress("bench", 0, most, "")
+    for step in range(steps):
+        job.watchdog.at("waiting for the plan", step)
+        ours = planner.next()
+        plans = {**{name: follower.plan(ours.draw) for name, follower in followers.items()}, OURS: ours}
+        runs: dict[str, list[Taken]] = {name: [] for name in names}
+        for turn in range(step, step + repeats):
+            for name in in_turn(names, turn):
+                runs[name].append(measure_step(job, plans[name], step, record=True))
+                progress("bench", next(done), most, name)
+        for name, history in histories.items():
+            history.after(planners[name], runs[name][-1].result)
+        for name in names if step >= WARMUP_STEPS else ():
+            _count(job, plans[name], runs[name], measured[name])
+        peak_bytes = max(max(_predicted_peaks(planned)) for planned in plans.values())
+        if peak_bytes > most_bytes:
+            most_bytes, hardest = peak_bytes, plans
+    for name, planned in hardest.items():
+        measured[name].peak_bytes = _peaks(job, planned, steps)
+        measured[name].predicted_peak_bytes = _predicted_peaks(planned)
+        progress("bench", next(done), most, f"memory of {name}")
     return _result(job, measured, repeats)
 
 

@@ -18,6 +18,7 @@ from ...core.recipe.traits import trainer_called
 from ...runtime.files import refuse_taken
 from ..checkpoint import manifest
 from ..hosts import require_own_loop, require_packages
+from ..progress import Progress, silent
 
 
 def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Recipe, Path]:
@@ -41,7 +42,7 @@ def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Re
     return recipe, folder
 
 
-def export(recipe: Recipe, checkpoint: Path, out: Path) -> dict[str, Any] | None:
+def export(recipe: Recipe, checkpoint: Path, out: Path, progress: Progress = silent) -> dict[str, Any] | None:
     """Write the model on this rank; the result is that of `write_folder` with the step."""
     # And torch and Transformers, which the launcher needs not.
     from ..checkpoint.checkpoints import require_whole
@@ -55,7 +56,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> dict[str, Any] | None
         with watchdog.working("loading the checkpoint"):
             host.load(checkpoint / "trainer")
         with watchdog.working("exporting the model"):
-            written = write_folder(host, recipe, out)
+            written = write_folder(host, recipe, out, progress)
         watchdog.at("end", waits=True)
         host.close()
     return hand_over({"checkpoint": str(checkpoint), "step": step, **written}, world.rank == 0)

@@ -61,7 +61,7 @@ from ..profiling import tenants
 from ..profiling.cases import Case, cases
 from ..profiling.experts import timing_experts
 from ..profiling.memory import measure_memory, random_tokens
-from ..progress import progress
+from ..progress import Progress, silent
 
 BUDGET_S = 60.0
 """Wall time for all samples; memory and links come on top."""
@@ -106,16 +106,16 @@ class Fitted(NamedTuple):
     """Mean absolute relative error; ``step``: simulated against wall time of the whole step."""
 
 
-def profile(recipe: Recipe, out: Path) -> dict[str, Any] | None:
+def profile(recipe: Recipe, out: Path, progress: Progress = silent) -> dict[str, Any] | None:
     """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written."""
     if out.suffix not in (".yaml", ".yml"):
         raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
     if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
         raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")
-    return run_rank(recipe.changed({"train.recompute": False}), lambda job: _profile(job, out))
+    return run_rank(recipe.changed({"train.recompute": False}), lambda job: _profile(job, out, progress))
 
 
-def _profile(job: Job, out: Path) -> dict[str, Any]:
+def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
     job.say_unused("profile")
     recipe, device = job.recipe, job.world.device
     cap = job.chain.caps.max_tokens
@@ -129,7 +129,7 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     sharers = 1 if device.type == "cuda" else per_node
     free = float(job.gather(MEMORY_SHARE * free_bytes(device) / sharers)[:, 0].min())
     cap = min(cap, int(free / max(1.0, memory.activation_bytes_per_token)))
-    samples = measure(job, cases(recipe.data.max_length, cap))
+    samples = measure(job, cases(recipe.data.max_length, cap), progress)
     measured = {name: fit.link for name, fit in links.items()}
     cluster = job.chain.context.cluster.model_copy(update=measured)
     # Whether `_clock` goes on while the rank waits.
@@ -165,28 +165,28 @@ def _profile(job: Job, out: Path) -> dict[str, Any]:
     }
 
 
-def measure(job: Job, wanted: Iterable[Case]) -> list[Sample]:
+def measure(job: Job, wanted: Iterable[Case], progress: Progress = silent) -> list[Sample]:
     """Time the cases in order until `BUDGET_S` is spent; one that would overrun it is left out. Collective."""
     costs = job.chain.context.costs
     spent_s, slower, samples = 0.0, 0.0, []
     wanted = list(wanted)
-    with progress(job.leads) as bar, bar.task("profile", len(wanted)) as tick:
-        for case in wanted:
-            guess_s = costs.forward.of(case.work) + costs.backward.of(case.work)
-            if slower * guess_s * FEWEST_RUNS > BUDGET_S - spent_s:
-                tick(f"{case} would take too long")
-                continue
-            runs: list[list[float]] = []
-            taken_s = 0.0
-            # Every rank sees the same numbers, so all stop together.
-            while len(runs) < FEWEST_RUNS or (len(runs) < REPEATS and taken_s < CASE_S):
-                runs.append(_step(job, case))
-                taken_s += runs[-1][-1]
-            spent_s += taken_s
-            slower = taken_s / len(runs) / guess_s
-            least = dict(zip(_SECONDS, np.min(runs, axis=0).tolist(), strict=True))
-            samples.append(Sample(**vars(case), **least, runs=len(runs)))
-            tick(str(case))
+    progress("profile", 0, len(wanted), "")
+    for number, case in enumerate(wanted, 1):
+        guess_s = costs.forward.of(case.work) + costs.backward.of(case.work)
+        if slower * guess_s * FEWEST_RUNS > BUDGET_S - spent_s:
+            progress("profile", number, len(wanted), f"{case} would take too long")
+            continue
+        runs: list[list[float]] = []
+        taken_s = 0.0
+        # Every rank sees the same numbers, so all stop together.
+        while len(runs) < FEWEST_RUNS or (len(runs) < REPEATS and taken_s < CASE_S):
+            runs.append(_step(job, case))
+            taken_s += runs[-1][-1]
+        spent_s += taken_s
+        slower = taken_s / len(runs) / guess_s
+        least = dict(zip(_SECONDS, np.min(runs, axis=0).tolist(), strict=True))
+        samples.append(Sample(**vars(case), **least, runs=len(runs)))
+        progress("profile", number, len(wanted), str(case))
     return samples
 
 

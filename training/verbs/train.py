@@ -23,7 +23,7 @@ from ..expert_loads import loads_writer, say_without_copies
 from ..job import Job, logger, open_host, run_rank
 from ..measuring import OURS, Follower, in_turn
 from ..metrics import Taken, totals
-from ..progress import progress
+from ..progress import Progress, silent
 from ..run.recording import Recording
 from ..run.variant import Variant, underway
 from ..run.writers import entry_of_step, entry_of_validation, writer
@@ -34,16 +34,18 @@ Pictures = Mapping[str, Path | None]
 """Where ``plot`` and ``report`` of the measured steps go; None where they are not asked for."""
 
 
-def train(recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | None = None) -> dict[str, Any] | None:
+def train(
+    recipe: Recipe, against: tuple[str, ...] = (), pictures: Pictures | None = None, progress: Progress = silent
+) -> dict[str, Any] | None:
     """Train on this rank; with ``against``, each baseline trains the same batches in turn. Lists every step."""
     if recipe.adapts:
         from ..tenants.training import train_tenants  # and safetensors
 
-        return train_tenants(recipe, against)
-    return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}), recipe.checkpoint.dir)
+        return train_tenants(recipe, against, progress)
+    return run_rank(recipe, lambda job: _train_all(job, against, pictures or {}, progress), recipe.checkpoint.dir)
 
 
-def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[str, Any]:
+def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress: Progress) -> dict[str, Any]:
     job.say_stock("train")
     recipe = job.recipe
     say_no_tenants(recipe)
@@ -62,12 +64,12 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures) -> dict[s
         variants[OURS] = Variant(job, OURS, state)
         recording = Recording(job, first, pictures)
         validation = Validation(job, state) if job.held_out is not None else None
-        _run(job, variants, state, recording, validation)
+        _run(job, variants, state, recording, validation, progress)
         exported = None
         if recipe.train.export:
             from ..checkpoint.exporting import write_export  # and Transformers
 
-            exported = write_export(job, recipe.train.export)
+            exported = write_export(job, recipe.train.export, progress)
     own = variants[OURS]
     own.exercised.say()
     say_without_copies(job.chain, [row.moe for row in own.rows])
@@ -97,6 +99,7 @@ def _run(
     state: dict[str, Any] | None,
     recording: Recording,
     validation: Validation | None,
+    progress: Progress,
 ) -> None:
     """All steps, every variant in its turn; only evenload's own run is logged and saved."""
     recipe, own = job.recipe, variants[OURS]
@@ -107,9 +110,9 @@ def _run(
     with ExitStack() as opened, ThreadPoolExecutor(1) as executor:
         write = opened.enter_context(writer(recipe, leads=job.leads, first=first))
         write_loads = opened.enter_context(loads_writer(job, goes_on=first > 0))
-        bar = opened.enter_context(progress(job.leads))
-        ticks = {name: opened.enter_context(bar.task(name, recipe.train.steps - first)) for name in variants}
         keep = opened.enter_context(keeping(job))
+        for name in variants:
+            progress(name, 0, recipe.train.steps - first, "")
         if validation and not first:
             write(entry_of_validation(validation.run(0)))
         for step in range(first, recipe.train.steps):
@@ -125,7 +128,7 @@ def _run(
                 taken[name], predicted_step = variant.step(planned[name], step, executor, record=recording.wants(step))
                 variant.same_plans &= planned[name].plan.digest == planned[OURS].plan.digest
                 variant.learn(planners[name], planned[name], taken[name], predicted_step)
-                ticks[name](variant.said)
+                progress(name, step + 1 - first, recipe.train.steps - first, variant.said)
             write(entry_of_step(own.rows[-1], planned[OURS]))
             write_loads(step, taken[OURS].result)
             recording.add(step, planned, taken)

@@ -33,6 +33,7 @@ from ..drawing import batch_size
 from ..experts.history import LoadHistory
 from ..job import Job, hand_over, logger, open_trainer, open_world
 from ..measuring import learning_rate
+from ..progress import Progress, silent
 from ..proof.layouts import other_layout
 from ..proof.reach import choose, opened, planned
 from ..proof.steps import Batch, Beside, Proven
@@ -40,23 +41,24 @@ from ..proof.summary import summary
 from ..proof.tenants import verify_tenants
 
 
-def verify(recipe: Recipe, steps: int = 3) -> dict[str, Any] | None:
+def verify(recipe: Recipe, steps: int = 3, progress: Progress = silent) -> dict[str, Any] | None:
     """Verify on this rank, over so many updates before and after the resume."""
     if recipe.adapts:
-        return verify_tenants(recipe, steps)
+        return verify_tenants(recipe, steps, progress)
     with open_world(recipe) as (world, watchdog):
-        result = _Proof(recipe, world, watchdog, steps).run()
+        result = _Proof(recipe, world, watchdog, steps, progress).run()
     return hand_over(result, world.rank == 0)
 
 
 class _Proof:
     """A run and plain training beside it, through a resume. Everything is collective."""
 
-    def __init__(self, recipe: Recipe, world: World, watchdog: Watchdog, steps: int) -> None:
+    def __init__(self, recipe: Recipe, world: World, watchdog: Watchdog, steps: int, progress: Progress) -> None:
         self._recipe = recipe
         self._world = world
         self._watchdog = watchdog
         self._steps = steps
+        self._progress = progress
         self._before = (steps + 1) // 2 if steps > 1 else steps
         """Steps before the resume."""
         self._proven: list[Proven] = []
@@ -116,6 +118,7 @@ class _Proof:
         proven = beside.step(number, batch, learning_rate(of_rate, beside.job.recipe.train))
         self._proven.append(proven)
         self._exercised.note(beside.job.chain, batch.plan, proven.branches)
+        self._progress("verify", len(self._proven), None, "exact" if proven.exact else "NOT exact")
 
     def _reach(self, beside: Beside, chain: PlanChain) -> None:
         """Steps on further batches of the chain, for branches that no step has taken yet."""

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.commands.tables import tables
+from evenload.commands.tables import progress, tables
 from evenload.commands.tables.show import grid
 from evenload.core.input.format import seconds
-from evenload.training import progress
 from evenload.training.metrics import totals
 from rich.console import Console, RenderableType
 
@@ -116,6 +115,6 @@ def test_the_best_row_is_bold() -> None:
 def test_progress_shows_names_as_they_are(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = StringIO()
     monkeypatch.setattr(progress, "Console", lambda **_: Console(file=stream, force_terminal=terminal, width=200))
-    with progress.progress(True) as bars, bars.task("sweep", 1) as tick:
-        tick("cluster=[/] [bold]x[/bold]")
+    with progress.progress_shown() as told:
+        told("sweep", 1, 1, "cluster=[/] [bold]x[/bold]")
     assert "cluster=[/] [bold]x[/bold]" in stream.getvalue()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ....core.planning.planner import Planned
 from ...drawing import num_waiting
 from ...metrics import Taken
-from ...progress import Progress, Tick
+from ...progress import Progress
 from ...run.writers import Entry
 from ..state.drawing import own_draws
 from ..state.tenant import ENDED, ActiveTenant
@@ -99,25 +98,24 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 class Live:
-    """A row of progress for each tenant."""
+    """Progress of each tenant."""
 
-    def __init__(self, bar: Progress, opened: ExitStack) -> None:
-        self._bar, self._opened = bar, opened
-        self._ticks: dict[int, Tick] = {}
-        """Of tenants that have not ended, by their numbers."""
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._began: dict[int, int] = {}
+        """Steps before those of this run, of tenants that have not ended, by their numbers."""
 
     def tick(self, tenant: ActiveTenant) -> None:
         """A step of a tenant is done."""
-        if tenant.number not in self._ticks:
-            task = self._bar.task(tenant.name, tenant.steps - tenant.step + 1)
-            self._ticks[tenant.number] = self._opened.enter_context(task)
-        self._ticks[tenant.number](_said(tenant))
+        began = self._began.setdefault(tenant.number, tenant.step - 1)
+        self._progress(tenant.name, tenant.step - began, tenant.steps - began, _said(tenant))
 
     def end(self, tenants: Iterable[ActiveTenant]) -> None:
         """Say of those that have ended how they did."""
         for tenant in tenants:
-            if tenant.state in ENDED and tenant.number in self._ticks:
-                self._ticks.pop(tenant.number)(f"{tenant.state}  {_said(tenant)}", advance=0)
+            if tenant.state in ENDED and tenant.number in self._began:
+                began, text = self._began.pop(tenant.number), f"{tenant.state}  {_said(tenant)}"
+                self._progress(tenant.name, tenant.step - began, tenant.steps - began, text)
 
 
 def _said(tenant: ActiveTenant) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,24 +35,17 @@ def test_rates_leave_out_the_first_step_and_of_no_step_nothing_is_known() -> Non
 
 
 def test_a_row_says_how_its_tenant_has_ended_and_is_not_moved_by_that() -> None:
-    said: list[tuple[str, int | None, str, int]] = []
-
-    class Bar:
-        @contextmanager
-        def task(self, name: str, total: int | None) -> Any:
-            yield lambda text, advance=1: said.append((name, total, text, advance))
-
+    said: list[tuple[Any, ...]] = []
     tenant = SimpleNamespace(
         number=1, name="acme", steps=10, step=4, losses=[2.5], best=None, tokens=90, seconds=3.0, state="training"
     )
-    with ExitStack() as opened:
-        live = Live(Bar(), opened)  # type: ignore[arg-type]
-        live.tick(tenant)  # type: ignore[arg-type]
+    live = Live(lambda *words: said.append(words))
+    live.tick(tenant)  # type: ignore[arg-type]
+    live.end([tenant])  # type: ignore[list-item]
+    tenant.state, tenant.best = "stopped", 2.25
+    for _ in range(2):
         live.end([tenant])  # type: ignore[list-item]
-        tenant.state, tenant.best = "stopped", 2.25
-        for _ in range(2):
-            live.end([tenant])  # type: ignore[list-item]
     assert said == [
-        ("acme", 7, "loss 2.5000  30 tokens/s", 1),
-        ("acme", 7, "stopped  loss 2.5000  best 2.2500  30 tokens/s", 0),
+        ("acme", 1, 7, "loss 2.5000  30 tokens/s"),
+        ("acme", 1, 7, "stopped  loss 2.5000  best 2.2500  30 tokens/s"),
     ]
