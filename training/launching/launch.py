@@ -125,10 +125,10 @@ def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety, lo
     outlook = Outlook(safety, _LOOK_S)
     while True:
         time.sleep(_LOOK_S)
-        look()
         seen = [Rank(one.poll(), _is_stopped(one), "") for one in ranks]
         if any(rank.code is not None or rank.stopped for rank in seen):  # where they are matters only then
             seen = [one._replace(where=marks.read(places, rank)) for rank, one in enumerate(seen)]
+        look()  # after that: what a rank has sent before it ended is there
         verdict = outlook.look(seen)
         if verdict is not None:
             return verdict
