@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import PydanticKnownError, core_schema
 
 from ..errors import EvenloadError, nearest, shorten, shown
 
@@ -19,6 +21,25 @@ class Frozen(BaseModel):
     """Values that do not change: no others than the fields, and numbers that are finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class OneOf:
+    """Annotates a string that is one of the names that are known when it is read, where `Literal` fixes them."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        self._known = known
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self._known), "type": "string"}
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, str) and value in self._known:
+            return value
+        *most, last = map(repr, self._known)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}" if most else last})
 
 
 class Fault(NamedTuple):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..machine.shape import Shape
 from .adapter import Adapter
+from .families import FAMILIES, families_with
 
 STATE_BYTES = 16
 """Of a value of an adapter: the value, its gradient and Adam's two moments, in float32."""
@@ -26,28 +27,21 @@ class Linear(NamedTuple):
 def linears_of(shape: Shape) -> Iterator[Linear]:
     """The linear layers of a dense model that can be adapted, layer by layer: all but the output layer.
 
-    Gated blocks are called as llama's and qwen's are, others as those of gpt_neox.
+    They are called as in the first family that is gated as the model is: as llama's or as those of gpt_neox.
     """
     hidden, ffn, query, kv = shape.hidden_size, shape.ffn_hidden_size, shape.query_size, shape.kv_size
-    gated = {
-        "self_attn.q_proj": (hidden, query),
-        "self_attn.k_proj": (hidden, kv),
-        "self_attn.v_proj": (hidden, kv),
-        "self_attn.o_proj": (query, hidden),
-        "mlp.gate_proj": (hidden, ffn),
-        "mlp.up_proj": (hidden, ffn),
-        "mlp.down_proj": (ffn, hidden),
+    modules = FAMILIES[families_with(lambda family: family.gated == shape.gated)[0]].modules
+    sizes = {
+        "qkv": (hidden, (query, kv, kv)),
+        "attention_output": (query, (hidden,)),
+        "ffn_in": (hidden, (ffn, ffn) if shape.gated else (ffn,)),
+        "ffn_out": (ffn, (hidden,)),
     }
-    neox = {
-        "attention.query_key_value": (hidden, query + 2 * kv),
-        "attention.dense": (query, hidden),
-        "mlp.dense_h_to_4h": (hidden, ffn),
-        "mlp.dense_4h_to_h": (ffn, hidden),
-    }
-    above, of_layer = ("model", gated) if shape.gated else ("gpt_neox", neox)
     for layer in range(shape.num_layers):
-        for name, sizes in of_layer.items():
-            yield Linear(f"{above}.layers.{layer}.{name}", *sizes)
+        for part, (inputs, outputs) in sizes.items():
+            names = modules[part].replace("#", str(layer)).split()
+            each = outputs if len(names) == len(outputs) else (sum(outputs),)
+            yield from (Linear(name, inputs, size) for name, size in zip(names, each, strict=True))
 
 
 def adapter_weights(shape: Shape, adapter: Adapter) -> int:

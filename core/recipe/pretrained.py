@@ -14,45 +14,8 @@ from typing import Any, NamedTuple
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import SIZE, whole_number
+from .families import FAMILIES, Family
 from .traits import trainer_called, trainers_of_any_model
-
-
-class _Family(NamedTuple):
-    """What a family of Transformers is here, and what its config means where it does not say."""
-
-    ours: str
-    epsilon_key: str = "rms_norm_eps"
-    epsilon: float = 1e-6
-    theta: float = 1e4
-    head_dim: int | None = None
-    fixed: Mapping[str, tuple[Any, Any]] = {}
-    """What we compute, by key: (what an absent key means, the only value that our fields can say)."""
-
-
-_GATED = {"hidden_act": ("silu", "silu"), "attention_dropout": (0.0, 0.0), "quantization_config": (None, None)}
-_LLAMA = {**_GATED, "attention_bias": (False, False), "mlp_bias": (False, False)}
-_WITHOUT_WINDOW = {"use_sliding_window": (False, False)}
-_NEOX = {
-    "hidden_act": ("gelu", "gelu"),
-    "attention_bias": (True, True),
-    "attention_dropout": (0.0, 0.0),
-    "hidden_dropout": (0.0, 0.0),
-    "use_parallel_residual": (True, False),
-    "quantization_config": (None, None),
-}
-_FAMILIES = {
-    "llama": _Family("llama", fixed=_LLAMA),
-    "qwen2": _Family("qwen2", fixed=_GATED | _WITHOUT_WINDOW),
-    "qwen3": _Family("qwen3", head_dim=128, fixed=_LLAMA | _WITHOUT_WINDOW),
-    "gpt_neox": _Family("gpt", epsilon_key="layer_norm_eps", epsilon=1e-5, fixed=_NEOX),
-    "mixtral": _Family(
-        "mixtral",
-        epsilon=1e-5,
-        theta=1e6,
-        fixed=_GATED | {"sliding_window": (None, None), "router_jitter_noise": (0.0, 0.0)},
-    ),
-    "qwen3_moe": _Family("qwen3_moe", fixed=_LLAMA | _WITHOUT_WINDOW | {"norm_topk_prob": (False, True)}),
-}
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -61,8 +24,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 """What is fixed beside the factor."""
-
-_WITH_EXPERTS = ("mixtral", "qwen3_moe")
 
 
 class Example(NamedTuple):
@@ -114,29 +75,28 @@ def with_pretrained(data: Mapping[str, Any], weights: Path, trainer: str) -> Map
 def _read(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The fields of ``model`` by a config.json, and what keeps them from saying all of it; empty where nothing does."""
     kind = config.get("model_type")
-    family = _FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        return {}, f"model_type {shown(kind)}; {nearest(str(kind), _FAMILIES)}"
-    return _fields_of(config, family), _fault_of(config, family)
+    known = {family.model_type: name for name, family in FAMILIES.items()}
+    if kind not in [*known]:
+        return {}, f"model_type {shown(kind)}; {nearest(str(kind), known)}"
+    family = FAMILIES[known[kind]]
+    return {"family": known[kind], **_fields_of(config, family)}, _fault_of(config, family)
 
 
-def _fields_of(config: Mapping[str, Any], family: _Family) -> dict[str, Any]:
+def _fields_of(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of ``model`` that a config.json decides. Raises EvenloadError for one that lacks a size."""
-    rope, heads, hidden = _rope_of(config), _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    rope, said = _rope_of(config), {field: config.get(key) for field, key in family.keys.items()}
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size")
+    fields = {field: _size(config, family.keys[field]) for field in sizes}
+    heads = fields["num_attention_heads"]
     return {
-        "family": family.ours,
-        "num_layers": _size(config, "num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or family.head_dim or max(1, hidden // heads),
-        "ffn_hidden_size": _size(config, "intermediate_size"),
-        "vocab_size": _size(config, "vocab_size"),
-        "rotary_base": rope.get("rope_theta", family.theta),
+        **fields,
+        "num_query_groups": said.get("num_query_groups") or heads,
+        "head_dim": said.get("head_dim") or family.head_dim or max(1, fields["hidden_size"] // heads),
+        "rotary_base": rope.get("rope_theta", family.rotary_base),
         "rope_scaling_factor": rope.get("factor") if rope["rope_type"] == "llama3" else None,
-        "norm_epsilon": config.get(family.epsilon_key, family.epsilon),
-        "tied_embeddings": config.get("tie_word_embeddings", False),
-        "moe": _experts_of(config) if family.ours in _WITH_EXPERTS else None,
+        "norm_epsilon": config.get(family.keys["norm_epsilon"], family.epsilon),
+        "tied_embeddings": config.get(family.keys["tied_embeddings"], False),
+        "moe": None if family.experts == "none" else _experts_of(config, family),
     }
 
 
@@ -156,11 +116,11 @@ def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": rope.pop("type", "default"), **rope}
 
 
-def _experts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def _experts_of(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {
         "num_experts": config.get("num_local_experts") or _size(config, "num_experts"),
         "topk": _size(config, "num_experts_per_tok"),
-        "ffn_hidden_size": config.get("moe_intermediate_size") or _size(config, "intermediate_size"),
+        "ffn_hidden_size": config.get(family.expert_size_key) or _size(config, family.keys["ffn_hidden_size"]),
         "shared_ffn_hidden_size": 0,
         "every": _every(_sparse_layers(config), _size(config, "num_hidden_layers")),
         "score": "softmax",
@@ -184,20 +144,20 @@ def _list(config: Mapping[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _fault_of(config: Mapping[str, Any], family: _Family) -> str:
+def _fault_of(config: Mapping[str, Any], family: Family) -> str:
     """What a config asks for that our fields cannot say; empty where they say it all."""
     for key, (absent, ours) in family.fixed.items():
         if (value := config.get(key, absent)) != ours:
             return f"{key} {shown(value)}, where {shown(ours)} can be built"
     rope = _rope_of(config)
-    if (part := rope.get("partial_rotary_factor", 0.25 if family.ours == "gpt" else 1.0)) != 1.0:
+    if (part := rope.get("partial_rotary_factor", family.rotary_share)) != 1.0:
         return f"rotary positions of {shown(part)} of each head, where those of whole heads can be built"
     if rope["rope_type"] != "default" and {key: rope.get(key) for key in LLAMA3} != LLAMA3:
         return f"rope scaling {shown(rope)}, where {shown(LLAMA3)} can be built"
     if windows := [kind for kind in _list(config, "layer_types") if kind != "full_attention"]:
         return f"layers of type {shown(windows[0])}"
     layers, count = _sparse_layers(config), _size(config, "num_hidden_layers")
-    if family.ours in _WITH_EXPERTS and layers != list(range(0, count, _every(layers, count))):
+    if family.experts != "none" and layers != list(range(0, count, _every(layers, count))):
         return f"experts in layers {shown(layers)}, where every n-th layer from 0 on can have some"
     return ""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from .. import registry
 from ..errors import EvenloadError, Rule, refuse_first
+from .families import families_with
 from .sections import REPLACED, Model, Parallel, Train
 from .sizes import shape_of
 from .traits import trainer_called
@@ -91,10 +92,10 @@ def _rules_of_best(recipe: Any) -> list[Rule]:
 
 
 def _rules_of_experts(recipe: Any) -> list[Rule]:
-    model: Model = recipe.model
-    p: Parallel = recipe.parallel
-    moe, has_config = model.moe, model.config is not None
-    wants = model.family in ("mixtral", "qwen3_moe")
+    model, p, moe = recipe.model, recipe.parallel, recipe.model.moe
+    has_config = model.config is not None
+    with_experts = families_with(lambda family: family.experts != "none")
+    wants = model.family in with_experts
     rules: list[Rule] = [
         (
             wants and moe is None and not has_config,
@@ -111,14 +112,14 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
     ]
     if moe is None:
         return rules
-    regroups = [plugin.name for plugin in recipe.enabled() if plugin.place == "steps"]
+    regroups = next((plugin.name for plugin in recipe.enabled() if plugin.place == "steps"), "")
     depends = {"model.moe.batch_aux_loss": moe.batch_aux_loss, "model.moe.capacity_factor": moe.capacity_factor}
     depending = next((name for name, value in depends.items() if value), "")
     return [
         *rules,
         (
             not wants or has_config,
-            "model.moe belongs to the families mixtral and qwen3_moe",
+            f"model.moe belongs to the families {' and '.join(with_experts)}",
             f"model.family {model.family}" + (f", model.config {model.config}" if has_config else ""),
             "choose one of these families (without model.config), or leave model.moe out",
         ),
@@ -142,8 +143,7 @@ def _rules_of_experts(recipe: Any) -> list[Rule]:
         ),
         (
             bool(depending) and bool(regroups),
-            f"{depending} depends on which samples are in a micro-batch, and plugins.{regroups[0] if regroups else ''} "
-            "regroups them",
+            f"{depending} depends on which samples are in a micro-batch, and plugins.{regroups} regroups them",
             f"{depending} {depends.get(depending, 0)}",
             "set it to 0 (model.moe.sequence_aux_loss and bias_rate balance experts and depend on no plan), or disable "
             "the plugin",

@@ -10,7 +10,8 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from ..input import bounds
 from ..input.reading import file_name
-from ..input.validation import Frozen
+from ..input.validation import Frozen, OneOf
+from .families import FAMILIES, Family
 
 FilePath = Annotated[Path, AfterValidator(file_name)]
 
@@ -54,7 +55,7 @@ class Experts(Section):
 class Model(Section):
     """The transformer to build. Names are Megatron's."""
 
-    family: Literal["llama", "gpt", "qwen2", "qwen3", "mixtral", "qwen3_moe"] = "llama"
+    family: Annotated[str, OneOf(FAMILIES)] = "llama"
     """llama: RMSNorm, SwiGLU, no biases. gpt: LayerNorm, GELU, biases. mixtral, qwen3_moe: llama, qwen3 with experts.
     All use rotary positions."""
     num_layers: bounds.LayerCount = 4
@@ -86,8 +87,9 @@ class Model(Section):
     from train.seed."""
 
     @property
-    def gated(self) -> bool:
-        return self.family != "gpt"
+    def kind(self) -> Family:
+        """What the model's family is like."""
+        return FAMILIES[self.family]
 
     @property
     def expert_ffn_size(self) -> int:
@@ -112,7 +114,7 @@ class Model(Section):
     def ffn_size(self) -> int:
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
-        return -(-8 * self.hidden_size // 3 // 64) * 64 if self.gated else 4 * self.hidden_size
+        return -(-8 * self.hidden_size // 3 // 64) * 64 if self.kind.gated else 4 * self.hidden_size
 
 
 class Validation(Section):

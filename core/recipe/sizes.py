@@ -20,7 +20,7 @@ def shape_of(model: Model) -> Shape:
     """The sizes a recipe asks for. Raises EvenloadError for a config.json that lacks one."""
     if model.config is None:
         query_size, kv_size = (model.head_size * heads for heads in (model.num_attention_heads, model.kv_heads))
-        of_head = model.vocab_size or BYTE_VOCABULARY, model.gated
+        of_head = model.vocab_size or BYTE_VOCABULARY, model.kind.gated
         shape = Shape(model.num_layers, model.hidden_size, model.ffn_size, query_size, kv_size, *of_head)
         return shape._replace(experts=_experts_of(model) if model.moe else None, tied=model.tied_embeddings)
     fields = _fields_of(model.config)

@@ -16,6 +16,7 @@ step on one rank.
 from __future__ import annotations
 
 from ....core.errors import Rule
+from ....core.recipe.families import families_with
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sizes import VALUE_BYTES, shape_of
 from ....core.recipe.traits import States, Trainer, TrainerTraits
@@ -113,6 +114,7 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     if moe is None:
         return []
     megatron = "use trainer: megatron, or "
+    any_layer = families_with(lambda family: family.experts == "some")
     unknown: list[tuple[str, object, object]] = [
         ("score", moe.score, "softmax"),
         ("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, 0),
@@ -134,10 +136,10 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
             for name, value, plain in unknown
         ),
         (
-            model.family == "mixtral" and moe.every > 1,
-            "every layer of Transformers' mixtral has experts",
+            model.kind.experts == "all" and moe.every > 1,
+            f"every layer of Transformers' {model.family} has experts",
             f"model.moe.every {moe.every}",
-            f"{megatron}set model.family=qwen3_moe",
+            f"{megatron}set model.family={' or '.join(any_layer)}",
         ),
         (
             recipe.parallel.pp > 1,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ....core.errors import refuse_first
 from ....core.machine.layout import Layout
+from ....core.recipe.families import FAMILIES
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.pack import Pack
 from ...huggingface import attention
@@ -33,13 +34,8 @@ from ...huggingface.models import refuse_unsupported
 from ..engine.engine import prepare_deepspeed
 from ..engine.model import build_model, recompute_layers, recomputing
 
-_FINAL_NORM = {
-    "gpt_neox": "final_layer_norm",
-    "llama": "norm",
-    "mistral": "norm",
-    "qwen2": "norm",
-    "qwen3": "norm",
-}
+_DENSE = [family for family in FAMILIES.values() if family.experts == "none"]
+_FINAL_NORM = {"mistral": "norm", **{one.model_type: one.modules["final_norm"].split(".")[-1] for one in _DENSE}}
 """Models that are an embedding, layers, a norm and an output layer, with nothing between, and their norm's name."""
 
 
@@ -157,7 +153,11 @@ def _refuse_uncut(config: Any, layout: Layout) -> None:
         "choose a pp that divides the number of layers",
     )
     rules = [
-        (config.model_type not in _FINAL_NORM, f"model_type {config.model_type}", f"use {', '.join(_FINAL_NORM)}"),
+        (
+            config.model_type not in _FINAL_NORM,
+            f"model_type {config.model_type}",
+            f"use {', '.join(sorted(_FINAL_NORM))}",
+        ),
         (getattr(config, "tie_word_embeddings", False), tied, untie),
         (bool(dropout), f"hidden_dropout = {dropout}", "set it to 0 in the model's config"),
         (layers % layout.pp != 0, f"{layers} layers, parallel.pp {layout.pp}", divide),

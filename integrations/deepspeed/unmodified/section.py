@@ -20,6 +20,7 @@ from ....core import registry
 from ....core.errors import EvenloadError, nearest, shorten, shown
 from ....core.input.validation import first_fault
 from ....core.recipe import recipe as recipes
+from ....core.recipe.families import families_with
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sizes import experts_in
 
@@ -97,9 +98,10 @@ def for_engine(
 def _family(config: Any) -> dict[str, Any]:
     experts = experts_in(vars(config))
     if experts is None:
-        return {"model.family": "gpt" if config.model_type in ("gpt_neox", "gpt2") else "llama", "model.moe": None}
+        gated = config.model_type not in ("gpt_neox", "gpt2")
+        return {"model.family": families_with(lambda family: family.gated == gated)[0], "model.moe": None}
     return {
-        "model.family": "qwen3_moe",
+        "model.family": families_with(lambda family: family.experts == "some")[0],
         "model.moe": {
             "num_experts": experts.num_experts,
             "topk": experts.topk,

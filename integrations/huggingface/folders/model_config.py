@@ -9,18 +9,11 @@ import transformers
 
 from ....core.errors import EvenloadError, nearest, shorten, shown
 from ....core.input import reading
+from ....core.recipe.families import families_with
 from ....core.recipe.pretrained import LLAMA3
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sections import Model
 from .reading import CONFIG
-
-_FAMILIES: dict[str, str] = {
-    "llama": "LlamaConfig",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "mixtral": "MixtralConfig",
-    "qwen3_moe": "Qwen3MoeConfig",
-}
 
 
 def model_config(recipe: Recipe) -> Any:
@@ -40,41 +33,37 @@ def model_config(recipe: Recipe) -> Any:
             "model.vocab_size is null",
             "resolve it from the tokenizer, or set model.vocab_size",
         )
-    shape: dict[str, Any] = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
+    family = model.kind
+    if "num_query_groups" not in family.keys and model.kv_heads != model.num_attention_heads:
+        others = families_with(lambda one: one.experts == "none" and "num_query_groups" in one.keys)
+        raise EvenloadError(
+            f"the family {model.family} has no grouped queries on DeepSpeed",
+            f"{model.kv_heads} query groups, {model.num_attention_heads} heads",
+            f"leave model.num_query_groups out, or use {', '.join(others[:-1])} or {others[-1]}",
+        )
+    values = {key: getattr(model, _COMPUTED.get(field, field)) for field, key in family.keys.items()}
+    fields = {
+        **{key: value for key, value in values.items() if value is not None},
+        **{key: built for key, (absent, built) in family.fixed.items() if built != absent},
+        **_experts(model),
         "max_position_embeddings": recipe.data.max_length,
-        "tie_word_embeddings": model.tied_embeddings,
+        "rope_parameters": _rope(model),
         "use_cache": False,
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    rope = _rope(model)
-    if model.family == "gpt":
-        if model.kv_heads != model.num_attention_heads:
-            raise EvenloadError(
-                "the family gpt has no grouped queries on DeepSpeed",
-                f"{model.kv_heads} query groups, {model.num_attention_heads} heads",
-                "leave model.num_query_groups out, or use llama, qwen2 or qwen3",
-            )
-        # Megatron's GPT block: rotary over the whole head, MLP after attention and not beside it.
-        epsilon = {} if model.norm_epsilon is None else {"layer_norm_eps": model.norm_epsilon}
-        return transformers.GPTNeoXConfig(
-            **shape, **epsilon, use_parallel_residual=False, rope_parameters={**rope, "partial_rotary_factor": 1.0}
-        )
-    kind = getattr(transformers, _FAMILIES[model.family])
-    if model.norm_epsilon is not None:
-        shape["rms_norm_eps"] = model.norm_epsilon
-    shape |= {"num_key_value_heads": model.kv_heads, "head_dim": model.head_size, "rope_parameters": rope}
-    return kind(**{**shape, **_experts(model)})
+    return transformers.AutoConfig.for_model(family.model_type, **fields)
+
+
+_COMPUTED = {"num_query_groups": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn_size"}
+"""Fields of ``model`` that a recipe may leave out, and their values."""
 
 
 def _rope(model: Model) -> dict[str, Any]:
     """The settings of rotary positions, as a config of Transformers has them."""
     rope = {"rope_type": "default", "rope_theta": model.rotary_base}
+    if model.kind.rotary_share != 1.0:
+        rope["partial_rotary_factor"] = 1.0
     if model.rope_scaling_factor is None:
         return rope
     return {**rope, **LLAMA3, "factor": model.rope_scaling_factor}
@@ -90,19 +79,19 @@ def _experts(model: Model) -> dict[str, Any]:
         "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
     }
-    if model.family == "mixtral":
-        return {**fields, "intermediate_size": model.expert_ffn_size}
+    size = {model.kind.expert_size_key: model.expert_ffn_size}
+    if model.kind.experts == "all":
+        return fields | size
     dense = sorted(set(range(model.num_layers)) - set(model.moe_layers))
-    # Scores over the sum of the chosen ones are the softmax over these alone.
-    return {**fields, "moe_intermediate_size": model.expert_ffn_size, "mlp_only_layers": dense, "norm_topk_prob": True}
+    return fields | size | {"mlp_only_layers": dense}
 
 
 def _read(path: Path) -> Any:
     name, do = f"the model config {shorten(str(path))}", "give a Hugging Face config.json"
     fields = reading.mapping(reading.read_json(path, name, do), name, do)
     kind = fields.get("model_type")
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not isinstance(kind, str) or kind not in known:
+    if not isinstance(kind, str) or not _is_causal_model(kind):
+        known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         raise EvenloadError(
             f"{name} is no causal language model", f"model_type {shown(kind)}", nearest(str(kind), known)
         )
@@ -112,3 +101,9 @@ def _read(path: Path) -> Any:
         raise EvenloadError(
             f"{name} is refused by transformers", shorten(f"{type(error).__name__}: {error}"), do
         ) from error
+
+
+def _is_causal_model(kind: str) -> bool:
+    """Whether Transformers, or who registered a class with it, has a causal language model of that type."""
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    return kind in known and known[kind] in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -79,7 +79,7 @@ def export_rules(recipe: Recipe) -> list[Rule]:
     return [
         (moe.shared_ffn_hidden_size > 0, what, f"model.moe.shared_ffn_hidden_size {moe.shared_ffn_hidden_size}", do),
         (moe.score != "softmax", what, f"model.moe.score {moe.score}", do),
-        (model.family == "mixtral" and moe.every > 1, what, f"model.moe.every {moe.every}", do),
+        (model.kind.experts == "all" and moe.every > 1, what, f"model.moe.every {moe.every}", do),
     ]
 
 

@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> TransformerConfig:
     """Megatron's TransformerConfig of the recipe's model on a layout; ``changes`` override any of its fields."""
-    model, dtype = recipe.model, DTYPES[recipe.train.dtype]
+    model, family, dtype = recipe.model, recipe.model.kind, DTYPES[recipe.train.dtype]
     fields: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -38,14 +38,14 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
         "num_query_groups": model.kv_heads,
         "kv_channels": model.head_size,
         "ffn_hidden_size": model.ffn_size,
-        "normalization": "RMSNorm" if model.gated else "LayerNorm",
-        "gated_linear_unit": model.gated,
-        "activation_func": F.silu if model.gated else F.gelu,
+        "normalization": "RMSNorm" if family.gated else "LayerNorm",
+        "gated_linear_unit": family.gated,
+        "activation_func": F.silu if family.gated else F.gelu,
         # The fused SwiGLU is made for torch.compile on a GPU; run eagerly on a CPU it makes the whole step 8% slower.
-        "bias_activation_fusion": model.gated and torch.cuda.is_available(),
-        "add_bias_linear": not model.gated,
-        "add_qkv_bias": model.family == "qwen2",
-        "qk_layernorm": model.family in ("qwen3", "qwen3_moe"),
+        "bias_activation_fusion": family.gated and torch.cuda.is_available(),
+        "add_bias_linear": not family.gated,
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp,

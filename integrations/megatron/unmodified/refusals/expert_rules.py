@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from .....core.errors import EvenloadError, Rule
+from .....core.recipe.families import families_with
 from ...model.experts import SEQUENCE_LOSS, routers
 
 _CHOOSING = ("sinkhorn", "quantile_balancing")
@@ -86,7 +87,7 @@ def recipe_of_experts(config: Any) -> dict[str, Any]:
     frequency, layers = config.moe_layer_freq, config.num_layers
     every = frequency if isinstance(frequency, int) else max(1, round(layers / max(1, sum(frequency))))
     return {
-        "family": "qwen3_moe" if config.qk_layernorm else "mixtral",
+        "family": families_with(lambda f: f.experts != "none" and f.qk_norm == config.qk_layernorm)[0],
         "moe": {
             "num_experts": config.num_moe_experts,
             "topk": config.moe_router_topk,

@@ -18,6 +18,7 @@ from torch import Tensor
 from .....core.errors import EvenloadError, Rule, refuse_first
 from .....core.machine.layout import Layout
 from .....core.plan.step_plan import StepPlan
+from .....core.recipe.families import families_with
 from .....core.recipe.recipe import Recipe
 from ..reading.context_parallel import rules_of_context
 from .attention import refuse_attention
@@ -191,7 +192,7 @@ def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> 
             "train.global_batch_tokens": None,
             "train.global_batch_size": max(recipe.train.global_batch_size, layout.dp),
             "model": {
-                "family": "llama" if config.gated_linear_unit else "gpt",
+                "family": families_with(lambda family: family.gated == config.gated_linear_unit)[0],
                 **(recipe_of_experts(config) if config.num_moe_experts else {}),
                 "num_layers": layers,
                 "hidden_size": config.hidden_size,
