@@ -30,7 +30,7 @@ from .records.saving import Saved
 from .state.drawing import TenantDrawing, own_draws
 from .state.status import leave_word
 from .state.tenant import ENDED, ActiveTenant
-from .sweeps.verdicts import Verdicts
+from .sweeps.sweeps import Sweeps
 
 _LOOK_AGAIN_S = 0.5
 """Between two looks into the folder while nobody trains."""
@@ -59,7 +59,7 @@ class Loop:
         if job.leads:
             leave_word(job.folder, job.out)
         self.members = Members(job, self._output, self._folder, saved)
-        self.verdicts = Verdicts(job, self._output, self.members, write, saved.races if saved else None)
+        self.sweeps = Sweeps(job, self._output, self.members, write, saved.races if saved else None)
         self._drawing = TenantDrawing(lambda: self.members.active)
         self._planner = job.planner(self._drawing)
         self.step = saved.step if saved else 0
@@ -114,7 +114,7 @@ class Loop:
         for number, text in change.faults.items():
             self.members.end(self.members.of_number(number), "failed", text)
         self.members.heed(change.news)
-        self.verdicts.race()
+        self.sweeps.race()
         self.members.make_place()
         self._seat()
         if change.news.stop:
@@ -144,7 +144,7 @@ class Loop:
         failed = [tenant for tenant in tenants if results[tenant.number].failed]
         for tenant in failed:
             self.members.end(tenant, "failed", f"{results[tenant.number].failed} in step {tenant.step}")
-        self.verdicts.after([tenant for tenant in tenants if tenant not in failed], self.step)
+        self.sweeps.after([tenant for tenant in tenants if tenant not in failed], self.step)
         for tenant in tenants:
             if tenant.state not in ENDED and tenant.step == tenant.steps:
                 self.members.end(tenant, "done")
@@ -152,7 +152,7 @@ class Loop:
 
     def _follow(self, tenants: Sequence[ActiveTenant]) -> None:
         """What comes of tenants that have ended, or have not: verdicts, and others who take their place. Collective."""
-        decided = self.verdicts.race()
+        decided = self.sweeps.race()
         ended = [tenant for tenant in tenants if tenant.state in ENDED]
         changed = self.members.make_place() or decided or bool(ended)
         if (changed and self._seat()) or decided or any(tenant.step < tenant.steps for tenant in ended):
@@ -163,7 +163,7 @@ class Loop:
         anybody = False
         while self.members.seat():
             anybody = True
-            self.verdicts.begin(self.step)
+            self.sweeps.begin(self.step)
         return anybody
 
     def _tell(
@@ -190,7 +190,7 @@ class Loop:
         if lost:
             self._follow(lost)
         if self._job.recipe.checkpoint.dir is not None and self.step:
-            more = {"next_number": self.members.next_number, "races": self.verdicts.state()}
+            more = {"next_number": self.members.next_number, "races": self.sweeps.state()}
             saving.save(self._job, self.step, self.members.tenants, self.members.adapters(), more)
 
     def _waits(self) -> bool:

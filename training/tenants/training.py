@@ -48,7 +48,7 @@ def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
         "summary": {**totals(loop.rows), "checkpoint": str(checkpoint) if checkpoint else None, "out": str(job.out)},
         "tenants": [*members.past.values(), *(tenant.status() for tenant in members.tenants)],
         "refused": {name: str(error) for name, error in members.bad.items()},
-        "sweeps": list(loop.verdicts.rankings.values()),
+        "sweeps": list(loop.sweeps.rankings.values()),
         "steps": [asdict(row) for row in loop.rows],
     }
 

@@ -25,7 +25,7 @@ from .stopping import is_due, is_over, next_due, perplexity
 logger = logging.getLogger("evenload")
 
 
-class Verdicts:
+class Sweeps:
     """See the module. ``saved``: what `state` gave before the job was resumed."""
 
     def __init__(
