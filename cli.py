@@ -139,11 +139,11 @@ def plan(
         return
     refuse(**pictures)
     record = trace is not None or report is not None
-    outlook = look_ahead(chosen, files, num_steps, num_ranks, loads=loads, record=record)
+    forecast = look_ahead(chosen, files, num_steps, num_ranks, loads=loads, record=record)
     if out is not None:
-        write_plans(outlook, out)
-    draw(outlook, **pictures)
-    _show("plan", outlook.to_json(explain=explain), as_json)
+        write_plans(forecast, out)
+    draw(forecast, **pictures)
+    _show("plan", forecast.to_json(explain=explain), as_json)
 
 
 @app.command()

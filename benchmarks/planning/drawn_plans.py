@@ -145,10 +145,10 @@ def work(limit_s: float) -> None:
         begun = time.process_time()
         signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
         try:
-            outlook = command.look_ahead(evenload.load_recipe(RECIPE, overrides), lengths, 1)
+            forecast = command.look_ahead(evenload.load_recipe(RECIPE, overrides), lengths, 1)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            step = outlook.to_json()["steps"][0]
-            check(outlook.steps[0].ours.plan)
+            step = forecast.to_json()["steps"][0]
+            check(forecast.steps[0].ours.plan)
             lawful = {n: b["step_s"] for n, b in step["baselines"].items() if b["over_caps"] is None}
             row |= {"step_s": step["step_s"], "plan_cpu_s": step["plan_s"], "rows": lawful}
         except EvenloadError as error:

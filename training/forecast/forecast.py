@@ -75,7 +75,7 @@ class PlannedStep:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Forecast:
     """What `plan` says: everything its tables and pictures are made of."""
 
     recipe: Recipe
@@ -117,7 +117,7 @@ def look_ahead(
     *,
     loads: Path | None = None,
     record: bool = False,
-) -> Outlook:
+) -> Forecast:
     """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
 
     Without ``num_ranks`` the world has the fewest that ``parallel.*`` needs; ``loads`` is a file that ``log.loads``
@@ -138,11 +138,11 @@ def look_ahead(
     drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, batch_size(recipe), chain)
     planned = [_planned(chain, drawing(), record) for _ in range(steps)]
     replayed = replay(recipe, chain, planned[0].ours.plan, recorded) if recorded else None
-    return Outlook(recipe, chain, samples, _comparable(planned), replayed)
+    return Forecast(recipe, chain, samples, _comparable(planned), replayed)
 
 
-def _of_company(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Outlook:
-    """The outlook of a recipe with tenants."""
+def _of_company(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Forecast:
+    """The forecast of a recipe with tenants."""
     if not isinstance(lengths, Mapping):
         do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
         raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)
@@ -151,7 +151,7 @@ def _of_company(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, reco
     while company.more and len(planned) < steps:
         planned.append(_planned(company.chain, company.draw(), record))
     tenants = company.to_json([company.step(step.ours.plan) for step in planned])
-    return Outlook(recipe, company.chain, as_lengths(company.lengths), _comparable(planned), tenants=tenants)
+    return Forecast(recipe, company.chain, as_lengths(company.lengths), _comparable(planned), tenants=tenants)
 
 
 def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:
@@ -172,13 +172,13 @@ def _comparable(planned: list[PlannedStep]) -> tuple[PlannedStep, ...]:
     return tuple(replace(step, baselines={name: step.baselines[name] for name in known}) for step in planned)
 
 
-def write_plans(outlook: Outlook, path: Path) -> None:
+def write_plans(forecast: Forecast, path: Path) -> None:
     """Write the plans as ``plan.json``. Raises EvenloadError."""
     caps = {
         plugin.name: {key: value for key in _CAPS if (value := getattr(config, key, None)) is not None}
-        for plugin, config in outlook.chain.links
+        for plugin, config in forecast.chain.links
     }
-    text = to_json(file_json((step.ours.plan for step in outlook.steps), caps))
+    text = to_json(file_json((step.ours.plan for step in forecast.steps), caps))
     try:
         # A pipe that nobody reads is refused instead of waited for.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)

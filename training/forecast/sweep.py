@@ -21,7 +21,7 @@ from ...core.input import reading
 from ...core.recipe.recipe import Recipe
 from ...data.lengths import read_lengths
 from ..progress import Progress, silent
-from .forecast import Outlook, PlannedStep, look_ahead
+from .forecast import Forecast, PlannedStep, look_ahead
 
 MOST = 200
 """Combinations of one sweep; each is planned and simulated with all its baselines."""
@@ -113,8 +113,8 @@ def _refuse_unknown(recipe: Recipe, key: str) -> None:
         node, path = getattr(node, name), f"{path}.{name}".lstrip(".")
 
 
-def _row(outlook: Outlook) -> Result:
-    context, own = outlook.chain.context, [step.ours for step in outlook.steps]
+def _row(forecast: Forecast) -> Result:
+    context, own = forecast.chain.context, [step.ours for step in forecast.steps]
     layout, memory_bytes = context.layout, context.cluster.memory_bytes
     num_tokens = sum(one.plan.num_tokens for one in own)
     total_s = sum(one.outcome.step_s for one in own)
@@ -132,8 +132,8 @@ def _row(outlook: Outlook) -> Result:
         "peak_bytes": peak_bytes,
         "memory_bytes": memory_bytes,
         "fits": peak_bytes <= memory_bytes,
-        "strongest_baseline": _strongest(outlook.steps, total_s),
-        "plan_s": sum(step.plan_s for step in outlook.steps) / len(own),
+        "strongest_baseline": _strongest(forecast.steps, total_s),
+        "plan_s": sum(step.plan_s for step in forecast.steps) / len(own),
     }
 
 

@@ -28,7 +28,7 @@ from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
 from ...runtime.world.variables import RESULT
 from ..progress import Progress, silent
 from . import progress_link
-from .verdict import Outlook, Rank, Verdict
+from .verdict import Rank, RankWatch, Verdict
 
 _LOOK_S = 0.1
 _REAP_S = 5.0
@@ -122,14 +122,14 @@ def _start(
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], places: Path, safety: Safety, look: Callable[[], object]) -> Verdict:
-    outlook = Outlook(safety, _LOOK_S)
+    watch = RankWatch(safety, _LOOK_S)
     while True:
         time.sleep(_LOOK_S)
         seen = [Rank(one.poll(), _is_stopped(one), "") for one in ranks]
         if any(rank.code is not None or rank.stopped for rank in seen):  # where they are matters only then
             seen = [one._replace(where=marks.read(places, rank)) for rank, one in enumerate(seen)]
         look()  # after that: what a rank has sent before it ended is there
-        verdict = outlook.look(seen)
+        verdict = watch.look(seen)
         if verdict is not None:
             return verdict
 

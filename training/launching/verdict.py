@@ -45,7 +45,7 @@ Verdict = int | RankError
 """How a job ended: its exit code where the ranks have said why, else what the launcher has to say."""
 
 
-class Outlook:
+class RankWatch:
     """Looks at the ranks again and again, every ``every_s``; time is counted in looks."""
 
     def __init__(self, safety: Safety, every_s: float) -> None:

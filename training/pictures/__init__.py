@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..files import refuse_path
 
 if TYPE_CHECKING:
-    from ..forecast.forecast import Outlook
+    from ..forecast.forecast import Forecast
 
 
 def refuse(**paths: Path | None) -> None:
@@ -23,10 +23,10 @@ def refuse(**paths: Path | None) -> None:
         refuse_without_matplotlib()
 
 
-def draw(outlook: Outlook, **paths: Path | None) -> None:
+def draw(forecast: Forecast, **paths: Path | None) -> None:
     """Write the pictures asked for, each by the module of its kind. Raises EvenloadError, with nothing written if a
     path cannot work."""
     refuse(**paths)
     for kind, path in paths.items():
         if path is not None:
-            import_module(f".{kind}", __name__).write(outlook, path)
+            import_module(f".{kind}", __name__).write(forecast, path)

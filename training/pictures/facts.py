@@ -16,9 +16,9 @@ from ...core.plan.step_plan import MicroBatch, StepPlan
 from ...core.simulate.predict import own_costs
 from ...core.simulate.step import SPAN_KINDS, Span, SpanKind, simulate
 from ..bubbles import Place
-from ..forecast.forecast import Outlook, Simulated
+from ..forecast.forecast import Forecast, Simulated
 from ..pipelines import recomputed
-from .outlook import label, names, planners
+from .planners import label, names, planners
 
 Part = Literal["forward", "backward", "weights", "again", "padding", "exposed", "sum", "waiting"]
 
@@ -98,9 +98,9 @@ class Planner:
 
 @dataclass(frozen=True)
 class Facts:
-    """An outlook in numbers."""
+    """A forecast in numbers."""
 
-    outlook: Outlook
+    forecast: Forecast
     ours: Planner
     others: tuple[Planner, ...]
     """The baselines, stock first."""
@@ -109,12 +109,12 @@ class Facts:
 
     @property
     def context(self) -> PlanningContext:
-        return self.outlook.chain.context
+        return self.forecast.chain.context
 
     @property
     def remapped(self) -> bool:
         """A plugin is switched on; else evenload's plan is stock's, and only stock is shown."""
-        return bool(self.outlook.chain.links)
+        return bool(self.forecast.chain.links)
 
     @property
     def bound_s(self) -> float:
@@ -125,7 +125,7 @@ class Facts:
     def basis(self) -> str:
         """What the headline's numbers are."""
         steps = len(self.bounds_s)
-        return f"({self.outlook.times}{f', mean of {steps:,} steps' if steps > 1 else ''})"
+        return f"({self.forecast.times}{f', mean of {steps:,} steps' if steps > 1 else ''})"
 
     @property
     def reference(self) -> Planner:
@@ -162,10 +162,10 @@ class Facts:
         return tuple(sorted((*self.others, self.ours), key=key))
 
 
-def facts_of(outlook: Outlook) -> Facts:
+def facts_of(forecast: Forecast) -> Facts:
     """Gather the numbers; steps that were simulated without spans are simulated again."""
-    ours, *others = (_planner(name, outlook) for name in names(outlook))
-    return Facts(outlook, ours, tuple(others), tuple(step.bound_s for step in outlook.steps))
+    ours, *others = (_planner(name, forecast) for name in names(forecast))
+    return Facts(forecast, ours, tuple(others), tuple(step.bound_s for step in forecast.steps))
 
 
 def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
@@ -173,9 +173,9 @@ def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
     return one if one.outcome.spans else replace(one, outcome=simulate(one.plan, context, record=True))
 
 
-def _planner(name: str, outlook: Outlook) -> Planner:
-    context = outlook.chain.context
-    steps = tuple(with_spans(planners(step)[name], context) for step in outlook.steps)
+def _planner(name: str, forecast: Forecast) -> Planner:
+    context = forecast.chain.context
+    steps = tuple(with_spans(planners(step)[name], context) for step in forecast.steps)
     parts = [parts_of(one, context) for one in steps]
     slots = sum(one.plan.num_padded_tokens for one in steps)
     means = ("step_s", "imbalance", "bubble_frac", "exposed_frac")

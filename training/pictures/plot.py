@@ -11,7 +11,7 @@ import numpy as np
 from ...core.errors import EvenloadError
 from ...core.input.format import seconds
 from ..files import whole
-from ..forecast.forecast import Outlook
+from ..forecast.forecast import Forecast
 from .facts import (
     AGAIN_KEY,
     FOOT,
@@ -27,7 +27,7 @@ from .facts import (
     shown_places,
 )
 from .loads import draw_loads
-from .outlook import what_it_does
+from .planners import what_it_does
 
 _MOST_NUMBERED = 16
 """Rows that are high enough for numbers."""
@@ -70,18 +70,18 @@ def refuse_without_matplotlib() -> None:
         raise EvenloadError("--plot needs matplotlib", str(error), "pip install matplotlib") from error
 
 
-def write(outlook: Outlook, path: Path) -> None:
+def write(forecast: Forecast, path: Path) -> None:
     """Write the picture. Raises EvenloadError."""
     refuse_without_matplotlib()
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    facts = facts_of(outlook)
+    facts = facts_of(forecast)
     shown = facts.shown
     with mpl.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08, wspace=0.04)
-        heights = [1.75] * len(shown) + ([2.6] if outlook.loads else [])
+        heights = [1.75] * len(shown) + ([2.6] if forecast.loads else [])
         figure = Figure(figsize=(12.0, 1.6 + sum(heights)), dpi=_DPI, layout=layout)
         grid = figure.add_gridspec(len(heights), 2, width_ratios=(3.1, 1), height_ratios=heights)
         figure.suptitle(_headline(facts), x=0.01, ha="left", fontsize=14, fontweight="bold")
@@ -93,11 +93,11 @@ def write(outlook: Outlook, path: Path) -> None:
             axes.tick_params(labelbottom=place == len(shown) - 1, length=0)
         assert first is not None
         first.set_xlim(0, 1.01 * most_s)
-        say = f"seconds of the first step, {facts.outlook.times}"
+        say = f"seconds of the first step, {facts.forecast.times}"
         first.set_xlabel(f"{say}; numbers are micro-batches" if _is_numbered(shown[0]) else say)
         _draw_lengths(figure.add_subplot(grid[: len(shown), 1]), facts)
-        if outlook.loads:
-            draw_loads(figure.add_subplot(grid[-1, 0]), figure.add_subplot(grid[-1, 1]), outlook.loads)
+        if forecast.loads:
+            draw_loads(figure.add_subplot(grid[-1, 0]), figure.add_subplot(grid[-1, 1]), forecast.loads)
         partly = any(any(map(any, one.steps[0].plan.recompute)) for one in shown)
         _draw_legend(figure, parts, facts.bounds_s[0], partly=partly)
         with whole(path) as part:
@@ -168,7 +168,7 @@ def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -
 
 
 def _draw_lengths(axes: Any, facts: Facts) -> None:
-    edges, shares = histogram(facts.outlook.lengths)
+    edges, shares = histogram(facts.forecast.lengths)
     places = np.arange(len(edges) - 1)
     colours: dict[str, Part] = {"sequences": "padding", "tokens": "backward", "attention": "forward"}
     for shift, (name, part) in enumerate(colours.items()):

@@ -10,12 +10,12 @@ import numpy as np
 
 from ...core.input.format import mib, percent, seconds
 from ..files import whole
-from ..forecast.forecast import Outlook
+from ..forecast.forecast import Forecast
 from ..shared_plan import rows as company
 from . import sections
 from .facts import Facts, Planner, facts_of
 from .markup import Markup, duration, factor, figures, join, number, say, section, share, size, tag
-from .outlook import command
+from .planners import command
 
 _MOST_STEPS = 50
 """Rows of the table of steps."""
@@ -35,18 +35,18 @@ _SHORT = {"against evenload": "ratio", "against stock": "ratio", "planning, meas
 """Heads of a table where a page is narrow."""
 
 
-def write(outlook: Outlook, path: Path) -> None:
+def write(forecast: Forecast, path: Path) -> None:
     """Write the page. Raises EvenloadError."""
-    page = page_of(outlook)
+    page = page_of(forecast)
     with whole(path) as part:
         part.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def page_of(outlook: Outlook) -> str:
+def page_of(forecast: Forecast) -> str:
     """The page as text."""
-    facts = facts_of(outlook)
+    facts = facts_of(forecast)
     # Of each step the note that one sequence bounds it, empty where none does.
-    notes_of = (step["notes"] for step in outlook.to_json()["steps"])
+    notes_of = (step["notes"] for step in forecast.to_json()["steps"])
     notes = [next((note for note in notes if note.startswith("one sequence")), "") for notes in notes_of]
     body = join(
         _headline(facts, notes),
@@ -61,19 +61,19 @@ def page_of(outlook: Outlook) -> str:
         _fine_print(facts),
     )
     template = Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    return template.substitute(title=f"evenload: what it gains, {facts.outlook.times}", body=body)
+    return template.substitute(title=f"evenload: what it gains, {facts.forecast.times}", body=body)
 
 
 def _headline(facts: Facts, notes: Sequence[str]) -> Markup:
     ours, other, rival = facts.ours, facts.reference, facts.rival
     ratio = other.step_s / ours.step_s
     layout, cluster = facts.context.layout, facts.context.cluster
-    done = "planned" if facts.outlook.times == "predicted" else "trained"
+    done = "planned" if facts.forecast.times == "predicted" else "trained"
     steps = f"{len(notes):,} step{'' if len(notes) == 1 else 's'}"
     eyebrow = f"{layout.world_size:,} ranks, {cluster.name}, {steps} {done}"
     own_s, other_s = duration(ours.step_s), duration(other.step_s)
     if not facts.remapped:
-        others = " but ".join(["", *(plugin.name for plugin, _ in facts.outlook.chain.of_slices)])
+        others = " but ".join(["", *(plugin.name for plugin, _ in facts.forecast.chain.of_slices)])
         head = join("Stock: ", own_s, f" a step. No plugin{others} is switched on")
     elif ratio > 1 + _SAME:
         head = join("evenload: ", own_s, " a step instead of ", other_s, ": ", factor(ratio))
@@ -142,7 +142,7 @@ def _tables(facts: Facts) -> Markup:
 
 
 def _steps(facts: Facts) -> Markup:
-    shown, steps = facts.shown[::-1], facts.outlook.steps
+    shown, steps = facts.shown[::-1], facts.forecast.steps
     head = ["", *(one.label for one in shown), "lower bound", "planning, measured"]
     rows = []
     for place, step in enumerate(steps[:_MOST_STEPS]):
@@ -155,7 +155,7 @@ def _steps(facts: Facts) -> Markup:
 
 def _tenants(facts: Facts) -> Markup:
     """Whose samples they are, and what company saves; nothing without tenants."""
-    tenants = facts.outlook.tenants
+    tenants = facts.forecast.tenants
     if tenants is None:
         return join()
     rows = [(False, name, [tag("span", cell) for cell in cells]) for name, *cells in company.rows(tenants)]
@@ -166,9 +166,9 @@ def _tenants(facts: Facts) -> Markup:
 
 def _loads(facts: Facts) -> Markup:
     """What planners of layers make of recorded loads; nothing where none are given."""
-    if facts.outlook.loads is None:
+    if facts.forecast.loads is None:
         return join()
-    loads, columns = facts.outlook.loads.to_json(), ("imbalance_p50", "imbalance_p95", "imbalance_max")
+    loads, columns = facts.forecast.loads.to_json(), ("imbalance_p50", "imbalance_p95", "imbalance_max")
     head = ("", "busiest rank, median", "95th percentile", "most", "copies", "weights", "slots", "planning, measured")
     rows = [
         (
@@ -207,7 +207,7 @@ def _table(name: str, head: Sequence[str], rows: Sequence[tuple[bool, str, Seque
 
 
 def _fine_print(facts: Facts) -> Markup:
-    context, outlook, steps = facts.context, facts.outlook, facts.outlook.steps
+    context, forecast, steps = facts.context, facts.forecast, facts.forecast.steps
     layout = ", ".join(f"{name} {size}" for name, size in vars(context.layout).items())
     plan_s = seconds(float(np.mean([step.plan_s for step in steps])))
     num_drawn = sum(len(step.ours.plan.lengths) for step in steps)
@@ -215,8 +215,8 @@ def _fine_print(facts: Facts) -> Markup:
         "ranks": f"{context.layout.world_size:,}: {layout}",
         "cluster": f"{context.cluster.name}: {context.cluster.source}",
         "costs": context.costs.source,
-        "plugins": ", ".join(plugin.name for plugin in outlook.recipe.enabled()) or "none",
-        "samples": f"{len(outlook.lengths):,} in the file, {num_drawn:,} in the steps shown",
+        "plugins": ", ".join(plugin.name for plugin in forecast.recipe.enabled()) or "none",
+        "samples": f"{len(forecast.lengths):,} in the file, {num_drawn:,} in the steps shown",
         "planning": f"{plan_s} a step in the mean, measured where this page was made",
         "command": tag("code", command()),
     }
@@ -226,7 +226,7 @@ def _fine_print(facts: Facts) -> Markup:
     rows = [cell for name, text in lines.items() for cell in (tag("dt", name), tag("dd", text))]
     text = (
         "Everything on this page is predicted, except the time that planning took."
-        if facts.outlook.times == "predicted"
+        if facts.forecast.times == "predicted"
         else "Times are measured where this page was made. Predicted are the lower bound, which share of a pass is "
         "padding, and what ranks hold."
     )

@@ -11,11 +11,11 @@ from ...core.input.format import gib, seconds
 from . import charts
 from .facts import AGAIN_KEY, PARTS, Facts, Part, ends_of, histogram, pieces_of, shown_places
 from .markup import Markup, duration, figures, number, say, section, size, tag
-from .outlook import what_it_does
+from .planners import what_it_does
 
 
 def lengths(facts: Facts) -> Markup:
-    lengths = np.sort(facts.outlook.lengths)[::-1]
+    lengths = np.sort(facts.forecast.lengths)[::-1]
     pairs = np.cumsum(lengths.astype(np.float64) ** 2)
     half = int(np.searchsorted(pairs, 0.5 * pairs[-1])) + 1
     half_of = "the longest one" if half == 1 else f"the longest {half:,} of them"
@@ -102,7 +102,7 @@ def where(facts: Facts) -> Markup:
 
 def memory(facts: Facts) -> Markup:
     device = facts.context.cluster.memory_bytes
-    states_bytes = fixed_bytes(facts.context.costs.memory, facts.outlook.chain.limits)
+    states_bytes = fixed_bytes(facts.context.costs.memory, facts.forecast.chain.limits)
     ranked = sorted(facts.ranked, key=lambda one: -one.peak_bytes)
     most = max(device, ranked[0].peak_bytes)
     rows = []

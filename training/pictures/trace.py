@@ -23,8 +23,8 @@ from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import SPAN_KINDS, Span
 from ..bubbles import Place, by_place, name_of
 from ..files import open_text, whole
-from ..forecast.forecast import Outlook
-from .outlook import about, label, names, planners
+from ..forecast.forecast import Forecast
+from .planners import about, label, names, planners
 from .trace_args import args_of, tell_bubbles
 
 logger = logging.getLogger("evenload")
@@ -70,17 +70,17 @@ _STEP: Place = (-1, -1)
 """Where a process has the thread of its whole steps."""
 
 
-def write(outlook: Outlook, path: Path) -> None:
+def write(forecast: Forecast, path: Path) -> None:
     """Write what a plan predicts. Raises EvenloadError."""
-    write_trace(path, tracks_of(outlook), about(outlook))
+    write_trace(path, tracks_of(forecast), about(forecast))
 
 
-def tracks_of(outlook: Outlook) -> list[Track]:
+def tracks_of(forecast: Forecast) -> list[Track]:
     """All steps of all planners, a planner's steps without gaps."""
     tracks = []
-    for name in names(outlook):
+    for name in names(forecast):
         begin_s = 0.0
-        for one in (planners(step)[name] for step in outlook.steps):
+        for one in (planners(step)[name] for step in forecast.steps):
             tracks.append(Track(f"{label(name)}, predicted", one.plan, one.outcome.spans, begin_s))
             begin_s += one.outcome.step_s
     return tracks

@@ -22,11 +22,11 @@ from ...core.planning.chain import STOCK
 from ...core.planning.planner import Planned
 from ...core.simulate.step import Simulation, simulate
 from ..bubbles import bubbles_of
-from ..forecast.forecast import Outlook, PlannedStep, Simulated
+from ..forecast.forecast import Forecast, PlannedStep, Simulated
 from ..job import Job, logger
 from ..metrics import Taken
 from ..pictures import draw
-from ..pictures.outlook import OURS
+from ..pictures.planners import OURS
 from ..pictures.trace import Track, write_trace
 
 _MOST_DRAWN = 50
@@ -88,10 +88,10 @@ class Recording:
         """Draw the pictures of the measured steps, on rank 0; by kind the files that were written."""
         drawn: dict[str, str] = {}
         if steps := [one for one in self._steps if one.step in self._drawn]:
-            outlook = outlook_of(self._job, steps)
+            forecast = forecast_of(self._job, steps)
             for kind, path in self._pictures.items():
                 with _or_warn(kind):
-                    draw(outlook, **{kind: path})
+                    draw(forecast, **{kind: path})
                     drawn[kind] = str(path)
         return drawn
 
@@ -123,7 +123,7 @@ def _or_warn(kind: str) -> Iterator[None]:
         logger.warning("no %s: %s", kind, error)
 
 
-def outlook_of(job: Job, steps: Sequence[_Recorded]) -> Outlook:
+def forecast_of(job: Job, steps: Sequence[_Recorded]) -> Forecast:
     """The measured steps in the form in which `plan` shows predicted ones."""
     rows = []
     for _, group in groupby(steps, key=lambda one: one.step):
@@ -133,7 +133,7 @@ def outlook_of(job: Job, steps: Sequence[_Recorded]) -> Outlook:
         baselines = {"padded" if name == STOCK else name: _measured(one) for name, one in variants.items()}
         ordered = dict(sorted(baselines.items(), key=lambda item: item[0] != "padded"))
         rows.append(PlannedStep(_measured(own), ordered, own.taken.plan_s, own.planned.draw.delay_steps))
-    return Outlook(job.recipe, job.chain, job.source.lengths, tuple(rows), times="measured")
+    return Forecast(job.recipe, job.chain, job.source.lengths, tuple(rows), times="measured")
 
 
 def _measured(one: _Recorded) -> Simulated:

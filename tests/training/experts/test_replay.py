@@ -204,26 +204,26 @@ def test_the_table_has_a_row_a_planner_and_says_what_is_predicted(tmp_path: Path
 
 
 def test_the_picture_draws_every_layer_by_planner_below_the_steps(tmp_path: Path) -> None:
-    outlook = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4))
-    assert outlook.loads is not None
+    forecast = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4))
+    assert forecast.loads is not None
     axes, key_axes = Figure().subplots(2)
-    draw_loads(axes, key_axes, outlook.loads)
+    draw_loads(axes, key_axes, forecast.loads)
     drawn = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
     assert drawn["static: experts at home"] == [1.0, 1.5]
     assert drawn["moe"] == [1.0, 1.0]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "1"]
     assert "predicted" in axes.get_title(loc="left") + axes.get_title()
-    pictures.draw(outlook, plot=tmp_path / "with.png")
-    pictures.draw(replace(outlook, loads=None), plot=tmp_path / "without.png")
+    pictures.draw(forecast, plot=tmp_path / "with.png")
+    pictures.draw(replace(forecast, loads=None), plot=tmp_path / "without.png")
     heights = [imread(tmp_path / f"{name}.png").shape[0] for name in ("with", "without")]
     assert heights[0] > heights[1]
 
 
 def test_the_page_has_a_table_of_them(tmp_path: Path) -> None:
-    outlook = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4), record=True)
-    page = page_of(outlook)
+    forecast = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4), record=True)
+    page = page_of(forecast)
     assert '<section id="loads">' in page
     assert re.search(r'<th scope="row">static</th>(<td[^>]*><data value="[^"]*">[^<]*</data></td>){7}</tr>', page)
     assert 'value="1.25">1.2500</data>' in page
     assert "Predicted from 2 passes" in page
-    assert 'id="loads"' not in page_of(replace(outlook, loads=None))
+    assert 'id="loads"' not in page_of(replace(forecast, loads=None))

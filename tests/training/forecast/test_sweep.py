@@ -18,7 +18,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import Recipe
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.sweep import MOST, _strongest, axes_of, best_of, sweep
-from evenload.training.pictures.outlook import names
+from evenload.training.pictures.planners import names
 from rich.console import Console
 
 NO_FILES: dict[str, Path | None] = {"--out": None, "--trace": None}
@@ -89,13 +89,13 @@ def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe: Recipe, lengths: 
     free, bound = (
         look_ahead(mesh.changed({"plugins.mesh.max_degree": degree}), np.array([4096] * 64), 1) for degree in (0, 2)
     )
-    for outlook, ignores in ((free, None), (bound, "plugins.mesh.max_degree is 2, 4 ranks share a sequence")):
-        told = outlook.to_json()["steps"][0]["baselines"]
+    for forecast, ignores in ((free, None), (bound, "plugins.mesh.max_degree is 2, 4 ranks share a sequence")):
+        told = forecast.to_json()["steps"][0]["baselines"]
         assert (told["cp_all"]["ignores"], told["cp_all"]["over_caps"]) == (ignores, ignores)
         assert told["cp_1"]["ignores"] is None
-        assert ("cp_all" in names(outlook)) == (ignores is None)
+        assert ("cp_all" in names(forecast)) == (ignores is None)
         console = Console(width=160, record=True, file=StringIO())
-        console.print(tables.plan(outlook.to_json()))
+        console.print(tables.plan(forecast.to_json()))
         text = " ".join(console.export_text().split())
         assert ("cp_all: not allowed" in text) == (ignores is not None)
         assert (f"cp_all is not allowed: {ignores}" in text) == (ignores is not None)

@@ -3,7 +3,7 @@
 import pytest
 from evenload.core.recipe.sections import Safety
 from evenload.runtime.watchdog.marks import CONNECTING, MEETING
-from evenload.training.launching.verdict import GRACE_S, MISS_S, SAY_S, Outlook, Rank
+from evenload.training.launching.verdict import GRACE_S, MISS_S, SAY_S, Rank, RankWatch
 
 SAFETY = Safety(gone_s=5.0, stuck_s=50.0)
 WORKS = Rank(where="forward")
@@ -17,9 +17,9 @@ EVERY_S = 0.5
 
 def verdict_on(*ranks, most_s=1000.0):
     """(seconds of looking, verdict) on ranks that stay as they are."""
-    outlook = Outlook(SAFETY, EVERY_S)
+    watch = RankWatch(SAFETY, EVERY_S)
     for number in range(int(most_s / EVERY_S)):
-        if (verdict := outlook.look(ranks)) is not None:
+        if (verdict := watch.look(ranks)) is not None:
             return number * EVERY_S, verdict
     return most_s, None
 
@@ -83,14 +83,14 @@ def test_ranks_that_work_or_were_all_stopped_together_are_waited_for(ranks):
 
 
 def test_a_rank_that_speaks_shortly_after_a_kill_is_the_one_that_is_believed():
-    outlook = Outlook(SAFETY, EVERY_S)
-    assert outlook.look((WORKS, Rank(-6))) is None
-    assert outlook.look((FAILED, Rank(-6))) == 1
+    watch = RankWatch(SAFETY, EVERY_S)
+    assert watch.look((WORKS, Rank(-6))) is None
+    assert watch.look((FAILED, Rank(-6))) == 1
 
 
 def test_a_rank_that_goes_on_after_a_stop_is_not_the_fault():
-    outlook = Outlook(SAFETY, EVERY_S)
+    watch = RankWatch(SAFETY, EVERY_S)
     for _ in range(5):
         for _ in range(int(SAFETY.gone_s / EVERY_S)):
-            assert outlook.look((WORKS, FROZEN)) is None
-        assert outlook.look((WORKS, WORKS)) is None
+            assert watch.look((WORKS, FROZEN)) is None
+        assert watch.look((WORKS, WORKS)) is None

@@ -22,11 +22,11 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import SPAN_KINDS, Span
 from evenload.training import pictures
-from evenload.training.forecast.forecast import Outlook, look_ahead
+from evenload.training.forecast.forecast import Forecast, look_ahead
 from evenload.training.pictures import facts as facts_module
 from evenload.training.pictures import markup, plot, trace
 from evenload.training.pictures.facts import facts_of, histogram, parts_of, pieces_of, shown_places
-from evenload.training.pictures.outlook import names, planners
+from evenload.training.pictures.planners import names, planners
 from evenload.training.pictures.report import page_of
 from evenload.training.pictures.trace import tracks_of
 
@@ -58,13 +58,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def outlook(request: pytest.FixtureRequest, place: Path) -> Outlook:
+def forecast(request: pytest.FixtureRequest, place: Path) -> Forecast:
     recipe = load_recipe(place / "recipe.yaml", LAYOUTS[request.param])
     return look_ahead(recipe, place / "lengths.txt", 2, record=True)
 
 
 @pytest.fixture(scope="module")
-def simple(place: Path) -> Outlook:
+def simple(place: Path) -> Forecast:
     return look_ahead(load_recipe(place / "recipe.yaml"), place / "lengths.txt", 1, record=True)
 
 
@@ -74,8 +74,8 @@ def read_trace(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_trace_shows_every_span_of_every_planner_once(outlook: Outlook, tmp_path: Path) -> None:
-    pictures.draw(outlook, trace=tmp_path / "t.json")
+def test_a_trace_shows_every_span_of_every_planner_once(forecast: Forecast, tmp_path: Path) -> None:
+    pictures.draw(forecast, trace=tmp_path / "t.json")
     found = read_trace(tmp_path / "t.json")
     processes = [e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"]
     assert processes[:2] == ["evenload, predicted", "stock, predicted"]
@@ -90,7 +90,7 @@ def test_a_trace_shows_every_span_of_every_planner_once(outlook: Outlook, tmp_pa
             if e["ph"] == "X" and e["pid"] == pid and threads[e["tid"]] != "step"
         )
         wanted = []
-        for track in (t for t in tracks_of(outlook) if t.name == track_name):
+        for track in (t for t in tracks_of(forecast) if t.name == track_name):
             for span in track.spans:
                 stages = track.plan.limits.num_stages
                 thread = f"stage {span.stage}, rank {span.rank}" if stages > 1 else f"rank {span.rank}"
@@ -100,8 +100,8 @@ def test_a_trace_shows_every_span_of_every_planner_once(outlook: Outlook, tmp_pa
     assert not list(tmp_path.glob(".*")), "the unfinished file is gone"
 
 
-def test_events_of_a_thread_never_overlap_and_carry_what_the_format_asks_for(outlook: Outlook, tmp_path: Path) -> None:
-    pictures.draw(outlook, trace=tmp_path / "t.json.gz")
+def test_events_of_a_thread_never_overlap_and_hold_what_the_format_asks_for(forecast: Forecast, tmp_path: Path) -> None:
+    pictures.draw(forecast, trace=tmp_path / "t.json.gz")
     found = read_trace(tmp_path / "t.json.gz")
     assert set(found) == {"displayTimeUnit", "otherData", "traceEvents"}
     assert found["displayTimeUnit"] in ("ms", "ns")
@@ -132,7 +132,7 @@ def test_events_of_a_thread_never_overlap_and_carry_what_the_format_asks_for(out
         assert (leaves["ph"], arrives["ph"], arrives["bp"]) == ("s", "f", "e")
         assert leaves["ts"] <= arrives["ts"]
         assert (leaves["name"], leaves["cat"], leaves["pid"]) == (arrives["name"], arrives["cat"], arrives["pid"])
-    assert bool(arrows) == (outlook.chain.limits.num_stages > 1)
+    assert bool(arrows) == (forecast.chain.limits.num_stages > 1)
     for events in threads.values():
         events.sort()
         assert all(start + length <= after for (start, length), (after, _) in pairwise(events))
@@ -237,16 +237,16 @@ class Page(HTMLParser):
             self.rows[self._table][data] = []
 
 
-def test_the_numbers_of_the_page_are_those_of_json(outlook: Outlook) -> None:
-    result = outlook.to_json()["steps"]
-    page = Page(page_of(outlook))
+def test_the_numbers_of_the_page_are_those_of_json(forecast: Forecast) -> None:
+    result = forecast.to_json()["steps"]
+    page = Page(page_of(forecast))
     mean = {"evenload": np.mean([s["step_s"] for s in result])}
     mean |= {
         n.replace("_", " "): np.mean([s["baselines"][n]["step_s"] for s in result]) for n in result[0]["baselines"]
     }
     mean["stock"] = mean.pop("padded")
     rows = page.rows["planners"]
-    remapped = bool(outlook.chain.links)
+    remapped = bool(forecast.chain.links)
     assert set(rows) == (set(mean) if remapped else {"stock"})
     for name in rows:
         assert rows[name][0] == pytest.approx(mean[name], rel=1e-12)
@@ -266,8 +266,8 @@ def test_the_numbers_of_the_page_are_those_of_json(outlook: Outlook) -> None:
     assert first[0] == result[0]["step_s"]
 
 
-def test_the_page_asks_for_nothing_and_says_that_it_is_predicted(outlook: Outlook) -> None:
-    text = page_of(outlook)
+def test_the_page_asks_for_nothing_and_says_that_it_is_predicted(forecast: Forecast) -> None:
+    text = page_of(forecast)
     page = Page(text)
     assert [v["id"] for t, v in page.tags if t == "section"] == [
         "lengths", "step", "where", "bound", "memory", "table", "fine"
@@ -284,7 +284,7 @@ def test_the_page_asks_for_nothing_and_says_that_it_is_predicted(outlook: Outloo
     assert "$" not in re.sub(r"<dd>.*?</dd>", "", text)
 
 
-def test_strings_of_users_are_escaped(simple: Outlook, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strings_of_users_are_escaped(simple: Forecast, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = "<script>alert('x')</script>&\"$body"
     context = simple.chain.context
     costs = context.costs.model_copy(update={"source": evil})
@@ -308,22 +308,22 @@ def test_markup_escapes_everything_but_markup(inside: str) -> None:
     assert [tag for tag, _ in page.tags] == ["p", "i"]
 
 
-def test_the_parts_of_a_step_are_the_step(outlook: Outlook) -> None:
-    context = outlook.chain.context
-    for name in names(outlook):
-        one = planners(outlook.steps[0])[name]
+def test_the_parts_of_a_step_are_the_step(forecast: Forecast) -> None:
+    context = forecast.chain.context
+    for name in names(forecast):
+        one = planners(forecast.steps[0])[name]
         parts = parts_of(one, context)
         assert sum(parts.values()) == pytest.approx(one.outcome.step_s)
         assert all(taken >= 0 for taken in parts.values())
         computed = parts["forward"] + parts["backward"] + parts["again"] + parts["padding"]
         assert computed == pytest.approx(one.outcome.busy_s.mean())
         assert (parts["again"] > 0) == context.costs.recompute or one.plan.replayed
-    stock = parts_of(outlook.steps[0].baselines["padded"], context)
+    stock = parts_of(forecast.steps[0].baselines["padded"], context)
     assert stock["padding"] > 0
-    assert parts_of(outlook.steps[0].ours, context)["padding"] <= stock["padding"]
+    assert parts_of(forecast.steps[0].ours, context)["padding"] <= stock["padding"]
 
 
-def test_padding_is_what_the_pass_costs_more_than_its_tokens(simple: Outlook) -> None:
+def test_padding_is_what_the_pass_costs_more_than_its_tokens(simple: Forecast) -> None:
     costs = simple.chain.context.costs
     one = simple.steps[0].baselines["padded"]
     bare = replace(one.plan, micro_batches=tuple(m._replace(pad_to=0) for m in one.plan.micro_batches))
@@ -334,16 +334,16 @@ def test_padding_is_what_the_pass_costs_more_than_its_tokens(simple: Outlook) ->
     assert parts_of(one, simple.chain.context)["padding"] == pytest.approx(wanted / one.plan.limits.num_ranks)
 
 
-def test_pieces_cover_a_ranks_spans_in_order(outlook: Outlook) -> None:
-    one = outlook.steps[0].baselines["padded"]
+def test_pieces_cover_a_ranks_spans_in_order(forecast: Forecast) -> None:
+    one = forecast.steps[0].baselines["padded"]
     stage = one.plan.limits.num_stages - 1
-    pieces = pieces_of(one, outlook.chain.context.costs, {(stage, 1)})[stage, 1]
+    pieces = pieces_of(one, forecast.chain.context.costs, {(stage, 1)})[stage, 1]
     spans = [s for s in one.outcome.spans if (s.stage, s.rank) == (stage, 1)]
     assert sum(p.end_s - p.start_s for p in pieces) == pytest.approx(sum(s.end_s - s.start_s for s in spans))
     assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(pieces))
 
 
-def test_of_many_ranks_the_busiest_and_the_idlest_are_among_those_shown(simple: Outlook) -> None:
+def test_of_many_ranks_the_busiest_and_the_idlest_are_among_those_shown(simple: Forecast) -> None:
     one = simple.steps[0].baselines["in_order"]
     assert shown_places(one) == ([(0, 0), (0, 1), (0, 2), (0, 3)], True)
     places, complete = shown_places(one, 3)
@@ -362,7 +362,7 @@ def test_every_sequence_is_in_one_bin(lengths: list[int]) -> None:
     assert all(sum(share) == pytest.approx(1) for share in shares.values())
 
 
-def test_the_rival_is_the_fastest_but_stock_and_the_first_of_equals(simple: Outlook) -> None:
+def test_the_rival_is_the_fastest_but_stock_and_the_first_of_equals(simple: Forecast) -> None:
     facts = facts_of(simple)
     one = facts.others[0]
     fake = [replace(one, name=n, step_s=s) for n, s in (("padded", 1.0), ("a", 3.0), ("b", 2.0), ("c", 2.0 - 1e-6))]
@@ -371,17 +371,17 @@ def test_the_rival_is_the_fastest_but_stock_and_the_first_of_equals(simple: Outl
     assert found.name == "b"
 
 
-def test_spans_that_were_not_recorded_are_simulated_again(simple: Outlook, place: Path) -> None:
+def test_spans_that_were_not_recorded_are_simulated_again(simple: Forecast, place: Path) -> None:
     bare = look_ahead(load_recipe(place / "recipe.yaml"), place / "lengths.txt", 1)
     assert not bare.steps[0].ours.outcome.spans
     again = facts_module.with_spans(bare.steps[0].ours, bare.chain.context)
     assert again.outcome.spans == simple.steps[0].ours.outcome.spans
 
 
-def test_the_plot_decodes_and_shows_the_colours_of_work_and_waiting(outlook: Outlook, tmp_path: Path) -> None:
+def test_the_plot_decodes_and_shows_the_colours_of_work_and_waiting(forecast: Forecast, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     colors = pytest.importorskip("matplotlib.colors")
-    pictures.draw(outlook, plot=tmp_path / "p.png")
+    pictures.draw(forecast, plot=tmp_path / "p.png")
     pixels = image.imread(tmp_path / "p.png")
     assert pixels.shape[1] > 1000
     for part in ("forward", "backward", "waiting"):
@@ -400,7 +400,7 @@ def test_the_plot_decodes_and_shows_the_colours_of_work_and_waiting(outlook: Out
     ],
 )
 def test_a_picture_that_cannot_be_written_is_refused_before_any_other_is(
-    simple: Outlook, tmp_path: Path, option: str, name: str, says: str
+    simple: Forecast, tmp_path: Path, option: str, name: str, says: str
 ) -> None:
     (tmp_path / "folder.json").mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -412,7 +412,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_any_other_is(
 
 
 def test_without_matplotlib_only_the_plot_is_refused(
-    simple: Outlook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    simple: Forecast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(EvenloadError, match="pip install matplotlib"):
@@ -423,7 +423,7 @@ def test_without_matplotlib_only_the_plot_is_refused(
 
 
 def test_a_failure_half_way_leaves_the_old_file(
-    simple: Outlook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    simple: Forecast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "t.json"
     path.write_text("old")

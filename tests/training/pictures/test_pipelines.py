@@ -18,7 +18,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import simulate
 from evenload.training import pictures
-from evenload.training.forecast.forecast import Outlook, PlannedStep, Simulated, look_ahead, over_caps
+from evenload.training.forecast.forecast import Forecast, PlannedStep, Simulated, look_ahead, over_caps
 from evenload.training.pictures import plot
 from evenload.training.pictures.facts import PARTS, facts_of, parts_of, pieces_of
 from evenload.training.pictures.report import page_of
@@ -47,7 +47,7 @@ def ops(text: str) -> tuple[Op, ...]:
 
 
 @pytest.fixture(scope="module")
-def outlook(tmp_path_factory: pytest.TempPathFactory) -> Outlook:
+def forecast(tmp_path_factory: pytest.TempPathFactory) -> Forecast:
     """A step whose plan is drawn by hand, beside its baselines."""
     place = tmp_path_factory.mktemp("pipeline")
     (place / "recipe.yaml").write_text(RECIPE)
@@ -66,35 +66,35 @@ def outlook(tmp_path_factory: pytest.TempPathFactory) -> Outlook:
     return replace(found, steps=(replace(found.steps[0], ours=ours),))
 
 
-def step_of(outlook: Outlook) -> PlannedStep:
-    return outlook.steps[0]
+def step_of(forecast: Forecast) -> PlannedStep:
+    return forecast.steps[0]
 
 
-def test_json_tells_the_pipeline_stage_by_stage(outlook: Outlook) -> None:
-    found = outlook.to_json()["steps"][0]["pipeline"]
+def test_json_tells_the_pipeline_stage_by_stage(forecast: Forecast) -> None:
+    found = forecast.to_json()["steps"][0]["pipeline"]
     assert (found["micro_batches"], found["cut_sequences"], found["chunks"], found["most_chunks"]) == (3, 1, 2, 2)
     first, second = found["stages"]
     assert [first[k] for k in ("recomputed_layers", "layers", "weight_passes", "in_flight")] == [5, 12, 2, 2]
     assert [second[k] for k in ("recomputed_layers", "layers", "weight_passes", "in_flight")] == [2, 12, 2, 2]
-    outcome = step_of(outlook).ours.outcome
+    outcome = step_of(forecast).ours.outcome
     assert np.mean([s["bubble_frac"] for s in found["stages"]]) == pytest.approx(outcome.bubble_frac)
     assert max(s["peak_bytes"] for s in found["stages"]) == outcome.peak_bytes.max()
     # What `bench` predicts and measures, and what activation_gib caps.
-    plan = step_of(outlook).ours.plan
+    plan = step_of(forecast).ours.plan
     assert [s["peak_activation_bytes"] for s in found["stages"]] == [peaks_of_stage(plan, s)[0][0] for s in (0, 1)]
 
 
-def test_the_table_of_plan_has_a_row_a_stage(outlook: Outlook) -> None:
+def test_the_table_of_plan_has_a_row_a_stage(forecast: Forecast) -> None:
     console = Console(width=160, record=True, file=StringIO())
-    console.print(tables.plan(outlook.to_json()))
+    console.print(tables.plan(forecast.to_json()))
     text = console.export_text()
     assert re.search(r"stage 0 +│ +5 of 12: 41\.7 % │ +2 │ +2 │", text)
     assert "3 micro-batches; 1 sequences are cut into 2 chunks, at most 2 each" in text
 
 
-def test_a_baseline_that_is_faster_because_it_breaks_a_cap_is_said_to(outlook: Outlook) -> None:
-    step = step_of(outlook)
-    context = outlook.chain.context
+def test_a_baseline_that_is_faster_because_it_breaks_a_cap_is_said_to(forecast: Forecast) -> None:
+    step = step_of(forecast)
+    context = forecast.chain.context
     ours = replace(step.ours, plan=replace(step.ours.plan, limits=replace(step.ours.plan.limits, max_tokens=1024)))
     assert "a micro-batch is over the token cap" in (over_caps(step.baselines["padded"], ours, context) or "")
     chunks = step.baselines["chunks"]
@@ -104,26 +104,26 @@ def test_a_baseline_that_is_faster_because_it_breaks_a_cap_is_said_to(outlook: O
     for step_s, is_said in ((1e-9, False), (1e9, True)):
         timed = replace(step, ours=replace(ours, outcome=replace(ours.outcome, step_s=step_s)))
         console = Console(width=160, record=True, file=StringIO())
-        console.print(tables.plan(replace(outlook, steps=(timed,)).to_json()))
+        console.print(tables.plan(replace(forecast, steps=(timed,)).to_json()))
         text = " ".join(console.export_text().split())
         assert ("padded is faster, but may not be run: a micro-batch is over" in text) == is_said
         assert "chunks is faster" not in text
         assert re.search(r"stock \(padded\) .* % .* [GM]iB", text)
 
 
-def test_one_stage_that_recomputes_nothing_is_no_pipeline(outlook: Outlook) -> None:
-    plan = step_of(outlook).ours.plan
+def test_one_stage_that_recomputes_nothing_is_no_pipeline(forecast: Forecast) -> None:
+    plan = step_of(forecast).ours.plan
     limits = replace(plan.limits, num_stages=1, layers_per_stage=8)
     flat = replace(plan, limits=limits, order=(), recompute=())
-    outcome = step_of(outlook).ours.outcome
+    outcome = step_of(forecast).ours.outcome
     assert describe(flat, outcome) is None
     again = describe(replace(flat, recompute=((8, 0, 0),)), outcome)
     assert again is not None
     assert again["stages"][0]["recomputed_layers"] == 8
 
 
-def test_weight_gradients_are_a_part_and_the_parts_are_the_step(outlook: Outlook) -> None:
-    one, context = step_of(outlook).ours, outlook.chain.context
+def test_weight_gradients_are_a_part_and_the_parts_are_the_step(forecast: Forecast) -> None:
+    one, context = step_of(forecast).ours, forecast.chain.context
     parts = parts_of(one, context)
     assert set(parts) == set(PARTS)
     assert sum(parts.values()) == pytest.approx(one.outcome.step_s)
@@ -133,9 +133,9 @@ def test_weight_gradients_are_a_part_and_the_parts_are_the_step(outlook: Outlook
     assert parts["again"] > 0
 
 
-def test_pieces_tell_their_number_and_what_runs_again(outlook: Outlook) -> None:
-    one = step_of(outlook).ours
-    pieces = pieces_of(one, outlook.chain.context.costs, {(0, 0)})[0, 0]
+def test_pieces_tell_their_number_and_what_runs_again(forecast: Forecast) -> None:
+    one = step_of(forecast).ours
+    pieces = pieces_of(one, forecast.chain.context.costs, {(0, 0)})[0, 0]
     told = {(p.part, p.number): p for p in pieces if p.number >= 0}
     assert [(p.part[0].upper(), p.number) for p in pieces if p.number >= 0] == [tuple(op) for op in ops(ORDER[0])]
     assert told["forward", 0].again == 1.0
@@ -146,8 +146,8 @@ def test_pieces_tell_their_number_and_what_runs_again(outlook: Outlook) -> None:
     assert "recomputed" not in told["forward", 2].title
 
 
-def test_the_trace_has_arrows_words_and_chunks(outlook: Outlook, tmp_path: Path) -> None:
-    pictures.draw(outlook, trace=tmp_path / "t.json")
+def test_the_trace_has_arrows_words_and_chunks(forecast: Forecast, tmp_path: Path) -> None:
+    pictures.draw(forecast, trace=tmp_path / "t.json")
     events: list[dict[str, Any]] = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     ours = [e for e in events if e["pid"] == 1]
     threads = {e["args"]["name"]: e["tid"] for e in ours if e["name"] == "thread_name"}
@@ -166,13 +166,13 @@ def test_the_trace_has_arrows_words_and_chunks(outlook: Outlook, tmp_path: Path)
         taken = passes[threads["stage 0, rank 0"], f"backward {number}"]
         assert ("f", taken["tid"], "gradients", taken["ts"]) in ends
     (whole,) = (e for e in ours if e.get("cat") == "step")
-    assert whole["args"]["bubble"] == pytest.approx(step_of(outlook).ours.outcome.bubble_frac, abs=1e-4)
+    assert whole["args"]["bubble"] == pytest.approx(step_of(forecast).ours.outcome.bubble_frac, abs=1e-4)
     of_ranks = [v for k, v in whole["args"].items() if k.startswith("bubble of stage")]
     assert np.mean(of_ranks) == pytest.approx(whole["args"]["bubble"], abs=1e-3)
 
 
-def test_the_page_shows_both_and_says_what_green_is(outlook: Outlook) -> None:
-    text = page_of(outlook)
+def test_the_page_shows_both_and_says_what_green_is(forecast: Forecast) -> None:
+    text = page_of(forecast)
     assert text.count('class="weights edged"') == 4
     assert "weight gradients" in text
     assert "Green at a forward&#x27;s foot" in text
@@ -180,20 +180,20 @@ def test_the_page_shows_both_and_says_what_green_is(outlook: Outlook) -> None:
     assert re.findall(r'class="again"[^>]* height="([0-9.]+)"', text) == ["8", "2", "4", "20"]
 
 
-def test_the_plot_shows_weight_gradients_and_numbers(outlook: Outlook, tmp_path: Path) -> None:
+def test_the_plot_shows_weight_gradients_and_numbers(forecast: Forecast, tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
     colors = pytest.importorskip("matplotlib.colors")
-    pictures.draw(outlook, plot=tmp_path / "p.png")
+    pictures.draw(forecast, plot=tmp_path / "p.png")
     pixels = image.imread(tmp_path / "p.png")
     for part in ("weights", "again"):
         wanted = np.array(colors.to_rgb(plot._COLOURS[part]))  # type: ignore[index]
         assert (np.abs(pixels[..., :3] - wanted).max(axis=-1) < 0.01).sum() > 100, part
-    assert facts_of(outlook).shown[-1].name == "evenload"
+    assert facts_of(forecast).shown[-1].name == "evenload"
 
 
-def test_rows_of_a_plot_are_named_and_passes_numbered_where_that_has_room(outlook: Outlook) -> None:
+def test_rows_of_a_plot_are_named_and_passes_numbered_where_that_has_room(forecast: Forecast) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    facts = facts_of(outlook)
+    facts = facts_of(forecast)
     for most_s, numbers in ((facts.ours.step_s, set("012")), (1000 * facts.ours.step_s, set())):
         axes = figure.add_subplot()
         plot._draw_step(axes, facts.ours, facts, most_s)

@@ -53,13 +53,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_steps_are_the_union_of_the_tenants_own_batches(folder: Path) -> None:
-    outlook = look_ahead(recipe_of(folder), {}, 9)
-    assert len(outlook.steps) == 3, "as many as the longest tenant has"
-    batches = [(step.ours.plan.lengths.tolist(), step.ours.plan.tenants.tolist()) for step in outlook.steps]
+    forecast = look_ahead(recipe_of(folder), {}, 9)
+    assert len(forecast.steps) == 3, "as many as the longest tenant has"
+    batches = [(step.ours.plan.lengths.tolist(), step.ours.plan.tenants.tolist()) for step in forecast.steps]
     assert [tenants for _, tenants in batches] == [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1]]
     assert sorted(n for lengths, _ in batches[:2] for n in lengths[:2]) == [200, 300, 400, 500]
     assert sorted(n for lengths, _ in batches[:2] for n in lengths[2:]) == [9, 10, 20, 30, 40, 50]
-    for step in outlook.steps:
+    for step in forecast.steps:
         assert all(one.plan.tenants.tolist() == step.ours.plan.tenants.tolist() for one in step.baselines.values())
 
 
@@ -171,11 +171,11 @@ def test_a_tenant_with_a_sample_of_too_many_slices_is_named(folder: Path, tmp_pa
 
 
 def test_tables_and_page_have_a_row_a_tenant(folder: Path) -> None:
-    outlook = look_ahead(recipe_of(folder), {}, 2, record=True)
+    forecast = look_ahead(recipe_of(folder), {}, 2, record=True)
     console = Console(width=200, record=True)
-    console.print(tables.plan(outlook.to_json()))
-    text, page = console.export_text(), page_of(outlook)
-    saving = f"{outlook.to_json()['tenants']['saving']:.2f}x"
+    console.print(tables.plan(forecast.to_json()))
+    text, page = console.export_text(), page_of(forecast)
+    saving = f"{forecast.to_json()['tenants']['saving']:.2f}x"
     for shown in (text, page):
         assert "long" in shown
         assert "short" in shown

@@ -1,4 +1,4 @@
-"""What the pictures take from an `Outlook`: names to show, steps one after the other."""
+"""What the pictures take from an `Forecast`: names to show, steps one after the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 import sys
 from typing import Any
 
-from ..forecast.forecast import Outlook, PlannedStep, Simulated
+from ..forecast.forecast import Forecast, PlannedStep, Simulated
 
 OURS = "evenload"
 
@@ -21,15 +21,15 @@ def planners(step: PlannedStep) -> dict[str, Simulated]:
     return {OURS: step.ours, **step.baselines}
 
 
-def names(outlook: Outlook) -> list[str]:
+def names(forecast: Forecast) -> list[str]:
     """Planners that planned every step with the recipe's settings: evenload, then the baselines, stock first."""
-    steps = [planners(step) for step in outlook.steps]
+    steps = [planners(step) for step in forecast.steps]
     return [name for name in steps[0] if all(name in step and not step[name].ignores for step in steps)]
 
 
-def about(outlook: Outlook) -> dict[str, Any]:
+def about(forecast: Forecast) -> dict[str, Any]:
     """What the numbers rest on."""
-    context = outlook.chain.context
+    context = forecast.chain.context
     basis = {"costs": context.costs.source, "cluster": context.cluster.name, "layout": str(context.layout)}
     return {"times": "predicted", **basis, "command": command()}
 
