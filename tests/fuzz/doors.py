@@ -77,8 +77,8 @@ def admit() -> dict[str, str]:
     folder = Folder(job.folder)
     members = tenants.Members(job, Output(job), folder, None)
     for _ in range(_LOOKS):
-        members.heed(folder.look())
-        members.seat()
+        members.apply(folder.look())
+        members.admit()
     stand = {name: str(error) for name, error in members.bad.items()}
     for one in members.active:
         stand[one.name] = _read(one)

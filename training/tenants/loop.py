@@ -82,7 +82,7 @@ class Loop:
         """Heed a change, train a step, or wait; whether the job goes on. Collective."""
         planned = self._plan()
         if change := self._agree(planned):
-            self._heed(change)
+            self._apply(change)
         elif planned is not None:
             self._train(planned)
         else:
@@ -108,14 +108,14 @@ class Loop:
         reports = everyone((news, faults))
         return Change(reports[0][0], {number: text for _, rank in reversed(reports) for number, text in rank.items()})
 
-    def _heed(self, change: Change) -> None:
+    def _apply(self, change: Change) -> None:
         """Let the members change. Collective."""
         self._draw_anew()
         for number, text in change.faults.items():
             self.members.end(self.members.of_number(number), "failed", text)
-        self.members.heed(change.news)
+        self.members.apply(change.news)
         self.sweeps.race()
-        self.members.make_place()
+        self.members.evict()
         self._seat()
         if change.news.stop:
             self._stop()
@@ -154,14 +154,14 @@ class Loop:
         """What comes of tenants that have ended, or have not: verdicts, and others who take their place. Collective."""
         decided = self.sweeps.race()
         ended = [tenant for tenant in tenants if tenant.state in ENDED]
-        changed = self.members.make_place() or decided or bool(ended)
+        changed = self.members.evict() or decided or bool(ended)
         if (changed and self._seat()) or decided or any(tenant.step < tenant.steps for tenant in ended):
             self._draw_anew()
 
     def _seat(self) -> bool:
         """Let those who wait take part, and begin; whether anybody does. Collective."""
         anybody = False
-        while self.members.seat():
+        while self.members.admit():
             anybody = True
             self.sweeps.begin(self.step)
         return anybody

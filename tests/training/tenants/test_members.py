@@ -80,7 +80,7 @@ def test_whatever_a_file_raises_is_its_own_error(tmp_path: Path, monkeypatch: An
     monkeypatch.setattr("evenload.training.tenants.admission.members.parse_tenant", fails)
     output = Output()
     one = members(output, Folder(tmp_path))
-    one.heed(News(came=(Came("acme", "x"), Came("bolt", "", EvenloadError("it cannot be read")))))
+    one.apply(News(came=(Came("acme", "x"), Came("bolt", "", EvenloadError("it cannot be read")))))
     assert sorted(one.bad) == ["acme", "bolt"]
     assert "RecursionError: too deep in acme" in (tmp_path / "acme.error").read_text()
     assert output.said == ["acme: the tenant cannot be opened", "bolt: it cannot be read"]

@@ -67,7 +67,7 @@ class Members:
     def of_number(self, number: int) -> ActiveTenant:
         return next(tenant for tenant in self.tenants if tenant.number == number)
 
-    def heed(self, news: News) -> None:
+    def apply(self, news: News) -> None:
         """Let tenants leave whose files are gone, and those come whose files are new. Collective."""
         for name in news.gone:
             self.bad.pop(name, None)
@@ -87,7 +87,7 @@ class Members:
             if row["state"] not in ENDED and row["file"] not in files:
                 self.past[name] = self._output.gone(row)
 
-    def seat(self) -> bool:
+    def admit(self) -> bool:
         """Let those who wait for memory take part, as far as there is any; whether anybody does. Collective."""
         waiting = self._for_memory
         for place, tenant in enumerate(waiting):
@@ -107,7 +107,7 @@ class Members:
         """Those who wait for memory, and for nothing else."""
         return [tenant for tenant in self.here if tenant.number in self._states and tenant.step < tenant.until]
 
-    def make_place(self) -> bool:
+    def evict(self) -> bool:
         """Let those who take part and wait for a verdict make way for those who wait for memory; whether anybody does.
         Collective."""
         resting = [one for one in self.active if one.step == one.until] if self._for_memory else []
@@ -272,9 +272,9 @@ class Members:
     def _missing_bytes(self, tenant: ActiveTenant, *, beside: bool = True) -> float:
         """By how much a tenant does not fit, beside those that take part; 0: it fits. Collective."""
         adapters = self._job.host.adapters
-        seated = [one for one in self.tenants if one.number in adapters.numbers] if beside else []
-        longest = max(int(one.source.lengths.max()) for one in (tenant, *seated))
-        taken = sum(adapters.bytes_of(one.adapter) for one in (tenant, *seated))
+        admitted = [one for one in self.tenants if one.number in adapters.numbers] if beside else []
+        longest = max(int(one.source.lengths.max()) for one in (tenant, *admitted))
+        taken = sum(adapters.bytes_of(one.adapter) for one in (tenant, *admitted))
         most = float(self._job.gather(taken).max())
         return max(0.0, most - free_bytes(self._job.chain, longest))
 
