@@ -16,7 +16,7 @@ from ...core.planning.chain import WARNINGS
 from ...training.forecast.sweep import said, written
 from .expert_loads import table as table_of_loads
 from .installation import tables as tables_of_installation
-from .shared_plan import table as table_of_company
+from .shared_plan import table as table_of_tenants
 from .show import grid, plain
 from .tenants import tables as tables_of_tenants
 from .training import table as table_of_run
@@ -265,7 +265,7 @@ def plan(result: Result) -> Group:
     ]
     table = _table("plan", _STEP, steps, "\n".join([*about, *shown[:3]]))
     loads = [table_of_loads(result["loads"])] if "loads" in result else []
-    tenants = [table_of_company(result["tenants"])] if "tenants" in result else []
+    tenants = [table_of_tenants(result["tenants"])] if "tenants" in result else []
     pipeline = [_pipeline(pipelines)] if pipelines else []
     return Group(table, *pipeline, _planners(steps), *tenants, *loads, *programs)
 

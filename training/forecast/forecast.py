@@ -35,7 +35,7 @@ from ..drawing import Drawing, batch_size, refuse_short_data
 from ..experts.replay import Replay, loads_for, replay
 from ..pipelines import describe
 from ..shared_plan.reading import members_of
-from ..shared_plan.saving import Company
+from ..shared_plan.saving import SharedPlan
 
 _MOST_ROWS = 32
 """Ranks of stages whose programs are shown."""
@@ -88,7 +88,7 @@ class Forecast:
     times: Literal["predicted", "measured"] = "predicted"
     """What the seconds of its steps are; bounds and bytes are predicted in either case."""
     tenants: dict[str, Any] | None = None
-    """Whose samples they are and what planning these tenants together saves (`Company.to_json`)."""
+    """Whose samples they are and what planning these tenants together saves (`SharedPlan.to_json`)."""
 
     def to_json(self, *, explain: bool = False) -> dict[str, Any]:
         """The documented result of ``plan --json``; ``explain`` adds what every rank runs, as a grid."""
@@ -128,7 +128,7 @@ def look_ahead(
     chain = PlanChain.of_recipe(recipe, layout)
     recorded = loads_for(recipe, chain.context, loads) if loads else None
     if recipe.adapts:
-        return _of_company(recipe, chain, lengths, steps, record)
+        return _of_tenants(recipe, chain, lengths, steps, record)
     assert not isinstance(lengths, Mapping)
     refuse_idle_ranks(recipe.train, layout.dp)
     all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
@@ -141,17 +141,17 @@ def look_ahead(
     return Forecast(recipe, chain, samples, _comparable(planned), replayed)
 
 
-def _of_company(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Forecast:
+def _of_tenants(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Forecast:
     """The forecast of a recipe with tenants."""
     if not isinstance(lengths, Mapping):
         do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
         raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)
-    company = Company(members_of(recipe, lengths), chain, shape_of(recipe.model))
+    shared = SharedPlan(members_of(recipe, lengths), chain, shape_of(recipe.model))
     planned: list[PlannedStep] = []
-    while company.more and len(planned) < steps:
-        planned.append(_planned(company.chain, company.draw(), record))
-    tenants = company.to_json([company.step(step.ours.plan) for step in planned])
-    return Forecast(recipe, company.chain, as_lengths(company.lengths), _comparable(planned), tenants=tenants)
+    while shared.more and len(planned) < steps:
+        planned.append(_planned(shared.chain, shared.draw(), record))
+    tenants = shared.to_json([shared.step(step.ours.plan) for step in planned])
+    return Forecast(recipe, shared.chain, as_lengths(shared.lengths), _comparable(planned), tenants=tenants)
 
 
 def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:

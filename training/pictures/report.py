@@ -11,7 +11,7 @@ import numpy as np
 from ...core.input.format import mib, percent, seconds
 from ..files import whole
 from ..forecast.forecast import Forecast
-from ..shared_plan import rows as company
+from ..shared_plan import rows as shared_plan
 from . import sections
 from .facts import Facts, Planner, facts_of
 from .markup import Markup, duration, factor, figures, join, number, say, section, share, size, tag
@@ -154,14 +154,14 @@ def _steps(facts: Facts) -> Markup:
 
 
 def _tenants(facts: Facts) -> Markup:
-    """Whose samples they are, and what company saves; nothing without tenants."""
+    """Whose samples they are, and what the shared plan saves; nothing without tenants."""
     tenants = facts.forecast.tenants
     if tenants is None:
         return join()
-    rows = [(False, name, [tag("span", cell) for cell in cells]) for name, *cells in company.rows(tenants)]
+    rows = [(False, name, [tag("span", cell) for cell in cells]) for name, *cells in shared_plan.rows(tenants)]
     text = "Predicted. Alone: the step that a tenant would take by itself on all ranks, planned as well."
-    lines = [say(text), *(say(f"{line[0].upper()}{line[1:]}.") for line in company.said(tenants))]
-    return section("tenants", "Tenants", *lines, _table("company", company.HEAD, rows))
+    lines = [say(text), *(say(f"{line[0].upper()}{line[1:]}.") for line in shared_plan.said(tenants))]
+    return section("tenants", "Tenants", *lines, _table("company", shared_plan.HEAD, rows))
 
 
 def _loads(facts: Facts) -> Markup:

@@ -1,4 +1,4 @@
-"""A tenant in company beside plain training of it alone.
+"""A tenant of a shared plan beside plain training of it alone.
 
 Alone, a tenant's product is part of the weights of the integration's `PlainModel` (stock code, whole sequences, no
 plan, no hook), and its matrices' gradients follow from the weights' own (`integrations.reference.textbook_adapter`).
@@ -36,7 +36,7 @@ Batch = tuple[TokensOf, Lengths, Labels | None]
 
 @dataclass
 class Beside:
-    """A tenant in company, and alone."""
+    """A tenant in the shared plan, and alone."""
 
     tenant: ActiveTenant
     undisturbed: Drawing
@@ -80,7 +80,7 @@ class Beside:
     def compare(
         self, job: TenantJob, batch: Batch, result: TenantResult, gradients: Mapping[str, Tensor]
     ) -> StepErrors:
-        """One step of it in company, with what it is alone. Collective."""
+        """One step of it in the shared plan, with what it is alone. Collective."""
         errors, dtype = StepErrors(), job.recipe.train.dtype
         expected: Mapping[str, Tensor]
         loss, expected = self.alone.gradients(*batch)

@@ -1,4 +1,4 @@
-"""A step of a job of tenants: what each of them got in company, beside what it gets alone."""
+"""A step of a job of tenants: what each of them got in the shared plan, beside what it gets alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prove on the user's own recipe that every tenant trains in company as it does alone.
+"""Prove on the user's own recipe that every tenant trains in the shared plan as it does alone.
 
 Some steps of the job that `train` would do - the same batches, plans, hooks, reduction and updates - are held, tenant
 by tenant, against plain training of that tenant alone (`alone`). Adapters begin with matrices B that are not

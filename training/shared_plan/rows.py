@@ -10,7 +10,7 @@ HEAD = ("tenant", "samples", "tokens", "share of the step", "alone", "adapter")
 
 
 def said(tenants: dict[str, Any]) -> list[str]:
-    """What company saves, in sentences."""
+    """What a shared plan saves, in sentences."""
     together_s, alone_s = tenants["together_s"], tenants["one_after_another_s"]
     lines = [
         f"together {seconds(together_s)}, one after another {seconds(alone_s)} on the same ranks, each planned as well:"

@@ -40,7 +40,7 @@ class TenantStep(NamedTuple):
     """The step that it would take by itself on all ranks."""
 
 
-class CompanyStep(NamedTuple):
+class SharedStep(NamedTuple):
     """All tenants in one step."""
 
     tenants: tuple[TenantStep, ...]
@@ -49,7 +49,7 @@ class CompanyStep(NamedTuple):
     """The least that any plan of the step takes; 0: none is certified."""
 
 
-class Company:
+class SharedPlan:
     """The tenants of a plan: their batches, one step after the other, and what planning them together saves.
 
     Args:
@@ -90,7 +90,7 @@ class Company:
             tenants=np.repeat(np.array(here, dtype=np.int64), [len(draw.samples) for draw in draws]),
         )
 
-    def step(self, plan: StepPlan) -> CompanyStep:
+    def step(self, plan: StepPlan) -> SharedStep:
         """What a plan of such a draw comes to, beside each of its tenants alone. Raises EvenloadError."""
         seconds = self.chain.context.costs.sequence_s(plan.lengths)
         tenants = []
@@ -101,9 +101,9 @@ class Company:
             share = float(seconds[own].sum() / seconds.sum())
             tenants.append(TenantStep(number, len(lengths), int(lengths.sum()), share, alone_s))
         bound_s = plan.bound_s + after_passes_s(self.chain.context) if plan.bound_s else 0.0
-        return CompanyStep(tuple(tenants), outcome_of(plan, self.chain.context).step_s, bound_s)
+        return SharedStep(tuple(tenants), outcome_of(plan, self.chain.context).step_s, bound_s)
 
-    def to_json(self, steps: Sequence[CompanyStep]) -> dict[str, Any]:
+    def to_json(self, steps: Sequence[SharedStep]) -> dict[str, Any]:
         """``tenants`` of ``plan --json``: means of the steps that a tenant takes part in, sums of seconds."""
         rows = []
         for number, member in enumerate(self.members):

@@ -181,7 +181,7 @@ class Members:
         if came.name not in self._renewed and any(t.file == came.name and t.digest == digest for t in self.tenants):
             return
         try:
-            self._admit(came, digest)
+            self._enter(came, digest)
         except EvenloadError as error:
             self.bad[came.name] = error
             self._output.refused(came.name, error)
@@ -192,7 +192,7 @@ class Members:
             if self._folder:
                 self._folder.clear(came.name)
 
-    def _admit(self, came: Came, digest: str) -> None:
+    def _enter(self, came: Came, digest: str) -> None:
         """Raises EvenloadError, on all ranks alike, for a tenant that cannot be trained."""
         if came.error is not None:
             raise came.error
