@@ -17,6 +17,7 @@ SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
 MOST_LINES = 60
 MOST_MEDIAN_LINES = 10
 MOST_MODULES = 16
+MOST_PARAMETERS = 7
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +77,16 @@ def test_training_prints_and_draws_nothing() -> None:
             used = {name.partition(".")[0] for name in names} & {"rich", "typer", "print", "Console"}
             drawing += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in used]  # type: ignore[attr-defined]
     assert drawing == []
+
+
+def test_no_function_of_integrations_has_more_parameters_than_a_reader_keeps_in_mind() -> None:
+    wide = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in ROOT.glob("integrations/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for a in [node.args]
+        if len([one for one in a.posonlyargs + a.args + a.kwonlyargs if one.arg not in ("self", "cls")])
+        > MOST_PARAMETERS
+    ]
+    assert wide == []

@@ -52,8 +52,6 @@ def attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
     evenload_pack: Pack | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -73,7 +71,7 @@ def attention(
             f"call model(..., {PACK}=pack), or model.set_attn_implementation('sdpa') for batches that are not planned",
         )
     batch, _, num_padded_tokens, head_dim = query_1HTD.shape
-    _refuse(module, attention_mask, dropout, sliding_window, evenload_pack, others)
+    _refuse(module, attention_mask, evenload_pack, others)
     if batch != 1 or num_padded_tokens != evenload_pack.num_padded_tokens or key_1GTD.shape[2] != num_padded_tokens:
         raise EvenloadError(
             "the tokens of the call are not those of its pack",
@@ -89,12 +87,11 @@ def attention(
 def _refuse(
     module: torch.nn.Module,
     attention_mask: torch.Tensor | None,
-    dropout: float,
-    sliding_window: int | None,
     pack: Pack,
     others: dict[str, Any],
 ) -> None:
     """Raise EvenloadError for what packed causal attention cannot honour."""
+    dropout, sliding_window = others.get("dropout"), others.get("sliding_window")
     detail, do = "", ""
     if attention_mask is not None:
         detail, do = f"an attention mask {tuple(attention_mask.shape)}", "leave attention_mask out: a pack needs none"

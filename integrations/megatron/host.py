@@ -244,7 +244,7 @@ class MegatronHost(Host, Snapshots):
             pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, plane=plane, labels_of=wanted)
             return Batch(pack, seq_params(pack, routing=routing))
 
-        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, last=self._last, gate=self._gate)
+        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, gate=self._gate)
         return self._execute(step, program, trainer)
 
     def _gradients(self) -> dict[str, Tensor]:

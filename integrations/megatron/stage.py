@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -31,16 +32,22 @@ from .forward import reaching_recomputed, recomputing
 from .model.linears import deferring_wgrads
 
 
+class FixedShape(NamedTuple):
+    """The micro-batches of a loop that stay as they are: how many a rank has, and the shape of each."""
+
+    number: int
+    tokens: int
+    samples: int
+
+
 class MegatronStage(StageTrainer):
     """The passes of Megatron's DistributedDataParallel ``model`` around the stage's ``gpt``.
 
     Args:
         load: a micro-batch in the form that ``step`` takes.
         step: Megatron's ``forward_step_func``: of what was loaded and the model (output, loss function).
-        last: whether it is the last stage.
-        shares: tensor-parallel ranks over which the tokens of a stage's input are divided (sequence parallelism).
         gate: of the layers with experts, if there are any.
-        own: of a loop whose micro-batches stay as they are: how many a rank has, and their tokens and samples.
+        shape: where the micro-batches of a loop stay as they are.
     """
 
     def __init__(
@@ -50,10 +57,8 @@ class MegatronStage(StageTrainer):
         *,
         load: Callable[[MicroBatch, PrefixStore | None], Loaded],
         step: Callable[..., tuple[Any, Any]],
-        last: bool,
-        shares: int = 1,
         gate: ExpertGate | None = None,
-        own: tuple[int, int, int] | None = None,
+        shape: FixedShape | None = None,
     ) -> None:
         super().__init__(layers_of(gpt), next(gpt.parameters()).device)
         self._model = model
@@ -61,10 +66,11 @@ class MegatronStage(StageTrainer):
         self._config = get_model_config(model)
         self._load = load
         self._step = step
-        self._last = last
-        self._shares = shares
+        self._last = parallel_state.is_pipeline_last_stage()
         self._gate = gate
-        self._own = own
+        self._shape = shape
+        self.shares: int = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+        """Tensor-parallel ranks over which the tokens of the stage's input are divided."""
 
     @contextmanager
     def prepared(self, program: Program, wgrads: WgradStore) -> Iterator[None]:
@@ -88,7 +94,7 @@ class MegatronStage(StageTrainer):
         # A forward that only fills the prefix returns hidden states: it needs no logits and no loss.
         head = action.kind != "forward_kv" and self._gpt.post_process
         with recomputing(self._gpt.config, action.recomputed), with_attributes(self._gpt, post_process=head):
-            number = self._own[0] if self._own else 1
+            number = self._shape.number if self._shape else 1
             arguments: tuple[Any, ...] = self._step, loaded, self._model, number, received, [], self._config, 1
             output: Tensor = forward_step(*arguments, is_last_stage=self._last and head)[0]
         return output
@@ -99,8 +105,8 @@ class MegatronStage(StageTrainer):
     def empty_like_input(self, pack: Pack) -> Tensor:
         """[T, 1, C], or [tokens, samples, C] of a micro-batch that stays as it is."""
         config = self._config
-        tokens, samples = self._own[1:] if self._own else (pack.num_padded_tokens, 1)
-        shape = tokens // self._shares, samples, config.hidden_size
+        tokens, samples = self._shape[1:] if self._shape else (pack.num_padded_tokens, 1)
+        shape = tokens // self.shares, samples, config.hidden_size
         return torch.empty(*shape, dtype=config.pipeline_dtype, device=self.device)
 
     def free_output(self, output: Tensor) -> None:

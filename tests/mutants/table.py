@@ -2073,7 +2073,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loss in an order of whole micro-batches is that of one alone",
         "integrations/megatron/stage.py",
-        "            number = self._own[0] if self._own else 1\n",
+        "            number = self._shape.number if self._shape else 1\n",
         "            number = 1\n",
         "together, in an order",
     ),

@@ -34,11 +34,8 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from ....core.errors import EvenloadError
-from ....core.plan.step_plan import StepPlan
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
-from ....runtime.experts.gate import ExpertGate
-from ....runtime.experts.routing import StepRouting
 from ...unmodified.planned_runs import end_of_check, on_release
 from ..base.plane import current_layout
 from .planning.call_plan import CallPlan, data_group, plan_call
@@ -52,8 +49,9 @@ from .reading.rows import holds_rows
 from .refusals.expert_rules import refuse_losses_of_rows, refuse_routers, why_together
 from .refusals.supported import bare_model, for_config, refuse_loop, refuse_replays, warn_of_dropout
 from .running.chunks import chunks_of, is_interleaved, one_iterator
-from .running.experts import gate_of, routing_of
+from .running.experts import StepExperts, gate_of, routing_of
 from .running.forward_step import UserStep
+from .running.losses import Losses
 from .running.mtp import next_tokens
 from .running.objective import MeanOfMeans
 from .running.order import run_order
@@ -131,24 +129,28 @@ class PlannedSteps:
         planned = plan_call(batches, loop, gpts[0], is_interleaved(chunks))
         plan = planned.plan
         own = plan.of_rank(data_rank())
-        routing, gate = _routing(config, planned, batches)
+        experts = _experts(config, planned, batches)
         means = not config.calculate_per_token_loss
         divisor = len(own) if plan.in_host_schedule else 1
-        step = UserStep(
-            forward_step_func,
-            gpts,
-            by_token=loop.by_token,
+        losses = Losses(
             checks=first,
-            has_borders=batches.form.has_borders,
-            routing=routing,
-            gate=gate,
             objective=MeanOfMeans(planned.weights, divisor, planned.cp_shards) if means else None,
             reports=(reports := Reports(planned.cp_shards, loop.kinds)),
             further=next_tokens(batches.samples, planned.order, config, divisor) if config.mtp_num_layers else None,
         )
+        borders = batches.form.has_borders
+        step = UserStep(
+            forward_step_func,
+            gpts,
+            planned.lay,
+            by_token=loop.by_token,
+            has_borders=borders,
+            experts=experts,
+            losses=losses,
+        )
         returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})
         warn_of_differences(loop, config, planned, step, loop.planning.warned)
-        loop.planning.report(plan, micro_batch_size=batches.size, loads=gate.loads if gate else ())
+        loop.planning.report(plan, micro_batch_size=batches.size, loads=experts.gate.loads if experts.gate else ())
         end_of_check()
         if not parallel_state.is_pipeline_last_stage():
             return returned
@@ -193,13 +195,12 @@ _all: set[PlannedSteps] = set()
 """Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
 
 
-def _routing(config: Any, planned: CallPlan, batches: Batches) -> tuple[StepRouting | None, ExpertGate | None]:
-    """What layers with experts know of a step, in a model that has some."""
+def _experts(config: Any, planned: CallPlan, batches: Batches) -> StepExperts:
     if not config.num_moe_experts:
-        return None, None
+        return StepExperts()
     refuse_losses_of_rows(config, batches.form.has_borders)
     plan = planned.plan
-    return routing_of(config, plan.lengths, planned.came_with, len(batches.lengths)), gate_of(plan)
+    return StepExperts(routing_of(config, plan.lengths, planned.came_with, len(batches.lengths)), gate_of(plan))
 
 
 def _run_planned(
@@ -216,14 +217,10 @@ def _run_planned(
     rest = one.of_schedule(rest) if one else rest
     with one.inside(gpts, get_model_config(chunks[0])) if one else nullcontext():
         if plan.in_host_schedule:
-            packs = [planned.lay(plan.micro_batches[index]) for index in plan.of_rank(data_rank())]
+            packs = [step.load(plan.micro_batches[index]) for index in plan.of_rank(data_rank())]
             return run_stock(stock, step, packs, chunks, **rest)
-        return _run_order(plan, loop, chunk=chunks[0], gpt=gpts[0], step=step, lay=planned.lay, rest=rest)
-
-
-def _run_order(plan: StepPlan, loop: UserLoop, *, chunk: Any, **call: Any) -> list[Any]:
-    """The order of a plan, in place of Megatron's schedule; `run_order` has the arguments. Raises EvenloadError."""
-    if loop.only_stock is not None:
-        raise EvenloadError(*loop.only_stock)
-    refuse_replays(plan, get_model_config(chunk))
-    return run_order(plan, chunk=chunk, links=loop.links_for(plan), plane=loop.plane if plan.shared else None, **call)
+        if loop.only_stock is not None:
+            raise EvenloadError(*loop.only_stock)
+        refuse_replays(plan, get_model_config(chunks[0]))
+        plane = loop.plane if plan.shared else None
+        return run_order(plan, step, chunk=chunks[0], links=loop.links_for(plan), plane=plane, rest=rest)

@@ -17,12 +17,13 @@ from .....core.plan.token_layout import tokens_of_ranks
 from .....runtime.world.agreement import everyone
 from ..reading.batches import Batches
 from ..reading.context_parallel import CpShards
-from ..reading.samples import exchange, lay_out
+from ..reading.samples import PackForm, exchange, lay_out
 from ..refusals.supported import tokens_multiple
 from ..running.chunks import of_stock
 from ..running.experts import CameWith
+from ..running.forward_step import LayOut
 from ..running.objective import weights_of
-from ..running.order import LayOut, with_dummies
+from ..running.order import with_dummies
 from .sharing import plan_in_rounds, ranks_of_samples
 from .user_loop import UserLoop
 
@@ -105,15 +106,8 @@ def _plan_call(
     like = batches.samples[0][0]
     samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group, like=like)
     config = gpt.config
-    lay = partial(
-        lay_out,
-        samples=samples,
-        like=like,
-        multiple=tokens_multiple(config),
-        plane=loop.plane_of(plan),
-        form=batches.form,
-        device=next(gpt.parameters()).device,
-    )
+    form = PackForm(like, batches.form, tokens_multiple(config), next(gpt.parameters()).device)
+    lay = partial(lay_out, samples=samples, form=form, plane=loop.plane_of(plan))
     slots = [tokens_of_ranks(plan.micro_batches[index])[me] for index in plan.of_rank(me)]
     log.info(
         "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",

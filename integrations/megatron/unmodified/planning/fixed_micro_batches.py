@@ -12,16 +12,13 @@ Where none of them has anything to do, the loop is left alone and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import wraps
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron.core import parallel_state
-
-from .....core.plan.step_plan import MicroBatch, StepPlan, as_lengths
+from .....core.plan.step_plan import StepPlan, as_lengths
 from .....core.planning.chain import PlanChain
 from .....core.recipe.recipe import Recipe
 from .....runtime.experts.gate import ExpertGate
@@ -35,25 +32,14 @@ from ...model.linears import why_in_backward
 from ..refusals.expert_rules import refuse_experts
 from ..refusals.groups import refuse_groups
 from ..refusals.supported import bare_model, for_config, why_stock
-from ..running.chunks import one_iterator, refuse_chunks_with_copies
+from ..running.chunks import refuse_chunks_with_copies
 from ..running.experts import gate_of, with_experts_in_step
+from ..running.fixed_batches import FixedBatches
 from ..running.order import run_order
 
 _IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_eps")
 """What depends on the order in which ranks run their micro-batches, too."""
 _DO = "use the balance loss seq_aux_loss or the expert bias, or enable plugins.moe with expert parallelism"
-
-
-class OwnBatch(NamedTuple):
-    """A micro-batch of the loop, for `run_order`."""
-
-    number: int
-    """Among those of this rank."""
-    batch: Any
-    """None on a rank without an iterator."""
-    pack: Any
-    """What the executor asks of a pack: here nothing."""
-    num_counted: float = 0.0
 
 
 @dataclass(eq=False)
@@ -117,53 +103,8 @@ class Together:
         """The order of a plan; reports are given back in the order of the loop's micro-batches."""
         if self.links is None:
             self.links = stage_links()
-        gpt, iterator = bare_model(chunk), one_iterator(call["data_iterator"])
-        number = call["num_microbatches"]
-        batches = [None if iterator is None else next(iterator) for _ in range(number)]
-        own = [plan.micro_batches[index] for index in plan.of_rank(parallel_state.get_data_parallel_rank())]
-        place = {micro_batch: index for index, micro_batch in enumerate(own)}
-        losses: list[int] = []
-
-        def lay(micro_batch: MicroBatch, _: Any = None) -> OwnBatch:
-            index = place[micro_batch]
-            return OwnBatch(index, batches[index], SimpleNamespace(slices=micro_batch.slices, segments=()))
-
-        step = _OwnStep(call["forward_step_func"], gpt, gate, losses)
-        shape = call["seq_length"], call["micro_batch_size"]
-        reports = run_order(
-            plan,
-            chunk=chunk,
-            gpt=gpt,
-            links=self.links,
-            plane=None,
-            step=step,
-            lay=lay,
-            rest=call,
-            own=(number, *shape),
-        )
-        return [report for _, report in sorted(zip(losses, reports, strict=True), key=lambda pair: pair[0])]
-
-
-class _OwnStep:
-    """What `run_order` asks of a `UserStep`, for a loop's own batches."""
-
-    def __init__(self, function: Callable[..., Any], gpt: Any, gate: ExpertGate, losses: list[int]) -> None:
-        self._function = function
-        self._gpt = gpt
-        self.gate = gate
-        self._losses = losses
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        with ExitStack() as undo:
-            undo.callback(bind_gate(self._gpt, self.gate))
-            yield
-
-    def run(self, own: OwnBatch, chunk: Any) -> tuple[Any, Any]:
-        output, loss_func = self._function(None if own.batch is None else iter([own.batch]), chunk)
-        if parallel_state.is_pipeline_last_stage():
-            self._losses.append(own.number)
-        return output, loss_func
+        batches = FixedBatches(plan, bare_model(chunk), gate, call)
+        return batches.in_order_of_loop(run_order(plan, batches, chunk=chunk, links=self.links, plane=None, rest=call))
 
 
 def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: dict[str, Any]) -> Any:

@@ -34,6 +34,20 @@ Sample = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
+class PackForm:
+    """What all packs of a step have in common."""
+
+    like: Sample
+    """Any sample, for dtypes and device."""
+    batches: Form = PLAIN
+    """Of the user's batches."""
+    multiple: int = 1
+    """A pack is padded, behind its last slice, to a multiple of this many tokens."""
+    device: torch.device | None = None
+    """Of the borders and positions that the model needs; None: where the samples are."""
+
+
+@dataclass(frozen=True, eq=False)
 class UserPack:
     """A micro-batch in the user's own form, and the pack that the model needs to know."""
 
@@ -104,10 +118,7 @@ def lay_out(
     prefix: PrefixStore | None = None,
     *,
     samples: Mapping[int, Sample],
-    like: Sample,
-    multiple: int = 1,
-    form: Form = PLAIN,
-    device: torch.device | None = None,
+    form: PackForm,
     plane: Plane | None = None,
 ) -> UserPack:
     """The slices of a micro-batch side by side, or what this rank has of a shared one; none gives a dummy of one token
@@ -118,18 +129,14 @@ def lay_out(
 
     Args:
         prefix: keys and values of the samples of the step that are cut; None where none is.
-        like: any sample, for dtypes and device.
-        form: of the user's batches.
-        multiple: the pack is padded, behind its last slice, to a multiple of this many tokens.
-        device: of the borders and positions that the model needs; None: where the samples are.
         plane: over which ranks share micro-batches; None where the plan shares none.
     """
-    pieces_of = pieces_of_ranks(micro_batch, plane)
+    like, pieces_of = form.like, pieces_of_ranks(micro_batch, plane)
     slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     parts = [{name: samples[s.sequence][name][s.start : s.stop] for name in FIELDS} for s in slices]
     parts = parts or [{name: like[name].new_zeros(1) for name in FIELDS}]
     lengths = [len(part["tokens"]) for part in parts]
-    segments = padded_borders(lengths, pack_multiple=multiple)
+    segments = padded_borders(lengths, pack_multiple=form.multiple)
     padding = segments[-1] - sum(lengths)
     positions = [torch.arange(s.start, s.stop) for s in slices] or [torch.zeros(1, dtype=torch.int64)]
     if padding:
@@ -139,7 +146,7 @@ def lay_out(
         positions.append(positions[-1][-1:].expand(padding))
     rows = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
     target_T = rows["loss_mask"] != 0
-    device = device or like["tokens"].device
+    device = form.device or like["tokens"].device
     shared = None
     if plane and pieces_of:
         shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
@@ -155,7 +162,7 @@ def lay_out(
         shared=shared,
     )
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
-    return UserPack(fields | form.beside(pack, rows["tokens"]), pack, float(rows["loss_mask"].sum()))
+    return UserPack(fields | form.batches.beside(pack, rows["tokens"]), pack, float(rows["loss_mask"].sum()))
 
 
 def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -19,9 +19,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from .....core.errors import EvenloadError
+from .....core.plan.step_plan import MicroBatch
 from .....runtime.attention.pack import Pack
+from .....runtime.attention.prefix import PrefixStore
 from .....runtime.attributes import with_attributes
-from .....runtime.experts.gate import ExpertGate
 from .....runtime.experts.routing import StepRouting
 from ...model.attention import PlannedSeqParams, seq_params
 from ...model.expert_gate import bind_gate
@@ -29,55 +30,47 @@ from ...model.rope import TokenRope
 from ..reading.form import FIELDS, MASK
 from ..reading.samples import UserPack, one_batch
 from ..refusals.attention import rope_owners
-from ..refusals.supported import refuse_loss
 from .attention import attending
-from .experts import routing_packs
-from .mtp import NextTokens, refuse_missing_mask
-from .objective import MeanOfMeans
-from .reports import Reports
+from .experts import StepExperts, routing_packs
+from .losses import Losses
+from .mtp import refuse_missing_mask
+from .order import LoopStep
 
 UserFunction = Callable[..., tuple[Any, Any]]
 
+LayOut = Callable[[MicroBatch, PrefixStore | None], UserPack]
+"""How a rank lays a micro-batch of the plan out in the user's form."""
 
-class UserStep:
+
+class UserStep(LoopStep):
     """The user's ``forward_step_func`` in one training call.
 
     Args:
         gpts: the model chunks of this rank; one, without virtual pipeline stages.
+        lay: `samples.lay_out` of the step's samples.
         by_token: angles go by the position of each token; else by the borders between samples.
-        checks: compare what the loss function returns with the token losses.
         has_borders: the user's batches hold samples side by side, and the model is given parameters of theirs.
-        routing: what routers know of the step, in a model that has some.
-        gate: of its layers with experts.
-        objective: where micro-batches are averaged, the weights of tokens.
-        reports: takes note of what the loss functions report.
-        further: the losses of multi-token prediction, in a model that has it.
     """
 
     def __init__(
         self,
         function: UserFunction,
         gpts: Sequence[Any],
+        lay: LayOut,
         *,
         by_token: bool,
-        checks: bool,
-        has_borders: bool = False,
-        routing: StepRouting | None = None,
-        gate: ExpertGate | None = None,
-        objective: MeanOfMeans | None = None,
-        reports: Reports | None = None,
-        further: NextTokens | None = None,
+        has_borders: bool,
+        experts: StepExperts,
+        losses: Losses,
     ) -> None:
         self._function = function
         self._gpts = gpts
+        self._lay = lay
         self._by_token = by_token
-        self._checks = checks
         self._has_borders = has_borders
-        self._routing = routing
-        self.gate = gate
-        self._objective = objective
-        self._reports = reports
-        self._further = further
+        self._routing = experts.routing
+        self.gate = experts.gate
+        self._losses = losses
         self._signature = inspect.signature(gpts[0].forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
         self.left_borders_out = False
@@ -85,14 +78,16 @@ class UserStep:
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
         self._params: PlannedSeqParams | None = None
 
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None = None) -> UserPack:
+        return self._lay(micro_batch, prefix)
+
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """The model hears of the pack that runs; afterwards it is as it was."""
         with ExitStack() as undo:
             for gpt in self._gpts:
                 self._listen(gpt, undo)
-            if self._further is not None:
-                undo.enter_context(self._further.listening(self._gpts))
+            if self._losses.further is not None:
+                undo.enter_context(self._losses.further.listening(self._gpts))
             undo.enter_context(with_attributes(GPTModel, forward=_refusing_others(GPTModel.forward, self._gpts)))
             yield
 
@@ -108,15 +103,14 @@ class UserStep:
             undo.callback(bind_gate(gpt, self.gate))
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
-        """(output, loss function) of the user's function for a pack."""
         pack, routing, fused = packed.pack, self._routing, bool(self._gpts[0].config.apply_rope_fusion)
         by_token = partial(seq_params, pack, routing=routing, fused=fused)
         self._params = by_token() if self._by_token else by_borders(pack, routing)
-        if self._further is not None:
-            self._further.begin(packed)
+        if self._losses.further is not None:
+            self._losses.further.begin(packed)
         with present(packed.fields):
             output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
-        return output, loss_func if loss_func is None else self._checked(loss_func, packed)
+        return output, loss_func if loss_func is None else self._losses.around(loss_func, packed)
 
     def _tell_model(self, gpt: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
         """A forward pre-hook: the model's arguments with the plan of the pack, and without a mask."""
@@ -135,19 +129,6 @@ class UserStep:
             )
         refuse_missing_mask(gpt, call.get("loss_mask"))
         return (), {**call, "packed_seq_params": self._params, "attention_mask": None}
-
-    def _checked(self, loss_func: Callable[..., Any], packed: UserPack) -> Callable[..., Any]:
-        def checked(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-            losses = output.detach().clone() if self._checks or self._reports else None
-            weighed = output if self._objective is None else self._objective.weigh(output, packed)
-            answer = loss_func(weighed, *args, **kwargs)
-            means = self._objective is not None and self._objective.takes_means
-            refuse_loss(answer, losses if self._checks else None, packed.fields["loss_mask"], means=means)
-            if self._reports is not None and losses is not None:
-                self._reports.add(packed, losses, answer)
-            return answer
-
-        return checked
 
 
 def _refusing_others(stock: Callable[..., Any], gpts: Sequence[Any]) -> Callable[..., Any]:

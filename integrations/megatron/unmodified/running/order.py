@@ -13,8 +13,9 @@ does it:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,44 +30,57 @@ from .....core.laws import check
 from .....core.plan.order import orders_of_stage
 from .....core.plan.program import lower
 from .....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
+from .....runtime.attention.prefix import PrefixStore
+from .....runtime.experts.gate import ExpertGate
 from .....runtime.measure.busy import BusyClock
 from .....runtime.stage.stage_links import StageLinks
 from .....runtime.stage.tape import Tape
 from .....runtime.world.plane import Plane
 from ....host.step import Position, run_program
-from ...stage import MegatronStage
+from ...stage import FixedShape, MegatronStage
 from ..reading.context_parallel import data_rank
-from ..reading.samples import UserPack
 from ..refusals.groups import collection
-from ..refusals.supported import refuse_loss
-from .forward_step import UserStep
+from ..refusals.supported import bare_model, refuse_loss
 
-LayOut = Callable[..., UserPack]
-"""`samples.lay_out` of the step's samples: ``lay(micro_batch, prefix_store)``."""
+
+class LoopStep(ABC):
+    """A training call of a loop that nobody edits, as `run_order` runs it."""
+
+    gate: ExpertGate | None
+    shape: FixedShape | None = None
+    """Of micro-batches that stay as they are."""
+
+    @abstractmethod
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Any:
+        """A micro-batch of the plan in the user's form, with its pack."""
+
+    @abstractmethod
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside, the model hears of what runs; afterwards it is as it was."""
+
+    @abstractmethod
+    def run(self, loaded: Any, chunk: Any) -> tuple[Any, Callable[..., Any] | None]:
+        """(output, loss function) of the user's function for what was loaded."""
 
 
 def run_order(
     plan: StepPlan,
+    step: LoopStep,
     *,
     chunk: Any,
-    gpt: Any,
     links: StageLinks | None,
     plane: Plane | None,
-    step: UserStep | Any,
-    lay: LayOut | Any,
     rest: Mapping[str, Any],
-    own: tuple[int, int, int] | None = None,
 ) -> list[Any]:
     """All passes of this rank and the gradient sum; the reports of its loss functions.
 
     Args:
         plan: with equally many micro-batches on all ranks (`with_dummies`).
-        chunk: Megatron's DistributedDataParallel around ``gpt``.
-        lay: a micro-batch of the plan in the user's form.
+        chunk: Megatron's DistributedDataParallel around the model.
         rest: the other arguments of Megatron's schedule: ``force_all_reduce`` leaves the whole gradient sum on every
             rank, ``pg_collection`` goes to ``finalize_model_grads_func``.
-        own: of a loop whose micro-batches stay as they are: how many a rank has, and their tokens and samples.
     """
+    gpt = bare_model(chunk)
     config, device = get_model_config(chunk), next(gpt.parameters()).device
     timers = config.timers
     if timers is not None:
@@ -74,12 +88,10 @@ def run_order(
     if hasattr(chunk, "set_is_first_microbatch"):
         chunk.set_is_first_microbatch()
     forward = _Forward(step, device)
-    shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
     position = Position(parallel_state.get_pipeline_model_parallel_rank(), data_rank(), links, plane)
-    last = parallel_state.is_pipeline_last_stage()
-    trainer = MegatronStage(chunk, gpt, load=lay, step=forward, last=last, shares=shares, gate=step.gate, own=own)
+    trainer = MegatronStage(chunk, gpt, load=step.load, step=forward, gate=step.gate, shape=step.shape)
     program = lower(plan, position.stage, position.rank)
-    if shares > 1:
+    if trainer.shares > 1:
         trainer.tape = _SharedTape()
     with step.listening(), (config.no_sync_func or nullcontext)():
         run_program(plan, program, trainer, position, BusyClock(device))
@@ -93,12 +105,12 @@ def run_order(
 class _Forward:
     """A user's function as `MegatronStage` calls its forwards; keeps what its loss functions return."""
 
-    def __init__(self, step: UserStep, device: torch.device) -> None:
+    def __init__(self, step: LoopStep, device: torch.device) -> None:
         self._step = step
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
         self.reports: list[Any] = []
 
-    def __call__(self, packed: UserPack, chunk: Any) -> tuple[Any, Callable[..., Any]]:
+    def __call__(self, packed: Any, chunk: Any) -> tuple[Any, Callable[..., Any]]:
         output, loss_func = self._step.run(packed, chunk)
 
         def kept(output: Tensor) -> Any:

@@ -10,7 +10,7 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.integrations.megatron.unmodified.reading.form import FIELDS, form_of
-from evenload.integrations.megatron.unmodified.reading.samples import lay_out, split
+from evenload.integrations.megatron.unmodified.reading.samples import PackForm, lay_out, split
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,7 +95,7 @@ def test_both_forms_of_megatron_bridge_are_cut_alike(two, filled):
     assert tokens_of(batch) == [[10, 11, 12], [20, 21], [30]]
     samples = dict(enumerate(split(batch)))
     micro_batch = MicroBatch((Slice(2, 0, 1), Slice(0, 0, 3)), (0,))
-    pack = lay_out(micro_batch, samples=samples, like=samples[0], multiple=3, form=form_of(batch))
+    pack = lay_out(micro_batch, samples=samples, form=PackForm(samples[0], form_of(batch), 3))
     fields = pack.fields
     assert fields.keys() == batch.keys() - {"token_count"}
     assert fields["tokens"].tolist() == [[30, 10, 11, 12, 0, 0]]
@@ -122,7 +122,9 @@ def test_borders_without_a_row_dimension_and_plain_numbers_stay_so():
     batch |= {"cu_seqlens": batch["cu_seqlens"][0], "max_seqlen": torch.tensor(3), "total_tokens": 5}
     assert tokens_of(batch) == [[10, 11, 12], [20, 21]]
     samples = dict(enumerate(split(batch)))
-    fields = lay_out(MicroBatch((Slice(1, 0, 2),), (0,)), samples=samples, like=samples[0], form=form_of(batch)).fields
+    fields = lay_out(
+        MicroBatch((Slice(1, 0, 2),), (0,)), samples=samples, form=PackForm(samples[0], form_of(batch))
+    ).fields
     assert (fields["cu_seqlens"].tolist(), fields["max_seqlen"].item(), fields["total_tokens"]) == ([0, 2], 2, 2)
     assert fields["max_seqlen"].dim() == 0
     assert fields["input_ids"].tolist() == fields["tokens"].tolist() == [[20, 21]]
@@ -134,7 +136,7 @@ def test_keys_without_a_value_are_no_borders():
     assert not form_of(batch).has_borders
     assert tokens_of(batch) == [[10, 11]]
     samples = dict(enumerate(split(batch)))
-    fields = lay_out(MicroBatch((), (0,)), samples={}, like=samples[0], form=form_of(batch)).fields
+    fields = lay_out(MicroBatch((), (0,)), samples={}, form=PackForm(samples[0], form_of(batch))).fields
     assert fields["cu_seqlens"] is fields["max_seqlen"] is None
 
 

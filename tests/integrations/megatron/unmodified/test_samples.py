@@ -7,7 +7,7 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.integrations.megatron.unmodified.reading.form import FIELDS, form_of
-from evenload.integrations.megatron.unmodified.reading.samples import exchange, lay_out, one_batch, split
+from evenload.integrations.megatron.unmodified.reading.samples import PackForm, exchange, lay_out, one_batch, split
 from evenload.runtime.attention.pack import IGNORE
 
 
@@ -35,8 +35,7 @@ def test_a_pack_holds_the_samples_side_by_side():
     packed = lay_out(
         MicroBatch((Slice(1, 0, 3), Slice(0, 0, 3)), (0,)),
         samples=samples,
-        like=samples[0],
-        form=form_of({**given, "attention_mask": torch.zeros(1, 1, 4, 4)}),
+        form=PackForm(samples[0], form_of({**given, "attention_mask": torch.zeros(1, 1, 4, 4)})),
     )
     assert packed.fields["attention_mask"].tolist() == [[[[False]]]]
     assert packed.fields["tokens"].tolist() == [[5, 6, 7, 1, 2, 3]]
@@ -53,13 +52,13 @@ def test_a_pack_holds_the_samples_side_by_side():
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8])
 def test_padding_and_dummies_carry_no_loss_and_overrun_no_positions(multiple):
     samples = dict(enumerate(split(batch(["111"]))))
-    padded = lay_out(MicroBatch((Slice(0, 0, 3),), (0,)), samples=samples, like=samples[0], multiple=multiple)
+    padded = lay_out(MicroBatch((Slice(0, 0, 3),), (0,)), samples=samples, form=PackForm(samples[0], multiple=multiple))
     slots = -(-3 // multiple) * multiple
     assert padded.fields["tokens"].shape == (1, slots)
     assert padded.pack.segments == (0, slots)
     assert padded.pack.num_targets == padded.fields["loss_mask"].sum() == 3
     assert padded.fields["position_ids"].max() == 2
-    dummy = lay_out(MicroBatch((), (0,)), samples={}, like=samples[0], multiple=multiple)
+    dummy = lay_out(MicroBatch((), (0,)), samples={}, form=PackForm(samples[0], multiple=multiple))
     assert dummy.fields["tokens"].shape == (1, multiple)
     assert dummy.pack.num_targets == dummy.fields["loss_mask"].sum() == 0
 
@@ -67,7 +66,7 @@ def test_padding_and_dummies_carry_no_loss_and_overrun_no_positions(multiple):
 def test_a_part_of_a_sample_brings_its_own_labels_and_positions():
     given = batch(["011111", "111000"])
     samples, slices = dict(enumerate(split(given))), (Slice(1, 0, 3), Slice(0, 2, 4))
-    packed = lay_out(MicroBatch(slices, (0,)), samples=samples, like=samples[0], multiple=4)
+    packed = lay_out(MicroBatch(slices, (0,)), samples=samples, form=PackForm(samples[0], multiple=4))
     assert packed.fields["tokens"].tolist() == [[7, 8, 9, 3, 4, 0, 0, 0]]
     assert packed.fields["labels"].tolist() == [[107, 108, 109, 103, 104, 0, 0, 0]]
     assert packed.fields["position_ids"].tolist() == [[0, 1, 2, 2, 3, 3, 3, 3]]
@@ -81,7 +80,7 @@ def test_a_part_of_a_sample_brings_its_own_labels_and_positions():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64])
 def test_any_dtype_of_a_loss_mask_is_kept(dtype):
     samples = dict(enumerate(split(batch(["011"], dtype))))
-    packed = lay_out(MicroBatch((Slice(0, 0, 3),), (0,)), samples=samples, like=samples[0])
+    packed = lay_out(MicroBatch((Slice(0, 0, 3),), (0,)), samples=samples, form=PackForm(samples[0]))
     assert packed.fields["loss_mask"].dtype == dtype
     assert packed.pack.num_targets == 2
 
