@@ -5,6 +5,8 @@
 
     plan = evenload.plan("recipe.yaml", lengths)      # pure planning: no torch, no trainer
 
+    evenload.train("recipe.yaml")                     # what `evenload train` does, on local ranks
+
 Importing this package imports neither torch nor a trainer; names load what they need when they are first used.
 """
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from .core.recipe.recipe import Recipe
     from .core.registry import PlanningContext, Plugin, PluginConfig, register, unregister
     from .patches.session import Session, disable, enable, enabled
+    from .training.api import train, verify
 
 __version__ = "0.1.0"
 
@@ -40,7 +43,9 @@ _HOMES = {
     "load_recipe": ".api",
     "plan": ".api",
     "register": ".core.registry",
+    "train": ".training.api",
     "unregister": ".core.registry",
+    "verify": ".training.api",
 }
 
 __all__ = [
@@ -61,7 +66,9 @@ __all__ = [
     "load_recipe",
     "plan",
     "register",
+    "train",
     "unregister",
+    "verify",
 ]
 
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,10 @@ _REAP_S = 5.0
 _MEMORY = Path("/dev/shm")
 
 
+class RanksFailed(SystemExit):
+    """Ranks have ended with this exit code, and have said why."""
+
+
 def is_rank() -> bool:
     """Whether this process is one of a job's ranks, started by `launch` or torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -50,7 +55,7 @@ def end_with_launcher() -> None:
 def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: Progress = silent) -> dict[str, Any]:
     """Run ``python -m evenload ARGUMENTS`` on ``num_ranks`` local ranks and return rank 0's result.
 
-    Raises SystemExit with the ranks' exit code, where they have said themselves what went wrong; else RankError.
+    Raises RanksFailed where the ranks have said themselves what went wrong, else RankError.
     """
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     with (
@@ -76,7 +81,7 @@ def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: P
         if isinstance(verdict, RankError):
             raise verdict
         if verdict:
-            raise SystemExit(verdict)
+            raise RanksFailed(verdict)
         if not result.exists():
             raise RankError("the ranks ended without a result", f"exit codes {[r.returncode for r in ranks]}")
         return json.loads(result.read_text())  # type: ignore[no-any-return]
@@ -91,6 +96,8 @@ def _terminable() -> Iterator[None]:
 
     # What is ignored stays so: nohup.
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # it alone may handle signals
     for number in numbers:
         signal.signal(number, end)
     try:
@@ -116,7 +123,7 @@ def _start(
         **shared,
         **{name: str(number) for name, number in passed.items()},
     }
-    command, output = [sys.executable, "-m", "evenload", *arguments], sys.stderr.fileno()
+    command, output = [sys.executable, "-m", "evenload", *arguments], 2  # also where Python's stderr is another
     pass_fds = tuple(passed.values())
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, pass_fds=pass_fds)
 

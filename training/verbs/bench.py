@@ -115,7 +115,7 @@ def bench(
     return run_rank(recipe, lambda job: _bench(job, against, repeats, progress))
 
 
-def _bench(job: Job, against: tuple[str, ...], repeats: int, progress: Progress) -> dict[str, Any]:
+def _bench(job: Job, against: tuple[str, ...], repeats: int, progress: Progress = silent) -> dict[str, Any]:
     job.say_unused("bench")
     recipe = job.recipe
     names = [*against, OURS]
