@@ -92,7 +92,7 @@ def by_place(spans: Iterable[Span]) -> Iterator[tuple[Place, Iterator[Span]]]:
 
 
 def _waits(spans: Sequence[Span], step_s: float) -> Waits:
-    """Of one rank; ``spans`` by start, and one may lie inside another."""
+    """The waits of a rank; ``spans`` by start, and one may lie inside another."""
     passes = [span for span in spans if span.kind not in "GU"]
     first_s, last_s = (passes[0].start_s, max(span.end_s for span in passes)) if passes else (step_s, step_s)
     waits, now = [0.0, 0.0, 0.0], 0.0

@@ -179,7 +179,7 @@ def _opened(path: Path, goes_on: bool) -> TextIO:
 
 
 def _whole_bytes(file: BinaryIO) -> int:
-    """Of a file up to the end of its last whole line."""
+    """Bytes of a file up to the end of its last whole line."""
     end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - _BLOCK_BYTES)

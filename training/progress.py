@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int | None, str], object]
 
 
 def silent(task: str, done: int, total: int | None, text: str) -> None:
-    """Nobody is told."""
+    """A `Progress` that shows nothing to anybody."""

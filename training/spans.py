@@ -16,9 +16,7 @@ def gather_spans(own: tuple[Span, ...]) -> list[Span]:
 
 def _shown(ranks: Sequence[tuple[Span, ...]]) -> Iterator[Span]:
     """The spans of one rank for each (stage, plane rank), its tensor-parallel peers left out, without what is waiting.
-
-    A collective begins when its last rank has come: the gradient sum of a stage, the update of all stages.
-    """
+    A collective begins when its last rank has come: the gradient sum of a stage, the update of all stages."""
     places: dict[Place, tuple[Span, ...]] = {}
     for spans in ranks:
         if spans:

@@ -11,7 +11,7 @@ from ...training.hosts import require
 
 
 def training_loops(recipe: Recipe | None) -> list[dict[str, Any]]:
-    """A row a loop."""
+    """What evenload would do in each loop that it knows, a row each."""
     return [_loop(loop, recipe) for loop in LOOPS]
 
 

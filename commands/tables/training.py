@@ -11,7 +11,7 @@ from .show import grid
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Of `metrics.totals`; of a run that was done already no rates."""
+    """The table of `metrics.totals`; without rates for a run that was done already."""
     if not result["steps"]:
         said = "no step was left to train: raise train.steps to train on"
         return grid("summary", ("", ""), [("steps", "0"), ("last checkpoint", result["checkpoint"] or "none")], said)

@@ -202,7 +202,6 @@ class _WeightsLeft:
 
 
 def _needs(row: list[Op]) -> Iterator[int]:
-    """How many forwards come before each backward."""
     forwards = 0
     for op in row:
         if op.kind == "F":

@@ -128,7 +128,6 @@ def _experts_of(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _sparse_layers(config: Mapping[str, Any]) -> list[int]:
-    """Numbers of the layers that have experts, from 0."""
     dense = _list(config, "mlp_only_layers")
     step = _size(config, "decoder_sparse_step") if config.get("decoder_sparse_step") else 1
     return [i for i in range(_size(config, "num_hidden_layers")) if i not in dense and (i + 1) % step == 0]

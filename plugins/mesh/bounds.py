@@ -80,8 +80,6 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
 
 
 class _Long(NamedTuple):
-    """A long sequence by its degree."""
-
     time: Floats
     area: Floats
     degree: Ints

@@ -32,8 +32,6 @@ from ...core.plan.token_layout import attended, cp_group_of
 
 @dataclass
 class _Entry:
-    """One sequence in one layer."""
-
     k_LGD: Tensor
     v_LGD: Tensor
     written: int

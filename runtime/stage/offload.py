@@ -316,7 +316,6 @@ class _Pass:
                 stored.fetch()
 
     def _release(self, group: int) -> None:
-        """Free what was saved before a group."""
         while self._leaving and self._leaving[0][0] < group:
             self._leaving.popleft()[1].let_go()
 

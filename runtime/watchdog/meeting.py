@@ -98,7 +98,6 @@ def _holder(by_agent: bool, size: int) -> str:
 
 
 def _await_port(address: str, port: int, rank: int, timeout_s: float) -> None:
-    """Return when somebody listens there."""
     start_s, ask_s = time.monotonic(), _ASK_S
     while True:
         try:

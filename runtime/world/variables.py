@@ -57,7 +57,6 @@ def integer(name: str, default: int, least: int, most: int) -> int:
 
 
 def _refuse_unknown(address: str, port: int) -> None:
-    """Raise EvenloadError for a machine that has no address."""
     until = time.monotonic() + _NAMED_S
     while True:
         try:

@@ -96,7 +96,7 @@ def _report(out: Path, seconds: float) -> Exported:
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:
-    """Of the folder that came in, as it is there; else what Transformers makes of the recipe."""
+    """The config.json of the folder that came in, as it is there; else what Transformers makes of the recipe."""
     if recipe.model.weights is not None:
         return WeightFolder.open(recipe.model.weights).config
     return dict(model_config(recipe).to_dict())

@@ -30,7 +30,7 @@ class DamagedError(EvenloadError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The state of a run and the files of its checkpoint."""
 
     state: dict[str, Any]
     """What `checkpoints.save` was given, with ``step``."""

@@ -33,14 +33,16 @@ class Path(NamedTuple):
 
 
 def critical_path(job: Job, result: StepResult) -> Path | None:
-    """Of a step that has run. Collective; None where ranks do not divide experts, or their seconds are not told."""
+    """The critical path of a step that has run. Collective; None where ranks do not divide experts, or their seconds
+    are not told."""
     ep = job.host.layout.ep
     rows = everyone(((job.host.pipeline_stage, job.host.dp_cp_rank // ep), result.stretches_s))
     return longest(rows) if ep > 1 and rows[0][1] else None
 
 
 def longest(rows: Sequence[tuple[Group, Sequence[float]]]) -> Path:
-    """Of the groups of ranks, from what each rank has taken: its group and its stretches [s], which correspond."""
+    """The longest path of the groups of ranks, from what each rank has taken: its group and its stretches [s], which
+    correspond."""
     groups: dict[Group, list[Sequence[float]]] = {}
     for group, stretches_s in rows:
         groups.setdefault(group, []).append(stretches_s)
@@ -48,7 +50,6 @@ def longest(rows: Sequence[tuple[Group, Sequence[float]]]) -> Path:
 
 
 def _path(seconds: Floats) -> Path:
-    """Of one group [ranks, stretches]."""
     busiest, mean = seconds.max(axis=0), seconds.mean(axis=0)
     evened_experts_s = float(busiest[::2].sum() + mean[1::2].sum())
     return Path(float(busiest.sum()), evened_experts_s, float(mean.sum()))

@@ -20,7 +20,7 @@ from ..job import logger
 
 
 class LoadHistory:
-    """Of one run whose ``chain`` may need it; first nothing, or a checkpoint's `state`."""
+    """The loads of experts of a run whose ``chain`` may need them; first nothing, or a checkpoint's `state`."""
 
     def __init__(self, chain: PlanChain, state: Mapping[str, Any] | None = None) -> None:
         self.on = chain.needs_loads
@@ -46,7 +46,7 @@ class LoadHistory:
             planner.use(chain)
 
     def state(self, planner: Planner) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """What a checkpoint keeps of the loads, ready for JSON."""
         if not self.on:
             return {}
         return {"loads": {"ahead": _loads_of(planner.chain_of_next), "newest": self._newest}}

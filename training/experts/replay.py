@@ -78,7 +78,7 @@ class Replay:
 
     @property
     def passes(self) -> int:
-        """Of groups, in all of these steps."""
+        """The number of groups' passes in all of these steps."""
         return len(next(iter(self.planners.values())).ratios)
 
     def to_json(self) -> dict[str, Any]:
@@ -166,7 +166,8 @@ class _Pass(NamedTuple):
 
 
 def _passes_of(groups: dict[int, npt.NDArray[np.int64]], context: PlanningContext, late_steps: int) -> list[_Pass]:
-    """Of the steps before which ``late_steps`` others are known, if there are so many; of at most `_MOST_LAYERS`."""
+    """Passes of the steps before which ``late_steps`` others are known, if there are so many; of at most
+    `_MOST_LAYERS`."""
     assert context.experts is not None
     histories: list[Loads] = [()] * late_steps
     passes = []

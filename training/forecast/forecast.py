@@ -142,7 +142,6 @@ def look_ahead(
 
 
 def _of_tenants(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Forecast:
-    """The forecast of a recipe with tenants."""
     if not isinstance(lengths, Mapping):
         do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
         raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)

@@ -106,7 +106,6 @@ def _place(rank: Rank) -> str:
 
 
 def _others(ranks: Sequence[Rank]) -> str:
-    """Where those are that still run."""
     return _listed((i, _place(rank)) for i, rank in enumerate(ranks) if rank.code is None and not rank.stopped)
 
 

@@ -98,7 +98,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class Facts:
-    """A forecast in numbers."""
+    """The numbers of a forecast that pictures show."""
 
     forecast: Forecast
     ours: Planner
@@ -143,7 +143,7 @@ class Facts:
 
     @property
     def shown(self) -> tuple[Planner, ...]:
-        """Those that the timelines show: stock, the strongest of the others, evenload."""
+        """The planners that the timelines show: stock, the strongest of the others, evenload."""
         if not self.remapped:
             return (self.reference,)
         return tuple(one for one in (self.reference, self.rival, self.ours) if one is not None)
@@ -169,7 +169,7 @@ def facts_of(forecast: Forecast) -> Facts:
 
 
 def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
-    """The same with its timeline."""
+    """A simulated plan together with its timeline."""
     return one if one.outcome.spans else replace(one, outcome=simulate(one.plan, context, record=True))
 
 

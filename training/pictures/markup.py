@@ -12,7 +12,7 @@ from ...core.input.format import gib, percent, seconds
 
 
 class Markup(str):
-    """Text that is HTML."""
+    """Text that is HTML already, and is not escaped again."""
 
 
 def tag(name: str, *inside: str, **attributes: str | float | None) -> Markup:
@@ -56,7 +56,7 @@ def section(name: str, title: str, *content: str) -> Markup:
 
 
 def say(text: str) -> Markup:
-    """A paragraph that explains."""
+    """A paragraph that explains what stands beside it."""
     return tag("p", text, class_="say")
 
 

@@ -43,7 +43,7 @@ def write(forecast: Forecast, path: Path) -> None:
 
 
 def page_of(forecast: Forecast) -> str:
-    """The page as text."""
+    """The page of a forecast as HTML."""
     facts = facts_of(forecast)
     # Of each step the note that one sequence bounds it, empty where none does.
     notes_of = (step["notes"] for step in forecast.to_json()["steps"])
@@ -234,7 +234,6 @@ def _fine_print(facts: Facts) -> Markup:
 
 
 def _sequence_bound(notes: Sequence[str]) -> str:
-    """What to say of steps that one sequence bounds."""
     bounding = [note for note in notes if note]
     if len(notes) == 1:
         return bounding[0]

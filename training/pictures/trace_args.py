@@ -48,7 +48,7 @@ def args_of(plan: StepPlan) -> Callable[[str, int, int], str]:
 
 
 def tell_bubbles(plan: StepPlan, spans: Sequence[Span]) -> dict[str, float]:
-    """Of the step, then of its ranks, where they are not too many to read."""
+    """Bubbles of the step, then of its ranks, where they are not too many to read."""
     bubbles = bubbles_of([spans])
     args = {"bubble": round(bubbles.frac, 4)}
     if len(bubbles.waits) <= _MOST_TOLD:

@@ -32,17 +32,17 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Of a rank."""
+        """Tokens that a rank runs in the case."""
         return self.count * self.num * self.length
 
     @property
     def slots(self) -> int:
-        """Of the largest micro-batch."""
+        """Slots of the largest micro-batch."""
         return self.num * -(-self.length // self.cuts)
 
     @property
     def work(self) -> Work:
-        """Of a rank in one direction."""
+        """Work of a rank in one direction."""
         return work_of(self.plan(1).micro_batches)
 
     def plan(self, num_ranks: int) -> StepPlan:
@@ -75,7 +75,7 @@ def there_and_back(numbers: range) -> tuple[Op, ...]:
 
 
 def cases(max_length: int, max_tokens: int) -> list[Case]:
-    """Of at most these tokens a sequence and a micro-batch, little work first.
+    """Cases of at most these tokens a sequence and a micro-batch, little work first.
 
     Two lengths at least differ at equal tokens, which is what tells ``token_s`` and ``pair_s`` apart.
     """

@@ -195,11 +195,9 @@ def _read(host: Host, device: torch.device, plan: StepPlan, step: Callable[[Step
 
 @contextmanager
 def _watched(host: Host, levels: Levels, points: list[_Point]) -> Iterator[None]:
-    """Note where a micro-batch is.
-
-    Forward it enters the first layer (begin), the second if there are three (inner) and the last one (last), and leaves
-    that (end); backward its gradient comes to the last layer (head) and leaves the first one (layers).
-    """
+    """Note where a micro-batch is. Forward it enters the first layer (begin), the second if there are three (inner) and
+    the last one (last), and leaves that (end); backward its gradient comes to the last layer (head) and leaves the
+    first one (layers)."""
 
     def note(name: str) -> None:
         points.append(_Point(name, *levels.read()))

@@ -62,7 +62,7 @@ def planned(chain: PlanChain, lengths: Lengths, prefers: str) -> StepPlan:
 
 
 def without_dummies(plan: StepPlan) -> StepPlan:
-    """The same work; ranks that had none have no pass either."""
+    """A plan of the same work without dummies: ranks that had nothing else have no pass."""
     numbers = [i for i, m in enumerate(plan.micro_batches) if m.slices]
     backward = [i for i, m in enumerate(plan.passes("B")) if m.slices]
     place = {"F": {i: k for k, i in enumerate(numbers)}, "B": {i: k for k, i in enumerate(backward)}}

@@ -230,8 +230,6 @@ class Beside:
 
 
 class _OfRank(NamedTuple):
-    """What a rank says of a step."""
-
     dp_cp_rank: int
     executed: tuple[Slice, ...]
     branches: tuple[str, ...]
@@ -245,10 +243,8 @@ class _OfRank(NamedTuple):
 
 
 class _Reader:
-    """Reads samples as training does, and notes every one whose tokens are not those of the expected sample.
-
-    Where the run has drawn other samples altogether, all of them are noted, and the gradients are compared on those
-    that it drew.
+    """Reads samples as training does, and notes every one whose tokens are not those of the expected sample. Where the
+    run has drawn other samples altogether, all of them are noted, and the gradients are compared on those that it drew.
     """
 
     def __init__(self, job: Job, batch: Batch) -> None:

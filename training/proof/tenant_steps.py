@@ -35,7 +35,7 @@ class Step(NamedTuple):
     """Weights of the model, which must stay as they are."""
 
     def labels(self, tokens_of: TokensOf) -> Labels | None:
-        """Of every second step about half of the targets, where each tenant keeps one."""
+        """Labels of the step; in every second step half of the targets are masked, where each tenant keeps one."""
         draw = self.planned.draw
         labels = self.job.labels_of(draw)
         if self.number % 2 == 0:

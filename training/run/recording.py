@@ -99,7 +99,6 @@ class Recording:
         return [one for one in self._steps if one.step in self._traced]
 
     def _write(self) -> None:
-        """Write the trace, on rank 0."""
         assert self._path is not None
         steps = self._in_trace()
         about = {

@@ -41,7 +41,7 @@ class Member(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Updates of its adapter."""
+        """Updates that the tenant's adapter gets."""
         train = self.config.train
         if train.epochs is None:
             return train.steps
@@ -49,7 +49,7 @@ class Member(NamedTuple):
 
     @property
     def tokens_of_step(self) -> float:
-        """In the mean."""
+        """Tokens of a step of the tenant, in the mean."""
         return self.config.train.batch_size * float(self.lengths.mean())
 
 

@@ -69,7 +69,7 @@ class SharedPlan:
 
     @property
     def lengths(self) -> Ints:
-        """Of all samples of all tenants."""
+        """Lengths of all samples of all tenants."""
         return np.concatenate([member.lengths for member in self.members])
 
     @property

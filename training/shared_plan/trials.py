@@ -144,7 +144,6 @@ def _trials(name: str, tenant: Tenant, values: Mapping[str, Sequence[Any]]) -> I
 
 
 def _with(name: str, document: Mapping[str, Any], chosen: Mapping[str, Any]) -> Tenant:
-    """The tenant of a file with other values."""
     changed = {section: dict(value) if isinstance(value, Mapping) else value for section, value in document.items()}
     for key, value in chosen.items():
         section, _, field = key.partition(".")

@@ -101,7 +101,7 @@ class Validation:
         return row
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps of the validation."""
         best = self._best if math.isfinite(self._best) else None
         return {"validation": {"best": best, "data": self._job.source.fingerprint}}
 

@@ -111,7 +111,7 @@ class Measured:
 def bench(
     recipe: Recipe, against: tuple[str, ...], repeats: int = 1, progress: Progress = silent
 ) -> dict[str, Any] | None:
-    """Measure on this rank."""
+    """Compare planners on this rank, and give what the verb shows; None on ranks that do not report."""
     return run_rank(recipe, lambda job: _bench(job, against, repeats, progress))
 
 
@@ -171,7 +171,6 @@ def _peaks(job: Job, planned: Planned, step: int) -> list[float]:
 
 
 def _predicted_peaks(planned: Planned) -> list[float]:
-    """The same, predicted with the recipe's costs."""
     plan = planned.plan
     return [max(peak for peak, _ in peaks_of_stage(plan, stage)) for stage in range(plan.limits.num_stages)]
 

@@ -153,8 +153,6 @@ def _strategy(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> 
 
 
 class _Grid(NamedTuple):
-    """A block while chains are put into it."""
-
     used: Ints
     """Rounds of each rank that are taken, from the first on [ranks]."""
     lowest: list[int]

@@ -61,7 +61,6 @@ def _by_loads(planner: str, choose: ChooseCopies) -> Baseline:
 
 
 def _own(context: PlanningContext) -> int:
-    """Experts that a rank has at home."""
     return context.experts.num_experts // context.layout.ep if context.experts else 0
 
 

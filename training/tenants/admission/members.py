@@ -56,12 +56,12 @@ class Members:
 
     @property
     def active(self) -> list[ActiveTenant]:
-        """Those that take part."""
+        """Tenants that take part in steps."""
         return [tenant for tenant in self.tenants if tenant.state == "training"]
 
     @property
     def here(self) -> list[ActiveTenant]:
-        """Those that have not ended."""
+        """Tenants that have not ended yet."""
         return [tenant for tenant in self.tenants if tenant.state not in ENDED]
 
     def of_number(self, number: int) -> ActiveTenant:
@@ -104,7 +104,7 @@ class Members:
 
     @property
     def _for_memory(self) -> list[ActiveTenant]:
-        """Those who wait for memory, and for nothing else."""
+        """Tenants that wait for memory, and for nothing else."""
         return [tenant for tenant in self.here if tenant.number in self._states and tenant.step < tenant.until]
 
     def evict(self) -> bool:

@@ -124,7 +124,7 @@ class Folder:
 
     @property
     def names(self) -> list[str]:
-        """Of the tenants whose files are there now. Raises EvenloadError where there is no such folder."""
+        """Names of the tenants whose files are there now. Raises EvenloadError where there is no such folder."""
         return list(self._stamps())
 
     def _stamps(self) -> dict[str, _Stamp]:
@@ -163,7 +163,7 @@ class Folder:
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result:
-    """Of the file that an entry means; of the entry itself where it leads in a circle, or where nobody may look."""
+    """Status of the file that an entry means; of the entry itself where it leads in a circle, or nobody may look."""
     try:
         return entry.stat()
     except FileNotFoundError:

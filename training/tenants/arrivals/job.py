@@ -34,7 +34,7 @@ class TenantJob(Work):
 
     @property
     def folder(self) -> Path:
-        """Of the tenants' files."""
+        """The folder of the tenants' files."""
         return folder_of_tenants(self.recipe)
 
     @property

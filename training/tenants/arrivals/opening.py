@@ -26,7 +26,7 @@ from .preflight import config_of
 
 
 class Entrant(NamedTuple):
-    """Who would join."""
+    """A tenant that would join, as its file says."""
 
     name: str
     file: str

@@ -39,7 +39,7 @@ _STATUS_EVERY_S = 1.0
 
 
 class Output:
-    """See the module."""
+    """What a job of tenants writes below ``plugins.lora.out``, and says of its tenants."""
 
     def __init__(self, job: TenantJob) -> None:
         self._job, self._root = job, job.out

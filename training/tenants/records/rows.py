@@ -55,7 +55,7 @@ def row_of(step: int, planned: Planned, taken: Taken) -> Row:
 
 
 def tenant_row(tenant: ActiveTenant, planned: Planned, taken: Taken, rate: float) -> dict[str, Any]:
-    """Of one tenant's step, by its own count from 0."""
+    """What metrics.jsonl has of one tenant's step, by its own count from 0."""
     draw, result = own_draws(planned.draw)[tenant.number], taken.result.tenants[tenant.number]
     return {
         "step": tenant.step - (not result.failed),
@@ -98,7 +98,7 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 class Live:
-    """Progress of each tenant."""
+    """The progress that is shown of each tenant."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -119,7 +119,6 @@ class Live:
 
 
 def _said(tenant: ActiveTenant) -> str:
-    """How a tenant's last step was, in words."""
     if not tenant.losses:
         return ""
     best = f"  best {tenant.best:.4f}" if tenant.best is not None else ""

@@ -26,7 +26,7 @@ ENDED: tuple[State, ...] = ("done", "stopped", "dropped", "left", "failed")
 
 @dataclass(frozen=True)
 class Status:
-    """How a tenant stands."""
+    """How far a tenant has come, as its status file says."""
 
     name: str
     state: State

@@ -110,7 +110,7 @@ class Halving:
         return scored + [name for name in self._names if name not in losses]
 
     def loss(self, name: str) -> float | None:
-        """Of a trial: what it ended with, or what it had at the last rung that it came to."""
+        """The loss that a trial ended with, or that it had at the last rung to which it came."""
         losses = self._losses[name]
         return self._ended.get(name, losses[max(losses)] if losses else None)
 

@@ -24,7 +24,7 @@ class Race:
         self._names = {trial.name for trial in sweep.trials}
 
     def trials(self, tenants: Iterable[ActiveTenant]) -> list[ActiveTenant]:
-        """Those of the tenants, in the order in which they came, that are its trials; of a name the last one."""
+        """The tenants that are trials of the sweep, in the order in which they came; of a name the last one."""
         return list({tenant.name: tenant for tenant in tenants if tenant.name in self._names}.values())
 
     def next_rung(self, tenant: ActiveTenant) -> int:

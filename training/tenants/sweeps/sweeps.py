@@ -170,7 +170,6 @@ def _entry(step: int, name: str, row: Mapping[str, Any]) -> Entry:
 
 
 def _numbers(result: Evaluated, *, best: bool) -> dict[str, Any]:
-    """Of an evaluation, as metrics.jsonl has it."""
     finite = math.isfinite(result.loss)
     return {
         "loss": result.loss if finite else None,
