@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -90,3 +91,31 @@ def test_no_function_of_integrations_has_more_parameters_than_a_reader_keeps_in_
         > MOST_PARAMETERS
     ]
     assert wide == []
+
+
+BACKWARD = re.compile(r"(Of|The same|Those|That|Likewise)\b")
+"""How a docstring begins that leans on another text."""
+FEWEST_WORDS = 5
+
+
+def thin_docstrings(tree: ast.AST) -> list[str]:
+    """Names of functions and classes whose docstring needs another text to be read, or only repeats the name."""
+    named = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef))
+    texts = ((node.name, ast.get_docstring(node)) for node in named)
+    return [name for name, text in texts if text and (BACKWARD.match(text) or len(text.split()) < FEWEST_WORDS)]
+
+
+def test_every_docstring_says_what_a_thing_is() -> None:
+    thin = {str(path.relative_to(ROOT)): thin_docstrings(ast.parse(path.read_text())) for path in MODULES}
+    assert {path: names for path, names in thin.items() if names} == {}
+
+
+def test_a_thin_docstring_is_noticed() -> None:
+    texts = (
+        "Of a rank with so many weights.",
+        "The same of another model here.",
+        "Values of one head.",
+        "What a plan is for.",
+    )
+    code = "\n".join(f'def f{i}():\n    """{text}"""' for i, text in enumerate(texts))
+    assert thin_docstrings(ast.parse(code)) == ["f0", "f1", "f2"]

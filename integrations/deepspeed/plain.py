@@ -59,7 +59,7 @@ class PlainModel:
             parameter.requires_grad_(True)
 
     def of_linears(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of such gradients those of matrices, by the names of their layers."""
+        """Gradients of matrices, by the names of their layers."""
         return {name.removesuffix(".weight"): g for name, g in gradients.items() if g.dim() == 2}
 
     def gradients(
@@ -99,7 +99,7 @@ class PlainModel:
         return []
 
     def close(self) -> None:
-        """Nothing is held outside."""
+        """Do nothing, as nothing is held outside."""
 
 
 def reference(
@@ -117,8 +117,9 @@ def plain_gradients(
     labels: Labels | None = None,
     routers: Replayer | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The same of any causal language model, in the precision of its weights. ``labels``: -100 where a token carries no
-    loss, as Hugging Face models take them. ``routers``: of the model, where they replay routes."""
+    """Loss and gradients of any causal language model on whole samples, in the precision of its weights. ``labels``:
+    -100 where a token carries no loss, as Hugging Face models take them. ``routers``: of the model, where they replay
+    routes."""
     samples = [torch.as_tensor(tokens_of(i))[:n].long() for i, n in enumerate(lengths.tolist())]
     wanted = samples if labels is None else [torch.as_tensor(labels.of(i)[: len(s)]) for i, s in enumerate(samples)]
     num_targets = sum(int((labels_L[1:] != -100).sum()) for labels_L in wanted)

@@ -32,7 +32,7 @@ class Scores(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Of a target token, in the mean; not a number where there is none."""
+        """The mean loss of a target token; not a number where there is none."""
         count = int(self.targets.sum())
         return float(self.losses.sum()) / count if count else math.nan
 
@@ -61,7 +61,7 @@ class LossBook(Book):
         self._sums_2N.index_add_(1, sequences, torch.stack([sums, counts.double()]))
 
     def scores(self) -> Scores:
-        """Of all ranks. Collective."""
+        """The scores of all ranks. Collective."""
         if dist.is_initialized():
             dist.all_reduce(self._sums_2N)
         losses, targets = self._sums_2N.cpu().numpy()

@@ -44,10 +44,8 @@ class TenantHost(Host):
     """Of the tenants of the last step; the update adds who fails in it."""
 
     def _of_tenants(self, plan: StepPlan, targets: Mapping[int, int], scores: Scores) -> dict[int, TenantResult]:
-        """Sum the gradients, divide each by its tenant's targets, and say what came of each tenant. Collective.
-
-        Passes run with the plain sum of token losses: a divisor inside them would be rounded with every token.
-        """
+        """Sum the gradients, divide each by its tenant's targets, and say what came of each tenant. Collective. Passes
+        run with the plain sum of token losses: a divisor inside them would be rounded with every token."""
         numbers = sorted(targets)
         self.adapters.sum_gradients(targets)
         norms = self.adapters.norms(numbers)
@@ -63,7 +61,7 @@ class TenantHost(Host):
         return self._results
 
     def _loss(self) -> float:
-        """Of a target token, in the mean over the tenants of the last step that did not fail."""
+        """The mean loss of a target token over the tenants of the last step that did not fail."""
         good = [result for result in self._results.values() if not result.failed]
         count = sum(result.num_targets for result in good)
         return sum(result.loss * result.num_targets for result in good) / count if count else math.nan
@@ -73,7 +71,7 @@ class TenantHost(Host):
         super()._forwards(step, book)  # type: ignore[safe-super]
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Of every tenant of the last step, by ``<number>.<matrix>``, whole."""
+        """Gradients of every tenant of the last step, by ``<number>.<matrix>``, whole."""
         return {
             f"{number}.{name}": g for number in self._results for name, g in self.adapters.gradients(number).items()
         }
@@ -90,7 +88,7 @@ class TenantHost(Host):
         return self._norm({})
 
     def optimizer_states(self) -> dict[str, AdamState]:
-        """Of every tenant that is here, by ``<number>.<matrix>``, whole."""
+        """States of every tenant that is here, by ``<number>.<matrix>``, whole."""
         states = {number: self.adapters.state(number) for number in self.adapters.numbers}
         return {
             f"{number}.{name}": AdamState(weight, state.first[name], state.second[name])

@@ -117,7 +117,6 @@ def _fault(config: Any) -> tuple[str, str]:
 
 
 def _fault_of_lengths(config: Any, longest: int, reach: int, words: LengthWords) -> tuple[str, str]:
-    """The same of these lengths."""
     own_reach = rotary_reach(config)
     if own_reach is not None and own_reach < reach:
         padded = "" if reach == longest else f", padded to {reach}"

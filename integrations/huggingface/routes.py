@@ -33,7 +33,7 @@ def watch(model: torch.nn.Module, choose: Choose) -> None:
 
 
 def num_experts_of(model: torch.nn.Module) -> int:
-    """Of each layer of a model that has any; 0: none has."""
+    """Experts of each layer of a model that has any; 0: none has."""
     config: Any = model.config
     text = config.get_text_config()
     return next((int(n) for name in NUM_EXPERTS if (n := getattr(text, name, None))), 0)

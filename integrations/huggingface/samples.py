@@ -30,7 +30,7 @@ from .refusals import (
 
 
 class Sample(NamedTuple):
-    """One sample without padding."""
+    """A sample of a loop's batch, without padding."""
 
     tokens: Tensor
     """int64 [L]"""

@@ -31,7 +31,7 @@ LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 class Batch(NamedTuple):
-    """One micro-batch, loaded."""
+    """A micro-batch whose tensors lie on the device, with what Megatron's attention takes."""
 
     pack: Pack
     params: PlannedSeqParams
@@ -114,7 +114,7 @@ def run_batch(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
 
 
 def run_for_logits(batch: Batch, model: Any) -> Tensor:
-    """The same with the logits [1, T, V] of the whole vocabulary on the last stage."""
+    """Forward of one micro-batch, with logits [1, T, V] of the whole vocabulary on the last stage."""
     tokens, positions = batch.pack.tokens_T[None], batch.pack.positions_T[None]
     output: Tensor = model(tokens, positions, None, packed_seq_params=batch.params, runtime_gather_output=True)
     return output

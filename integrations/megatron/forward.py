@@ -28,7 +28,7 @@ class Forward:
         self._reduction, self._books = reduction, books
 
     def __call__(self, batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
-        """(stage output, loss function)."""
+        """The stage's output and its loss function, for Megatron's schedule."""
         output, loss_func = run_batch(batch, model)
 
         def counted(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

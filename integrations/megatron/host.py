@@ -101,7 +101,6 @@ class MegatronHost(Host, Snapshots):
         self._prepare_training(config)
 
     def _prepare_training(self, config: TransformerConfig) -> None:
-        """What trains the model that stands."""
         recipe = self.recipe
         self.frozen = self._freeze()
         if recipe.sharded_experts:
@@ -111,13 +110,11 @@ class MegatronHost(Host, Snapshots):
         self.optimizer: Any = build_optimizer(recipe, self.ddp)
 
     def _freeze(self) -> frozenset[str]:
-        """See `freeze`. Collective over the stages."""
         own = dict(global_parameters(self.model))
         parts = everyone(list(own), self._stages) if self.layout.pp * self.layout.ep > 1 else [list(own)]
         return freeze(self.recipe.train.freeze, own, parts)
 
     def _open_gate(self) -> ExpertGate:
-        """Of the layers with experts of this rank's stage."""
         group = parallel_state.get_expert_model_parallel_group()
         ranks, place = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
         gate = ExpertGate(ranks, place, sharded=self.recipe.sharded_experts)

@@ -94,7 +94,7 @@ class PlainModel:
                 self._parameters[name].requires_grad_(True)
 
     def of_linears(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of such gradients those of linear layers, whole, by their Hugging Face names. Collective."""
+        """Gradients of linear layers, whole, by their Hugging Face names. Collective."""
         whole = {}
         for name, parameter, piece in self._pieces():
             if name in gradients and parameter.dim() == 2:

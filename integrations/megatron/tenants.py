@@ -122,7 +122,6 @@ def _places(name: str, parameter: nn.Parameter, recipe: Recipe, tp_rank: int) ->
 
 
 def _sums(parameter: Any, tp: int) -> tuple[Any, ...]:
-    """What tensor-parallel ranks sum, and their group."""
     if tp == 1:
         return ()
     kind = "gradients" if parameter.partition_dim == 0 else "products"

@@ -49,7 +49,7 @@ _STOCK = "nothing needs to be done: the script runs as it is, without plans"
 
 
 class Call(NamedTuple):
-    """What one forward gave."""
+    """What one forward gave: its loss and its outputs."""
 
     loss: Tensor
     outputs: Any
@@ -60,7 +60,7 @@ Compute = Callable[[dict[str, Any], float], Call]
 
 
 class Proof(NamedTuple):
-    """What was measured."""
+    """What a proof of packs on the user's own model says."""
 
     fault: EvenloadError | None
     """Why packs are not exact; None: they are."""
@@ -130,8 +130,6 @@ def prove_trainer(trainer: Any, samples: list[list[list[int]]], row: Mapping[str
 
 
 class _Run(NamedTuple):
-    """A forward and its backward."""
-
     loss: float
     logits: Tensor | None
     """[T, ...]"""

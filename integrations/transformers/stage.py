@@ -25,7 +25,7 @@ _TENSORS = ("input_ids", "position_ids", "shift_labels")
 
 
 class Batch(NamedTuple):
-    """One micro-batch, loaded."""
+    """A micro-batch whose tensors lie on the device."""
 
     pack: Pack
 

@@ -138,10 +138,8 @@ def _end_before_update(*_: Any) -> None:
 def _end_with_message(
     previous: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
-    """`sys.excepthook`: an `EvenloadError` without its traceback and with the command line's exit code.
-
-    A process with other ranks ends at once: at its exit it could wait for ranks that wait for it.
-    """
+    """`sys.excepthook`: an `EvenloadError` without its traceback and with the command line's exit code. A process with
+    other ranks ends at once: at its exit it could wait for ranks that wait for it."""
     if not isinstance(error, EvenloadError):
         previous(kind, error, trace)
         return
@@ -167,7 +165,6 @@ def _checking() -> bool:
 
 
 def _distributed() -> Any:
-    """torch.distributed where it runs, else None."""
     module: Any = sys.modules.get("torch.distributed")
     return module if module is not None and module.is_available() and module.is_initialized() else None
 

@@ -41,7 +41,7 @@ class RunFolder:
 
     @classmethod
     def of_process(cls) -> RunFolder | None:
-        """That of the run which this process belongs to; None outside `evenload run` or on another machine."""
+        """The folder of the run which this process belongs to; None outside `evenload run` or on another machine."""
         name = os.environ.get(VARIABLE)
         return cls(Path(name)) if name and os.path.isdir(name) else None
 

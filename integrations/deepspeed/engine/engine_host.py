@@ -147,7 +147,6 @@ class EngineHost(Host):
         """The parameters of this rank's part of the model, under their global names."""
 
     def _trained_parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """The same without frozen ones."""
         return {name: parameter for name, parameter in self._own_parameters().items() if parameter.requires_grad}
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -157,16 +156,14 @@ class EngineHost(Host):
 
     def _gathered(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """These parameters and buffers of the model that the recipe asks for, whole, on the CPU of rank 0. Collective.
-
-        ``wanted``: by name, on the meta device.
-        """
+        ``wanted``: by name, on the meta device."""
         own = {name: p for name, p in self._own_parameters().items() if self._name_in_model(name) in wanted}
         tensors = dict(self._whole(full_weights(self.engine, own))) if own else {}
         buffers = {name: buffer.cpu() for name, buffer in self.engine.module.named_buffers() if name in wanted}
         return {**buffers, **tensors}
 
     def _name_in_model(self, name: str) -> str:
-        """Of the parameter that holds this rank's ``name`` in the model that the recipe asks for."""
+        """The name in the recipe's model of the parameter that holds this rank's ``name``."""
         return name
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -179,7 +179,7 @@ class DividedExperts:
         return f"{names.get(first, first)}.{last.removeprefix('gate.') if first == 'router' else last}"
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Of all experts, what this rank has of its own, [E / ep, ...] to [E, ...]."""
+        """All experts, gathered from what each rank has of its own: [E / ep, ...] to [E, ...]."""
         own = part.to(self._device).contiguous()
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, own, group=self.group)

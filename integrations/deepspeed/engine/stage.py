@@ -30,7 +30,7 @@ from .model import enable_recomputing, recomputing
 
 
 class Batch(NamedTuple):
-    """One micro-batch, loaded."""
+    """A micro-batch whose tensors lie on the device."""
 
     pack: Pack
 

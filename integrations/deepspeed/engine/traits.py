@@ -46,7 +46,7 @@ def _states(stage: int, value: int, dtype: str) -> States:
 
 
 def rules(recipe: Recipe) -> list[Rule]:
-    """What DeepSpeed cannot run."""
+    """The rules of recipes that DeepSpeed cannot run."""
     p, stage, dtype = recipe.parallel, recipe.deepspeed.zero_stage, recipe.train.dtype
     piped = p.pp > 1
     return [

@@ -91,7 +91,7 @@ class PipelineHost(EngineHost):
 
     @cached_property
     def _stage_of(self) -> Mapping[str, int]:
-        """Of each parameter of the model. Collective where it is first asked for."""
+        """The stage of each parameter of the model. Collective where it is first asked for."""
         parts = everyone(list(self._own_parameters()), self._stages)
         return {name: stage for stage, names in enumerate(parts) for name in names}
 

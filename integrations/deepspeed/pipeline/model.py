@@ -40,8 +40,6 @@ _FINAL_NORM = {"mistral": "norm", **{one.model_type: one.modules["final_norm"].s
 
 
 class _Parts(NamedTuple):
-    """A model taken apart."""
-
     config: Any
     rotary: nn.Module
     layers: list[nn.Module]
@@ -120,7 +118,7 @@ def _topology(layout: Layout) -> PipeDataParallelTopology:
 
 
 def _borders(num_layers: int, num_stages: int) -> list[int]:
-    """Of the stages among embedding, decoder layers, norm and output layer."""
+    """First layers of the stages among embedding, decoder layers, norm and output layer."""
     each = (num_layers - 3) // num_stages
     return [0, *(1 + each * stage for stage in range(1, num_stages)), num_layers]
 

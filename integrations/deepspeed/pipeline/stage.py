@@ -70,7 +70,7 @@ class PipelineStage(PackStage):
         return None if graph.received is None else graph.received.grad
 
     def empty_like_input(self, pack: Pack) -> Tensor:
-        """[1, T, C]."""
+        """Space for hidden states [1, T, C]."""
         hidden, dtype = self._engine.module.config.hidden_size, next(self._engine.module.parameters()).dtype
         return torch.empty(1, pack.num_padded_tokens, hidden, dtype=dtype, device=self.device)
 

@@ -101,10 +101,8 @@ class _Asking(torch.autograd.Function):
 
 
 def _carrier(layer: nn.Module) -> nn.Module:
-    """The attention of a layer: the pack is an argument of its call, and it runs first in every replay.
-
-    The layer's own hooks are no use: Transformers replays a layer's ``forward``, not its call.
-    """
+    """The attention of a layer: the pack is an argument of its call, and it runs first in every replay. The layer's own
+    hooks are no use: Transformers replays a layer's ``forward``, not its call."""
     inner = [name for name, module in layer.named_modules() if module is not layer and _replays_itself(module)]
     attentions = [module for name in _ATTENTION if isinstance(module := getattr(layer, name, None), nn.Module)]
     if inner or not attentions:

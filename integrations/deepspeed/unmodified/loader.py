@@ -128,10 +128,8 @@ class PlannedLoader:
                 yield batch
 
     def _plan_step(self, stock_batches: list[list[int]]) -> list[tuple[dict[str, Tensor], Planned]]:
-        """Batches of this rank in one step, whose stock micro-batches on this rank have these rows. Collective.
-
-        Raises EvenloadError, the same on all ranks: samples that cannot be regrouped, or do not fit.
-        """
+        """Batches of this rank in one step, whose stock micro-batches on this rank have these rows. Collective. Raises
+        EvenloadError, the same on all ranks: samples that cannot be regrouped, or do not fit."""
         samples: dict[tuple[int, ...], list[Sample]] = {}
         of_ranks = everyone(self._read_own(stock_batches, samples))
         raise_together(error for own in of_ranks for error in own.errors)

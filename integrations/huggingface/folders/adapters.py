@@ -61,7 +61,7 @@ def write_adapter(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor],
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:
-    """Of an adapter with the same config the tensors change in one go; else they are gone while the config changes."""
+    """Change the tensors of an adapter with the same config in one go; else they are gone while the config changes."""
     config = folder / ADAPTER_CONFIG
     if not (config.exists() and config.read_bytes() == (aside / ADAPTER_CONFIG).read_bytes()):
         (folder / ADAPTER_MODEL).unlink(missing_ok=True)

@@ -105,7 +105,7 @@ class ModelWeights:
         return self._folder.shape(self._sources[name][1][0][0])[0]
 
     def _shapes(self, first: str, sources: Sources) -> dict[str, tuple[int, ...]]:
-        """Of what a converter would make; nothing is read."""
+        """Shapes of what a converter would make; nothing is read."""
         empty = [
             (key, pattern, torch.empty(self._folder.shape(key), dtype=self._folder.dtype(key), device="meta"))
             for key, pattern in sources
@@ -159,7 +159,6 @@ def as_in_folder(model: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[st
 
 
 def _conversions(model: Any) -> list[Any]:
-    """What `revert_weight_conversion` undoes."""
     known = getattr(model, "_weight_conversions", None)
     if known is not None:
         return list(known)

@@ -73,7 +73,7 @@ class WeightFolder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors, sorted."""
+        """Names of all tensors, sorted."""
         return tuple(sorted(self._entries))
 
     def __contains__(self, name: str) -> bool:

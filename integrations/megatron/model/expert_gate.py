@@ -66,7 +66,7 @@ class _GatedLayer:
         """Of its pack on this rank, if it is filled up."""
 
     def preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-        """`dispatch_preprocess`, behind the gate."""
+        """What stands in for `dispatch_preprocess`: the gate first, then the dispatcher's own."""
         record = torch.is_grad_enabled()
         sent_RE = self._gathered(routing_map, record)
         if not isinstance(self._dispatcher, MoEAlltoAllTokenDispatcher):
@@ -120,7 +120,6 @@ class _GatedLayer:
         return self._gate.checked_counts(rows.view(-1, len(counts)), record=record)
 
     def _owner(self) -> Owner:
-        """Of what this rank has of the layer's experts."""
         if self._sharded:
             owner: Owner = self._experts.owner()
             return owner

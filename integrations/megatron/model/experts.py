@@ -127,7 +127,6 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
             self.local_tokens_per_expert += (chosen_TE & self.own_tokens()[:, None]).sum(dim=0)
 
     def _shares(self, scores_TE: Tensor) -> Tensor:
-        """The scores of a token over their sum."""
         return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
 
     def _with_losses(self, probs_TE: Tensor, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:

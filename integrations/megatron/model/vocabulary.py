@@ -42,6 +42,6 @@ def hide_padding(output_layer: Any, recipe: Recipe) -> None:
 
 
 def rows_with_tokens(recipe: Recipe, first: int, rows: int) -> int:
-    """Of so many rows from the first on those that have a token."""
+    """How many of ``rows`` rows of the vocabulary from ``first`` on have a token."""
     assert recipe.model.vocab_size is not None
     return min(rows, max(0, recipe.model.vocab_size - first))

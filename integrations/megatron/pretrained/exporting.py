@@ -38,8 +38,6 @@ def exported(model: nn.Module, recipe: Recipe, tp_rank: int) -> Exported:
 
 
 class _Part(NamedTuple):
-    """Of a tensor, on one rank."""
-
     piece: Piece
     parameter: str
     """By its global name."""

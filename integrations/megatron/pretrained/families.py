@@ -41,7 +41,7 @@ def names_of(family: str, name: str) -> tuple[str, ...]:
 
 
 def without_place(family: str, names: Iterable[str]) -> list[str]:
-    """Those of the Hugging Face names that no parameter of the family has."""
+    """Hugging Face names that no parameter of the family has, sorted."""
     row = FAMILIES[family]
     tensors = {tensor for part in row.modules for kind in ("weight", "bias") for tensor in row.tensors(part, kind)}
     known = {re.sub("[#@]", "0", tensor) for tensor in tensors}

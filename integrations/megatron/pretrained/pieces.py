@@ -38,7 +38,7 @@ class Piece(NamedTuple):
         return parameter.detach().view(self.groups, -1, *parameter.shape[1:])[:, self.first : self.first + run]
 
     def of_whole(self, tensor: Tensor) -> Tensor:
-        """The same of the whole tensor, [rows, ...]: a view."""
+        """The piece of a whole tensor, [rows, ...]: a view."""
         rows = tensor[slice(*self.rows)]
         return rows if self.columns is None else rows[:, slice(*self.columns)]
 
@@ -78,7 +78,7 @@ def _rows_of(num_names: int, rows: int, model: Model, parts: int) -> tuple[int, 
 
 
 def _with_tokens(piece: Piece, recipe: Recipe) -> Piece:
-    """The same without rows behind the vocabulary."""
+    """The piece without rows behind the vocabulary."""
     first, stop = piece.rows
     assert recipe.model.vocab_size is not None
     rows = first, first + rows_with_tokens(recipe, first, stop - first)

@@ -156,9 +156,7 @@ def agreed(check: Callable[[], Result], group: Group = None) -> Result:
 @contextmanager
 def _naming_failures(what: str) -> Iterator[None]:
     """Megatron's and torch's faults as an EvenloadError; their writer and reader tell all ranks when one of them fails.
-
-    torch's CheckpointException is no Exception: whoever catches only those lets a full disk end the job.
-    """
+    torch's CheckpointException is no Exception: whoever catches only those lets a full disk end the job."""
     do = "check the directory and the space on its disk, then try again"
     try:
         yield

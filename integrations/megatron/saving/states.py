@@ -66,7 +66,6 @@ def _whole(part: Any, parameter: nn.Parameter) -> Tensor:
 
 
 def _sharded(part: Any, parameter: nn.Parameter) -> Tensor:
-    """The same, put together from the shards of the data-parallel ranks."""
     rows = torch.zeros(3, parameter.numel(), dtype=torch.float32, device=parameter.device)
     if parameter in part.model_param_group_index_map:
         shard = part._get_model_param_range_map(parameter)["param"]

@@ -72,8 +72,7 @@ def plan_call(batches: Batches, loop: UserLoop, gpt: Any, interleaved: bool) -> 
 
 def _gathered(batches: Batches) -> list[tuple[Any, ...]]:
     """What every data rank brings: lengths, targets, places of a row and of all, whether a row holds several samples,
-    trouble. Collective; raises, on all of them, what
-    one has met."""
+    trouble. Collective; raises, on all of them, what one has met."""
     # Context-parallel ranks are given the same samples: the first brings them.
     first = parallel_state.get_context_parallel_rank() == 0
     brought = batches.lengths if first else [[] for _ in batches.lengths]

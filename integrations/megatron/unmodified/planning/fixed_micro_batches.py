@@ -83,7 +83,7 @@ class Together:
         return cls(PlannedLoop("Megatron-Core", chain), why, names, orders)
 
     def run(self, stock: Callable[..., Any], chunks: list[Any], call: dict[str, Any]) -> Any:
-        """One training call. Collective."""
+        """Run one training call of the loop. Collective."""
         if self.planning is None:
             why = f"{self.why} depends on which samples are in a micro-batch, and {self.plugins} would regroup them"
             report_idle("Megatron-Core", why, _DO)
@@ -122,7 +122,7 @@ def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: di
 
 
 def _chain(recipe: Recipe, gpt: Any, tokens: int, orders: bool, *, splits: bool) -> PlanChain:
-    """Of the plugins that have something to do; a micro-batch is a sequence, and every cap holds one."""
+    """The chain of plugins that have something to do; a micro-batch is a sequence, and every cap holds one."""
     config, layout = gpt.config, current_layout()
     planned, in_step = with_experts_in_step(layout, config)
     placing = [plugin for plugin in recipe.enabled() if plugin.place == "steps"]
@@ -140,5 +140,4 @@ def _is_even(plan: StepPlan, number: int) -> bool:
 
 
 def _tokens(call: Mapping[str, Any]) -> int:
-    """Of a micro-batch."""
     return int(call["seq_length"]) * int(call["micro_batch_size"])

@@ -61,7 +61,7 @@ def _in_launch_rounds(plan: StepPlan) -> StepPlan:
 
 
 def ranks_of_samples(plan: StepPlan) -> list[set[int]]:
-    """Of each sample of the global batch the data-parallel ranks that compute some of it, forward or backward."""
+    """The data-parallel ranks that compute some of each sample of the global batch, forward or backward."""
     ranks: list[set[int]] = [set() for _ in plan.lengths]
     for micro_batch in dict.fromkeys((*plan.micro_batches, *plan.backward)):
         alone = {micro_batch.ranks[0]: micro_batch.slices}

@@ -55,8 +55,8 @@ class UserLoop:
     def of(
         cls, recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
     ) -> UserLoop:
-        """Of the model chunks of a loop that calls for the first time. Collective; raises EvenloadError.
-        ``warn``: this rank says what is left out."""
+        """The loop with these model chunks, which calls for the first time. Collective; raises EvenloadError. ``warn``:
+        this rank says what is left out."""
         stock, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
         layout = replace(stock, cp=1, dp=stock.dp * stock.cp)
         shares = any(plugin.shares for plugin in recipe.enabled())

@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Its tokens."""
+        """Tokens of the sample, without padding."""
         if INPUT in self.ragged:
             return len(self.ragged[INPUT])
         mask = self.rest.get(MASK, None)

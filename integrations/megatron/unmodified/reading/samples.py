@@ -192,9 +192,7 @@ def unpack_bytes(data: Tensor, length: int, like: Sample) -> Sample:
 
 def _refuse_mask(mask: Any, lengths: list[int]) -> None:
     """Raise unless the mask, True where attention is forbidden, looks causal: packs are causal inside each sample.
-
-    Looked at: its first row and column, which a mask that starts anew inside a sample, a window and a prefix change.
-    """
+    Looked at: its first row and column, which a mask that starts anew inside a sample, a window and a prefix change."""
     if mask is None:
         return
     if mask.dim() == 2:  # says where there are tokens, as Megatron-Bridge's collators do

@@ -124,11 +124,9 @@ def _before(window: Any) -> int | None:
 
 
 def _without_fusions(config: Any) -> dict[str, bool]:
-    """Settings of a config whose fused rotary embeddings would rotate a pack otherwise than a single sample.
-
-    For packs Megatron calls Transformer Engine's kernel without interleaving and without the factor of yarn, which it
-    does observe for single samples, and its kernel for q, k and v at once takes no packs at all.
-    """
+    """Settings of a config whose fused rotary embeddings would rotate a pack otherwise than a single sample. For packs
+    Megatron calls Transformer Engine's kernel without interleaving and without the factor of yarn, which it does
+    observe for single samples, and its kernel for q, k and v at once takes no packs at all."""
     off = {}
     if getattr(config, "fused_single_qkv_rope", False):
         off["fused_single_qkv_rope"] = False

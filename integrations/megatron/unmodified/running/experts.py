@@ -98,7 +98,7 @@ def routing_packs(gpt: Any) -> Iterator[None]:
 
 
 def gate_of(plan: StepPlan) -> ExpertGate:
-    """Of the layers with experts of this rank's stage, for one training call that runs a plan."""
+    """A gate for the layers with experts of this rank's stage, for one training call that runs a plan."""
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
     ranks, parts = tuple(dist.get_process_group_ranks(group)), parallel_state.get_expert_model_parallel_world_size()
     gate = ExpertGate(ranks, dist.get_rank(group), parts=parts)

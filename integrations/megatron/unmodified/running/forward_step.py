@@ -170,7 +170,7 @@ def batch_on_tensor_ranks(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
 
 
 def batch_of_core(wrapped: Any, _: Any, args: Any, kwargs: Any) -> Any:
-    """The same of Megatron-Core 0.18 and later, whose batches have more keys."""
+    """`batch_on_tensor_ranks` for Megatron-Core 0.18 and later, whose batches have more keys."""
     return wrapped(*args, **kwargs) if _present is None else _on_device(_present, _OF_CORE)
 
 

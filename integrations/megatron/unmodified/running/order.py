@@ -132,10 +132,8 @@ class _Forward:
 
 
 class _SharedTape(Tape):
-    """Of stages whose inputs lie in shares on the tensor-parallel ranks (sequence parallelism): each keeps them whole.
-
-    A replay may group its tokens in another way, and every rank then needs tokens from the shares of others.
-    """
+    """A tape of stages whose inputs lie in shares on the tensor-parallel ranks (sequence parallelism), which keeps them
+    whole. A replay may group its tokens in another way, and every rank then needs tokens from the shares of others."""
 
     def write(self, slices: Sequence[Slice], segments: Sequence[int], input_TC: Tensor) -> None:
         super().write(slices, segments, gather_from_sequence_parallel_region(input_TC, False))

@@ -28,7 +28,7 @@ _CLOSE = 1e-3
 
 
 class Reports:
-    """Of one training call, on a rank of the last stage.
+    """Reports of one training call, on a rank of the last stage.
 
     Args:
         cp_shards: of the sequences of the step, over all ranks.
@@ -119,7 +119,6 @@ def _has_keys(report: Any, kinds: Kinds) -> bool:
 
 
 def _kept(report: Any) -> Any:
-    """The report as it is now."""
     if not isinstance(report, Mapping):
         return report
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in report.items()}
