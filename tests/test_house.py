@@ -106,7 +106,9 @@ def thin_docstrings(tree: ast.AST) -> list[str]:
 
 
 def test_every_docstring_says_what_a_thing_is() -> None:
-    thin = {str(path.relative_to(ROOT)): thin_docstrings(ast.parse(path.read_text())) for path in MODULES}
+    """In cli.py they are the help of its verbs."""
+    modules = [path for path in MODULES if path != ROOT / "cli.py"]
+    thin = {str(path.relative_to(ROOT)): thin_docstrings(ast.parse(path.read_text())) for path in modules}
     assert {path: names for path, names in thin.items() if names} == {}
 
 
