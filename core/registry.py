@@ -109,6 +109,8 @@ class Plugin:
     """Settings that only evenload's own training loop can honour, each with the values that ask nothing of it."""
     needs_order: tuple[str, ...] = ()
     """Those of ``needs_host`` that any host honours which runs slices in the order of a plan."""
+    needs_replays: Mapping[str, Any] = field(default_factory=dict)
+    """Settings for which a host runs forwards again, each with the value that asks for no such pass."""
     orders: bool = False
     """``plan`` says in which order each stage runs, so a host that is not ours must let go of its own schedule."""
     shares: bool = False

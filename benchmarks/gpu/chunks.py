@@ -38,7 +38,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import in_slots
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.setting import limits_of, stage_costs
+from evenload.core.planning.setting import Setting, limits_of, stage_costs
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.simulate.step import simulate
 from evenload.patches import bridge_cpu
@@ -184,8 +184,8 @@ def benchmark(shape: Shape, world: World, limit_s: float) -> dict[str, Any]:
         chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
         job = Job(recipe, world, host, chain, source, watchdog)  # type: ignore[arg-type]  # tokens are random
         costs = costs_here(job, shape)
-        context = replace(chain.context, costs=stage_costs(recipe, costs, chain.context.layout))
-        for name, plan in shape.recomputed(shape.plan(limits_of(recipe, context))):
+        context = replace(chain.context, costs=stage_costs(Setting.of_recipe(recipe), costs, chain.context.layout))
+        for name, plan in shape.recomputed(shape.plan(limits_of(Setting.of_recipe(recipe), context))):
             watchdog.at(f"recomputing {name}")
             if time.monotonic() > until:
                 rows.append({"recomputed": name, "failed": "no time left"})

@@ -20,7 +20,6 @@ from survey import OF_GPT, FunctionalTest, Verdict, words, world_size
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
 """Which upstream's parser compares with flags."""
-PACKING = {"trainer": "megatron", "plugins": {"packing": {"enabled": True}}}
 TE_VERSION = "2.9.0"
 NAMED = {
     "megatron.core.models.common.embeddings.rope_utils": ("fused_apply_rotary_pos_emb",),
@@ -95,10 +94,9 @@ class Guards:
 def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
     from evenload.core.errors import EvenloadError, refuse_first
-    from evenload.core.recipe.recipe import Recipe
     from evenload.integrations.megatron.unmodified.refusals.attention import rules_of_layer, why_whole
     from evenload.integrations.megatron.unmodified.refusals.expert_rules import why_together
-    from evenload.integrations.megatron.unmodified.refusals.supported import for_config, refuse_loop, why_stock
+    from evenload.integrations.megatron.unmodified.refusals.supported import refuse_loop, why_stock
 
     loop = chunk(config, arguments)
     if why := why_together(config):
@@ -106,7 +104,6 @@ def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     try:
         refuse_loop(loop, {})
         refuse_first(*rules_of_layer(layer(config), arguments.transformer_impl == "local"))
-        for_config(Recipe.model_validate(PACKING), config, arguments.padded_vocab_size or 2**17, layout(arguments))
     except EvenloadError as error:
         return "refused", error.what, error.found
     trouble = why_stock([loop] * (config.virtual_pipeline_model_parallel_size or 1), "")
@@ -136,15 +133,6 @@ def together(loop: Any, config: Any, why: str) -> tuple[str, str, str]:
     if config.expert_model_parallel_size > 1 and not config.moe_grouped_gemm:
         return "together", f"{why}; plugins.moe can plan", ""
     return "idle", why, "no plugin has anything to do"
-
-
-def layout(arguments: Any) -> Any:
-    """That of a plan: context-parallel ranks are data ranks in it."""
-    from evenload.core.machine.layout import Layout
-
-    tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
-    dp = arguments.data_parallel_size * arguments.context_parallel_size
-    return Layout(tp=tp, pp=pp, ep=min(dp, arguments.expert_model_parallel_size), dp=dp)
 
 
 def chunk(config: Any, arguments: Any) -> Any:

@@ -40,7 +40,7 @@ from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.setting import context_of, costs_of, limits_of, stage_costs
+from evenload.core.planning.setting import Setting, context_of, costs_of, limits_of, stage_costs
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.simulate.step import simulate
 from evenload.integrations.host.host import Host
@@ -155,10 +155,10 @@ def measured(recipe: Recipe, world: World, host: Host) -> MemoryCost:
 def predicted_at(recipe: Recipe, memory: MemoryCost, num_ranks: int) -> tuple[PlanningContext, Limits]:
     """Situation and limits of a recipe under measured memory costs."""
     layout = recipe.layout(num_ranks)
-    counted = context_of(recipe, layout)
-    costs = costs_of(recipe, counted.cluster).model_copy(update={"memory": memory})
-    context = replace(counted, costs=stage_costs(recipe, costs, layout))
-    return context, replace(limits_of(recipe, context), max_tokens=MAX_TOKENS)
+    counted = context_of(Setting.of_recipe(recipe), layout)
+    costs = costs_of(Setting.of_recipe(recipe), counted.cluster).model_copy(update={"memory": memory})
+    context = replace(counted, costs=stage_costs(Setting.of_recipe(recipe), costs, layout))
+    return context, replace(limits_of(Setting.of_recipe(recipe), context), max_tokens=MAX_TOKENS)
 
 
 def rank_main(case: Case, costs_file: Path, answer: Path) -> None:

@@ -16,8 +16,12 @@ class Experts(NamedTuple):
     """Of one expert."""
     shared_ffn_hidden_size: int
     """Of the shared expert, which every token takes; 0: none."""
-    num_layers: int
-    """Layers that have experts."""
+    layers: tuple[int, ...]
+    """Numbers of the layers that have experts, from 0."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def routed_per_token(self) -> int:
@@ -40,6 +44,8 @@ class Shape(NamedTuple):
     experts: Experts | None = None
     tied: bool = False
     """The output layer has the weights of the embedding."""
+    heads: int = 1
+    """Query heads."""
 
     @property
     def attention_weights(self) -> int:

@@ -26,15 +26,17 @@ from ..errors import EvenloadError, nearest, refuse_first
 from ..experts.history import Loads
 from ..laws import check, check_policy
 from ..machine.layout import Layout
+from ..machine.shape import Shape
 from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
 from ..plan.step_plan import Lengths, StepPlan
 from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_adapters_in_loops
+from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
 from ..simulate.step import after_passes_s
 from .judge import Candidate, floor_s, judge, outcome_of, rivals_of
-from .setting import context_of, limits_of
+from .setting import Setting, context_of, limits_of
 from .static_cp import fold_cp, unfold_cp
 from .stock import UNCAPPED, stock_plan
 from .tenants import of_tenants
@@ -83,20 +85,35 @@ class PlanChain:
     @classmethod
     def of_recipe(cls, recipe: Recipe, layout: Layout) -> PlanChain:
         """The chain a recipe asks for. Raises EvenloadError."""
-        context = context_of(recipe, layout)
+        return cls._of_setting(recipe, Setting.of_recipe(recipe), layout)
+
+    @classmethod
+    def _of_setting(cls, recipe: Recipe, setting: Setting, layout: Layout) -> PlanChain:
+        context = context_of(setting, layout)
         enabled = [(plugin, recipe.config_of(plugin.name)) for plugin in recipe.enabled()]
         links, of_layers, of_slices = (
             tuple(link for link in enabled if link[0].place == place) for place in ("steps", "layers", "slices")
         )
-        limits = limits_of(recipe, context)
+        limits = limits_of(setting, context)
         return cls(links, context, limits, recipe.train.micro_batch_size, of_layers=of_layers, of_slices=of_slices)
 
     @classmethod
-    def of_loop(cls, recipe: Recipe, layout: Layout, *, warn: bool = True, whole: bool = True) -> PlanChain:
-        """The chain for a training loop that is not ours: one batch at a time.
+    def of_model(
+        cls,
+        recipe: Recipe,
+        shape: Shape,
+        layout: Layout,
+        traits: TrainerTraits,
+        *,
+        warn: bool = True,
+        whole: bool = True,
+        orders: bool = True,
+    ) -> PlanChain:
+        """The chain for a live model in a training loop that is not ours: one batch at a time.
 
         ``warn``: say which settings of the recipe have no effect there. ``whole``: sequences stay whole, each on one
-        rank; else the loop runs slices in the order of a plan, and its ranks share them. Raises EvenloadError.
+        rank; else the loop runs slices, and its ranks share them. ``orders``: in the order of a plan, with replays and
+        over pipeline stages. Raises EvenloadError.
         """
         refuse_adapters_in_loops(recipe)
         refuse_first(
@@ -107,21 +124,27 @@ class PlanChain:
                 "set plugins.moe.owners=home, or train with `evenload train`",
             )
         )
-        chain = cls.of_recipe(recipe, layout)
+        chain = cls._of_setting(recipe, Setting.of_recipe(recipe, shape, traits), layout)
         wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
+        slices = "no sample waits for another step there" + ("" if orders else ", and nothing is replayed or in stages")
         for plugin, config in chain.links:
+            replays = {} if orders else plugin.needs_replays
             idle = {
                 key: getattr(config, key)
                 for key, off in plugin.needs_host.items()
-                if getattr(config, key) not in off and (whole or key not in plugin.needs_order)
+                if getattr(config, key) not in off and (whole or key in replays or key not in plugin.needs_order)
             }
+            idle |= {"enabled": True} if plugin.orders and not orders else {}
             if idle and warn:
                 logger.warning(
                     "plugins.%s.%s has no effect in a training loop of your own: %s",
                     plugin.name,
                     ", ".join(f"{key}={value}" for key, value in idle.items()),
-                    wholly if whole else "no sample waits for another step there; `evenload train` lets it wait",
+                    wholly if whole else f"{slices}; `evenload train` does it",
                 )
+        if not orders:
+            links = tuple((p, c.model_copy(update=p.needs_replays)) for p, c in chain.links if not p.orders)
+            chain = replace(chain, links=links)
         return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
     def stock(self, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:

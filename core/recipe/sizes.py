@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 def shape_of(model: Model) -> Shape:
     """The sizes a recipe asks for. Raises EvenloadError for a config.json that lacks one."""
-    if model.config is None:
-        query_size, kv_size = (model.head_size * heads for heads in (model.num_attention_heads, model.kv_heads))
-        of_head = model.vocab_size or BYTE_VOCABULARY, model.kind.gated
-        shape = Shape(model.num_layers, model.hidden_size, model.ffn_size, query_size, kv_size, *of_head)
-        return shape._replace(experts=_experts_of(model) if model.moe else None, tied=model.tied_embeddings)
-    fields = _fields_of(model.config)
+    if model.config is not None:
+        return shape_in(_fields_of(model.config))
+    query_size, kv_size = (model.head_size * heads for heads in (model.num_attention_heads, model.kv_heads))
+    of_head = model.vocab_size or BYTE_VOCABULARY, model.kind.gated
+    shape = Shape(model.num_layers, model.hidden_size, model.ffn_size, query_size, kv_size, *of_head)
+    experts = _experts_of(model) if model.moe else None
+    return shape._replace(experts=experts, tied=model.tied_embeddings, heads=model.num_attention_heads)
+
+
+def shape_in(fields: Mapping[str, Any]) -> Shape:
+    """The sizes of a config.json. Raises EvenloadError where it lacks one."""
     heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
     head = _size(fields, "head_dim", max(1, hidden // heads))
     return Shape(
@@ -34,8 +40,9 @@ def shape_of(model: Model) -> Shape:
         head * _size(fields, "num_key_value_heads", heads),
         _size(fields, "vocab_size"),
         fields.get("hidden_act", "silu") in ("silu", "swish"),
-        experts_in(fields),
+        _experts_in(fields),
         bool(fields.get("tie_word_embeddings")),
+        heads,
     )
 
 
@@ -43,28 +50,21 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Where a config.json of Mixtral, Qwen, DeepSeek or their like says how many experts a layer has."""
 
 
-def experts_in(fields: dict[str, Any]) -> Experts | None:
-    """The experts that a config.json describes; None: the model is dense."""
+def _experts_in(fields: Mapping[str, Any]) -> Experts | None:
+    """Those of a config.json; None: dense."""
     key = next((key for key in NUM_EXPERTS if fields.get(key)), None)
     if key is None:
         return None
-    layers = range(_size(fields, "num_hidden_layers"))
-    if not (sparse := [layer for layer in layers if _has_experts(fields, layer)]):
+    sparse = tuple(layer for layer in range(_size(fields, "num_hidden_layers")) if _has_experts(fields, layer))
+    if not sparse:
         return None
     ffn = _size(fields, "moe_intermediate_size" if fields.get("moe_intermediate_size") else "intermediate_size")
     shared = _size(fields, "shared_expert_intermediate_size", ffn * int(fields.get("n_shared_experts") or 0))
-    return Experts(_size(fields, key), _size(fields, "num_experts_per_tok", 1), ffn, shared, len(sparse))
+    return Experts(_size(fields, key), _size(fields, "num_experts_per_tok", 1), ffn, shared, sparse)
 
 
-def moe_layers_of(model: Model) -> tuple[int, ...]:
-    """Numbers of the layers that have experts, from 0. Raises EvenloadError for a config.json that lacks a size."""
-    if model.config is None:
-        return model.moe_layers
-    fields = _fields_of(model.config)
-    return tuple(layer for layer in range(_size(fields, "num_hidden_layers")) if _has_experts(fields, layer))
-
-
-def _has_experts(fields: dict[str, Any], layer: int) -> bool:
+def _has_experts(fields: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer, from 0, of a config.json with experts has any."""
     if kinds := fields.get("mlp_layer_types"):
         return bool(kinds[layer] == "sparse")
     if layer < (fields.get("first_k_dense_replace") or 0) or layer in (fields.get("mlp_only_layers") or ()):
@@ -75,14 +75,7 @@ def _has_experts(fields: dict[str, Any], layer: int) -> bool:
 def _experts_of(model: Model) -> Experts:
     assert model.moe
     shared = model.moe.shared_ffn_hidden_size
-    return Experts(model.moe.num_experts, model.moe.topk, model.expert_ffn_size, shared, len(model.moe_layers))
-
-
-def heads_of(model: Model) -> int:
-    """Query heads. Raises EvenloadError for a config.json that does not say."""
-    if model.config is None:
-        return model.num_attention_heads
-    return _size(_fields_of(model.config), "num_attention_heads")
+    return Experts(model.moe.num_experts, model.moe.topk, model.expert_ffn_size, shared, model.moe_layers)
 
 
 _DO = (
@@ -96,7 +89,7 @@ def _fields_of(path: Path) -> dict[str, Any]:
     return reading.mapping(reading.read_json(path, name, _DO), name, _DO)
 
 
-def _size(fields: dict[str, Any], key: str, default: int | None = None) -> int:
+def _size(fields: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """A size of a config.json; ``default`` where it is left out, null or 0. Raises EvenloadError."""
     value = fields.get(key)
     return default if default is not None and not value else whole_number(value, f"{key} of model.config", SIZE, do=_DO)

@@ -35,6 +35,8 @@ class TrainerTraits:
 
     states: States
     sharding: Sharding
+    value_bytes: int
+    """Of a weight in the passes."""
     summed_bytes: int
     """Of the gradient of one weight, in the sum over ranks."""
     all_in_step: bool = False
@@ -47,9 +49,9 @@ class TrainerTraits:
     """Pipeline stages from which on weight gradients can be passes of their own."""
 
 
-def frozen(traits: TrainerTraits, value_bytes: int) -> TrainerTraits:
+def frozen(traits: TrainerTraits) -> TrainerTraits:
     """The trainer where the model stays as it is: it keeps weights alone, and sums no gradients of them."""
-    divided = traits.sharding == "parameters"
+    divided, value_bytes = traits.sharding == "parameters", traits.value_bytes
     states = traits.states._replace(fixed=value_bytes, sharded=value_bytes if divided else 0, late=0)
     sharding: Sharding = "parameters" if divided else "none"
     return replace(traits, states=states, sharding=sharding, summed_bytes=0, overlaps_gradients=False)

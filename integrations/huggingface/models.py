@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...core.errors import EvenloadError
+from ...core.machine.shape import Shape
+from ...core.recipe.sizes import shape_in
 
 _WINDOW_OF = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """Layer types that see less than the whole sequence, and the config's name for how much."""
@@ -18,6 +20,8 @@ _PLAIN = ("full_attention", "sparse", "dense")
 
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
+_NOT_GATED = ("gpt_neox", "gpt2")
+
 _NOT_CAUSAL = ("is_encoder_decoder", "use_bidirectional_attention", "bidirectional", "add_cross_attention")
 
 
@@ -26,6 +30,16 @@ class LengthWords(NamedTuple):
 
     longest: str
     setting: str
+
+
+def shape_of(config: Any) -> Shape:
+    """The sizes of a live model, by its Hugging Face config. Raises EvenloadError where it lacks one."""
+    config = _text(config)
+    # Of some models `attribute_map` alone knows these names.
+    named = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    fields = vars(config) | {name: getattr(config, name) for name in named}
+    fields["intermediate_size"] = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return shape_in(fields)._replace(gated=config.model_type not in _NOT_GATED)
 
 
 def refuse_unsupported(config: Any, longest: int | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -10,21 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.errors import EvenloadError
+from ...core.errors import EvenloadError, refuse_first
+from ...core.machine.layout import Layout
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.rules import refuse_adapters_in_loops
 from ...runtime.attention.pack import IGNORE
 from ...runtime.world.agreement import everyone, rank_and_size
 from ...runtime.world.exchange import exchange
-from ..deepspeed.unmodified.section import KEY, for_engine, parse_section, recipe_of
-from ..huggingface.models import LengthWords, is_rotary, refuse_lengths
+from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
+from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, shape_of
 from ..huggingface.refusals import raise_together
 from ..huggingface.samples import reach, split
 from .supported import inner_model
-
-log = logging.getLogger("evenload")
+from .traits import rule_of_layers, traits_of
 
 _LENGTHS = LengthWords("the longest sample of the step", "max_length of the SFTConfig or of the tokenizer call")
 
@@ -157,19 +155,14 @@ def chain_for(
         whole: samples stay whole.
         micro_batch_size: rows of a stock batch, which plans are compared with.
     """
-    refuse_adapters_in_loops(recipe)
+    refuse_first(rule_of_layers(recipe))
     half = half or next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
-    of_model = for_engine(
-        recipe,
-        model.config.get_text_config(),
-        zero_stage=zero_stage,
-        dtype="bf16" if half else "fp32",
-        trainer="transformers",
-    ).changed({"train.micro_batch_size": micro_batch_size, **_without_effect(recipe)})
-    if whole:
-        _say_what_is_whole(recipe)
-    chain = PlanChain.of_recipe(of_model, of_model.layout(rank_and_size()[1]))
-    return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
+    rank, size = rank_and_size()
+    traits = traits_of(zero_stage, "bf16" if half else "fp32")
+    chain = PlanChain.of_model(
+        recipe, shape_of(model.config), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
+    )
+    return replace(chain, micro_batch_size=micro_batch_size)
 
 
 def recipe_for(trainer: Any, recipe: Recipe) -> Recipe:
@@ -177,36 +170,6 @@ def recipe_for(trainer: Any, recipe: Recipe) -> Recipe:
     plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
     data = plugin.deepspeed_config.get(KEY) if plugin is not None else None
     return recipe_of(None if data is None else parse_section(data), recipe) or recipe
-
-
-def _say_what_is_whole(recipe: Recipe) -> None:
-    """Warn of settings that cut or share samples, where samples stay whole."""
-    shares = [f"plugins.{plugin.name} shares no sample" for plugin in recipe.enabled() if plugin.shares]
-    packing: Any = recipe.config_of("packing")
-    cuts = ["plugins.packing.slices=even cuts none"] if packing.enabled and packing.slices == "even" else []
-    if rank_and_size()[0] == 0 and (shares or cuts):
-        log.warning("%s here: samples stay whole, each on one rank", ", ".join([*shares, *cuts]))
-
-
-def _without_effect(recipe: Recipe) -> dict[str, Any]:
-    """Changes that take away what a Trainer's step cannot do, each said once: a batch cannot wait for a later step, and
-    there is one pipeline stage."""
-    changes: dict[str, Any] = {}
-    enabled = {plugin.name for plugin in recipe.enabled()}
-    if "packing" in enabled:
-        packing: Any = recipe.config_of("packing")
-        # A replayed forward would be counted twice in the metrics of trainers that count in compute_loss.
-        changes["plugins.packing.asymmetric"] = False
-        for key, off in (("max_delay_steps", 0), ("activation_gib", None)):
-            if getattr(packing, key) != off:
-                log.warning(
-                    "plugins.packing.%s=%s has no effect under Transformers' Trainer", key, getattr(packing, key)
-                )
-                changes[f"plugins.packing.{key}"] = off
-    if "pipeline" in enabled:
-        log.warning("plugins.pipeline has no effect under Transformers' Trainer: there is one pipeline stage")
-        changes["plugins.pipeline.enabled"] = False
-    return changes
 
 
 def _zero_stage(trainer: Any) -> int:

@@ -16,13 +16,17 @@ from ..deepspeed.engine import traits as deepspeed
 
 
 def traits(recipe: Recipe) -> TrainerTraits:
-    return replace(deepspeed.traits(recipe), all_in_step=True)
+    return traits_of(recipe.deepspeed.zero_stage, recipe.train.dtype)
+
+
+def traits_of(stage: int, dtype: str) -> TrainerTraits:
+    """Those of weights that are divided as under a ZeRO stage, in a precision (``train.dtype``)."""
+    return replace(deepspeed.traits_of(stage, dtype), all_in_step=True)
 
 
 def rules(recipe: Recipe) -> list[Rule]:
     """What the Trainer cannot run planned."""
     p = recipe.parallel
-    of_layers = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
     return [
         (
             recipe.adapts,
@@ -30,12 +34,7 @@ def rules(recipe: Recipe) -> list[Rule]:
             "plugins.lora.enabled true",
             "use trainer: megatron or deepspeed, or disable it",
         ),
-        (
-            bool(of_layers),
-            f"trainer transformers has no plugins.{of_layers}: no rank shares its experts with another",
-            f"plugins.{of_layers}.enabled true",
-            "disable it, or use trainer: megatron or deepspeed with parallel.ep above 1",
-        ),
+        rule_of_layers(recipe),
         (
             p.tp > 1 or p.pp > 1,
             "trainer transformers is planned over data-parallel ranks alone",
@@ -43,6 +42,17 @@ def rules(recipe: Recipe) -> list[Rule]:
             "set both to 1, or use trainer: megatron",
         ),
     ]
+
+
+def rule_of_layers(recipe: Recipe) -> Rule:
+    """No planner of layers has anything to plan in the Trainer, whose ranks have all experts."""
+    name = next((plugin.name for plugin in recipe.enabled() if plugin.place == "layers"), "")
+    return (
+        bool(name),
+        f"trainer transformers has no plugins.{name}: no rank shares its experts with another",
+        f"plugins.{name}.enabled true",
+        "disable it, or use trainer: megatron or deepspeed with parallel.ep above 1",
+    )
 
 
 TRANSFORMERS = Trainer(traits, rules, runs_any_model=True)

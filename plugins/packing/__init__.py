@@ -26,6 +26,8 @@ register(
         shown_by=(REARRANGED,),
         needs_host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},
         needs_order=("slices", "activation_gib"),
+        # A forward that is run again counts twice in metrics that are taken inside it.
+        needs_replays={"asymmetric": False, "activation_gib": None},
         hold_back=delay.hold_back,
     )
 )

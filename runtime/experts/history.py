@@ -22,7 +22,7 @@ def sums_of(loads: Sequence[Load], experts: ExpertContext) -> Floats | None:
     places = {layer: place for place, layer in enumerate(experts.layers)}
     own = np.zeros((len(places), experts.num_experts), dtype=np.int64)
     for load in loads:
-        if load.layer in places:  # in a loop that is not ours other layers may have experts than a recipe can say
+        if load.layer in places:
             own[places[load.layer]] += load.counts
     sums: Floats = np.stack(everyone(own)).sum(axis=0).astype(np.float64)
     return sums if sums.any() else None

@@ -25,6 +25,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import Lengths, StepPlan, as_lengths
 from evenload.core.plan_json import step_json
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import Setting
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import layer_planner
 from evenload.core.simulate.one_queue import send_turns
@@ -263,7 +264,9 @@ def chain_of(recipe: dict[str, Any], loop: str) -> PlanChain:
     parsed = parse(recipe)
     layout = parsed.layout()
     if loop:
-        return PlanChain.of_loop(parsed, layout, warn=False, whole=loop == "whole")
+        return PlanChain.of_model(
+            parsed, (at := Setting.of_recipe(parsed)).shape, layout, at.traits, warn=False, whole=loop == "whole"
+        )
     return PlanChain.of_recipe(parsed, layout)
 
 

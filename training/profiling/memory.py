@@ -27,9 +27,9 @@ from ...core.errors import EvenloadError
 from ...core.laws import check
 from ...core.plan.limits import Limits, MemoryCost
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from ...core.planning.setting import limits_of, stage_costs, traits_of
+from ...core.planning.setting import Setting, limits_of, stage_costs
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.sizes import VALUE_BYTES, shape_of
+from ...core.recipe.sizes import VALUE_BYTES
 from ...integrations.host.host import Host
 from ...runtime.measure.memory import Levels, live_bytes, peak_bytes
 from ..job import Job
@@ -93,7 +93,8 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
         step(tiny)
     plans = [two_alive(n, length, cut=cut, num_ranks=num_ranks) for cut in (False, True) for n in COUNTS]
     readings = [_read(host, device, plan, step) for plan in plans]
-    shape, states = shape_of(recipe.model), traits_of(recipe).states
+    setting = Setting.of_recipe(recipe)
+    shape, states = setting.shape, setting.traits.states
     kv_bytes = 2.0 * shape.kv_size * shape.num_layers * VALUE_BYTES[recipe.train.dtype] / tp
     memory = fit_memory_cost(readings[: len(COUNTS)], readings[len(COUNTS) :], kv_bytes)
     parameters = shape.parameters / tp
@@ -245,9 +246,9 @@ def _layers(host: Any) -> nn.ModuleList:
 
 def _error(job: Job, memory: MemoryCost, plans: list[StepPlan], readings: list[Readings]) -> float:
     """Mean absolute relative error of the predicted peaks of the steps that were measured."""
-    at = job.chain.context
-    costs = stage_costs(job.recipe, at.costs.model_copy(update={"memory": memory}), at.layout)
-    memory, limits = costs.memory, limits_of(job.recipe, replace(at, costs=costs))
+    at, setting = job.chain.context, Setting.of_recipe(job.recipe)
+    costs = stage_costs(setting, at.costs.model_copy(update={"memory": memory}), at.layout)
+    memory, limits = costs.memory, limits_of(setting, replace(at, costs=costs))
     errors = []
     for plan, measured in zip(plans, readings, strict=True):
         predicted, _ = peak_activation_bytes(replace(plan, limits=limits), 0, 0)

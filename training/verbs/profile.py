@@ -47,7 +47,7 @@ from ...core.errors import EvenloadError, RankError
 from ...core.input.bounds import RANKS
 from ...core.machine.cluster import Link
 from ...core.plan.limits import MemoryCost
-from ...core.planning.setting import costs_of
+from ...core.planning.setting import Setting, costs_of
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.simulate.step import simulate
@@ -284,7 +284,7 @@ def _memory(job: Job, max_tokens: int) -> MemoryCost:
     if recipe.adapts:
         where, do = "of a frozen base", "profile without tenants, and name that file in costs"
     logger.info("bytes are counted, not measured, %s: %s to measure them", where, do)
-    return costs_of(recipe.changed({"costs": "auto"}), job.chain.context.cluster).memory
+    return costs_of(Setting.of_recipe(recipe.changed({"costs": "auto"})), job.chain.context.cluster).memory
 
 
 def _source(job: Job) -> str:

@@ -26,10 +26,16 @@ LIVE_WEIGHTS = 1_000_000_000
 
 
 def traits(recipe: Recipe) -> TrainerTraits:
-    stage, value = recipe.deepspeed.zero_stage, VALUE_BYTES[recipe.train.dtype]
+    return traits_of(recipe.deepspeed.zero_stage, recipe.train.dtype)
+
+
+def traits_of(stage: int, dtype: str) -> TrainerTraits:
+    """Those of a ZeRO stage and a precision (``train.dtype``)."""
+    value = VALUE_BYTES[dtype]
     return TrainerTraits(
-        states=_states(stage, value, recipe.train.dtype),
+        states=_states(stage, value, dtype),
         sharding="parameters" if stage == 3 else "optimizer" if stage else "none",
+        value_bytes=value,
         summed_bytes=value,
         all_in_step=stage == 3,
         fewest_stages_that_split=2,

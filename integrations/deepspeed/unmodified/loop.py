@@ -32,17 +32,19 @@ import torch
 from deepspeed.moe.layer import MoE
 
 from ....core.errors import EvenloadError
+from ....core.machine.layout import Layout
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
 from ...huggingface import attention
-from ...huggingface.models import refuse_unsupported
+from ...huggingface.models import refuse_unsupported, shape_of
 from ...unmodified.planned_runs import end_of_check, on_release
 from ..engine.expert_gate import GatedExperts
 from ..engine.experts import expert_ranks
+from ..engine.traits import traits_of
 from .batches import Planned
 from .experts import gated_experts, running
 from .loader import PlannedLoader
-from .section import KEY, for_engine, parse_section, recipe_of
+from .section import KEY, parse_section, recipe_of
 
 
 @dataclass
@@ -76,11 +78,10 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
         return stock
     _refuse_unsupported(engine, stock)
     dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
-    config, stage = engine.module.config, int(engine.zero_optimization_stage())
-    chosen = for_engine(chosen, config, zero_stage=stage, dtype=dtype, ep=expert_ranks(engine.module))
+    config, traits = engine.module.config, traits_of(int(engine.zero_optimization_stage()), dtype)
     state = _attached.get(engine)
-    layout = chosen.layout(torch.distributed.get_world_size())
-    chain = PlanChain.of_loop(chosen, layout, warn=state is None)
+    layout = Layout(ep=expert_ranks(engine.module), dp=torch.distributed.get_world_size())
+    chain = PlanChain.of_model(chosen, shape_of(config), layout, traits, warn=state is None)
     if state is None:
         gated = gated_experts(engine.module, chosen)
         state = _attached[engine] = Attached(config._attn_implementation, gated=gated)
@@ -222,6 +223,8 @@ def _refuse_unsupported(engine: Any, stock: Any) -> None:
         detail, do = f"a model of type {type(module).__name__}", "give a Hugging Face causal language model"
     elif not hasattr(stock.dataset, "__getitem__"):
         detail, do = f"a dataset of type {type(stock.dataset).__name__}", "give a dataset with __getitem__ and __len__"
+    elif expert_ranks(module) > 1 and engine.bfloat16_enabled() and not engine.zero_optimization_stage():
+        detail, do = "bfloat16 under ZeRO 0, which does not know divided experts", "use ZeRO 1"
     elif any(isinstance(one, MoE) for one in module.modules()):
         detail = "layers of deepspeed.moe, which pad every expert to its capacity: there is nothing to even"
         do = "use a Hugging Face model with experts, divided by expert_parallel of the ds_config, or leave evenload off"

@@ -20,9 +20,7 @@ from ....core import registry
 from ....core.errors import EvenloadError, nearest, shorten, shown
 from ....core.input.validation import first_fault
 from ....core.recipe import recipe as recipes
-from ....core.recipe.families import families_with
 from ....core.recipe.recipe import Recipe
-from ....core.recipe.sizes import experts_in
 
 KEY = "evenload"
 """The section's name in ds_config."""
@@ -66,47 +64,3 @@ def recipe_of(section: Section | None, base: Recipe | None) -> Recipe | None:
     chosen = section.model_dump(mode="json", exclude_unset=True, exclude={"recipe"})
     changes = {f"plugins.{name}.{key}": value for name, values in chosen.items() for key, value in values.items()}
     return recipe.changed(changes)
-
-
-def for_engine(
-    recipe: Recipe, model_config: Any, *, zero_stage: int, dtype: str, trainer: str = "deepspeed", ep: int = 1
-) -> Recipe:
-    """The recipe, with the trainer, precision and model shape of a live engine: what costs are counted from. ``ep``:
-    ranks over which its experts are divided."""
-    heads = getattr(model_config, "num_attention_heads", 1)
-    groups = getattr(model_config, "num_key_value_heads", None) or heads
-    if model_config.hidden_size % heads:
-        # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
-        heads = groups = 1
-    return recipe.changed(
-        {
-            "trainer": trainer,
-            "train.dtype": dtype,
-            "deepspeed.zero_stage": zero_stage,
-            "parallel": {"ep": ep},
-            "model.num_layers": model_config.num_hidden_layers,
-            "model.hidden_size": model_config.hidden_size,
-            "model.num_attention_heads": heads,
-            "model.num_query_groups": groups,
-            "model.ffn_hidden_size": getattr(model_config, "intermediate_size", None),
-            "model.vocab_size": model_config.vocab_size,
-            **_family(model_config),
-        }
-    )
-
-
-def _family(config: Any) -> dict[str, Any]:
-    experts = experts_in(vars(config))
-    if experts is None:
-        gated = config.model_type not in ("gpt_neox", "gpt2")
-        return {"model.family": families_with(lambda family: family.gated == gated)[0], "model.moe": None}
-    return {
-        "model.family": families_with(lambda family: family.experts == "some")[0],
-        "model.moe": {
-            "num_experts": experts.num_experts,
-            "topk": experts.topk,
-            # A shared expert costs what a routed one of its size does, and every token takes it.
-            "ffn_hidden_size": experts.ffn_hidden_size + experts.shared_ffn_hidden_size // experts.topk,
-            "every": max(1, round(config.num_hidden_layers / experts.num_layers)),
-        },
-    }

@@ -13,12 +13,17 @@ from __future__ import annotations
 
 from ....core.errors import Rule
 from ....core.recipe.recipe import Recipe
+from ....core.recipe.sections import Megatron
 from ....core.recipe.sizes import VALUE_BYTES
 from ....core.recipe.traits import States, Trainer, TrainerTraits
 
 
 def traits(recipe: Recipe) -> TrainerTraits:
-    dtype, section = recipe.train.dtype, recipe.megatron
+    return traits_of(recipe.train.dtype, recipe.megatron)
+
+
+def traits_of(dtype: str, section: Megatron) -> TrainerTraits:
+    """Those of weights in a precision (``train.dtype``)."""
     value = VALUE_BYTES[dtype]
     gradient = max(4, value)
     optimizer = 2 * gradient + (4 if dtype == "bf16" else 0)
@@ -26,6 +31,7 @@ def traits(recipe: Recipe) -> TrainerTraits:
     return TrainerTraits(
         states=States(value + gradient + optimizer, optimizer if shards else 0),
         sharding="optimizer" if section.distributed_optimizer else "none",
+        value_bytes=value,
         summed_bytes=gradient,
         overlaps_gradients=section.overlap_grad_reduce,
         waits_for_sends=True,

@@ -34,20 +34,20 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from ....core.errors import EvenloadError
-from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
 from ...unmodified.planned_runs import end_of_check, on_release
 from ..base.plane import current_layout
 from .planning.call_plan import CallPlan, data_group, plan_call
 from .planning.differences import warn_of_differences
 from .planning.fixed_micro_batches import Together
+from .planning.live_model import chain_of
 from .planning.rows import RowSteps
 from .planning.user_loop import UserLoop
 from .reading.batches import Batches, Source
 from .reading.context_parallel import data_rank, refuse_other_forms, refuse_together
 from .reading.rows import holds_rows
 from .refusals.expert_rules import refuse_losses_of_rows, refuse_routers, why_together
-from .refusals.supported import bare_model, for_config, refuse_loop, refuse_replays, warn_of_dropout
+from .refusals.supported import bare_model, refuse_loop, refuse_replays, warn_of_dropout
 from .running.chunks import chunks_of, is_interleaved, one_iterator
 from .running.experts import StepExperts, gate_of, routing_of
 from .running.forward_step import UserStep
@@ -174,9 +174,8 @@ class PlannedSteps:
     ) -> list[Any]:
         """A training call on TensorDicts."""
         if gpt not in self._rows:
-            layout, warn = current_layout(), dist.get_rank() == 0
-            recipe = for_config(self._recipe, get_model_config(gpt), gpt.vocab_size, layout)
-            self._rows[gpt] = RowSteps(PlanChain.of_loop(recipe, layout, warn=warn))
+            chain = chain_of(self._recipe, gpt, current_layout(), warn=dist.get_rank() == 0)
+            self._rows[gpt] = RowSteps(chain)
         steps = self._rows[gpt]
         reports = steps.run(stock, function, chunks, taken, **rest)
         end_of_check()

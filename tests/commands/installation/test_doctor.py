@@ -10,6 +10,7 @@ from evenload.api import load_recipe
 from evenload.commands.doctor import doctor
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import Setting
 from evenload.integrations.unmodified.loops import LOOPS, NOTHING, PLUGINS, REFUSED, document
 from evenload.runtime.attention.blocks import BLOCKS, choose_block, explain_block
 from evenload.runtime.attention.kernels import KERNELS, choose_kernel, explain, explain_kernel
@@ -78,7 +79,9 @@ def test_what_is_refused_in_scripts_is_refused(loop, tmp_path):
         def chain(changes=changes, layout=layout):
             recipe = load_recipe(ROOT / "recipes" / "hf-trainer.yaml").changed({"trainer": loop.trainer})
             recipe = recipe.changed({**layout, **changes})
-            return PlanChain.of_loop(recipe, recipe.layout(), warn=False)
+            return PlanChain.of_model(
+                recipe, (at := Setting.of_recipe(recipe)).shape, recipe.layout(), at.traits, warn=False
+            )
 
         if name in asked:
             with pytest.raises(EvenloadError):

@@ -10,7 +10,7 @@ from evenload.core.laws import check
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.planning.setting import context_of, limits_of, traits_of
+from evenload.core.planning.setting import Setting, context_of, limits_of
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 
@@ -250,19 +250,19 @@ def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
 )
 def test_states_of_a_weight(changes: dict[str, object], expected: tuple[int, ...]) -> None:
     recipe = parse({"train": {"global_batch_size": 4}, "model": {"vocab_size": 256}}).changed(changes)
-    assert traits_of(recipe).states[: len(expected)] == expected
-    memory = context_of(recipe, Layout()).costs.memory
+    assert Setting.of_recipe(recipe).traits.states[: len(expected)] == expected
+    memory = context_of(Setting.of_recipe(recipe), Layout()).costs.memory
     assert memory.gradient_bytes * expected[0] == memory.fixed_bytes * expected[2]
 
 
 def test_a_simulated_rank_holds_its_states_and_the_larger_of_passes_and_update() -> None:
     recipe = parse({"train": {"global_batch_size": 4}, "model": {"num_layers": 2, "vocab_size": 256}})
-    context = context_of(recipe, Layout())
+    context = context_of(Setting.of_recipe(recipe), Layout())
     peaks = {}
     for update_bytes in (0.0, 1e9):
         memory = MEMORY.model_copy(update={"update_bytes": update_bytes})
         at = replace(context, costs=context.costs.model_copy(update={"memory": memory}))
-        plan = whole(10, limits=replace(limits_of(recipe, at), max_tokens=100))
+        plan = whole(10, limits=replace(limits_of(Setting.of_recipe(recipe), at), max_tokens=100))
         peaks[update_bytes] = float(simulate(plan, at).peak_bytes[0, 0])
     passes = max(10 * (64 + 12 + 4), 200 + 10 * (32 + 6)) + 8
     assert peaks == {0.0: 1600 + passes, 1e9: 1600 + 1e9}

@@ -17,7 +17,7 @@ from evenload.core.planning.adapters import TenantLoad, with_tenants
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.forward_only import forward_only
 from evenload.core.planning.judge import judge
-from evenload.core.planning.setting import context_of, limits_of
+from evenload.core.planning.setting import Setting, context_of, limits_of
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.adapter_sizes import adapter_weights, linears_of
 from evenload.core.recipe.recipe import Recipe, parse
@@ -73,7 +73,8 @@ def test_linear_layers_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_backward_of_a_frozen_base_has_no_weight_gradients(recompute: bool) -> None:
     whole, frozen = (
-        context_of(recipe_of(lora, **{"train.recompute": recompute}), Layout(dp=2)).costs for lora in (False, True)
+        context_of(Setting.of_recipe(recipe_of(lora, **{"train.recompute": recompute})), Layout(dp=2)).costs
+        for lora in (False, True)
     )
     again = 1 if recompute else 0
     assert frozen.forward == whole.forward
@@ -84,7 +85,9 @@ def test_a_backward_of_a_frozen_base_has_no_weight_gradients(recompute: bool) ->
 
 
 def test_measured_costs_lose_weight_gradients_and_what_states_take() -> None:
-    whole, frozen = (context_of(recipe_of(lora, costs="cpu"), Layout(dp=2)).costs for lora in (False, True))
+    whole, frozen = (
+        context_of(Setting.of_recipe(recipe_of(lora, costs="cpu")), Layout(dp=2)).costs for lora in (False, True)
+    )
     assert whole.model_copy(update={"update_s": 1.0}).frozen().update_s == frozen.update_s == 0
     assert frozen.backward.token_s == pytest.approx(whole.backward.token_s - whole.weights_s(1))
     assert frozen.memory.fixed_bytes == 4 * shape_of(recipe_of().model).parameters
@@ -97,12 +100,12 @@ def test_costs_of_a_frozen_base_are_taken_as_they_are_and_for_nothing_else(tmp_p
     data = {"source": "a machine", "forward": pass_s, "backward": pass_s, "update_s": 0.25, "frozen_base": True}
     file = tmp_path / "costs.yaml"
     file.write_text(json.dumps({**data, "memory": {"activation_bytes_per_token": 100.0}}))
-    costs = context_of(recipe_of(costs=str(file)), Layout(dp=2)).costs
+    costs = context_of(Setting.of_recipe(recipe_of(costs=str(file))), Layout(dp=2)).costs
     assert (costs.backward.token_s, costs.update_s) == (2.0e-5, 0.25)
     assert costs.memory.activation_bytes_per_token == 100
     assert costs.memory.fixed_bytes == 4 * shape_of(recipe_of().model).parameters
     with pytest.raises(EvenloadError, match="costs of a frozen base say nothing of training it"):
-        context_of(recipe_of(lora=False, costs=str(file)), Layout(dp=2))
+        context_of(Setting.of_recipe(recipe_of(lora=False, costs=str(file))), Layout(dp=2))
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("fp32", 4), ("bf16", 2)])
@@ -158,7 +161,7 @@ def test_the_sum_of_adapters_is_in_the_step_and_that_of_the_base_is_not() -> Non
     num_bytes = 4.0 * adapter_weights(shape, Adapter(r=4))
     summed_s = link.all_reduce_s(num_bytes, 4) + link.all_gather_s(num_bytes / 4, 4)
     assert plan_s(chain)[0] - plan_s(silent)[0] == pytest.approx(summed_s)
-    trained = context_of(recipe_of(lora=False), layout)
+    trained = context_of(Setting.of_recipe(recipe_of(lora=False)), layout)
     thawed = replace(silent, context=replace(silent.context, frozen=False, traffic=trained.traffic))
     assert plan_s(thawed)[0] > plan_s(silent)[0]
 
@@ -177,5 +180,5 @@ def test_no_backward_of_a_pipeline_is_split() -> None:
     lengths = as_lengths([500, 400, 300, 200, 100, 50])
     frozen, whole = (chain_of(recipe_of(lora, **changes), Layout(pp=2)) for lora in (True, False))
     assert not any(frozen.plan(lengths).split)
-    assert frozen.limits == limits_of(recipe_of(**changes), frozen.context)
+    assert frozen.limits == limits_of(Setting.of_recipe(recipe_of(**changes)), frozen.context)
     assert whole.limits.splits_backward

@@ -13,6 +13,7 @@ from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.core.planning.chain import LEAST_CAP, LEFT_OUT, NO_EFFECT, STOCK, PlanChain, warn_once
+from evenload.core.planning.setting import Setting
 from evenload.core.planning.stock import stock_plan
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin
@@ -141,8 +142,8 @@ def recipe(**packing: object) -> object:
 def test_a_loop_of_ones_own_runs_whole_sequences_and_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
     asks = recipe(slices="even", max_delay_steps=3)
     with caplog.at_level("WARNING", logger="evenload"):
-        chain = PlanChain.of_loop(asks, asks.layout())  # type: ignore[attr-defined, arg-type]
-        PlanChain.of_loop(asks, asks.layout(), warn=False)  # type: ignore[attr-defined, arg-type]
+        chain = PlanChain.of_model(asks, (at := Setting.of_recipe(asks)).shape, asks.layout(), at.traits)  # type: ignore[attr-defined, arg-type]
+        PlanChain.of_model(asks, (at := Setting.of_recipe(asks)).shape, asks.layout(), at.traits, warn=False)  # type: ignore[attr-defined, arg-type]
     assert caplog.text.count("plugins.packing.slices=even, max_delay_steps=3 has no effect") == 1
     assert not chain.plan(as_lengths([60, 50, 3, 2])).cut
     with pytest.raises(EvenloadError, match="sequence 0 has 65 tokens, the cap is 64"):
@@ -152,7 +153,7 @@ def test_a_loop_of_ones_own_runs_whole_sequences_and_is_told_so_once(caplog: pyt
 def test_a_loop_that_runs_orders_gets_slices_and_is_told_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     asks = recipe(slices="even", max_delay_steps=3)
     with caplog.at_level("WARNING", logger="evenload"):
-        chain = PlanChain.of_loop(asks, asks.layout(), whole=False)  # type: ignore[attr-defined, arg-type]
+        chain = PlanChain.of_model(asks, (at := Setting.of_recipe(asks)).shape, asks.layout(), at.traits, whole=False)  # type: ignore[attr-defined, arg-type]
     assert caplog.text.count("plugins.packing.max_delay_steps=3 has no effect") == 1
     assert chain.plan(as_lengths([65, 3])).cut == {0}
 
@@ -160,7 +161,7 @@ def test_a_loop_that_runs_orders_gets_slices_and_is_told_what_is_left(caplog: py
 def test_nothing_is_told_where_nothing_is_asked(caplog: pytest.LogCaptureFixture) -> None:
     asks = recipe()
     with caplog.at_level("WARNING", logger="evenload"):
-        PlanChain.of_loop(asks, asks.layout())  # type: ignore[attr-defined, arg-type]
+        PlanChain.of_model(asks, (at := Setting.of_recipe(asks)).shape, asks.layout(), at.traits)  # type: ignore[attr-defined, arg-type]
     assert not caplog.text
 
 

@@ -8,6 +8,7 @@ import pytest
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import Setting
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.recipe.sizes import shape_of
 from evenload.training.preflight import preflight
@@ -24,7 +25,7 @@ def recipe(moe: Any = None, **sections: Any) -> Recipe:
 def test_a_loop_of_ones_own_keeps_its_experts_whole() -> None:
     asks = recipe(**CUT)
     with pytest.raises(EvenloadError, match="a training loop of your own") as caught:
-        PlanChain.of_loop(asks, asks.layout())
+        PlanChain.of_model(asks, (at := Setting.of_recipe(asks)).shape, asks.layout(), at.traits)
     assert "plugins.moe.owners=home" in caught.value.do
 
 

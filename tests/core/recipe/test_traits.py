@@ -9,7 +9,7 @@ import evenload.core
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.core.machine.layout import Layout
-from evenload.core.planning.setting import context_of, limits_of, traits_of
+from evenload.core.planning.setting import Setting, context_of, limits_of
 from evenload.core.recipe import recipe as recipes
 from evenload.core.recipe import traits
 
@@ -58,9 +58,9 @@ def test_a_trainer_that_nobody_described_is_refused(monkeypatch: pytest.MonkeyPa
 )
 def test_the_row_of_a_trainer_reaches_the_planners(settings: dict[str, Any], expected: tuple[Any, ...]) -> None:
     asked = recipe(**settings)
-    row = traits_of(asked)
-    context = context_of(asked, Layout(dp=2))
-    limits, traffic = limits_of(asked, context), context.traffic
+    row = Setting.of_recipe(asked).traits
+    context = context_of(Setting.of_recipe(asked), Layout(dp=2))
+    limits, traffic = limits_of(Setting.of_recipe(asked), context), context.traffic
     summed = traffic.gradient_bytes / traffic.weight_bytes * {"bf16": 2, "fp32": 4, "fp64": 8}[asked.train.dtype]
     found = (traffic.sharding, summed, limits.all_in_step, traffic.overlap_gradients, traffic.waits_for_sends)
     assert (*found, limits.splits_backward) == expected
@@ -69,4 +69,4 @@ def test_the_row_of_a_trainer_reaches_the_planners(settings: dict[str, Any], exp
 
 def test_weight_gradients_of_their_own_need_a_pipeline_under_deepspeed() -> None:
     asked = recipe(trainer="deepspeed", deepspeed={"zero_stage": 1}, parallel={"pp": 2})
-    assert limits_of(asked, context_of(asked, Layout(pp=2))).splits_backward
+    assert limits_of(Setting.of_recipe(asked), context_of(Setting.of_recipe(asked), Layout(pp=2))).splits_backward

@@ -39,20 +39,20 @@ def test_what_it_cannot_do_is_refused_before_anything_starts(changes, said):
     ("fields", "wanted"),
     [
         ({}, None),
-        ({"num_local_experts": 8, "num_experts_per_tok": 2}, Experts(8, 2, 64, 0, 4)),
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, Experts(8, 2, 64, 0, (0, 1, 2, 3))),
         (
             {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [3]},
-            Experts(8, 2, 16, 0, 3),
+            Experts(8, 2, 16, 0, (0, 1, 2)),
         ),
         (
             {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2}
             | {"shared_expert_intermediate_size": 24},
-            Experts(8, 2, 16, 24, 2),
+            Experts(8, 2, 16, 24, (1, 3)),
         ),
         (
             {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2}
             | {"first_k_dense_replace": 1},
-            Experts(8, 2, 16, 32, 3),
+            Experts(8, 2, 16, 32, (1, 2, 3)),
         ),
     ],
 )

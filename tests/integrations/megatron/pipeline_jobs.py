@@ -19,7 +19,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import orders_of_stage
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan_json import read_step
-from evenload.core.planning.setting import context_of
+from evenload.core.planning.setting import Setting, context_of
 from evenload.integrations.host.step import Step, no_mark
 from evenload.integrations.megatron import open_host
 from evenload.integrations.megatron import stage as stage_module
@@ -155,7 +155,7 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
         patch.object(Executor, "_weight_grads", weighing),
     ):
         result = host.train_step(the_plan, tokens(lengths), lr=0.0, record=True)
-    context = context_of(host.recipe, host.layout)
+    context = context_of(Setting.of_recipe(host.recipe), host.layout)
     ops = orders_of_stage(the_plan, host.pipeline_stage)[host.dp_cp_rank]
     return {
         **told,

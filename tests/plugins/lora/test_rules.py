@@ -10,6 +10,7 @@ from evenload.api import load_plugins
 from evenload.commands.run import run
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import Setting
 from evenload.core.recipe.recipe import parse
 
 load_plugins()
@@ -61,7 +62,7 @@ def test_experts_of_a_config_are_refused(experts: str, ep: int, message: str, tm
 def test_loops_of_the_user_s_own_are_refused(tmp_path: Path) -> None:
     recipe = parse(LORA)
     with pytest.raises(EvenloadError, match="no place in a training loop of your own") as caught:
-        PlanChain.of_loop(recipe, recipe.layout())
+        PlanChain.of_model(recipe, (at := Setting.of_recipe(recipe)).shape, recipe.layout(), at.traits)
     assert "evenload train" in caught.value.do
     file = tmp_path / "recipe.yaml"
     file.write_text("plugins: {lora: {enabled: true}}")

@@ -31,11 +31,12 @@ from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
 from ..refusals.expert_rules import refuse_experts
 from ..refusals.groups import refuse_groups
-from ..refusals.supported import bare_model, for_config, why_stock
+from ..refusals.supported import bare_model, why_stock
 from ..running.chunks import refuse_chunks_with_copies
 from ..running.experts import gate_of, with_experts_in_step
 from ..running.fixed_batches import FixedBatches
 from ..running.order import run_order
+from .live_model import chain_of
 
 _IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_eps")
 """What depends on the order in which ranks run their micro-batches, too."""
@@ -123,13 +124,11 @@ def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: di
 
 def _chain(recipe: Recipe, gpt: Any, tokens: int, orders: bool, *, splits: bool) -> PlanChain:
     """The chain of plugins that have something to do; a micro-batch is a sequence, and every cap holds one."""
-    config, layout = gpt.config, current_layout()
-    planned, in_step = with_experts_in_step(layout, config)
+    planned, in_step = with_experts_in_step(current_layout(), gpt.config)
     placing = [plugin for plugin in recipe.enabled() if plugin.place == "steps"]
     changes: dict[str, Any] = {f"plugins.{p.name}.enabled": False for p in placing if not (orders and p.orders)}
     changes |= {f"plugins.{p.name}.max_tokens": tokens for p in placing if orders and p.orders}
-    recipe = for_config(recipe.changed(changes), config, gpt.vocab_size, planned)
-    chain = PlanChain.of_loop(recipe, planned, warn=False, whole=True)
+    chain = chain_of(recipe.changed(changes), gpt, planned, warn=False)
     limits = replace(chain.limits, in_step=in_step, splits_backward=chain.limits.splits_backward and splits)
     return replace(chain, limits=limits, micro_batch_size=1)
 

@@ -10,7 +10,6 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from .....core.plan.step_plan import StepPlan
-from .....core.planning.chain import PlanChain
 from .....core.recipe.recipe import Recipe
 from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
@@ -22,10 +21,11 @@ from ..reading.batches import Source
 from ..reading.context_parallel import OneContextRank
 from ..refusals.attention import why_whole
 from ..refusals.expert_rules import refuse_experts
-from ..refusals.supported import Trouble, for_config, why_stock
+from ..refusals.supported import Trouble, why_stock
 from ..running.chunks import refuse_chunks_with_copies
 from ..running.experts import with_experts_in_step
 from ..running.reports import Kinds
+from .live_model import chain_of
 
 log = logging.getLogger("evenload")
 
@@ -69,7 +69,7 @@ class UserLoop:
             why = borders or (only_stock and " ".join(only_stock[:2]))
             log.warning("no sample is cut in this loop: %s", why)
         planned, in_step = with_experts_in_step(layout, config)
-        chain = PlanChain.of_loop(for_config(recipe, config, gpt.vocab_size, planned), planned, warn=warn, whole=whole)
+        chain = chain_of(recipe, gpt, planned, warn=warn, whole=whole)
         if together and warn:
             log.info("weight gradients stay in the backward: %s", together)
         if chain.of_layers and layout.ep > 1:

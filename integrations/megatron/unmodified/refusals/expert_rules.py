@@ -10,7 +10,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from .....core.errors import EvenloadError, Rule
-from .....core.recipe.families import families_with
 from ...model.experts import SEQUENCE_LOSS, routers
 
 _CHOOSING = ("sinkhorn", "quantile_balancing")
@@ -80,23 +79,6 @@ def rules_of_experts(config: Any) -> Iterable[Rule]:
     do = "switch it off, or disable evenload's plugins"
     name = "overlap_moe_expert_parallel_comm"
     yield bool(getattr(config, name, False)), "Megatron runs layers of two micro-batches at once", f"{name} True", do
-
-
-def recipe_of_experts(config: Any) -> dict[str, Any]:
-    """``model.family`` and ``model.moe`` of a loop's config: what costs are counted from."""
-    frequency, layers = config.moe_layer_freq, config.num_layers
-    every = frequency if isinstance(frequency, int) else max(1, round(layers / max(1, sum(frequency))))
-    return {
-        "family": families_with(lambda f: f.experts != "none" and f.qk_norm == config.qk_layernorm)[0],
-        "moe": {
-            "num_experts": config.num_moe_experts,
-            "topk": config.moe_router_topk,
-            "ffn_hidden_size": config.moe_ffn_hidden_size or config.ffn_hidden_size,
-            "shared_ffn_hidden_size": config.moe_shared_expert_intermediate_size or 0,
-            "every": every,
-            "score": config.moe_router_score_function,
-        },
-    }
 
 
 def losses_of_routers(config: Any) -> list[str]:

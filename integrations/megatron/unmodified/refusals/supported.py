@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
@@ -16,13 +15,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from .....core.errors import EvenloadError, Rule, refuse_first
-from .....core.machine.layout import Layout
 from .....core.plan.step_plan import StepPlan
-from .....core.recipe.families import families_with
-from .....core.recipe.recipe import Recipe
 from ..reading.context_parallel import rules_of_context
 from .attention import refuse_attention
-from .expert_rules import recipe_of_experts, rules_of_experts
+from .expert_rules import rules_of_experts
 from .groups import refuse_groups
 
 log = logging.getLogger("evenload")
@@ -175,36 +171,6 @@ def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor, *, means:
         )
 
 
-def for_config(recipe: Recipe, config: Any, vocab_size: int, layout: Layout) -> Recipe:
-    """The recipe, with the model shape, precision and layout of a live loop: what costs are counted from."""
-    heads, groups = config.num_attention_heads, config.num_query_groups
-    if config.hidden_size % heads:
-        # The width of K and V only shifts the linear cost a little; such a model is counted without grouped queries.
-        heads = groups = layout.tp
-    # Where stages have unequal numbers of layers no order runs, and costs are those of the next equal number.
-    layers = -(-config.num_layers // layout.pp) * layout.pp
-    dtypes = {torch.float32: "fp32", torch.float64: "fp64"}
-    return recipe.changed(
-        {
-            "trainer": "megatron",
-            "parallel": {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp},
-            "train.dtype": dtypes.get(config.params_dtype, "bf16"),
-            "train.global_batch_tokens": None,
-            "train.global_batch_size": max(recipe.train.global_batch_size, layout.dp),
-            "model": {
-                "family": families_with(lambda family: family.gated == config.gated_linear_unit)[0],
-                **(recipe_of_experts(config) if config.num_moe_experts else {}),
-                "num_layers": layers,
-                "hidden_size": config.hidden_size,
-                "ffn_hidden_size": config.ffn_hidden_size,
-                "num_attention_heads": heads,
-                "num_query_groups": groups,
-                "vocab_size": vocab_size,
-            },
-        }
-    )
-
-
 def _model_rules(config: Any) -> Iterable[Rule]:
     do = "disable evenload's plugins for this model"
     settings = (
@@ -213,6 +179,8 @@ def _model_rules(config: Any) -> Iterable[Rule]:
         ("hybrid_context_parallel", False, "hybrid context parallelism plans micro-batches by itself"),
         ("cuda_graph_impl", "none", "CUDA graphs need one shape for all micro-batches"),
     )
+    groups, tp = config.num_query_groups, config.tensor_model_parallel_size
+    yield groups % tp != 0, "tensor-parallel ranks share key-value heads", f"{groups} query groups, tp {tp}", do
     yield from rules_of_experts(config)
     yield (
         bool(config.mtp_num_layers and config.num_moe_experts),

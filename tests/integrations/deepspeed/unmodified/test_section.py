@@ -8,15 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 from evenload.core.errors import EvenloadError
+from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.setting import Setting
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.ds_config import OWNED, ds_config
+from evenload.integrations.deepspeed.engine.traits import traits_of
 from evenload.integrations.deepspeed.unmodified.counts import into_exactly
-from evenload.integrations.deepspeed.unmodified.section import for_engine, parse_section, recipe_of
+from evenload.integrations.deepspeed.unmodified.section import parse_section, recipe_of
 from evenload.integrations.host.foreign_plans import refuse_foreign
+from evenload.integrations.huggingface.models import shape_of
 
 
 def test_the_section_is_the_plugins_schema_plus_a_recipe():
@@ -58,10 +62,13 @@ def test_costs_are_counted_from_the_live_model():
     config = SimpleNamespace(
         num_hidden_layers=3, hidden_size=60, num_attention_heads=7, intermediate_size=99, vocab_size=11, model_type="x"
     )
-    recipe = for_engine(recipes.parse({"parallel": {"dp": 8}}), config, zero_stage=3, dtype="bf16")
-    assert (recipe.trainer, recipe.deepspeed.zero_stage, recipe.train.dtype) == ("deepspeed", 3, "bf16")
-    assert (recipe.model.num_layers, recipe.model.ffn_size, recipe.model.vocab_size) == (3, 99, 11)
-    assert recipe.parallel.dp is None
+    shape = shape_of(config)
+    assert (shape.num_layers, shape.ffn_hidden_size, shape.vocab_size) == (3, 99, 11)
+    assert (shape.heads, shape.query_size) == (7, 56)
+    chain = PlanChain.of_model(recipes.parse({}), shape, Layout(dp=8), traits_of(3, "bf16"))
+    traffic = chain.context.traffic
+    assert (traffic.sharding, traffic.layers, traffic.state_bytes_per_token) == ("parameters", 3, 60 * 2)
+    assert chain.limits.num_ranks == 8
 
 
 def test_clipping_is_always_written():
@@ -132,8 +139,8 @@ def test_a_script_of_ones_own_shares_nothing_and_is_told_so_once(caplog, section
     recipe = recipe_of(parse_section({**section, "mesh": {"enabled": True, "max_tokens": 64}}), None)
     recipe = recipe.changed({"trainer": "deepspeed", "parallel": {"dp": 4}})
     with caplog.at_level("WARNING", logger="evenload"):
-        chain = PlanChain.of_loop(recipe, recipe.layout())
-        PlanChain.of_loop(recipe, recipe.layout(), warn=False)
+        chain = PlanChain.of_model(recipe, (at := Setting.of_recipe(recipe)).shape, recipe.layout(), at.traits)
+        PlanChain.of_model(recipe, (at := Setting.of_recipe(recipe)).shape, recipe.layout(), at.traits, warn=False)
     assert caplog.text.count("plugins.mesh.enabled=True has no effect") == 1
     plan = chain.plan(as_lengths([64, 60, 3, 2, 9]))
     assert sum(len(m.slices) for rank in into_exactly(plan, 2, chain.context.costs) for m in rank) == 5
