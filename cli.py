@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -290,9 +291,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _show(verb: str, result: dict[str, Any], as_json: bool) -> None:
-    from .commands.tables import show, tables
+    from .commands.tables.show import emit
 
-    show.emit(result, as_json, getattr(tables, verb))
+    emit(result, as_json, import_module(f".commands.tables.{verb}", __package__).table)
 
 
 def _run_ranks(verb: str, recipe: Recipe, nproc: str | None, as_json: bool, **arguments: Any) -> None:

@@ -63,7 +63,6 @@ def warm(trainer: str) -> None:
     if trainer != "torch":
         from evenload.api import load_plugins
         from evenload.cli import main  # noqa: F401
-        from evenload.commands.tables import tables  # noqa: F401
         from evenload.training.verbs import bench, train, verify  # noqa: F401
 
         load_plugins()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.errors import shorten
+from ...core.input.format import percent
 from ...core.input.json_text import to_json
+
+Result = dict[str, Any]
+Cell = Callable[[Any], Any]
+"""What a column shows of a row."""
+Columns = Mapping[str, Cell]
+"""Cells by the head of their column."""
+MOST_FAULTS = 8
+"""Of a table of what is wrong; --json has all."""
 
 _WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
@@ -67,3 +76,20 @@ def _cell(value: Any) -> Text:
 def plain(text: str, style: str = "") -> Text:
     """Text as it stands: what looks like markup in a user's names is no markup, what steers a terminal is escaped."""
     return Text(shorten(text, _MOST_TEXT), style)
+
+
+def column(key: str, show: Cell = lambda value: value) -> Cell:
+    return lambda row: show(row[key])
+
+
+def by_columns(title: str, columns: Columns, rows: Iterable[Any], caption: str = "", bold: int | None = None) -> Table:
+    return grid(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], caption, bold)
+
+
+def errors(by_name: dict[str, float]) -> str:
+    return ", ".join(f"{percent(error)} ({name})" for name, error in by_name.items())
+
+
+def machine(result: Result) -> str:
+    host = result["host"]
+    return ", ".join(str(host[key]) for key in ("trainer", "layout", "dtype", "attention", "device") if key in host)

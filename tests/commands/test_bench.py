@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from evenload.api import load_plugins
-from evenload.commands.tables import tables
+from evenload.commands.tables.bench import table as table_of_bench
+from evenload.commands.tables.train import closing as closing_lines
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
@@ -128,7 +129,7 @@ def test_each_variant_has_the_bubble_of_its_spans_and_the_peak_of_its_passes(job
     result["host"] = {"trainer": "a machine", "device": "cpu"}
     result["predicted_peak_activation_bytes_of_stages"] = {"in_order": [3 * 2**20, 2**20], "evenload": [2**31]}
     console = Console(width=160, record=True, file=StringIO())
-    console.print(tables.bench(result))
+    console.print(table_of_bench(result))
     text = " ".join(console.export_text().split())
     assert "measured (predicted: 3 MiB (in_order), 2 GiB (evenload))" in text
     assert "Shown: no difference, as 2 alternating steps are too few to tell (6 at least). Not shown: GPUs," in text
@@ -156,5 +157,5 @@ def test_a_run_without_plugins_says_that_it_is_stock(job: Job, caplog: pytest.Lo
     ]
     assert result["ratio"]["stock"]["same_plans"]
     assert "evenload is stock itself, whose plan it runs in every step" in str(
-        tables.closing(result["ratio"], {"device": "cpu"})[0]
+        closing_lines(result["ratio"], {"device": "cpu"})[0]
     )

@@ -8,7 +8,7 @@ from io import StringIO
 import numpy as np
 import pytest
 from evenload.api import load_plugins
-from evenload.commands.tables import tables
+from evenload.commands.tables.train import _bubbles
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
@@ -95,7 +95,7 @@ def test_tensor_parallel_peers_are_one_and_collectives_begin_with_their_last_ran
 
 def test_of_many_ranks_the_table_shows_those_that_wait_most() -> None:
     rows = Bubbles(1.0, {(0, rank): Waits(0.0, 0.0, rank / 1000) for rank in range(100)}).rows(Bubbles(1.0, {}))
-    table = tables._bubbles("evenload", rows)
+    table = _bubbles("evenload", rows)
     console = Console(width=160, record=True, file=StringIO())
     console.print(table)
     text = console.export_text()

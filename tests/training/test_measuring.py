@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evenload.api import load_plugins
-from evenload.commands.tables import tables
+from evenload.commands.tables.train import closing as closing_lines
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw
 from evenload.core.recipe.recipe import parse
@@ -35,7 +35,7 @@ def test_few_values_have_no_interval() -> None:
 
 def closing(*ratios: float, **more: Any) -> str:
     compared = {**compare(ratios, [1.0] * len(ratios)), "same_plans": False, **more}
-    return str(tables.closing({"in_order": compared}, {"device": "cpu"})[0])
+    return str(closing_lines({"in_order": compared}, {"device": "cpu"})[0])
 
 
 def test_a_difference_is_claimed_beyond_the_noise_only() -> None:
@@ -46,7 +46,7 @@ def test_a_difference_is_claimed_beyond_the_noise_only() -> None:
     noise = closing(1.2, 1.3, 1.25, 1.4, 0.99, 1.3)
     assert "evenload is as fast as in_order within the noise (0.99x to 1.40x)" in noise
     assert "no difference, as 5 alternating steps are too few to tell" in closing(1.2, 1.3, 1.25, 1.4, 1.1)
-    assert "GPUs" not in str(tables.closing({"in_order": compare([1.0], [1.0])}, {"device": "cuda:0"})[0])
+    assert "GPUs" not in str(closing_lines({"in_order": compare([1.0], [1.0])}, {"device": "cuda:0"})[0])
 
 
 def test_every_variant_is_first_equally_often() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.commands.tables import progress, tables
+from evenload.commands.tables import progress
+from evenload.commands.tables.plan import table as table_of_plan
 from evenload.commands.tables.show import grid
+from evenload.commands.tables.train import table as table_of_train
 from evenload.core.input.format import seconds
 from evenload.training.metrics import totals
 from rich.console import Console, RenderableType
@@ -31,22 +33,22 @@ def trained(**ratio: float) -> dict[str, Any]:
 
 
 def test_what_training_gains_is_shown_beside_baselines_only() -> None:
-    assert "is faster by" not in shown(tables.train(trained()))
-    text = shown(tables.train(trained(stock=1.5)))
+    assert "is faster by" not in shown(table_of_train(trained()))
+    text = shown(table_of_train(trained(stock=1.5)))
     assert "is faster by" in text
     assert "1.50x" in text
 
 
 def test_a_run_that_was_done_already_says_so_and_shows_no_zeros() -> None:
-    text = shown(tables.train({**trained(), "summary": totals([], Path("kept/step00000004"))}))
+    text = shown(table_of_train({**trained(), "summary": totals([], Path("kept/step00000004"))}))
     assert "no step was left to train: raise train.steps to train on" in " ".join(text.split())
     assert "kept/step00000004" in text
     assert not any(word in text for word in ("tokens/s", "MFU", "imbalance", "loss"))
     rates = {"tokens": 9, "targets": 8, "train_s": 7.0, "tokens_per_s": 6.0, "checkpoint": None, "out": "out"}
     tenants = {"tenants": [], "sweeps": [], "refused": {}}
-    text = shown(tables.train({**tenants, "summary": {"steps": 1, **rates}}))
+    text = shown(table_of_train({**tenants, "summary": {"steps": 1, **rates}}))
     assert "time in steps" in text
-    text = shown(tables.train({**tenants, "summary": {"steps": 0, **rates}}))
+    text = shown(table_of_train({**tenants, "summary": {"steps": 0, **rates}}))
     assert "time in steps" not in text
     assert "tokens/s" not in text
 
@@ -55,7 +57,7 @@ def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many() 
     size = {"sequences": 9, "tokens": 500, "targets": 400, "without_target": 1, "validation_s": 0.25}
     losses = [5.5, *(4.0 if step == 7 else 4.5 + step / 100 for step in range(1, 40))]
     rows = [{**size, "step": i, "loss": loss, "perplexity": 2.0**loss, "best": i == 7} for i, loss in enumerate(losses)]
-    text = " ".join(shown(tables.train({**trained(), "validation": rows})).split())
+    text = " ".join(shown(table_of_train({**trained(), "validation": rows})).split())
     assert "12 of 40 validations" in text
     assert "1 samples without a target are left out" in text
     assert all(f"{losses[i]:.4f}" in text for i in (0, 7, 39))
@@ -82,7 +84,7 @@ def test_what_was_left_out_of_a_plan_is_shown_before_other_notes() -> None:
         "pipeline": None,
         "baselines": {},
     }
-    text = shown(tables.plan({"steps": [step], "costs": "counted", "cluster": "local", "layout": {"ep": 1}}))
+    text = shown(table_of_plan({"steps": [step], "costs": "counted", "cluster": "local", "layout": {"ep": 1}}))
     assert "left out of this plan: packing: a sequence is longer (900 tokens)" in text
     assert [word in text.split() for word in "abc"] == [True, True, False]
 

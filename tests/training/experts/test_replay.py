@@ -13,7 +13,7 @@ import evenload
 import numpy as np
 import pytest
 from evenload.api import load_plugins
-from evenload.commands.tables import tables
+from evenload.commands.tables.plan import table as table_of_plan
 from evenload.core.errors import EvenloadError
 from evenload.core.experts.history import updated
 from evenload.core.experts.quotas import at_home
@@ -194,7 +194,7 @@ def test_the_table_has_a_row_a_planner_and_says_what_is_predicted(tmp_path: Path
     result = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4)).to_json()
     console = Console(width=200)
     with console.capture() as caught:
-        console.print(tables.plan(result))
+        console.print(table_of_plan(result))
     text = caught.get()
     assert "experts, ep 2, loads of" in text
     assert "predicted, but for planning, from 2 passes of steps 2 to 3, 2 layers each" in text

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from evenload.api import load_recipe
-from evenload.commands.tables import tables
+from evenload.commands.tables.plan import table as table_of_plan
+from evenload.commands.tables.sweep import table as table_of_sweep
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import Recipe
 from evenload.training.forecast.forecast import look_ahead
@@ -49,7 +50,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 def shown(result: dict[str, Any]) -> str:
     console = Console(width=200)
     with console.capture() as caught:
-        console.print(tables.sweep(result))
+        console.print(table_of_sweep(result))
     return caught.get()
 
 
@@ -95,7 +96,7 @@ def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe: Recipe, lengths: 
         assert told["cp_1"]["ignores"] is None
         assert ("cp_all" in names(forecast)) == (ignores is None)
         console = Console(width=160, record=True, file=StringIO())
-        console.print(tables.plan(forecast.to_json()))
+        console.print(table_of_plan(forecast.to_json()))
         text = " ".join(console.export_text().split())
         assert ("cp_all: not allowed" in text) == (ignores is not None)
         assert (f"cp_all is not allowed: {ignores}" in text) == (ignores is not None)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evenload.api import load_recipe
-from evenload.commands.tables import tables
+from evenload.commands.tables.plan import table as table_of_plan
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
@@ -86,7 +86,7 @@ def test_json_tells_the_pipeline_stage_by_stage(forecast: Forecast) -> None:
 
 def test_the_table_of_plan_has_a_row_a_stage(forecast: Forecast) -> None:
     console = Console(width=160, record=True, file=StringIO())
-    console.print(tables.plan(forecast.to_json()))
+    console.print(table_of_plan(forecast.to_json()))
     text = console.export_text()
     assert re.search(r"stage 0 +│ +5 of 12: 41\.7 % │ +2 │ +2 │", text)
     assert "3 micro-batches; 1 sequences are cut into 2 chunks, at most 2 each" in text
@@ -104,7 +104,7 @@ def test_a_baseline_that_is_faster_because_it_breaks_a_cap_is_said_to(forecast: 
     for step_s, is_said in ((1e-9, False), (1e9, True)):
         timed = replace(step, ours=replace(ours, outcome=replace(ours.outcome, step_s=step_s)))
         console = Console(width=160, record=True, file=StringIO())
-        console.print(tables.plan(replace(forecast, steps=(timed,)).to_json()))
+        console.print(table_of_plan(replace(forecast, steps=(timed,)).to_json()))
         text = " ".join(console.export_text().split())
         assert ("padded is faster, but may not be run: a micro-batch is over" in text) == is_said
         assert "chunks is faster" not in text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload.commands.tables.tables import table_of_run
+from evenload.commands.tables.train import _summary as table_of_train
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import parse
 from evenload.training.metrics import Row, totals
@@ -105,7 +105,7 @@ def test_a_run_is_summed_up_with_the_rates_of_steps_after_the_first() -> None:
     assert (result["train_s"], result["tokens_per_s"], result["mfu"]) == (12.0, 100.0, 0.5)
     assert (result["loss"], result["best_loss"], result["best_step"]) == (2.0, 1.5, 1)
     console = Console(width=160, record=True, file=StringIO())
-    console.print(table_of_run(result))
+    console.print(table_of_train(result))
     text = console.export_text()
     assert all(part in text for part in ("300, 270", "0:00:12", "50.0 %", "2.0000, 1.5000 in step 1", "step00000003"))
     assert totals([], None)["best_loss"] is None

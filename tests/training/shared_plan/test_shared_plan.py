@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evenload.api import load_plugins
-from evenload.commands.tables import tables
+from evenload.commands.tables.plan import table as table_of_plan
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.adapters import TenantLoad, with_tenants
@@ -173,7 +173,7 @@ def test_a_tenant_with_a_sample_of_too_many_slices_is_named(folder: Path, tmp_pa
 def test_tables_and_page_have_a_row_a_tenant(folder: Path) -> None:
     forecast = look_ahead(recipe_of(folder), {}, 2, record=True)
     console = Console(width=200, record=True)
-    console.print(tables.plan(forecast.to_json()))
+    console.print(table_of_plan(forecast.to_json()))
     text, page = console.export_text(), page_of(forecast)
     saving = f"{forecast.to_json()['tenants']['saving']:.2f}x"
     for shown in (text, page):

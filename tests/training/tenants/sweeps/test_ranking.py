@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from evenload.commands.lora import lora
-from evenload.commands.tables.tenants import tables
+from evenload.commands.tables.lora import table as tables
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.tenant import Tenant
 from evenload.training.shared_plan.trials import sweep_of

@@ -14,7 +14,7 @@ Result = dict[str, Any]
 _KINDS = (("kernel", ""), ("parts", "_parts"))
 
 
-def tables(result: Result) -> Group:
+def table(result: Result) -> Group:
     """What is installed; the kernels of attention, a row a path; plugins, a row a loop."""
     return Group(_installed(result), _paths(result), _loops(result))
 

@@ -13,7 +13,7 @@ from .show import grid
 _HEAD = ("tenant", "state", "step", "loss", "best", "at step", "tokens", "time left")
 
 
-def tables(result: dict[str, Any]) -> Group:
+def table(result: dict[str, Any]) -> Group:
     """A row a tenant, then a table a sweep with its winner bold; of ``tenants`` and ``sweeps`` of a result. Of a run,
     what it came to as well."""
     run = [_run(result["summary"], result["refused"])] if "summary" in result else []

@@ -1,0 +1,129 @@
+"""Steps of a plan, predicted, beside those of every baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from ...core.input.format import gib, percent, seconds
+from ...core.plan.grid import LEGEND
+from ...core.planning.chain import WARNINGS
+from ...training.shared_plan.rows import HEAD
+from ...training.shared_plan.rows import rows as rows_of_tenants
+from ...training.shared_plan.rows import said as notes
+from .expert_loads import table as table_of_loads
+from .show import Columns, Result, by_columns, column, grid, plain
+
+_STEP: Columns = {
+    "step": column("step"),
+    "planning": column("plan_s", seconds),
+    "step time": column("step_s", seconds),
+    "over bound": lambda step: percent(max(0.0, step["step_s"] / step["bound_s"] - 1)),
+    "imbalance": column("imbalance"),
+    "padding": column("padding_frac", percent),
+    "bubble": column("bubble_frac", percent),
+    "exposed": column("exposed_frac", percent),
+    "micro-batches F, B": column("micro_batch_imbalance", lambda uneven: _DIRECTIONS.format(**uneven)),
+    "holds": column("peak_bytes", gib),
+}
+_DIRECTIONS = "{forward:.3f}, {backward:.3f}"
+_STAGE: Columns = {
+    "": lambda steps: f"stage {steps[0]['stage']}",
+    "layers recomputed": lambda steps: _layers(_sum(steps, "recomputed_layers"), _sum(steps, "layers")),
+    "weight gradients apart": lambda steps: _sum(steps, "weight_passes"),
+    "in flight": lambda steps: _most(steps, "in_flight"),
+    "bubble": lambda steps: percent(_sum(steps, "bubble_frac") / len(steps)),
+    "activations": lambda steps: gib(_most(steps, "peak_activation_bytes")),
+    "holds": lambda steps: gib(_most(steps, "peak_bytes")),
+}
+"""Of one stage in all steps."""
+
+
+def table(result: Result) -> Group:
+    """A row a step, then a row a planner over all steps."""
+    steps = result["steps"]
+    notes = {note for step in steps for note in step["notes"] if not note.startswith("micro-batches")}
+    shown = sorted(notes, key=lambda note: (not note.startswith(WARNINGS), note))
+    about = [
+        f"all times predicted; costs: {result['costs']}; cluster: {result['cluster']}",
+        "bubble: waiting for ranks and stages; exposed: communication that no compute hides",
+        "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
+    ]
+    if (ep := result["layout"]["ep"]) > 1:
+        about.append(f"experts: groups of {ep} ranks run every pass together; routing is taken to be even")
+    pipelines = [step["pipeline"] for step in steps if step["pipeline"]]
+    programs = [
+        plain(f"\nstep {step['step']}: {LEGEND}\n" + "\n".join(step["program"])) for step in steps if "program" in step
+    ]
+    shown_steps = by_columns("plan", _STEP, steps, "\n".join([*about, *shown[:3]]))
+    loads = [table_of_loads(result["loads"])] if "loads" in result else []
+    tenants = [_tenants(result["tenants"])] if "tenants" in result else []
+    pipeline = [_pipeline(pipelines)] if pipelines else []
+    return Group(shown_steps, *pipeline, _planners(steps), *tenants, *loads, *programs)
+
+
+def _sum(rows: Iterable[Result], key: str) -> Any:
+    return sum(row[key] for row in rows)
+
+
+def _most(rows: Iterable[Result], key: str) -> Any:
+    return max(row[key] for row in rows)
+
+
+def _layers(again: int, layers: int) -> str:
+    return f"{again:,} of {layers:,}" + (f": {percent(again / layers)}" if again else "")
+
+
+def _pipeline(steps: list[Result]) -> Table:
+    """A row a stage, over all steps."""
+    micro_batches, cut, chunks = (_sum(steps, key) for key in ("micro_batches", "cut_sequences", "chunks"))
+    most = _most(steps, "most_chunks")
+    cuts = f"{cut:,} sequences are cut into {chunks:,} chunks, at most {most} each" if cut else "no sequence is cut"
+    caption = (
+        f"predicted; {micro_batches:,} micro-batches; {cuts}\n"
+        "layers recomputed: of a stage's layers times micro-batches; in flight: micro-batches between forward and "
+        "backward, the most of a rank\n"
+        "weight gradients apart: backwards that leave them to a pass of their own\n"
+        "activations: the most of a rank, what plugins.*.activation_gib caps; holds: with weights and optimizer"
+    )
+    return by_columns("pipeline", _STAGE, zip(*(step["stages"] for step in steps), strict=True), caption)
+
+
+def _planners(steps: list[Result]) -> Table:
+    """evenload beside the baselines that planned every step: sums of seconds, means of the rest."""
+    named: dict[str, list[Result]] = {"evenload": steps}
+    for name in steps[0]["baselines"]:
+        if all(name in step["baselines"] for step in steps):
+            named[name] = [step["baselines"][name] for step in steps]
+    ours_s = _sum(steps, "step_s")
+    rows, over = [], []
+    for name, row in named.items():
+        total_s = _sum(row, "step_s")
+        uneven = {k: sum(s["micro_batch_imbalance"][k] for s in row) / len(row) for k in ("forward", "backward")}
+        ignored, broken = (next((s[key] for s in row if s.get(key)), None) for key in ("ignores", "over_caps"))
+        if ignored:
+            over.append(f"{name} is not allowed: {ignored}")
+        elif broken and total_s < ours_s:
+            over.append(f"{name} is faster, but may not be run: {broken}")
+        rows.append(
+            (
+                ("stock (padded)" if name == "padded" else name) + (": not allowed" if ignored else ""),
+                seconds(total_s),
+                f"{total_s / ours_s:.2f}x",
+                _sum(row, "imbalance") / len(row),
+                percent(_sum(row, "bubble_frac") / len(row)),
+                _DIRECTIONS.format(**uneven),
+                gib(_most(row, "peak_bytes")),
+            )
+        )
+    head = ("", "all steps", "against evenload", "imbalance", "bubble", "micro-batches F, B", "holds")
+    return grid("planners", head, rows, "\n".join(["predicted", *over]))
+
+
+def _tenants(tenants: dict[str, Any]) -> Table:
+    """A row a tenant: means of the steps that it takes part in."""
+    about = ["predicted; alone: the step that a tenant would take by itself on all ranks", *notes(tenants)]
+    return grid("tenants", HEAD, rows_of_tenants(tenants), "\n".join(about))

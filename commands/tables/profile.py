@@ -1,0 +1,33 @@
+"""Coefficients and links that `profile` has measured."""
+
+from __future__ import annotations
+
+from rich.console import Group
+
+from ...core.input.format import percent, seconds
+from .show import Result, errors, grid, machine
+
+
+def table(result: Result) -> Group:
+    """Coefficients of the passes, then the links."""
+    keys = {"launch_s": "s a launch", "token_s": "s a token", "expert_s": "s a token at experts"}
+    keys["pair_s"] = "s a (query, key) pair"
+    if not any(c["expert_s"] for c in result["passes"].values()):
+        del keys["expert_s"]
+    rows = [
+        (name, *(f"{c[key]:.3g}" for key in keys), percent(result["fit_error"][name]))
+        for name, c in result["passes"].items()
+    ]
+    head = ("", *keys.values(), "error of the fit")
+    caption = (
+        f"update: {seconds(result['update_s'])}; steps of {result['ranks']} rank(s), simulated with these costs, are "
+        f"off by {percent(result['fit_error']['step'])} in the mean; written to {result['out']}"
+    )
+    passes = grid(f"costs of {machine(result)}", head, rows, caption)
+    if not result["links"]:
+        return Group(passes)
+    links = [
+        (name, seconds(link["latency_s"]), f"{link['bytes_per_s'] / 1e9:.3g} GB/s", errors(link["fit_error"]))
+        for name, link in result["links"].items()
+    ]
+    return Group(passes, grid("links", ("", "latency", "bandwidth", "error of the fit"), links))

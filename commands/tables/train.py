@@ -1,0 +1,150 @@
+"""What a run of `train` came to: variants, bubbles, validations, the summary, and what it showed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from ...core.input.format import clock, percent, seconds
+from .lora import table as table_of_tenants
+from .show import Columns, Result, by_columns, column, grid, machine, plain
+
+_VARIANT: Columns = {
+    "": column("name"),
+    "tokens/s": column("tokens_per_s"),
+    "imbalance": column("imbalance"),
+    "padding": column("padding_frac", percent),
+    "idle": column("bubble_frac", percent),
+    "worst rank": column("bubble_worst", percent),
+    "step": column("step_s", seconds),
+    "predicted": column("predicted_s", seconds),
+    "last loss": column("loss"),
+}
+_MOST_ROWS = 32
+"""Of a table with a row a rank."""
+_MOST_VALIDATIONS = 12
+"""Shown of a run: the first, the lowest, and the last ones; --json has all."""
+
+
+def table(result: Result) -> Group:
+    """A row a variant, a row a rank of each recorded one, what the run came to; with baselines, what it showed. Of a
+    run of tenants, a row each."""
+    if "tenants" in result:
+        return table_of_tenants(result)
+    bubbles = [_bubbles(name, rows) for name, rows in result["bubbles"].items()]
+    shown = closing(result["comparison"], result["host"])
+    held_out = _validations(result["validation"])
+    variants = [_variants(result)] if result["summary"]["steps"] else []
+    return Group(*variants, *bubbles, *held_out, _summary(result["summary"]), *shown)
+
+
+def _variants(result: Result) -> Table:
+    ratio = result["ratio"]
+    columns = dict(_VARIANT)
+    if ratio:  # without baselines nothing is faster
+        columns["evenload is faster by"] = lambda row: f"{ratio[row['name']]:.2f}x" if row["name"] in ratio else ""
+    caption = (
+        f"imbalance: busiest rank over mean, measured; planning took {percent(result['plan_share'])} of the step\n"
+        "idle: share of the step outside forward and backward, mean and worst rank; predicted: the simulator's step"
+    )
+    if result["trace"]:
+        caption += f"\n{result['trace']} shows measured and predicted steps: open it in ui.perfetto.dev"
+    if result["delay_steps"] or result["waiting"]:
+        caption += f"\ntokens were trained {result['delay_steps']:.2g} steps late in the mean"
+        caption += f"; {result['waiting']} samples still wait"
+    if result["pictures"]:
+        caption += f"\n{' and '.join(result['pictures'].values())} show the measured steps, rank by rank"
+    rows = [{"name": name, **variant} for name, variant in result["variants"].items()]
+    return by_columns(f"training on {machine(result)}", columns, rows, caption)
+
+
+_BUBBLE: Columns = {
+    "": lambda row: f"stage {row['stage']}, rank {row['rank']}",
+    "bubble": column("bubble_frac", percent),
+    "predicted": column("predicted_bubble_frac", percent),
+    "before its first pass": column("before_frac", percent),
+    "between passes": column("between_frac", percent),
+    "after its last pass": column("after_frac", percent),
+}
+
+
+def _bubbles(name: str, rows: list[Result]) -> Table:
+    """What each rank of each stage waits, in the order of ranks; of many the ones that wait most."""
+    shown = sorted(rows, key=lambda row: -row["bubble_frac"])[:_MOST_ROWS]
+    shown.sort(key=lambda row: (row["stage"], row["rank"]))
+    caption = "shares of the traced steps in which a rank waits for other ranks and stages, measured"
+    if len(rows) > len(shown):
+        caption += f"\n{len(shown)} of {len(rows)} that wait most; all are in --json and in the trace's otherData"
+    return by_columns(f"bubbles of {name}", _BUBBLE, shown, caption)
+
+
+def _validations(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """One, or none of a run that validated nothing."""
+    if not rows:
+        return []
+    lowest = max((i for i, row in enumerate(rows) if row["best"]), default=0)
+    shown = sorted({0, lowest, *range(max(0, len(rows) - _MOST_VALIDATIONS + 2), len(rows))})
+    head = ("steps before", "loss", "perplexity", "tokens/s", "took")
+    cells = [_validation(rows[i]) for i in shown]
+    last = rows[-1]
+    caption = f"{last['sequences']:,} sequences, {last['targets']:,} targets each time"
+    if last["without_target"]:
+        caption += f"; {last['without_target']:,} samples without a target are left out"
+    if len(shown) < len(rows):
+        caption += f"\n{len(shown)} of {len(rows)} validations; --json has all"
+    return [grid("validation", head, cells, caption, bold=shown.index(lowest))]
+
+
+def _validation(row: dict[str, Any]) -> list[Any]:
+    rate = row["tokens"] / row["validation_s"]
+    return [row["step"], f"{row['loss']:.4f}", row["perplexity"], rate, seconds(row["validation_s"])]
+
+
+def _summary(summary: dict[str, Any]) -> Table:
+    """The table of `metrics.totals`; without rates for a run that was done already."""
+    if not summary["steps"]:
+        said = "no step was left to train: raise train.steps to train on"
+        return grid("summary", ("", ""), [("steps", "0"), ("last checkpoint", summary["checkpoint"] or "none")], said)
+    rows: list[tuple[str, Any]] = [
+        ("steps", f"{summary['steps']:,}"),
+        ("tokens, of them targets", f"{summary['tokens']:,}, {summary['targets']:,}"),
+        ("time in steps", clock(summary["train_s"])),
+        ("tokens/s", summary["tokens_per_s"]),
+        ("MFU at the cluster's rate", percent(summary["mfu"])),
+        ("last checkpoint", summary["checkpoint"] or "none: checkpoint.dir is null"),
+    ]
+    losses = f"{summary['loss']:.4f}, {summary['best_loss']:.4f} in step {summary['best_step']}"
+    rows.insert(5, ("loss of the last step, and lowest", losses))
+    return grid("summary", ("", ""), rows)
+
+
+def closing(comparison: Result, host: Result) -> list[Text]:
+    """One line that says what the alternating steps showed and what they did not; none without baselines."""
+    if not comparison:
+        return []
+    steps = next(iter(comparison.values()))["steps"]
+    losses = [one["loss_rel_diff"] for one in comparison.values() if one.get("loss_rel_diff") is not None]
+    alike = f"; losses differ by at most {max(losses):.1e} of their size" if losses else ""
+    missing = "other layouts and data, gradients (evenload verify)"
+    if host.get("device") == "cpu":
+        missing = f"GPUs, {missing}"
+    if all(one["interval"] is None for one in comparison.values()):
+        shown = f"no difference, as {steps} alternating steps are too few to tell (6 at least)"
+    else:
+        verdicts = ", ".join(_verdict(name, one) for name, one in comparison.items())
+        shown = f"over {steps} alternating steps (median, 95 % interval) evenload is {verdicts}"
+    return [plain(f"Shown: {shown}{alike}. Not shown: {missing}.", "bold")]
+
+
+def _verdict(name: str, compared: Result) -> str:
+    """evenload beside one baseline; a difference within the noise is none."""
+    if compared["same_plans"]:
+        return f"{name} itself, whose plan it runs in every step"
+    low, high = compared["interval"]
+    if low <= 1 <= high:
+        return f"as fast as {name} within the noise ({low:.2f}x to {high:.2f}x)"
+    return f"{compared['median']:.2f}x as fast as {name} ({low:.2f}x to {high:.2f}x)"
