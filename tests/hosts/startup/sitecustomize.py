@@ -3,9 +3,14 @@
 DeepSpeed compiles an operator for inference on a CPU, half a minute at the first start of a process group. Accelerate
 1.15 starts ranks without a GPU as so many jobs of one process, unless told that it is on a CPU; told so it runs plain
 data parallelism where DeepSpeed or FSDP is asked for, without a word. No argument or environment variable helps.
+
+A group of gloo that ends with the last object that holds it waits for its threads and keeps the interpreter's lock. One
+that has just finished a collective may need the lock to drop its tensors: then the process stays for ever, on two busy
+cores one stock loop of Accelerate in sixty (torch 2.13).
 """
 
 import os
+import time
 
 import wrapt
 
@@ -13,6 +18,17 @@ import wrapt
 @wrapt.when_imported("deepspeed.comm.torch")
 def _without_operator(module):
     module.build_shm_op = lambda: None
+
+
+@wrapt.when_imported("torch.distributed")
+def _threads_first(module):
+    destroy = module.destroy_process_group
+
+    def destroy_after_threads(*words, sleep=time.sleep, **options):  # a fork forgets the names of this file
+        sleep(0.2)  # without the lock
+        destroy(*words, **options)
+
+    module.destroy_process_group = destroy_after_threads
 
 
 @wrapt.when_imported("accelerate.state")
