@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from survey import OF_GPT, FunctionalTest, Verdict, words, world_size
+from functional_tests import OF_GPT, FunctionalTest, Verdict, words, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")

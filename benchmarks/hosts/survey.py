@@ -22,26 +22,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from evenload.commands.tables.show import emit, grid, stdout_aside
+from functional_tests import Flags, FunctionalTest, Verdict, recipes, size_in
+from guards import Guards
 
-Flags = dict[str, Any]
-
-OF_GPT = ("gpt", "moe", "mixtral", "nemotron")
-"""Folders of recipes that build a GPTModel."""
 VERDICTS = ("cut", "whole", "together", "idle", "refused", "alone", "no parse")
 HARD = {
-    "TP > 1": lambda flags: _size(flags, "tensor-model-parallel-size") > 1,
-    "PP > 2": lambda flags: _size(flags, "pipeline-model-parallel-size") > 2,
-    "CP > 1": lambda flags: _size(flags, "context-parallel-size") > 1,
+    "TP > 1": lambda flags: size_in(flags, "tensor-model-parallel-size") > 1,
+    "PP > 2": lambda flags: size_in(flags, "pipeline-model-parallel-size") > 2,
+    "CP > 1": lambda flags: size_in(flags, "context-parallel-size") > 1,
     "virtual stages, layouts": lambda flags: any(
         name.startswith(("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout"))
         for name in flags
@@ -54,68 +50,6 @@ HARD = {
 }
 """What a count of flags alone took for a refusal when evenload had 41 recipes after two further flags, and none as
 they are. It counts inference and models that are no GPT as trained ones."""
-
-
-@dataclass(frozen=True)
-class FunctionalTest:
-    """A functional test of Megatron-LM."""
-
-    kind: str
-    name: str
-    flags: Flags
-    variables: dict[str, str]
-    mode: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What happens to a recipe, and the words that go with it."""
-
-    recipe: str
-    kind: str
-    verdict: str
-    why: str = ""
-    detail: str = ""
-
-
-def recipes(checkout: Path) -> list[FunctionalTest]:
-    """Those of a checkout that have a micro-batch size."""
-    folder = checkout / "tests" / "functional_tests" / "test_cases"
-    read = []
-    for path in sorted(folder.glob("*/*/model_config.yaml")):
-        content = yaml.safe_load(path.read_text())
-        flags = content.get("MODEL_ARGS") or {}
-        if "--micro-batch-size" in flags:
-            variables = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
-            mode = content.get("MODE") or "pretraining"
-            read.append(FunctionalTest(path.parts[-3], path.parts[-2], flags, variables, mode))
-    return read
-
-
-def words(flags: Flags) -> list[str]:
-    """The command line that upstream's test runner makes of the flags, without its shell."""
-    line: list[str] = []
-    for name, value in flags.items():
-        if value is False or value is None:
-            continue
-        text = "" if value is True or value == "true" else str(value).replace("\\", "").strip('"')
-        text = text.replace("${REPEAT}", "1")
-        if text.startswith("[") and not text.startswith("[["):
-            text = text[1:-1].replace(",", " ")
-        line += [name, *([text] if text.startswith(("(", "[")) else text.split())]
-    return line
-
-
-def world_size(flags: Flags) -> int:
-    """The fewest ranks, 8 at least, on which the layout of the flags fits."""
-    stages = _size(flags, "pipeline-model-parallel-size")
-    tp = _size(flags, "tensor-model-parallel-size")
-    one = tp * stages * _size(flags, "context-parallel-size")
-    experts = _size(flags, "expert-model-parallel-size") * _size(flags, "expert-tensor-parallel-size", tp) * stages
-    ranks = one
-    while ranks < 8 or ranks % experts:
-        ranks += one
-    return ranks
 
 
 def by_flags(read: Iterable[FunctionalTest]) -> dict[str, int]:
@@ -142,11 +76,6 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"Recipes of {result['checkout']}", ("recipes of", *verdicts, "all"), body, below)
 
 
-def _size(flags: Flags, name: str, default: int = 1) -> int:
-    word = str(flags.get(f"--{name}", default)).split()[0]
-    return int(word) if word.isdigit() else default
-
-
 def _plain(flags: Flags) -> bool:
     return not any(has(flags) for has in HARD.values())
 
@@ -161,8 +90,6 @@ def main() -> None:
     checkout = asked.checkout.resolve()
     read = [recipe for recipe in recipes(checkout) if asked.only in recipe.name]
     with stdout_aside(), tempfile.TemporaryDirectory(prefix="survey-") as folder:
-        from guards import Guards
-
         guards = Guards(checkout, Path(folder))
         rows = [asdict(guards.verdict(recipe)) for recipe in read]
     result = {"checkout": checkout.name, "rows": rows, "by_flags": by_flags(read)}
@@ -172,5 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["survey"] = sys.modules["__main__"]
     main()
