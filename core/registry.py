@@ -90,6 +90,10 @@ class Plugin:
     stage: int
     config: type[PluginConfig]
     plan: Callable[[StepPlan, PlanningContext, Any], StepPlan]
+    does: str = ""
+    """What it does in a training loop, in a few words of a table; empty: the table does not say."""
+    does_to_whole: str = ""
+    """The same where samples stay whole; empty: nothing."""
     places: bool = False
     """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
     baselines: Mapping[str, Callable[[StepPlan, PlanningContext, Any], StepPlan]] = field(default_factory=dict)

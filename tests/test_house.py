@@ -67,6 +67,20 @@ def test_the_executor_is_called_at_one_place_of_integrations() -> None:
     }
 
 
+def test_no_integration_asks_for_a_plugin_by_its_name() -> None:
+    """What it must know of a plugin, the plugin declares (`core.registry.Plugin`)."""
+    names = {path.parent.name for path in (ROOT / "plugins").glob("*/__init__.py")}
+    assert len(names) > 4
+    allowed = {("ds_config.py", "pipeline"), ("experts.py", "moe")}  # keys of DeepSpeed's own
+    asked = {
+        (path.name, node.value)
+        for path in (ROOT / "integrations").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+    assert asked - allowed == set()
+
+
 def test_training_prints_and_draws_nothing() -> None:
     """It returns data, logs, and tells of its progress; commands draw."""
     drawing = []

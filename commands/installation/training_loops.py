@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.errors import EvenloadError
 from ...core.recipe.recipe import Recipe
-from ...integrations.unmodified.loops import LOOPS, PLUGINS, Loop
+from ...integrations.unmodified.loops import LOOPS, Loop, plugins_in_table
 from ...training.hosts import require
 
 
@@ -17,10 +17,9 @@ def training_loops(recipe: Recipe | None) -> list[dict[str, Any]]:
 
 def _loop(loop: Loop, recipe: Recipe | None) -> dict[str, Any]:
     """What each plugin can do in a loop, and what keeps the whole loop from running here."""
-    enabled = None if recipe is None else {plugin.name for plugin in recipe.enabled()}
     plugins = [
-        {"name": name, "does": loop.does(name), "enabled": None if enabled is None else name in enabled}
-        for name in PLUGINS
+        {"name": one.name, "does": loop.does(one), "enabled": recipe and one in recipe.enabled()}
+        for one in plugins_in_table()
     ]
     refused = _refused(loop, recipe)
     return {"name": loop.name, "trainer": loop.trainer, "start": loop.start, "plugins": plugins, "refused": refused}

@@ -51,7 +51,7 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _experts_in(fields: Mapping[str, Any]) -> Experts | None:
-    """Those of a config.json; None: dense."""
+    """What experts a config.json names; None: dense."""
     key = next((key for key in NUM_EXPERTS if fields.get(key)), None)
     if key is None:
         return None

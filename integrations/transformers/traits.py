@@ -20,7 +20,7 @@ def traits(recipe: Recipe) -> TrainerTraits:
 
 
 def traits_of(stage: int, dtype: str) -> TrainerTraits:
-    """Those of weights that are divided as under a ZeRO stage, in a precision (``train.dtype``)."""
+    """What a precision (``train.dtype``) and weights divided as under a ZeRO stage make of the Trainer."""
     return replace(deepspeed.traits_of(stage, dtype), all_in_step=True)
 
 

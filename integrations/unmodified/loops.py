@@ -1,16 +1,16 @@
 """What each plugin can do in which training loop: the one table, for `evenload doctor` and docs/switching_on.md.
 
-A loop has a trainer and a way in; what a plugin does there is a phrase, and a plugin that is not named does nothing.
+A loop has a trainer and a way in. What a plugin does there follows from what it declares and what the loop can do;
 ``refused`` ends a run before its first step; ``parts of samples`` are slices and shared sequences. Imports neither a
 trainer nor torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
-PLUGINS = ("packing", "mesh", "pipeline", "moe", "lora")
+from ...core.registry import Plugin, registered
+
 NOTHING, REFUSED = "-", "refused"
 
 
@@ -22,66 +22,41 @@ class Loop(NamedTuple):
     """Of the recipe."""
     start: str
     """What its user types."""
-    plugins: Mapping[str, str]
-    """What each does there."""
     cuts: bool = True
     """Parts of samples may run on a rank, where the attention allows it."""
+    stages: str | None = None
+    """Orders run over pipeline stages, and under what alone; None: there is one stage."""
+    copies: bool = True
+    """Ranks may share their experts."""
 
-    def does(self, plugin: str) -> str:
-        return self.plugins.get(plugin, NOTHING)
+    def does(self, plugin: Plugin) -> str:
+        """What a plugin does in the loop, in a few words."""
+        if (plugin.adapts and self.start != OWN) or (plugin.place == "layers" and not self.copies):
+            return REFUSED
+        if plugin.orders:
+            return NOTHING if self.stages is None else plugin.does + self.stages
+        return (plugin.does if self.cuts else plugin.does_to_whole) or NOTHING
 
 
-_STAGES = "orders, PP > 1"
+OWN, SCRIPTS = "evenload train", "evenload run"
 
 LOOPS = (
-    Loop(
-        "evenload train, Megatron-Core",
-        "megatron",
-        "evenload train",
-        {"packing": "packs, slices", "mesh": "shares", "pipeline": _STAGES, "moe": "copies, EP > 1", "lora": "tenants"},
-    ),
-    Loop(
-        "evenload train, DeepSpeed",
-        "deepspeed",
-        "evenload train",
-        {
-            "packing": "packs, slices",
-            "mesh": "shares",
-            "pipeline": f"{_STAGES}, ZeRO 0, 1",
-            "moe": "copies, EP > 1",
-            "lora": "tenants",
-        },
-    ),
-    Loop(
-        "Megatron-LM, Megatron-Core loops",
-        "megatron",
-        "evenload run",
-        {"packing": "packs, slices", "mesh": "shares", "pipeline": _STAGES, "moe": "copies, EP > 1", "lora": REFUSED},
-    ),
-    Loop(
-        "deepspeed.initialize",
-        "deepspeed",
-        "evenload run",
-        {"packing": "packs of whole samples", "moe": "copies, EP > 1", "lora": REFUSED},
-        cuts=False,
-    ),
-    Loop(
-        "Transformers' Trainer",
-        "transformers",
-        "evenload run",
-        {"packing": "packs, slices", "mesh": "shares", "moe": REFUSED, "lora": REFUSED},
-    ),
-    Loop(
-        "a loop of Accelerate",
-        "transformers",
-        "evenload run",
-        {"packing": "packs of whole samples", "moe": REFUSED, "lora": REFUSED},
-        cuts=False,
-    ),
+    Loop("evenload train, Megatron-Core", "megatron", OWN, stages=""),
+    Loop("evenload train, DeepSpeed", "deepspeed", OWN, stages=", ZeRO 0, 1"),
+    Loop("Megatron-LM, Megatron-Core loops", "megatron", SCRIPTS, stages=""),
+    Loop("deepspeed.initialize", "deepspeed", SCRIPTS, cuts=False),
+    Loop("Transformers' Trainer", "transformers", SCRIPTS, copies=False),
+    Loop("a loop of Accelerate", "transformers", SCRIPTS, cuts=False, copies=False),
 )
+
+
+def plugins_in_table() -> list[Plugin]:
+    """The registered plugins as the table has them: those that train adapters last."""
+    return sorted(registered(), key=lambda plugin: plugin.adapts)
 
 
 def document() -> str:
     """The table of plugins and loops, as Markdown."""
-    head = f"| loop | {' | '.join(PLUGINS)} |\n|---{'|---' * len(PLUGINS)}|\n"
-    return head + "".join(f"| {one.name} | {' | '.join(map(one.does, PLUGINS))} |\n" for one in LOOPS)
+    plugins = plugins_in_table()
+    head = f"| loop | {' | '.join(plugin.name for plugin in plugins)} |\n|---{'|---' * len(plugins)}|\n"
+    return head + "".join(f"| {one.name} | {' | '.join(map(one.does, plugins))} |\n" for one in LOOPS)

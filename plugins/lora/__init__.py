@@ -17,6 +17,7 @@ register(
         stage=50,
         config=config.LoraConfig,
         plan=plan.plan,
+        does="tenants",
         place="slices",
         adapts=True,
         shown_by=(OF_TENANTS,),

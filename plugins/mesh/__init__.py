@@ -18,6 +18,7 @@ register(
         config=config.MeshConfig,
         places=True,
         plan=plan.plan,
+        does="shares",
         baselines=baselines.BASELINES,
         branches=settings.branches,
         breaks=settings.breaks,

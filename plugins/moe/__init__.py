@@ -18,6 +18,8 @@ register(
         place="layers",
         config=config.MoeConfig,
         plan=plan.plan,
+        does="copies, EP > 1",
+        does_to_whole="copies, EP > 1",
         layers={**plan.LAYERS, **baselines.LAYERS},
         baselines=baselines.BASELINES,
         needs_loads=plan.needs_loads,

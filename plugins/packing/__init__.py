@@ -18,6 +18,8 @@ register(
         config=config.PackingConfig,
         places=True,
         plan=plan.plan,
+        does="packs, slices",
+        does_to_whole="packs of whole samples",
         baselines=baselines.BASELINES,
         costly={"karmarkar_karp": Sizes(shown=1 << 22, tried=1 << 17)},
         branches=settings.branches,

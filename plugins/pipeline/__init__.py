@@ -19,6 +19,7 @@ register(
         places=True,
         orders=True,
         plan=plan.plan,
+        does="orders, PP > 1",
         baselines=baselines.BASELINES,
         branches=settings.branches,
         breaks=settings.breaks,

@@ -30,7 +30,7 @@ def traits(recipe: Recipe) -> TrainerTraits:
 
 
 def traits_of(stage: int, dtype: str) -> TrainerTraits:
-    """Those of a ZeRO stage and a precision (``train.dtype``)."""
+    """What a ZeRO stage and a precision (``train.dtype``) make of DeepSpeed."""
     value = VALUE_BYTES[dtype]
     return TrainerTraits(
         states=_states(stage, value, dtype),

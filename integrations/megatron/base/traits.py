@@ -23,7 +23,7 @@ def traits(recipe: Recipe) -> TrainerTraits:
 
 
 def traits_of(dtype: str, section: Megatron) -> TrainerTraits:
-    """Those of weights in a precision (``train.dtype``)."""
+    """What a precision (``train.dtype``) and the recipe's section make of Megatron-Core."""
     value = VALUE_BYTES[dtype]
     gradient = max(4, value)
     optimizer = 2 * gradient + (4 if dtype == "bf16" else 0)
