@@ -33,7 +33,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 def metrics_of(result: StepResult) -> dict[str, float] | None:
-    """What is logged of a step's experts (`metrics.Row.moe`); None where nothing was routed. Collective among hosts
+    """What is logged of a step's experts (`metrics.StepRow.moe`); None where nothing was routed. Collective among hosts
     that book loads."""
     columns = ("imbalance", "imbalance_after", "copies", "copied_bytes", "exposed_s")
     rows = [[*(getattr(load, name) for name in columns), bool(load.failed)] for load in result.expert_loads]

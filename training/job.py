@@ -42,7 +42,7 @@ from .preflight import preflight
 logger = logging.getLogger("evenload")
 
 
-class Work(ABC):
+class VerbJob(ABC):
     """What a verb's loop works with on each rank, whoever owns the samples."""
 
     recipe: Recipe
@@ -107,7 +107,7 @@ class Work(ABC):
 
 
 @dataclass(frozen=True)
-class Job(Work):
+class Job(VerbJob):
     """What the verbs train, verify, bench and profile work with, on each rank."""
 
     recipe: Recipe

@@ -23,7 +23,7 @@ from ..core.recipe.sections import Train
 from ..core.recipe.tenant import TenantTrain
 from ..integrations.host.host import Rates
 from .expert_loads import metrics_of
-from .job import Work
+from .job import VerbJob
 from .metrics import Taken
 from .spans import gather_spans
 
@@ -46,7 +46,7 @@ class Follower:
         return replace(self.planner.next(), waited_s=0.0)
 
 
-def measure_step(job: Work, planned: Planned, step: int, *, record: bool, rates: Rates | None = None) -> Taken:
+def measure_step(job: VerbJob, planned: Planned, step: int, *, record: bool, rates: Rates | None = None) -> Taken:
     """Train one step with all ranks, which line up before it if it is recorded; ``rates``: of tenants. Collective."""
     if record:
         job.watchdog.at("lining up", step, waits=True)

@@ -15,7 +15,7 @@ from ..integrations.host.host import StepResult
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """Measures of one step; seconds are wall time on the slowest rank."""
 
     step: int
@@ -69,12 +69,12 @@ class Taken:
     busy_s: Floats
     forward_s: Floats
     moe: dict[str, float] | None = None
-    """`Row.moe`."""
+    """`StepRow.moe`."""
     spans: Sequence[Span] = ()
     """What all ranks did when (`StepResult.spans`), of tensor-parallel peers the first; empty unless recorded."""
 
 
-def summary(rows: list[Row]) -> dict[str, Any]:
+def summary(rows: list[StepRow]) -> dict[str, Any]:
     """Totals over the steps after the first, which pays for warming up; delay over all of them."""
     timed = rows[1:] or rows
     if not timed:
@@ -106,7 +106,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def totals(rows: list[Row], checkpoint: Path | None) -> dict[str, Any]:
+def totals(rows: list[StepRow], checkpoint: Path | None) -> dict[str, Any]:
     """Sums over all steps; rates over those after the first, which pays for warming up. ``checkpoint``: the last."""
     rates = summary(rows)
     best = min(rows, key=lambda row: row.loss, default=None)

@@ -30,7 +30,7 @@ from evenload.commands.tables.show import emit, grid
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.runtime.adapters.places import Place, Site
-from evenload.runtime.adapters.product import Span, added
+from evenload.runtime.adapters.product import TenantSpan, added
 from evenload.runtime.adapters.tenant import TenantAdapter
 from torch import Tensor
 
@@ -113,7 +113,7 @@ def evenload(case: Case) -> Variant:
         for matrix, value in zip(tenant.matrices, (a_rC, b_Cr), strict=True):
             matrix.value.copy_(value)
         tenants.append(tenant)
-    spans = [Span(size, tenant) for size, tenant in zip(case.sizes, tenants, strict=True)]
+    spans = [TenantSpan(size, tenant) for size, tenant in zip(case.sizes, tenants, strict=True)]
     x_TC = case.x_TC.clone().requires_grad_()
 
     def run() -> Tensor:

@@ -33,7 +33,7 @@ _MOVES_PER_BIN = 2
 
 
 @dataclass(frozen=True)
-class Load:
+class BinLoad:
     """The load of a bin as a function of its summed costs [s] and tokens."""
 
     launch_s: float = 0.0
@@ -56,7 +56,7 @@ def longest_first(costs: Floats, num_bins: int) -> Ints:
     return bins
 
 
-def balance(costs: Floats, tokens: Ints, num_bins: int, load: Load, target: float = 0.0) -> Ints:
+def balance(costs: Floats, tokens: Ints, num_bins: int, load: BinLoad, target: float = 0.0) -> Ints:
     """Bin of each item, int64 [K], so that the largest load is small; stops early once it is at most ``target``."""
     bins = _start(costs, tokens, num_bins, load)
     cost = np.bincount(bins, costs, num_bins).astype(np.float64)
@@ -75,7 +75,7 @@ def balance(costs: Floats, tokens: Ints, num_bins: int, load: Load, target: floa
     return bins
 
 
-def _start(costs: Floats, tokens: Ints, num_bins: int, load: Load) -> Ints:
+def _start(costs: Floats, tokens: Ints, num_bins: int, load: BinLoad) -> Ints:
     """Longest first; if that is uneven, perhaps with as many launches for every bin as the tokens need on average."""
 
     def loads(bins: Ints) -> Floats:
@@ -97,7 +97,15 @@ def _start(costs: Floats, tokens: Ints, num_bins: int, load: Load) -> Ints:
 
 
 def _improve(
-    full: int, loads: Floats, reach: int, costs: Floats, tokens: Ints, bins: Ints, cost: Floats, token: Ints, load: Load
+    full: int,
+    loads: Floats,
+    reach: int,
+    costs: Floats,
+    tokens: Ints,
+    bins: Ints,
+    cost: Floats,
+    token: Ints,
+    load: BinLoad,
 ) -> bool:
     """Apply the best move or swap between the fullest bin and the ``reach`` emptiest; False if none helps."""
     others = np.argsort(loads, kind="stable")[:reach]

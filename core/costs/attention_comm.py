@@ -43,7 +43,7 @@ from ..plan.step_plan import CpComm, MicroBatch
 from .context import Direction, PlanningContext, Traffic
 
 
-class Load(NamedTuple):
+class AttentionLoad(NamedTuple):
     """Attention of a CP group's slices together; each a float, or float64 [S] for S CP groups of the same ranks."""
 
     tokens: Any
@@ -57,7 +57,7 @@ class SharedLoad(NamedTuple):
 
     ranks: tuple[int, ...]
     """Of the plane, in the order of their places."""
-    load: Load
+    load: AttentionLoad
     cp_comm: CpComm
     ulysses_degree: int = 0
     """Ranks of a group that shares heads, where the cp_comm is hybrid."""
@@ -80,7 +80,7 @@ class Times(NamedTuple):
     groups: int = 1
 
 
-def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
+def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], AttentionLoad]:
     """What every CP group of a micro-batch attends for, by its ranks; with their padding, where slices have it."""
     pad = micro_batch.pad_to
     sums_of: dict[tuple[int, ...], list[float]] = {}
@@ -90,17 +90,17 @@ def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], Load]:
         sums[0] += n
         sums[1] += start + n
         sums[2] += n * (start + 0.5 * n)
-    return {cp_group: Load(*sums) for cp_group, sums in sums_of.items()}
+    return {cp_group: AttentionLoad(*sums) for cp_group, sums in sums_of.items()}
 
 
-def load_of(pieces: npt.ArrayLike) -> Load:
+def load_of(pieces: npt.ArrayLike) -> AttentionLoad:
     """What S sequences attend for, each by itself; ``pieces``: (tokens, tokens before them) [S, 2]."""
     rows = np.asarray(pieces, dtype=np.float64).reshape(-1, 2)
     tokens, prefix = rows[:, 0], rows[:, 1]
-    return Load(tokens, tokens + prefix, tokens * (prefix + 0.5 * tokens))
+    return AttentionLoad(tokens, tokens + prefix, tokens * (prefix + 0.5 * tokens))
 
 
-def shared_load_of(micro_batch: MicroBatch, ranks: tuple[int, ...], load: Load) -> SharedLoad:
+def shared_load_of(micro_batch: MicroBatch, ranks: tuple[int, ...], load: AttentionLoad) -> SharedLoad:
     """What one of the CP groups of a micro-batch shares."""
     return SharedLoad(ranks, load, micro_batch.cp_comm, micro_batch.ulysses_degree, micro_batch.routed)
 
@@ -217,7 +217,7 @@ def _hops(cluster: Cluster, peers: Sequence[int], step: int, routed: bool) -> tu
     return inter.latency_s + 2 * intra.latency_s, across + 2 * (members - 1) / members / intra.bytes_per_s
 
 
-def _static_s(context: PlanningContext, direction: Direction, peers: Sequence[int], load: Load) -> Any:
+def _static_s(context: PlanningContext, direction: Direction, peers: Sequence[int], load: AttentionLoad) -> Any:
     traffic, cluster, degree = context.traffic, context.cluster, len(peers)
     cost, passes, _ = direction
     if traffic.cp_comm == "all_to_all":

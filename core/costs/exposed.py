@@ -31,7 +31,7 @@ from ..errors import EvenloadError
 from ..machine.cluster import Cluster, Link
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import token_counts
-from .attention_comm import Load, SharedLoad, alone_s, loads_of, shared_load_of, times_of, together_s
+from .attention_comm import AttentionLoad, SharedLoad, alone_s, loads_of, shared_load_of, times_of, together_s
 from .context import Direction, PlanningContext
 from .costs import is_even
 
@@ -52,7 +52,7 @@ def exposed_s(
     if context.layout.tp > 1 or context.layout.ep > 1:
         total += _modules_s(context, direction, micro_batch.ranks[0], micro_batch.num_padded_tokens / degree, routed)
     if degree > 1:
-        load = loads_of(micro_batch).get(micro_batch.ranks) or Load(1, 1, 0.0)
+        load = loads_of(micro_batch).get(micro_batch.ranks) or AttentionLoad(1, 1, 0.0)
         times = times_of(context, direction, shared_load_of(micro_batch, micro_batch.ranks, load))
         total += float(alone_s(times))
     return total

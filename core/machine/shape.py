@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Experts(NamedTuple):
+class ExpertShape(NamedTuple):
     """Sizes of the experts of a transformer."""
 
     num_experts: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     """Values of K per token and layer, all key-value heads; V has as many."""
     vocab_size: int
     gated: bool
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
     tied: bool = False
     """The output layer has the weights of the embedding."""
     heads: int = 1

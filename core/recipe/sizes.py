@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import shorten
 from ..input import reading
 from ..input.bounds import SIZE, whole_number
-from ..machine.shape import Experts, Shape
+from ..machine.shape import ExpertShape, Shape
 from .sections import Model
 
 BYTE_VOCABULARY = 256
@@ -50,7 +50,7 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Where a config.json of Mixtral, Qwen, DeepSeek or their like says how many experts a layer has."""
 
 
-def _experts_in(fields: Mapping[str, Any]) -> Experts | None:
+def _experts_in(fields: Mapping[str, Any]) -> ExpertShape | None:
     """What experts a config.json names; None: dense."""
     key = next((key for key in NUM_EXPERTS if fields.get(key)), None)
     if key is None:
@@ -60,7 +60,7 @@ def _experts_in(fields: Mapping[str, Any]) -> Experts | None:
         return None
     ffn = _size(fields, "moe_intermediate_size" if fields.get("moe_intermediate_size") else "intermediate_size")
     shared = _size(fields, "shared_expert_intermediate_size", ffn * int(fields.get("n_shared_experts") or 0))
-    return Experts(_size(fields, key), _size(fields, "num_experts_per_tok", 1), ffn, shared, sparse)
+    return ExpertShape(_size(fields, key), _size(fields, "num_experts_per_tok", 1), ffn, shared, sparse)
 
 
 def _has_experts(fields: Mapping[str, Any], layer: int) -> bool:
@@ -72,10 +72,10 @@ def _has_experts(fields: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % (fields.get("decoder_sparse_step") or 1) == 0
 
 
-def _experts_of(model: Model) -> Experts:
+def _experts_of(model: Model) -> ExpertShape:
     assert model.moe
     shared = model.moe.shared_ffn_hidden_size
-    return Experts(model.moe.num_experts, model.moe.topk, model.expert_ffn_size, shared, model.moe_layers)
+    return ExpertShape(model.moe.num_experts, model.moe.topk, model.expert_ffn_size, shared, model.moe_layers)
 
 
 _DO = (

@@ -15,8 +15,8 @@ from ...core.plan.branches import SUM_AFTER_PASSES
 from ...core.plan.program import lower
 from ...core.recipe.recipe import Recipe
 from ...runtime.adapters.adapters import Adapters
-from ...runtime.adapters.peers import Peers
-from ...runtime.adapters.places import Block, Place, Site
+from ...runtime.adapters.peers import AdapterPeers
+from ...runtime.adapters.places import AdaptedBlock, Place, Site
 from ...runtime.attention.pack import Pack
 from ...runtime.experts.routing import StepRouting
 from ...runtime.world.agreement import everyone
@@ -49,7 +49,7 @@ class MegatronTenants(TenantHost, MegatronHost):
         blocks = blocks_of(self.model, self.recipe, self.tp_rank)
         own = [place.name for block in blocks for site in block.sites for place in site.places]
         stages = everyone(own, self._stages) if self.layout.pp > 1 else [own]
-        peers = Peers(
+        peers = AdapterPeers(
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             parallel_state.get_model_parallel_group(),
             counts=self.tp_rank == 0,
@@ -98,7 +98,7 @@ class _BookedForward:
         return output, booked
 
 
-def blocks_of(model: nn.Module, recipe: Recipe, tp_rank: int) -> list[Block]:
+def blocks_of(model: nn.Module, recipe: Recipe, tp_rank: int) -> list[AdaptedBlock]:
     """The decoder layers of this rank's stage, with the linear layers that Hugging Face's model of the family has."""
     gpt: Any = model
     modules = {id(m.weight): m for m in model.modules() if isinstance(getattr(m, "weight", None), nn.Parameter)}
@@ -108,7 +108,7 @@ def blocks_of(model: nn.Module, recipe: Recipe, tp_rank: int) -> list[Block]:
             places = tuple(_places(name, parameter, recipe, tp_rank))
             sites[name] = Site(modules[id(parameter)], places, *_sums(parameter, recipe.parallel.tp))
     return [
-        Block(layer, _pack_of, tuple(s for n, s in sites.items() if f"layers.{layer.layer_number - 1}." in n))
+        AdaptedBlock(layer, _pack_of, tuple(s for n, s in sites.items() if f"layers.{layer.layer_number - 1}." in n))
         for layer in gpt.decoder.layers
     ]
 

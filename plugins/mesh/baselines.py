@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...core.balance.partition import Load, balance, best_fit_decreasing, members
+from ...core.balance.partition import BinLoad, balance, best_fit_decreasing, members
 from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
@@ -62,7 +62,7 @@ def cp_1(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
         if sliced is not None:
             return sliced
     cap, costs = limits.max_tokens, context.costs
-    ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, Load(costs.launch_s, cap))
+    ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, BinLoad(costs.launch_s, cap))
     items = members(ranks, limits.num_ranks)
     return _single(incoming, limits, [best_fit_decreasing(lengths, cap, of_rank) for of_rank in items], "cp_1")
 

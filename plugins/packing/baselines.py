@@ -31,7 +31,7 @@ from ...core.plan.step_plan import StepPlan
 from .candidates import chunked, uncut
 from .candidates import whole as whole_plan
 from .config import PackingConfig
-from .replay import DoesNotFitError, fit_memory
+from .replay import ReplayCapError, fit_memory
 
 Packs = list[list[list[int]]]
 
@@ -47,7 +47,7 @@ def chunks(incoming: StepPlan, context: PlanningContext, config: PackingConfig) 
     if limits.whole_sequences:
         limits = replace(limits, max_tokens=_holding_longest(incoming, config).max_tokens)
     plan = replace(chunked(incoming, limits, context.costs, config.block_tokens), made_by="chunks")
-    with suppress(DoesNotFitError):
+    with suppress(ReplayCapError):
         plan = fit_memory(plan)
     return plan
 

@@ -24,7 +24,7 @@ from ...core.plan.step_plan import Slice, StepPlan
 from .assemble import assemble
 from .config import PackingConfig
 from .dispatch import dispatch, slots
-from .slicing import Packs, Work, fill
+from .slicing import Packs, WorkBudget, fill
 from .whole import by_launches, whole_packs
 
 _MOST_COUNTS = 64
@@ -42,7 +42,7 @@ class _Task(NamedTuple):
     limits: Limits
     costs: Costs
     config: PackingConfig
-    work: Work
+    work: WorkBudget
 
 
 def portfolio(
@@ -53,7 +53,7 @@ def portfolio(
     Slices of equal cost are searched for within `_LEAST_WORK`, or `_WORK` for each sequence; then ranks run chunks.
     """
     lengths = incoming.lengths
-    task = _Task(incoming, limits, costs, config, Work(max(_LEAST_WORK, _WORK * len(lengths))))
+    task = _Task(incoming, limits, costs, config, WorkBudget(max(_LEAST_WORK, _WORK * len(lengths))))
     fits = int(lengths.max(initial=0)) <= limits.max_tokens
     if fits and config.slices == "auto":
         yield whole(incoming, limits, costs, bound_s)

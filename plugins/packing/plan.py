@@ -29,7 +29,7 @@ from ...core.planning.judge import Candidate, Preference, best, budget_bytes, ju
 from ...core.simulate.predict import micro_batch_imbalance
 from .candidates import portfolio, whole
 from .config import PackingConfig
-from .replay import DoesNotFitError, fit_memory
+from .replay import ReplayCapError, fit_memory
 
 WORTH_A_CUT = 0.01
 """Share of the step that cuts must save where none is needed and ``slices`` is auto."""
@@ -48,11 +48,11 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
     costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs, context.head_frac)
     drafts = portfolio(incoming, limits, costs, config, bound_s)
     candidates: list[Candidate] = []
-    problem: DoesNotFitError | None = None
+    problem: ReplayCapError | None = None
     for draft in drafts if cuts else [whole(incoming, limits, costs, bound_s)]:
         try:
             candidate = judge(fit_memory(draft), context)
-        except DoesNotFitError as error:
+        except ReplayCapError as error:
             problem = error
             continue
         if not candidate.fits and candidate.plan.order and not any(one.fits for one in candidates):
@@ -75,7 +75,7 @@ def _replayed(candidate: Candidate, context: PlanningContext) -> Candidate:
     room_bytes = budget_bytes(limits, context)
     try:
         fitted = fit_memory(replace(candidate.plan, limits=replace(limits, max_activation_bytes=room_bytes)))
-    except DoesNotFitError:
+    except ReplayCapError:
         return candidate
     return judge(replace(fitted, limits=limits), context)
 

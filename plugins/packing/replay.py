@@ -19,7 +19,7 @@ _WALKED = 1 << 20
 in a large plan."""
 
 
-class DoesNotFitError(EvenloadError):
+class ReplayCapError(EvenloadError):
     """No choice of replays brings the plan under the memory cap."""
 
 
@@ -94,7 +94,7 @@ def _refuse(plan: StepPlan, over: list[int]) -> None:
             "raise plugins.packing.activation_gib, shorten the samples (data.max_length), or use more tensor or "
             "pipeline parallelism"
         )
-    raise DoesNotFitError(
+    raise ReplayCapError(
         f"plugins.packing.activation_gib cannot hold {what}",
         f"rank {rank} of stage {stage} needs {peak / GIB:.3g} GiB at the least ({kv / GIB:.3g} for K, V and their "
         f"gradients of {longest} tokens, {alive / GIB:.3g} for {tokens} tokens in one micro-batch), the cap is "

@@ -29,7 +29,7 @@ EVEN = 0.005
 """Excess over the mean at which a micro-batch counts as even."""
 
 
-class Work:
+class WorkBudget:
     """Units of work that are left, about a microsecond each: counted, so that all ranks stop at the same place."""
 
     def __init__(self, units: int) -> None:
@@ -50,7 +50,7 @@ def fill(
     block: int,
     *,
     even: bool = True,
-    work: Work | None = None,
+    work: WorkBudget | None = None,
 ) -> Packs | None:
     """Micro-batches of the sequences ``items`` (indices into ``lengths``), ``count`` of them or fewer, in launch order.
 
@@ -89,7 +89,7 @@ def _pour(
     count: int,
     cap: int,
     block: int,
-    work: Work | None,
+    work: WorkBudget | None,
 ) -> tuple[Packs, float] | None:
     """The micro-batches, and what the costliest of them costs [s]."""
     spread = into_bins([cost[i] for i in rest], [tokens[i] for i in rest], cap, count)

@@ -16,7 +16,7 @@ token cap, with the number of micro-batches chosen by the objective. O(K log R +
 from __future__ import annotations
 
 from ...core.aliases import Floats, Ints
-from ...core.balance.partition import Load, balance, best_fit_decreasing, into_bins, members
+from ...core.balance.partition import BinLoad, balance, best_fit_decreasing, into_bins, members
 from ...core.costs.costs import Costs
 from ...core.plan.limits import Limits
 
@@ -32,7 +32,7 @@ def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> 
 
 def by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:
     """Sequences of each rank, balanced with the launches that their tokens need."""
-    load = Load(costs.launch_s, limits.max_tokens)
+    load = BinLoad(costs.launch_s, limits.max_tokens)
     ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, load, target=bound_s)
     return members(ranks, limits.num_ranks)
 

@@ -38,7 +38,7 @@ from ...core.simulate.events import play
 from ...core.simulate.passes import PassTimes
 from ...core.simulate.predict import own_costs
 from .config import PipelineConfig
-from .memory_rows import Most, Probes, Rows, fullest, joined, levels_of
+from .memory_rows import MemoryRows, Most, Probes, fullest, joined, levels_of
 from .recompute_milp import alike, lowered, solved
 
 _ROUNDS = 3
@@ -139,7 +139,7 @@ class _Team:
         return None if layers is None else self._lowered(layers[self._diagonals])
 
     @cached_property
-    def _tied(self) -> Rows:
+    def _tied(self) -> MemoryRows:
         rows = zip(self._rows, self._diagonals, strict=True)
         return joined([of.on(places, self._size) for of, places in rows])
 

@@ -34,7 +34,7 @@ _MARGIN = 1e-9
 
 
 @dataclass(frozen=True)
-class Rows:
+class MemoryRows:
     """Passes that do not fit when nothing is recomputed: R rows, one column for each number of layers to be chosen."""
 
     saves: Floats
@@ -62,19 +62,19 @@ class Rows:
     def fit(self, layers: Ints) -> bool:
         return bool((self.held(layers) <= self.budget_bytes).all())
 
-    def on(self, columns: Ints, count: int) -> Rows:
+    def on(self, columns: Ints, count: int) -> MemoryRows:
         """These rows with each column in another place, int64 [columns], of ``count`` in all."""
         saves = np.zeros((len(self.own), count))
         saves[:, columns] = self.saves
-        return Rows(
+        return MemoryRows(
             saves, np.where(self.own < 0, -1, columns[self.own]), self.own_saves, self.levels, self.budget_bytes
         )
 
 
-def joined(rows: Sequence[Rows]) -> Rows:
+def joined(rows: Sequence[MemoryRows]) -> MemoryRows:
     """Rows over the same columns, one below the other."""
     saves, own, own_saves = (np.concatenate([getattr(r, n) for r in rows]) for n in ("saves", "own", "own_saves"))
-    return Rows(saves, own, own_saves, np.concatenate([r.levels for r in rows], axis=1), rows[0].budget_bytes)
+    return MemoryRows(saves, own, own_saves, np.concatenate([r.levels for r in rows], axis=1), rows[0].budget_bytes)
 
 
 class Most(NamedTuple):
@@ -105,11 +105,11 @@ class Probes:
             self._known[layers] = levels_of(self.plan_of(layers))
         return self._known[layers]
 
-    def rows(self, stage: int, ranks: Sequence[int], columns: dict[int, int], budget_bytes: float) -> Rows:
+    def rows(self, stage: int, ranks: Sequence[int], columns: dict[int, int], budget_bytes: float) -> MemoryRows:
         """Rows of some ranks of a stage; ``columns`` gives the columns of their micro-batches."""
         budget_bytes *= 1.0 - _MARGIN
         rows = [row for rank in ranks for row in self._rows_of_rank(stage, rank, columns, budget_bytes)]
-        return Rows(
+        return MemoryRows(
             np.array([row[0] for row in rows]).reshape(len(rows), len(columns)),
             np.array([row[1] for row in rows], dtype=np.int64),
             np.array([row[2] for row in rows], dtype=np.float64),

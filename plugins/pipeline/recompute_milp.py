@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ...core.aliases import Floats, Ints
-from .memory_rows import Rows
+from .memory_rows import MemoryRows
 
 logger = logging.getLogger("evenload")
 
@@ -47,7 +47,7 @@ def alike(seconds: Any, least: Any) -> Any:
     return seconds <= least * (1 + _ALIKE)
 
 
-def solved(rows: Rows, weights: Floats, layers: int, *, solver_ms: int) -> Ints | None:
+def solved(rows: MemoryRows, weights: Floats, layers: int, *, solver_ms: int) -> Ints | None:
     """Layers of each column at which all rows fit, int64 [columns], of least cost; they exist if all layers of all fit.
 
     None where there is nothing to choose, where the program is too large for ``solver_ms`` (told by its size, not by a
@@ -68,7 +68,7 @@ def solved(rows: Rows, weights: Floats, layers: int, *, solver_ms: int) -> Ints 
     return best
 
 
-def lowered(rows: Rows, weights: Floats, layers: Ints) -> Ints:
+def lowered(rows: MemoryRows, weights: Floats, layers: Ints) -> Ints:
     """Layers that fit, int64 [columns], lowered until no column can be lowered further."""
     layers = layers.copy()
     others, own = rows.saves @ layers, rows.of_own(layers)
@@ -90,7 +90,7 @@ def lowered(rows: Rows, weights: Floats, layers: Ints) -> Ints:
     return layers
 
 
-def _least(rows: Rows, row: int, others: float) -> int:
+def _least(rows: MemoryRows, row: int, others: float) -> int:
     """The fewest layers of its own with which a row fits, when the others save so much; it fits with some number."""
     none, one, _ = rows.levels[:, row]
     save = float(rows.own_saves[row])
@@ -99,7 +99,7 @@ def _least(rows: Rows, row: int, others: float) -> int:
     return 1 + max(0, math.ceil(float(one - others - rows.budget_bytes) / save - _ALIKE))
 
 
-def _best(rows: Rows, weights: Floats, layers: int, values_tried: list[Floats]) -> Ints | None:
+def _best(rows: MemoryRows, weights: Floats, layers: int, values_tried: list[Floats]) -> Ints | None:
     """The cheapest of those that fit, lowered."""
     whole = [np.clip(values, 0, layers).astype(np.int64) for values in values_tried]
     fitting = [lowered(rows, weights, choice) for choice in whole if rows.fit(choice)]
@@ -107,7 +107,7 @@ def _best(rows: Rows, weights: Floats, layers: int, values_tried: list[Floats]) 
     return next((choice for choice, cost in zip(fitting, costs, strict=True) if alike(cost, min(costs))), None)
 
 
-def _linear(rows: Rows) -> tuple[Floats, Floats]:
+def _linear(rows: MemoryRows) -> tuple[Floats, Floats]:
     """Bytes that a layer of each column saves in each row, float64 [R', columns], and that must be, float64 [R']."""
     _, one, every = rows.levels
     with_own = np.flatnonzero(rows.own >= 0)

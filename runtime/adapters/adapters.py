@@ -19,8 +19,8 @@ from ...core.recipe.adapter import Adapter
 from ...core.recipe.tenant import TenantTrain
 from ..world.agreement import everyone
 from .hooks import Hooks
-from .peers import Peers
-from .places import Block
+from .peers import AdapterPeers
+from .places import AdaptedBlock
 from .state import A, AdapterState, B, shape_of, whole_shape
 from .tenant import TenantAdapter
 
@@ -35,7 +35,12 @@ class Adapters:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], linears: Sequence[str], peers: Peers, dtype: torch.dtype, device: torch.device
+        self,
+        blocks: Sequence[AdaptedBlock],
+        linears: Sequence[str],
+        peers: AdapterPeers,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.linears = tuple(linears)
         self._peers = peers

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..attention.pack import Pack
 from .dropout import kept
-from .places import Block, Place, Site
-from .product import Dropped, Span, added
+from .places import AdaptedBlock, Place, Site
+from .product import Dropped, TenantSpan, added
 from .tenant import TenantAdapter
 
 
@@ -25,14 +25,14 @@ from .tenant import TenantAdapter
 class _Running:
     """What the layers of a block know of the pack that runs through it."""
 
-    spans: Sequence[Span] = ()
+    spans: Sequence[TenantSpan] = ()
     dropped: Dropped | None = None
 
 
 class Hooks:
     """On the modules of these blocks until `remove`."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[AdaptedBlock]) -> None:
         self._tenants: Sequence[TenantAdapter] = ()
         self._numbers: Sequence[int] = ()
         self._running: list[_Running] = []
@@ -59,7 +59,7 @@ class Hooks:
             hook.remove()
         self._hooks = []
 
-    def _on(self, block: Block) -> list[Any]:
+    def _on(self, block: AdaptedBlock) -> list[Any]:
         running = _Running()
         self._running.append(running)
 
@@ -72,7 +72,7 @@ class Hooks:
         hooks += [site.module.register_forward_hook(_adding(site, running)) for site in block.sites]
         return hooks
 
-    def _spans(self, pack: Pack) -> list[Span]:
+    def _spans(self, pack: Pack) -> list[TenantSpan]:
         """The slots of a pack by tenant, padding with the slice that it follows."""
         owners: list[TenantAdapter | None] = [None] * (len(pack.segments) - 1)
         if self._tenants:
@@ -80,9 +80,9 @@ class Hooks:
         sizes = [stop - first for first, stop in pairwise(pack.segments)]
         runs = groupby(zip(owners, sizes, strict=True), key=lambda pair: id(pair[0]))
         spans = [list(run) for _, run in runs]
-        return [Span(sum(size for _, size in run), run[0][0]) for run in spans]
+        return [TenantSpan(sum(size for _, size in run), run[0][0]) for run in spans]
 
-    def _dropping(self, pack: Pack, spans: Sequence[Span]) -> Dropped | None:
+    def _dropping(self, pack: Pack, spans: Sequence[TenantSpan]) -> Dropped | None:
         """Dropout of the inputs of layers; None where no tenant of the pack has any."""
         if not any(span.tenant and span.tenant.adapter.lora_dropout for span in spans):
             return None

@@ -20,7 +20,7 @@ def sum_over(group: Group, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
-class Peers(NamedTuple):
+class AdapterPeers(NamedTuple):
     """Where this rank stands; groups are process groups, None: this rank alone."""
 
     owners: Group = None

@@ -64,7 +64,7 @@ class Site(NamedTuple):
         return self.places[0].name
 
 
-class Block(NamedTuple):
+class AdaptedBlock(NamedTuple):
     """A module whose call carries the pack, with the sites inside it. It runs anew in every replay of its layer."""
 
     carrier: nn.Module

@@ -28,7 +28,7 @@ Dropped = Callable[[Tensor, Place, int], Tensor]
 It is linear in the tensor, so a gradient goes back through it as the inputs went forth."""
 
 
-class Span(NamedTuple):
+class TenantSpan(NamedTuple):
     """Neighbouring slots of one tenant."""
 
     size: int
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
     dropped: Callable[[Tensor, Place], Tensor] | None
 
 
-def added(y_TD: Tensor, x_TC: Tensor, site: Site, spans: Sequence[Span], dropped: Dropped | None) -> Tensor:
+def added(y_TD: Tensor, x_TC: Tensor, site: Site, spans: Sequence[TenantSpan], dropped: Dropped | None) -> Tensor:
     """The output of a site and what the tenants' adapters add to it; itself where nobody has an adapter there."""
     parts, first = [], 0
     for number, (size, tenant) in enumerate(spans):

@@ -21,7 +21,7 @@ from . import marks
 from .attempt import agree_on_attempt, attempt
 from .store_client import within
 from .store_socket import inherited
-from .watchdog import Members, Watchdog
+from .watchdog import JobRanks, Watchdog
 
 _ASK_S = 30.0
 """A store that is not there for so long is asked after aloud; then again after twice as long, and so on."""
@@ -64,7 +64,7 @@ def meet(backend: str, rank: int, size: int, address: str, port: int, timeout_s:
     if by_agent:
         agree_on_attempt(store, rank, size, timeout_s, gone_s)
     shared = PrefixStore(f"default_pg/{attempt()}", store)
-    with Watchdog(gone_s=gone_s, stuck_s=timeout_s, members=Members(shared, rank, size)) as watchdog:
+    with Watchdog(gone_s=gone_s, stuck_s=timeout_s, members=JobRanks(shared, rank, size)) as watchdog:
         watchdog.at(marks.CONNECTING)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=timeout)
 

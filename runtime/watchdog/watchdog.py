@@ -72,7 +72,7 @@ _current: Watchdog | None = None
 """Of this process; a process has one rank."""
 
 
-class Members(NamedTuple):
+class JobRanks(NamedTuple):
     """The ranks of a job before there is a process group."""
 
     store: Store
@@ -99,7 +99,7 @@ class Watchdog:
         gone_s: float = 30.0,
         stuck_s: float = 300.0,
         every_s: float | None = None,
-        members: Members | None = None,
+        members: JobRanks | None = None,
     ) -> None:
         self._gone_s = gone_s
         self._stuck_s = stuck_s
@@ -148,7 +148,7 @@ class Watchdog:
         self._before, _current = _current, self
         members = self._members
         if members is None and dist.is_initialized():
-            members = Members(_get_default_store(), dist.get_rank(), dist.get_world_size())
+            members = JobRanks(_get_default_store(), dist.get_rank(), dist.get_world_size())
         if members is None or members.size == 1:
             return self
         store, self._rank, self._size = members

@@ -31,7 +31,7 @@ from evenload.runtime.measure.memory import free_bytes, live_bytes
 from evenload.training.profiling import tenants
 from evenload.training.profiling.cases import Case, cases
 from evenload.training.verbs import profile
-from evenload.training.verbs.profile import Sample, fit_samples, measure, write_costs
+from evenload.training.verbs.profile import MeasuredCase, fit_samples, measure, write_costs
 
 load_plugins()
 FORWARD = PassCost(launch_s=2e-3, token_s=3e-6, pair_s=4e-9)
@@ -81,12 +81,12 @@ def test_a_case_is_a_lawful_plan_with_the_same_work_on_every_rank(case: Case, nu
     assert bool(plan.order) == (case.cuts > 1) == bool(plan.cut)
 
 
-def samples_of(planted: Costs, **changed: Any) -> list[Sample]:
-    def sample(case: Case) -> Sample:
+def samples_of(planted: Costs, **changed: Any) -> list[MeasuredCase]:
+    def sample(case: Case) -> MeasuredCase:
         forward_s, backward_s, rest_s = planted.forward.of(case.work), planted.backward.of(case.work), rest_of(case)
         shape = case.num, case.length, case.count, case.cuts
         seconds = {"forward_s": forward_s, "backward_s": backward_s, "rest_s": rest_s}
-        return Sample(*shape, **seconds, step_s=sum(seconds.values()), runs=1)
+        return MeasuredCase(*shape, **seconds, step_s=sum(seconds.values()), runs=1)
 
     return [replace(sample(case), **changed) for case in cases(4096, 16384)]
 

@@ -20,12 +20,12 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.huggingface.folders import reading, tiny  # noqa: F401  # what data and folders bring in
 from evenload.runtime.adapters.adapters import Adapters
-from evenload.runtime.adapters.peers import Peers
-from evenload.runtime.adapters.places import Block, Place, Site
+from evenload.runtime.adapters.peers import AdapterPeers
+from evenload.runtime.adapters.places import AdaptedBlock, Place, Site
 from evenload.training.run.writers import Entry, writer
 from evenload.training.tenants.admission import members as tenants
 from evenload.training.tenants.arrivals.folder import Folder
-from evenload.training.tenants.arrivals.reading import Samples
+from evenload.training.tenants.arrivals.reading import TenantSamples
 from evenload.training.tenants.records.output import Output
 from evenload.training.tenants.state.drawing import labels_in
 from torch import nn
@@ -61,14 +61,14 @@ def admit() -> dict[str, str]:
     places = [Place(name, n.out_features, n.in_features, (0, n.out_features), (0, n.in_features))
               for name, n in zip(NAMES, layers, strict=True)]  # fmt: skip
     sites = tuple(Site(module, (place,)) for module, place in zip(layers, places, strict=True))
-    block = Block(nn.Sequential(*layers), lambda *_: None, sites)  # type: ignore[arg-type, return-value]
-    adapters = Adapters([block], NAMES, Peers(), torch.float32, torch.device("cpu"))
+    block = AdaptedBlock(nn.Sequential(*layers), lambda *_: None, sites)  # type: ignore[arg-type, return-value]
+    adapters = Adapters([block], NAMES, AdapterPeers(), torch.float32, torch.device("cpu"))
     job: Any = SimpleNamespace(
         recipe=recipe,
         chain=PlanChain.of_recipe(recipe, recipe.layout()),
         leads=True,
         host=SimpleNamespace(adapters=adapters, dp_cp_rank=0),
-        samples=Samples(),
+        samples=TenantSamples(),
         watchdog=Watchdog(),
         folder=Path("tenants"),
         out=Path("out"),

@@ -1694,8 +1694,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "adapters of a stage are summed over the stages",
         "integrations/deepspeed/tenants/pipeline.py",
-        "        peers = Peers(grid.get_data_parallel_group(), stages)\n",
-        "        peers = Peers(stages, stages)\n",
+        "        peers = AdapterPeers(grid.get_data_parallel_group(), stages)\n",
+        "        peers = AdapterPeers(stages, stages)\n",
         "frozen stages",
     ),
     Mutant(

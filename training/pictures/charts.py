@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...core.input.format import seconds
-from .facts import FOOT, PARTS, Part, Piece
+from .facts import FOOT, PARTS, Part, Stretch
 from .markup import Markup, tag
 
 WIDTH = 1000.0
@@ -28,11 +28,11 @@ class Bar(NamedTuple):
     strong: bool = False
 
 
-class Row(NamedTuple):
+class TimelineRow(NamedTuple):
     """A rank of a timeline."""
 
     name: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[Stretch]
     first_of_group: bool = False
     """Begins a group of rows (the stages of a rank)."""
 
@@ -68,7 +68,9 @@ def _bar(row: Bar, most: float, mark: float) -> Markup:
     return tag("div", label, plot, value, class_="bar strong" if row.strong else "bar")
 
 
-def timeline(rows: Sequence[Row], step_s: float, most_s: float, bound_s: float, ends: tuple[str, str]) -> Markup:
+def timeline(
+    rows: Sequence[TimelineRow], step_s: float, most_s: float, bound_s: float, ends: tuple[str, str]
+) -> Markup:
     """Ranks from top to bottom, time from left to right; what is empty waits. ``ends`` name the first and last row."""
     groups = sum(row.first_of_group for row in rows[1:])
     height = max(5, min(18, 216 // len(rows)))
@@ -92,7 +94,7 @@ def timeline(rows: Sequence[Row], step_s: float, most_s: float, bound_s: float, 
     return tag("div", tag("div", *gutter, class_="gutter"), plot, class_="ranks")
 
 
-def _pieces(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
+def _pieces(row: TimelineRow, most_s: float, top: float, size: float) -> list[Markup]:
     wide = len(row.pieces) <= 40
     shapes = []
     for piece in row.pieces:
@@ -106,7 +108,7 @@ def _pieces(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
     return shapes
 
 
-def _merged(row: Row, most_s: float, top: float, size: float) -> list[Markup]:
+def _merged(row: TimelineRow, most_s: float, top: float, size: float) -> list[Markup]:
     shapes = []
     for part in PARTS:
         of_part = [piece for piece in row.pieces if piece.part == part]

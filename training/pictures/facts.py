@@ -57,7 +57,7 @@ _TIE = 1e-3
 """Step times that differ by less are the same to a reader."""
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of a rank's time."""
 
     part: Part
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planner:
+class PlannerFacts:
     """One planner over all steps."""
 
     name: str
@@ -101,8 +101,8 @@ class Facts:
     """The numbers of a forecast that pictures show."""
 
     forecast: Forecast
-    ours: Planner
-    others: tuple[Planner, ...]
+    ours: PlannerFacts
+    others: tuple[PlannerFacts, ...]
     """The baselines, stock first."""
     bounds_s: tuple[float, ...]
     """The steps' lower bounds."""
@@ -128,34 +128,34 @@ class Facts:
         return f"({self.forecast.times}{f', mean of {steps:,} steps' if steps > 1 else ''})"
 
     @property
-    def reference(self) -> Planner:
+    def reference(self) -> PlannerFacts:
         """The baseline of the headline: stock, where it is among them."""
         return self.others[0]
 
     @property
-    def rival(self) -> Planner | None:
+    def rival(self) -> PlannerFacts | None:
         """The fastest baseline other than the reference; of equals the first."""
-        best: Planner | None = None
+        best: PlannerFacts | None = None
         for one in self.others[1:]:
             if best is None or one.step_s < best.step_s * (1 - _TIE):
                 best = one
         return best
 
     @property
-    def shown(self) -> tuple[Planner, ...]:
+    def shown(self) -> tuple[PlannerFacts, ...]:
         """The planners that the timelines show: stock, the strongest of the others, evenload."""
         if not self.remapped:
             return (self.reference,)
         return tuple(one for one in (self.reference, self.rival, self.ours) if one is not None)
 
     @property
-    def ranked(self) -> tuple[Planner, ...]:
+    def ranked(self) -> tuple[PlannerFacts, ...]:
         """All planners, slowest first; evenload is the last of equals."""
         if not self.remapped:
             return (self.reference,)
         ours_s = self.ours.step_s
 
-        def key(one: Planner) -> tuple[float, bool]:
+        def key(one: PlannerFacts) -> tuple[float, bool]:
             equal = abs(one.step_s - ours_s) <= _TIE * ours_s
             return -(ours_s if equal else one.step_s), one is self.ours
 
@@ -173,13 +173,13 @@ def with_spans(one: Simulated, context: PlanningContext) -> Simulated:
     return one if one.outcome.spans else replace(one, outcome=simulate(one.plan, context, record=True))
 
 
-def _planner(name: str, forecast: Forecast) -> Planner:
+def _planner(name: str, forecast: Forecast) -> PlannerFacts:
     context = forecast.chain.context
     steps = tuple(with_spans(planners(step)[name], context) for step in forecast.steps)
     parts = [parts_of(one, context) for one in steps]
     slots = sum(one.plan.num_padded_tokens for one in steps)
     means = ("step_s", "imbalance", "bubble_frac", "exposed_frac")
-    return Planner(
+    return PlannerFacts(
         name,
         steps,
         parts={part: float(np.mean([each[part] for each in parts])) for part in PARTS},
@@ -203,10 +203,10 @@ def parts_of(one: Simulated, context: PlanningContext) -> dict[Part, float]:
     return seconds
 
 
-def pieces_of(one: Simulated, costs: Costs, places: Iterable[Place]) -> dict[Place, list[Piece]]:
+def pieces_of(one: Simulated, costs: Costs, places: Iterable[Place]) -> dict[Place, list[Stretch]]:
     """What some ranks of stages do in one step; the padding of a pass is drawn at its end."""
     useful, layers = _useful(one.plan, costs), one.plan.limits.layers_per_stage
-    pieces: dict[Place, list[Piece]] = {place: [] for place in places}
+    pieces: dict[Place, list[Stretch]] = {place: [] for place in places}
     for span in one.outcome.spans:
         row = pieces.get((span.stage, span.rank))
         if row is None:
@@ -217,10 +217,10 @@ def pieces_of(one: Simulated, costs: Costs, places: Iterable[Place]) -> dict[Pla
         number = span.micro_batch if span.kind in "FBW" else -1
         if share > 0:
             again = recomputed(one.plan, span.stage, number) / layers if span.kind == "F" else 0.0
-            row.append(Piece(_PART_OF[span.kind], span.start_s, middle, title, number, again))
+            row.append(Stretch(_PART_OF[span.kind], span.start_s, middle, title, number, again))
         if share < 1:
             number = -1 if share > 0 else number
-            row.append(Piece("padding", middle, span.end_s, f"padding of {title}", number))
+            row.append(Stretch("padding", middle, span.end_s, f"padding of {title}", number))
     return pieces
 
 

@@ -18,8 +18,8 @@ from .facts import (
     PARTS,
     Facts,
     Part,
-    Piece,
-    Planner,
+    PlannerFacts,
+    Stretch,
     ends_of,
     facts_of,
     histogram,
@@ -113,7 +113,7 @@ def _headline(facts: Facts) -> str:
     return f"evenload {seconds(ours.step_s)} a step, {others} {facts.basis}"
 
 
-def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part]:
+def _draw_step(axes: Any, one: PlannerFacts, facts: Facts, most_s: float) -> set[Part]:
     """Rows of ranks, top to bottom. Returns the parts that occur."""
     first = one.steps[0]
     limits, step_s = first.plan.limits, first.outcome.step_s
@@ -151,13 +151,13 @@ def _draw_step(axes: Any, one: Planner, facts: Facts, most_s: float) -> set[Part
     return drawn
 
 
-def _is_numbered(one: Planner) -> bool:
+def _is_numbered(one: PlannerFacts) -> bool:
     """Passes of stages have their numbers, where rows are high enough."""
     first = one.steps[0]
     return first.plan.limits.num_stages > 1 and len(shown_places(first)[0]) <= _MOST_NUMBERED
 
 
-def _draw_numbers(axes: Any, pieces: Sequence[Piece], y: float, most_s: float) -> None:
+def _draw_numbers(axes: Any, pieces: Sequence[Stretch], y: float, most_s: float) -> None:
     """The number of a pass in its box, where it has room."""
     for piece in pieces:
         text = str(piece.number)

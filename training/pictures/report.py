@@ -13,7 +13,7 @@ from ..files import whole
 from ..forecast.forecast import Forecast
 from ..shared_plan import rows as shared_plan
 from . import sections
-from .facts import Facts, Planner, facts_of
+from .facts import Facts, PlannerFacts, facts_of
 from .markup import Markup, duration, factor, figures, join, number, say, section, share, size, tag
 from .planners import command
 
@@ -89,7 +89,7 @@ def _headline(facts: Facts, notes: Sequence[str]) -> Markup:
     return tag("header", tag("p", eyebrow, class_="eyebrow"), *lead)
 
 
-def _against(ours: Planner, rival: Planner) -> list[str]:
+def _against(ours: PlannerFacts, rival: PlannerFacts) -> list[str]:
     ratio = rival.step_s / ours.step_s
     opening = ["The strongest simple baseline, ", tag("b", rival.label), ", takes "]
     if abs(ratio - 1) <= _SAME:

@@ -55,7 +55,9 @@ def timelines(facts: Facts) -> Markup:
         pieces = pieces_of(first, facts.context.costs, places)
         staged = limits.num_stages > 1
         rows = [
-            charts.Row(f"rank {rank}, stage {stage}" if staged else f"rank {rank}", of_row, staged and stage == 0)
+            charts.TimelineRow(
+                f"rank {rank}, stage {stage}" if staged else f"rank {rank}", of_row, staged and stage == 0
+            )
             for (stage, rank), of_row in pieces.items()
         ]
         parts |= {piece.part for row in rows for piece in row.pieces}

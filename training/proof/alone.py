@@ -35,7 +35,7 @@ Batch = tuple[TokensOf, Lengths, Labels | None]
 
 
 @dataclass
-class Beside:
+class TenantBeside:
     """A tenant in the shared plan, and alone."""
 
     tenant: ActiveTenant
@@ -54,7 +54,7 @@ class Beside:
     @classmethod
     def of(
         cls, tenant: ActiveTenant, drawing: Drawing, adapter: Adapter, start: Mapping[str, Tensor], job: TenantJob
-    ) -> Beside:
+    ) -> TenantBeside:
         alone = Alone.of(None, job.host.weights(), adapter, tenant.config.train, start)
         tolerance = Tolerance.of(job.recipe.trainer, job.recipe.train.dtype)
         return cls(tenant, drawing, alone, start, tolerance, AdapterState(start, {}, {}, 0))

@@ -35,7 +35,7 @@ PRECISE = {"fp64": (), "fp32": ("", "fp64"), "bf16": ("bf16", "")}
 plain model, which is float32 for both. Float64 has no higher one."""
 
 
-class Batch(NamedTuple):
+class ProofBatch(NamedTuple):
     """What a step trains on."""
 
     draw: Draw
@@ -129,7 +129,7 @@ class Beside:
         weights, config = job.host.weights(), job.recipe.train
         return cls(job, AdamW.of(weights, config), weights, Tolerance.of(job.recipe.trainer, config.dtype))
 
-    def step(self, number: int, batch: Batch, lr: float) -> Proven:
+    def step(self, number: int, batch: ProofBatch, lr: float) -> Proven:
         """Run a step of both and compare. Collective."""
         job, errors, captured = self.job, StepErrors(), dict[str, Tensor]()
         job.watchdog.at("planned step", number)
@@ -178,7 +178,7 @@ class Beside:
         """Plain training's weights in the precision in which the run's forward uses them."""
         return {name: state.weight.to(self.start[name].dtype) for name, state in self.textbook.states.items()}
 
-    def _against_a_floor(self, batch: Batch, reader: _Reader, plain: _Judged) -> _Judged:
+    def _against_a_floor(self, batch: ProofBatch, reader: _Reader, plain: _Judged) -> _Judged:
         """A reference in a higher precision, and what plain training in the run's own is off from it. Collective."""
         job = self.job
         recipe = job.recipe
@@ -197,7 +197,7 @@ class Beside:
         off = {name: relative_error(gradient, reference.parts[name]) for name, gradient in own_gradients.items()}
         return replace(reference, tolerance=self.tolerance.measured(compare_number(own_loss, loss), off))
 
-    def _together(self, batch: Batch, own: _OfRank, result: StepResult, wanted: set[str]) -> Proven:
+    def _together(self, batch: ProofBatch, own: _OfRank, result: StepResult, wanted: set[str]) -> Proven:
         """The step of all ranks. Collective."""
         ranks = everyone(own)
         all_errors = [one.errors for one in ranks]
@@ -247,7 +247,7 @@ class _Reader:
     run has drawn other samples altogether, all of them are noted, and the gradients are compared on those that it drew.
     """
 
-    def __init__(self, job: Job, batch: Batch) -> None:
+    def __init__(self, job: Job, batch: ProofBatch) -> None:
         in_order = np.array_equal(batch.draw.samples, batch.expected)
         self._samples = batch.expected if in_order else batch.draw.samples
         self._source, self._read = job.source, job.tokens_of(batch.draw)

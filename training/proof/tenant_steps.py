@@ -19,13 +19,13 @@ from ...runtime.attention.pack import TokensOf
 from ...runtime.world.agreement import everyone
 from ..tenants.arrivals.job import TenantJob
 from ..tenants.state.drawing import next_of, own_draws
-from .alone import Batch, Beside
+from .alone import Batch, TenantBeside
 from .compare import StepErrors
 from .masking import half_masked
 from .steps import Proven, count_tokens, failures_of
 
 
-class Step(NamedTuple):
+class ProofStep(NamedTuple):
     """A step to be proved."""
 
     job: TenantJob
@@ -45,7 +45,7 @@ class Step(NamedTuple):
         return masked if all(masked.targets[tenants == number].any() for number in own_draws(draw)) else labels
 
 
-def proven_step(step: Step, tenants: Sequence[Beside]) -> Proven:
+def proven_step(step: ProofStep, tenants: Sequence[TenantBeside]) -> Proven:
     """Run a step of the job, and of each of its tenants alone, and compare. Collective."""
     job, plan, draw, captured = step.job, step.planned.plan, step.planned.draw, dict[str, Tensor]()
     here = [one for one in tenants if one.number in own_draws(draw)]
@@ -83,7 +83,7 @@ def _own(plan: StepPlan, number: int, tokens_of: TokensOf, labels: Labels | None
     return lambda i: tokens_of(places[i]), plan.lengths[places], own
 
 
-def _changed(job: TenantJob, one: Beside, before: AdapterState) -> bool:
+def _changed(job: TenantJob, one: TenantBeside, before: AdapterState) -> bool:
     after = job.host.adapters.state(one.number)
     pairs = [(old[name], new[name]) for old, new in zip(before[:3], after[:3], strict=True) for name in old]
     return before.steps != after.steps or not all(torch.equal(old, new) for old, new in pairs)
@@ -94,7 +94,12 @@ def _moved(job: TenantJob, base: Mapping[str, Tensor]) -> list[str]:
 
 
 def _together(
-    step: Step, result: StepResult, here: Sequence[Beside], errors: Sequence[StepErrors], over: list[str], wrong: int
+    step: ProofStep,
+    result: StepResult,
+    here: Sequence[TenantBeside],
+    errors: Sequence[StepErrors],
+    over: list[str],
+    wrong: int,
 ) -> Proven:
     """The step of all ranks and tenants. Collective."""
     plan = step.planned.plan

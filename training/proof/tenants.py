@@ -34,12 +34,12 @@ from ..tenants.arrivals.job import TenantJob, open_trainer
 from ..tenants.arrivals.opening import Entrant, open_tenant
 from ..tenants.arrivals.preflight import config_of, folder_of_tenants
 from ..tenants.state.drawing import next_of, union
-from .alone import Beside
+from .alone import TenantBeside
 from .layouts import other_layout
 from .reach import opened
 from .steps import Proven
 from .summary import summary
-from .tenant_steps import Step, proven_step
+from .tenant_steps import ProofStep, proven_step
 
 BUILT_IN_RANKS = (4, 8, 16)
 _SIZE_OF_B = 0.02
@@ -58,7 +58,7 @@ class _Proof:
     def __init__(self, recipe: Recipe, steps: int, progress: Progress) -> None:
         self._recipe, self._steps = recipe, steps
         self._progress = progress
-        self._tenants: list[Beside] = []
+        self._tenants: list[TenantBeside] = []
         self._base: dict[str, Tensor] = {}
         self._proven: list[Proven] = []
         self._exercised, self._drawn = Exercised(), 0
@@ -97,7 +97,7 @@ class _Proof:
             job.host.adapters.join(one.number, one.alone.adapter, one.tenant.config.train, one.state)
         planner = job.planner(self._draw)
         for number in numbers:
-            step = Step(job, number, planner.next(ahead=False), self._base)
+            step = ProofStep(job, number, planner.next(ahead=False), self._base)
             self._proven.append(proven_step(step, self._tenants))
             self._exercised.note(job.chain, step.planned.plan, self._proven[-1].branches)
             self._progress("verify", len(self._proven), self._steps, "exact" if self._proven[-1].exact else "NOT exact")
@@ -135,7 +135,7 @@ def _built_in(recipe: Recipe) -> Iterator[Entrant]:
         yield Entrant(f"rank-{rank}", "", config, "")
 
 
-def _beside(entrant: Entrant, number: int, job: TenantJob) -> Beside:
+def _beside(entrant: Entrant, number: int, job: TenantJob) -> TenantBeside:
     """A tenant and what it begins with. Collective."""
     tenant, weights = open_tenant(entrant, number, job.recipe, job.chain)
     adapter, train = tenant.adapter.model_copy(update={"lora_dropout": 0.0}), tenant.config.train
@@ -148,4 +148,4 @@ def _beside(entrant: Entrant, number: int, job: TenantJob) -> Beside:
         if name.endswith(B) and not start[name].any():
             drawn = torch.randn(start[name].shape, generator=generator, dtype=torch.float64)
             start[name] = (drawn * _SIZE_OF_B).to(start[name].dtype)
-    return Beside.of(tenant, copy.deepcopy(tenant.drawing), adapter, start, job)
+    return TenantBeside.of(tenant, copy.deepcopy(tenant.drawing), adapter, start, job)

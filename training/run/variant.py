@@ -20,9 +20,9 @@ from ...core.planning.planner import Planned, Planner
 from ...core.recipe.sizes import shape_of
 from ..drawing import num_waiting
 from ..experts.history import LoadHistory
-from ..job import Job, Work
+from ..job import Job, VerbJob
 from ..measuring import OURS, compare, learning_rate, measure_step
-from ..metrics import Row, Taken, summary
+from ..metrics import StepRow, Taken, summary
 from ..refitting import PredictedStep, Refitting, predict_step
 
 
@@ -34,7 +34,7 @@ class Variant:
         chain = replace(job.chain, instead="" if name == OURS else name)
         self.refitting = Refitting(job, chain, state.get("refit") if state else None)
         self.history = LoadHistory(chain, state.get("loads") if state else None)
-        self.rows: list[Row] = []
+        self.rows: list[StepRow] = []
         self.exercised = Exercised()
         self.same_plans = True
         """Whether it planned every step as evenload did."""
@@ -91,10 +91,10 @@ class Variant:
         losses = [abs(loss / own_loss - 1) for loss, own_loss in pairs if own_loss]
         return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
 
-    def _row(self, planned: Planned, taken: Taken, step: int, predicted_step: PredictedStep | None) -> Row:
+    def _row(self, planned: Planned, taken: Taken, step: int, predicted_step: PredictedStep | None) -> StepRow:
         plan, busy, idle = planned.plan, taken.busy_s.sum(axis=0), 1 - taken.busy_s / taken.step_s
         rate = self.job.chain.context.cluster.flops_per_s * self.job.world.size
-        return Row(
+        return StepRow(
             step=step,
             loss=taken.result.loss,
             grad_norm=taken.result.grad_norm,
@@ -119,7 +119,7 @@ class Variant:
 
 
 @contextmanager
-def underway(job: Work, *, begun: bool) -> Iterator[None]:
+def underway(job: VerbJob, *, begun: bool) -> Iterator[None]:
     """Once a step has been trained, what refuses the next one is work that failed and no wrong request: a RankError."""
     try:
         yield

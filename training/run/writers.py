@@ -16,7 +16,7 @@ from ...core.input.json_text import to_json
 from ...core.planning.planner import Planned
 from ...core.recipe.recipe import Recipe
 from ..job import logger
-from ..metrics import Row
+from ..metrics import StepRow
 from ..validation.validation import Validated
 
 
@@ -66,7 +66,7 @@ def writer(recipe: Recipe, *, leads: bool, first: int = 0) -> Iterator[Write]:
         yield write
 
 
-def entry_of_step(row: Row, planned: Planned) -> Entry:
+def entry_of_step(row: StepRow, planned: Planned) -> Entry:
     """What logs get of a step."""
     values = {name: value for name, value in asdict(row).items() if name not in ("step", "tokens", "targets", "moe")}
     scalars = {"tokens_per_s": row.tokens / row.step_s, **values}

@@ -25,7 +25,7 @@ from .arrivals.folder import STOP, Folder, News
 from .arrivals.job import TenantJob
 from .records import saving
 from .records.output import LAST, Output
-from .records.rows import Live, Row, entry_of_step, row_of, tenant_row
+from .records.rows import JobRow, Live, entry_of_step, row_of, tenant_row
 from .records.saving import Saved
 from .state.drawing import TenantDrawing, own_draws
 from .state.status import leave_word
@@ -47,7 +47,7 @@ class Change(NamedTuple):
         return bool(self.news or self.faults)
 
 
-class Loop:
+class TenantLoop:
     """See the module. ``saved``: the checkpoint to go on from."""
 
     def __init__(self, job: TenantJob, saved: Saved | None, write: Write, live: Live) -> None:
@@ -64,7 +64,7 @@ class Loop:
         self._planner = job.planner(self._drawing)
         self.step = saved.step if saved else 0
         """Steps of the job so far."""
-        self.rows: list[Row] = []
+        self.rows: list[JobRow] = []
         self._stops = self._idles = False
         self._exercised = Exercised()
 

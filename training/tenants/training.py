@@ -14,7 +14,7 @@ from ..progress import Progress
 from ..run.writers import writer
 from .arrivals.job import TenantJob, open_trainer
 from .arrivals.preflight import out_of, refuse_of_models, say_without_effect
-from .loop import Loop
+from .loop import TenantLoop
 from .records import saving
 from .records.rows import Live, totals
 
@@ -37,7 +37,7 @@ def train_tenants(recipe: Recipe, against: tuple[str, ...], progress: Progress) 
 def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
     saved = saving.resume(job)
     with writer(job.recipe, leads=job.leads, first=saved.step if saved else 0) as write:
-        loop = Loop(job, saved, write, Live(progress))
+        loop = TenantLoop(job, saved, write, Live(progress))
         loop.run()
     _refuse_nobody(loop)
     members, root = loop.members, job.recipe.checkpoint.dir
@@ -53,7 +53,7 @@ def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _refuse_nobody(loop: Loop) -> None:
+def _refuse_nobody(loop: TenantLoop) -> None:
     """Raise EvenloadError where every file is wrong, so that nobody was trained."""
     members = loop.members
     if members.tenants or members.past:

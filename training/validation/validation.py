@@ -54,7 +54,7 @@ class Validated:
         return self.tokens / self.validation_s
 
 
-class Validation:
+class ValidationRun:
     """The evaluations of one run. ``state``: what a checkpoint kept of those before."""
 
     def __init__(self, job: Job, state: Mapping[str, Any] | None = None) -> None:

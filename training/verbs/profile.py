@@ -82,7 +82,7 @@ _UNWRITABLE = "the costs cannot be written"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(Case):
+class MeasuredCase(Case):
     """What one case took, the least of its runs, the mean of the ranks."""
 
     forward_s: float
@@ -165,7 +165,7 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
     }
 
 
-def measure(job: Job, wanted: Iterable[Case], progress: Progress = silent) -> list[Sample]:
+def measure(job: Job, wanted: Iterable[Case], progress: Progress = silent) -> list[MeasuredCase]:
     """Time the cases in order until `BUDGET_S` is spent; one that would overrun it is left out. Collective."""
     costs = job.chain.context.costs
     spent_s, slower, samples = 0.0, 0.0, []
@@ -185,12 +185,12 @@ def measure(job: Job, wanted: Iterable[Case], progress: Progress = silent) -> li
         spent_s += taken_s
         slower = taken_s / len(runs) / guess_s
         least = dict(zip(_SECONDS, np.min(runs, axis=0).tolist(), strict=True))
-        samples.append(Sample(**vars(case), **least, runs=len(runs)))
+        samples.append(MeasuredCase(**vars(case), **least, runs=len(runs)))
         progress("profile", number, len(wanted), str(case))
     return samples
 
 
-def fit_samples(samples: list[Sample], context: PlanningContext, *, waiting_counts: bool) -> Fitted:
+def fit_samples(samples: list[MeasuredCase], context: PlanningContext, *, waiting_counts: bool) -> Fitted:
     """Coefficients of the whole model for both directions and the rest. Raises RankError for too few samples.
 
     ``context``: layout, traffic and measured links; its costs are not read.

@@ -28,7 +28,7 @@ from ..run.recording import Recording
 from ..run.variant import Variant, underway
 from ..run.writers import entry_of_step, entry_of_validation, writer
 from ..tenants.arrivals.preflight import say_no_tenants
-from ..validation.validation import Validation
+from ..validation.validation import ValidationRun
 
 Pictures = Mapping[str, Path | None]
 """Where ``plot`` and ``report`` of the measured steps go; None where they are not asked for."""
@@ -63,7 +63,7 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress:
         variants = {name: Variant(other, name, state) for name, other in zip(against, others, strict=True)}
         variants[OURS] = Variant(job, OURS, state)
         recording = Recording(job, first, pictures)
-        validation = Validation(job, state) if job.held_out is not None else None
+        validation = ValidationRun(job, state) if job.held_out is not None else None
         _run(job, variants, state, recording, validation, progress)
         exported = None
         if recipe.train.export:
@@ -98,7 +98,7 @@ def _run(
     variants: dict[str, Variant],
     state: dict[str, Any] | None,
     recording: Recording,
-    validation: Validation | None,
+    validation: ValidationRun | None,
     progress: Progress,
 ) -> None:
     """All steps, every variant in its turn; only evenload's own run is logged and saved."""
@@ -141,7 +141,7 @@ def _run(
     _say_untrained(own, recipe)
 
 
-def _state(own: Variant, planner: Planner, validation: Validation | None) -> dict[str, Any]:
+def _state(own: Variant, planner: Planner, validation: ValidationRun | None) -> dict[str, Any]:
     """What a checkpoint keeps of the run beside its trainer."""
     return {**own.state(planner), **(validation.state() if validation else {})}
 

@@ -36,7 +36,7 @@ from ..measuring import learning_rate
 from ..progress import Progress, silent
 from ..proof.layouts import other_layout
 from ..proof.reach import choose, opened, planned
-from ..proof.steps import Batch, Beside, Proven
+from ..proof.steps import Beside, ProofBatch, Proven
 from ..proof.summary import summary
 from ..proof.tenants import verify_tenants
 
@@ -108,12 +108,12 @@ class _Proof:
         """Steps in the run's own order; the last of them as it was planned."""
         for number in numbers:
             newest = planner.next()
-            batch = Batch(newest.draw, newest.plan, next(self._expected), _masked(number))
+            batch = ProofBatch(newest.draw, newest.plan, next(self._expected), _masked(number))
             self._prove(beside, number, batch, number)
             history.after(planner, beside.result)
         return newest
 
-    def _prove(self, beside: Beside, number: int, batch: Batch, of_rate: int) -> None:
+    def _prove(self, beside: Beside, number: int, batch: ProofBatch, of_rate: int) -> None:
         """One step, with the learning rate of step ``of_rate``."""
         proven = beside.step(number, batch, learning_rate(of_rate, beside.job.recipe.train))
         self._proven.append(proven)
@@ -133,7 +133,7 @@ class _Proof:
             number, samples = len(self._proven), trained[one.samples]
             of_batch = None if targets is None else targets[samples]
             draw = Draw(samples, lengths[samples], {}, targets=of_batch)
-            batch = Batch(draw, planned(chain, draw.lengths, one.prefers), samples, _masked(number))
+            batch = ProofBatch(draw, planned(chain, draw.lengths, one.prefers), samples, _masked(number))
             self._prove(beside, number, batch, self._steps - 1)
 
     def _result(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ....core.errors import EvenloadError
 from ....core.recipe.recipe import Recipe
-from ....runtime.adapters.places import Block, Place, Site
+from ....runtime.adapters.places import AdaptedBlock, Place, Site
 from ....runtime.attention.pack import Pack
 from ...huggingface import attention
 from ..engine.ds_config import ds_config
@@ -51,12 +51,12 @@ def frozen_engine(model: nn.Module, recipe: Recipe, world_size: int) -> Any:
     return engine
 
 
-def blocks_of(layers: Sequence[nn.Module], names: Mapping[int, str]) -> list[Block]:
+def blocks_of(layers: Sequence[nn.Module], names: Mapping[int, str]) -> list[AdaptedBlock]:
     """Decoder layers as adapters see them: every linear layer inside, under its Hugging Face name.
 
     ``names``: of all modules that are linear layers, by id. Raises EvenloadError for layers of another build.
     """
-    return [Block(_carrier(layer), _pack_of, tuple(_sites(layer, names))) for layer in layers]
+    return [AdaptedBlock(_carrier(layer), _pack_of, tuple(_sites(layer, names))) for layer in layers]
 
 
 def linear_names(model: nn.Module) -> dict[int, str]:

@@ -14,7 +14,7 @@ from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.in_step import Program
 from ....core.plan.step_plan import StepPlan
 from ....runtime.adapters.adapters import Adapters
-from ....runtime.adapters.peers import Peers
+from ....runtime.adapters.peers import AdapterPeers
 from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
 from ....runtime.stage.executor import StageTrainer
@@ -87,7 +87,7 @@ class DeepSpeedTenants(EngineTenants, DeepSpeedHost):
         module = self.engine.module
         blocks = blocks_of(layers := layers_of(module), names)
         own = [place.name for block in blocks for site in block.sites for place in site.places]
-        peers = Peers(dist.group.WORLD if self.world.size > 1 else None)
+        peers = AdapterPeers(dist.group.WORLD if self.world.size > 1 else None)
         self.adapters = Adapters(blocks, own, peers, torch.float32, self.device)
         module.get_input_embeddings().register_forward_hook(need_gradient)
         if self.recipe.deepspeed.zero_stage == SHARDED:

@@ -11,7 +11,7 @@ from ....core.plan.in_step import Program
 from ....core.plan.program import lower
 from ....core.plan.step_plan import StepPlan
 from ....runtime.adapters.adapters import Adapters
-from ....runtime.adapters.peers import Peers
+from ....runtime.adapters.peers import AdapterPeers
 from ....runtime.attention.pack import Pack
 from ....runtime.stage.executor import Graph, StageTrainer
 from ....runtime.world.agreement import everyone
@@ -38,7 +38,7 @@ class PipelineTenants(EngineTenants, PipelineHost):
         blocks = blocks_of(module.blocks, names)
         here = [place.name for block in blocks for site in block.sites for place in site.places]
         adapted = [name for part in everyone(here, stages) for name in part]
-        peers = Peers(grid.get_data_parallel_group(), stages)
+        peers = AdapterPeers(grid.get_data_parallel_group(), stages)
         self.adapters = Adapters(blocks, adapted, peers, torch.float32, self.device)
         if self.engine.is_first_stage():
             module.forward_funcs[0].register_forward_hook(need_gradient)

@@ -19,7 +19,7 @@ from ....core.aliases import Ranks
 from ...world.plane import Pending, Plane
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """Between plane ranks; all members of a CP group list the same messages in the same order."""
 
     source: int
@@ -38,7 +38,7 @@ class Leg(NamedTuple):
     to: int
 
 
-def legs_of(messages: Sequence[Message], members: Ranks, node_ranks: int) -> tuple[list[Leg], list[Leg], list[Leg]]:
+def legs_of(messages: Sequence[RankMessage], members: Ranks, node_ranks: int) -> tuple[list[Leg], list[Leg], list[Leg]]:
     """What goes before, between and behind nodes; a leg from a rank to itself is left out."""
     nodes: dict[int, list[int]] = {}
     for rank in sorted(members):
@@ -59,13 +59,13 @@ def legs_of(messages: Sequence[Message], members: Ranks, node_ranks: int) -> tup
     return stages
 
 
-class Routed:
+class PendingLegs:
     """Like `Pending`, for messages that have several legs."""
 
     def __init__(
         self,
         plane: Plane,
-        messages: Sequence[Message],
+        messages: Sequence[RankMessage],
         members: Ranks,
         tensors: Mapping[int, Tensor],
         tags: Sequence[int],

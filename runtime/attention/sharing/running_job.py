@@ -20,7 +20,7 @@ from ..blocks import BlockKernel, Inputs, merge
 from ..prefix import PrefixStore
 from .heads import Heads, heads_of
 from .jobs import CpGroupJob
-from .routing import Message, Routed
+from .routing import PendingLegs, RankMessage
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, or their gradients."""
@@ -66,7 +66,7 @@ class Transfer(NamedTuple):
 class Coming:
     """Messages under way to this rank."""
 
-    def __init__(self, pending: Pending | Routed, tensors: Mapping[int, Tensor]) -> None:
+    def __init__(self, pending: Pending | PendingLegs, tensors: Mapping[int, Tensor]) -> None:
         self._pending, self._tensors = pending, tensors
 
     def wait(self) -> Mapping[int, Tensor]:
@@ -135,7 +135,7 @@ class RunningJob(ABC):
             outgoing = [(ranks[group * ulysses_degree + self.share], tensor) for group, tensor in sends.items()]
             incoming = [(ranks[group * ulysses_degree + self.share], tensor) for group, tensor in came.items()]
             return Coming(plane.post(outgoing, incoming, tags[0]), came)
-        messages: list[Message] = []
+        messages: list[RankMessage] = []
         ends: dict[int, Tensor] = {}
         for row in rows:
             for share in range(ulysses_degree):
@@ -144,9 +144,11 @@ class RunningJob(ABC):
                 if share == self.share and self.group in (row.source, row.to):
                     ends[len(messages)] = sends[row.to] if row.source == self.group else came[row.source]
                 messages.append(
-                    Message(ranks[row.source * ulysses_degree + share], ranks[row.to * ulysses_degree + share], size)
+                    RankMessage(
+                        ranks[row.source * ulysses_degree + share], ranks[row.to * ulysses_degree + share], size
+                    )
                 )
-        return Coming(Routed(plane, messages, ranks, ends, tags, like), came)
+        return Coming(PendingLegs(plane, messages, ranks, ends, tags, like), came)
 
     def own_keys(self, backward: bool = False) -> list[Pair]:
         """Keys and values that this rank brings, slice by slice; those of cut sequences are written to the store."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pulp
 import pytest
-from evenload.core.balance.partition import Load, balance, best_fit_decreasing, into_bins, karmarkar_karp, longest_first
+from evenload.core.balance.partition import (
+    BinLoad,
+    balance,
+    best_fit_decreasing,
+    into_bins,
+    karmarkar_karp,
+    longest_first,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +39,7 @@ def optimum(costs: list[int], num_bins: int) -> float:
 def test_balance_is_within_two_percent_of_the_optimum(seed: int) -> None:
     draw = np.random.default_rng(seed)
     costs = np.ceil(draw.lognormal(3, 1.2, size=int(draw.integers(10, 24)))).astype(int)
-    bins = balance(costs.astype(float), costs, 3, Load())
+    bins = balance(costs.astype(float), costs, 3, BinLoad())
     ours = np.bincount(bins, costs, 3).max()
     assert ours <= 1.02 * optimum(costs.tolist(), 3)
 
@@ -41,7 +48,7 @@ def test_balance_is_within_two_percent_of_the_optimum(seed: int) -> None:
 def test_polish_is_never_worse_than_longest_first(costs: list[int], num_bins: int) -> None:
     values = np.array(costs, dtype=float)
     tokens = np.array(costs)
-    load = Load(7.0, 600)
+    load = BinLoad(7.0, 600)
 
     def largest(bins: np.ndarray) -> float:
         return float(load(np.bincount(bins, values, num_bins), np.bincount(bins, tokens, num_bins).astype(int)).max())

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from evenload.core.costs.attention_comm import (
-    Load,
+    AttentionLoad,
     SharedLoad,
     Times,
     alone_s,
@@ -161,7 +161,7 @@ def test_copied_keys_travel_and_the_busiest_rank_is_waited_for() -> None:
 def test_the_ring_of_a_hybrid_carries_the_copies_too() -> None:
     """Four ranks of a group share 8 query and 2 key heads: 2 tokens a rank of 1.5 bytes, twice."""
     traffic = replace(TRAFFIC, heads=8, kv_bytes_per_token=1.5)
-    times = times_of(at(traffic), FORWARD, SharedLoad(tuple(range(8)), Load(16.0, 16.0, 0.0), "hybrid", 4))
+    times = times_of(at(traffic), FORWARD, SharedLoad(tuple(range(8)), AttentionLoad(16.0, 16.0, 0.0), "hybrid", 4))
     assert times.hop_s == 2 * 2 * 1.5 / 0.5
 
 
@@ -190,7 +190,7 @@ FAST_INSIDE = NODES_OF_4.model_copy(update={"intra": Link(latency_s=0.0, bytes_p
 def test_routed_hops_use_all_links_of_a_node(
     ranks: tuple[int, ...], cp_comm: CpComm, ulysses_degree: int, hop: float
 ) -> None:
-    load = Load(2.0 * len(ranks), 2.0 * len(ranks), 0.0)
+    load = AttentionLoad(2.0 * len(ranks), 2.0 * len(ranks), 0.0)
     times = times_of(at(cluster=FAST_INSIDE), FORWARD, SharedLoad(ranks, load, cp_comm, ulysses_degree, routed=True))
     assert times.hop_s == hop
 
@@ -199,7 +199,7 @@ def test_routed_hops_take_three_latencies() -> None:
     slow = FAST_INSIDE.model_copy(
         update={"intra": Link(latency_s=1.0, bytes_per_s=8.0), "inter": Link(latency_s=10.0, bytes_per_s=0.5)}
     )
-    load = Load(8.0, 8.0, 0.0)
+    load = AttentionLoad(8.0, 8.0, 0.0)
     hops = [
         times_of(at(cluster=slow), FORWARD, SharedLoad((2, 3, 4, 5), load, "ring", routed=routed)).hop_s
         for routed in (False, True)

@@ -5,7 +5,7 @@ import pytest
 from evenload.core.costs.costs import analytic
 from evenload.core.costs.work import step_flops
 from evenload.core.machine.cluster import Cluster, Link
-from evenload.core.machine.shape import Experts, Shape
+from evenload.core.machine.shape import ExpertShape, Shape
 
 DENSE = Shape(2, 8, 16, 8, 4, 32, gated=True)
 LINK = Link(latency_s=0.0, bytes_per_s=1.0)
@@ -18,7 +18,7 @@ def test_every_product_of_a_layer_is_counted_once_forward_and_twice_backward() -
     assert step_flops(DENSE, np.array([5, 3])) == pytest.approx(3 * forward)
 
 
-@pytest.mark.parametrize("shape", [DENSE, DENSE._replace(experts=Experts(4, 2, 16, 8, (1,)))])
+@pytest.mark.parametrize("shape", [DENSE, DENSE._replace(experts=ExpertShape(4, 2, 16, 8, (1,)))])
 def test_the_forward_is_what_planners_count(shape: Shape) -> None:
     cluster = Cluster(name="c", source="", ranks_per_node=1, flops_per_s=10.0, memory_bytes=1.0, intra=LINK, inter=LINK)
     forward = analytic(shape, cluster).forward

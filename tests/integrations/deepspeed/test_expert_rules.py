@@ -6,7 +6,7 @@ import json
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.core.machine.shape import Experts
+from evenload.core.machine.shape import ExpertShape
 from evenload.core.recipe import recipe as recipes
 from evenload.core.recipe.sections import Model
 from evenload.core.recipe.sizes import shape_of
@@ -39,20 +39,20 @@ def test_what_it_cannot_do_is_refused_before_anything_starts(changes, said):
     ("fields", "wanted"),
     [
         ({}, None),
-        ({"num_local_experts": 8, "num_experts_per_tok": 2}, Experts(8, 2, 64, 0, (0, 1, 2, 3))),
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, ExpertShape(8, 2, 64, 0, (0, 1, 2, 3))),
         (
             {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [3]},
-            Experts(8, 2, 16, 0, (0, 1, 2)),
+            ExpertShape(8, 2, 16, 0, (0, 1, 2)),
         ),
         (
             {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 2}
             | {"shared_expert_intermediate_size": 24},
-            Experts(8, 2, 16, 24, (1, 3)),
+            ExpertShape(8, 2, 16, 24, (1, 3)),
         ),
         (
             {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2}
             | {"first_k_dense_replace": 1},
-            Experts(8, 2, 16, 32, (1, 2, 3)),
+            ExpertShape(8, 2, 16, 32, (1, 2, 3)),
         ),
     ],
 )

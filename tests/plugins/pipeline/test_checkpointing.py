@@ -27,7 +27,7 @@ from evenload.plugins.pipeline.checkpointing import DoesNotFitError, fitted
 from evenload.plugins.pipeline.chunks import chunkings
 from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.elastic import ordered
-from evenload.plugins.pipeline.memory_rows import Probes, Rows, levels_of
+from evenload.plugins.pipeline.memory_rows import MemoryRows, Probes, levels_of
 from evenload.plugins.pipeline.plan import plan as plan_of_plugin
 from evenload.plugins.pipeline.recompute_milp import GAP, lowered, solved
 from hypothesis import given, settings
@@ -233,7 +233,7 @@ def test_other_peoples_chunks_recompute_no_layer_too_many_either() -> None:
     refuse_a_layer_too_many(found, 15_000.0)
 
 
-def random_rows(seed: int, columns: int, layers: int) -> Rows:
+def random_rows(seed: int, columns: int, layers: int) -> MemoryRows:
     """In each row one column runs and up to three wait; what fits is a third of the way up from all layers of all."""
     random = np.random.default_rng(seed)
     own, sizes = np.arange(columns), random.uniform(0.5, 1.5, columns)
@@ -247,7 +247,7 @@ def random_rows(seed: int, columns: int, layers: int) -> Rows:
     levels = np.array([one, one, every])
     room = least.max() + 0.35 * float((one - least).min())
     over = one > room
-    return Rows(saves[over], own[over], sizes[over], levels[:, over], room)
+    return MemoryRows(saves[over], own[over], sizes[over], levels[:, over], room)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -15,8 +15,8 @@ from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.runtime.adapters.adapters import Adapters
-from evenload.runtime.adapters.peers import Peers
-from evenload.runtime.adapters.places import Block, Place, Site
+from evenload.runtime.adapters.peers import AdapterPeers
+from evenload.runtime.adapters.places import AdaptedBlock, Place, Site
 from evenload.runtime.adapters.state import AdapterState, part_of
 from evenload.runtime.adapters.tenant import TenantAdapter
 from evenload.runtime.attention.pack import build_pack
@@ -47,8 +47,8 @@ def site(module: nn.Linear, name: str) -> Site:
 
 def adapters_of(layer: Layer) -> Adapters:
     sites = (site(layer.up, "layers.0.up"), site(layer.down, "layers.0.down"))
-    block = Block(layer, lambda _, words: words["pack"], sites)
-    return Adapters([block], ["layers.0.up", "layers.0.down"], Peers(), torch.float64, CPU)
+    block = AdaptedBlock(layer, lambda _, words: words["pack"], sites)
+    return Adapters([block], ["layers.0.up", "layers.0.down"], AdapterPeers(), torch.float64, CPU)
 
 
 def pack(lengths: list[int]) -> Any:
@@ -227,7 +227,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(case: str) -> None:
 
 @pytest.mark.parametrize("owners", [1, 2, 3])
 def test_bytes_of_a_tenant_are_those_that_it_takes(owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Peers, "num_owners", owners)
+    monkeypatch.setattr(AdapterPeers, "num_owners", owners)
     adapters, adapter = adapters_of(Layer()), Adapter(r=3)
     adapters.join(0, adapter, TRAIN)
     tenant = adapters._tenants[0]

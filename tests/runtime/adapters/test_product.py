@@ -10,7 +10,7 @@ import torch
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.runtime.adapters.places import Place, Site
-from evenload.runtime.adapters.product import Span, added
+from evenload.runtime.adapters.product import TenantSpan, added
 from evenload.runtime.adapters.state import AdapterState
 from evenload.runtime.adapters.tenant import TenantAdapter
 from hypothesis import given
@@ -52,7 +52,7 @@ def tenant(number: int) -> TenantAdapter:
     return TenantAdapter(adapter, TenantTrain(), [SITE], **where, state=state)
 
 
-def run(spans: list[Span], y_TD: torch.Tensor, x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run(spans: list[TenantSpan], y_TD: torch.Tensor, x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, and the gradient of the inputs where that of the outputs is a cosine of them."""
     x_TC = x_TC.clone().requires_grad_()
     output_TD = added(y_TD, x_TC, SITE, spans, None)
@@ -91,7 +91,7 @@ def test_each_tenant_gets_what_autograd_gives_it_alone(drawn: list[tuple[int, in
     tenants = [tenant(number) for number in range(len(ADAPTERS))]
     sizes = [size for size, _ in drawn]
     y_TD, x_TC = inputs(sum(sizes))
-    output_TD, dx_TC = run([Span(n, None if who is None else tenants[who]) for n, who in drawn], y_TD, x_TC)
+    output_TD, dx_TC = run([TenantSpan(n, None if who is None else tenants[who]) for n, who in drawn], y_TD, x_TC)
     expected = [dict[str, torch.Tensor]() for _ in tenants]
     rows = zip(*(torch.split(t, sizes) for t in (y_TD, x_TC, output_TD, dx_TC)), strict=True)
     for (_, who), (y_tD, x_tC, output_tD, dx_tC) in zip(drawn, rows, strict=True):
@@ -110,11 +110,11 @@ def test_each_tenant_gets_what_autograd_gives_it_alone(drawn: list[tuple[int, in
 def test_company_changes_no_bit_of_a_span(drawn: list[tuple[int, int | None]]) -> None:
     sizes = [size for size, _ in drawn]
     y_TD, x_TC = inputs(sum(sizes))
-    spans = [Span(size, None if who is None else tenant(who)) for size, who in drawn]
+    spans = [TenantSpan(size, None if who is None else tenant(who)) for size, who in drawn]
     output_TD, dx_TC = run(spans, y_TD, x_TC)
     in_company = zip(*(torch.split(t, sizes) for t in (y_TD, x_TC, output_TD, dx_TC)), strict=True)
     for (size, who), (y_tD, x_tC, output_tD, dx_tC) in zip(drawn, in_company, strict=True):
-        alone = run([Span(size, None if who is None else tenant(who))], y_tD.clone(), x_tC.clone())
+        alone = run([TenantSpan(size, None if who is None else tenant(who))], y_tD.clone(), x_tC.clone())
         assert torch.equal(output_tD, alone[0])
         assert torch.equal(dx_tC, alone[1])
 
@@ -123,13 +123,13 @@ def test_company_changes_no_bit_of_a_span(drawn: list[tuple[int, int | None]]) -
 def test_what_is_not_a_number_stays_with_its_tenant(where: str) -> None:
     y_TD, x_TC = inputs(9)
     good, tenants = [tenant(number) for number in range(3)], [tenant(number) for number in range(3)]
-    expected = run([Span(3, one) for one in good], y_TD, x_TC)
+    expected = run([TenantSpan(3, one) for one in good], y_TD, x_TC)
     if where == "inputs":
         x_TC = x_TC.clone()
         x_TC[3:6] = torch.nan
     else:
         tenants[1].values.fill_(torch.inf)
-    found = run([Span(3, one) for one in tenants], y_TD, x_TC)
+    found = run([TenantSpan(3, one) for one in tenants], y_TD, x_TC)
     for tensor, wanted in zip(found, expected, strict=True):
         assert torch.equal(tensor[:3], wanted[:3])
         assert torch.equal(tensor[6:], wanted[6:])
@@ -141,4 +141,4 @@ def test_what_is_not_a_number_stays_with_its_tenant(where: str) -> None:
 
 def test_where_nobody_has_an_adapter_the_output_is_the_same_tensor() -> None:
     y_TD, x_TC = inputs(4)
-    assert added(y_TD, x_TC, SITE, [Span(3, None), Span(1, tenant(3))], None) is y_TD
+    assert added(y_TD, x_TC, SITE, [TenantSpan(3, None), TenantSpan(1, tenant(3))], None) is y_TD

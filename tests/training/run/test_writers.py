@@ -12,7 +12,7 @@ import pytest
 from evenload.commands.tables.train import _summary as table_of_train
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import parse
-from evenload.training.metrics import Row, totals
+from evenload.training.metrics import StepRow, totals
 from evenload.training.preflight import preflight
 from evenload.training.run.writers import Entry, writer
 from rich.console import Console
@@ -20,10 +20,10 @@ from rich.console import Console
 RECIPE = parse({"log": {"wandb": "evenly"}})
 
 
-def row(step: int, loss: float) -> Row:
+def row(step: int, loss: float) -> StepRow:
     numbers = {"grad_norm": 1.0, "lr": 0.1, "plan_s": 0.0, "plan_wait_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0}
     seconds = 1.0 + 9.0 * (step == 0)
-    return Row(step, loss, tokens=100, targets=90, step_s=seconds, mfu=0.5 / seconds, bound_s=0.0, **numbers)
+    return StepRow(step, loss, tokens=100, targets=90, step_s=seconds, mfu=0.5 / seconds, bound_s=0.0, **numbers)
 
 
 def test_without_the_package_the_recipe_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

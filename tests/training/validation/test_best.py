@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from evenload.data.sources import Source, open_source
-from evenload.training.validation.validation import Validation
+from evenload.training.validation.validation import ValidationRun
 
 
 def held_out(folder: Path, letter: str) -> Source:
@@ -23,7 +23,7 @@ def held_out(folder: Path, letter: str) -> Source:
 def restored(source: Source, state: dict[str, Any]) -> float:
     """The lowest loss of a run that goes on."""
     one: Any = SimpleNamespace(_job=SimpleNamespace(source=source), _best=math.inf)
-    Validation._restore(one, state)
+    ValidationRun._restore(one, state)
     best: float = one._best
     return best
 
@@ -31,7 +31,7 @@ def restored(source: Source, state: dict[str, Any]) -> float:
 def test_it_is_gone_on_with_where_the_samples_are_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = held_out(tmp_path, "a")
     of: Any = SimpleNamespace(_job=SimpleNamespace(source=source), _best=1.5)
-    state = Validation.state(of)["validation"]
+    state = ValidationRun.state(of)["validation"]
     assert restored(held_out(tmp_path, "a"), state) == 1.5
     assert restored(source, {**state, "best": None}) == math.inf
     assert not caplog.records

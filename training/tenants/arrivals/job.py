@@ -16,13 +16,13 @@ from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
 from ....runtime.watchdog.watchdog import Watchdog
 from ....runtime.world.world import World
-from ...job import Work, logger, open_host
+from ...job import VerbJob, logger, open_host
 from .preflight import config_of, folder_of_tenants, out_of, preflight
-from .reading import Samples
+from .reading import TenantSamples
 
 
 @dataclass(frozen=True)
-class TenantJob(Work):
+class TenantJob(VerbJob):
     """What the loop of tenants works with on each rank."""
 
     recipe: Recipe
@@ -30,7 +30,7 @@ class TenantJob(Work):
     host: TenantHost
     chain: PlanChain
     watchdog: Watchdog
-    samples: Samples = field(default_factory=Samples)
+    samples: TenantSamples = field(default_factory=TenantSamples)
 
     @property
     def folder(self) -> Path:

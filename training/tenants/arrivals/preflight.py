@@ -17,7 +17,7 @@ from .folder import Folder
 logger = logging.getLogger("evenload")
 
 
-class Preflight(NamedTuple):
+class TenantPreflight(NamedTuple):
     """A recipe whose base can run, and its chain of planners for the layout."""
 
     recipe: Recipe
@@ -26,7 +26,7 @@ class Preflight(NamedTuple):
 
 def preflight(
     recipe: Recipe, world_size: int | None = None, against: tuple[str, ...] = (), *, needs_tenants: bool = True
-) -> Preflight:
+) -> TenantPreflight:
     """Check trainer, layout and base, and, if any are needed, that there is a folder of tenants. Raises EvenloadError;
     starts nothing."""
     refuse_of_models(recipe, against)
@@ -42,7 +42,7 @@ def preflight(
         ),
     )
     refuse_other_tokenizer(recipe)
-    return Preflight(recipe, PlanChain.of_recipe(recipe, layout))
+    return TenantPreflight(recipe, PlanChain.of_recipe(recipe, layout))
 
 
 def _refuse_no_tenant(recipe: Recipe) -> None:

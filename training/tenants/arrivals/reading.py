@@ -14,7 +14,7 @@ from ....runtime.attention.pack import TokensOf
 from ..state.drawing import labels_in
 
 
-class Samples:
+class TenantSamples:
     """Tokens and labels of the batches that this rank computes."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from ..state.tenant import ENDED, ActiveTenant
 
 
 @dataclass(frozen=True)
-class Row:
+class JobRow:
     """Measures of one step of the job; seconds are wall time on the slowest rank."""
 
     step: int
@@ -36,9 +36,9 @@ class Row:
     """Idle share of the step, mean over stages and plane ranks."""
 
 
-def row_of(step: int, planned: Planned, taken: Taken) -> Row:
+def row_of(step: int, planned: Planned, taken: Taken) -> JobRow:
     plan, busy, idle = planned.plan, taken.busy_s.sum(axis=0), 1 - taken.busy_s / taken.step_s
-    return Row(
+    return JobRow(
         step=step,
         num_tenants=len(own_draws(planned.draw)),
         sequences=len(plan.lengths),
@@ -72,7 +72,7 @@ def tenant_row(tenant: ActiveTenant, planned: Planned, taken: Taken, rate: float
     }
 
 
-def entry_of_step(row: Row, own: Mapping[str, Mapping[str, Any]]) -> Entry:
+def entry_of_step(row: JobRow, own: Mapping[str, Mapping[str, Any]]) -> Entry:
     """What logs get of a step; ``own``: of each tenant, by name."""
     scalars = {f"evenload/{key}": value for key, value in asdict(row).items() if key != "step"}
     for name, numbers in own.items():
@@ -81,7 +81,7 @@ def entry_of_step(row: Row, own: Mapping[str, Mapping[str, Any]]) -> Entry:
     return Entry(row.step, scalars, {**asdict(row), "tenants": {name: dict(numbers) for name, numbers in own.items()}})
 
 
-def totals(rows: Sequence[Row]) -> dict[str, Any]:
+def totals(rows: Sequence[JobRow]) -> dict[str, Any]:
     """Sums over all steps; rates over those after the first, which pays for warming up."""
     timed = rows[1:] or rows
     seconds = sum(row.step_s for row in timed)

@@ -25,7 +25,7 @@ ENDED: tuple[State, ...] = ("done", "stopped", "dropped", "left", "failed")
 
 
 @dataclass(frozen=True)
-class Status:
+class TenantStatus:
     """How far a tenant has come, as its status file says."""
 
     name: str
@@ -48,7 +48,7 @@ class Status:
     """Why it waits or has ended, where the state does not say."""
 
 
-_STATUS = TypeAdapter(Status)
+_STATUS = TypeAdapter(TenantStatus)
 
 
 def leave_word(folder: Path, out: Path) -> None:
@@ -65,12 +65,12 @@ def out_of(folder: Path) -> list[Path]:
     return beside
 
 
-def status_of(row: Mapping[str, Any]) -> Status:
+def status_of(row: Mapping[str, Any]) -> TenantStatus:
     """What a job says of a tenant (`ActiveTenant.status`)."""
-    return Status(**{field.name: row[field.name] for field in fields(Status) if field.name in row})
+    return TenantStatus(**{field.name: row[field.name] for field in fields(TenantStatus) if field.name in row})
 
 
-def read_status(path: Path) -> Status:
+def read_status(path: Path) -> TenantStatus:
     """The status that a file holds. Raises EvenloadError."""
     name, do = f"the status {shorten(str(path))}", "let the job that trains the tenant write it anew"
     return validated(reading.read_json(path, name, do), _STATUS, name, do)

@@ -24,8 +24,8 @@ from ....data.sources import Source
 from ....integrations.host.scoring import Scores
 from ....runtime.world.agreement import everyone
 from ...held_out import scorable
-from ...job import Work
-from ..arrivals.reading import Samples
+from ...job import VerbJob
+from ..arrivals.reading import TenantSamples
 
 
 class HeldOut(NamedTuple):
@@ -74,8 +74,8 @@ def union_of(due: Sequence[HeldOut]) -> list[Draw]:
 class Evaluations:
     """Scores tenants of a job, all ranks together."""
 
-    def __init__(self, job: Work) -> None:
-        self._job, self._samples = job, Samples()
+    def __init__(self, job: VerbJob) -> None:
+        self._job, self._samples = job, TenantSamples()
         self._waiting: deque[Draw] = deque()
         self._planner = job.planner(self._waiting.popleft, forward_only(job.chain))
         self._plans: tuple[tuple[int, ...], list[Planned]] = ((), [])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...shared_plan.trials import Sweep
-from ..state.status import Status, status_of
+from ..state.status import TenantStatus, status_of
 from ..state.tenant import ActiveTenant
 from .halving import Halving
 from .ranking import ranking_of
@@ -68,7 +68,7 @@ class Race:
         """How the trials rank; ``past``: what ``status.json`` says of those that ended in an earlier job."""
         here = {tenant.name: tenant for tenant in trials}
         losses: dict[str, float] = {}
-        standing = {trial.name: Status(trial.name, "waiting", 0, 0) for trial in self.sweep.trials}
+        standing = {trial.name: TenantStatus(trial.name, "waiting", 0, 0) for trial in self.sweep.trials}
         standing |= {name: status_of(row) for name, row in past.items() if name in standing}
         standing |= {name: status_of(tenant.status()) for name, tenant in here.items()}
         for name, status in standing.items():

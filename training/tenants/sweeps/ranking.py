@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from ....core.errors import EvenloadError, shorten
 from ....core.input import reading
 from ...shared_plan.trials import Sweep
-from ..state.status import State, Status, validated
+from ..state.status import State, TenantStatus, validated
 from ..state.writing import write_whole
 from .halving import Halving
 
@@ -57,7 +57,7 @@ _RANKING = TypeAdapter(_Ranking)
 
 
 def ranking_of(
-    sweep: Sweep, halving: Halving, losses: Mapping[str, float], standing: Mapping[str, Status]
+    sweep: Sweep, halving: Halving, losses: Mapping[str, float], standing: Mapping[str, TenantStatus]
 ) -> dict[str, Any]:
     """The ranking of a sweep whose trials have these losses and states; ready for JSON.
 

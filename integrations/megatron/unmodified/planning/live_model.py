@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .....core.machine.layout import Layout
-from .....core.machine.shape import Experts, Shape
+from .....core.machine.shape import ExpertShape, Shape
 from .....core.planning.chain import PlanChain
 from .....core.recipe.recipe import Recipe
 from ...base.traits import traits_of
@@ -36,12 +36,12 @@ def shape_of(config: Any, vocab_size: int, num_stages: int) -> Shape:
     )
 
 
-def _experts_of(config: Any) -> Experts | None:
+def _experts_of(config: Any) -> ExpertShape | None:
     if not config.num_moe_experts:
         return None
     every = config.moe_layer_freq
     layers = range(config.num_layers)
-    return Experts(
+    return ExpertShape(
         config.num_moe_experts,
         config.moe_router_topk,
         config.moe_ffn_hidden_size or config.ffn_hidden_size,

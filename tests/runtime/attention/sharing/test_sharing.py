@@ -10,7 +10,7 @@ from evenload.core.plan.token_layout import CpGroup, attended
 from evenload.runtime.attention.sharing import gather, ring
 from evenload.runtime.attention.sharing.heads import heads_of
 from evenload.runtime.attention.sharing.jobs import jobs_of
-from evenload.runtime.attention.sharing.routing import Message, legs_of
+from evenload.runtime.attention.sharing.routing import RankMessage, legs_of
 from evenload.runtime.world.plane import Plane
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,7 +88,7 @@ def test_jobs_that_send_farthest_begin_first():
 @given(st.permutations(range(9)), st.integers(2, 9), st.integers(1, 4), st.integers(0, 50))
 def test_messages_between_nodes_arrive_whole_over_all_links(order, count, node_ranks, size):
     members = tuple(order[:count])
-    messages = [Message(a, b, size) for a, b in zip(members, members[1:] + members[:1], strict=True)]
+    messages = [RankMessage(a, b, size) for a, b in zip(members, members[1:] + members[:1], strict=True)]
     here = {(n, m.source, i) for n, m in enumerate(messages) for i in range(size)}
     links = Counter()
     for stage in legs_of(messages, members, node_ranks):

@@ -13,7 +13,7 @@ from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan
 from evenload.core.planning.planner import Draw
 from evenload.data.sources import Source, open_source
 from evenload.data.targets import IGNORE
-from evenload.training.tenants.arrivals.reading import Samples
+from evenload.training.tenants.arrivals.reading import TenantSamples
 from evenload.training.tenants.state.drawing import union
 
 
@@ -38,7 +38,7 @@ def test_tokens_and_labels_are_those_of_each_tenant(tmp_path: Path) -> None:
     bare = source(tmp_path / "a.jsonl", [{"tokens": [1, 2, 3]}, {"tokens": [4, 5]}])
     prompts = source(tmp_path / "b.jsonl", [{"prompt": "ab", "completion": "cd"}] * 3)
     draw = union({1: draw_of(bare, [1, 0]), 4: draw_of(prompts, [0, 2])})
-    samples = Samples()
+    samples = TenantSamples()
     samples.sources |= {1: bare, 4: prompts}
     assert samples.read(planned(draw), 0) == {}
     tokens, labels = samples.tokens_of(draw), samples.labels_of(draw)
@@ -54,7 +54,7 @@ def test_tokens_and_labels_are_those_of_each_tenant(tmp_path: Path) -> None:
 def test_data_that_are_gone_or_have_changed_are_said_of_their_tenant(tmp_path: Path) -> None:
     one, other = (source(tmp_path / f"{name}.jsonl", [{"tokens": [1, 2, 3]}] * 2) for name in "ab")
     draw = union({1: draw_of(one, [0, 1]), 2: draw_of(other, [0, 1])})
-    samples = Samples()
+    samples = TenantSamples()
     samples.sources |= {1: one, 2: other}
     (tmp_path / "b.jsonl").write_text(json.dumps({"tokens": [1]}) + "\n")
     faults = samples.read(planned(draw), 0)
@@ -74,7 +74,7 @@ def test_a_sample_of_other_targets_than_when_the_data_were_opened_is_not_trained
         tokens=lambda sample: np.array(tokens[sample]),
         labels=lambda sample: np.array(labels[sample]),
     )
-    samples = Samples()
+    samples = TenantSamples()
     samples.sources |= {1: one, 2: one}
     faults = samples.read(planned(union({1: draw_of(one, [0]), 2: draw_of(one, [1, 0])})), 0)
     assert list(faults) == [2]

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from evenload.training.tenants.records.rows import Live, Row, entry_of_step, totals
+from evenload.training.tenants.records.rows import JobRow, Live, entry_of_step, totals
 
-ROW = Row(7, 2, 5, 300, 200, 0.5, 0.1, 0.0, 1.2, 0.0, 0.4, 0.3)
+ROW = JobRow(7, 2, 5, 300, 200, 0.5, 0.1, 0.0, 1.2, 0.0, 0.4, 0.3)
 
 
 def test_a_log_gets_the_step_and_each_tenant_by_its_name() -> None:
@@ -27,7 +27,7 @@ def test_a_log_gets_the_step_and_each_tenant_by_its_name() -> None:
 
 
 def test_rates_leave_out_the_first_step_and_of_no_step_nothing_is_known() -> None:
-    first = Row(6, 2, 5, 1000, 900, 10.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.9)
+    first = JobRow(6, 2, 5, 1000, 900, 10.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.9)
     summed = totals([first, ROW])
     assert (summed["tokens"], summed["targets"], summed["train_s"]) == (1300, 1100, 10.5)
     assert (summed["tokens_per_s"], summed["imbalance"], summed["bubble_frac"]) == pytest.approx((600, 1.2, 0.3))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from evenload.core.recipe.tenant import Evaluate
 from evenload.integrations.host.scoring import Scores
-from evenload.training.tenants.arrivals.reading import Samples
+from evenload.training.tenants.arrivals.reading import TenantSamples
 from evenload.training.tenants.sweeps.evaluation import HeldOut, _sum_of, held_out_of, union_of
 
 
@@ -42,7 +42,7 @@ def test_tenants_that_are_due_together_share_plans() -> None:
     assert first.tenants.tolist() == [4, 4, 9, 9]
     assert [draw.tenants.tolist() for draw in (second, third) if draw.tenants is not None] == [[4, 4], [4]]
     for draw in (first, second, third):
-        samples = Samples()
+        samples = TenantSamples()
         samples.sources = {4: many, 9: few}
         tokens_of, labels = samples.tokens_of(draw), samples.labels_of(draw)
         assert draw.tenants is not None

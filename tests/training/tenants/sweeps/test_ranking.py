@@ -14,7 +14,7 @@ from evenload.commands.tables.lora import table as tables
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.tenant import Tenant
 from evenload.training.shared_plan.trials import sweep_of
-from evenload.training.tenants.state.status import NAME, State, Status, leave_word, read_status
+from evenload.training.tenants.state.status import NAME, State, TenantStatus, leave_word, read_status
 from evenload.training.tenants.sweeps import ranking as rank
 from evenload.training.tenants.sweeps.halving import Halving
 from rich.console import Console
@@ -32,7 +32,7 @@ SWEEP = sweep_of(
 NAMES = [trial.name for trial in SWEEP.trials]
 
 
-def write_status(folder: Path, status: Status) -> None:
+def write_status(folder: Path, status: TenantStatus) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).write_text(json.dumps({**asdict(status), "digest": "of its file"}))
 
@@ -49,7 +49,7 @@ def raced(last: State) -> dict[str, Any]:
         halving.end(NAMES[1], 1.5)
         halving.end(NAMES[2], 0.5)
         states[1] = "done"
-    standing = {name: Status(name, state, 20, 20) for name, state in zip(NAMES, states, strict=True)}
+    standing = {name: TenantStatus(name, state, 20, 20) for name, state in zip(NAMES, states, strict=True)}
     return rank.ranking_of(SWEEP, halving, {NAMES[0]: 3.0, NAMES[1]: 1.5, NAMES[2]: 0.5}, standing)
 
 
@@ -65,7 +65,7 @@ def test_the_winners_folder_is_copied_and_all_is_read_again(tmp_path: Path) -> N
     out = tmp_path / "out"
     ended = raced("done")
     for row in ended["trials"]:
-        write_status(out / row["trial"], Status(row["trial"], row["state"], 20, 20, loss=row["loss"], tokens=7))
+        write_status(out / row["trial"], TenantStatus(row["trial"], row["state"], 20, 20, loss=row["loss"], tokens=7))
     (out / NAMES[2] / "last").mkdir()
     (out / NAMES[2] / "last" / "adapter_config.json").write_text("{}")
     rank.write_ranking(out, raced("training"), None)
@@ -86,7 +86,7 @@ WHOLE = {"sweep": "a", "winner": None, "best": None, "loss_is": "so", "trials": 
 
 
 def test_a_ranking_without_a_race_is_whole(tmp_path: Path) -> None:
-    write_status(tmp_path / "a", Status("a", "done", 1, 1))
+    write_status(tmp_path / "a", TenantStatus("a", "done", 1, 1))
     (tmp_path / "a" / rank.NAME).write_text(json.dumps(WHOLE))
     assert lora(tmp_path)["sweeps"] == [WHOLE]
 
@@ -104,7 +104,7 @@ def test_a_ranking_without_a_race_is_whole(tmp_path: Path) -> None:
 )
 def test_a_damaged_ranking_is_refused_and_no_race_goes_on_from_it(text: str, tmp_path: Path) -> None:
     assert rank.race_in(tmp_path, "a", "abc") is None
-    write_status(tmp_path / "a", Status("a", "done", 1, 1))
+    write_status(tmp_path / "a", TenantStatus("a", "done", 1, 1))
     (tmp_path / "a" / rank.NAME).write_text(text)
     with pytest.raises(EvenloadError, match="the ranking"):
         lora(tmp_path)
@@ -114,7 +114,7 @@ def test_a_damaged_ranking_is_refused_and_no_race_goes_on_from_it(text: str, tmp
 def test_a_folder_of_tenants_says_where_their_job_writes(tmp_path: Path) -> None:
     clients, out = tmp_path / "clients", tmp_path / "elsewhere" / "adapters"
     clients.mkdir()
-    write_status(out / "a", Status("a", "done", 1, 1))
+    write_status(out / "a", TenantStatus("a", "done", 1, 1))
     with pytest.raises(EvenloadError, match="no tenant has a status in"):
         lora(clients)
     leave_word(clients, out)
@@ -125,6 +125,6 @@ def test_a_folder_of_tenants_says_where_their_job_writes(tmp_path: Path) -> None
 
 
 def test_a_status_comes_back_as_it_was(tmp_path: Path) -> None:
-    status = Status("a", "stopped", 3, 9, 2.5, 2.25, 2, 1234, 5.5, "why")
+    status = TenantStatus("a", "stopped", 3, 9, 2.5, 2.25, 2, 1234, 5.5, "why")
     write_status(tmp_path / "a", status)
     assert read_status(tmp_path / "a" / "status.json") == status
