@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -135,3 +135,20 @@ def test_a_thin_docstring_is_noticed() -> None:
     )
     code = "\n".join(f'def f{i}():\n    """{text}"""' for i, text in enumerate(texts))
     assert thin_docstrings(ast.parse(code)) == ["f0", "f1", "f2"]
+
+
+TWICE = {
+    "Event": "torch.cuda's, which Megatron calls where there is no GPU",
+    "PlainModel": "every trainer's module has one, by this name",
+    "Planner": "the recipe's section is named by its key",
+}
+"""Class names that several modules may give, and why."""
+
+
+def test_a_public_class_name_stands_once() -> None:
+    places = defaultdict(list)
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in TWICE:
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -25,7 +25,7 @@ _MOST_WAITING = 16
 """Planned forwards that may wait for a backward; those before them have none."""
 
 
-class Waiting(NamedTuple):
+class WaitingLoss(NamedTuple):
     """The loss of a planned forward whose backward is to come."""
 
     loss: Tensor
@@ -41,7 +41,7 @@ class PackLoss:
         """What each token's loss counts [1, T] in the planned forward that runs, until its loss is computed."""
         self.plan: StepPlan | None = None
         """Of that forward; None where nothing is trained."""
-        self._waiting: deque[Waiting] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[WaitingLoss] = deque(maxlen=_MOST_WAITING)
         self._slopes: dict[str | int, Tensor] | None = None
         """Gradients that have come to the loop's loss ("loss") and to planned ones (by their `id`), in a backward."""
 
@@ -57,7 +57,7 @@ class PackLoss:
         if loss.requires_grad and self.plan is not None:
             number = id(loss)
             loss.register_hook(lambda slope: self._note(number, slope))  # type: ignore[no-untyped-call]
-            self._waiting.append(Waiting(loss, self.plan))
+            self._waiting.append(WaitingLoss(loss, self.plan))
         return loss
 
     def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
@@ -78,7 +78,7 @@ class PackLoss:
             output[key] = OfPack()
         return output
 
-    def run_backward(self, loss: Tensor, run: Callable[[], Any]) -> tuple[Any, list[Waiting]]:
+    def run_backward(self, loss: Tensor, run: Callable[[], Any]) -> tuple[Any, list[WaitingLoss]]:
         """Run the backward of a loss; what it gives, and the planned losses that are in its loss. Collective where some
         wait. Raises EvenloadError, the same on all ranks, unless the loss is a sum of their multiples by numbers that
         are the same on all ranks."""
@@ -92,7 +92,7 @@ class PackLoss:
             handle.remove()
             self._slopes = None
 
-    def _taken(self, loss: Tensor) -> list[Waiting]:
+    def _taken(self, loss: Tensor) -> list[WaitingLoss]:
         # Measured in the backward itself: engines of DeepSpeed take any other one for theirs.
         waiting, slopes = list(self._waiting), self._slopes or {}
         own_slope = float(slopes.get("loss", torch.ones(())))

@@ -24,7 +24,7 @@ _TENSORS = ("input_ids", "position_ids", "shift_labels")
 """What a model computes a pack from."""
 
 
-class Batch(NamedTuple):
+class TrainerBatch(NamedTuple):
     """A micro-batch whose tensors lie on the device."""
 
     pack: Pack
@@ -39,9 +39,9 @@ class Samples(NamedTuple):
 
 def _reduction(engine: Any, num_backwards: int) -> Any:
     """What DeepSpeed's engine must be told of backwards that do not follow their forwards."""
-    from ..deepspeed.engine.engine import Reduction  # imports DeepSpeed, which other Trainers need not have
+    from ..deepspeed.engine.engine import OneReduction  # imports DeepSpeed, which other Trainers need not have
 
-    return Reduction(engine, num_backwards)
+    return OneReduction(engine, num_backwards)
 
 
 class TrainerStage(StageTrainer):
@@ -81,9 +81,11 @@ class TrainerStage(StageTrainer):
         self.loss = torch.zeros((), device=self.device)
         """What the Trainer books as this rank's loss of the step."""
 
-    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> TrainerBatch:
         tokens_of, labels_of = self._samples
-        return Batch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of))
+        return TrainerBatch(
+            build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of)
+        )
 
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
         losses: list[Tensor] = []

@@ -55,7 +55,7 @@ NAME = "Transformers' Trainer"
 """What users call the loop."""
 
 
-class Taken(NamedTuple):
+class TakenBatch(NamedTuple):
     """A batch that came to `Trainer.training_step`."""
 
     inputs: Any
@@ -65,13 +65,13 @@ class Taken(NamedTuple):
 
 
 @dataclass(eq=False)
-class Window:
+class StepWindow:
     """The batches of one optimizer step: counted by their calls, since a loader may give one object twice."""
 
     num_batches: int
     run: Any
     """The Trainer's state, of which every call of ``train`` makes another."""
-    taken: list[Taken] = field(default_factory=list)
+    taken: list[TakenBatch] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class PlannedTrainer:
     """Its batches stay as they are: no pack is exact for it."""
     plane: Plane | None = None
     """What ranks share micro-batches over; made for the first plan that shares one."""
-    window: Window | None = None
+    window: StepWindow | None = None
     """Of the step that runs, until its plan has."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
 
@@ -108,7 +108,7 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
         state = _planned[trainer] = PlannedTrainer(recipe)
     if not state.stays:
         _refuse_unfinished(state, trainer)
-        state.window = Window(len(batches), trainer.state)
+        state.window = StepWindow(len(batches), trainer.state)
     return batches, num_items
 
 
@@ -127,7 +127,7 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     model, num_items = call["model"], call.get("num_items_in_batch")
     inputs = trainer._prepare_inputs(call["inputs"])
     known = without_unread(inputs, trainer.model, type(trainer))
-    window.taken.append(Taken(inputs, num_items, read(known, inner_model(trainer).config, num_items)))
+    window.taken.append(TakenBatch(inputs, num_items, read(known, inner_model(trainer).config, num_items)))
     # A script may pass over batches: the Trainer says which one is the last before its update.
     if not trainer.accelerator.gradient_state.sync_gradients and len(window.taken) < window.num_batches:
         return torch.zeros((), device=trainer.args.device)
@@ -149,7 +149,7 @@ def release() -> None:
     _planned.clear()
 
 
-def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken], call: Any) -> Tensor:
+def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
     """All passes of this rank in a step; the loss that the Trainer books for it. Collective.
 
     Args:
@@ -190,7 +190,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken], ca
     return stage.loss
 
 
-def _open(state: PlannedTrainer, trainer: Any, batch: GlobalBatch, taken: Taken) -> None:
+def _open(state: PlannedTrainer, trainer: Any, batch: GlobalBatch, taken: TakenBatch) -> None:
     """Measure whether packs are exact for a Trainer; one for which they are not stays as it is, once said why.
     Collective."""
     fault, may_cut = virtual_tokens(trainer.model), False
@@ -204,7 +204,7 @@ def _open(state: PlannedTrainer, trainer: Any, batch: GlobalBatch, taken: Taken)
         report_idle(NAME, f"{fault.what} ({fault.found})", fault.do)
 
 
-def _run_stock(trainer: Any, model: Any, taken: list[Taken], call: Any) -> Tensor:
+def _run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
     """The batches of a step one by one, as a run without evenload has them."""
     loss = torch.zeros((), device=trainer.args.device)
     for number, one in enumerate(taken, 1):

@@ -1133,7 +1133,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sample that reads otherwise on another rank is taken",
         _LOADER,
-        "    if entry.place >= len(samples) or Entry.of(entry.rows, entry.place, samples[entry.place]) != entry:",
+        "    if entry.place >= len(samples) or SampleEntry.of(entry.rows, entry.place, samples[entry.place]) != entry:",
         "    if entry.place >= len(samples) or len(samples[entry.place].tokens) != entry.length:",
         "user's loop",
     ),

@@ -76,7 +76,7 @@ class Releases:
             module.ds_grads_remaining = count
 
 
-class Reduction(Releases):
+class OneReduction(Releases):
     """What `one_reduction` has to be told while the ``num_backwards`` backwards of this rank in a step run."""
 
     def __init__(self, engine: Any, num_backwards: int) -> None:
@@ -94,11 +94,11 @@ class Reduction(Releases):
 
 
 @contextmanager
-def one_reduction(engine: Any, num_backwards: int) -> Iterator[Reduction]:
+def one_reduction(engine: Any, num_backwards: int) -> Iterator[OneReduction]:
     """Run all passes of a step inside; at the exit the engine holds the reduced gradients, ready for `step`. Collective
     at the exit (ZeRO 3: throughout)."""
     stage = int(engine.zero_optimization_stage())
-    reduction = Reduction(engine, num_backwards)
+    reduction = OneReduction(engine, num_backwards)
     if stage == 0:
         with engine.no_sync():
             yield reduction

@@ -29,7 +29,7 @@ from .expert_gate import GatedExperts
 from .model import enable_recomputing, recomputing
 
 
-class Batch(NamedTuple):
+class EngineBatch(NamedTuple):
     """A micro-batch whose tensors lie on the device."""
 
     pack: Pack
@@ -65,9 +65,9 @@ class PackStage(StageTrainer):
         self.totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         """Sum of the token losses that this rank has computed, and their number."""
 
-    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> EngineBatch:
         tokens_of, wanted = self._step.tokens_of, labels_of(self._step.labels)
-        return Batch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
+        return EngineBatch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
 
     def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
         """The loss of a pack, booked, as its backward starts from it."""
@@ -110,7 +110,7 @@ class EngineStage(PackStage):
                 forward.enter_context(with_attributes(watcher, pack=loaded.pack))
             return self._forward(loaded, action)
 
-    def _forward(self, loaded: Batch, action: Action) -> Tensor:
+    def _forward(self, loaded: EngineBatch, action: Action) -> Tensor:
         if action.kind == "forward_kv":
             output: Tensor = self._engine(**call_of(loaded.pack), **self._one_logit).logits
             return output

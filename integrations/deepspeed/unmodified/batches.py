@@ -15,7 +15,7 @@ from ...huggingface.samples import Sample
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class PlannedMicroBatch:
     """A micro-batch that the loader has handed out."""
 
     pack: Pack
@@ -34,7 +34,7 @@ def build_batch(
     num_targets: int,
     place: int,
     keys: Collection[str],
-) -> tuple[dict[str, Tensor], Planned]:
+) -> tuple[dict[str, Tensor], PlannedMicroBatch]:
     """The batch that the script gets, and what its forward and backward need to know of it.
 
     Args:
@@ -62,4 +62,4 @@ def build_batch(
     }
     batch = {"input_ids": tokens_1T, "labels": labels_T[None]}
     batch |= {key: value for key, value in further.items() if key in keys}
-    return batch, Planned(pack, own_targets / num_targets, place, plan)
+    return batch, PlannedMicroBatch(pack, own_targets / num_targets, place, plan)

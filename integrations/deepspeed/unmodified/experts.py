@@ -14,7 +14,7 @@ from ....runtime.attributes import with_attributes
 from ...host.step import no_mark
 from ..engine.expert_gate import GatedExperts
 from ..engine.experts import COMM_BACKEND, AutoEPMoELayer
-from .batches import Planned
+from .batches import PlannedMicroBatch
 
 
 def gated_experts(module: Any, recipe: Recipe) -> GatedExperts | None:
@@ -33,7 +33,7 @@ def gated_experts(module: Any, recipe: Recipe) -> GatedExperts | None:
 
 
 @contextmanager
-def running(gated: GatedExperts | None, planned: Planned, pack: Pack) -> Iterator[None]:
+def running(gated: GatedExperts | None, planned: PlannedMicroBatch, pack: Pack) -> Iterator[None]:
     """Inside, the forward of a micro-batch of a plan runs."""
     if gated is None:
         yield

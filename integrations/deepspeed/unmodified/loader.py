@@ -29,7 +29,7 @@ from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
 from ...unmodified.planned_loop import PlannedLoop
-from .batches import Planned, build_batch
+from .batches import PlannedMicroBatch, build_batch
 from .counts import into_exactly
 
 log = logging.getLogger("evenload")
@@ -37,7 +37,7 @@ log = logging.getLogger("evenload")
 _LENGTHS = LengthWords("the longest sample of the step", "max_length (with truncation=True) in the tokenizer call")
 
 
-class Entry(NamedTuple):
+class SampleEntry(NamedTuple):
     """A sample with a target as all ranks know it."""
 
     rows: tuple[int, ...]
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     """Of its tokens and labels."""
 
     @classmethod
-    def of(cls, rows: tuple[int, ...], place: int, sample: Sample) -> Entry:
+    def of(cls, rows: tuple[int, ...], place: int, sample: Sample) -> SampleEntry:
         both = torch.cat([sample.tokens, sample.labels]).cpu().numpy().tobytes()
         return cls(rows, place, len(sample.tokens), sample.num_targets, blake2b(both, digest_size=16).digest())
 
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 class OwnSamples(NamedTuple):
     """What a rank reads of the samples that the stock sampler gave it, for all ranks to know."""
 
-    entries: list[Entry]
+    entries: list[SampleEntry]
     reach: int
     """Positions that stock runs of these samples have; see `huggingface.samples.reach`."""
     errors: list[EvenloadError]
@@ -81,7 +81,7 @@ class PlannedLoader:
         chain: PlanChain,
         config: Any,
         num_micro_batches: int,
-        handed_out: deque[Planned],
+        handed_out: deque[PlannedMicroBatch],
         active: Callable[[], bool],
     ) -> None:
         self.stock = stock
@@ -127,7 +127,7 @@ class PlannedLoader:
                 self._handed_out.append(planned)
                 yield batch
 
-    def _plan_step(self, stock_batches: list[list[int]]) -> list[tuple[dict[str, Tensor], Planned]]:
+    def _plan_step(self, stock_batches: list[list[int]]) -> list[tuple[dict[str, Tensor], PlannedMicroBatch]]:
         """Batches of this rank in one step, whose stock micro-batches on this rank have these rows. Collective. Raises
         EvenloadError, the same on all ranks: samples that cannot be regrouped, or do not fit."""
         samples: dict[tuple[int, ...], list[Sample]] = {}
@@ -154,7 +154,7 @@ class PlannedLoader:
     def _read_own(self, stock_batches: list[list[int]], samples: dict[tuple[int, ...], list[Sample]]) -> OwnSamples:
         """Read the samples of stock micro-batches into `samples`, collated as in a stock run: only there is the padding
         that its loss may count. A sample without a target changes no gradient and is not planned."""
-        entries: list[Entry] = []
+        entries: list[SampleEntry] = []
         errors: list[EvenloadError] = []
         positions = 0
         for rows in stock_batches:
@@ -168,7 +168,9 @@ class PlannedLoader:
             positions = max(positions, reach(batch))
             single = len(of_batch) == len(rows)
             for place, sample in enumerate(of_batch):
-                entry = Entry.of((rows[place],), 0, sample) if single else Entry.of(tuple(rows), place, sample)
+                entry = (
+                    SampleEntry.of((rows[place],), 0, sample) if single else SampleEntry.of(tuple(rows), place, sample)
+                )
                 samples.setdefault(entry.rows, of_batch[place : place + 1] if single else of_batch)
                 if entry.num_targets:
                     entries.append(entry)
@@ -201,9 +203,9 @@ class PlannedLoader:
         return batch
 
 
-def _same(entry: Entry, samples: list[Sample]) -> Sample:
+def _same(entry: SampleEntry, samples: list[Sample]) -> Sample:
     """The sample of an entry. Raises EvenloadError where it is not what the rank that drew it read."""
-    if entry.place >= len(samples) or Entry.of(entry.rows, entry.place, samples[entry.place]) != entry:
+    if entry.place >= len(samples) or SampleEntry.of(entry.rows, entry.place, samples[entry.place]) != entry:
         lengths = [len(sample.tokens) for sample in samples]
         raise EvenloadError(
             "the dataset or collate_fn gives another sample for the same index",

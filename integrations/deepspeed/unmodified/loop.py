@@ -41,7 +41,7 @@ from ...unmodified.planned_runs import end_of_check, on_release
 from ..engine.expert_gate import GatedExperts
 from ..engine.experts import expert_ranks
 from ..engine.traits import traits_of
-from .batches import Planned
+from .batches import PlannedMicroBatch
 from .experts import gated_experts, running
 from .loader import PlannedLoader
 from .section import KEY, parse_section, recipe_of
@@ -52,9 +52,9 @@ class Attached:
     """What evenload keeps for one engine."""
 
     stock_attention: str
-    handed_out: deque[Planned] = field(default_factory=deque)
+    handed_out: deque[PlannedMicroBatch] = field(default_factory=deque)
     """Micro-batches that the script holds but has not run."""
-    running: Planned | None = None
+    running: PlannedMicroBatch | None = None
     """The micro-batch between its forward and its backward."""
     active: bool = True
     loss_sum: torch.Tensor | float = 0.0
@@ -163,7 +163,7 @@ def _backward_arguments(loss: Any, retain_graph: bool = False, scale_wrt_gas: bo
     """The arguments of `DeepSpeedEngine.backward` in 0.19."""
 
 
-def _show_loss(state: Attached, planned: Planned, output: Any) -> Any:
+def _show_loss(state: Attached, planned: PlannedMicroBatch, output: Any) -> Any:
     """The output of a forward. The loss of a dummy gets the value that dashboards expect, since scripts print it: the
     mean over the targets that this rank ran in its step, or in the last one in which it had any."""
     is_tuple = isinstance(output, tuple)
@@ -183,7 +183,7 @@ def _show_loss(state: Attached, planned: Planned, output: Any) -> Any:
     return output
 
 
-def _recognise(state: Attached, input_ids: Any) -> Planned:
+def _recognise(state: Attached, input_ids: Any) -> PlannedMicroBatch:
     """The handed-out micro-batch with these tokens; it is taken off the list."""
     if isinstance(input_ids, torch.Tensor):
         for planned in state.handed_out:
@@ -199,7 +199,7 @@ def _recognise(state: Attached, input_ids: Any) -> Planned:
     )
 
 
-def _refuse_out_of_step(engine: Any, state: Attached, planned: Planned) -> None:
+def _refuse_out_of_step(engine: Any, state: Attached, planned: PlannedMicroBatch) -> None:
     place = engine.micro_steps % engine.gradient_accumulation_steps()
     if state.running is not None or planned.place != place:
         raise EvenloadError(

@@ -26,7 +26,7 @@ KEY = "evenload"
 """The section's name in ds_config."""
 
 
-class Section(BaseModel):
+class EvenloadSection(BaseModel):
     """What the section holds besides the plugins."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,14 +35,14 @@ class Section(BaseModel):
     """A recipe file, relative to the working directory, for all that the section leaves out."""
 
 
-def parse_section(data: Any) -> Section:
+def parse_section(data: Any) -> EvenloadSection:
     """Validate the section. Raises EvenloadError: names the key, what was found and the nearest key that exists."""
     if not isinstance(data, Mapping):
         raise EvenloadError(
             f'ds_config: "{KEY}" is not an object', shown(data), '{"packing": {"enabled": true, "max_tokens": 8192}}'
         )
     fields: dict[str, Any] = {p.name: (p.config, p.config()) for p in registry.registered()}
-    schema = create_model("EvenloadSection", __base__=Section, **fields)  # as ``plugins`` of a recipe
+    schema = create_model("EvenloadSection", __base__=EvenloadSection, **fields)  # as ``plugins`` of a recipe
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -55,7 +55,7 @@ def parse_section(data: Any) -> Section:
         raise EvenloadError(f"ds_config: {where} has no key {shown(last)}", fault.value, hint) from error
 
 
-def recipe_of(section: Section | None, base: Recipe | None) -> Recipe | None:
+def recipe_of(section: EvenloadSection | None, base: Recipe | None) -> Recipe | None:
     """The recipe that a script asks for: the section over its recipe file over `base`; None if it asks for nothing.
     Raises EvenloadError: the recipe file is missing or wrong."""
     if section is None:

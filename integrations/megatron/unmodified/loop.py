@@ -43,7 +43,7 @@ from .planning.fixed_micro_batches import Together
 from .planning.live_model import chain_of
 from .planning.rows import RowSteps
 from .planning.user_loop import UserLoop
-from .reading.batches import Batches, Source
+from .reading.batches import Batches, BatchSource
 from .reading.context_parallel import data_rank, refuse_other_forms, refuse_together
 from .reading.rows import holds_rows
 from .refusals.expert_rules import refuse_losses_of_rows, refuse_routers, why_together
@@ -166,7 +166,9 @@ class PlannedSteps:
             for gpt in gpts:
                 refuse_routers(gpt)
             warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpts[0]] = UserLoop.of(self._recipe, chunks, gpts, foreign_owner, warn, Source(data_iterator))
+            self._loops[gpts[0]] = UserLoop.of(
+                self._recipe, chunks, gpts, foreign_owner, warn, BatchSource(data_iterator)
+            )
         return self._loops[gpts[0]]
 
     def _run_rows(

@@ -129,16 +129,16 @@ def mutants(stage: int) -> dict[str, float]:
     if stage == 3:
         forwards_first = PLANS["forwards first"]()
         errors["none, forwards first"] = error(forwards_first)
-        before_backward = engine_module.Reduction.before_backward
+        before_backward = engine_module.OneReduction.before_backward
 
         def without_clear(reduction: Any) -> None:
             host.engine.optimizer.clear_backward_seen_flag = lambda: None
             before_backward(reduction)
             del host.engine.optimizer.clear_backward_seen_flag
 
-        engine_module.Reduction.before_backward = without_clear  # type: ignore[method-assign]
+        engine_module.OneReduction.before_backward = without_clear  # type: ignore[method-assign]
         errors["flag not cleared"] = error(forwards_first)
-        engine_module.Reduction.before_backward = before_backward  # type: ignore[method-assign]
+        engine_module.OneReduction.before_backward = before_backward  # type: ignore[method-assign]
     labels = half_masked(None, tokens_of, np.arange(len(LENGTHS)), good.lengths, 0)
     with pytest.raises(EvenloadError, match="another number of targets"):
         host.train_step(good, tokens_of, lr=1e-2, labels=labels._replace(targets=labels.targets + 1))

@@ -106,12 +106,12 @@ def gathered_while_backward_ends(counted: bool) -> list[int]:
     seen: list[int] = []
     first = dict(host.engine.module.named_parameters())["model.layers.0.input_layernorm.weight"]
     handle = first.register_hook(lambda grad: seen.append(_gathered(host)))
-    note = engine_module.Reduction.after_forward
+    note = engine_module.OneReduction.after_forward
     if not counted:
-        engine_module.Reduction.after_forward = lambda self: None  # type: ignore[method-assign]
+        engine_module.OneReduction.after_forward = lambda self: None  # type: ignore[method-assign]
     plan = plans.chains("none", equal=True)
     host.gradients(plan, plans.tokens_of(plan))
-    engine_module.Reduction.after_forward = note  # type: ignore[method-assign]
+    engine_module.OneReduction.after_forward = note  # type: ignore[method-assign]
     handle.remove()
     host.close()
     return seen
@@ -137,7 +137,7 @@ def mutants(stage: int) -> dict[str, tuple[float, float]]:
         # It shows where two backwards begin the step; a replay between them would clear the flag by its forward.
         kept = plans.chains("none", equal=True)
         found = {"sound": errors(kept)}
-        with _patched(engine_module.Reduction, "before_backward", _keep_flag):
+        with _patched(engine_module.OneReduction, "before_backward", _keep_flag):
             found["flag not cleared"] = errors(kept)
         host.close()
         return found

@@ -17,7 +17,7 @@ from .....runtime.world.plane import Plane
 from ....unmodified.planned_loop import PlannedLoop
 from ...base.plane import current_layout, open_plane, stage_links
 from ...model.linears import why_in_backward
-from ..reading.batches import Source
+from ..reading.batches import BatchSource
 from ..reading.context_parallel import OneContextRank
 from ..refusals.attention import why_whole
 from ..refusals.expert_rules import refuse_experts
@@ -39,7 +39,7 @@ class UserLoop:
     """Its packs may hold parts of samples."""
     only_stock: Trouble | None
     """Why Megatron's own schedule must run its plans."""
-    source: Source
+    source: BatchSource
     kinds: Kinds | None = None
     """What the values of its reports are, after the first call."""
     one_context: OneContextRank | None = None
@@ -53,7 +53,13 @@ class UserLoop:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, chunks: Sequence[Any], gpts: Sequence[Any], foreign_owner: str, warn: bool, source: Source
+        cls,
+        recipe: Recipe,
+        chunks: Sequence[Any],
+        gpts: Sequence[Any],
+        foreign_owner: str,
+        warn: bool,
+        source: BatchSource,
     ) -> UserLoop:
         """The loop with these model chunks, which calls for the first time. Collective; raises EvenloadError. ``warn``:
         this rank says what is left out."""

@@ -70,7 +70,7 @@ class Batches:
     """Why this model copy's batches cannot be planned; nothing else of them is known then."""
 
 
-class Source:
+class BatchSource:
     """Where a rank's batches come from; asked in every training call. Collective when it is made and when it is asked,
     over the ranks of one copy of the model."""
 
