@@ -10,14 +10,12 @@ another layout where the ranks allow one. Dropout is off: plain training has non
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Draw
 from ...core.recipe.adapter import Adapter
 from ...core.recipe.recipe import Recipe
@@ -36,9 +34,7 @@ from ..tenants.arrivals.preflight import config_of, folder_of_tenants
 from ..tenants.state.drawing import next_of, union
 from .alone import TenantBeside
 from .layouts import other_layout
-from .reach import opened
-from .steps import Proven
-from .summary import summary
+from .proven_steps import ProvenSteps
 from .tenant_steps import ProofStep, proven_step
 
 BUILT_IN_RANKS = (4, 8, 16)
@@ -57,36 +53,24 @@ class _Proof:
 
     def __init__(self, recipe: Recipe, steps: int, progress: Progress) -> None:
         self._recipe, self._steps = recipe, steps
-        self._progress = progress
         self._tenants: list[TenantBeside] = []
         self._base: dict[str, Tensor] = {}
-        self._proven: list[Proven] = []
-        self._exercised, self._drawn = Exercised(), 0
+        self._proven = ProvenSteps(steps, progress)
+        self._drawn = 0
 
     def run(self, world: World, watchdog: Watchdog) -> dict[str, Any]:
         before = (self._steps + 1) // 2
-        resumed = None
         with open_trainer(self._recipe, world, watchdog, needs_tenants=False) as job:
             self._tenants = [_beside(entrant, number, job) for number, entrant in enumerate(entrants_of(job.recipe))]
             self._base = {name: weight.clone() for name, weight in job.host.weights().items()}
-            host, branches = job.host.describe(), set(opened(job.chain))
+            self._proven.begin(job.host, job.chain)
             self._take(job, range(before))
         if before < self._steps:
             recipe = other_layout(self._recipe, world.size) or self._recipe
             with open_trainer(recipe, world, watchdog, needs_tenants=False) as job:
-                layout = job.host.layout
-                resumed = {"at_step": before, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
+                self._proven.resume(job.host, before)
                 self._take(job, range(before, self._steps))
-        taken = sum((Counter(proven.branches) for proven in self._proven), Counter[str]())
-        return {
-            **summary(self._proven, self._steps),
-            "resumed": resumed,
-            "branches": dict(sorted(taken.items())),
-            "branches_not_taken": sorted(branches - set(taken)),
-            "not_exercised": self._exercised.idle,
-            "host": host,
-            "tenants": [one.row() for one in self._tenants],
-        }
+        return {**self._proven.summary(), "tenants": [one.row() for one in self._tenants]}
 
     def _take(self, job: TenantJob, numbers: range) -> None:
         """Steps in one trainer; the adapters come into it and go out again."""
@@ -98,9 +82,7 @@ class _Proof:
         planner = job.planner(self._draw)
         for number in numbers:
             step = ProofStep(job, number, planner.next(ahead=False), self._base)
-            self._proven.append(proven_step(step, self._tenants))
-            self._exercised.note(job.chain, step.planned.plan, self._proven[-1].branches)
-            self._progress("verify", len(self._proven), self._steps, "exact" if self._proven[-1].exact else "NOT exact")
+            self._proven.add(job.chain, step.planned.plan, proven_step(step, self._tenants))
         for one in self._tenants:
             one.state = job.host.adapters.state(one.number)
         plain.close()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.planning.chain import PlanChain
-from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Draw, Planned, Planner
 from ...core.recipe.recipe import Recipe
 from ...runtime.watchdog.watchdog import Watchdog
@@ -35,9 +33,9 @@ from ..job import Job, hand_over, logger, open_trainer, open_world
 from ..measuring import learning_rate
 from ..progress import Progress, silent
 from ..proof.layouts import other_layout
-from ..proof.reach import choose, opened, planned
-from ..proof.steps import Beside, ProofBatch, Proven
-from ..proof.summary import summary
+from ..proof.proven_steps import ProvenSteps
+from ..proof.reach import choose, planned
+from ..proof.steps import Beside, ProofBatch
 from ..proof.tenants import verify_tenants
 
 
@@ -58,11 +56,9 @@ class _Proof:
         self._world = world
         self._watchdog = watchdog
         self._steps = steps
-        self._progress = progress
         self._before = (steps + 1) // 2 if steps > 1 else steps
         """Steps before the resume."""
-        self._proven: list[Proven] = []
-        self._resumed: dict[str, Any] | None = None
+        self._proven = ProvenSteps(steps, progress)
 
     def run(self) -> dict[str, Any]:
         folder = self._shared_folder() if self._before < self._steps else None
@@ -76,8 +72,7 @@ class _Proof:
         last = self._steps if folder is None else self._before
         with open_trainer(self._recipe, self._world, self._watchdog) as job:
             job.say_unused("verify")
-            self._host = job.host.describe()
-            self._opened, self._exercised = set(opened(job.chain)), Exercised()
+            self._proven.begin(job.host, job.chain)
             self._expected = _undisturbed(job)
             beside = Beside.of(job)
             planner, history = job.planner(job.drawing()), LoadHistory(job.chain)
@@ -90,14 +85,13 @@ class _Proof:
             recipe = other_layout(self._recipe, self._world.size) or self._recipe
             with open_trainer(recipe, self._world, self._watchdog) as job:
                 self._go_on(job, beside, folder)
-        return self._result()
+        return self._proven.summary()
 
     def _go_on(self, job: Job, beside: Beside, folder: Path) -> None:
         """The steps after the resume, by a trainer of their own."""
         state = resume(job, folder)
         assert state is not None
-        layout = job.host.layout
-        self._resumed = {"at_step": state["step"], "tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
+        self._proven.resume(job.host, state["step"])
         beside = replace(beside, job=job)
         history = LoadHistory(job.chain, state.get("loads"))
         planner = job.planner(drawing_after(job, state), history.newest(job.chain), history.first(job.chain))
@@ -116,38 +110,23 @@ class _Proof:
     def _prove(self, beside: Beside, number: int, batch: ProofBatch, of_rate: int) -> None:
         """One step, with the learning rate of step ``of_rate``."""
         proven = beside.step(number, batch, learning_rate(of_rate, beside.job.recipe.train))
-        self._proven.append(proven)
-        self._exercised.note(beside.job.chain, batch.plan, proven.branches)
-        self._progress("verify", len(self._proven), None, "exact" if proven.exact else "NOT exact")
+        self._proven.add(beside.job.chain, batch.plan, proven)
 
     def _reach(self, beside: Beside, chain: PlanChain) -> None:
         """Steps on further batches of the chain, for branches that no step has taken yet."""
         job = beside.job
-        missing = self._opened - {name for one in self._proven for name in one.branches}
+        missing = self._proven.missing
         lengths, targets = job.source.lengths, job.source.targets
         size, seed = batch_size(job.recipe).mean_samples(lengths), job.recipe.train.seed
         trained = np.arange(len(lengths)) if targets is None else np.flatnonzero(targets)
         with job.watchdog.working("choosing batches for other branches"):
             batches = from_first(lambda: choose(chain, missing, lengths[trained], size, seed)) if missing else []
         for one in batches:
-            number, samples = len(self._proven), trained[one.samples]
+            number, samples = len(self._proven.proven), trained[one.samples]
             of_batch = None if targets is None else targets[samples]
             draw = Draw(samples, lengths[samples], {}, targets=of_batch)
             batch = ProofBatch(draw, planned(chain, draw.lengths, one.prefers), samples, _masked(number))
             self._prove(beside, number, batch, self._steps - 1)
-
-    def _result(self) -> dict[str, Any]:
-        branches = Counter[str]()
-        for proven in self._proven:
-            branches.update(proven.branches)
-        return {
-            **summary(self._proven, self._steps),
-            "resumed": self._resumed,
-            "branches": dict(sorted(branches.items())),
-            "branches_not_taken": sorted(self._opened - set(branches)),
-            "not_exercised": self._exercised.idle,
-            "host": self._host,
-        }
 
     def _shared_folder(self) -> Path | None:
         """A new folder for the checkpoint that every rank sees; None, with a warning, where there is none."""
