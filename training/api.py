@@ -17,15 +17,9 @@ from .launching.launch import RanksFailed
 from .launching.on_ranks import on_ranks
 from .progress import Progress, silent
 
-_NAME = "recipe.yaml"
-
 
 def train(
-    recipe: Recipe | str | Path,
-    against: Sequence[str] = (),
-    *,
-    nproc: int | None = None,
-    progress: Progress = silent,
+    recipe: Recipe | str | Path, against: Sequence[str] = (), *, nproc: int | None = None, progress: Progress = silent
 ) -> dict[str, Any] | None:
     """Train a recipe, or the path or name of one; the object that `evenload train --json` prints.
 
@@ -43,8 +37,7 @@ def train(
         RankError: a rank failed.
     """
     names = (against,) if isinstance(against, str) else tuple(against)
-    words = ("--against", ",".join(names))
-    return _answer("train", recipe, nproc, progress, words, against=names)
+    return _answer("train", recipe, nproc, progress, ("--against", ",".join(names)), against=names)
 
 
 def verify(
@@ -62,20 +55,15 @@ def verify(
 
 
 def _answer(
-    verb: str,
-    recipe: Recipe | str | Path,
-    nproc: int | None,
-    progress: Progress,
-    words: Sequence[str],
-    **arguments: Any,
+    verb: str, recipe: Recipe | str | Path, nproc: int | None, progress: Progress, words: Sequence[str], **more: Any
 ) -> dict[str, Any] | None:
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     num_ranks = None if nproc is None else whole_number(nproc, "nproc", LOCAL_RANKS)
     with tempfile.TemporaryDirectory(prefix="evenload-") as folder:
-        path = Path(folder) / _NAME
+        path = Path(folder) / "recipe.yaml"
         path.write_text(yaml.safe_dump(chosen.model_dump(mode="json", exclude_unset=True)))
         try:
-            return on_ranks(verb, chosen, (verb, str(path), *words), num_ranks, progress, **arguments)
+            return on_ranks(verb, chosen, (verb, str(path), *words), num_ranks, progress, **more)
         except RanksFailed as end:
             raise RankError(
                 f"{verb} failed on its ranks", f"exit code {end.code}", "see what they print above"

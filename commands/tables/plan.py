@@ -78,7 +78,6 @@ def _layers(again: int, layers: int) -> str:
 
 
 def _pipeline(steps: list[Result]) -> Table:
-    """A row a stage, over all steps."""
     micro_batches, cut, chunks = (_sum(steps, key) for key in ("micro_batches", "cut_sequences", "chunks"))
     most = _most(steps, "most_chunks")
     cuts = f"{cut:,} sequences are cut into {chunks:,} chunks, at most {most} each" if cut else "no sequence is cut"

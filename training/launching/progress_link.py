@@ -16,11 +16,7 @@ _MOST_BYTES = 1 << 20
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
-    """The launcher's end and rank 0's."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in ends:
-        end.setblocking(False)
-    return ends
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def inherited() -> Progress | None:
@@ -32,7 +28,7 @@ def inherited() -> Progress | None:
 
     def tell(*words: object) -> None:
         with suppress(OSError):
-            end.send(json.dumps(words).encode())
+            end.send(json.dumps(words).encode(), socket.MSG_DONTWAIT)
 
     return tell
 
@@ -40,5 +36,5 @@ def inherited() -> Progress | None:
 def pass_on(end: socket.socket, progress: Progress) -> None:
     """Tell all that rank 0 has sent since the last time."""
     with suppress(OSError):
-        while packet := end.recv(_MOST_BYTES):
+        while packet := end.recv(_MOST_BYTES, socket.MSG_DONTWAIT):
             progress(*json.loads(packet))

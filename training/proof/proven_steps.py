@@ -30,12 +30,10 @@ class ProvenSteps:
         self._progress = progress
 
     def begin(self, host: Host, chain: PlanChain) -> None:
-        """Of the first trainer: what it is, and the branches that its settings open."""
         self.host = host.describe()
         self._opened = set(opened(chain))
 
     def resume(self, host: Host, step: int) -> None:
-        """Another trainer goes on."""
         layout = host.layout
         self.resumed = {"at_step": step, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
 

@@ -176,7 +176,6 @@ def _predicted_peaks(planned: Planned) -> list[float]:
 
 
 def _count(job: Job, planned: Planned, runs: list[Taken], into: Measured) -> None:
-    """The medians of a step's runs."""
     wait_s = runs[0].wait_s
     into.step_s.append(float(np.median([run.step_s - run.wait_s for run in runs])) + wait_s)
     into.busy.append(np.median([run.busy_s.sum(axis=0) for run in runs], axis=0))

@@ -288,7 +288,6 @@ def _memory(job: Job, max_tokens: int) -> MemoryCost:
 
 
 def _source(job: Job) -> str:
-    """Machine, versions, model and command."""
     host, shape = job.host.describe(), job.recipe.model.model_dump(mode="json", exclude_none=True)
     versions = (f"{k} {host[k]}" for k in ("torch", "megatron_core", "deepspeed", "transformers") if k in host)
     about = ", ".join(f"{key} {value}" for key, value in shape.items())
