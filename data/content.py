@@ -54,7 +54,6 @@ def fingerprint(documents: Documents, cut: Cut) -> str:
 
 
 def _chosen(documents: Documents, cut: Cut) -> Mapping[int, NDArray[np.int64]]:
-    """The samples that are read, by their documents."""
     order, _ = SampleOrder(len(cut.length), seed=0).take(SAMPLES)
     of_documents: dict[int, list[int]] = {}
     tokens = 0

@@ -51,11 +51,8 @@ def tensors_only(what: str, allowed: Sequence[Any], *, trust: bool) -> Iterator[
 
 
 def refuse_code(path: Path, allowed: Collection[str], *, trust: bool) -> None:
-    """Raise EvenloadError if a pickle names anything but what is allowed, each by its full name.
-
-    What the file builds is thrown away, so the allowed names must build mere data. Unreadable files are left to whoever
-    reads them next.
-    """
+    """Raise EvenloadError if a pickle names anything but what is allowed, each by its full name. What the file builds
+    is thrown away, so the allowed names must build mere data. Unreadable files are left to whoever reads them next."""
     if trust:
         return
     try:

@@ -60,5 +60,4 @@ def _stage(plan: StepPlan, outcome: Simulation, stage: int) -> Row:
 
 
 def _in_flight(ops: list[Op]) -> int:
-    """Forwards ahead of backwards, at most."""
     return int(np.cumsum([{"F": 1, "B": -1, "W": 0}[op.kind] for op in ops]).max(initial=0))

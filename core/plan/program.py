@@ -52,11 +52,8 @@ def lower(plan: StepPlan, stage: int, rank: int, dummies: Dummies = "none") -> P
 
 @fact_of_plan("lengths", "micro_batches", "backward", "replayed", "order", "limits")
 def forwards_that_run(plan: StepPlan, is_last: bool) -> tuple[MicroBatch | None, ...]:
-    """What runs of each micro-batch of the forward at a stage, the last one or another; None: nothing.
-
-    Of the forwards that a group of ranks in step runs together all run, as a dummy where nothing of one is wanted, or
-    none.
-    """
+    """What runs of each micro-batch of the forward at a stage, the last one or another; None: nothing. Of the forwards
+    that a group of ranks in step runs together all run, as a dummy where nothing of one is wanted, or none."""
     if not is_last or len(plan.kept) == len(plan.micro_batches):
         return plan.micro_batches
     end = _written_by_forwards(plan)

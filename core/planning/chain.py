@@ -322,7 +322,6 @@ class PlanChain:
         return self._with_tenants(self._under_caps(plan), tenants)
 
     def _unequal_caps(self) -> list[str]:
-        """A note where plugins have unlike caps on tokens."""
         caps = {plugin.name: config.capped(self.limits).max_tokens for plugin, config in self.links}
         own = {name: tokens for name, tokens in caps.items() if tokens < self.limits.max_tokens}
         if len(set(own.values())) < 2:

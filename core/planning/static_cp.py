@@ -73,7 +73,6 @@ def _on_cp_group(micro_batch: MicroBatch, cp: int) -> tuple[MicroBatch, ...]:
 
 
 def _places(micro_batches: tuple[MicroBatch, ...], cp: int) -> list[range]:
-    """Where each micro-batch's pieces are in `_spread`'s answer."""
     ends = list(accumulate(1 if m.slices else cp for m in micro_batches))
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 

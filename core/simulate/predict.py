@@ -36,11 +36,8 @@ OfRanks = Mapping[Op, Floats]
 
 
 def predict(plan: StepPlan, costs: Costs, head_frac: float = 0.0) -> Prediction:
-    """Predict a lawful plan. ``costs`` and ``head_frac`` are those of a planning context.
-
-    Stages are alike here: where they recompute different layers, or run less of a forward, each is taken to run the
-    mean of them.
-    """
+    """Predict a lawful plan. ``costs`` and ``head_frac`` are those of a planning context. Stages are alike here: where
+    they recompute different layers, or run less of a forward, each is taken to run the mean of them."""
     together, costs = expert_seconds(plan, costs), beside_shared_experts(costs)
     forward, backward = map(list, pass_seconds(plan, costs))
     stages = plan.limits.num_stages

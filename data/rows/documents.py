@@ -91,7 +91,6 @@ class RowDocuments(Documents):
         return {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
 
     def _all(self) -> Iterator[tuple[int, Encoded]]:
-        """Every document, and the key of its row."""
         rows = self._rows.read_all()
         while batch := list(islice(rows, BATCH)):
             encoded = self._encoder.encode([placed for _, placed in batch])

@@ -65,11 +65,8 @@ class SampleOrder:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], num_samples: int) -> SampleOrder:
-        """Continue where `state` was taken.
-
-        Raises `EvenloadError` when the data set has another number of samples than the saved one, when the state was
-        written by another algorithm, or when it is damaged.
-        """
+        """Continue where `state` was taken. Raises `EvenloadError` when the data set has another number of samples than
+        the saved one, when the state was written by another algorithm, or when it is damaged."""
         if state.get("algorithm") != ALGORITHM:
             raise EvenloadError(
                 "the saved data order was made by another version of evenload",

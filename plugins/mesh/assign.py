@@ -138,8 +138,6 @@ def on_ranks(shares: SequenceCosts, numbers: Ints, columns: Ints, frame: Frame) 
 
 
 class _RankLoads:
-    """What ranks hold while sequences are placed."""
-
     def __init__(self, frame: Frame, forward_s: float, backward_s: float, count: int) -> None:
         n = frame.num_ranks
         self._frame = frame

@@ -31,11 +31,8 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> Ste
 
 
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:
-    """What a recipe's settings come to for a planner of layers; what they leave open the costs say.
-
-    Under a tolerance of its own a copy need not pay. Else mode auto leaves experts at home where no copy of any layer
-    can pay.
-    """
+    """What a recipe's settings come to for a planner of layers; what they leave open the costs say. Under a tolerance
+    of its own a copy need not pay. Else mode auto leaves experts at home where no copy of any layer can pay."""
     assert context.experts is not None
     own = context.experts.num_experts // context.layout.ep
     most = own if planner == "clone" else min(own, SLOTS_AHEAD)

@@ -20,8 +20,6 @@ from .slicing import Packs
 
 
 class _Rank(NamedTuple):
-    """Passes of one rank by its own numbers."""
-
     forward: list[int]
     backward: list[int]
     need: list[int]

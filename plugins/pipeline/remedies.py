@@ -81,7 +81,6 @@ def _fits(incoming: StepPlan, limits: Limits, context: PlanningContext, config: 
 
 
 def _deeper(limits: Limits, context: PlanningContext, times: int) -> tuple[Limits, PlanningContext]:
-    """So many times as many stages."""
     split = Layout(pp=times)
     stages, layers = limits.num_stages * times, limits.layers_per_stage // times
     deeper = replace(limits, num_stages=stages, layers_per_stage=layers, memory=limits.memory.of_stage(split))

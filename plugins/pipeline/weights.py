@@ -71,8 +71,6 @@ def placed(plan: StepPlan, context: PlanningContext) -> StepPlan:
 
 
 class _Line(NamedTuple):
-    """The passes of one plane rank at every stage."""
-
     orders: list[list[Op]]
     levels: list[list[float]]
     """The most that is held in each of them [bytes]."""

@@ -267,7 +267,6 @@ def _by_group(t_NHD: Tensor, x: Inputs) -> Tensor:
 
 
 def _row_ranges(x: Inputs) -> list[tuple[int, int]]:
-    """The queries in runs whose scores fit."""
     step = max(1, _SCORES // (x.q_NHD.shape[1] * len(x.k_MGD)))
     return [(at, min(len(x.q_NHD), at + step)) for at in range(0, len(x.q_NHD), step)]
 

@@ -206,8 +206,6 @@ def _least(call: Callable[[Tensor, int, Group], None], buffer: Tensor, device: t
 
 
 class _Clock:
-    """Seconds since it was made, on the device."""
-
     def __init__(self, device: torch.device) -> None:
         self._start: Any = cuda_event() if device.type == "cuda" else time.perf_counter()
 

@@ -33,8 +33,6 @@ from ..attributes import with_attributes
 
 
 class _Left(NamedTuple):
-    """What one layer left in one backward."""
-
     weight: Tensor
     """[outputs, inputs]."""
     x: Tensor

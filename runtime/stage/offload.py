@@ -321,5 +321,4 @@ class _Pass:
 
 
 def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """A storage as its bytes."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

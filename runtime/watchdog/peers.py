@@ -95,7 +95,6 @@ class Peers:
         return f"it was last seen in '{last.mark.where}', as of its last heartbeat" if last else ""
 
     def _read(self, rank: int) -> Beat | None:
-        """The newest heartbeat of a rank, if it ever beat."""
         data = self._store.get(f"beat/{rank}")
         if data is None:
             return None

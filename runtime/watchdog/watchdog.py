@@ -267,7 +267,6 @@ class Watchdog:
         return failures.suspended(self._rank, self._size, self._host, self._mark.where, self._suspended_s)
 
     def _post(self, failure: Failure) -> NoReturn:
-        """Post a failure and end behind whichever was first."""
         first = within(_POST_S, lambda: Failure.decode(self._store.claim("failure", failure.encode())))
         if first is None:  # the store is lost or silent: this failure is all that is known here
             self._end(failure._replace(printer=self._rank), store_answers=False)

@@ -259,7 +259,6 @@ def _outcome_json(one: Simulated, chain: PlanChain) -> dict[str, Any]:
 
 
 def _bound_note(step_plan: StepPlan, chain: PlanChain) -> list[str]:
-    """Say so when one sequence alone bounds the step."""
     seconds = chain.context.costs.sequence_s(step_plan.lengths)
     mean = float(seconds.sum()) / chain.limits.num_ranks
     longest = float(seconds.max()) / chain.context.layout.cp

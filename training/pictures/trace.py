@@ -200,7 +200,6 @@ def _us(nanoseconds: int) -> str:
 
 
 def _named(what: str, thread: _Thread, name: str, sort_index: int) -> Iterator[str]:
-    """Name and place of a process or a thread."""
     yield _meta(f"{what}_name", thread, name=name)
     yield _meta(f"{what}_sort_index", thread, sort_index=sort_index)
 

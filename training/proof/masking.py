@@ -39,7 +39,6 @@ def half_masked(labels: Labels | None, tokens_of: TokensOf, samples: Ints, lengt
 
 
 def _masks(lengths: Ints, random: np.random.Generator) -> list[npt.NDArray[np.bool_]]:
-    """Which tokens of each sequence carry no loss."""
     shares = random.uniform(-_BEYOND, 1 + _BEYOND, len(lengths))
     prompts = np.round(shares.clip(0.0, 1.0) * lengths)
     scattered = random.random(len(lengths)) < 0.5

@@ -96,9 +96,8 @@ class _Proof:
 
 
 def entrants_of(recipe: Recipe) -> Sequence[Entrant]:
-    """The tenants of the recipe's folder; where it names none, three on the recipe's own data. Collective.
-
-    Raises EvenloadError for a file that describes none."""
+    """The tenants of the recipe's folder; where it names none, three on the recipe's own data. Collective. Raises
+    EvenloadError for a file that describes none."""
     if config_of(recipe).tenants is None:
         return list(_built_in(recipe))
     files = from_first(lambda: Folder(folder_of_tenants(recipe)).look().came)

@@ -119,7 +119,6 @@ def _folder_of(recipe: Recipe) -> Path | None:
 
 
 def _of_plugin(recipe: Recipe, key: str) -> Path | None:
-    """A setting of the plugin that brings the tenants."""
     configs = [recipe.config_of(plugin.name) for plugin in recipe.enabled() if plugin.adapts]
     return next((getattr(config, key, None) for config in configs), None)
 

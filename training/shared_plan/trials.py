@@ -191,7 +191,6 @@ def _refuse_twins(name: str, trials: Sequence[Trial]) -> None:
 
 
 def _keys() -> Iterable[str]:
-    """Dotted keys of the values of a tenant's file."""
     for section in _SECTIONS:
         for field in Tenant.model_fields[section].annotation.model_fields:  # type: ignore[union-attr]
             yield f"{section}.{field}"

@@ -106,7 +106,6 @@ class ValidationRun:
         return {"validation": {"best": best, "data": self._job.source.fingerprint}}
 
     def _next(self, number: int) -> Planned:
-        """The plan of a batch."""
         if number == len(self._planned):
             self._planned.append(self._planner.next(ahead=number + 1 < len(self._draws)))
         return self._planned[number]

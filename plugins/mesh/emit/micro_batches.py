@@ -44,7 +44,6 @@ def micro_batches(
 
 
 def _span(m: MicroBatch, node: int) -> int:
-    """Nodes of the micro-batch's widest CP group."""
     return max(len({rank // node for rank in cp_group}) for cp_group in m.ranks_of_slices)
 
 

@@ -38,7 +38,6 @@ def roomiest_first(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -
 
 
 def _transfers(tokens: list[int]) -> dict[int, dict[int, int]]:
-    """For each giver how much each rank takes from it."""
     mean, more = divmod(sum(tokens), len(tokens))
     over = [amount - mean - (rank < more) for rank, amount in enumerate(tokens)]
     transfers: dict[int, dict[int, int]] = {}

@@ -90,7 +90,6 @@ def _in_order(brought: Sequence[Tensor], part: JobSlice) -> Tensor:
 
 
 def _of_group(total: Tensor, part: JobSlice, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_in_order` took from one group."""
     befores, firsts, seconds = zip(*part.group_tokens, strict=True)
     before, first = sum(befores[:group]), sum(befores) + sum(firsts[:group])
     second = sum(befores) + sum(firsts) + sum(seconds[group + 1 :])

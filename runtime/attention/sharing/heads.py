@@ -40,11 +40,8 @@ def _index(copies: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def heads_of(share: int, shares: int, num_queries: int, num_keys: int) -> Heads:
-    """The heads of one of the ranks that share them; nearly equal runs of query heads.
-
-    A key head that query heads of two ranks read is with both. Raises EvenloadError: there are fewer query heads than
-    ranks.
-    """
+    """The heads of one of the ranks that share them; nearly equal runs of query heads. A key head that query heads of
+    two ranks read is with both. Raises EvenloadError: there are fewer query heads than ranks."""
     if num_queries < shares:
         counts = f"{num_queries} heads, {shares} ranks"
         raise EvenloadError(

@@ -14,9 +14,8 @@ from .ranking import ranking_of
 
 
 class Race:
-    """See the module. ``state``: what `state` gave before a job was resumed; ``steps`` of each trial;
-    ``digest``: of the sweep's file.
-    """
+    """See the module. ``state``: what `state` gave before a job was resumed; ``steps`` of each trial; ``digest``: of
+    the sweep's file."""
 
     def __init__(self, sweep: Sweep, digest: str, steps: int, state: Mapping[str, Any] | None = None) -> None:
         self.sweep, self._digest = sweep, digest
