@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..aliases import Floats, Ranks
-from .step_plan import MicroBatch, Slice
+from .step_plan import MicroBatch, Slice, StepPlan
 
 Pieces = tuple[Slice, ...]
 
@@ -166,3 +166,15 @@ def _evened(held: dict[int, list[Slice]], node_ranks: int) -> dict[int, Pieces]:
                 if not spare[givers[0]]:
                     givers.popleft()
     return {rank: tuple(pieces) for rank, pieces in kept.items()}
+
+
+def ranks_of_samples(plan: StepPlan) -> list[set[int]]:
+    """The ranks that compute some of each sample of the global batch, forward or backward."""
+    ranks: list[set[int]] = [set() for _ in plan.lengths]
+    for micro_batch in dict.fromkeys((*plan.micro_batches, *plan.backward)):
+        alone = {micro_batch.ranks[0]: micro_batch.slices}
+        pieces_of = alone if len(micro_batch.ranks) == 1 else layout_of(micro_batch, plan.limits.node_ranks)
+        for rank, pieces in pieces_of.items():
+            for piece in pieces:
+                ranks[piece.sequence].add(rank)
+    return ranks

@@ -40,7 +40,7 @@ from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
 from .pack_loss import PackLoss
-from .planning import GlobalBatch, chain_for, gather, read
+from .planning import StepBatch, chain_for, gather, read
 from .proof import Call, num_targets, prove, windows
 from .supported import unwrapped, virtual_tokens
 
@@ -221,7 +221,7 @@ def _prove(loop: PlannedModel, outer: Any, batch: Mapping[str, Any], *, half: bo
     first = gather([read(batch, loop.model.config, None)], loop.model.config)
     if first is None:
         raise EvenloadError("no token of the first batch has a target", "labels that are all -100", "give it others")
-    samples = windows([*first.own.values()])
+    samples = windows([*first.samples.own.values()])
 
     def compute(inputs: dict[str, Any], times: float) -> Call:
         if attention.PACK in inputs:
@@ -250,20 +250,20 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     config = loop.model.config
     loop.hooked = loop.hooks.watch(loop.model)
     try:
-        samples = gather([read(batch, config, num_items)], config, hooked=loop.hooked)
+        step = gather([read(batch, config, num_items)], config, hooked=loop.hooked)
     except EvenloadError as error:
         _leave(loop, error)
         return None
-    if samples is None:
+    if step is None:
         return None
-    loop.hooked = samples.hooked
-    plan = loop.planning.plan(samples.lengths)
+    loop.hooked = step.hooked
+    plan = loop.planning.plan(step.samples.lengths)
     rows = into_exactly(plan, 1, loop.planning.chain.context.costs)
-    tokens = samples.exchange(plan)
+    tokens = step.exchange(plan)
     (micro_batch,) = rows[rank_and_size()[0]]
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
-    loop.loss.weights_1T, loop.loss.plan = _weights(pack, samples), plan
-    return inputs_of(pack, with_mask=samples.has_mask)
+    loop.loss.weights_1T, loop.loss.plan = _weights(pack, step), plan
+    return inputs_of(pack, with_mask=step.has_mask)
 
 
 def _leave(loop: PlannedModel, error: EvenloadError) -> None:
@@ -276,9 +276,9 @@ def _leave(loop: PlannedModel, error: EvenloadError) -> None:
     loop.planning.warned.add(error.what)
 
 
-def _weights(pack: Pack, samples: GlobalBatch) -> Tensor:
+def _weights(pack: Pack, step: StepBatch) -> Tensor:
     """What each token's loss counts [1, T]: 1 over the divisor of the stock batch that its sample came in."""
     weights_T = torch.zeros(pack.num_padded_tokens, dtype=torch.float64, device=pack.tokens_T.device)
     for piece, first in zip(pack.slices, pack.segments, strict=False):
-        weights_T[first : first + piece.length] = 1.0 / samples.divisors[piece.sequence]
+        weights_T[first : first + piece.length] = 1.0 / step.divisors[piece.sequence]
     return weights_T[None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,16 +11,18 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError, refuse_first
 from ...core.machine.layout import Layout
-from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
+from ...core.plan.step_plan import StepPlan
+from ...core.plan.token_layout import ranks_of_samples
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import IGNORE
 from ...runtime.world.agreement import everyone, rank_and_size
-from ...runtime.world.exchange import exchange
+from ...runtime.world.exchange import exchange_bytes
 from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, shape_of
 from ..huggingface.refusals import raise_together
 from ..huggingface.samples import reach, split
+from ..unmodified.global_batch import GlobalBatch
 from .supported import inner_model
 from .traits import rule_of_layers, traits_of
 
@@ -28,29 +30,24 @@ _LENGTHS = LengthWords("the longest sample of the step", "max_length of the SFTC
 
 
 @dataclass(frozen=True, eq=False)
-class GlobalBatch:
-    """The samples of one optimizer step, in the order of a stock run: micro-batch by micro-batch, rank by rank."""
+class StepBatch:
+    """The samples of one optimizer step, and what the loop does with them."""
 
-    lengths: Lengths
-    source: tuple[int, ...]
-    """The rank that has read the sample at each place."""
-    own: Mapping[int, Tensor]
-    """int64 [2, L], tokens and labels, of the samples that this rank has read, by their place."""
+    samples: GlobalBatch[Tensor]
+    """int64 [2, L] each, tokens and labels."""
     has_mask: bool
     """The script's batches have an ``attention_mask``."""
     divisors: tuple[float, ...]
-    """What a stock run divides the loss of the sample at each place by."""
+    """What a stock run divides the loss of each sample by."""
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
 
     def exchange(self, plan: StepPlan) -> dict[int, Any]:
         """Tokens and labels, int64 [2, L], of the samples of which this rank computes some. Collective."""
-        ranks: list[set[int]] = [set() for _ in self.lengths]
-        for micro_batch in (*plan.micro_batches, *plan.backward):
-            for piece in micro_batch.slices:
-                ranks[piece.sequence] |= set(micro_batch.ranks)
-        samples = exchange(self.own, self.source, [sorted(r) for r in ranks], self.lengths.tolist(), rows=2)
-        return {where: sample.numpy() for where, sample in samples.items()}
+        own = {i: sample.flatten().view(torch.uint8) for i, sample in self.samples.own.items()}
+        sizes = [16 * length for length in plan.lengths.tolist()]
+        parts = exchange_bytes(own, self.samples.source, ranks_of_samples(plan), sizes)
+        return {i: part.cpu().view(torch.int64).view(2, -1).numpy() for i, part in parts.items()}
 
 
 class Read(NamedTuple):
@@ -82,7 +79,7 @@ def read(batch: Any, config: Any, num_items: Any) -> Read:
     return Read(samples, reach(here), has_mask, divisor, None)
 
 
-def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> GlobalBatch | None:
+def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> StepBatch | None:
     """The samples of all ranks; None if no batch of any has a target. Collective. Samples without a target are left
     out: they give no gradient.
 
@@ -94,40 +91,26 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Glo
     Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where the
     model does not see the whole of one.
     """
-    facts = [[(sample.shape[1], int((sample[1, 1:] != IGNORE).sum())) for sample in one.samples] for one in batches]
-    errors, divisors = [one.error for one in batches], [one.divisor for one in batches]
-    of_ranks = everyone((errors, facts, divisors, max((one.reach for one in batches), default=0), hooked))
+    own = [[sample for sample in one.samples if _num_targets(sample)] for one in batches]
+    divisors = [sum(map(_num_targets, one.samples)) if one.divisor is None else one.divisor for one in batches]
+    lengths, errors = [[sample.shape[1] for sample in samples] for samples in own], [one.error for one in batches]
+    of_ranks = everyone((errors, lengths, divisors, max((one.reach for one in batches), default=0), hooked))
     raise_together(error for errors, *_ in of_ranks for error in errors if error is not None)
-    order = [
-        (rank, k, row)
-        for k in range(max(len(rows) for _, rows, *_ in of_ranks))
-        for rank, (_, rows, *_) in enumerate(of_ranks)
-        for row in range(len(rows[k]) if k < len(rows) else 0)
-        if _is_computed(rows[k][row])
-    ]
-    if not order:
+    rank, _ = rank_and_size()
+    samples = GlobalBatch.of([lengths for _, lengths, *_ in of_ranks], own, rank)
+    if not samples.places:
         return None
-    lengths = as_lengths([of_ranks[rank][1][k][row][0] for rank, k, row in order])
-    refuse_lengths(config, int(lengths.max()), max(positions for *_, positions, _ in of_ranks), _LENGTHS)
-    me = rank_and_size()[0]
-    return GlobalBatch(
-        lengths,
-        tuple(rank for rank, _, _ in order),
-        {i: batches[k].samples[row] for i, (rank, k, row) in enumerate(order) if rank == me},
+    refuse_lengths(config, int(samples.lengths.max()), max(positions for *_, positions, _ in of_ranks), _LENGTHS)
+    return StepBatch(
+        samples,
         any(one.has_mask for one in batches),
-        tuple(_divisor(of_ranks[rank][1][k], of_ranks[rank][2][k]) for rank, k, _ in order),
+        tuple(of_ranks[rank][2][k] for rank, k, _ in samples.places),
         any(hooked for *_, hooked in of_ranks),
     )
 
 
-def _divisor(rows: Sequence[tuple[int, int]], counted: float | None) -> float:
-    """What a stock run divides the loss of a batch of these tokens and targets by."""
-    return sum(targets for _, targets in rows) if counted is None else counted
-
-
-def _is_computed(row: tuple[int, int]) -> bool:
-    """Whether a sample of so many tokens and targets gives a gradient."""
-    return row[1] > 0
+def _num_targets(sample: Tensor) -> int:
+    return int((sample[1, 1:] != IGNORE).sum())
 
 
 def chain_of(recipe: Recipe, trainer: Any, *, whole: bool) -> PlanChain:

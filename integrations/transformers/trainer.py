@@ -44,7 +44,7 @@ from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside
-from .planning import GlobalBatch, Read, chain_of, gather, read, recipe_for
+from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
 from .proof import prove_trainer, windows
 from .stage import Samples, TrainerStage, reducing
 from .supported import inner_model, refuse_trainer, virtual_tokens, warn_of_dropout
@@ -165,7 +165,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         _open(state, trainer, batch, taken[-1])
     if state.planning is None:
         return _run_stock(trainer, model, taken, call)
-    plan = state.planning.plan(batch.lengths)
+    plan = state.planning.plan(batch.samples.lengths)
     _log_step(state.planning.steps, plan, sum(one.inputs["input_ids"].numel() for one in taken))
     rank, size = rank_and_size()
     if plan.shared and state.plane is None:
@@ -190,12 +190,12 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     return stage.loss
 
 
-def _open(state: PlannedTrainer, trainer: Any, batch: GlobalBatch, taken: TakenBatch) -> None:
+def _open(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> None:
     """Measure whether packs are exact for a Trainer; one for which they are not stays as it is, once said why.
     Collective."""
     fault, may_cut = virtual_tokens(trainer.model), False
     if fault is None:
-        fault, may_cut = prove_trainer(trainer, windows([*batch.own.values()]), taken.inputs, taken.num_items)
+        fault, may_cut = prove_trainer(trainer, windows([*batch.samples.own.values()]), taken.inputs, taken.num_items)
     if fault is None:
         warn_of_dropout(trainer.model)
         state.planning = PlannedLoop(NAME, chain_of(state.recipe, trainer, whole=not may_cut))
@@ -251,7 +251,7 @@ def _log_step(step: int, plan: StepPlan, num_slots: int) -> None:
     )
 
 
-def _refuse_divisors(batch: GlobalBatch, num_items: Any) -> None:
+def _refuse_divisors(batch: StepBatch, num_items: Any) -> None:
     """Raise EvenloadError unless one number divides the losses of all batches: samples change places among them."""
     divisors = sorted(set(batch.divisors))
     refuse_first(

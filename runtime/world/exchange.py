@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,38 +11,33 @@ from torch import Tensor
 from .agreement import Group, wire_device
 
 
-def exchange(
+def exchange_bytes(
     own: Mapping[int, Tensor],
     source: Sequence[int],
-    targets: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    *,
-    rows: int,
+    targets: Sequence[Collection[int]],
+    sizes: Sequence[int],
     group: Group = None,
 ) -> dict[int, Tensor]:
-    """The samples that this rank computes, by their place in the global batch, on the CPU.
+    """The samples that this rank computes, by their number in the global batch, uint8.
 
     One all-to-all; every size follows from the arguments, which are the same on all ranks of ``group``, but for `own`.
 
     Args:
-        own: what this rank has read, by place: int64 [rows, L], so many values of each of L tokens.
-        source: rank in ``group`` that has read the sample at each place.
-        targets: ranks in ``group`` that compute some of the sample at each place.
-        lengths: of the sample at each place [tokens].
+        own: what this rank has read, by number, uint8.
+        source: rank in ``group`` that has read each sample.
+        targets: ranks in ``group`` that compute some of each.
+        sizes: of each [bytes].
     """
     if not dist.is_initialized():
         return dict(own)
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
-    leaving = [[place for place in own if other in targets[place]] for other in ranks]
-    coming = [[p for p, there in enumerate(targets) if rank in there and source[p] == other] for other in ranks]
-    device = wire_device(group)
-    parts = [own[place].flatten() for places in leaving for place in places]
-    sent = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.int64, device=device)
-    to_come, to_leave = (
-        [rows * sum(lengths[place] for place in places) for places in one] for one in (coming, leaving)
-    )
+    leaving = [[i for i in own if other in targets[i]] for other in ranks]
+    coming = [[i for i, there in enumerate(targets) if rank in there and source[i] == other] for other in ranks]
+    nothing = torch.empty(0, dtype=torch.uint8, device=wire_device(group))
+    sent = torch.cat([nothing, *(own[i].to(nothing.device) for numbers in leaving for i in numbers)])
+    to_come, to_leave = ([sum(sizes[i] for i in numbers) for numbers in one] for one in (coming, leaving))
     received = sent.new_empty(sum(to_come))
     dist.all_to_all_single(received, sent, to_come, to_leave, group=group)
-    places = [place for row in coming for place in row]
-    pieces = torch.split(received.cpu(), [rows * lengths[place] for place in places]) if places else ()
-    return {place: piece.view(rows, -1) for place, piece in zip(places, pieces, strict=True)}
+    numbers = [i for of_rank in coming for i in of_rank]
+    parts = torch.split(received, [sizes[i] for i in numbers]) if numbers else ()
+    return dict(zip(numbers, parts, strict=True))

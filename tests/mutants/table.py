@@ -257,7 +257,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a shared sample is sent to one of its ranks alone",
-        f"{_IN_LOOPS}/planning/sharing.py",
+        "core/plan/token_layout.py",
         "                ranks[piece.sequence].add(rank)\n",
         "                ranks[piece.sequence] = {rank}\n",
         "rounds of losses",
@@ -979,7 +979,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a Trainer's loss is divided by the targets of one rank",
         _TRAINER_STEP,
         "lambda pack: call(pack, num_items),",
-        "lambda pack: call(pack, sum(int((s[1, 1:] != -100).sum()) for s in batch.own.values())),",
+        "lambda pack: call(pack, sum(int((s[1, 1:] != -100).sum()) for s in batch.samples.own.values())),",
         "trainer",
     ),
     Mutant(
@@ -1020,7 +1020,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loop of Accelerate takes the mean of a pack",
         "integrations/transformers/accelerate_loop.py",
-        "= 1.0 / samples.divisors[piece.sequence]",
+        "= 1.0 / step.divisors[piece.sequence]",
         "= 1.0 / pack.num_targets",
         "accelerate",
     ),
@@ -1056,8 +1056,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a step without a target ends the run",
         "integrations/transformers/planning.py",
-        "    if not order:\n        return None\n",
-        "    assert order\n",
+        "    if not samples.places:\n        return None\n",
+        "    assert samples.places\n",
         "changes of batches",
     ),
     Mutant(
@@ -1105,15 +1105,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loop's own number of tokens does not divide",
         "integrations/transformers/planning.py",
-        "    return sum(targets for _, targets in rows) if counted is None else counted",
-        "    return sum(targets for _, targets in rows)",
+        "sum(map(_num_targets, one.samples)) if one.divisor is None else one.divisor for one in batches]",
+        "sum(map(_num_targets, one.samples)) for one in batches]",
         "accelerate",
     ),
     Mutant(
         "a Trainer's sample goes to the ranks with another's tokens",
         "runtime/world/exchange.py",
-        "for place, piece in zip(places, pieces, strict=True)}",
-        "for place, piece in zip(places[::-1], pieces, strict=True)}",
+        "    return dict(zip(numbers, parts, strict=True))",
+        "    return dict(zip(numbers[::-1], parts, strict=True))",
         "trainer",
     ),
     Mutant(

@@ -136,7 +136,7 @@ class PlannedSteps:
             checks=first,
             objective=MeanOfMeans(planned.weights, divisor, planned.cp_shards) if means else None,
             reports=(reports := Reports(planned.cp_shards, loop.kinds)),
-            further=next_tokens(batches.samples, planned.order, config, divisor) if config.mtp_num_layers else None,
+            further=next_tokens(batches.samples, planned.places, config, divisor) if config.mtp_num_layers else None,
         )
         borders = batches.form.has_borders
         step = UserStep(

@@ -12,9 +12,10 @@ from megatron.core import parallel_state
 
 from .....core.aliases import Floats
 from .....core.errors import EvenloadError, RankError
-from .....core.plan.step_plan import StepPlan, as_lengths
-from .....core.plan.token_layout import tokens_of_ranks
+from .....core.plan.step_plan import StepPlan
+from .....core.plan.token_layout import ranks_of_samples, tokens_of_ranks
 from .....runtime.world.agreement import everyone
+from ....unmodified.global_batch import GlobalBatch, Place
 from ..reading.batches import Batches
 from ..reading.context_parallel import CpShards
 from ..reading.samples import PackForm, exchange, lay_out
@@ -24,7 +25,7 @@ from ..running.experts import CameWith
 from ..running.forward_step import LayOut
 from ..running.objective import weights_of
 from ..running.order import with_dummies
-from .sharing import plan_in_rounds, ranks_of_samples
+from .sharing import plan_in_rounds
 from .user_loop import UserLoop
 
 log = logging.getLogger("evenload")
@@ -38,8 +39,8 @@ class CallPlan(NamedTuple):
     cp_shards: CpShards
     own: list[list[int]]
     """The shards that this rank has, in the stock loop, of each of the loop's own micro-batches."""
-    order: list[tuple[int, int, int]]
-    """(data rank, micro-batch, row) of each sequence."""
+    places: Sequence[Place]
+    """Where the loop has each sequence."""
     weights: Floats
     """Of a token of each shard, where micro-batches are averaged."""
     came_with: CameWith
@@ -91,19 +92,11 @@ def _plan_call(
     group, ranks = data_group(), parallel_state.get_context_parallel_world_size()
     me, place_in_row = dist.get_rank(group), parallel_state.get_context_parallel_rank()
     lengths_of_ranks, targets_of_ranks, rows, slots_of_ranks, several, _ = zip(*gathered, strict=True)
-    # The global batch in the order of Megatron's sampler: micro-batch by micro-batch, rank by rank.
-    order = [
-        (rank, place, row)
-        for place in range(max(map(len, lengths_of_ranks)))
-        for rank, one in enumerate(lengths_of_ranks)
-        for row in range(len(one[place]) if place < len(one) else 0)
-    ]
-    lengths = [lengths_of_ranks[rank][place][row] for rank, place, row in order]
-    own = {i: batches.samples[place][row] for i, (rank, place, row) in enumerate(order) if rank == me}
-    plan = loop.planning.plan(as_lengths(lengths), plan_in_rounds)
+    batch = GlobalBatch.of(lengths_of_ranks, batches.samples, me)
+    plan = loop.planning.plan(batch.lengths, plan_in_rounds)
     plan = with_dummies(plan, partial(of_stock, interleaved, gpt.config))
     like = batches.samples[0][0]
-    samples = exchange(own, [rank for rank, _, _ in order], ranks_of_samples(plan), lengths, group, like=like)
+    samples = exchange(batch.own, batch.source, ranks_of_samples(plan), batch.lengths.tolist(), group, like=like)
     config = gpt.config
     form = PackForm(like, batches.form, tokens_multiple(config), next(gpt.parameters()).device)
     lay = partial(lay_out, samples=samples, form=form, plane=loop.plane_of(plan))
@@ -111,18 +104,18 @@ def _plan_call(
     log.info(
         "step %d: %d samples in %d micro-batches of %d tokens at most; %d tokens on this rank instead of %d",
         loop.planning.steps,
-        len(order),
+        len(batch.places),
         len(slots),
         max(slots),
         sum(slots),
         batches.slots,
     )
-    cp_shards = CpShards(ranks, [rows[rank] for rank, _, _ in order])
-    places: list[list[int]] = [[] for _ in batches.lengths]
-    for i, (rank, place, _) in enumerate(order):
-        if rank == me - place_in_row:
-            places[place].append(cp_shards.number(i, place_in_row))
-    came_with = [lengths_of_ranks[rank][place] for rank, place, _ in order]
-    padded = sum(slots_of_ranks) > sum(lengths) and "padding_mask" not in batches.form.looks
-    weights = weights_of(targets_of_ranks, order)
-    return CallPlan(plan, lay, cp_shards, places, order, weights, came_with, padded, any(several))
+    cp_shards = CpShards(ranks, [rows[rank] for rank in batch.source])
+    own = [
+        [cp_shards.number(i, place_in_row) for i in numbers]
+        for numbers in batch.numbers_of(me - place_in_row, len(batches.lengths))
+    ]
+    came_with = [lengths_of_ranks[rank][place] for rank, place, _ in batch.places]
+    padded = sum(slots_of_ranks) > batch.lengths.sum() and "padding_mask" not in batches.form.looks
+    weights = weights_of(targets_of_ranks, batch.places)
+    return CallPlan(plan, lay, cp_shards, own, batch.places, weights, came_with, padded, any(several))

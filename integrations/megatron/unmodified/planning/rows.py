@@ -26,10 +26,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from .....core.errors import EvenloadError, refuse_first
-from .....core.plan.step_plan import StepPlan, as_lengths
+from .....core.plan.step_plan import StepPlan
+from .....core.plan.token_layout import ranks_of_samples
 from .....core.planning.chain import PlanChain
 from .....runtime.attributes import with_attributes
 from .....runtime.world.agreement import all_or_none, everyone
+from ....unmodified.global_batch import GlobalBatch
 from ....unmodified.planned_loop import PlannedLoop
 from ..reading.objects import exchange_objects
 from ..reading.rows import INPUT, Row, joined, of_batch, refuse_uncommon, rows_of
@@ -48,13 +50,9 @@ class RowBatches:
     """The micro-batches of a training call, on a rank."""
 
     batches: Sequence[Any]
+    samples: GlobalBatch[Row]
     places: list[list[int]]
-    """Of the rows of each, in the global batch."""
-    source: list[int]
-    """Data-parallel rank that has read the row at each place."""
-    own: dict[int, Row]
-    lengths: list[int]
-    """[tokens] of the row at each place."""
+    """Numbers of the rows of each in the global batch."""
 
 
 def take_rows(batches: Sequence[Any], per_token: bool) -> RowBatches:
@@ -73,19 +71,9 @@ def take_rows(batches: Sequence[Any], per_token: bool) -> RowBatches:
         )
     )
     refuse_uncommon([values for _, of_rank in of_ranks for values in of_rank])
-    order = [
-        (rank, place, row)
-        for place in range(max(len(lengths) for lengths, _ in of_ranks))
-        for rank, (lengths, _) in enumerate(of_ranks)
-        for row in range(len(lengths[place]) if place < len(lengths) else 0)
-    ]
-    me, places, own = dist.get_rank(group), [list[int]() for _ in batches], {}
-    for i, (rank, place, row) in enumerate(order):
-        if rank == me:
-            places[place].append(i)
-            own[i] = rows[place][row]
-    lengths = [of_ranks[rank][0][place][row] for rank, place, row in order]
-    return RowBatches(batches, places, [rank for rank, _, _ in order], own, lengths)
+    rank = dist.get_rank(group)
+    samples = GlobalBatch.of([lengths for lengths, _ in of_ranks], rows, rank)
+    return RowBatches(batches, samples, samples.numbers_of(rank, len(batches)))
 
 
 class RowSteps:
@@ -114,14 +102,11 @@ class RowSteps:
             self._tried = True
         plan = self._planned(taken)
         group = parallel_state.get_data_parallel_group()
-        target = [0] * len(taken.lengths)
-        for micro_batch in plan.micro_batches:
-            for piece in micro_batch.slices:
-                (target[piece.sequence],) = micro_batch.ranks
-        portable = {i: row if target[i] == dist.get_rank(group) else row.cpu() for i, row in taken.own.items()}
-        rows = exchange_objects(portable, taken.source, target, group)
+        target = [rank for (rank,) in ranks_of_samples(plan)]
+        portable = {i: row if target[i] == dist.get_rank(group) else row.cpu() for i, row in taken.samples.own.items()}
+        rows = exchange_objects(portable, taken.samples.source, target, group)
         packs = [plan.micro_batches[i].slices for i in plan.of_rank(dist.get_rank(group))]
-        shortest = min(taken.own.values(), key=lambda row: row.length)
+        shortest = min(taken.samples.own.values(), key=lambda row: row.length)
         own = [[rows[piece.sequence] for piece in slices] or [shortest] for slices in packs]
         log.info("%d rows in %d micro-batches on this rank instead of %d", len(rows), len(own), len(batches))
         step = RowStep(
@@ -141,7 +126,7 @@ class RowSteps:
         return _home(kept, real, target, taken, group) if reports else reports
 
     def _planned(self, taken: RowBatches) -> StepPlan:
-        plan = self._planning.plan(as_lengths(taken.lengths))
+        plan = self._planning.plan(taken.samples.lengths)
         refuse_first(
             (
                 not plan.in_host_schedule or plan.shared,
@@ -156,7 +141,7 @@ class RowSteps:
         self, stock: Callable[..., Any], function: Callable[..., Any], chunk: Any, taken: RowBatches, **rest: Any
     ) -> None:
         """Raise EvenloadError unless the loss of two rows is the sum of their losses. Collective."""
-        rows = list(taken.own.values())
+        rows = list(taken.samples.own.values())
         first, second = rows[0], rows[-1]
         tries = ([first, second], [first], [second])
         group = parallel_state.get_data_parallel_group()
@@ -229,7 +214,7 @@ def _home(
         for key, value in report[_OUTPUT].items():
             for place, row in zip(places, value.unbind(), strict=True):
                 computed[place][key] = row.detach().cpu().clone()
-    own = exchange_objects(computed, target, taken.source, group)
+    own = exchange_objects(computed, target, taken.samples.source, group)
     where = taken.batches[0].get(INPUT).device
     entries = [{k: v for k, v in report.items() if k != _OUTPUT} for report in reports]
     entries += [{} for _ in taken.places[len(entries) :]]

@@ -15,7 +15,6 @@ from .....core.errors import PlanError
 from .....core.laws import check
 from .....core.plan.rounds import in_rounds, levelled
 from .....core.plan.step_plan import Lengths, StepPlan
-from .....core.plan.token_layout import layout_of
 from .....core.planning.chain import PlanChain
 
 
@@ -58,15 +57,3 @@ def _in_launch_rounds(plan: StepPlan) -> StepPlan:
     recompute = tuple(tuple(0 if i is None else row[i] for i in old) for row in plan.recompute)
     offload = tuple(0.0 if i is None else plan.offload[i] for i in old) if plan.offload else ()
     return plan.revised(micro_batches=tuple(launched), recompute=recompute, offload=offload)
-
-
-def ranks_of_samples(plan: StepPlan) -> list[set[int]]:
-    """The data-parallel ranks that compute some of each sample of the global batch, forward or backward."""
-    ranks: list[set[int]] = [set() for _ in plan.lengths]
-    for micro_batch in dict.fromkeys((*plan.micro_batches, *plan.backward)):
-        alone = {micro_batch.ranks[0]: micro_batch.slices}
-        pieces_of = alone if len(micro_batch.ranks) == 1 else layout_of(micro_batch, plan.limits.node_ranks)
-        for rank, pieces in pieces_of.items():
-            for piece in pieces:
-                ranks[piece.sequence].add(rank)
-    return ranks

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .....core.errors import EvenloadError
@@ -22,6 +21,7 @@ from .....runtime.attention.pack import IGNORE, Pack, padded_borders, pieces_of_
 from .....runtime.attention.prefix import PrefixStore
 from .....runtime.attention.sharing.shared import Shared
 from .....runtime.world.agreement import wire_device
+from .....runtime.world.exchange import exchange_bytes
 from .....runtime.world.plane import Plane
 from .borders import runs_of
 from .form import FIELDS, MASK, Form, form_of
@@ -89,8 +89,6 @@ def exchange(
 ) -> dict[int, Sample]:
     """The samples that this rank computes, by their place in the global batch, on the device that `own` lies on.
 
-    One all-to-all of bytes; every size follows from the arguments, which are the same on all ranks of ``group``.
-
     Args:
         own: what this rank has read, by place.
         source: rank in ``group`` that has read the sample at each place.
@@ -98,19 +96,10 @@ def exchange(
         lengths: of the sample at each place [tokens].
         like: any sample, for dtypes and device.
     """
-    me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
-    width = sum(like[name].element_size() for name in FIELDS)
-    deferring = [[i for i in own if rank in targets[i]] for rank in ranks]
-    coming = [[i for i, there in enumerate(targets) if me in there and source[i] == rank] for rank in ranks]
-    there = wire_device(group)
-    nothing = torch.empty(0, dtype=torch.uint8, device=there)
-    sent = torch.cat([nothing, *(pack_bytes(own[i], there) for places in deferring for i in places)])
-    to_come, to_leave = ([width * sum(lengths[i] for i in one) for one in places] for places in (coming, deferring))
-    received = sent.new_empty(sum(to_come))
-    dist.all_to_all_single(received, sent, to_come, to_leave, group=group)
-    order = [i for places in coming for i in places]
-    parts = torch.split(received, [width * lengths[i] for i in order]) if order else ()
-    return {i: unpack_bytes(part, lengths[i], like) for i, part in zip(order, parts, strict=True)}
+    width, there = sum(like[name].element_size() for name in FIELDS), wire_device(group)
+    packed = {i: pack_bytes(sample, there) for i, sample in own.items()}
+    parts = exchange_bytes(packed, source, targets, [width * length for length in lengths], group)
+    return {i: unpack_bytes(part, lengths[i], like) for i, part in parts.items()}
 
 
 def lay_out(

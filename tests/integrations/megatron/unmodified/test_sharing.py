@@ -8,8 +8,8 @@ from pathlib import Path
 
 from evenload.core.laws import check
 from evenload.core.plan.program import lower
-from evenload.core.plan.token_layout import layout_of
-from evenload.integrations.megatron.unmodified.planning.sharing import meeting, ranks_of_samples
+from evenload.core.plan.token_layout import layout_of, ranks_of_samples
+from evenload.integrations.megatron.unmodified.planning.sharing import meeting
 
 for _name in ("random_plans", "shared_plans"):
     _spec = importlib.util.spec_from_file_location(
