@@ -9,7 +9,8 @@ from typing import Any
 
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
-from ..training.hosts import TRAINERS
+from ..core.recipe.traits import TRAINERS
+from ..training.hosts import needs_of
 from .installation.attention_paths import attention_paths
 from .installation.training_loops import training_loops
 
@@ -28,13 +29,13 @@ def doctor(recipe: Recipe | None = None) -> dict[str, Any]:
         "loops": training_loops(recipe),
         "solver": _solver(),
         "patches": _patches(),
-        "trainers": {name: all(need.satisfied() for need in needs) for name, needs in TRAINERS.items()},
+        "trainers": {name: all(need.satisfied() for need in needs_of(name)) for name in TRAINERS},
     }
 
 
 def _hosts() -> list[dict[str, Any]]:
     rows = []
-    for need in dict.fromkeys(need for needs in TRAINERS.values() for need in needs):
+    for need in dict.fromkeys(need for name in TRAINERS for need in needs_of(name)):
         name, version = need.distribution, need.installed()
         status = "missing" if version is None else "supported" if need.satisfied() else "not supported"
         rows.append({"name": name, "found": version, "supports": str(need.supports), "status": status})

@@ -26,23 +26,11 @@ from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_adapters_in_loops
 from ..core.recipe.shipped import file_of
+from ..core.recipe.traits import trainer_called
 from ..integrations.unmodified.run_folder import VARIABLE, RunFolder
 from ..training.hosts import require
 
 STARTUP = Path(__file__).parent / "startup"
-_FIRST_IMPORTS = {
-    "megatron": ("megatron.core",),
-    "deepspeed": ("deepspeed", "transformers", "accelerate"),
-    "transformers": ("transformers", "accelerate"),
-}
-"""Of a trainer's packages, those that a script may import first."""
-_PLANNED_LOOPS = {
-    "megatron": "call the function that get_forward_backward_func() returns, with forward_only=False",
-    "deepspeed": "give deepspeed.initialize the data set as training_data=, or, where it trains by Hugging Face's "
-    "Trainer, write trainer: transformers into the recipe",
-    "transformers": "train by transformers.Trainer, or by a trainer made from it",
-}
-"""What a script must do for its steps to be planned."""
 _OF_OUR_LOOP = ("model", "data", "parallel", "train", "planner", "checkpoint", "log", "safety")
 """Sections of a recipe that a script of one's own answers itself."""
 _PLANNED_WITH = ("train.recompute", "train.micro_batch_size")
@@ -82,7 +70,7 @@ def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequenc
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "EVENLOAD_RECIPE": str(Path(file_of(path)).absolute()),
-        "EVENLOAD_TRAINER": ",".join(_FIRST_IMPORTS[recipe.trainer]),
+        "EVENLOAD_TRAINER": ",".join(trainer_called(recipe.trainer).first_imports),
         VARIABLE: str(folder.path),
         **variables,
     }
@@ -105,7 +93,7 @@ def planned_steps(folder: RunFolder) -> str:
 
 def why_nothing(folder: RunFolder, recipe: Recipe, code: int) -> str:
     """Why no step was planned, and which line to change. ``code``: with which the command has ended."""
-    names = " or ".join(_FIRST_IMPORTS[recipe.trainer])
+    names = " or ".join(trainer_called(recipe.trainer).first_imports)
     if not folder.started:
         return (
             f"no process of this command on this machine imported {names}; nothing was switched on; give the command "
@@ -121,7 +109,7 @@ def why_nothing(folder: RunFolder, recipe: Recipe, code: int) -> str:
         return "the recipe enables no plugin; add plugins: {packing: {enabled: true}}"
     return (
         f"a process imported {names}, but no loop that evenload knows reached a step; let the script "
-        f"{_PLANNED_LOOPS[recipe.trainer]}"
+        f"{trainer_called(recipe.trainer).planned_where}"
     )
 
 

@@ -6,13 +6,11 @@ if __name__ != "evenload.integrations":
     )
 
 from ..core.recipe.pretrained import register_model
-from ..core.recipe.traits import register_trainer
+from ..core.recipe.traits import TRAINERS
 from .deepspeed.engine.traits import DEEPSPEED
 from .huggingface.examples import TINY_LLAMA
 from .megatron.base.traits import MEGATRON
 from .transformers.traits import TRANSFORMERS
 
-register_trainer("deepspeed", DEEPSPEED)
-register_trainer("megatron", MEGATRON)
-register_trainer("transformers", TRANSFORMERS)
+TRAINERS.update(megatron=MEGATRON, deepspeed=DEEPSPEED, transformers=TRANSFORMERS)
 register_model("tiny-llama", TINY_LLAMA)

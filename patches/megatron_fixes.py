@@ -22,7 +22,7 @@ def torch_adam() -> bool:
     return not find_spec("transformer_engine") and not find_spec("apex")
 
 
-def rows() -> tuple[Patch, ...]:
+def rows(_: object = None) -> tuple[Patch, ...]:
     """The three rows, in the order in which a load meets the faults."""
     fix = partial(Patch, supports=MEGATRON, when=torch_adam)
     return (

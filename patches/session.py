@@ -13,26 +13,19 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 from ..api import load_plugins, load_recipe
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
+from ..core.recipe.traits import trainer_called
 from ..integrations.unmodified.planned_runs import release_loops
-from . import deepspeed, megatron, megatron_fixes, ranks, transformers
 from .cpu_bridge import bridge_cpu
 from .ledger import Ledger, Status
-
-_TRAINERS: dict[str, tuple[ModuleType, ...]] = {
-    "megatron": (ranks, megatron),
-    "deepspeed": (ranks, deepspeed, transformers),
-    "transformers": (ranks, transformers),
-}
-"""Modules that offer ``rows(recipe)``; scripts of Transformers' Trainer run on DeepSpeed's engine too."""
+from .row import Patch
 
 _lock = threading.Lock()
 _session: Session | None = None
@@ -119,10 +112,15 @@ def enabled(recipe: Recipe | str | Path) -> Iterator[Session]:
 
 
 def _apply(recipe: Recipe, ledger: Ledger) -> None:
-    if recipe.trainer == "megatron":
+    trainer = trainer_called(recipe.trainer)
+    if trainer.bridges_cpu:
         bridge_cpu(ledger, lazy=True)
-        ledger.apply(megatron_fixes.rows(), lazy=True)
-    if recipe.trainer == "deepspeed" or recipe.enabled():  # a ds_config may enable plugins by itself
-        ledger.apply([row for module in _TRAINERS[recipe.trainer] for row in module.rows(recipe)], lazy=True)
+    ledger.apply(_rows(trainer.mends, recipe), lazy=True)
+    if trainer.patched_always or recipe.enabled():
+        ledger.apply(_rows(trainer.patches, recipe), lazy=True)
         if "torch.distributed" in sys.modules:  # the group may be there already
             import_module("..integrations.unmodified.roll_call", __package__).leave_word(recipe)
+
+
+def _rows(modules: Iterable[str], recipe: Recipe) -> list[Patch]:
+    return [row for name in modules for row in import_module(name).rows(recipe)]

@@ -152,3 +152,16 @@ def test_a_public_class_name_stands_once() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in TWICE:
                 places[node.name].append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_commands_and_training_ask_the_row_of_a_trainer() -> None:
+    """None of them knows one by its name (`core.recipe.traits.TRAINERS`)."""
+    names = {"megatron", "deepspeed", "transformers"}
+    asking = [path for path in MODULES if path.relative_to(ROOT).parts[0] in ("commands", "training")]
+    naming = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in [*asking, ROOT / "patches" / "session.py"]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert naming == []

@@ -10,7 +10,9 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from ..core.errors import EvenloadError
+from ..core.recipe.traits import trainer_called, trainers_with
 from ..integrations.host.versions import (
+    FOR_FOLDERS,
     SUPPORTED,
     describe_version,
     is_installed,
@@ -42,27 +44,19 @@ class Requirement:
         return self.supports.contains(version, prereleases=True)
 
 
-_NEEDS = {
-    "megatron": ("torch", "megatron-core"),
-    "deepspeed": ("torch", "deepspeed", "transformers"),
-    "transformers": ("torch", "transformers", "accelerate"),
-}
-BESIDE = {"megatron": ("transformers", "tensorboard"), "deepspeed": ("tensorboard",)}
-"""What else the extra of a trainer holds: for folders of weights, and for logs."""
-TRAINERS: dict[str, tuple[Requirement, ...]] = {
-    trainer: tuple(Requirement(name, supported(name)) for name in names) for trainer, names in _NEEDS.items()
-}
-OWN_LOOP = ("megatron", "deepspeed")
-"""The trainers that evenload's own training loop drives."""
+def needs_of(trainer: str) -> tuple[Requirement, ...]:
+    """What a trainer needs, torch first."""
+    return tuple(Requirement(name, supported(name)) for name in ("torch", *trainer_called(trainer).packages))
 
 
 def require(trainer: str) -> None:
     """Raise EvenloadError unless everything the trainer needs is installed in a supported version."""
-    for need in TRAINERS[trainer]:
+    needs = needs_of(trainer)
+    for need in needs:
         if need.satisfied():
             continue
         if need.installed() is None:
-            wanted = [*(one.distribution for one in TRAINERS[trainer]), *BESIDE.get(trainer, ())]
+            wanted = [*(one.distribution for one in needs), *trainer_called(trainer).beside]
             what = f"trainer '{trainer}' needs {need.distribution}"
             raise EvenloadError(what, "it is not installed", _install(wanted, trainer))
         detail = f"{describe_version(need.distribution)}; supported: {need.supports}"
@@ -70,10 +64,11 @@ def require(trainer: str) -> None:
         raise EvenloadError(f"this version of {need.distribution} is not supported", detail, do)
 
 
-def require_packages(what: str, *distributions: str) -> None:
-    """Raise EvenloadError unless these are installed, which not every trainer needs."""
-    if missing := [one for one in distributions if not is_installed(one)]:
-        raise EvenloadError(f"{what} needs {missing[0]}", "it is not installed", _install(missing, "megatron"))
+def require_for_folders(what: str) -> None:
+    """Raise EvenloadError unless torch and Transformers are installed, which not every trainer needs."""
+    if missing := [one for one in FOR_FOLDERS if not is_installed(one)]:
+        extra = trainers_with(lambda row: {*FOR_FOLDERS} <= {"torch", *row.packages, *row.beside})[0]
+        raise EvenloadError(f"{what} needs {missing[0]}", "it is not installed", _install(missing, extra))
 
 
 def _install(distributions: Iterable[str], extra: str) -> str:
@@ -85,12 +80,13 @@ def _install(distributions: Iterable[str], extra: str) -> str:
 
 def require_own_loop(trainer: str) -> None:
     """Raise EvenloadError for a trainer that runs its own loop alone, and where `require` does."""
-    if trainer not in OWN_LOOP:
-        do = "use `evenload run RECIPE -- COMMAND` with a script of yours, or trainer: " + " or ".join(OWN_LOOP)
+    if not trainer_called(trainer).host:
+        driven = " or ".join(trainers_with(lambda row: row.host))
+        do = f"use `evenload run RECIPE -- COMMAND` with a script of yours, or trainer: {driven}"
         raise EvenloadError(f"evenload's own loop does not drive trainer {trainer}", f"trainer: {trainer}", do)
     require(trainer)
 
 
 def integration(trainer: str) -> Any:
     """The integration's package, imported now: ``open_host`` and ``reference`` are its public names."""
-    return import_module(f"..integrations.{trainer}", __package__)
+    return import_module(trainer_called(trainer).host)

@@ -23,6 +23,7 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planner
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import shape_of
+from ..core.recipe.traits import trainer_called
 from ..data.samples.order import SampleOrder
 from ..data.sources import Source
 from ..integrations.host.host import Host
@@ -161,7 +162,7 @@ def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed)\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron|torch\.distributed)\.")
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING)
-    bridge = bridge_cpu() if recipe.trainer == "megatron" else None
+    bridge = bridge_cpu() if trainer_called(recipe.trainer).bridges_cpu else None
     safety = recipe.safety
     world = init_world(safety.collective_timeout_s, gone_s=safety.gone_s)
     logger.setLevel(logging.INFO if world.rank == 0 else logging.ERROR)

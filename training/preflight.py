@@ -28,7 +28,7 @@ from ..data.tokenizers import holds_tokenizer, open_tokenizer
 from .drawing import batch_size, refuse_short_data
 from .files import refuse_path
 from .held_out import draws_of
-from .hosts import require_own_loop, require_packages
+from .hosts import require_for_folders, require_own_loop
 
 _VOCABULARY_MULTIPLE = 128
 """The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
@@ -69,7 +69,7 @@ def runnable(recipe: Recipe, world_size: int | None) -> tuple[Recipe, Layout]:
     """A recipe whose trainer and layout can run, with the folder of its weights; its layout. Raises EvenloadError."""
     require_own_loop(recipe.trainer)
     if recipe.model.weights is not None or recipe.train.export is not None or recipe.adapts:
-        require_packages("a folder of weights or adapters", "transformers")
+        require_for_folders("a folder of weights or adapters")
     refuse_first(*trainer_called(recipe.trainer).run_rules(recipe), *_without_writers(recipe))
     if recipe.log.trace is not None and os.environ.get("RANK", "0") == "0":  # the rank that writes it
         refuse_path(recipe.log.trace, "trace")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from ...core.recipe.loops import TRANSFORMER_ENGINE
 from ...core.recipe.recipe import Recipe
-from ...integrations.unmodified.loops import LOOPS
+from ...core.recipe.traits import all_loops
 
 _WHOLE = "samples stay whole there"
 
@@ -28,12 +29,13 @@ def attention_paths(recipe: Recipe | None) -> list[dict[str, Any]]:
     inputs = (device, dtype, _head_dim(recipe))
     (kernel, why), (block, why_block) = explain_kernel(*inputs), explain_block(*inputs)
     rows = []
-    for loop in LOOPS:
-        spec = ", local spec" if loop.trainer == "megatron" else ""
+    for loop, spec in ((one, spec) for one in all_loops() for spec in one.specs):
+        path = f"{loop.name}, {spec}" if spec else loop.name
+        if spec == TRANSFORMER_ENGINE:
+            rows.append(_transformer_engine(path, block, why_block))
+            continue
         parts = {"parts": block, "why_parts": why_block} if loop.cuts else {"parts": None, "why_parts": _WHOLE}
-        rows.append({"path": loop.name + spec, "kernel": kernel, "why": why, **parts})
-        if loop.start == "evenload run" and loop.trainer == "megatron":
-            rows.append(_transformer_engine(f"{loop.name}, Transformer Engine's spec", block, why_block))
+        rows.append({"path": path, "kernel": kernel, "why": why, **parts})
     return rows
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import EvenloadError
+from ...core.recipe.loops import Loop
 from ...core.recipe.recipe import Recipe
-from ...integrations.unmodified.loops import LOOPS, Loop, plugins_in_table
+from ...core.recipe.traits import all_loops
+from ...integrations.unmodified.loops import plugins_in_table
 from ...training.hosts import require
 
 
 def training_loops(recipe: Recipe | None) -> list[dict[str, Any]]:
     """What evenload would do in each loop that it knows, a row each."""
-    return [_loop(loop, recipe) for loop in LOOPS]
+    return [_loop(loop, recipe) for loop in all_loops()]
 
 
 def _loop(loop: Loop, recipe: Recipe | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class OneOf:
         return {"enum": list(self._known), "type": "string"}
 
     def _check(self, value: Any) -> Any:
-        if isinstance(value, str) and value in self._known:
+        if not self._known or (isinstance(value, str) and value in self._known):
             return value
         *most, last = map(repr, self._known)
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}" if most else last})

@@ -15,7 +15,7 @@ from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import SIZE, whole_number
 from .families import FAMILIES, Family
-from .traits import trainer_called, trainers_of_any_model
+from .traits import trainer_called, trainers_with
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -62,7 +62,7 @@ def with_pretrained(data: Mapping[str, Any], weights: Path, trainer: str) -> Map
     fields, fault = _read(config)
     if fault and not trainer_called(trainer).runs_any_model:
         what = f"the model of model.weights {shorten(str(weights))} cannot be built with trainer {trainer}"
-        others = " or ".join(trainers_of_any_model())
+        others = " or ".join(trainers_with(lambda one: one.runs_any_model))
         raise EvenloadError(what, fault, f"use trainer: {others}, which runs any causal model of Transformers")
     if fault:
         fields = {"config": str(path), "vocab_size": _size(config, "vocab_size")}

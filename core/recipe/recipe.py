@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, create_model
 
@@ -21,18 +21,19 @@ from .. import registry
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import RANKS, whole_number
-from ..input.validation import refused
+from ..input.validation import OneOf, refused
 from ..machine.layout import Layout
 from .pretrained import with_pretrained
 from .rules import refuse_impossible
 from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Parallel, Planner, Safety, Section, Train
 from .shipped import file_of, shipped
+from .traits import TRAINERS
 
 
 class Recipe(Section):
     """The whole recipe; see the module for its form."""
 
-    trainer: Literal["megatron", "deepspeed", "transformers"] = "megatron"
+    trainer: Annotated[str, OneOf(TRAINERS)] = "megatron"
     """transformers: Hugging Face's Trainer under DDP, FSDP or DeepSpeed, in scripts of your own (`evenload run`)."""
     model: Model = Model()
     data: Data = Data()

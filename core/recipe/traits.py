@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..costs.context import Sharding
 from ..errors import EvenloadError, Rule
+from .loops import OWN, Loop
 
 
 class States(NamedTuple):
@@ -59,7 +60,10 @@ def frozen(traits: TrainerTraits) -> TrainerTraits:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What an integration hands in of its trainer; both are asked with a recipe."""
+    """All that is known of a trainer outside of its integration, which hands it in; functions are asked with a recipe.
+
+    Modules are given by their names: they are imported where they are needed.
+    """
 
     traits: Callable[[Any], TrainerTraits]
     rules: Callable[[Any], list[Rule]] = lambda _: []
@@ -68,26 +72,49 @@ class Trainer:
     """What can be planned for the trainer, and not run by this integration."""
     runs_any_model: bool = False
     """It builds Transformers' own causal models from their config, whatever that says."""
+    packages: tuple[str, ...] = ()
+    """Distributions that it needs beside torch."""
+    beside: tuple[str, ...] = ()
+    """What else its extra holds: for folders of weights, and for logs."""
+    host: str = ""
+    """The package whose ``open_host`` and ``reference`` evenload's own loop asks for; empty: that does not drive it."""
+    reshards: bool = False
+    """Its checkpoints load on any layout of as many ranks."""
+    gradient_errors: Mapping[str, float] = field(default_factory=dict)
+    """Largest error of a gradient that counts as rounding, by ``train.dtype``."""
+    loops: tuple[Loop, ...] = ()
+    first_imports: tuple[str, ...] = ()
+    """The packages of which a script imports one before it trains."""
+    planned_where: str = ""
+    """What a script must do for its steps to be planned."""
+    patches: tuple[str, ...] = ()
+    """Modules whose ``rows(recipe)`` go on in scripts where a plugin is enabled."""
+    patched_always: bool = False
+    """They go on without one, too: the script's own config may enable it."""
+    mends: tuple[str, ...] = ()
+    """Modules of rows that go on in any case."""
+    bridges_cpu: bool = False
+    """It needs the CPU bridge where there is no CUDA."""
 
 
-_trainers: dict[str, Trainer] = {}
-
-
-def register_trainer(name: str, trainer: Trainer) -> None:
-    """Let recipes ask for a trainer. One that is registered again is replaced."""
-    _trainers[name] = trainer
+TRAINERS: dict[str, Trainer] = {}
+"""By the names that recipes use, in the order of tables; an integration puts its own in."""
 
 
 def trainer_called(name: str) -> Trainer:
     """The trainer of that name. Raises EvenloadError for one whose integration was not imported."""
-    if name not in _trainers:
-        known = ", ".join(_trainers) or "no trainer"
-        raise EvenloadError(
-            f"nobody says what trainer '{name}' is like", f"known: {known}", "import evenload.api first"
-        )
-    return _trainers[name]
+    if name not in TRAINERS:
+        what, known = f"nobody says what trainer '{name}' is like", ", ".join(TRAINERS) or "no trainer"
+        raise EvenloadError(what, f"known: {known}", "import evenload.api first")
+    return TRAINERS[name]
 
 
-def trainers_of_any_model() -> list[str]:
-    """Names of the trainers that run any causal model of Transformers."""
-    return [name for name, trainer in _trainers.items() if trainer.runs_any_model]
+def trainers_with(holds: Callable[[Trainer], Any]) -> list[str]:
+    """Names of the trainers of which something holds."""
+    return [name for name, trainer in TRAINERS.items() if holds(trainer)]
+
+
+def all_loops() -> list[Loop]:
+    """The loops of all trainers, evenload's own first."""
+    loops = [loop._replace(trainer=name) for name, trainer in TRAINERS.items() for loop in trainer.loops]
+    return sorted(loops, key=lambda loop: loop.start != OWN)

@@ -28,6 +28,8 @@ SUPPORTED = {
     "accelerate": ">=1,<2",
 }
 """Distributions and their versions: the one place that says so, for rows, doctor and messages."""
+FOR_FOLDERS = ("torch", "transformers")
+"""What folders of weights and adapters need, under any trainer."""
 
 
 def supported(distribution: str) -> SpecifierSet:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.errors import Rule
+from ...core.recipe.loops import SCRIPTS, Loop
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.traits import Trainer, TrainerTraits
 from ..deepspeed.engine import traits as deepspeed
@@ -55,4 +56,16 @@ def rule_of_layers(recipe: Recipe) -> Rule:
     )
 
 
-TRANSFORMERS = Trainer(traits, rules, runs_any_model=True)
+TRANSFORMERS = Trainer(
+    traits,
+    rules,
+    runs_any_model=True,
+    packages=("transformers", "accelerate"),
+    loops=(
+        Loop("Transformers' Trainer", SCRIPTS, copies=False),
+        Loop("a loop of Accelerate", SCRIPTS, cuts=False, copies=False),
+    ),
+    first_imports=("transformers", "accelerate"),
+    planned_where="train by transformers.Trainer, or by a trainer made from it",
+    patches=("evenload.patches.ranks", "evenload.patches.transformers"),
+)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from evenload.core.errors import EvenloadError
+from evenload.core.recipe.traits import TRAINERS
 from evenload.integrations.host.versions import (
     SUPPORTED,
     describe_version,
@@ -21,7 +22,6 @@ from evenload.integrations.host.versions import (
 )
 from evenload.patches.ledger import Ledger
 from evenload.patches.row import Patch
-from evenload.training.hosts import BESIDE, TRAINERS
 from packaging.requirements import Requirement
 
 
@@ -119,9 +119,9 @@ def test_extras_and_the_sets_that_are_tested_agree_with_what_is_supported():
     extras = [Requirement(line) for extra in project["project"]["optional-dependencies"].values() for line in extra]
     named = {one.name: one.specifier for one in extras if one.name in SUPPORTED}
     assert named == {name: supported(name) for name in SUPPORTED}
-    for trainer, needs in TRAINERS.items():
+    for trainer, row in TRAINERS.items():
         extra = {Requirement(line).name for line in project["project"]["optional-dependencies"][trainer]}
-        assert extra == {*(need.distribution for need in needs), *BESIDE.get(trainer, ())}
+        assert extra == {"torch", *row.packages, *row.beside}
     groups = project["dependency-groups"]
     pinned = [Requirement(line) for group in ("tested", "newest", "older") for line in groups[group]]
     assert [one for one in pinned if one.name in SUPPORTED and str(one.specifier)[2:] not in supported(one.name)] == []

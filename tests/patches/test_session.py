@@ -9,14 +9,16 @@ import random
 import subprocess
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from evenload.api import load_plugins, load_recipe
 from evenload.core.errors import EvenloadError
+from evenload.core.recipe.traits import TRAINERS
 from evenload.integrations.host.versions import listed_version
 from evenload.integrations.unmodified import planned_runs
-from evenload.patches import Patch, session
+from evenload.patches import Patch, megatron, session
 from evenload.patches.cpu_bridge import no_triton
 from evenload.patches.import_hook import ImportHook
 from evenload.patches.row import is_needed_by_version
@@ -49,6 +51,9 @@ class Stub:
         cls.released += 1
 
 
+STUBBED = replace(TRAINERS["deepspeed"], patches=("stubpatches",))
+
+
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "recipe.yaml"
@@ -58,7 +63,8 @@ def path(tmp_path):
 
 @pytest.fixture
 def stub(host, monkeypatch):
-    monkeypatch.setitem(session._TRAINERS, "deepspeed", (Stub,))
+    monkeypatch.setitem(sys.modules, "stubpatches", Stub)
+    monkeypatch.setitem(TRAINERS, "deepspeed", STUBBED)
     monkeypatch.setattr(planned_runs, "_releases", [Stub.release])
     monkeypatch.setattr(Stub, "released", 0)
     yield importlib.import_module("stubhost.core")
@@ -201,9 +207,9 @@ def _run(host: str, recipe: str, order: str) -> None:
 
 
 def _targets() -> dict[str, str]:
-    if isinstance(session._TRAINERS["deepspeed"][0], type):
+    if TRAINERS["deepspeed"] is STUBBED:
         return STUB
-    return {row.name: row.target for row in session.megatron.rows() if is_needed_by_version(row)}
+    return {row.name: row.target for row in megatron.rows() if is_needed_by_version(row)}
 
 
 def _raw(target: str):
@@ -263,7 +269,8 @@ if __name__ == "__main__":
     sys.path.insert(0, folder)
     load_plugins()
     if name == "stub":
-        session._TRAINERS["deepspeed"] = (Stub,)
+        sys.modules["stubpatches"] = Stub  # type: ignore[assignment]
+        TRAINERS["deepspeed"] = STUBBED
     else:
         import torch  # noqa: F401  # once, before the forks
     failed = [order for order in all_orders if not _survives(name, recipe_path, order)]

@@ -4,7 +4,7 @@
     weight     ||w - ref|| / ||ref - start||        what the updates moved, so that a missing one is an error of 1
     moment     ||m - ref|| / ||ref||                both of Adam's, in which clipping and the counting of steps show
 
-Sums in another order round otherwise. `GRADIENT` bounds what that does in float64 and, for most batches, in float32.
+Sums in another order round otherwise. A trainer's row bounds what that does in float64 and, mostly, in float32.
 Where a gradient is a small difference of large terms it does more, and in bfloat16 it depends on the model altogether:
 there plain training in the run's precision is held, on the same batch, against plain training in a higher one, and a
 parameter of the run may be off by `OVER_FLOOR` times as much as that parameter is there (its floor).
@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.recipe.traits import trainer_called
 from ...integrations.reference.exactness import Worst, not_finite, relative_error
 from ...integrations.reference.textbook import AdamW
 
 Tensors = Mapping[str, Tensor]
 
-GRADIENT = {("megatron", "fp64"): 1e-9, ("megatron", "fp32"): 2e-5, ("deepspeed", "fp32"): 2e-6}
-"""Largest error of a gradient that counts as rounding, by trainer and precision."""
 UPDATE = {"fp64": 1e-6, "fp32": 1e-4, "bf16": 1e-4}
 """Of a weight or a moment, by the precision of the run; both are updated in float32 in a run in bfloat16."""
 OVER_FLOOR = 4.0
@@ -66,7 +65,7 @@ class Tolerance:
     @classmethod
     def of(cls, trainer: str, dtype: str) -> Tolerance:
         """The constants of a precision; bfloat16 has none for gradients."""
-        gradient = GRADIENT.get((trainer, dtype), 0.0)
+        gradient = trainer_called(trainer).gradient_errors.get(dtype, 0.0)
         return cls(gradient, gradient or _LOSS_BF16, UPDATE[dtype], _ROUNDING["fp64" if dtype == "fp64" else "fp32"])
 
     def of_gradient(self, name: str) -> float:

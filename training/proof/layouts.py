@@ -6,19 +6,20 @@ from contextlib import suppress
 
 from ...core.errors import EvenloadError
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.traits import trainer_called
 from ..preflight import preflight, runnable
 
 
 def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     """The recipe on another layout of the same ranks, on which its checkpoints load too; None where there is none.
 
-    Megatron's load on any layout; tensor parallelism stays, so that plain training rounds as before. DeepSpeed's load
-    on the layout that wrote them, or on another number of ranks. Where planners of layers are on, ranks that share
-    experts go on sharing them: else nothing of what they plan would be proved behind the resume.
+    Tensor parallelism stays, so that plain training rounds as before; checkpoints of some trainers load on the layout
+    that wrote them, or on another number of ranks. Where planners of layers are on, ranks that share experts go on
+    sharing them: else nothing of what they plan would be proved behind the resume.
     """
     p = recipe.parallel
     # A stage of another layout might have frozen parameters alone.
-    if recipe.trainer != "megatron" or world_size == p.tp * p.cp or recipe.train.freeze:
+    if not trainer_called(recipe.trainer).reshards or world_size == p.tp * p.cp or recipe.train.freeze:
         return None
     stages, experts = 1 if p.pp > 1 else 2, 1 if p.ep > 1 else 2
     regroups = recipe.model.moe and not any(plugin.place == "layers" for plugin in recipe.enabled())

@@ -17,7 +17,7 @@ from ...core.recipe.recipe import Recipe, parse_with
 from ...core.recipe.traits import trainer_called
 from ...runtime.files import refuse_taken
 from ..checkpoint import manifest
-from ..hosts import require_own_loop, require_packages
+from ..hosts import require_for_folders, require_own_loop
 from ..progress import Progress, silent
 
 
@@ -26,7 +26,7 @@ def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Re
 
     Raises EvenloadError: there is none, it does not say its recipe, the recipe cannot run here, or ``out`` is taken.
     """
-    require_packages("a model's folder", "torch", "transformers")
+    require_for_folders("a model's folder")
     from ..checkpoint.checkpoints import last_good
 
     refuse_taken(out)

@@ -56,6 +56,7 @@ from ...runtime.measure.links import measure_links
 from ...runtime.measure.memory import free_bytes
 from ...runtime.world.variables import integer
 from ..files import whole
+from ..hosts import needs_of
 from ..job import Job, logger, run_rank
 from ..profiling import tenants
 from ..profiling.cases import Case, cases
@@ -289,7 +290,8 @@ def _memory(job: Job, max_tokens: int) -> MemoryCost:
 
 def _source(job: Job) -> str:
     host, shape = job.host.describe(), job.recipe.model.model_dump(mode="json", exclude_none=True)
-    versions = (f"{k} {host[k]}" for k in ("torch", "megatron_core", "deepspeed", "transformers") if k in host)
+    packages = (need.distribution.replace("-", "_") for need in needs_of(job.recipe.trainer))
+    versions = (f"{name} {host[name]}" for name in packages if name in host)
     about = ", ".join(f"{key} {value}" for key, value in shape.items())
     ranks = f"{job.world.size} ranks at once" if job.world.size > 1 else "1 rank"
     parts = (machine(job.world.device), ranks, ", ".join(versions), job.recipe.train.dtype, about)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from ....core.errors import Rule
 from ....core.recipe.families import families_with
+from ....core.recipe.loops import OWN, SCRIPTS, Loop
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sizes import VALUE_BYTES, shape_of
 from ....core.recipe.traits import States, Trainer, TrainerTraits
@@ -156,4 +157,22 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     ]
 
 
-DEEPSPEED = Trainer(traits, rules, runs_any_model=True)
+DEEPSPEED = Trainer(
+    traits,
+    rules,
+    runs_any_model=True,
+    packages=("deepspeed", "transformers"),
+    beside=("tensorboard",),
+    host="evenload.integrations.deepspeed",
+    gradient_errors={"fp32": 2e-6},
+    loops=(
+        Loop("evenload train, DeepSpeed", OWN, stages=", ZeRO 0, 1"),
+        Loop("deepspeed.initialize", SCRIPTS, cuts=False),
+    ),
+    first_imports=("deepspeed", "transformers", "accelerate"),
+    planned_where="give deepspeed.initialize the data set as training_data=, or, where it trains by Hugging Face's "
+    "Trainer, write trainer: transformers into the recipe",
+    # Scripts of Transformers' Trainer run on DeepSpeed's engine too.
+    patches=("evenload.patches.ranks", "evenload.patches.deepspeed", "evenload.patches.transformers"),
+    patched_always=True,
+)

@@ -12,6 +12,7 @@ Gradients are there throughout, and are summed in float32 where weights are half
 from __future__ import annotations
 
 from ....core.errors import Rule
+from ....core.recipe.loops import LOCAL, OWN, SCRIPTS, TRANSFORMER_ENGINE, Loop
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sections import Megatron
 from ....core.recipe.sizes import VALUE_BYTES
@@ -95,4 +96,21 @@ def _stages_without_experts(recipe: Recipe) -> list[int]:
     return [stage for stage in range(recipe.parallel.pp) if stage not in with_experts]
 
 
-MEGATRON = Trainer(traits, run_rules=run_rules)
+MEGATRON = Trainer(
+    traits,
+    run_rules=run_rules,
+    packages=("megatron-core",),
+    beside=("transformers", "tensorboard"),
+    host="evenload.integrations.megatron",
+    reshards=True,
+    gradient_errors={"fp64": 1e-9, "fp32": 2e-5},
+    loops=(
+        Loop("evenload train, Megatron-Core", OWN, stages="", specs=(LOCAL,)),
+        Loop("Megatron-LM, Megatron-Core loops", SCRIPTS, stages="", specs=(LOCAL, TRANSFORMER_ENGINE)),
+    ),
+    first_imports=("megatron.core",),
+    planned_where="call the function that get_forward_backward_func() returns, with forward_only=False",
+    patches=("evenload.patches.ranks", "evenload.patches.megatron"),
+    mends=("evenload.patches.megatron_fixes",),
+    bridges_cpu=True,
+)

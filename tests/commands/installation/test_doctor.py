@@ -11,11 +11,14 @@ from evenload.commands.doctor import doctor
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
-from evenload.integrations.unmodified.loops import LOOPS, NOTHING, REFUSED, document, plugins_in_table
+from evenload.core.recipe.loops import NOTHING, REFUSED
+from evenload.core.recipe.traits import all_loops
+from evenload.integrations.unmodified.loops import document, plugins_in_table
 from evenload.runtime.attention.blocks import BLOCKS, choose_block, explain_block
 from evenload.runtime.attention.kernels import KERNELS, choose_kernel, explain, explain_kernel
 
 ROOT = Path(__file__).parents[3]
+LOOPS = all_loops()
 ON_SCRIPTS = [loop for loop in LOOPS if loop.start == "evenload run"]
 
 

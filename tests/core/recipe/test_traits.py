@@ -30,10 +30,18 @@ def test_core_names_no_trainer_but_where_a_recipe_has_its_section() -> None:
     assert not naming
 
 
-def test_a_trainer_that_nobody_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(traits._trainers, "deepspeed")
-    with pytest.raises(EvenloadError, match="trainer 'deepspeed' is like\n  found: known: megatron"):
-        recipe(trainer="deepspeed")
+def test_a_trainer_that_nobody_described_is_refused() -> None:
+    rows = dict(traits.TRAINERS)
+    try:
+        del traits.TRAINERS["deepspeed"]
+        with pytest.raises(EvenloadError, match="Input should be 'megatron' or 'transformers'"):
+            recipe(trainer="deepspeed")
+        traits.TRAINERS.clear()
+        with pytest.raises(EvenloadError, match="trainer 'megatron' is like\n  found: known: no trainer"):
+            recipe()
+    finally:
+        traits.TRAINERS.clear()
+        traits.TRAINERS.update(rows)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""A trainer that one row adds: doctor, plan, train and a proof, and scripts under ``evenload run``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.api import load_recipe
+from evenload.commands.doctor import doctor
+from evenload.core.errors import EvenloadError
+from evenload.core.recipe.recipe import json_schema, parse
+from evenload.core.recipe.traits import TRAINERS
+from evenload.training.hosts import require_own_loop
+
+ROW = """
+from dataclasses import replace
+from evenload.core.recipe.loops import OWN, Loop
+from evenload.core.recipe.traits import TRAINERS
+
+TRAINERS["toy"] = replace(
+    TRAINERS["deepspeed"],
+    loops=(Loop("evenload train, Toy", OWN),),
+    gradient_errors={"fp32": 3e-6},
+)
+"""
+"""DeepSpeed's host under another name."""
+RECIPE = """
+trainer: toy
+model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}
+data: {source: python-stdlib, max_length: 64}
+parallel: {dp: 2}
+train: {steps: 2, global_batch_size: 8}
+plugins: {packing: {enabled: true, max_tokens: 256}}
+"""
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    exec(ROW, {})
+    yield
+    del TRAINERS["toy"]
+
+
+def test_a_row_is_all_that_recipes_and_doctor_need(toy: None, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    result = doctor(load_recipe(tmp_path / "r.yaml"))
+    (row,) = [row for row in result["loops"] if row["trainer"] == "toy"]
+    assert (row["name"], row["refused"], result["trainers"]["toy"]) == ("evenload train, Toy", None, True)
+    assert "evenload train, Toy" in [row["path"] for row in result["attention_paths"]]
+    assert json_schema()["properties"]["trainer"]["enum"][-1] == "toy"
+    with pytest.raises(EvenloadError, match="does not drive trainer transformers") as refusal:
+        require_own_loop("transformers")
+    assert refusal.value.do.endswith("trainer: megatron or deepspeed or toy")
+
+
+def test_without_its_row_it_is_no_trainer() -> None:
+    with pytest.raises(EvenloadError, match="trainer is not valid"):
+        parse({"trainer": "toy"})
+
+
+@pytest.mark.slow
+def test_a_toy_trainer_plans_and_trains(tmp_path: Path, toy: None, forge: Callable[[str], Any]) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+
+    (tmp_path / "lengths.txt").write_text("64\n17\n30\n5\n" * 4)
+
+    def run(verb: str, *words: str, ranks: int = 2) -> Any:
+        done = forge("deepspeed").run(tmp_path, (verb, "r.yaml", *words, "--json"), ranks, ROW)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    assert run("plan", "--lengths", "lengths.txt", ranks=1)
+    assert len(run("train")["steps"]) == 2
+    proof = run("verify")
+    assert proof["exact"]
