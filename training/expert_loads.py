@@ -24,7 +24,7 @@ from ..core.errors import EvenloadError, shorten
 from ..core.input.json_text import to_json
 from ..core.planning.chain import PlanChain
 from ..core.recipe.sizes import shape_of
-from ..integrations.host.host import StepResult
+from ..integrations.host.trained import StepResult
 from ..runtime.experts.gate import Load
 from ..runtime.world.agreement import everyone
 from .job import Job, logger

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.aliases import Floats
 from ..core.simulate.step import Span
-from ..integrations.host.host import StepResult
+from ..integrations.host.trained import StepResult
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ def open_host(recipe: Recipe, world: World) -> Host:
     """
     _require_packages()
     if recipe.parallel.pp > 1:
-        from .pipeline.host import PipelineHost
+        from .pipeline.host import PipelineHost, PipelineWeights
         from .tenants.pipeline import PipelineTenants
 
-        return PipelineTenants(recipe, world) if recipe.adapts else PipelineHost(recipe, world)
-    from .engine.host import DeepSpeedHost
-    from .tenants.host import DeepSpeedTenants
+        return PipelineHost(recipe, world, PipelineTenants if recipe.adapts else PipelineWeights)
+    from .engine.host import DataParallelWeights, DeepSpeedHost
+    from .tenants.host import DataParallelTenants
 
-    return DeepSpeedTenants(recipe, world) if recipe.adapts else DeepSpeedHost(recipe, world)
+    return DeepSpeedHost(recipe, world, DataParallelTenants if recipe.adapts else DataParallelWeights)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,18 +20,21 @@ from ...core.machine.layout import Layout
 from ...core.plan.in_step import Program
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
-from ...core.simulate.step import Span
+from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
-from ...runtime.experts.gate import Load
 from ...runtime.measure.busy import BusyClock
 from ...runtime.stage.executor import StageTrainer
 from ...runtime.stage.stage_links import StageLinks
-from ...runtime.world.agreement import Group, everyone
+from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
 from .scoring import Book, LogitBook, LossBook, Scores
 from .step import Mark, Position, Step, no_mark, run_program
+from .tenants import Tenants
+from .trained import StepResult, Trained, Weights
+
+T = TypeVar("T")
 
 Inspect = Callable[[Mapping[str, Tensor]], None]
 """Is shown the gradients of a step by parameter name, summed over all ranks and micro-batches, before clipping."""
@@ -41,63 +44,6 @@ UPDATE = "update"
 
 Rates = Mapping[int, float]
 """The learning rate of each tenant, by its number."""
-
-
-class TenantResult(NamedTuple):
-    """What a step did for one tenant."""
-
-    loss: float
-    """Sum of its token losses / its target tokens; the same number on every rank."""
-    num_targets: int
-    grad_norm: float
-    """Of its adapter's gradient, before clipping."""
-    failed: str = ""
-    """Why its adapter was not updated; empty: it was."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    loss: float
-    """Sum of token losses / target tokens of the global batch; the same number on every rank."""
-    num_targets: int
-    """Target tokens of the global batch."""
-    busy_s: float
-    """Seconds this rank spent in forward and backward of its micro-batches, gradient reduction left out; which seconds
-    these are on which device is said in `runtime.measure.busy`."""
-    forward_s: float
-    """The forward part of ``busy_s``."""
-    executed: tuple[Slice, ...]
-    """Slices this rank ran, for the count of tokens missing or repeated."""
-    branches: tuple[str, ...]
-    """What the host decided beyond the plan, in the words of `core.plan.branches`."""
-    expert_loads: tuple[Load, ...] = ()
-    """What the routers of this rank's layers did, by layer and pass; empty for a dense model."""
-    stretches_s: tuple[float, ...] = ()
-    """Seconds of compute of this rank between the exchanges of tokens with experts, in the order in which all ranks of
-    its group run them; empty on CUDA, and without experts."""
-    grad_norm: float = 0.0
-    """Norm of the global gradient before clipping; filled in last."""
-    tenants: Mapping[int, TenantResult] = field(default_factory=dict)
-    """By tenant, where adapters are trained (`integrations.host.tenants`)."""
-    spans: tuple[Span, ...] = ()
-    """What this rank did when, on the wall clock, in seconds since it entered the step; empty unless recorded.
-
-    F, R and B carry the numbers that passes have in the plan (-1: a dummy of the trainer's own, which the plan lacks),
-    G holds the waiting for slower ranks, and what lies between spans is waiting or the trainer's own work. A layer that
-    is recomputed inside a backward (``train.recompute``) is part of B. Ranks share one origin as well as they have
-    entered together: on one machine they share the clock, between machines it is as good as the barrier before."""
-
-
-class Snapshots(ABC):
-    """What a host is, too, whose checkpoints can be written while training goes on (``checkpoint.background``); the
-    traits of other trainers refuse that setting."""
-
-    @abstractmethod
-    def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
-        """Copy what `Host.save` would write; the call that writes it, from any thread. Collective, and that call is so
-        over ``group``."""
 
 
 class Host(ABC):
@@ -115,8 +61,7 @@ class Host(ABC):
     """What norms add to the variance where the recipe does not say; None: as Transformers has it."""
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
-    frozen: frozenset[str] = frozenset()
-    """Global names of the parameters that keep their values (``train.freeze``), of the whole model."""
+    trained: Trained
     records_routes: bool = False
     """Keep in `routes` to which experts tokens go, for a reference that shall send its tokens there, too."""
     routes: Mapping[tuple[int, int], Tensor] = {}
@@ -151,14 +96,14 @@ class Host(ABC):
         ``inspect`` it does not.
         """
         clock = BusyClock(self.device, record=record)
-        result = self._run(Step(plan, tokens_of, labels, mark, clock))
+        result = self.trained.run(Step(plan, tokens_of, labels, mark, clock))
         if inspect is None:
             _refuse_other_targets(result, labels)
         else:
-            inspect(self._gradients())
+            inspect(self.trained.gradients())
         mark(UPDATE)
         with clock.noting("U"):
-            norm = self._update(lr)
+            norm = self.trained.update(lr)
         return replace(result, grad_norm=norm, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
     def gradients(
@@ -170,9 +115,11 @@ class Host(ABC):
         Tensor-parallel shards are returned per rank as the host holds them; a pipeline stage returns its own layers
         under their global names. They went through the reduction that `train_step` uses.
         """
-        result = self._run(Step(plan, tokens_of, labels, no_mark, BusyClock(self.device)))
-        gradients = self._gradients()
-        return replace(result, grad_norm=self._norm(gradients)), gradients
+        result = self.trained.run(Step(plan, tokens_of, labels, no_mark, BusyClock(self.device)))
+        gradients = self.trained.gradients()
+        result = replace(result, grad_norm=self.trained.norm(gradients))
+        self.trained.discard()
+        return result, gradients
 
     def score(
         self, plan: StepPlan, tokens_of: TokensOf, *, labels: Labels | None = None, mark: Mark = no_mark
@@ -182,6 +129,7 @@ class Host(ABC):
         Nothing is kept and no state changes: weights, gradients, random states, loads and biases of experts.
         ``labels``: which tokens are targets; None: each but the first of a sequence.
         """
+        self.trained.begin(plan)
         book = LossBook(len(plan.lengths), self.device)
         self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), book)
         return book.scores()
@@ -189,6 +137,7 @@ class Host(ABC):
     def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
         """The logits of every token, by sequence [length, vocabulary], on the CPU of rank 0; empty on other ranks. They
         are held whole there, so it is for a few short sequences."""
+        self.trained.begin(plan)
         book = LogitBook()
         self._forwards(Step(plan, tokens_of, None, no_mark, BusyClock(self.device)), book)
         return book.logits(plan.lengths)
@@ -201,8 +150,11 @@ class Host(ABC):
     def of_all_stages(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The tensors of this rank's part of the model, by name, with those of other pipeline stages and of experts on
         other ranks."""
-        parts = everyone(tensors, self._stages) if self.layout.pp * self.layout.ep > 1 else [tensors]
-        return {name: tensor for part in parts for name, tensor in part.items()}
+        return {name: tensor for part in self.of_each_stage(tensors) for name, tensor in part.items()}
+
+    def of_each_stage(self, own: T) -> list[T]:
+        """What each rank brings that holds a part of the model with this one."""
+        return everyone(own, self._stages) if self.layout.pp * self.layout.ep > 1 else [own]
 
     @abstractmethod
     def exported(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -213,17 +165,30 @@ class Host(ABC):
         """The bias of each expert, by layer of the whole model from 0, on the CPU; empty without such."""
         return {}
 
-    @abstractmethod
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Global names of the parameters that keep their values (``train.freeze``), of the whole model."""
+        return self.trained.frozen
+
     def optimizer_states(self) -> Mapping[str, AdamState]:
         """What the optimizer holds, after a step, of every parameter that `gradients` names, whole, on the CPU."""
+        return self.trained.optimizer_states()
 
-    @abstractmethod
     def save(self, directory: Path) -> None:
         """Write model and optimizer into an existing empty directory."""
+        assert isinstance(self.trained, Weights), "adapters are saved one by one"
+        self.trained.save(directory)
 
-    @abstractmethod
     def load(self, directory: Path) -> None:
         """Read what `save` wrote, on any layout the trainer can reshard to."""
+        assert isinstance(self.trained, Weights), "adapters are loaded one by one"
+        self.trained.load(directory)
+
+    @property
+    def adapters(self) -> Adapters:
+        """Adapters of the tenants, of a recipe that adapts."""
+        assert isinstance(self.trained, Tenants), "the recipe trains weights"
+        return self.trained.adapters
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -231,41 +196,27 @@ class Host(ABC):
 
     def close(self) -> None:
         """Release what the host holds; the process group stays."""
+        if hasattr(self, "trained"):
+            self.trained.close()
         for groups in (self._links, self._plane):
             if groups is not None:
                 groups.close()
         self._links = self._plane = None
 
     @abstractmethod
-    def _run(self, step: Step) -> StepResult:
-        """All forwards and backwards of this rank and the gradient sum; norm and spans are left out."""
-
-    @abstractmethod
     def _forwards(self, step: Step, book: Book) -> None:
         """All forwards of this rank, without gradients; the last stage gives ``book`` what it wants."""
-
-    @abstractmethod
-    def _gradients(self) -> dict[str, Tensor]:
-        """The summed gradients of this rank's part of the model by global name, on the CPU."""
-
-    @abstractmethod
-    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        """The norm of the whole model's gradient, from what `_gradients` gave on each rank."""
-
-    @abstractmethod
-    def _update(self, lr: Any) -> float:
-        """Clip and apply the gradients; their norm before clipping."""
 
     @abstractmethod
     def _open_plane(self) -> Plane:
         """The plane of this rank."""
 
-    def _execute(self, step: Step, program: Program, trainer: StageTrainer) -> tuple[Slice, ...]:
+    def execute(self, step: Step, program: Program, trainer: StageTrainer) -> tuple[Slice, ...]:
         """Carry out what this rank does in a step; the slices that it ran."""
-        position = Position(self.pipeline_stage, self.dp_cp_rank, self._links, self._plane_of(step.plan))
+        position = Position(self.pipeline_stage, self.dp_cp_rank, self._links, self.plane_of(step.plan))
         return run_program(step.plan, program, trainer, position, step.clock, step.mark)
 
-    def _plane_of(self, plan: StepPlan) -> Plane | None:
+    def plane_of(self, plan: StepPlan) -> Plane | None:
         """What the micro-batches of a plan are shared over; None where it shares none."""
         if not plan.shared:
             return None

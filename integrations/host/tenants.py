@@ -1,4 +1,4 @@
-"""A host whose base stays as it is, and which trains the adapters of tenants instead (`runtime.adapters`).
+"""The adapters of tenants, which a host trains in place of its weights (`runtime.adapters`).
 
     loss of a step = sum over tenants of (sum of the tenant's token losses / its target tokens)
 
@@ -10,21 +10,23 @@ finite, or whose data has other targets than were counted, is not updated, and n
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError
+from ...core.plan.branches import SUM_AFTER_PASSES
 from ...core.plan.step_plan import StepPlan
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.labels import Labels
 from ..reference.textbook import AdamState
-from .host import Host, TenantResult
-from .scoring import Book, Scores
+from .scoring import LossBook, Scores
 from .step import Step
+from .trained import Passed, StepResult, TenantResult, Trained
 
 
 def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, int]:
@@ -36,12 +38,36 @@ def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, int]:
     return {int(tenant): int(targets[plan.tenants == tenant].sum()) for tenant in np.unique(plan.tenants)}
 
 
-class TenantHost(Host):
-    """What the hosts of all trainers have in common; a subclass makes `adapters` and runs the passes."""
+class Tenants(Trained):
+    """The adapters of tenants; a subclass makes `adapters` and runs the passes."""
 
     adapters: Adapters
-    _results: dict[int, TenantResult]
-    """Of the tenants of the last step; the update adds who fails in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._results: dict[int, TenantResult] = {}
+        """Of the tenants of the last step; the update adds who fails in it."""
+
+    @abstractmethod
+    def passes(self, step: Step, book: LossBook) -> Passed:
+        """All passes of this rank; their losses go to the book."""
+
+    def begin(self, plan: StepPlan) -> None:
+        self.adapters.begin(plan.tenants)
+
+    def run(self, step: Step) -> StepResult:
+        plan, clock = step.plan, step.clock
+        targets = targets_of_tenants(plan, step.labels)
+        self.begin(plan)
+        book = LossBook(len(plan.lengths), self._device)
+        executed, branches = self.passes(step, book)
+        step.mark("gradient sum")
+        with clock.noting("G"):
+            scores = book.scores()
+            tenants = self._of_tenants(plan, targets, scores)
+        busy, branches = clock.read(), (SUM_AFTER_PASSES, *branches)
+        count = sum(targets.values())
+        return StepResult(self._loss(), count, busy.total_s, busy.forward_s, executed, branches, tenants=tenants)
 
     def _of_tenants(self, plan: StepPlan, targets: Mapping[int, int], scores: Scores) -> dict[int, TenantResult]:
         """Sum the gradients, divide each by its tenant's targets, and say what came of each tenant. Collective. Passes
@@ -66,26 +92,22 @@ class TenantHost(Host):
         count = sum(result.num_targets for result in good)
         return sum(result.loss * result.num_targets for result in good) / count if count else math.nan
 
-    def _forwards(self, step: Step, book: Book) -> None:
-        self.adapters.begin(step.plan.tenants)
-        super()._forwards(step, book)  # type: ignore[safe-super]
-
-    def _gradients(self) -> dict[str, Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         """Gradients of every tenant of the last step, by ``<number>.<matrix>``, whole."""
         return {
             f"{number}.{name}": g for number in self._results for name, g in self.adapters.gradients(number).items()
         }
 
-    def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
         return math.hypot(*(result.grad_norm for result in self._results.values() if not result.failed))
 
-    def _update(self, lr: Any) -> float:
+    def update(self, lr: Any) -> float:
         for number, result in self._results.items():
             if not math.isfinite(lr[number]) and not result.failed:
                 self._results[number] = result._replace(failed="not finite: learning rate")
         good = {number: result.grad_norm for number, result in self._results.items() if not result.failed}
         self.adapters.update({number: lr[number] for number in good}, good)
-        return self._norm({})
+        return self.norm({})
 
     def optimizer_states(self) -> dict[str, AdamState]:
         """States of every tenant that is here, by ``<number>.<matrix>``, whole."""
@@ -96,13 +118,9 @@ class TenantHost(Host):
             for name, weight in state.weights.items()
         }
 
-    def save(self, directory: Path) -> None:
-        raise AssertionError("adapters are saved one by one: see Adapters.state")
-
-    def load(self, directory: Path) -> None:
-        raise AssertionError("adapters are loaded one by one: see Adapters.join")
+    def describe(self) -> dict[str, Any]:
+        return {"adapted_linears": len(self.adapters.linears)}
 
     def close(self) -> None:
         if hasattr(self, "adapters"):
             self.adapters.close()
-        super().close()

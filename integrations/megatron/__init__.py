@@ -57,10 +57,10 @@ def open_host(recipe: "Recipe", world: "World") -> "MegatronHost":
 
     check_recipe(recipe)
     check_host()
-    from .host import MegatronHost
+    from .host import MegatronHost, MegatronWeights
     from .tenants import MegatronTenants
 
-    return MegatronTenants(recipe, world) if recipe.adapts else MegatronHost(recipe, world)
+    return MegatronHost(recipe, world, MegatronTenants if recipe.adapts else MegatronWeights)
 
 
 def __getattr__(name: str) -> Any:

@@ -113,11 +113,11 @@ def run_batch(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
     return output, partial(token_loss, pack)
 
 
-def run_for_logits(batch: Batch, model: Any) -> Tensor:
+def run_for_logits(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
     """Forward of one micro-batch, with logits [1, T, V] of the whole vocabulary on the last stage."""
     tokens, positions = batch.pack.tokens_T[None], batch.pack.positions_T[None]
     output: Tensor = model(tokens, positions, None, packed_seq_params=batch.params, runtime_gather_output=True)
-    return output
+    return output, lambda logits_1TV: (logits_1TV.new_zeros(()), logits_1TV.new_zeros((), dtype=torch.int32), {})
 
 
 def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

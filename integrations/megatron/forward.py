@@ -40,7 +40,7 @@ class Forward:
         return output, counted
 
 
-class ScoreStep:
+class BookedForward:
     """A ``forward_step_func`` that hands what the last stage gives to a book. ``books``: whether this rank does: one
     tensor-parallel rank of the last stage."""
 
@@ -48,14 +48,13 @@ class ScoreStep:
         self._book, self._books = book, books
 
     def __call__(self, batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
-        """(stage output, a loss function that books)."""
-        output = run_for_logits(batch, model) if self._book.wants_logits else run_batch(batch, model)[0]
+        """(stage output, the loss function, which books)."""
+        output, loss_func = run_for_logits(batch, model) if self._book.wants_logits else run_batch(batch, model)
 
         def booked(values_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             if self._books:
-                self._book.add(values_1T[0], batch.pack)
-            nothing = values_1T.new_zeros(())
-            return nothing, nothing.int(), {}
+                self._book.add(values_1T.detach()[0], batch.pack)
+            return loss_func(values_1T)
 
         return output, booked
 

@@ -1,4 +1,4 @@
-"""`Host` on Megatron-Core: its model, DDP, optimizer, schedules and checkpoints, driven by a plan."""
+"""`Host` on Megatron-Core: its model and process groups, and what runs a program of a plan through them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
 from ..host.foreign_plans import refuse_foreign
 from ..host.freezing import freeze
-from ..host.host import Host, Snapshots, StepResult
+from ..host.host import Host
 from ..host.scoring import Book, evaluating
 from ..host.step import Step
+from ..host.trained import Snapshots, StepResult, Trained
 from ..reference.textbook import AdamState
 from .base.plane import join_groups, leave_groups, open_plane, stage_links
 from .base.setup import check_host, check_recipe
 from .batch import Batch, LossFunc, PlannedBatches
-from .forward import Forward, ScoreStep, reaching_recomputed, run_stock
+from .forward import BookedForward, Forward, reaching_recomputed, run_stock
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
@@ -55,13 +56,21 @@ from .saving.states import optimizer_states
 from .stage import MegatronStage
 
 
-class MegatronHost(Host, Snapshots):
-    """Trains a recipe's model on this process's part of the world.
+class MegatronHost(Host):
+    """Trains a recipe's model on this process's part of the world; ``train`` opens what is trained of it.
 
     Raises EvenloadError, before anything is built, for what Megatron-Core or this integration cannot honour.
     """
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
+    ddp: Any
+    """The model as passes call it: in Megatron's DDP where its weights are trained."""
+    optimizer: Any = None
+    gate: ExpertGate | None = None
+    """Of the layers with experts whose weights are trained."""
+
+    def __init__(
+        self, recipe: Recipe, world: World, train: Callable[[MegatronHost, TransformerConfig], Trained]
+    ) -> None:
         check_recipe(recipe)
         self._version = check_host()
         self.recipe = recipe
@@ -69,19 +78,19 @@ class MegatronHost(Host, Snapshots):
         self.device = world.device
         self._made_groups = join_groups(self.layout, recipe.train.seed)
         try:
-            self._build()
+            self._build(train)
         except BaseException:
             self.close()
             raise
 
-    def _build(self) -> None:
+    def _build(self, train: Callable[[MegatronHost, TransformerConfig], Trained]) -> None:
         recipe, device = self.recipe, self.device
         self.dp_cp_rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         self.tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
-        self._last = parallel_state.is_pipeline_last_stage()
+        self.last = parallel_state.is_pipeline_last_stage()
         # With one tensor-parallel rank these are the pipeline stages of all expert-parallel ranks.
         with_experts = self.layout.ep > 1
         self._stages = (
@@ -93,33 +102,12 @@ class MegatronHost(Host, Snapshots):
         config = transformer_config(recipe, self.layout)
         self.norm_epsilon = config.layernorm_epsilon
         first = parallel_state.is_pipeline_first_stage()
-        self.model: Any = build_model(recipe, config, first=first, last=self._last).to(device)
+        self.model: Any = build_model(recipe, config, first=first, last=self.last).to(device)
         if recipe.model.weights is None:
             initialise(self.model, config, recipe.train.seed, self.tp_rank)
         else:
             read_pretrained(self.model, recipe, self.tp_rank)
-        self._prepare_training(config)
-
-    def _prepare_training(self, config: TransformerConfig) -> None:
-        recipe = self.recipe
-        self.frozen = self._freeze()
-        if recipe.sharded_experts:
-            shard_experts(self.model)
-        self._gate = self._open_gate() if recipe.model.moe else None
-        self.ddp: Any = wrap_model(recipe, config, self.model)
-        self.optimizer: Any = build_optimizer(recipe, self.ddp)
-
-    def _freeze(self) -> frozenset[str]:
-        own = dict(global_parameters(self.model))
-        parts = everyone(list(own), self._stages) if self.layout.pp * self.layout.ep > 1 else [list(own)]
-        return freeze(self.recipe.train.freeze, own, parts)
-
-    def _open_gate(self) -> ExpertGate:
-        group = parallel_state.get_expert_model_parallel_group()
-        ranks, place = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
-        gate = ExpertGate(ranks, place, sharded=self.recipe.sharded_experts)
-        bind_gate(self.model, gate)
-        return gate
+        self.trained = train(self, config)
 
     def weights(self) -> Mapping[str, Tensor]:
         of_stage = global_tensors(self.model, torch.Tensor.detach)
@@ -134,20 +122,6 @@ class MegatronHost(Host, Snapshots):
         stages = everyone(own, parallel_state.get_pipeline_model_parallel_group())
         return {layer: bias_E.clone() for stage in stages for layer, bias_E in stage.items()}
 
-    def optimizer_states(self) -> Mapping[str, AdamState]:
-        return optimizer_states(self.model, self.optimizer)
-
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer and random states into an existing empty directory. Collective."""
-        checkpoint.save(self, directory)
-
-    def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
-        return checkpoint.snapshot(self, directory, group)
-
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote, on any number of ranks and any TP x PP. Collective."""
-        checkpoint.load(self, directory)
-
     def describe(self) -> dict[str, Any]:
         dtype = DTYPES[self.recipe.train.dtype]
         return {
@@ -161,15 +135,8 @@ class MegatronHost(Host, Snapshots):
             "pp": self.layout.pp,
             "dp": self.layout.dp,
             "ep": self.layout.ep,
-            **self._describe_reduction(),
+            **self.trained.describe(),
             "parameters_on_rank": sum(p.numel() for p in self.model.parameters()),
-        }
-
-    def _describe_reduction(self) -> dict[str, Any]:
-        config = self.ddp.ddp_config
-        return {
-            "distributed_optimizer": config.use_distributed_optimizer,
-            "overlap_grad_reduce": config.overlap_grad_reduce,
         }
 
     def close(self) -> None:
@@ -180,52 +147,22 @@ class MegatronHost(Host, Snapshots):
             leave_groups()
             self._made_groups = False
 
-    def _run(self, step: Step) -> StepResult:
-        plan, clock = step.plan, step.clock
-        refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp, host_schedule=plan.in_host_schedule)
-        reduction = Reduction(self.ddp, plan, clock)
-        routing = StepRouting(plan.lengths, labels=step.labels, record=self.records_routes)
-        self.routes = {} if routing.routes is None else routing.routes
-        forward = Forward(reduction, books=self._last and self.tp_rank == 0)
-        self._begin_experts(step)
-        step.mark("forward and backward")
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        if plan.in_host_schedule:
-            batches = PlannedBatches.of_rank(
-                plan, self.dp_cp_rank, step.tokens_of, self.device, routing=routing, labels=step.labels
-            )
-            with reaching_recomputed(self.model) if self.recipe.train.recompute else nullcontext():
-                executed = run_stock(self.ddp, batches, forward, reduction, step.mark, clock, self._gate)
-        else:
-            with reduction.computing():
-                executed = self._carry_out(step, lower(plan, self.pipeline_stage, self.dp_cp_rank), forward, routing)
-            step.mark("gradient sum")
-            reduction.finalize([self.ddp])
-        (loss_sum, num_targets), busy = reduction.totals, clock.read()
-        loss, loads = loss_sum / max(1, num_targets), tuple(self._gate.loads) if self._gate else ()
-        branches = (reduction.branch, *((COPIED,) if any(load.copies for load in loads) else ()))
-        forget_tokens(self.model)
-        stretches_s = self._gate.stretches_s if self._gate and self.device.type == "cpu" else ()
-        busy_s = busy.total_s, busy.forward_s
-        return StepResult(loss, num_targets, *busy_s, executed, branches, loads, stretches_s)
-
     def _forwards(self, step: Step, book: Book) -> None:
         plan = step.plan
         refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp)
-        self._begin_experts(step)
+        self.begin_experts(step)
         program = lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank)
-        scoring = ScoreStep(book, books=self._last and self.tp_rank == 0)
+        scoring = BookedForward(book, books=self.last and self.tp_rank == 0)
         with evaluating(self.ddp):
-            self._carry_out(step, program, scoring, StepRouting(plan.lengths))
+            self.carry_out(step, program, scoring, StepRouting(plan.lengths))
         forget_tokens(self.model)
 
-    def _begin_experts(self, step: Step) -> None:
-        if self._gate:
+    def begin_experts(self, step: Step) -> None:
+        if self.gate:
             experts = step.plan.experts
-            self._gate.begin(step.plan.digest, step.mark, experts, layer_planner(experts.planner))
+            self.gate.begin(step.plan.digest, step.mark, experts, layer_planner(experts.planner))
 
-    def _carry_out(
+    def carry_out(
         self,
         step: Step,
         program: Program,
@@ -235,36 +172,106 @@ class MegatronHost(Host, Snapshots):
         """A program of this rank; the slices that it ran. ``forward``: a ``forward_step_func`` of loaded batches."""
         if self._links is None and self.layout.pp > 1:
             self._links = stage_links()  # by all ranks: they run one plan
-        plane, wanted = self._plane_of(step.plan), labels_of(step.labels)
+        plane, wanted = self.plane_of(step.plan), labels_of(step.labels)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
             pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, plane=plane, labels_of=wanted)
             return Batch(pack, seq_params(pack, routing=routing))
 
-        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, gate=self._gate)
-        return self._execute(step, program, trainer)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        gather_shards(self.ddp)
-        return {name: gradient.cpu().clone() for name, gradient in global_gradients(self.model)}
-
-    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        return gradient_norm(self.model, self.tp_rank)
-
-    def _update(self, lr: Any) -> float:
-        set_lr(self.optimizer, lr)
-        norm = self._clip_in_float64() if self.recipe.train.dtype == "fp64" else None
-        move_biases(self.ddp)
-        _, megatron_norm, _ = self.optimizer.step()
-        return float(megatron_norm) if norm is None else norm
+        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, gate=self.gate)
+        return self.execute(step, program, trainer)
 
     def _open_plane(self) -> Plane:
         return open_plane()
 
+
+class MegatronWeights(Snapshots):
+    """The weights of a host's model. Making it gives the host its DDP, its optimizer and the gate of its experts."""
+
+    def __init__(self, host: MegatronHost, config: TransformerConfig) -> None:
+        self._host, recipe = host, host.recipe
+        own = dict(global_parameters(host.model))
+        self.frozen = freeze(recipe.train.freeze, own, host.of_each_stage(list(own)))
+        if recipe.sharded_experts:
+            shard_experts(host.model)
+        if recipe.model.moe:
+            group = parallel_state.get_expert_model_parallel_group()
+            ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
+            host.gate = ExpertGate(ranks, rank, sharded=recipe.sharded_experts)
+            bind_gate(host.model, host.gate)
+        host.ddp = wrap_model(recipe, config, host.model)
+        host.optimizer = build_optimizer(recipe, host.ddp)
+
+    def run(self, step: Step) -> StepResult:
+        host, plan, clock = self._host, step.plan, step.clock
+        refuse_foreign(plan, host.layout.dp_cp_size, host.layout.pp, host_schedule=plan.in_host_schedule)
+        reduction = Reduction(host.ddp, plan, clock)
+        routing = StepRouting(plan.lengths, labels=step.labels, record=host.records_routes)
+        host.routes = {} if routing.routes is None else routing.routes
+        forward = Forward(reduction, books=host.last and host.tp_rank == 0)
+        host.begin_experts(step)
+        step.mark("forward and backward")
+        host.ddp.zero_grad_buffer()
+        host.optimizer.zero_grad()
+        if plan.in_host_schedule:
+            batches = PlannedBatches.of_rank(
+                plan, host.dp_cp_rank, step.tokens_of, host.device, routing=routing, labels=step.labels
+            )
+            with reaching_recomputed(host.model) if host.recipe.train.recompute else nullcontext():
+                executed = run_stock(host.ddp, batches, forward, reduction, step.mark, clock, host.gate)
+        else:
+            with reduction.computing():
+                executed = host.carry_out(step, lower(plan, host.pipeline_stage, host.dp_cp_rank), forward, routing)
+            step.mark("gradient sum")
+            reduction.finalize([host.ddp])
+        (loss_sum, num_targets), busy = reduction.totals, clock.read()
+        loss, loads = loss_sum / max(1, num_targets), tuple(host.gate.loads) if host.gate else ()
+        branches = (reduction.branch, *((COPIED,) if any(load.copies for load in loads) else ()))
+        forget_tokens(host.model)
+        stretches_s = host.gate.stretches_s if host.gate and host.device.type == "cpu" else ()
+        busy_s = busy.total_s, busy.forward_s
+        return StepResult(loss, num_targets, *busy_s, executed, branches, loads, stretches_s)
+
+    def gradients(self) -> dict[str, Tensor]:
+        gather_shards(self._host.ddp)
+        return {name: gradient.cpu().clone() for name, gradient in global_gradients(self._host.model)}
+
+    def norm(self, gradients: Mapping[str, Tensor]) -> float:
+        return gradient_norm(self._host.model, self._host.tp_rank)
+
+    def update(self, lr: Any) -> float:
+        host = self._host
+        set_lr(host.optimizer, lr)
+        norm = self._clip_in_float64() if host.recipe.train.dtype == "fp64" else None
+        move_biases(host.ddp)
+        _, megatron_norm, _ = host.optimizer.step()
+        return float(megatron_norm) if norm is None else norm
+
     def _clip_in_float64(self) -> float:
         """Megatron's rule of clipping, which it has for float32 only; the norm before clipping."""
-        norm = self._norm({})
-        limit = self.recipe.train.clip_grad
+        norm = self.norm({})
+        limit = self._host.recipe.train.clip_grad
         if limit > 0 and (factor := limit / (norm + 1e-6)) < 1.0:
-            self.ddp.scale_gradients(factor)
+            self._host.ddp.scale_gradients(factor)
         return norm
+
+    def optimizer_states(self) -> Mapping[str, AdamState]:
+        return optimizer_states(self._host.model, self._host.optimizer)
+
+    def describe(self) -> dict[str, Any]:
+        config = self._host.ddp.ddp_config
+        return {
+            "distributed_optimizer": config.use_distributed_optimizer,
+            "overlap_grad_reduce": config.overlap_grad_reduce,
+        }
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer and random states into an existing empty directory. Collective."""
+        checkpoint.save(self._host, directory)
+
+    def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
+        return checkpoint.snapshot(self._host, directory, group)
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote, on any number of ranks and any TP x PP. Collective."""
+        checkpoint.load(self._host, directory)

@@ -9,9 +9,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import nn
 
-from ...core.plan.branches import SUM_AFTER_PASSES
 from ...core.plan.program import lower
 from ...core.recipe.recipe import Recipe
 from ...runtime.adapters.adapters import Adapters
@@ -19,14 +18,12 @@ from ...runtime.adapters.peers import AdapterPeers
 from ...runtime.adapters.places import AdaptedBlock, Place, Site
 from ...runtime.attention.pack import Pack
 from ...runtime.experts.routing import StepRouting
-from ...runtime.world.agreement import everyone
 from ..host.foreign_plans import refuse_foreign
-from ..host.host import StepResult
 from ..host.scoring import LossBook
 from ..host.step import Step
-from ..host.tenants import TenantHost, targets_of_tenants
-from .batch import Batch, LossFunc, run_batch
-from .forward import reaching_recomputed
+from ..host.tenants import Tenants
+from ..host.trained import Passed
+from .forward import BookedForward, reaching_recomputed
 from .host import MegatronHost
 from .model.gpt import DTYPES
 from .model.weights import global_parameters
@@ -35,67 +32,36 @@ from .pretrained.pieces import pieces_of
 _LINEARS = tuple(f"{name}.weight" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
 
 
-class MegatronTenants(TenantHost, MegatronHost):
-    """Trains the adapters of tenants on this process's part of the world. Every plan runs in the executor."""
+class MegatronTenants(Tenants):
+    """The adapters of tenants beside this process's part of a model. Every plan runs in the executor."""
 
-    def _prepare_training(self, config: TransformerConfig) -> None:
-        self._gate = self.optimizer = None
-        for parameter in self.model.parameters():
+    def __init__(self, host: MegatronHost, config: TransformerConfig) -> None:
+        super().__init__(host.device)
+        self._host, recipe = host, host.recipe
+        for parameter in host.model.parameters():
             parameter.requires_grad_(False)
-        names = [name for name, _ in global_parameters(self.model)]
-        parts = everyone(names, self._stages) if self.layout.pp > 1 else [names]
-        self.frozen = frozenset(name for part in parts for name in part)
-        self.ddp = Float16Module(config, self.model) if self.recipe.train.dtype == "bf16" else self.model
-        blocks = blocks_of(self.model, self.recipe, self.tp_rank)
+        names = [name for name, _ in global_parameters(host.model)]
+        self.frozen = frozenset(name for part in host.of_each_stage(names) for name in part)
+        host.ddp = Float16Module(config, host.model) if recipe.train.dtype == "bf16" else host.model
+        blocks = blocks_of(host.model, recipe, host.tp_rank)
         own = [place.name for block in blocks for site in block.sites for place in site.places]
-        stages = everyone(own, self._stages) if self.layout.pp > 1 else [own]
         peers = AdapterPeers(
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             parallel_state.get_model_parallel_group(),
-            counts=self.tp_rank == 0,
+            counts=host.tp_rank == 0,
         )
-        dtype = torch.promote_types(DTYPES[self.recipe.train.dtype], torch.float32)
-        self.adapters = Adapters(blocks, [name for stage in stages for name in stage], peers, dtype, self.device)
+        dtype = torch.promote_types(DTYPES[recipe.train.dtype], torch.float32)
+        linears = [name for stage in host.of_each_stage(own) for name in stage]
+        self.adapters = Adapters(blocks, linears, peers, dtype, host.device)
 
-    def _describe_reduction(self) -> dict[str, Any]:
-        return {"adapted_linears": len(self.adapters.linears)}
-
-    def _run(self, step: Step) -> StepResult:
-        plan, clock = step.plan, step.clock
-        refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp)
-        targets = targets_of_tenants(plan, step.labels)
-        self.adapters.begin(plan.tenants)
-        book = LossBook(len(plan.lengths), self.device)
-        forward = _BookedForward(book, books=self._last and self.tp_rank == 0)
-        program = lower(plan, self.pipeline_stage, self.dp_cp_rank)
+    def passes(self, step: Step, book: LossBook) -> Passed:
+        host, plan = self._host, step.plan
+        refuse_foreign(plan, host.layout.dp_cp_size, host.layout.pp)
+        forward = BookedForward(book, books=host.last and host.tp_rank == 0)
+        program = lower(plan, host.pipeline_stage, host.dp_cp_rank)
         step.mark("forward and backward")
-        with reaching_recomputed(self.model):
-            executed = self._carry_out(step, program, forward, StepRouting(plan.lengths, labels=step.labels))
-        step.mark("gradient sum")
-        with clock.noting("G"):
-            scores = book.scores()
-            tenants = self._of_tenants(plan, targets, scores)
-        busy = clock.read()
-        of_rank = busy.total_s, busy.forward_s, executed, (SUM_AFTER_PASSES,)
-        return StepResult(self._loss(), sum(targets.values()), *of_rank, tenants=tenants)
-
-
-class _BookedForward:
-    """A ``forward_step_func`` that takes the losses of sequences down; ``books``: whether this rank does: one
-    tensor-parallel rank of the last stage."""
-
-    def __init__(self, book: LossBook, *, books: bool) -> None:
-        self._book, self._books = book, books
-
-    def __call__(self, batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
-        output, loss_func = run_batch(batch, model)
-
-        def booked(losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            if self._books:
-                self._book.add(losses_1T.detach()[0], batch.pack)
-            return loss_func(losses_1T)
-
-        return output, booked
+        with reaching_recomputed(host.model):
+            return Passed(host.carry_out(step, program, forward, StepRouting(plan.lengths, labels=step.labels)))
 
 
 def blocks_of(model: nn.Module, recipe: Recipe, tp_rank: int) -> list[AdaptedBlock]:

@@ -727,8 +727,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every tensor-parallel rank books the loss",
         "integrations/megatron/host.py",
-        "Forward(reduction, books=self._last and self.tp_rank == 0)",
-        "Forward(reduction, books=self._last)",
+        "Forward(reduction, books=host.last and host.tp_rank == 0)",
+        "Forward(reduction, books=host.last)",
         "quick tensor parallel",
     ),
     Mutant(
@@ -742,8 +742,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gradients are kept after the first step",
         "integrations/megatron/host.py",
-        "        self.ddp.zero_grad_buffer()\n",
-        '        getattr(self, "_zeroed", None) or self.ddp.zero_grad_buffer()\n        self._zeroed = True\n',
+        "        host.ddp.zero_grad_buffer()\n",
+        '        getattr(self, "_zeroed", None) or host.ddp.zero_grad_buffer()\n        self._zeroed = True\n',
         "quick overlap",
     ),
     Mutant(
@@ -844,15 +844,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a gradient is NaN under DeepSpeed",
         _ENGINE_HOST,
-        "        return dict(self._whole(full_gradients(self._trained_parameters())))",
-        "        named = self._whole(full_gradients(self._trained_parameters()))\n"
+        "        return dict(self._host.whole(full_gradients(self._trained_parameters())))",
+        "        named = self._host.whole(full_gradients(self._trained_parameters()))\n"
         '        return {n: g * (float("nan") if "layers.1.mlp.down" in n else 1.0) for n, g in named.items()}',
         "quick deepspeed",
     ),
     Mutant(
         "ZeRO 3 divides gradients by the ranks once more",
         "integrations/deepspeed/engine/host.py",
-        "share = self.world.size if self.stage == 3 else 1",
+        "share = host.world.size if host.stage == 3 else 1",
         "share = 1",
         "zero 3",
     ),
@@ -901,8 +901,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "one group alone gets the learning rate",
         _ENGINE_HOST,
-        "        for group in self.engine.basic_optimizer.param_groups:\n",
-        "        for group in self.engine.basic_optimizer.param_groups[:1]:\n",
+        "        for group in engine.basic_optimizer.param_groups:\n",
+        "        for group in engine.basic_optimizer.param_groups[:1]:\n",
         "quick deepspeed",
     ),
     Mutant(
@@ -1653,14 +1653,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "integrations/host/tenants.py",
         "        self.adapters.update({number: lr[number] for number in good}, good)\n",
         "        self.adapters.update({number: lr[number] for number in good}, good)\n"
-        "        next(self.model.parameters()).data.mul_(1 + 1e-9)\n",
+        "        next(self._host.model.parameters()).data.mul_(1 + 1e-9)\n",
         "tenants",
     ),
     Mutant(
         "tenants are clipped by the norm of all of them",
         "integrations/host/tenants.py",
         "{number: lr[number] for number in good}, good)",
-        "{number: lr[number] for number in good}, dict.fromkeys(good, self._norm({})))",
+        "{number: lr[number] for number in good}, dict.fromkeys(good, self.norm({})))",
         "tenants",
     ),
     Mutant(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...integrations.host.host import Snapshots
+from ...integrations.host.trained import Snapshots
 from ..job import Job
 from . import checkpoints
 
@@ -25,8 +25,8 @@ class Background:
     """Writes the checkpoints of a job; a context. Making one is collective, and so are its methods."""
 
     def __init__(self, job: Job) -> None:
-        assert isinstance(job.host, Snapshots), "the rules of its trainer refuse checkpoint.background"
-        self._job, self._host = job, job.host
+        assert isinstance(job.host.trained, Snapshots), "the rules of its trainer refuse checkpoint.background"
+        self._job, self._weights = job, job.host.trained
         self._group = dist.new_group(backend="gloo")
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Path] | None = None
@@ -43,7 +43,7 @@ class Background:
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""
         self.wait()
-        write = checkpoints.begin(root, step, lambda directory: self._host.snapshot(directory, self._group))
+        write = checkpoints.begin(root, step, lambda directory: self._weights.snapshot(directory, self._group))
         self._writing = self._pool.submit(checkpoints.finish, root, step, state, write, keep, self._group)
 
     def look(self) -> None:

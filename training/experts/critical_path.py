@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.aliases import Floats
-from ...integrations.host.host import StepResult
+from ...integrations.host.trained import StepResult
 from ...runtime.world.agreement import everyone
 from ..job import Job
 

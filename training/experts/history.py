@@ -14,7 +14,7 @@ from typing import Any
 from ...core.experts.history import Loads
 from ...core.planning.chain import PlanChain
 from ...core.planning.planner import Planner
-from ...integrations.host.host import StepResult
+from ...integrations.host.trained import StepResult
 from ...runtime.experts.history import learned
 from ..job import logger
 

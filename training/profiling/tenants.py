@@ -18,8 +18,9 @@ from ...core.plan.step_plan import StepPlan
 from ...core.recipe.adapter import Adapter
 from ...core.recipe.adapter_sizes import adapter_weights
 from ...core.recipe.tenant import TenantTrain
-from ...integrations.host.host import Host, StepResult
-from ...integrations.host.tenants import TenantHost
+from ...integrations.host.host import Host
+from ...integrations.host.tenants import Tenants
+from ...integrations.host.trained import StepResult
 from ...runtime.attention.pack import TokensOf
 
 ADAPTER = Adapter(r=16)
@@ -28,13 +29,13 @@ TENANT = 0
 
 def join(host: Host) -> None:
     """Let the tenant in, where the host has tenants."""
-    if isinstance(host, TenantHost):
+    if isinstance(host.trained, Tenants):
         host.adapters.join(TENANT, ADAPTER, TenantTrain())
 
 
 def train(host: Host, plan: StepPlan, tokens_of: TokensOf, mark: Callable[[str], None]) -> StepResult:
     """A step at a learning rate of zero, all of it the tenant's where the host has tenants."""
-    if not isinstance(host, TenantHost):
+    if not isinstance(host.trained, Tenants):
         return host.train_step(plan, tokens_of, lr=0.0, mark=mark)
     owned = replace(plan, tenants=np.full(len(plan.lengths), TENANT))
     return host.train_step(owned, tokens_of, lr={TENANT: 0.0}, mark=mark)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.adapter import Adapter
-from ...integrations.host.host import TenantResult
+from ...integrations.host.trained import TenantResult
 from ...integrations.reference.exactness import relative_error
 from ...integrations.reference.textbook import AdamState
 from ...integrations.reference.textbook_adapter import Alone, norm_of

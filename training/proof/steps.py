@@ -20,7 +20,7 @@ from ...core.plan.branches import branches_of
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.planning.exercised import failure_of
 from ...core.planning.planner import Draw
-from ...integrations.host.host import StepResult
+from ...integrations.host.trained import StepResult
 from ...integrations.reference.exactness import relative_error
 from ...integrations.reference.textbook import AdamW
 from ...runtime.attention.labels import Labels, count_targets

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned
-from ...integrations.host.host import TenantResult
+from ...integrations.host.trained import TenantResult
 from ...runtime.world.agreement import everyone
 from ..job import logger
 from ..measuring import measure_step

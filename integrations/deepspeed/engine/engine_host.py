@@ -1,11 +1,11 @@
-"""What a planned step is on any engine of DeepSpeed; how a rank runs its passes is a subclass's to say."""
+"""What hosts on any engine of DeepSpeed have in common: their model's weights, and what they say of themselves."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
@@ -15,15 +15,14 @@ from torch import Tensor
 
 from ....core.errors import EvenloadError, Rule, refuse_first
 from ....core.machine.layout import Layout
-from ....core.plan.branches import COPIED
-from ....core.plan.step_plan import Slice, StepPlan
+from ....core.plan.branches import COPIED, SUM_AFTER_PASSES
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.kernels import choose_kernel
-from ....runtime.attention.labels import Labels, count_targets
-from ....runtime.attention.pack import TokensOf
+from ....runtime.attention.labels import count_targets
 from ....runtime.world.world import World
-from ...host.host import Host, StepResult
+from ...host.host import Host
 from ...host.step import Step
+from ...host.trained import Passed, StepResult, Weights
 from ...huggingface.folders.conversion import as_in_folder, exported_groups
 from ...huggingface.models import refuse_unequal_replay
 from ...reference.textbook import AdamState
@@ -34,25 +33,15 @@ from .model import empty_model
 from .traits import rules
 
 
-class Passed(NamedTuple):
-    """What the passes of a rank came to."""
-
-    totals: Tensor
-    """Sum and number of its token losses, float64 [2] on the device."""
-    executed: tuple[Slice, ...]
-    branches: tuple[str, ...]
-    """Those that the plan does not show, in the words of `core.plan.branches`."""
-
-
 class EngineHost(Host):
-    """A host but for the passes, of a recipe with ``model.vocab_size`` resolved, or ``model.config``. Making one is
+    """A host but for its engine, of a recipe with ``model.vocab_size`` resolved, or ``model.config``. Making one is
     collective. Raises EvenloadError for a recipe that DeepSpeed cannot honour here.
     """
 
     engine: Any
     stage: int
     """Of ZeRO."""
-    _gated: GatedExperts | None = None
+    gated: GatedExperts | None = None
     """The model's experts, if it has any."""
 
     def __init__(self, recipe: Recipe, world: World) -> None:
@@ -62,35 +51,17 @@ class EngineHost(Host):
         self.recipe = recipe
         self.device = world.device
 
-    def gradients(
-        self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None = None
-    ) -> tuple[StepResult, Mapping[str, Tensor]]:
-        result, gradients = super().gradients(plan, tokens_of, labels)
-        discard_gradients(self.engine)
-        return result, gradients
-
     def weights(self) -> Mapping[str, Tensor]:
-        return self.of_all_stages(self._whole(full_weights(self.engine, self._own_parameters())))
+        return self.of_all_stages(self.whole(full_weights(self.engine, self.own_parameters())))
 
     def exported(self) -> Iterator[tuple[str, Tensor | None]]:
         empty = empty_model(self.recipe)
         shapes = {name: tensor.to("meta") for name, tensor in empty.state_dict().items()}
         for names in exported_groups(empty):
             parts = {name: shapes[name] for name in names}
-            whole = self._gathered(parts)
+            whole = self.gathered(parts)
             for name, tensor in as_in_folder(empty, whole if self.world.rank == 0 else parts):
                 yield name, tensor if self.world.rank == 0 else None
-
-    def optimizer_states(self) -> dict[str, AdamState]:
-        states = adam_states(self.engine, self._trained_parameters())
-        fields = [self._whole({name: state[i] for name, state in states.items()}) for i in range(3)]
-        return {name: AdamState(*(field[name] for field in fields)) for name in fields[0]}
-
-    def save(self, directory: Path) -> None:
-        checkpoint.save(self.engine, directory, self.recipe.train.freeze)
-
-    def load(self, directory: Path) -> None:
-        checkpoint.load(self.engine, directory, freeze=self.recipe.train.freeze, trust=self.recipe.checkpoint.trust)
 
     def describe(self) -> dict[str, Any]:
         config = self.engine.module.config
@@ -110,16 +81,47 @@ class EngineHost(Host):
             "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters()),
             "attention": choose_kernel(self.world.device, dtype, head_dim).name,
             "device": str(self.world.device),
+            **self.trained.describe(),
         }
 
     def close(self) -> None:
         super().close()
-        if self._gated:
-            self._gated.unbind()
+        if self.gated:
+            self.gated.unbind()
         self.engine.destroy()
 
-    def _run(self, step: Step) -> StepResult:
-        plan, labels = step.plan, step.labels
+    @abstractmethod
+    def own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """The parameters of this rank's part of the model, under their global names."""
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors of this rank's parameters by the names of the model that the recipe asks for. Collective where ranks
+        hold parts of one."""
+        return tensors
+
+    def gathered(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """These parameters and buffers of the model that the recipe asks for, whole, on the CPU of rank 0. Collective.
+
+        ``wanted``: by name, on the meta device.
+        """
+        own = {name: p for name, p in self.own_parameters().items() if self._name_in_model(name) in wanted}
+        tensors = dict(self.whole(full_weights(self.engine, own))) if own else {}
+        buffers = {name: buffer.cpu() for name, buffer in self.engine.module.named_buffers() if name in wanted}
+        return {**buffers, **tensors}
+
+    def _name_in_model(self, name: str) -> str:
+        """The name in the recipe's model of the parameter that holds this rank's ``name``."""
+        return name
+
+
+class EngineWeights(Weights):
+    """The weights of a host's model; how a rank runs its passes is a subclass's to say."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+
+    def run(self, step: Step) -> StepResult:
+        plan, labels, gated = step.plan, step.labels, self._host.gated
         num_targets = count_targets(plan.lengths, labels)
         if num_targets == 0:
             raise EvenloadError(
@@ -128,67 +130,66 @@ class EngineHost(Host):
                 "use longer samples, or mask fewer tokens",
             )
         if plan.replayed or plan.recompute:
-            refuse_unequal_replay(self.engine.module)
-        totals, executed, branches = self._passes(step, num_targets)
+            refuse_unequal_replay(self._host.engine.module)
+        totals, (executed, branches) = self._passes(step, num_targets)
         dist.all_reduce(totals)
         busy = step.clock.read()
-        loads = tuple(self._gated.gate.loads) if self._gated else ()
-        branches = (*branches, *((COPIED,) if any(load.copies for load in loads) else ()))
+        loads = tuple(gated.gate.loads) if gated else ()
+        branches = (SUM_AFTER_PASSES, *branches, *((COPIED,) if any(load.copies for load in loads) else ()))
         loss = float(totals[0]) / num_targets
         ran = num_targets if labels is None else round(float(totals[1]))
         return StepResult(loss, ran, busy.total_s, busy.forward_s, executed, branches, loads)
 
     @abstractmethod
-    def _passes(self, step: Step, num_targets: int) -> Passed:
-        """All passes of this rank; every token loss is divided by ``num_targets``, those of the global batch."""
+    def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
+        """All passes of this rank; every token loss is divided by ``num_targets``, those of the global batch. Sum and
+        number of its token losses, float64 [2] on the device, and what ran."""
 
-    @abstractmethod
-    def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """The parameters of this rank's part of the model, under their global names."""
+    def gradients(self) -> dict[str, Tensor]:
+        return dict(self._host.whole(full_gradients(self._trained_parameters())))
 
-    def _trained_parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        return {name: parameter for name, parameter in self._own_parameters().items() if parameter.requires_grad}
-
-    def _whole(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors of this rank's parameters by the names of the model that the recipe asks for. Collective where ranks
-        hold parts of one."""
-        return tensors
-
-    def _gathered(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """These parameters and buffers of the model that the recipe asks for, whole, on the CPU of rank 0. Collective.
-        ``wanted``: by name, on the meta device."""
-        own = {name: p for name, p in self._own_parameters().items() if self._name_in_model(name) in wanted}
-        tensors = dict(self._whole(full_weights(self.engine, own))) if own else {}
-        buffers = {name: buffer.cpu() for name, buffer in self.engine.module.named_buffers() if name in wanted}
-        return {**buffers, **tensors}
-
-    def _name_in_model(self, name: str) -> str:
-        """The name in the recipe's model of the parameter that holds this rank's ``name``."""
-        return name
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return dict(self._whole(full_gradients(self._trained_parameters())))
-
-    def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
-        """See `Host`; None among the gradients count as zeros."""
+    def norm(self, gradients: Mapping[str, Tensor | None]) -> float:
+        """See `Trained`; None among the gradients count as zeros."""
         norms = [t.detach().double().norm() for t in gradients.values() if t is not None]
         return float(torch.stack(norms).norm()) if norms else 0.0
 
-    def _update(self, lr: Any) -> float:
-        for group in self.engine.basic_optimizer.param_groups:
+    def update(self, lr: Any) -> float:
+        engine = self._host.engine
+        for group in engine.basic_optimizer.param_groups:
             group["lr"] = lr
         # Plain fp32 training is clipped by the engine itself, which then keeps no norm.
-        norm = self._norm_of_own() if self.stage == 0 else None
+        norm = self._norm_of_own() if self._host.stage == 0 else None
         self._step()
-        return float(self.engine.get_global_grad_norm()) if norm is None else norm
+        return float(engine.get_global_grad_norm()) if norm is None else norm
 
     def _norm_of_own(self) -> float:
         """The norm of the whole model's gradient, from what the parameters of this rank hold. Collective."""
-        return self._norm({n: p.grad for n, p in self._own_parameters().items()})
+        return self.norm({n: p.grad for n, p in self._host.own_parameters().items()})
 
-    @abstractmethod
     def _step(self) -> None:
         """The engine's own clipping and update."""
+        self._host.engine.step()
+
+    def _trained_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        return {name: one for name, one in self._host.own_parameters().items() if one.requires_grad}
+
+    def discard(self) -> None:
+        discard_gradients(self._host.engine)
+
+    def optimizer_states(self) -> dict[str, AdamState]:
+        states = adam_states(self._host.engine, self._trained_parameters())
+        fields = [self._host.whole({name: state[i] for name, state in states.items()}) for i in range(3)]
+        return {name: AdamState(*(field[name] for field in fields)) for name in fields[0]}
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, directory: Path) -> None:
+        checkpoint.save(self._host.engine, directory, self._host.recipe.train.freeze)
+
+    def load(self, directory: Path) -> None:
+        recipe = self._host.recipe
+        checkpoint.load(self._host.engine, directory, freeze=recipe.train.freeze, trust=recipe.checkpoint.trust)
 
 
 def _undivided(recipe: Recipe) -> Rule:

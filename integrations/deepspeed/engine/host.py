@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....core.errors import EvenloadError
-from ....core.plan.branches import DUMMIES, SUM_AFTER_PASSES
+from ....core.plan.branches import DUMMIES
 from ....core.plan.forwards import forwards_in_step, lower_forwards
 from ....core.plan.in_step import Program
 from ....core.plan.program import Dummies, lower
@@ -37,10 +38,11 @@ from ...host.foreign_plans import refuse_foreign
 from ...host.freezing import freeze
 from ...host.scoring import Book, evaluating
 from ...host.step import Step
+from ...host.trained import Passed, Trained
 from ...huggingface.models import refuse_unsupported
 from ...huggingface.routes import Recorder, num_experts_of
 from .engine import make_engine, one_reduction
-from .engine_host import EngineHost, Passed
+from .engine_host import EngineHost, EngineWeights
 from .expert_gate import GatedExperts
 from .experts import DividedExperts
 from .model import build_model, recompute_layers
@@ -51,7 +53,7 @@ log = logging.getLogger("evenload")
 
 
 class DeepSpeedHost(EngineHost):
-    """Runs plans on DeepSpeed's engine.
+    """Runs plans on DeepSpeed's engine, which ``train`` puts around the model.
 
     ``busy_s`` leaves gradient reduction out under ZeRO 0, 1 and 2. ZeRO 3 gathers parameters and reduces gradients
     inside every pass, and ranks that share a micro-batch exchange keys and values there, so then, by wall time or on a
@@ -60,94 +62,58 @@ class DeepSpeedHost(EngineHost):
 
     pipeline_stage = 0
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
+    def __init__(self, recipe: Recipe, world: World, train: Callable[[DeepSpeedHost, Any], Trained]) -> None:
         super().__init__(recipe, world)
         self.dp_cp_rank = world.rank
         model = build_model(recipe, keeping=keeping_of(recipe, world.rank, world.size))
         refuse_unsupported(model.config, recipe.data.max_length)
         if recipe.train.recompute:
             recompute_layers(model)
-        self._open_engine(model)
+        self.trained = train(self, model)
         self.stage = int(self.engine.zero_optimization_stage())
-        self._experts = DividedExperts(self.engine.module, world.device) if recipe.parallel.ep > 1 else None
-        if self._experts is not None:
+        self.experts = DividedExperts(self.engine.module, world.device) if recipe.parallel.ep > 1 else None
+        if self.experts is not None:
             self.engine.clip_fp32_gradients = self._clip
         if num_experts_of(self.engine.module):
-            self._gated = GatedExperts(self.engine.module, self._experts.group if self._experts else None)
-        self._all_in_step = self.stage == 3 and self._experts is None
+            self.gated = GatedExperts(self.engine.module, self.experts.group if self.experts else None)
+        self._all_in_step = self.stage == 3 and self.experts is None
         shares = any(plugin.shares for plugin in recipe.enabled())
-        exchanges = self.stage == 3 or shares or self._experts is not None
+        exchanges = self.stage == 3 or shares or self.experts is not None
         self.busy_waits = exchanges and world.size > 1 and counts_waiting(world.device)
         self._warned_of_dummies = False
         self._recorder: Recorder | None = None
 
-    def _open_engine(self, model: Any) -> None:
-        """Freeze what stays as it is, and put DeepSpeed's engine around the model."""
-        own = dict(model.named_parameters())
-        self.frozen = freeze(self.recipe.train.freeze, own, [list(own)])
-        self.engine = make_engine(model, self.recipe, self.world.size)
-
-    def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+    def own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return dict(self.engine.module.named_parameters())
 
-    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return self._experts.whole(tensors) if self._experts else tensors
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self.experts.whole(tensors) if self.experts else tensors
 
     def _name_in_model(self, name: str) -> str:
-        return self._experts.name_in_model(name) if self._experts else name
+        return self.experts.name_in_model(name) if self.experts else name
 
     def of_all_stages(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return tensors
 
-    def _norm_of_own(self) -> float:
-        if self._experts is None:
-            return super()._norm_of_own()
-        return math.sqrt(self._experts.square_of({n: p.grad for n, p in self._own_parameters().items()}))
-
     def close(self) -> None:
         super().close()
-        if self._experts is not None:
-            self._experts.close()
+        if self.experts is not None:
+            self.experts.close()
 
     def _clip(self) -> None:
-        assert self._experts is not None
-        self._experts.clip(self._own_parameters(), self.recipe.train.clip_grad)
+        assert self.experts is not None
+        self.experts.clip(self.own_parameters(), self.recipe.train.clip_grad)
 
-    def _step(self) -> None:
-        self.engine.step()
+    def begin_experts(self, step: Step) -> None:
+        if self.gated:
+            experts = step.plan.experts
+            self.gated.gate.begin(step.plan.digest, step.mark, experts, layer_planner(experts.planner))
 
-    def _passes(self, step: Step, num_targets: int) -> Passed:
-        plan = step.plan
+    def program_of(self, plan: StepPlan, otherwise: Dummies) -> tuple[Program, tuple[str, ...]]:
+        """What this rank runs, in step with all others where they must be, and `DUMMIES` where that adds any. Raises
+        EvenloadError for a plan that the engine cannot run."""
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         self._refuse_out_of_step(plan)
-        program, added = self._program_of(plan, "idle")
-        self._begin_experts(step)
-        share = self.world.size if self.stage == 3 else 1
-        with ExitStack() as open_step:
-            num_backwards = sum(action.kind == "backward" for action in program)
-            trainer = EngineStage(
-                self.engine,
-                open_step.enter_context(one_reduction(self.engine, num_backwards)),
-                self._recording(plan),
-                self._gated,
-                step=step,
-                plane=self._plane_of(plan),
-                weight=share / num_targets,
-                recomputes=self.recipe.train.recompute,
-            )
-            executed = self._execute(step, program, trainer)
-            step.mark("gradient reduction")
-            with step.clock.noting("G") if self.stage < 3 else nullcontext():
-                open_step.close()
-        return Passed(trainer.totals, executed, (SUM_AFTER_PASSES, *added))
-
-    def _begin_experts(self, step: Step) -> None:
-        if self._gated:
-            experts = step.plan.experts
-            self._gated.gate.begin(step.plan.digest, step.mark, experts, layer_planner(experts.planner))
-
-    def _program_of(self, plan: StepPlan, otherwise: Dummies) -> tuple[Program, tuple[str, ...]]:
-        """What this rank runs, in step with all others where they must be, and `DUMMIES` where that adds any."""
         if not self._all_in_step:
             return lower(plan, 0, self.dp_cp_rank, otherwise), ()
         program = lower(plan, 0, self.dp_cp_rank, "in step")
@@ -169,12 +135,12 @@ class DeepSpeedHost(EngineHost):
         self._refuse_out_of_step(plan)
         rank = self.dp_cp_rank
         program = forwards_in_step(plan)[rank] if self._all_in_step else lower_forwards(plan, 0, rank)
-        self._begin_experts(step)
-        trainer = EngineStage(self.engine, None, None, self._gated, step=step, plane=self._plane_of(plan), book=book)
+        self.begin_experts(step)
+        trainer = EngineStage(self.engine, None, None, self.gated, step=step, plane=self.plane_of(plan), book=book)
         with evaluating(self.engine.module):
-            self._execute(step, program, trainer)
+            self.execute(step, program, trainer)
 
-    def _recording(self, plan: StepPlan) -> Recorder | None:
+    def recording(self, plan: StepPlan) -> Recorder | None:
         """What records the routes of a step into `routes`, where somebody wants them."""
         if not self.records_routes:
             return None
@@ -188,7 +154,7 @@ class DeepSpeedHost(EngineHost):
         """Raise EvenloadError for a plan that does not keep those ranks in step that share experts, as its laws would
         have it."""
         limits, ranks = plan.limits, self.world.size if self.stage == 3 else self.layout.ep
-        if self._experts is not None and limits.in_step != ranks:
+        if self.experts is not None and limits.in_step != ranks:
             raise EvenloadError(
                 "the plan does not keep the ranks in step that share experts",
                 f"in_step {limits.in_step}, parallel.ep {self.layout.ep}",
@@ -197,3 +163,44 @@ class DeepSpeedHost(EngineHost):
 
     def _open_plane(self) -> Plane:
         return Plane.make([tuple(range(self.world.size))])
+
+
+class DataParallelWeights(EngineWeights):
+    """The weights of a model without pipeline stages. Making it puts the model into the host's engine."""
+
+    _host: DeepSpeedHost
+
+    def __init__(self, host: DeepSpeedHost, model: torch.nn.Module) -> None:
+        super().__init__(host)
+        own = dict(model.named_parameters())
+        self.frozen = freeze(host.recipe.train.freeze, own, [list(own)])
+        host.engine = make_engine(model, host.recipe, host.world.size)
+
+    def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
+        host = self._host
+        program, added = host.program_of(step.plan, "idle")
+        host.begin_experts(step)
+        share = host.world.size if host.stage == 3 else 1
+        with ExitStack() as open_step:
+            num_backwards = sum(action.kind == "backward" for action in program)
+            trainer = EngineStage(
+                host.engine,
+                open_step.enter_context(one_reduction(host.engine, num_backwards)),
+                host.recording(step.plan),
+                host.gated,
+                step=step,
+                plane=host.plane_of(step.plan),
+                weight=share / num_targets,
+                recomputes=host.recipe.train.recompute,
+            )
+            executed = host.execute(step, program, trainer)
+            step.mark("gradient reduction")
+            with step.clock.noting("G") if host.stage < 3 else nullcontext():
+                open_step.close()
+        return trainer.totals, Passed(executed, added)
+
+    def _norm_of_own(self) -> float:
+        experts = self._host.experts
+        if experts is None:
+            return super()._norm_of_own()
+        return math.sqrt(experts.square_of({n: p.grad for n, p in self._host.own_parameters().items()}))

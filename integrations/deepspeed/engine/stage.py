@@ -75,6 +75,14 @@ class PackStage(StageTrainer):
         self.totals[1] += pack.num_targets
         return loss * self._weight
 
+    def _sum(self, logits_TV: Tensor, pack: Pack) -> Tensor:
+        """The sum of the token losses of a pack; the book takes them down by sequence, where there is one."""
+        if self._book is None:
+            return summed(logits_TV, pack)
+        losses_T = token_losses(logits_TV, pack)
+        self._book.add(losses_T.detach(), pack)
+        return losses_T.sum()
+
     def _scored(self, logits_TV: Tensor, pack: Pack) -> Tensor:
         """What is left of the logits of a pack once they are taken down: nothing."""
         assert self._book is not None
@@ -131,17 +139,12 @@ class EngineStage(PackStage):
 
     def _loss_of(self, pack: Pack) -> Tensor:
         """The sum of the token losses of a pack, from a forward that will have a backward."""
-        return loss_sum(self._engine, pack)
+        return self._sum(self._engine(**call_of(pack)).logits[0], pack)
 
     def _checkpointed(self) -> Sequence[Any]:
         """The decoder layers, able to recompute their activations. Raises EvenloadError if they are not."""
         enable_recomputing(self._engine.module, self.blocks)
         return self.blocks
-
-
-def loss_sum(model: Any, pack: Pack) -> Tensor:
-    """Sum of the token losses of a pack, in float32 at least; 0 with zero gradients for a dummy."""
-    return summed(model(**call_of(pack)).logits[0], pack)
 
 
 def summed(logits_TV: Tensor, pack: Pack) -> Tensor:

@@ -11,7 +11,7 @@ Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor
 
-from ....core.plan.branches import SUM_AFTER_PASSES
 from ....core.plan.forwards import lower_forwards
 from ....core.plan.program import lower
 from ....core.recipe.recipe import Recipe
@@ -33,20 +32,21 @@ from ...host.foreign_plans import refuse_foreign
 from ...host.freezing import freeze
 from ...host.scoring import Book, evaluating
 from ...host.step import Step
+from ...host.trained import Passed, Trained
 from ..engine.engine import make_engine
-from ..engine.engine_host import EngineHost, Passed
+from ..engine.engine_host import EngineHost, EngineWeights
 from .model import StageModule, build_stage
 from .stage import PipelineStage
 
 
 class PipelineHost(EngineHost):
-    """Runs plans on DeepSpeed's pipelines; ``parallel.pp`` of its recipe is above 1."""
+    """Runs plans on DeepSpeed's pipelines, which ``train`` makes of the stage; ``parallel.pp`` is above 1."""
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
+    def __init__(self, recipe: Recipe, world: World, train: Callable[[PipelineHost, StageModule], Trained]) -> None:
         super().__init__(recipe, world)
         module = build_stage(recipe, self.layout, world.rank, world.device)
         self._grid_before = groups.mpu
-        self._open_engine(module)
+        self.trained = train(self, module)
         self.module: StageModule = self.engine.module
         self.stage = int(self.engine.zero_optimization_stage())
         self.pipeline_stage = int(self.engine.stage_id)
@@ -58,12 +58,6 @@ class PipelineHost(EngineHost):
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
 
-    def _open_engine(self, module: StageModule) -> None:
-        """Freeze what stays as it is, and put DeepSpeed's engine around the stage. Collective."""
-        own = module.global_parameters()
-        self.frozen = freeze(self.recipe.train.freeze, own, list(dict.fromkeys(map(tuple, everyone(list(own))))))
-        self.engine = make_engine(module, self.recipe, self.layout.dp)
-
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "parameters": self.module.num_weights}
 
@@ -72,11 +66,11 @@ class PipelineHost(EngineHost):
         # DeepSpeed would lay out the next engine of this process as this one.
         groups.mpu = self._grid_before
 
-    def _own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
+    def own_parameters(self) -> Mapping[str, torch.nn.Parameter]:
         return self.module.global_parameters()
 
-    def _gathered(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        own, tensors = self._own_parameters(), {}
+    def gathered(self, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        own, tensors = self.own_parameters(), {}
         for name, like in wanted.items():
             source = self._stage_of[name] * self.layout.dp
             if source == self.world.rank:
@@ -92,39 +86,51 @@ class PipelineHost(EngineHost):
     @cached_property
     def _stage_of(self) -> Mapping[str, int]:
         """The stage of each parameter of the model. Collective where it is first asked for."""
-        parts = everyone(list(self._own_parameters()), self._stages)
+        parts = everyone(list(self.own_parameters()), self._stages)
         return {name: stage for stage, names in enumerate(parts) for name in names}
-
-    def _step(self) -> None:
-        self.engine._exec_optimizer_step()
-
-    def _passes(self, step: Step, num_targets: int) -> Passed:
-        plan = step.plan
-        refuse_foreign(plan, self.layout.dp, self.layout.pp)
-        trainer = PipelineStage(
-            self.engine,
-            step=step,
-            plane=self._plane_of(plan),
-            weight=1 / num_targets,
-            recomputes=self.recipe.train.recompute,
-        )
-        executed = self._execute(step, lower(plan, self.pipeline_stage, self.dp_cp_rank), trainer)
-        step.mark("gradient reduction")
-        with step.clock.noting("G"):
-            trainer.reduce()
-        return Passed(trainer.totals, executed, (SUM_AFTER_PASSES,))
 
     def _forwards(self, step: Step, book: Book) -> None:
         plan = step.plan
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
-        trainer = PipelineStage(self.engine, step=step, plane=self._plane_of(plan), book=book)
+        trainer = PipelineStage(self.engine, step=step, plane=self.plane_of(plan), book=book)
         with evaluating(self.module):
-            self._execute(step, lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank), trainer)
-
-    def _norm(self, gradients: Mapping[str, Tensor | None]) -> float:
-        square = torch.tensor(super()._norm(gradients) ** 2, dtype=torch.float64, device=self.world.device)
-        dist.all_reduce(square, group=self._stages)
-        return float(square.sqrt())
+            self.execute(step, lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank), trainer)
 
     def _open_plane(self) -> Plane:
         return Plane.make(self._rows)
+
+
+class PipelineWeights(EngineWeights):
+    """The weights of a stage. Making it puts the stage into the host's engine; collective."""
+
+    _host: PipelineHost
+
+    def __init__(self, host: PipelineHost, module: StageModule) -> None:
+        super().__init__(host)
+        own, patterns = module.global_parameters(), host.recipe.train.freeze
+        self.frozen = freeze(patterns, own, list(dict.fromkeys(map(tuple, everyone(list(own))))))
+        host.engine = make_engine(module, host.recipe, host.layout.dp)
+
+    def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
+        host, plan = self._host, step.plan
+        refuse_foreign(plan, host.layout.dp, host.layout.pp)
+        trainer = PipelineStage(
+            host.engine,
+            step=step,
+            plane=host.plane_of(plan),
+            weight=1 / num_targets,
+            recomputes=host.recipe.train.recompute,
+        )
+        executed = host.execute(step, lower(plan, host.pipeline_stage, host.dp_cp_rank), trainer)
+        step.mark("gradient reduction")
+        with step.clock.noting("G"):
+            trainer.reduce()
+        return trainer.totals, Passed(executed)
+
+    def norm(self, gradients: Mapping[str, Tensor | None]) -> float:
+        square = torch.tensor(super().norm(gradients) ** 2, dtype=torch.float64, device=self._host.device)
+        dist.all_reduce(square, group=self._host.engine.grid.get_pipe_parallel_group())
+        return float(square.sqrt())
+
+    def _step(self) -> None:
+        self._host.engine._exec_optimizer_step()

@@ -22,7 +22,7 @@ from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.deferred import WgradStore, deferring
 from ....runtime.stage.executor import Graph
-from ..engine.stage import PackStage, summed
+from ..engine.stage import PackStage
 
 
 class PipelineStage(PackStage):
@@ -55,9 +55,6 @@ class PipelineStage(PackStage):
         """The forward of `model.StageModule`, by the engine."""
         output: Tensor = DeepSpeedEngine.forward(self._engine, received, pack, **how)
         return output
-
-    def _sum(self, logits_TV: Tensor, pack: Pack) -> Tensor:
-        return summed(logits_TV, pack)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
         engine = self._engine

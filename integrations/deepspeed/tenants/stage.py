@@ -1,4 +1,4 @@
-"""Passes of a frozen model without pipeline stages: losses by sequence, gradients for adapters alone."""
+"""Passes of a frozen model without pipeline stages: gradients for adapters alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from torch import Tensor
 
 from ....runtime.attention.pack import Pack
 from ....runtime.stage.executor import Graph
-from ...host.scoring import Book, token_losses
 from ..engine.engine import Releases
 from ..engine.stage import EngineStage, call_of
-
-
-def booked_loss(logits_TV: Tensor, pack: Pack, book: Book) -> Tensor:
-    """The sum of the token losses of a pack, which are taken down by sequence."""
-    losses_T = token_losses(logits_TV, pack)
-    book.add(losses_T.detach(), pack)
-    return losses_T.sum()
 
 
 class FrozenStage(EngineStage):
@@ -30,8 +22,7 @@ class FrozenStage(EngineStage):
         self._offload = engine.optimizer
 
     def _loss_of(self, pack: Pack) -> Tensor:
-        assert self._book is not None
-        return booked_loss(self._engine.module(**call_of(pack)).logits[0], pack, self._book)
+        return self._sum(self._engine.module(**call_of(pack)).logits[0], pack)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
         self._releases.before_backward()

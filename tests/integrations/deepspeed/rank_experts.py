@@ -147,7 +147,7 @@ def bookkeeping(stage: int) -> list[dict[str, Any]]:
                 }
             )
         while_bound = bound(host.engine.module)
-        host._gated.unbind()
+        host.gated.unbind()
         return [{**row, "bound": while_bound, "left": bound(host.engine.module)} for row in rows]
 
 

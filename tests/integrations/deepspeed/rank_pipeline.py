@@ -26,7 +26,6 @@ from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.engine import stage as engine_stage
 from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.pipeline import host as pipeline_host
-from evenload.integrations.deepspeed.pipeline import stage as pipeline_stage
 from evenload.integrations.deepspeed.plain import plain_gradients, reference, relative_error
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.stage.deferred import WgradStore
@@ -287,7 +286,7 @@ def mutants(pp: int) -> dict[str, Any]:
             ("position restart", engine_stage, "build_pack", _positions_from_zero, cut),
             ("W of nothing", WgradStore, "run", _zeros, cut),
             ("tape shifted", Tape, "gather", _shifted, replayed),
-            ("loss per micro-batch", pipeline_stage, "summed", _mean, cut),
+            ("loss per micro-batch", engine_stage, "summed", _mean, cut),
         ):
             stock = getattr(place, attribute)
 

@@ -12,7 +12,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.model import build_model
-from evenload.integrations.deepspeed.engine.stage import loss_sum
+from evenload.integrations.deepspeed.engine.stage import call_of, summed
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
 from evenload.integrations.huggingface import attention
 from evenload.runtime.attention.pack import build_pack
@@ -40,7 +40,7 @@ def _gradients(model, packs, order):
     losses, total = {}, 0.0
     for kind, index in order:
         if kind == "F":
-            losses[index] = loss_sum(model, packs[index]) / TARGETS
+            losses[index] = summed(model(**call_of(packs[index])).logits[0], packs[index]) / TARGETS
             total += float(losses[index].detach())
         else:
             losses.pop(index).backward()

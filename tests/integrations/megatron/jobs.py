@@ -235,7 +235,7 @@ def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any
         _, expected = reference(host.recipe, host, data, plan(host.layout.dp_cp_size).lengths)
         with mutation(mutant):
             for packs in plans:
-                host._run(Step(plan(host.layout.dp_cp_size, packs=packs), data, None, no_mark, BusyClock(CPU)))
+                host.trained.run(Step(plan(host.layout.dp_cp_size, packs=packs), data, None, no_mark, BusyClock(CPU)))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

@@ -109,7 +109,7 @@ def sharded(world: Any, *, plans: list[dict[str, Any]], lengths: list[int], **ch
     with sharding, hosted(world, **changes) as host:
         _, expected = reference(host.recipe, host, tokens(lengths), as_lengths(lengths))
         for written in plans:
-            host._run(Step(_plan(host, written), tokens(lengths), None, no_mark, BusyClock(CPU)))
+            host.trained.run(Step(_plan(host, written), tokens(lengths), None, no_mark, BusyClock(CPU)))
             for group in host.ddp.bucket_groups:
                 for bucket in group.buckets:
                     members = group.intra_distributed_optimizer_instance_group

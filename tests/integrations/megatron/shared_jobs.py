@@ -66,7 +66,7 @@ def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> lis
         unshared = random_plan(3, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **sizes)
         for which in plans:
             for the_plan in (sharing(host, which), replace(unshared, order=())):
-                host._run(Step(the_plan, data, None, no_mark, BusyClock(torch.device("cpu"))))
+                host.trained.run(Step(the_plan, data, None, no_mark, BusyClock(torch.device("cpu"))))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

@@ -93,7 +93,7 @@ def reduced(world: Any, *, seeds: list[int], drawn: dict[str, Any] | None = None
         _, expected = reference(host.recipe, host, data, as_lengths(LENGTHS))
         for seed in seeds:
             for the_plan in (planned(host, seed, **(drawn or {})), plan(host.layout.dp_cp_size)):
-                host._run(Step(the_plan, data, None, no_mark, BusyClock(torch.device("cpu"))))
+                host.trained.run(Step(the_plan, data, None, no_mark, BusyClock(torch.device("cpu"))))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ....core.planning.chain import PlanChain
 from ....core.planning.planner import Draw
 from ....core.recipe.recipe import Recipe
-from ....integrations.host.tenants import TenantHost
+from ....integrations.host.host import Host
 from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
 from ....runtime.watchdog.watchdog import Watchdog
@@ -27,7 +27,7 @@ class TenantJob(VerbJob):
 
     recipe: Recipe
     world: World
-    host: TenantHost
+    host: Host
     chain: PlanChain
     watchdog: Watchdog
     samples: TenantSamples = field(default_factory=TenantSamples)
@@ -61,7 +61,6 @@ def open_trainer(
     """Open the trainer on the ranks of a world. Collective."""
     ready = preflight(recipe, world.size, needs_tenants=needs_tenants)
     host = open_host(ready.recipe, world)
-    assert isinstance(host, TenantHost), "a recipe that adapts has a host of tenants"
     logger.info("%s", json.dumps(host.describe()))
     yield TenantJob(ready.recipe, world, host, ready.chain, watchdog)
     watchdog.at("end", waits=True)
