@@ -91,7 +91,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where the
     model does not see the whole of one.
     """
-    own = [[sample for sample in one.samples if _num_targets(sample)] for one in batches]
+    own = [[sample for sample in one.samples if _is_computed(sample)] for one in batches]
     divisors = [sum(map(_num_targets, one.samples)) if one.divisor is None else one.divisor for one in batches]
     lengths, errors = [[sample.shape[1] for sample in samples] for samples in own], [one.error for one in batches]
     of_ranks = everyone((errors, lengths, divisors, max((one.reach for one in batches), default=0), hooked))
@@ -107,6 +107,11 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         tuple(of_ranks[rank][2][k] for rank, k, _ in samples.places),
         any(hooked for *_, hooked in of_ranks),
     )
+
+
+def _is_computed(sample: Tensor) -> bool:
+    """Whether a sample gives a gradient."""
+    return _num_targets(sample) > 0
 
 
 def _num_targets(sample: Tensor) -> int:
