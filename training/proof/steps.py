@@ -8,7 +8,7 @@ gradient by its own size, so that a rounding error of a gradient near zero would
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -200,31 +200,19 @@ class Beside:
     def _together(self, batch: ProofBatch, own: _OfRank, result: StepResult, wanted: set[str]) -> Proven:
         """The step of all ranks. Collective."""
         ranks = everyone(own)
-        all_errors = [one.errors for one in ranks]
-        executed = {one.dp_cp_rank: one.executed for one in ranks}
-        missing, repeated = count_tokens(batch.plan, [s for slices in executed.values() for s in slices])
         worst = max(ranks, key=lambda one: one.errors.gradient.error / (one.bound or 1.0))
+        executed = {one.dp_cp_rank: one.executed for one in ranks}
+        branches = [name for one in ranks for name in one.branches]
         return Proven(
-            loss=result.loss,
-            loss_rel_err=max(e.loss for e in all_errors),
+            **fields_of_ranks(batch.plan, result, [one.errors for one in ranks], executed, branches),
             grad_rel_err=worst.errors.gradient.error,
             worst_parameter=worst.errors.gradient.name,
             tolerance=worst.bound,
-            norm_rel_err=max(e.norm for e in all_errors),
-            update_rel_err=max(max(e.weight.error, e.moment.error) for e in all_errors),
-            sequences=len(batch.plan.lengths),
-            tokens=batch.plan.num_tokens,
-            targets=result.num_targets,
-            planner=batch.plan.made_by,
-            tokens_missing=missing,
-            tokens_repeated=repeated,
             routes_differ=self.plain.routes_differ,
             samples_wrong=len(frozenset().union(*(one.wrong for one in ranks))),
             # A pipeline stage has gradients of its own layers alone; together the ranks must have all of them.
             uncompared=tuple(sorted(wanted - {name for one in ranks for name in one.names})),
-            not_finite=tuple(sorted({name for e in all_errors for name in e.not_finite})),
-            over=tuple(sorted({text for e in all_errors for text in e.over})),
-            branches={**{name: 1 for one in ranks for name in one.branches}, **branches_of(batch.plan)},
+            over=tuple(sorted({text for one in ranks for text in one.errors.over})),
             failed=tuple(sorted({text for one in ranks for text in one.failed})),
         )
 
@@ -287,3 +275,28 @@ def count_tokens(plan: StepPlan, executed: list[Slice]) -> tuple[int, int]:
     for s in executed:
         runs[s.sequence][s.start : s.stop] += 1
     return sum(int((r == 0).sum()) for r in runs), sum(int(np.maximum(r - 1, 0).sum()) for r in runs)
+
+
+def fields_of_ranks(
+    plan: StepPlan,
+    result: StepResult,
+    errors: Sequence[StepErrors],
+    executed: Mapping[int, Sequence[Slice]],
+    branches: Iterable[str],
+) -> dict[str, Any]:
+    """Fields of `Proven` that follow from what all ranks say: of errors the worst. ``executed``: by plane rank."""
+    missing, repeated = count_tokens(plan, [one for slices in executed.values() for one in slices])
+    return {
+        "loss": result.loss,
+        "loss_rel_err": max(one.loss for one in errors),
+        "norm_rel_err": max(one.norm for one in errors),
+        "update_rel_err": max(max(one.weight.error, one.moment.error) for one in errors),
+        "sequences": len(plan.lengths),
+        "tokens": plan.num_tokens,
+        "targets": result.num_targets,
+        "planner": plan.made_by,
+        "tokens_missing": missing,
+        "tokens_repeated": repeated,
+        "not_finite": tuple(sorted({name for one in errors for name in one.not_finite})),
+        "branches": {**dict.fromkeys(branches, 1), **branches_of(plan)},
+    }

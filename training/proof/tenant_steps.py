@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.plan.branches import branches_of
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.planner import Planned
 from ...integrations.host.trained import StepResult
@@ -22,7 +21,7 @@ from ..tenants.state.drawing import next_of, own_draws
 from .alone import Batch, TenantBeside
 from .compare import StepErrors
 from .masking import half_masked
-from .steps import Proven, count_tokens, failures_of
+from .steps import Proven, failures_of, fields_of_ranks
 
 
 class ProofStep(NamedTuple):
@@ -107,26 +106,15 @@ def _together(
     own = step.job.host.dp_cp_rank, result.executed, result.branches, over, errors
     ranks = everyone(own)
     all_errors = [one for rank in ranks for one in rank[4]]
-    missing, repeated = count_tokens(plan, [s for slices in {r[0]: r[1] for r in ranks}.values() for s in slices])
+    executed, branches = {rank[0]: rank[1] for rank in ranks}, [name for rank in ranks for name in rank[2]]
     return Proven(
-        loss=result.loss,
-        loss_rel_err=max(one.loss for one in all_errors),
+        **fields_of_ranks(plan, result, all_errors, executed, branches),
         grad_rel_err=worst[1].gradient.error,
         worst_parameter=f"{worst[0].tenant.name}, {worst[1].gradient.name}",
         tolerance=worst[0].allowed,
-        norm_rel_err=max(one.norm for one in all_errors),
-        update_rel_err=max(max(one.weight.error, one.moment.error) for one in all_errors),
-        sequences=len(plan.lengths),
-        tokens=plan.num_tokens,
-        targets=result.num_targets,
-        planner=plan.made_by,
-        tokens_missing=missing,
-        tokens_repeated=repeated,
         samples_wrong=wrong,
         routes_differ=0,
         uncompared=(),
-        not_finite=tuple(sorted({name for one in all_errors for name in one.not_finite})),
         over=tuple(sorted({text for rank in ranks for text in rank[3]})),
-        branches={**{name: 1 for rank in ranks for name in rank[2]}, **branches_of(plan)},
         failed=failures_of(plan, result),
     )
