@@ -38,6 +38,8 @@ PADDING = -1
 """Sequence id of a slot that belongs to no sequence."""
 
 Tokens = npt.NDArray[Any]
+Slices = tuple[Slice, ...]
+Borders = tuple[int, ...]
 TokensOf = Callable[[int], Tokens]
 """Token ids [length], integers, of a sequence of the global batch, by its index in the batch."""
 
@@ -204,28 +206,42 @@ def build_pack(
         EvenloadError: a sample holds fewer tokens than were planned, or ranks share the micro-batch and there is no
             plane, or a cp_comm that only predictions know.
     """
-    pieces_of = pieces_of_ranks(micro_batch, plane)
+
+    def fill(slices: Slices, segments: Borders) -> dict[str, Any]:
+        rows = _fill(slices, segments, tokens_of, labels_of or tokens_of)
+        num_targets = int(np.count_nonzero(rows["labels_T"] != IGNORE))
+        return {name: torch.from_numpy(row).to(device) for name, row in rows.items()} | {"num_targets": num_targets}
+
+    multiples = segment_multiple, pack_multiple
+    return lay_out_pack(micro_batch, fill, prefix, plane=plane, multiples=multiples)
+
+
+def lay_out_pack(
+    micro_batch: MicroBatch,
+    fill: Callable[[Slices, Borders], dict[str, Any]],
+    prefix: PrefixStore | None = None,
+    *,
+    plane: Plane | None = None,
+    multiples: tuple[int, int] = (1, 1),
+) -> Pack:
+    """The pack of a micro-batch, or of what this rank has of a shared one; `build_pack` has the other arguments.
+
+    Args:
+        fill: gives tokens, labels, positions and the number of targets of slices, by their names in `Pack`; the slots
+            of each lie between two of the borders, and one slot is a dummy's.
+        multiples: of segments and of the pack; see `padded_borders`.
+    """
+    pieces_of = _pieces_of_ranks(micro_batch, plane)
     slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
-    segments = padded_borders(lengths, segment_multiple, pack_multiple)
-    tokens_T, labels_T, positions_T = _fill(slices, segments, tokens_of, labels_of or tokens_of)
+    segments = padded_borders(lengths, *multiples)
     shared = None
     if plane and pieces_of:
         shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
-    return Pack.of(
-        lengths,
-        segments,
-        tokens_T=torch.from_numpy(tokens_T).to(device),
-        labels_T=torch.from_numpy(labels_T).to(device),
-        positions_T=torch.from_numpy(positions_T).to(device),
-        num_targets=int(np.count_nonzero(labels_T != IGNORE)),
-        slices=slices,
-        prefix=prefix,
-        shared=shared,
-    )
+    return Pack.of(lengths, segments, slices=slices, prefix=prefix, shared=shared, **fill(slices, segments))
 
 
-def pieces_of_ranks(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf | None:
+def _pieces_of_ranks(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf | None:
     """What each rank has of a micro-batch that ranks share; None where one rank runs all of it."""
     if len(micro_batch.ranks) <= 1:
         return None
@@ -238,9 +254,7 @@ def pieces_of_ranks(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf | 
     return token_layout(micro_batch, plane)
 
 
-def _fill(
-    slices: Sequence[Slice], segments: Sequence[int], tokens_of: TokensOf, labels_of: TokensOf
-) -> tuple[Tokens, Tokens, Tokens]:
+def _fill(slices: Slices, segments: Borders, tokens_of: TokensOf, labels_of: TokensOf) -> dict[str, Tokens]:
     """int64 [T] each: tokens, labels and positions of slices that begin at these slots."""
     tokens_T = np.zeros(segments[-1], dtype=np.int64)
     labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)
@@ -260,7 +274,7 @@ def _fill(
         labels_T[first : first + len(targets)] = targets
         positions_T[first:last] = np.arange(piece.start, piece.stop)
         positions_T[last:end] = piece.stop - 1
-    return tokens_T, labels_T, positions_T
+    return {"tokens_T": tokens_T, "labels_T": labels_T, "positions_T": positions_T}
 
 
 def slice_losses(losses_T: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:

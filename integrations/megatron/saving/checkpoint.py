@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ....core.errors import EvenloadError
 from ....core.recipe.sections import Model
 from ....runtime.unpickling import refuse_code, tensors_only
-from ....runtime.world.agreement import Group, everyone
+from ....runtime.world.agreement import Group, all_or_none
 from ..base.compat import reading_common_state
 from ..model.gpt import torch_optimizers
 from .buckets import states_in_their_places
@@ -139,18 +139,15 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
 def agreed(check: Callable[[], Result], group: Group = None) -> Result:
     """The result of ``check``, in which no rank waits for one that failed; EvenloadError on all ranks if it failed on
     any. ``group``: the ranks that call; None: all."""
-    result, fault = None, None
-    try:
-        result = check()
-    except EvenloadError as error:
-        fault = error
-    except OSError as error:
-        fault = EvenloadError("the checkpoint cannot be reached", str(error), "check the directory on every host")
-    parts = None if fault is None else (fault.what, fault.found, fault.do)
-    for first in filter(None, everyone(parts, group)):
-        raise EvenloadError(*first) from fault
-    assert result is not None
-    return result
+
+    def reached() -> Result:
+        try:
+            return check()
+        except OSError as error:
+            do = "check the directory on every host"
+            raise EvenloadError("the checkpoint cannot be reached", str(error), do) from error
+
+    return all_or_none(reached, group)
 
 
 @contextmanager

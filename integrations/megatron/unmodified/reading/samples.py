@@ -17,9 +17,8 @@ from torch import Tensor
 
 from .....core.errors import EvenloadError
 from .....core.plan.step_plan import MicroBatch
-from .....runtime.attention.pack import IGNORE, Pack, padded_borders, pieces_of_ranks
+from .....runtime.attention.pack import IGNORE, Borders, Pack, Slices, lay_out_pack
 from .....runtime.attention.prefix import PrefixStore
-from .....runtime.attention.sharing.shared import Shared
 from .....runtime.world.agreement import wire_device
 from .....runtime.world.exchange import exchange_bytes
 from .....runtime.world.plane import Plane
@@ -120,36 +119,29 @@ def lay_out(
         prefix: keys and values of the samples of the step that are cut; None where none is.
         plane: over which ranks share micro-batches; None where the plan shares none.
     """
-    like, pieces_of = form.like, pieces_of_ranks(micro_batch, plane)
-    slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
-    parts = [{name: samples[s.sequence][name][s.start : s.stop] for name in FIELDS} for s in slices]
-    parts = parts or [{name: like[name].new_zeros(1) for name in FIELDS}]
-    lengths = [len(part["tokens"]) for part in parts]
-    segments = padded_borders(lengths, pack_multiple=form.multiple)
-    padding = segments[-1] - sum(lengths)
-    positions = [torch.arange(s.start, s.stop) for s in slices] or [torch.zeros(1, dtype=torch.int64)]
-    if padding:
-        # The last position is repeated, so that a table of learned positions is never overrun.
-        parts.append({name: like[name].new_zeros(padding) for name in FIELDS})
-        parts[-1]["position_ids"] += parts[-2]["position_ids"][-1]
-        positions.append(positions[-1][-1:].expand(padding))
-    rows = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
-    target_T = rows["loss_mask"] != 0
-    device = form.device or like["tokens"].device
-    shared = None
-    if plane and pieces_of:
-        shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
-    pack = Pack.of(
-        lengths,
-        segments,
-        tokens_T=rows["tokens"],
-        labels_T=torch.where(target_T, rows["labels"], IGNORE),
-        positions_T=torch.cat(positions).to(device),
-        num_targets=int(target_T.sum()),
-        slices=slices,
-        prefix=prefix,
-        shared=shared,
-    )
+    like, rows = form.like, dict[str, Tensor]()
+
+    def fill(slices: Slices, segments: Borders) -> dict[str, Any]:
+        parts = [{name: samples[s.sequence][name][s.start : s.stop] for name in FIELDS} for s in slices]
+        parts = parts or [{name: like[name].new_zeros(1) for name in FIELDS}]
+        positions = [torch.arange(s.start, s.stop) for s in slices] or [torch.zeros(1, dtype=torch.int64)]
+        if padding := segments[-1] - sum(map(len, positions)):
+            # The last position is repeated, so that a table of learned positions is never overrun.
+            parts.append({name: like[name].new_zeros(padding) for name in FIELDS})
+            parts[-1]["position_ids"] += parts[-2]["position_ids"][-1]
+            positions.append(positions[-1][-1:].expand(padding))
+        rows.update({name: torch.cat([part[name] for part in parts]) for name in FIELDS})
+        target_T = rows["loss_mask"] != 0
+        return {
+            "tokens_T": rows["tokens"],
+            "labels_T": torch.where(target_T, rows["labels"], IGNORE),
+            "positions_T": torch.cat(positions).to(form.device or like["tokens"].device),
+            "num_targets": int(target_T.sum()),
+        }
+
+    # What a stock trainer would pad to is nothing to a loop that gets packs.
+    bare = micro_batch._replace(pad_to=0)
+    pack = lay_out_pack(bare, fill, prefix, plane=plane, multiples=(1, form.multiple))
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
     return UserPack(fields | form.batches.beside(pack, rows["tokens"]), pack, float(rows["loss_mask"].sum()))
 
