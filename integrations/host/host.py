@@ -29,7 +29,7 @@ from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
-from .scoring import Book, LogitBook, LossBook, Scores
+from .scoring import Collector, LogitCollector, LossCollector, Scores
 from .step import Mark, Position, Step, no_mark, run_program
 from .tenants import Tenants
 from .trained import StepResult, Trained, Weights
@@ -130,17 +130,17 @@ class Host(ABC):
         ``labels``: which tokens are targets; None: each but the first of a sequence.
         """
         self.trained.begin(plan)
-        book = LossBook(len(plan.lengths), self.device)
-        self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), book)
-        return book.scores()
+        collector = LossCollector(len(plan.lengths), self.device)
+        self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
+        return collector.scores()
 
     def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
         """The logits of every token, by sequence [length, vocabulary], on the CPU of rank 0; empty on other ranks. They
         are held whole there, so it is for a few short sequences."""
         self.trained.begin(plan)
-        book = LogitBook()
-        self._forwards(Step(plan, tokens_of, None, no_mark, BusyClock(self.device)), book)
-        return book.logits(plan.lengths)
+        collector = LogitCollector()
+        self._forwards(Step(plan, tokens_of, None, no_mark, BusyClock(self.device)), collector)
+        return collector.logits(plan.lengths)
 
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:
@@ -204,8 +204,8 @@ class Host(ABC):
         self._links = self._plane = None
 
     @abstractmethod
-    def _forwards(self, step: Step, book: Book) -> None:
-        """All forwards of this rank, without gradients; the last stage gives ``book`` what it wants."""
+    def _forwards(self, step: Step, collector: Collector) -> None:
+        """All forwards of this rank, without gradients; the last stage gives ``collector`` what it wants."""
 
     @abstractmethod
     def _open_plane(self) -> Plane:

@@ -37,7 +37,7 @@ class Scores(NamedTuple):
         return float(self.losses.sum()) / count if count else math.nan
 
 
-class Book(ABC):
+class Collector(ABC):
     """Takes down what the last stage gives for each pack."""
 
     wants_logits: bool
@@ -47,7 +47,7 @@ class Book(ABC):
         """Take down a pack's logits [T, V], or the loss of each of its tokens [T], whatever its label."""
 
 
-class LossBook(Book):
+class LossCollector(Collector):
     """The losses of the sequences of a batch."""
 
     wants_logits = False
@@ -68,7 +68,7 @@ class LossBook(Book):
         return Scores(losses, targets.astype("int64"))
 
 
-class LogitBook(Book):
+class LogitCollector(Collector):
     """The logits of every token of a batch."""
 
     wants_logits = True

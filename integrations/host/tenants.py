@@ -24,7 +24,7 @@ from ...core.plan.step_plan import StepPlan
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.labels import Labels
 from ..reference.textbook import AdamState
-from .scoring import LossBook, Scores
+from .scoring import LossCollector, Scores
 from .step import Step
 from .trained import Passed, StepResult, TenantResult, Trained
 
@@ -49,8 +49,8 @@ class Tenants(Trained):
         """Of the tenants of the last step; the update adds who fails in it."""
 
     @abstractmethod
-    def passes(self, step: Step, book: LossBook) -> Passed:
-        """All passes of this rank; their losses go to the book."""
+    def passes(self, step: Step, collector: LossCollector) -> Passed:
+        """All passes of this rank; their losses go to the collector."""
 
     def begin(self, plan: StepPlan) -> None:
         self.adapters.begin(plan.tenants)
@@ -59,11 +59,11 @@ class Tenants(Trained):
         plan, clock = step.plan, step.clock
         targets = targets_of_tenants(plan, step.labels)
         self.begin(plan)
-        book = LossBook(len(plan.lengths), self._device)
-        executed, branches = self.passes(step, book)
+        collector = LossCollector(len(plan.lengths), self._device)
+        executed, branches = self.passes(step, collector)
         step.mark("gradient sum")
         with clock.noting("G"):
-            scores = book.scores()
+            scores = collector.scores()
             tenants = self._of_tenants(plan, targets, scores)
         busy, branches = clock.read(), (SUM_AFTER_PASSES, *branches)
         count = sum(targets.values())

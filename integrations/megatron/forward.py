@@ -1,4 +1,4 @@
-"""Forwards of a Megatron stage: the loss booked once, what may differ from pass to pass, Megatron's own schedule."""
+"""Forwards of a Megatron stage: the loss collected once, what may differ from pass to pass, Megatron's own schedule."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ...core.plan.step_plan import Slice
 from ...runtime.attributes import with_attributes
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.measure.busy import BusyClock
-from ..host.scoring import Book
+from ..host.scoring import Collector
 from ..host.step import Mark
 from .batch import Batch, LossFunc, PlannedBatches, run_batch, run_for_logits
 from .reduction import Reduction
 
 
 class Forward:
-    """A ``forward_step_func`` of Megatron's schedules for batches that are loaded. ``books``: whether this rank books
-    losses: one tensor-parallel rank of the last stage does."""
+    """A ``forward_step_func`` of Megatron's schedules for batches that are loaded. ``collects``: whether this rank
+    takes losses down: one tensor-parallel rank of the last stage does."""
 
-    def __init__(self, reduction: Reduction, *, books: bool) -> None:
-        self._reduction, self._books = reduction, books
+    def __init__(self, reduction: Reduction, *, collects: bool) -> None:
+        self._reduction, self._collects = reduction, collects
 
     def __call__(self, batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
         """The stage's output and its loss function, for Megatron's schedule."""
@@ -33,30 +33,30 @@ class Forward:
 
         def counted(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss, num_targets, report = loss_func(losses)
-            if self._books:
+            if self._collects:
                 self._reduction.count(report["loss_sum"], batch.pack.num_targets)
             return loss, num_targets, report
 
         return output, counted
 
 
-class BookedForward:
-    """A ``forward_step_func`` that hands what the last stage gives to a book. ``books``: whether this rank does: one
-    tensor-parallel rank of the last stage."""
+class CollectedForward:
+    """A ``forward_step_func`` that hands what the last stage gives to a collector. ``collects``: whether this rank
+    does: one tensor-parallel rank of the last stage."""
 
-    def __init__(self, book: Book, *, books: bool) -> None:
-        self._book, self._books = book, books
+    def __init__(self, collector: Collector, *, collects: bool) -> None:
+        self._collector, self._collects = collector, collects
 
     def __call__(self, batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
-        """(stage output, the loss function, which books)."""
-        output, loss_func = run_for_logits(batch, model) if self._book.wants_logits else run_batch(batch, model)
+        """(stage output, the loss function, which collects)."""
+        output, loss_func = run_for_logits(batch, model) if self._collector.wants_logits else run_batch(batch, model)
 
-        def booked(values_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            if self._books:
-                self._book.add(values_1T.detach()[0], batch.pack)
+        def collected(values_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            if self._collects:
+                self._collector.add(values_1T.detach()[0], batch.pack)
             return loss_func(values_1T)
 
-        return output, booked
+        return output, collected
 
 
 def recomputing(config: Any, layers: int | None) -> AbstractContextManager[None]:

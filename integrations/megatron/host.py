@@ -34,14 +34,14 @@ from ...runtime.world.world import World
 from ..host.foreign_plans import refuse_foreign
 from ..host.freezing import freeze
 from ..host.host import Host
-from ..host.scoring import Book, evaluating
+from ..host.scoring import Collector, evaluating
 from ..host.step import Step
 from ..host.trained import Snapshots, StepResult, Trained
 from ..reference.textbook import AdamState
 from .base.plane import join_groups, leave_groups, open_plane, stage_links
 from .base.setup import check_host, check_recipe
 from .batch import Batch, LossFunc, PlannedBatches
-from .forward import BookedForward, Forward, reaching_recomputed, run_stock
+from .forward import CollectedForward, Forward, reaching_recomputed, run_stock
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
@@ -147,12 +147,12 @@ class MegatronHost(Host):
             leave_groups()
             self._made_groups = False
 
-    def _forwards(self, step: Step, book: Book) -> None:
+    def _forwards(self, step: Step, collector: Collector) -> None:
         plan = step.plan
         refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp)
         self.begin_experts(step)
         program = lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank)
-        scoring = BookedForward(book, books=self.last and self.tp_rank == 0)
+        scoring = CollectedForward(collector, collects=self.last and self.tp_rank == 0)
         with evaluating(self.ddp):
             self.carry_out(step, program, scoring, StepRouting(plan.lengths))
         forget_tokens(self.model)
@@ -208,7 +208,7 @@ class MegatronWeights(Snapshots):
         reduction = Reduction(host.ddp, plan, clock)
         routing = StepRouting(plan.lengths, labels=step.labels, record=host.records_routes)
         host.routes = {} if routing.routes is None else routing.routes
-        forward = Forward(reduction, books=host.last and host.tp_rank == 0)
+        forward = Forward(reduction, collects=host.last and host.tp_rank == 0)
         host.begin_experts(step)
         step.mark("forward and backward")
         host.ddp.zero_grad_buffer()

@@ -62,7 +62,7 @@ class Reduction:
         return SUM_AFTER_PASSES if self.quiet or not self.overlap else SUM_IN_LAST_BACKWARD
 
     def count(self, loss_sum: torch.Tensor, num_targets: int) -> None:
-        """Book a micro-batch of the last stage. Only one tensor-parallel rank books."""
+        """Count a micro-batch of the last stage. Only one tensor-parallel rank collects."""
         self.local_loss += loss_sum
         self.local_targets += num_targets
 

@@ -19,11 +19,11 @@ from ...runtime.adapters.places import AdaptedBlock, Place, Site
 from ...runtime.attention.pack import Pack
 from ...runtime.experts.routing import StepRouting
 from ..host.foreign_plans import refuse_foreign
-from ..host.scoring import LossBook
+from ..host.scoring import LossCollector
 from ..host.step import Step
 from ..host.tenants import Tenants
 from ..host.trained import Passed
-from .forward import BookedForward, reaching_recomputed
+from .forward import CollectedForward, reaching_recomputed
 from .host import MegatronHost
 from .model.gpt import DTYPES
 from .model.weights import global_parameters
@@ -54,10 +54,10 @@ class MegatronTenants(Tenants):
         linears = [name for stage in host.of_each_stage(own) for name in stage]
         self.adapters = Adapters(blocks, linears, peers, dtype, host.device)
 
-    def passes(self, step: Step, book: LossBook) -> Passed:
+    def passes(self, step: Step, collector: LossCollector) -> Passed:
         host, plan = self._host, step.plan
         refuse_foreign(plan, host.layout.dp_cp_size, host.layout.pp)
-        forward = BookedForward(book, books=host.last and host.tp_rank == 0)
+        forward = CollectedForward(collector, collects=host.last and host.tp_rank == 0)
         program = lower(plan, host.pipeline_stage, host.dp_cp_rank)
         step.mark("forward and backward")
         with reaching_recomputed(host.model):

@@ -727,8 +727,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every tensor-parallel rank books the loss",
         "integrations/megatron/host.py",
-        "Forward(reduction, books=host.last and host.tp_rank == 0)",
-        "Forward(reduction, books=host.last)",
+        "Forward(reduction, collects=host.last and host.tp_rank == 0)",
+        "Forward(reduction, collects=host.last)",
         "quick tensor parallel",
     ),
     Mutant(

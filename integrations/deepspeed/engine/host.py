@@ -36,7 +36,7 @@ from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...host.foreign_plans import refuse_foreign
 from ...host.freezing import freeze
-from ...host.scoring import Book, evaluating
+from ...host.scoring import Collector, evaluating
 from ...host.step import Step
 from ...host.trained import Passed, Trained
 from ...huggingface.models import refuse_unsupported
@@ -129,14 +129,16 @@ class DeepSpeedHost(EngineHost):
             )
         return program, (DUMMIES,) if added else ()
 
-    def _forwards(self, step: Step, book: Book) -> None:
+    def _forwards(self, step: Step, collector: Collector) -> None:
         plan = step.plan
         refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         self._refuse_out_of_step(plan)
         rank = self.dp_cp_rank
         program = forwards_in_step(plan)[rank] if self._all_in_step else lower_forwards(plan, 0, rank)
         self.begin_experts(step)
-        trainer = EngineStage(self.engine, None, None, self.gated, step=step, plane=self.plane_of(plan), book=book)
+        trainer = EngineStage(
+            self.engine, None, None, self.gated, step=step, plane=self.plane_of(plan), collector=collector
+        )
         with evaluating(self.engine.module):
             self.execute(step, program, trainer)
 

@@ -20,7 +20,7 @@ from ....runtime.attributes import with_attributes
 from ....runtime.stage.executor import Graph, StageTrainer
 from ....runtime.stage.offload import layers_of
 from ....runtime.world.plane import Plane
-from ...host.scoring import Book, token_losses
+from ...host.scoring import Collector, token_losses
 from ...host.step import Step
 from ...huggingface import attention
 from ...huggingface.routes import Recorder
@@ -41,7 +41,7 @@ class PackStage(StageTrainer):
     Args:
         weight: of the loss of a token.
         recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
-        book: takes down what scores give, and the losses of a frozen model.
+        collector: takes down what scores give, and the losses of a frozen model.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PackStage(StageTrainer):
         plane: Plane | None,
         weight: float = 0.0,
         recomputes: bool = False,
-        book: Book | None = None,
+        collector: Collector | None = None,
     ) -> None:
         super().__init__(blocks, engine.device)
         self._engine = engine
@@ -61,7 +61,7 @@ class PackStage(StageTrainer):
         self._plane = plane
         self._weight = weight
         self._recomputes = recomputes
-        self._book = book
+        self._collector = collector
         self.totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         """Sum of the token losses that this rank has computed, and their number."""
 
@@ -70,23 +70,23 @@ class PackStage(StageTrainer):
         return EngineBatch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
 
     def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
-        """The loss of a pack, booked, as its backward starts from it."""
+        """The loss of a pack, collected, as its backward starts from it."""
         self.totals[0] += loss.detach()
         self.totals[1] += pack.num_targets
         return loss * self._weight
 
     def _sum(self, logits_TV: Tensor, pack: Pack) -> Tensor:
-        """The sum of the token losses of a pack; the book takes them down by sequence, where there is one."""
-        if self._book is None:
+        """The sum of the token losses of a pack; the collector takes them down by sequence, where there is one."""
+        if self._collector is None:
             return summed(logits_TV, pack)
         losses_T = token_losses(logits_TV, pack)
-        self._book.add(losses_T.detach(), pack)
+        self._collector.add(losses_T.detach(), pack)
         return losses_T.sum()
 
     def _scored(self, logits_TV: Tensor, pack: Pack) -> Tensor:
         """What is left of the logits of a pack once they are taken down: nothing."""
-        assert self._book is not None
-        self._book.add(logits_TV if self._book.wants_logits else token_losses(logits_TV, pack), pack)
+        assert self._collector is not None
+        self._collector.add(logits_TV if self._collector.wants_logits else token_losses(logits_TV, pack), pack)
         return logits_TV.new_zeros(())
 
 

@@ -30,7 +30,7 @@ from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...host.foreign_plans import refuse_foreign
 from ...host.freezing import freeze
-from ...host.scoring import Book, evaluating
+from ...host.scoring import Collector, evaluating
 from ...host.step import Step
 from ...host.trained import Passed, Trained
 from ..engine.engine import make_engine
@@ -89,10 +89,10 @@ class PipelineHost(EngineHost):
         parts = everyone(list(self.own_parameters()), self._stages)
         return {name: stage for stage, names in enumerate(parts) for name in names}
 
-    def _forwards(self, step: Step, book: Book) -> None:
+    def _forwards(self, step: Step, collector: Collector) -> None:
         plan = step.plan
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
-        trainer = PipelineStage(self.engine, step=step, plane=self.plane_of(plan), book=book)
+        trainer = PipelineStage(self.engine, step=step, plane=self.plane_of(plan), collector=collector)
         with evaluating(self.module):
             self.execute(step, lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank), trainer)
 

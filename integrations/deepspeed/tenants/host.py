@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ....runtime.adapters.adapters import Adapters
 from ....runtime.adapters.peers import AdapterPeers
 from ....runtime.stage.offload import layers_of
-from ...host.scoring import LossBook
+from ...host.scoring import LossCollector
 from ...host.step import Step
 from ...host.tenants import Tenants
 from ...host.trained import Passed
@@ -43,11 +43,11 @@ class DataParallelTenants(Tenants):
             enable_recomputing(module, layers)
             replay_first(layers)
 
-    def passes(self, step: Step, book: LossBook) -> Passed:
+    def passes(self, step: Step, collector: LossCollector) -> Passed:
         host, plan = self._host, step.plan
         if plan.replayed or plan.recompute:
             refuse_unequal_replay(host.engine.module)
         program, branches = host.program_of(plan, "none")
         recomputes, plane = host.recipe.train.recompute, host.plane_of(plan)
-        trainer = FrozenStage(host.engine, step=step, plane=plane, recomputes=recomputes, book=book)
+        trainer = FrozenStage(host.engine, step=step, plane=plane, recomputes=recomputes, collector=collector)
         return Passed(host.execute(step, program, trainer), branches)

@@ -14,7 +14,7 @@ from ....runtime.attention.pack import Pack
 from ....runtime.stage.executor import Graph
 from ....runtime.world.agreement import everyone
 from ...host.foreign_plans import refuse_foreign
-from ...host.scoring import LossBook
+from ...host.scoring import LossCollector
 from ...host.step import Step
 from ...host.tenants import Tenants
 from ...host.trained import Passed
@@ -46,18 +46,18 @@ class PipelineTenants(Tenants):
         if host.engine.is_first_stage():
             module.forward_funcs[0].register_forward_hook(need_gradient)
 
-    def passes(self, step: Step, book: LossBook) -> Passed:
+    def passes(self, step: Step, collector: LossCollector) -> Passed:
         host, plan = self._host, step.plan
         if plan.replayed or plan.recompute:
             refuse_unequal_replay(host.engine.module)
         refuse_foreign(plan, host.layout.dp, host.layout.pp)
         recomputes, plane = host.recipe.train.recompute, host.plane_of(plan)
-        trainer = FrozenPipelineStage(host.engine, step=step, plane=plane, recomputes=recomputes, book=book)
+        trainer = FrozenPipelineStage(host.engine, step=step, plane=plane, recomputes=recomputes, collector=collector)
         return Passed(host.execute(step, lower(plan, host.pipeline_stage, host.dp_cp_rank), trainer))
 
 
 class FrozenPipelineStage(PipelineStage):
-    """The passes of a frozen stage; the book takes their losses down."""
+    """The passes of a frozen stage; the collector takes their losses down."""
 
     def __init__(self, engine: Any, **of_step: Any) -> None:
         super().__init__(engine, weight=1.0, **of_step)

@@ -14,7 +14,7 @@ from ..engine.stage import EngineStage, call_of
 
 
 class FrozenStage(EngineStage):
-    """The passes of a frozen model; the book takes their losses down."""
+    """The passes of a frozen model; the collector takes their losses down."""
 
     def __init__(self, engine: Any, **of_step: Any) -> None:
         self._releases = Releases(engine.module)

@@ -121,14 +121,14 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 @contextmanager
 def fault(name: str) -> Iterator[None]:
     """Plant a fault in what scores a plan."""
-    add = scoring.LossBook.add
+    add = scoring.LossCollector.add
 
-    def twice(book: Any, values: Any, pack: Any) -> None:
-        add(book, values, pack)
+    def twice(collector: Any, values: Any, pack: Any) -> None:
+        add(collector, values, pack)
         if any(s.start for s in pack.slices):
-            add(book, values, pack)
+            add(collector, values, pack)
 
     with ExitStack() as planted:
         if name == "a slice counted twice":
-            planted.enter_context(patch.object(scoring.LossBook, "add", twice))
+            planted.enter_context(patch.object(scoring.LossCollector, "add", twice))
         yield
