@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ....core.errors import EvenloadError, refuse_first
-from ....core.plan.step_plan import Lengths, MicroBatch, StepPlan, as_lengths
+from ....core.plan.step_plan import Lengths, MicroBatch, StepPlan
 from ....core.planning.chain import PlanChain
 from ....runtime.world.agreement import everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
+from ...unmodified.global_batch import GlobalBatch
 from ...unmodified.planned_loop import PlannedLoop
 from .batches import PlannedMicroBatch, build_batch
 from .counts import into_exactly
@@ -58,7 +59,8 @@ class SampleEntry(NamedTuple):
 class OwnSamples(NamedTuple):
     """What a rank reads of the samples that the stock sampler gave it, for all ranks to know."""
 
-    entries: list[SampleEntry]
+    entries: list[list[SampleEntry]]
+    """By stock micro-batch."""
     reach: int
     """Positions that stock runs of these samples have; see `huggingface.samples.reach`."""
     errors: list[EvenloadError]
@@ -133,9 +135,11 @@ class PlannedLoader:
         samples: dict[tuple[int, ...], list[Sample]] = {}
         of_ranks = everyone(self._read_own(stock_batches, samples))
         raise_together(error for own in of_ranks for error in own.errors)
-        entries = [entry for own in of_ranks for entry in own.entries]
+        lengths = [[[entry.length for entry in one] for one in own.entries] for own in of_ranks]
+        batch = GlobalBatch.of(lengths, of_ranks[dist.get_rank()].entries, dist.get_rank())
+        entries = [of_ranks[rank].entries[place][row] for rank, place, row in batch.places]
         refuse_first((not entries, "a batch has no target token", "no label but -100", "check labels and data"))
-        longest = max(entry.length for entry in entries)
+        longest = int(batch.lengths.max())
         refuse_lengths(self._config, longest, max(own.reach for own in of_ranks), _LENGTHS)
 
         def sample(number: int) -> Sample:
@@ -145,7 +149,7 @@ class PlannedLoader:
             return _same(entry, samples[entry.rows])
 
         num_targets = sum(entry.num_targets for entry in entries)
-        plan, micro_batches = self._planned([entry.length for entry in entries])
+        plan, micro_batches = self._planned(batch.lengths)
         return [
             build_batch(plan, micro_batch, sample, num_targets, place, self._keys)
             for place, micro_batch in enumerate(micro_batches)
@@ -154,10 +158,11 @@ class PlannedLoader:
     def _read_own(self, stock_batches: list[list[int]], samples: dict[tuple[int, ...], list[Sample]]) -> OwnSamples:
         """Read the samples of stock micro-batches into `samples`, collated as in a stock run: only there is the padding
         that its loss may count. A sample without a target changes no gradient and is not planned."""
-        entries: list[SampleEntry] = []
+        entries: list[list[SampleEntry]] = []
         errors: list[EvenloadError] = []
         positions = 0
         for rows in stock_batches:
+            entries.append([])
             try:
                 batch = self._collate(rows)
                 of_batch = split(batch, rotary=is_rotary(self._config))
@@ -173,12 +178,12 @@ class PlannedLoader:
                 )
                 samples.setdefault(entry.rows, of_batch[place : place + 1] if single else of_batch)
                 if entry.num_targets:
-                    entries.append(entry)
+                    entries[-1].append(entry)
         return OwnSamples(entries, positions, errors)
 
-    def _planned(self, lengths: list[int]) -> tuple[StepPlan, list[MicroBatch]]:
+    def _planned(self, lengths: Lengths) -> tuple[StepPlan, list[MicroBatch]]:
         """The plan of a step and this rank's share of it, `num_micro_batches` long."""
-        plan = self._planning.plan(as_lengths(lengths), self._plan)
+        plan = self._planning.plan(lengths, self._plan)
         rows = into_exactly(plan, self._num_micro_batches, self._planning.chain.context.costs)
         self._planning.report(plan, micro_batch_size=self.stock.batch_size)
         return plan, rows[dist.get_rank()]
