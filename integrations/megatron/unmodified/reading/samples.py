@@ -140,8 +140,8 @@ def lay_out(
         }
 
     # What a stock trainer would pad to is nothing to a loop that gets packs.
-    bare = micro_batch._replace(pad_to=0)
-    pack = lay_out_pack(bare, fill, prefix, plane=plane, multiples=(1, form.multiple))
+    unpadded = micro_batch._replace(pad_to=0)
+    pack = lay_out_pack(unpadded, fill, prefix, plane=plane, multiples=(1, form.multiple))
     fields: dict[str, Any] = {name: row[None] for name, row in rows.items()}
     return UserPack(fields | form.batches.beside(pack, rows["tokens"]), pack, float(rows["loss_mask"].sum()))
 
