@@ -10,12 +10,14 @@ import peft
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from evenload.core.errors import EvenloadError
+from evenload.core.errors import EvenloadError, RankError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.transformers import accelerate_loop
 from evenload.integrations.unmodified import planned_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
+from evenload.runtime.world import agreement
+from evenload.runtime.world.agreement import rank_and_size
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader
 
@@ -96,6 +98,15 @@ class Evaluating(Loop):
             self.model.eval()
             with torch.no_grad():
                 self.losses += [float(self.model(**batch).loss) for batch in self.held_out]
+
+
+class WholeEpoch(Loop):
+    """All samples are one step's, so that a cap makes a difference."""
+
+    def begin(self) -> None:
+        super().begin()
+        rows = self.trainers.samples_of(LENGTHS, masked=True)
+        self.loader = self.accelerator.prepare(DataLoader(rows, batch_size=8, collate_fn=self.collate))
 
 
 class Resumed(Loop):
@@ -322,6 +333,20 @@ def variants(load: Any, names: list[str]) -> dict[str, dict[str, Any]]:
     trainers = load("rank_trainer")
     trainers._join()
     return {name: _compared(lambda make=VARIANTS[name]: make(trainers).run()) for name in names}
+
+
+def unlike_recipes(load: Any) -> str:
+    """What this rank reads whose recipe has another cap than its neighbour's, and that no roll call has compared."""
+    trainers = load("rank_trainer")
+    trainers._join()
+    plugins = {"packing": {"enabled": True, "max_tokens": 64 << 2 * rank_and_size()[0]}}
+    try:
+        own = recipes.parse({"trainer": "transformers", "plugins": plugins})
+        with enabled(own), with_attributes(agreement, before_first=None):
+            WholeEpoch(trainers).run()
+    except RankError as error:
+        return str(error)
+    return "no error"
 
 
 def _compared(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

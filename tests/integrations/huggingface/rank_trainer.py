@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from evenload.core.errors import RankError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.engine import prepare_deepspeed
@@ -23,6 +24,7 @@ from evenload.integrations.transformers import trainer as planned_trainer
 from evenload.integrations.unmodified import planned_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
+from evenload.runtime.world import agreement
 from evenload.runtime.world.agreement import everyone, rank_and_size
 from evenload.runtime.world.world import init_world
 from torch.nn.functional import cross_entropy
@@ -207,6 +209,18 @@ def by_recipe(load: Any, lengths: list[int], plugins: Any, masked: bool = False,
     shared = sum(len(m.ranks) > 1 for m in plan.micro_batches)
     made = {"cut": len(plan.cut), "shared": shared, "micro_batches": len(plan.micro_batches)}
     return {"loss": abs(own_loss - loss) / loss, "grad": relative_error(gradients, wanted), **made}
+
+
+def unlike_recipes(load: Any) -> str:
+    """What this rank reads whose recipe has another cap than its neighbour's, and that no roll call has compared."""
+    size, rank = _join(), rank_and_size()[0]
+    plugins = {"packing": {"enabled": True, "max_tokens": 64 * (rank + 1)}}
+    try:
+        with enabled(recipes.parse({**RECIPE, "plugins": plugins})), with_attributes(agreement, before_first=None):
+            train(samples_of([61, 5, 17, 33, 9, 50, 3, 40]), size)
+    except RankError as error:
+        return str(error)
+    return "no error"
 
 
 def unchanged(load: Any) -> dict[str, Any]:

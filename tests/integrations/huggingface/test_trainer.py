@@ -91,3 +91,11 @@ def test_what_a_run_leaves_behind_is_unchanged(on_ranks):
         assert stock["first"]["global_step"] < stock["first"]["max_steps"], "it did not stop early"
         for name, weight in stock["weights"].items():
             assert (planned["weights"][name] - weight).norm() < 1e-6 * weight.norm(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["rank_trainer", "rank_accelerate"])
+def test_ranks_of_unlike_recipes_end_in_one_error(on_ranks, loop):
+    first, second = on_ranks(2, f"{loop}.unlike_recipes")
+    assert first == second
+    assert first.startswith("step 1: the ranks hold different plans: no side has a majority")

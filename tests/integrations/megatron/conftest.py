@@ -33,6 +33,7 @@ JOBS = (
     "mesh_jobs",
     "context_jobs",
     "chunk_jobs",
+    "unlike_jobs",
 )
 
 
