@@ -10,6 +10,15 @@ from ..plan.step_plan import StepPlan
 from .chain import LEFT_OUT, PlanChain
 from .judge import judge
 
+NOTHING = 0.02
+"""Share of a step below which a plan's gain is not worth its exchange of samples, its packs and its planning."""
+
+
+def is_stock_as_good(chain: PlanChain, plan: StepPlan) -> bool:
+    """Whether the trainer's own step of the batch is predicted to take as long as the plan's, but for `NOTHING`."""
+    stock_s, plan_s = (judge(one, chain.context).step_s for one in (chain.stock(plan.lengths), plan))
+    return stock_s <= (1 + NOTHING) * plan_s
+
 
 def gains(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None) -> dict[str, Any]:
     """A plan beside the stock plan of its batch, as JSON; all seconds are predicted by the simulator.

@@ -32,6 +32,7 @@ from ...core.errors import EvenloadError, refuse_first
 from ...core.plan.in_step import Program, dummy
 from ...core.plan.program import lower
 from ...core.plan.step_plan import StepPlan
+from ...core.planning.gains import is_stock_as_good
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
@@ -165,9 +166,13 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         _open(state, trainer, batch, taken[-1])
     if state.planning is None:
         return _run_stock(trainer, model, taken, call)
-    plan = state.planning.plan(batch.samples.lengths)
-    _log_step(state.planning.steps, plan, sum(one.inputs["input_ids"].numel() for one in taken))
     rank, size = rank_and_size()
+    plan = state.planning.plan(batch.samples.lengths)
+    if batch.samples.is_even(size) and is_stock_as_good(state.planning.chain, plan):
+        log.info("step %d: %d samples of one length run as they are", state.planning.steps, len(plan.lengths))
+        state.planning.report(state.planning.chain.stock(plan.lengths))
+        return _run_stock(trainer, model, taken, call)
+    _log_step(state.planning.steps, plan, sum(one.inputs["input_ids"].numel() for one in taken))
     if plan.shared and state.plane is None:
         state.plane = Plane.make([tuple(range(size))], plan.limits.node_ranks)
     plane = state.plane if plan.shared else None

@@ -48,6 +48,12 @@ class GlobalBatch(Generic[Sample]):
         """The rank that has read each sample."""
         return [rank for rank, _, _ in self.places]
 
+    def is_even(self, num_ranks: int) -> bool:
+        """Whether all samples are of one length and each rank brings as many: then the stock step pads none of them
+        and no rank waits."""
+        counts = [self.source.count(rank) for rank in range(num_ranks)]
+        return len(set(self.lengths.tolist())) == 1 and len(set(counts)) == 1
+
     def numbers_of(self, rank: int, num_micro_batches: int) -> list[list[int]]:
         """The samples of each of a rank's own micro-batches."""
         numbers: list[list[int]] = [[] for _ in range(num_micro_batches)]

@@ -191,6 +191,7 @@ KILLERS: dict[str, Words] = {
     "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
     "restarted job": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "torchrun_starts_a_job_again and 1"),
     "attempts": ("pytest", "tests/runtime/watchdog/test_attempt.py"),
+    "gains": ("pytest", "tests/core/planning/test_gains.py"),
     "planned loops": ("pytest", "tests/integrations/test_planned_loop.py"),
     "roll call": ("pytest", "tests/integrations/test_roll_call.py"),
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
@@ -2202,5 +2203,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "raise next(filter(None, everyone(refusal)), differ) from None",
         "raise (refusal or differ) from None",
         "planned loops",
+    ),
+    Mutant(
+        "a step that pads or waits is taken for as good as its plan",
+        "core/planning/gains.py",
+        "return stock_s <= (1 + NOTHING) * plan_s",
+        "return stock_s >= plan_s",
+        "gains",
     ),
 )

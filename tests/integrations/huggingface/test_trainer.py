@@ -30,6 +30,16 @@ def test_plans_of_the_packing_plugin_are_exact(on_ranks):
 
 
 @pytest.mark.slow
+def test_samples_of_one_length_run_as_they_are_where_packs_gain_nothing(on_ranks):
+    """Bit by bit the stock step; packs of several are fewer passes."""
+    for tokens, micro_batches in ((40, 8), (256, 2)):
+        plugins = {"packing": {"enabled": True, "max_tokens": tokens}}
+        for found in on_ranks(2, "rank_trainer.by_recipe", lengths=[40] * 8, plugins=plugins):
+            assert found["micro_batches"] == micro_batches, found
+            assert found["grad"] <= (0.0 if micro_batches == 8 else ROUNDING), found
+
+
+@pytest.mark.slow
 def test_plans_of_the_mesh_plugin_are_exact(on_ranks):
     """A sample over the cap is shared by ranks, or cut; TRL gathers metrics in every forward, so all keep in step."""
     plugins = {"mesh": {"enabled": True, "max_tokens": 600}}
