@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError, nearest
-from .targets import TargetSpans
+from .samples.cut import TargetSpans
 
 ID_FIELDS = ("input_ids", "tokens")
 """Names under which data sets usually store token ids, looked for in this order and before any text."""
@@ -40,7 +40,7 @@ class Documents(Protocol):
         """Tokens [start, stop) of a document, any integer type; possibly a view of a mapped file."""
 
     def read_labels(self, document: int, start: int, stop: int) -> NDArray[Any]:
-        """What tokens [start, stop) count as, `targets.IGNORE` where they carry no loss."""
+        """What tokens [start, stop) count as, `IGNORE` where they carry no loss."""
         return self.read(document, start, stop)
 
     def scan_vocab_size(self) -> int:

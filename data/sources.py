@@ -27,8 +27,7 @@ from ..core.errors import EvenloadError
 from .content import Watch, fingerprint
 from .documents import Documents
 from .formats import Settings, open_documents
-from .samples.cut import Cut, LongSamples, check_cut, cut
-from .targets import with_targets
+from .samples.cut import Cut, LongSamples, check_cut, cut, with_targets
 from .tokenizers import open_tokenizer
 
 LossOn = Literal["completion", "all"]
@@ -75,7 +74,7 @@ class Source:
         return tokens
 
     def labels(self, index: int) -> NDArray[np.int64]:
-        """[length] what each token of a sample counts as, `targets.IGNORE` where it carries no loss, at its own place.
+        """[length] what each token of a sample counts as, `IGNORE` where it carries no loss, at its own place.
 
         The first token has none before it, so its label never counts. Raises as `tokens` does.
         """

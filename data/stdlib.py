@@ -1,27 +1,42 @@
-"""`python-stdlib`: the sources of the running Python's standard library, bytes as tokens where no tokenizer is named.
+"""The built-in sets: the running Python's standard library, as its sources or as instruction pairs.
 
 On every machine that can run evenload, nothing to download, and heavy-tailed like real text. The same Python release
 gives the same documents; another one gives others.
+
+`python-stdlib` are the sources, bytes as tokens where no tokenizer is named. `python-docstrings` are some 8,000 pairs:
+the prompt is the signature of a function or the head of a class, the completion the first paragraph of its docstring.
+Every tenth module is held out for validation: its pairs are `python-docstrings-held-out`. `python-docstrings/asyncio`
+are the pairs of one package or module, for data sets of several owners; of them every tenth pair is held out, as
+`python-docstrings-held-out/asyncio`.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.errors import EvenloadError, nearest, shorten
 from .cache import cached_file, key_of
 from .documents import Documents, changed
 
-NAME = "python-stdlib"
+NAME, PAIRS, HELD_OUT = "python-stdlib", "python-docstrings", "python-docstrings-held-out"
 
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 """Not the library itself; some distributions leave its tests out, so they are left out everywhere."""
+_SHARE = 10
+"""Of so many modules one is held out."""
+
+_Item = TypeVar("_Item")
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class StdlibDocuments(Documents):
@@ -30,48 +45,104 @@ class StdlibDocuments(Documents):
     name = NAME
     vocab_size: int | None = 256
 
-    def __init__(self, root: Path | None = None) -> None:
-        self._root = root or Path(sysconfig.get_path("stdlib"))
-        self._paths = _python_files(self._root)
-        self.lengths = np.array([(self._root / path).stat().st_size for path in self._paths], dtype=np.int64)
+    def __init__(self) -> None:
+        self._files = _files()
+        self.lengths = np.array([path.stat().st_size for path in self._files], dtype=np.int64)
 
     def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
-        tokens = np.fromfile(self._root / self._paths[document], dtype=np.uint8, count=stop - start, offset=start)
+        tokens = np.fromfile(self._files[document], dtype=np.uint8, count=stop - start, offset=start)
         if len(tokens) != stop - start:
             raise changed(self.where(document))
         return tokens
 
     def where(self, document: int) -> str:
-        return str(self._root / self._paths[document])
+        return str(self._files[document])
 
 
-def as_jsonl() -> Path:
+def sources_as_jsonl() -> Path:
     """The documents of the standard library as JSON Lines in the cache, for tokenizers."""
-    files = library_files()
+    files = _files()
+    return _as_jsonl(key_of(files, "stdlib-1"), ({"text": path.read_text("utf-8", "replace")} for path in files))
 
+
+def is_pairs(spec: str) -> bool:
+    """Whether a spec means pairs of the library, or of a package of it."""
+    return spec.partition("/")[0] in (PAIRS, HELD_OUT)
+
+
+def pairs_as_jsonl(spec: str) -> Path:
+    """The pairs of a set as JSON Lines in the cache, in the order of the library's files; made once. Raises
+    EvenloadError for a package that the library lacks, or one without pairs."""
+    name, _, package = spec.partition("/")
+    files = _files_of(package) if package else _split(_files(), name)
+    pairs: Iterable[dict[str, str]] = (pair for path in files for pair in pairs_of(path.read_bytes()))
+    if package and not (pairs := _split(list(pairs), name)):
+        raise EvenloadError(f"{spec} has no pairs", f"{len(files)} files", "name a package with docstrings")
+    return _as_jsonl(key_of(files, "docstrings-2", *([spec] if package else [])), pairs)
+
+
+def pairs_of(source: bytes) -> Iterator[dict[str, str]]:
+    """Prompt and completion of each documented definition of a module, first to last; none where it is no Python."""
+    if b'"""' not in source and b"'''" not in source:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that later releases refuse
+        try:
+            module = ast.parse(source)
+        except (SyntaxError, ValueError):
+            return
+    for node in _definitions(module):
+        paragraph = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
+        if paragraph:
+            yield {"prompt": f"{_head(node)}\n", "completion": paragraph}
+
+
+def _as_jsonl(key: str, rows: Iterable[dict[str, str]]) -> Path:
     def write(aside: Path) -> None:
         with open(aside, "w", encoding="utf-8") as stream:
-            for path in files:
-                stream.write(json.dumps({"text": path.read_text("utf-8", "replace")}) + "\n")
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
 
-    return cached_file(key_of(files, "stdlib-1"), ".jsonl", write)
+    return cached_file(key, ".jsonl", write)
 
 
-def library_files() -> list[Path]:
+def _files() -> list[Path]:
     """The library's ``.py`` files, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
-    return [root / path for path in _python_files(root)]
-
-
-def library_files_by_top() -> list[tuple[str, Path]]:
-    """The files of `library_files`, each with the name of the top-level package or module that it belongs to."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return [(Path(path).parts[0].removesuffix(".py"), root / path) for path in _python_files(root)]
-
-
-def _python_files(root: Path) -> list[str]:
-    paths = []
+    paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _files_of(package: str) -> list[Path]:
+    """The files of a top-level package or module."""
+    root = Path(sysconfig.get_path("stdlib"))
+    tops: dict[str, list[Path]] = {}
+    for path in _files():
+        tops.setdefault(path.relative_to(root).parts[0].removesuffix(".py"), []).append(path)
+    if package not in tops:
+        what = f"Python's library has no package {shorten(package)}"
+        raise EvenloadError(what, f"{PAIRS}/{shorten(package)}", nearest(package, [t for t in tops if t[0] != "_"]))
+    return tops[package]
+
+
+def _split(items: list[_Item], name: str) -> list[_Item]:
+    """Every tenth of them, or all but those."""
+    return [item for number, item in enumerate(items, 1) if (number % _SHARE == 0) == (name == HELD_OUT)]
+
+
+def _definitions(tree: ast.Module | _Definition) -> Iterator[_Definition]:
+    for node in tree.body:
+        if isinstance(node, _Definition):
+            yield node
+            yield from _definitions(node)
+
+
+def _head(node: _Definition) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        return f"class {node.name}({bases}):" if bases else f"class {node.name}:"
+    word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{word} {node.name}({ast.unparse(node.args)}){returns}:"

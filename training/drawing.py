@@ -25,8 +25,7 @@ from ..core.errors import EvenloadError
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
 from ..core.recipe.recipe import Recipe
-from ..data.samples.batches import BatchSize
-from ..data.samples.order import SampleOrder
+from ..data.samples.order import BatchSize, SampleOrder
 
 _NONE = np.zeros(0, dtype=np.int64)
 

@@ -34,9 +34,8 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
 from evenload.data.lengths import read_lengths
-from evenload.data.samples.batches import BatchSize
 from evenload.data.samples.cut import cut
-from evenload.data.samples.order import SampleOrder
+from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.plugins.packing.delay import outliers
 from evenload.training.drawing import Drawing, num_waiting
 

@@ -39,8 +39,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.static_cp import fold_cp, unfold_cp
 from evenload.core.simulate.predict import micro_batch_imbalance
 from evenload.core.simulate.step import simulate
-from evenload.data.samples.batches import BatchSize
-from evenload.data.samples.order import SampleOrder
+from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.training.drawing import Drawing
 from lengths import SEED, K, Lengths, corpus
 

@@ -22,10 +22,9 @@ import numpy as np
 from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
 from ...core.input.sandbox import Budget, SandboxError, bounded
-from ..targets import IGNORE
+from ..samples.cut import IGNORE
 from ..tokenizers import FolderTokenizer, Tokenizer
-from .encoder import Encoded, Encoder, Placed
-from .kinds import OF_TEMPLATE, SETTINGS, TOOLS
+from .kinds import OF_TEMPLATE, SETTINGS, TOOLS, Encoded, Encoder, Placed
 
 Messages = Sequence[Mapping[str, Any]]
 Extras = Mapping[str, Any]

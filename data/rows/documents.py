@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ...core.errors import EvenloadError
 from ..cache import Arrays, cached_arrays, cached_file, key_of
 from ..documents import BATCH, Documents, changed
-from ..targets import TargetSpans, spans_of
-from .encoder import Encoded, Encoder, Placed
+from ..samples.cut import TargetSpans, spans_of
+from .kinds import Encoded, Encoder, Placed
 from .readers import Rows
 
 

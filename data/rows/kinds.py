@@ -1,4 +1,4 @@
-"""What kind of row a data set has, seen by its fields.
+"""What kind of row a data set has, seen by its fields, and what turns rows into documents: an `Encoder` of each kind.
 
 | fields | kind | targets |
 |---|---|---|
@@ -7,16 +7,23 @@
 | ``messages`` | chats | what the assistant says |
 | ``input_ids``, ``tokens`` or ``text`` | plain | all |
 
-``data.text_key`` names another field for the first (token ids), the third (messages) and the last kind.
+``data.text_key`` names another field for the first (token ids), the third (messages) and the last kind. ``labels`` say
+what each token counts as, at its own place, as Hugging Face models take it: -100 carries no loss; else a label is the
+token itself, or another id that is to be learned there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...core.errors import EvenloadError
 from ..documents import ID_FIELDS, choose_field, missing_field
+from ..jsonl import check_ids
+from ..samples.cut import IGNORE
 
 RowKind = Literal["plain", "labels", "prompts", "chats"]
 FieldKind = Literal["messages", "ids", "other"]
@@ -69,3 +76,89 @@ def no_completion(place: str, fields: Mapping[str, Any]) -> EvenloadError:
     detail = f"fields {', '.join(fields)}"
     do = "give prompt and completion in every row, or name one field with data.text_key"
     return EvenloadError(f"{place} has a prompt without completion", detail, do)
+
+
+Row = Mapping[str, Any]
+
+
+class Placed(NamedTuple):
+    """A row, and its place for messages: ``line 12 of corpus.jsonl``."""
+
+    place: str
+    row: Row
+
+
+class Encoded(NamedTuple):
+    """A document's token ids and labels."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    """[length] at each token's own place, `IGNORE` where it carries no loss."""
+
+    @classmethod
+    def behind(cls, tokens: Sequence[int], prompt: int) -> Encoded:
+        """A document whose first ``prompt`` tokens carry no loss."""
+        ids = np.array(tokens, dtype=np.int64)
+        labels = ids.copy()
+        labels[:prompt] = IGNORE
+        return cls(ids, labels)
+
+
+class Encoder(Protocol):
+    """Makes the documents of rows of one kind."""
+
+    identity: str
+    """Equal for encoders that make the same of a row: part of the name of what is kept in the cache."""
+    fields: tuple[str, ...]
+    """What it reads of a row, where it is there."""
+    tokenises: bool = True
+    """Whether its documents are made of text; else a row is one document."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token id is below it; 0 where only the rows tell."""
+
+    def encode(self, rows: Sequence[Placed]) -> list[list[Encoded]]:
+        """The documents of each row. Raises EvenloadError with the row's place."""
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two lists begin with alike."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(np.array(one[:length]) != np.array(other[:length]))
+    return int(differ[0]) if len(differ) else length
+
+
+_DO = "store a label for every token: its id, or -100 where it carries no loss"
+
+
+class LabelEncoder(Encoder):
+    """One document a row; a row without token ids is empty."""
+
+    vocab_size = 0
+    tokenises = False
+
+    def __init__(self, field: str) -> None:
+        self._field, self.fields = field, (field, LABELS)
+        self.identity = f"labels-1 {field}"
+
+    def encode(self, rows: Sequence[Placed]) -> list[list[Encoded]]:
+        return [[self._encoded(one)] for one in rows]
+
+    def _encoded(self, one: Placed) -> Encoded:
+        tokens, labels = (one.row.get(name) for name in self.fields)
+        ids = _integers([] if tokens is None else tokens, self._field, one.place)
+        values = _integers([] if labels is None else labels, LABELS, one.place, besides=IGNORE)
+        if len(ids) != len(values):
+            what = f"the labels of {one.place} are not as many as its tokens"
+            raise EvenloadError(what, f"{len(values)} labels, {len(ids)} tokens", _DO)
+        return Encoded(ids, values)
+
+
+def _integers(value: Any, field: str, place: str, besides: int | None = None) -> NDArray[np.int64]:
+    """Token ids of a row, or ``besides``. Raises EvenloadError with the first that is neither."""
+    ids = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(ids, list) and besides is not None:
+        ids = [0 if each == besides else each for each in ids]
+    check_ids(ids, field, place)
+    return np.array(value, dtype=np.int64)

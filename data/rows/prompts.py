@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from ...core.errors import EvenloadError, shown
 from ..tokenizers import Tokenizer, end_of, with_end
 from .chats import ChatTemplate, extras_of
-from .encoder import Encoded, Encoder, Placed, shared_prefix
-from .kinds import COMPLETION, OF_TEMPLATE, PROMPT, no_completion
+from .kinds import COMPLETION, OF_TEMPLATE, PROMPT, Encoded, Encoder, Placed, no_completion, shared_prefix
 
 
 class PromptEncoder(Encoder):

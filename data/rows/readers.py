@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.errors import EvenloadError, shorten
-from ..arrow import open_table
+from ..arrow import open_table, parquet_schema
 from ..documents import changed, require
 from ..jsonl import read_line, read_objects
-from ..parquet import parquet_schema
-from .encoder import Placed, Row
-from .kinds import FieldKind, field_kind
+from .kinds import FieldKind, Placed, Row, field_kind
 
 
 class Rows(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...core.recipe.pretrained import Example
 from ...data.cache import cached_folder, key_of
 from ...data.documents import require
-from ...data.rows import docstrings
+from ...data.stdlib import HELD_OUT, PAIRS, pairs_as_jsonl
 
 
 def _tiny_llama() -> Path:
@@ -16,7 +16,7 @@ def _tiny_llama() -> Path:
     require("transformers", "making the model tiny-llama")
     from .folders.tiny import write_tiny
 
-    pairs = [docstrings.as_jsonl(name) for name in (docstrings.NAME, docstrings.HELD_OUT)]
+    pairs = [pairs_as_jsonl(name) for name in (PAIRS, HELD_OUT)]
     return cached_folder(
         key_of(pairs, "tiny-llama-3"), lambda folder: write_tiny(folder, dict(TINY_LLAMA.config), pairs)
     )

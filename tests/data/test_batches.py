@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.data.samples.batches import BatchSize
-from evenload.data.samples.order import SampleOrder
+from evenload.data.samples.order import BatchSize, SampleOrder
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,8 +1,7 @@
 """Targets of samples: counted from spans as they would be from the labels themselves, whatever is cut."""
 
 import numpy as np
-from evenload.data.samples.cut import cut
-from evenload.data.targets import IGNORE, TargetSpans, spans_of, with_targets
+from evenload.data.samples.cut import IGNORE, TargetSpans, cut, spans_of, with_targets
 from hypothesis import given
 from hypothesis import strategies as st
 

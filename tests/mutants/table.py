@@ -1800,7 +1800,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "links lead out of the root of tenants",
-        "data/locate.py",
+        "data/formats.py",
         "real := os.path.realpath(path)]",
         "real := os.path.abspath(path)]",
         "tenants' files",

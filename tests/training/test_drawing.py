@@ -14,8 +14,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
-from evenload.data.samples.batches import BatchSize
-from evenload.data.samples.order import SampleOrder
+from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.training.drawing import Drawing, num_waiting
 from hypothesis import given
 from hypothesis import strategies as st

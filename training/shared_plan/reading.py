@@ -14,10 +14,10 @@ from ...core.errors import EvenloadError, refuse_first, shorten, shown
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.shipped import place_of
 from ...core.recipe.tenant import Tenant, TenantData, file_name_of, read_tenant
+from ...data.formats import refuse_outside
 from ...data.lengths import read_lengths
-from ...data.locate import refuse_outside
-from ...data.samples.batches import BatchSize
 from ...data.samples.cut import cut
+from ...data.samples.order import BatchSize
 from ...data.sources import open_source
 from ...data.tokenizers import holds_tokenizer
 from .trials import sweep_of

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.core.input.sandbox import Budget
+from evenload.data.samples.cut import IGNORE
 from evenload.data.sources import open_source
-from evenload.data.targets import IGNORE
 from evenload.data.tokenizers import FolderTokenizer
 
 from .conftest import PLAIN

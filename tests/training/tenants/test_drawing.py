@@ -9,8 +9,7 @@ import numpy as np
 from evenload.api import load_plugins
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.data.samples.batches import BatchSize
-from evenload.data.samples.order import SampleOrder
+from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.training.drawing import Drawing
 from evenload.training.tenants.state.drawing import TenantDrawing, own_draws
 from hypothesis import given

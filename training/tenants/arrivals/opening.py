@@ -14,9 +14,8 @@ from ....core.planning.forward_only import forward_only
 from ....core.recipe.adapter import Adapter
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.tenant import Tenant
-from ....data.locate import refuse_outside
-from ....data.samples.batches import BatchSize
-from ....data.samples.order import SampleOrder
+from ....data.formats import refuse_outside
+from ....data.samples.order import BatchSize, SampleOrder
 from ....data.sources import Source
 from ....integrations.huggingface.folders.adapters import read_adapter
 from ...drawing import Drawing

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from ....core.errors import EvenloadError, shorten
 from ....core.planning.planner import Draw, Planned
+from ....data.samples.cut import IGNORE
 from ....data.sources import Source
-from ....data.targets import IGNORE
 from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
 from ..state.drawing import labels_in

@@ -11,8 +11,8 @@ import numpy as np
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan
 from evenload.core.planning.planner import Draw
+from evenload.data.samples.cut import IGNORE
 from evenload.data.sources import Source, open_source
-from evenload.data.targets import IGNORE
 from evenload.training.tenants.arrivals.reading import TenantSamples
 from evenload.training.tenants.state.drawing import union
 

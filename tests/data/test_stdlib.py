@@ -5,8 +5,8 @@ import json
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data import stdlib
-from evenload.data.rows.docstrings import HELD_OUT, NAME, as_jsonl, pairs_of
 from evenload.data.sources import open_source
+from evenload.data.stdlib import HELD_OUT, PAIRS, pairs_as_jsonl, pairs_of
 
 SOURCE = b'''
 class One(Base, metaclass=Meta):
@@ -27,7 +27,7 @@ def three(a, b=(1, 2)):
     def inner():
         """Is inside."""
 '''
-PAIRS = [
+WANTED = [
     ("class One(Base):\n", "Stands\nfor one."),
     ("async def two(self, *args: int, **more) -> 'str':\n", "Gives two."),
     ("def three(a, b=(1, 2)):\n", "Gives three."),
@@ -36,7 +36,7 @@ PAIRS = [
 
 
 def test_pairs_are_signatures_and_first_paragraphs():
-    assert list(pairs_of(SOURCE)) == PAIRS
+    assert [(pair["prompt"], pair["completion"]) for pair in pairs_of(SOURCE)] == WANTED
     assert list(pairs_of(b'def broken(:\n    """Never."""')) == []
 
 
@@ -44,8 +44,8 @@ def test_they_are_the_same_every_time_and_completions_carry_the_loss(tmp_path, m
     (tmp_path / "b.py").write_bytes(SOURCE)
     (tmp_path / "a.py").write_bytes(b'def first():\n    """Comes first."""')
     monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
-    rows = [json.loads(line) for line in as_jsonl(NAME).read_text().splitlines()]
-    assert [(row["prompt"], row["completion"]) for row in rows] == [("def first():\n", "Comes first."), *PAIRS]
+    rows = [json.loads(line) for line in pairs_as_jsonl(PAIRS).read_text().splitlines()]
+    assert [(row["prompt"], row["completion"]) for row in rows] == [("def first():\n", "Comes first."), *WANTED]
     source = open_source("python-docstrings", max_length=None)
     assert source.name == "python-docstrings"
     assert source.targets.tolist() == [len(row["completion"]) for row in rows]
@@ -57,12 +57,12 @@ def test_every_tenth_module_is_held_out(tmp_path, monkeypatch):
         (tmp_path / f"m{number:02}.py").write_text(f'def f{number}():\n    """Gives {number}."""')
     monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
     rows = {
-        name: [json.loads(line)["prompt"] for line in as_jsonl(name).read_text().splitlines()]
-        for name in (NAME, HELD_OUT)
+        name: [json.loads(line)["prompt"] for line in pairs_as_jsonl(name).read_text().splitlines()]
+        for name in (PAIRS, HELD_OUT)
     }
     assert rows[HELD_OUT] == ["def f9():\n", "def f19():\n"]
-    assert len(rows[NAME]) == 19
-    assert not set(rows[NAME]) & set(rows[HELD_OUT])
+    assert len(rows[PAIRS]) == 19
+    assert not set(rows[PAIRS]) & set(rows[HELD_OUT])
 
 
 def test_pairs_of_one_package_and_every_tenth_of_them_held_out(tmp_path, monkeypatch):
@@ -75,16 +75,16 @@ def test_pairs_of_one_package_and_every_tenth_of_them_held_out(tmp_path, monkeyp
     monkeypatch.setattr(stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
 
     def prompts(spec):
-        return [json.loads(line)["prompt"] for line in as_jsonl(spec).read_text().splitlines()]
+        return [json.loads(line)["prompt"] for line in pairs_as_jsonl(spec).read_text().splitlines()]
 
-    trained, held_out = prompts(f"{NAME}/web"), prompts(f"{HELD_OUT}/web")
+    trained, held_out = prompts(f"{PAIRS}/web"), prompts(f"{HELD_OUT}/web")
     assert held_out == ["def f3_0():\n", "def f6_1():\n", "def f9_2():\n"]
     assert len(trained) == 30
     assert not set(trained) & set(held_out)
-    assert len(prompts(f"{NAME}/other")) == 4
-    assert open_source(f"{NAME}/web", max_length=None).name == f"{NAME}/web"
+    assert len(prompts(f"{PAIRS}/other")) == 4
+    assert open_source(f"{PAIRS}/web", max_length=None).name == f"{PAIRS}/web"
     with pytest.raises(EvenloadError, match="did you mean 'other'"):
-        as_jsonl(f"{NAME}/othr")
-    for spec in (f"{NAME}/silent", f"{HELD_OUT}/other"):
+        pairs_as_jsonl(f"{PAIRS}/othr")
+    for spec in (f"{PAIRS}/silent", f"{HELD_OUT}/other"):
         with pytest.raises(EvenloadError, match="no pairs"):
-            as_jsonl(spec)
+            pairs_as_jsonl(spec)
