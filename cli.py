@@ -247,7 +247,7 @@ def plugins(as_json: AsJson = False) -> None:
 @app.command()
 def recipes(as_json: AsJson = False) -> None:
     """The recipes that come with evenload; every command takes their names."""
-    from .core.recipe.shipped import shipped
+    from .core.recipe.recipe import shipped
 
     rows = []
     for name, path in shipped().items():

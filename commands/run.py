@@ -23,9 +23,8 @@ from types import FrameType
 
 from ..api import load_recipe
 from ..core.errors import EvenloadError
-from ..core.recipe.recipe import Recipe
+from ..core.recipe.recipe import Recipe, file_of
 from ..core.recipe.rules import refuse_adapters_in_loops
-from ..core.recipe.shipped import file_of
 from ..core.recipe.traits import trainer_called
 from ..integrations.unmodified.run_folder import VARIABLE, RunFolder
 from ..training.hosts import require

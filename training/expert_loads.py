@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.aliases import Floats, Ints
 from ..core.errors import EvenloadError, shorten
-from ..core.input.json_text import to_json
+from ..core.input.format import to_json
 from ..core.planning.chain import PlanChain
 from ..core.recipe.sizes import shape_of
 from ..integrations.host.trained import StepResult

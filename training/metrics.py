@@ -40,7 +40,7 @@ class StepRow:
     targets: int = 0
     """Tokens whose loss counts."""
     mfu: float = 0.0
-    """FLOPs that the step's sequences need (`core.costs.work`) over those of all ranks at the cluster's rate."""
+    """FLOPs that the step's sequences need (`shape.step_flops`) over those of all ranks at the cluster's rate."""
     predicted_s: float = 0.0
     """What the simulator gives for ``step_s``, planning left out; from the costs that the plan was made with."""
     bubble_frac: float = 0.0

@@ -36,8 +36,7 @@ from evenload.core.planning.adapters import TenantLoad, with_tenants
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
 from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.recipe import load
-from evenload.core.recipe.shipped import RECIPES
+from evenload.core.recipe.recipe import RECIPES, load
 from evenload.core.recipe.sizes import shape_of
 from evenload.core.simulate.step import after_passes_s
 from evenload.data.sources import open_source

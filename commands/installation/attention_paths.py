@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from ...core.recipe.loops import TRANSFORMER_ENGINE
+from ...core.recipe.traits import TRANSFORMER_ENGINE
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.traits import all_loops
 

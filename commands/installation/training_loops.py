@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import EvenloadError
-from ...core.recipe.loops import Loop
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.traits import all_loops
+from ...core.recipe.traits import Loop, all_loops
 from ...integrations.unmodified.loops import plugins_in_table
 from ...training.hosts import require
 

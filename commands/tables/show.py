@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.errors import shorten
-from ...core.input.format import percent
-from ...core.input.json_text import to_json
+from ...core.input.format import percent, to_json
 
 Result = dict[str, Any]
 Cell = Callable[[Any], Any]

@@ -13,9 +13,9 @@ recomputed, and what a layer's MLP or its attention takes while it runs. Head: f
 Where ranks share experts, a rank holds what lies at experts (`MemoryCost.expert_bytes_per_token`) of the mean tokens of
 its round (`rounds`), whatever its own are: routing is taken to be even, and under ZeRO 3 all ranks to be one group.
 
-Of a shared micro-batch a rank holds the activations of its own tokens (`parts.tokens_of_ranks`), and K and V of the
-slices of whose CP group it is a member. What waits in host memory (`StepPlan.offload`) is not held, but for one layer's
-share on its way.
+Of a shared micro-batch a rank holds the activations of its own tokens (`tokens_of_ranks`), and K and V of the slices of
+whose CP group it is a member. What waits in host memory (`StepPlan.offload`) is not held, but for one layer's share on
+its way.
 
 Left out: what one kernel takes and gives back, buffers of communication (K and V of other ranks among them, and of all
 tokens in an all-gather), key heads that several ranks keep, tensors on their way between stages, and of moved tokens
@@ -32,8 +32,7 @@ from ..machine.cluster import Cluster
 from ..plan.limits import Limits, MemoryCost
 from ..plan.order import orders_of_stage
 from ..plan.step_plan import Op, StepPlan
-from .memory_parts import parts_of
-from .memory_walk import Walk, kept_share
+from .memory_walk import Walk, kept_share, parts_of
 
 
 def activation_budget_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:

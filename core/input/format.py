@@ -1,8 +1,14 @@
-"""Bytes, shares and seconds as a person reads them."""
+"""Values as text: bytes, shares and seconds as a person reads them, and JSON that every reader takes.
+
+Where arithmetic gave no finite number, null stands for it in JSON.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from datetime import timedelta
+from typing import Any
 
 GIB = 1 << 30
 
@@ -31,3 +37,23 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"
     return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"
+
+
+def to_json(value: Any, *, compact: bool = False) -> str:
+    """``value`` as one line of JSON, NaN and infinities as null, paths and the like as text.
+
+    ``compact``: without spaces, for large files.
+    """
+    separators = (",", ":") if compact else None
+    try:
+        return json.dumps(value, allow_nan=False, separators=separators, default=str)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=separators, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -1,8 +1,12 @@
-"""The sizes of a transformer that decide what it costs."""
+"""The sizes of a transformer that decide what it costs, and what it must compute, whatever runs it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import numpy as np
+
+from ..aliases import Ints
 
 
 class ExpertShape(NamedTuple):
@@ -132,3 +136,18 @@ class Shape(NamedTuple):
         """All weights, the embedding and all experts among them (norms and biases left out: below 0.1 %)."""
         embedding = 0 if self.tied else self.hidden_size * self.vocab_size
         return self.dense_weights + self.expert_weights + embedding
+
+
+def step_flops(shape: Shape, lengths: Ints) -> float:
+    """FLOPs of forward and backward over whole sequences of ``lengths`` [S]: the numerator of MFU.
+
+        forward   2 W n + 4 L Q n^2 / 2          backward   twice the forward
+
+    of a sequence of n tokens, W weights that a token multiplies (those of the experts to which it is routed among them,
+    the embedding not), L layers, Q values of the queries of a layer. A pair of a query and a key counts where the mask
+    lets them meet: half of what Chowdhery et al. (arXiv 2204.02311, appendix B) count for attention. What runs twice
+    (recomputation, replays), padding and dummies count nothing, and frozen weights count as if they were trained.
+    """
+    n = np.asarray(lengths, dtype=np.float64)
+    forward = 2.0 * shape.weights * n.sum() + 2.0 * shape.num_layers * shape.query_size * np.square(n).sum()
+    return 3.0 * float(forward)

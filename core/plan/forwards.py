@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Row
 
-from .action import Action
-from .in_step import Program, in_step
+from .action import Action, Program, in_step
 from .order import orders_of_stage
 from .step_plan import Op, StepPlan, fact_of_plan
 

@@ -23,8 +23,7 @@ from collections.abc import Sequence as Row
 from typing import Literal
 
 from ..errors import PlanError
-from .action import Action
-from .in_step import Program, dummy, in_step
+from .action import Action, Program, dummy, in_step
 from .order import orders_of_stage
 from .step_plan import MicroBatch, Op, StepPlan, fact_of_plan
 

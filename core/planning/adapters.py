@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from ..costs.costs import BACKWARD_LINEAR, PassCost
 from ..machine.shape import Shape
-from ..recipe.adapter import Adapter
-from ..recipe.adapter_sizes import DIVIDED_BYTES, STATE_BYTES, adapter_weights
+from ..recipe.adapter import DIVIDED_BYTES, STATE_BYTES, Adapter, adapter_weights
 from .chain import PlanChain
 
 VALUE_BYTES = 4

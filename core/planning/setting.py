@@ -11,8 +11,7 @@ from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import Shape
 from ..plan.limits import Limits
-from ..recipe.recipe import Recipe
-from ..recipe.shipped import RECIPES
+from ..recipe.recipe import RECIPES, Recipe
 from ..recipe.sizes import shape_of
 from ..recipe.traits import TrainerTraits, frozen, trainer_called
 from .stock import UNCAPPED

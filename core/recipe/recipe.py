@@ -5,11 +5,13 @@
     plugins: {packing: {enabled: true, max_tokens: 8192}}
 
 Trailing ``a.b=value`` words override it; values are read as YAML. Unknown keys, wrong types and impossible
-combinations raise an EvenloadError that names the key, what was found and the nearest key that exists.
+combinations raise an EvenloadError that names the key, what was found and the nearest key that exists. Recipes that
+come with evenload go by their names: ``gpu-node`` is recipes/gpu-node.yaml wherever one stands.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +28,10 @@ from ..machine.layout import Layout
 from .pretrained import with_pretrained
 from .rules import refuse_impossible
 from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Parallel, Planner, Safety, Section, Train
-from .shipped import file_of, shipped
 from .traits import TRAINERS
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = ROOT / "recipes"
 
 
 class Recipe(Section):
@@ -154,3 +158,20 @@ def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
             raise EvenloadError(f"{shorten(dotted)} cannot be set", detail, "override the whole value instead")
         data = below
     data[last] = value
+
+
+def shipped() -> dict[str, Path]:
+    """The files of the recipes that come with evenload, by name."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def file_of(recipe: str | Path) -> str | Path:
+    """The file of a recipe that is given by its path or by the name of one that comes with evenload; a file of that
+    name goes first."""
+    names = shipped()
+    return names[str(recipe)] if str(recipe) in names and not os.path.isfile(recipe) else recipe
+
+
+def place_of(path: Path) -> Path:
+    """The place that a recipe names: below where one stands, or else what comes with evenload under that name."""
+    return ROOT / path if not path.exists() and (ROOT / path).exists() else path

@@ -1,4 +1,8 @@
-"""What a planner must know of a trainer: one row of data for each, handed in by the trainer's integration."""
+"""What is known of a trainer, and of each loop in which it runs plans: rows of data that its integration hands in.
+
+What a plugin does in a loop follows from what both declare: ``refused`` ends a run before its first step; ``parts of
+samples`` are slices and shared sequences.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,12 @@ from typing import Any, NamedTuple
 
 from ..costs.context import Sharding
 from ..errors import EvenloadError, Rule
-from .loops import OWN, Loop
+from ..registry import Plugin
+
+NOTHING, REFUSED = "-", "refused"
+OWN, SCRIPTS = "evenload train", "evenload run"
+LOCAL, TRANSFORMER_ENGINE = "local spec", "Transformer Engine's spec"
+"""Layer specs; the second has kernels of its own, which take whole samples alone."""
 
 
 class States(NamedTuple):
@@ -56,6 +65,32 @@ def frozen(traits: TrainerTraits) -> TrainerTraits:
     states = traits.states._replace(fixed=value_bytes, sharded=value_bytes if divided else 0, late=0)
     sharding: Sharding = "parameters" if divided else "none"
     return replace(traits, states=states, sharding=sharding, summed_bytes=0, overlaps_gradients=False)
+
+
+class Loop(NamedTuple):
+    """A training loop that runs plans."""
+
+    name: str
+    start: str
+    """What its user types."""
+    cuts: bool = True
+    """Parts of samples may run on a rank, where the attention allows it."""
+    stages: str | None = None
+    """Orders run over pipeline stages, and under what alone; None: there is one stage."""
+    copies: bool = True
+    """Ranks may share their experts."""
+    specs: tuple[str, ...] = ("",)
+    """Layer specs of the trainer, each an attention path."""
+    trainer: str = ""
+    """The name of its row, which `all_loops` fills in."""
+
+    def does(self, plugin: Plugin) -> str:
+        """What a plugin does in the loop, in a few words."""
+        if (plugin.adapts and self.start != OWN) or (plugin.place == "layers" and not self.copies):
+            return REFUSED
+        if plugin.orders:
+            return NOTHING if self.stages is None else plugin.does + self.stages
+        return (plugin.does if self.cuts else plugin.does_to_whole) or NOTHING
 
 
 @dataclass(frozen=True)

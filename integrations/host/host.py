@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
-from ...core.plan.in_step import Program
+from ...core.plan.action import Program
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...runtime.adapters.adapters import Adapters

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...core.plan.in_step import Program
+from ...core.plan.action import Program
 from ...core.plan.step_plan import Slice, StepPlan
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf

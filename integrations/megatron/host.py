@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ...core.machine.layout import Layout
+from ...core.plan.action import Program
 from ...core.plan.branches import COPIED
 from ...core.plan.forwards import lower_forwards
-from ...core.plan.in_step import Program
 from ...core.plan.program import lower
 from ...core.plan.step_plan import MicroBatch, Slice
 from ...core.recipe.recipe import Recipe

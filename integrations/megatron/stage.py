@@ -17,8 +17,7 @@ from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, 
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from ...core.plan.action import Action
-from ...core.plan.in_step import Program
+from ...core.plan.action import Action, Program
 from ...core.plan.step_plan import MicroBatch
 from ...runtime.attention.pack import Pack
 from ...runtime.attention.prefix import PrefixStore

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError, refuse_first
-from ...core.plan.in_step import Program, dummy
+from ...core.plan.action import Program, dummy
 from ...core.plan.program import lower
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.gains import is_stock_as_good

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.errors import Rule
-from ...core.recipe.loops import SCRIPTS, Loop
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.traits import Trainer, TrainerTraits
+from ...core.recipe.traits import SCRIPTS, Loop, Trainer, TrainerTraits
 from ..deepspeed.engine import traits as deepspeed
 
 

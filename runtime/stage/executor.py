@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...core.plan.action import Action, ActionKind
-from ...core.plan.in_step import Program
+from ...core.plan.action import Action, ActionKind, Program
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.simulate.one_queue import send_turns

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from evenload.core.recipe.pretrained import folder_of
-from evenload.core.recipe.shipped import file_of
+from evenload.core.recipe.recipe import file_of
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow

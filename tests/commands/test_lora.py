@@ -12,7 +12,7 @@ import pytest
 import torch
 from evenload.commands.lora import lora
 from evenload.core.recipe.pretrained import folder_of
-from evenload.core.recipe.shipped import RECIPES, file_of
+from evenload.core.recipe.recipe import RECIPES, file_of
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,7 @@ from evenload.training.hosts import require_own_loop
 
 ROW = """
 from dataclasses import replace
-from evenload.core.recipe.loops import OWN, Loop
-from evenload.core.recipe.traits import TRAINERS
+from evenload.core.recipe.traits import OWN, TRAINERS, Loop
 
 TRAINERS["toy"] = replace(
     TRAINERS["deepspeed"],

@@ -10,7 +10,7 @@ from typing import Any
 
 import evenload
 import pytest
-from evenload.core.recipe.shipped import shipped
+from evenload.core.recipe.recipe import shipped
 from evenload.training import api
 from evenload.training.launching import launch, on_ranks
 

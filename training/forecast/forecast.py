@@ -14,8 +14,7 @@ from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
 from ...core.errors import EvenloadError, PlanError, shorten
 from ...core.input.bounds import refuse_endless
-from ...core.input.format import GIB
-from ...core.input.json_text import to_json
+from ...core.input.format import GIB, to_json
 from ...core.laws import check
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.plan_json import file_json

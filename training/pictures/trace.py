@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.input.json_text import to_json
+from ...core.input.format import to_json
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import SPAN_KINDS, Span
 from ..bubbles import Place, by_place, name_of

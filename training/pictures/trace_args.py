@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from ...core.input.json_text import to_json
+from ...core.input.format import to_json
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import Span
 from ..bubbles import bubbles_of, name_of

@@ -15,8 +15,7 @@ import numpy as np
 from ...core.costs.costs import BACKWARD_LINEAR, Costs
 from ...core.machine.shape import Shape
 from ...core.plan.step_plan import StepPlan
-from ...core.recipe.adapter import Adapter
-from ...core.recipe.adapter_sizes import adapter_weights
+from ...core.recipe.adapter import Adapter, adapter_weights
 from ...core.recipe.tenant import TenantTrain
 from ...integrations.host.host import Host
 from ...integrations.host.tenants import Tenants

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ...core.costs.work import step_flops
 from ...core.errors import EvenloadError, RankError
 from ...core.input.format import percent
+from ...core.machine.shape import step_flops
 from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned, Planner

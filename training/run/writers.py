@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...core.errors import EvenloadError, shorten
-from ...core.input.json_text import to_json
+from ...core.input.format import to_json
 from ...core.planning.planner import Planned
 from ...core.recipe.recipe import Recipe
 from ..job import logger

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import EvenloadError, refuse_first, shorten, shown
-from ...core.recipe.recipe import Recipe
-from ...core.recipe.shipped import place_of
+from ...core.recipe.recipe import Recipe, place_of
 from ...core.recipe.tenant import Tenant, TenantData, file_name_of, read_tenant
 from ...data.formats import refuse_outside
 from ...data.lengths import read_lengths

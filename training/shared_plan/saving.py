@@ -21,7 +21,7 @@ from ...core.planning.adapters import TenantLoad, with_tenants
 from ...core.planning.chain import PlanChain
 from ...core.planning.judge import outcome_of
 from ...core.planning.planner import Draw
-from ...core.recipe.adapter_sizes import adapter_weights
+from ...core.recipe.adapter import adapter_weights
 from ...core.simulate.step import after_passes_s
 from ...data.samples.order import SampleOrder
 from ..drawing import Drawing

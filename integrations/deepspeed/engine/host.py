@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ....core.errors import EvenloadError
+from ....core.plan.action import Program
 from ....core.plan.branches import DUMMIES
 from ....core.plan.forwards import forwards_in_step, lower_forwards
-from ....core.plan.in_step import Program
 from ....core.plan.program import Dummies, lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from ....core.errors import Rule
 from ....core.recipe.families import families_with
-from ....core.recipe.loops import OWN, SCRIPTS, Loop
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sizes import VALUE_BYTES, shape_of
-from ....core.recipe.traits import States, Trainer, TrainerTraits
+from ....core.recipe.traits import OWN, SCRIPTS, Loop, States, Trainer, TrainerTraits
 
 LIVE_WEIGHTS = 1_000_000_000
 """DeepSpeed's stage3_max_live_parameters."""

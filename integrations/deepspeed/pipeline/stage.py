@@ -16,8 +16,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ....core.plan.action import Action
-from ....core.plan.in_step import Program
+from ....core.plan.action import Action, Program
 from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.deferred import WgradStore, deferring

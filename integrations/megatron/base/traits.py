@@ -12,11 +12,10 @@ Gradients are there throughout, and are summed in float32 where weights are half
 from __future__ import annotations
 
 from ....core.errors import Rule
-from ....core.recipe.loops import LOCAL, OWN, SCRIPTS, TRANSFORMER_ENGINE, Loop
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sections import Megatron
 from ....core.recipe.sizes import VALUE_BYTES
-from ....core.recipe.traits import States, Trainer, TrainerTraits
+from ....core.recipe.traits import LOCAL, OWN, SCRIPTS, TRANSFORMER_ENGINE, Loop, States, Trainer, TrainerTraits
 
 
 def traits(recipe: Recipe) -> TrainerTraits:

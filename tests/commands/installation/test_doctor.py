@@ -11,7 +11,7 @@ from evenload.commands.doctor import doctor
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
-from evenload.core.recipe.loops import NOTHING, REFUSED
+from evenload.core.recipe.traits import NOTHING, REFUSED
 from evenload.core.recipe.traits import all_loops
 from evenload.integrations.unmodified.loops import document, plugins_in_table
 from evenload.runtime.attention.blocks import BLOCKS, choose_block, explain_block

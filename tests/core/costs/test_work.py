@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from evenload.core.costs.costs import analytic
-from evenload.core.costs.work import step_flops
 from evenload.core.machine.cluster import Cluster, Link
-from evenload.core.machine.shape import ExpertShape, Shape
+from evenload.core.machine.shape import ExpertShape, Shape, step_flops
 
 DENSE = Shape(2, 8, 16, 8, 4, 32, gated=True)
 LINK = Link(latency_s=0.0, bytes_per_s=1.0)

@@ -18,8 +18,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.forward_only import forward_only
 from evenload.core.planning.judge import judge
 from evenload.core.planning.setting import Setting, context_of, limits_of
-from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.adapter_sizes import adapter_weights, linears_of
+from evenload.core.recipe.adapter import Adapter, adapter_weights, linears_of
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.recipe.sizes import shape_of
 

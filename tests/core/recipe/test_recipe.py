@@ -12,7 +12,7 @@ import yaml
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
-from evenload.core.recipe.shipped import RECIPES, shipped
+from evenload.core.recipe.recipe import RECIPES, shipped
 
 ROOT = Path(evenload.__file__).parent
 load_plugins()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from evenload.core.costs.costs import from_totals
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.action import Action
-from evenload.core.plan.in_step import in_step
+from evenload.core.plan.action import Action, in_step
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import Op
 from evenload.integrations.deepspeed.unmodified.counts import into_exactly

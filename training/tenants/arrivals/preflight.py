@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from ....core.errors import EvenloadError, refuse_first, shorten
 from ....core.planning.chain import PlanChain
-from ....core.recipe.recipe import Recipe
-from ....core.recipe.shipped import place_of
+from ....core.recipe.recipe import Recipe, place_of
 from ....plugins.lora.config import LoraConfig
 from ...preflight import refuse_other_tokenizer, runnable
 from .folder import Folder

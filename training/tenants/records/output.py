@@ -21,7 +21,7 @@ from typing import Any
 
 from ....core.errors import EvenloadError
 from ....core.input import reading
-from ....core.input.json_text import to_json
+from ....core.input.format import to_json
 from ....integrations.huggingface.folders.adapters import write_adapter
 from ....runtime.adapters.state import AdapterState
 from ....runtime.world.agreement import from_first

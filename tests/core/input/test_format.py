@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.core.input.json_text import to_json
+from evenload.core.input.format import to_json
 from hypothesis import given
 from hypothesis import strategies as st
 
