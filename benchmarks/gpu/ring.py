@@ -32,8 +32,7 @@ from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice
 from evenload.core.plan.token_layout import attended
 from evenload.runtime.attention.blocks import BLOCKS, BlockKernel, Inputs
 from evenload.runtime.attention.sharing.gather import Gather
-from evenload.runtime.attention.sharing.heads import heads_of
-from evenload.runtime.attention.sharing.jobs import CpGroupJob, jobs_of
+from evenload.runtime.attention.sharing.jobs import CpGroupJob, heads_of, jobs_of
 from evenload.runtime.attention.sharing.ring import Ring
 from evenload.runtime.attention.sharing.running_job import AttentionCall, RunningJob
 from evenload.runtime.measure.busy import BusyClock

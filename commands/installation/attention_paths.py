@@ -5,9 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from ...core.recipe.traits import TRANSFORMER_ENGINE
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.traits import all_loops
+from ...core.recipe.traits import TRANSFORMER_ENGINE, all_loops
 
 _WHOLE = "samples stay whole there"
 
@@ -21,13 +20,13 @@ def attention_paths(recipe: Recipe | None) -> list[dict[str, Any]]:
         return []
     import torch
 
-    from ...runtime.attention.blocks import explain_block
-    from ...runtime.attention.kernels import explain_kernel
+    from ...runtime.attention.blocks import BLOCKS
+    from ...runtime.attention.kernels import KERNELS, explain
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(recipe.train.dtype if recipe else "", torch.bfloat16)
     inputs = (device, dtype, _head_dim(recipe))
-    (kernel, why), (block, why_block) = explain_kernel(*inputs), explain_block(*inputs)
+    (kernel, why), (block, why_block) = explain(KERNELS, *inputs), explain(BLOCKS, *inputs)
     rows = []
     for loop, spec in ((one, spec) for one in all_loops() for spec in one.specs):
         path = f"{loop.name}, {spec}" if spec else loop.name

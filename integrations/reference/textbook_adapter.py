@@ -43,7 +43,7 @@ class Alone:
         train: TenantTrain,
         weights: Mapping[str, Tensor],
     ) -> Alone:
-        """From these matrices on, by name as in `runtime.adapters.state.AdapterState`, with moments of zero."""
+        """From these matrices on, by name as in `runtime.adapters.places.AdapterState`, with moments of zero."""
         return cls(plain, base, adapter, AdamW.of(weights, train))
 
     @property

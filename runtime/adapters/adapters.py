@@ -20,8 +20,7 @@ from ...core.recipe.tenant import TenantTrain
 from ..world.agreement import everyone
 from .hooks import Hooks
 from .peers import AdapterPeers
-from .places import AdaptedBlock
-from .state import A, AdapterState, B, shape_of, whole_shape
+from .places import A, AdaptedBlock, AdapterState, B
 from .tenant import TenantAdapter
 
 
@@ -92,7 +91,7 @@ class Adapters:
         """What a tenant takes on this rank: matrices, gradients, and moments of the run that it owns."""
         targets = set(adapter.targets(self.linears))
         own = [place for place in self._places if place.name in targets]
-        shapes = [shape_of(place, kind, adapter.rank_of(place.name)) for place in own for kind in (A, B)]
+        shapes = [place.shape_of(kind, adapter.rank_of(place.name)) for place in own for kind in (A, B)]
         values = sum(math.prod(shape) for shape in shapes)
         return math.ceil(values * (2 + 2 / self._peers.num_owners)) * self._dtype.itemsize
 
@@ -173,8 +172,7 @@ class Adapters:
         whole: list[dict[str, Tensor]] = [{} for _ in buffers]
         for of_rank in everyone(parts, self._peers.model) if self._peers.model is not None else [parts]:
             for name, kind, place, tensors in of_rank:
-                shape = whole_shape(place, kind, tenant.adapter.rank_of(place.name))
+                shape = place.whole_shape(kind, tenant.adapter.rank_of(place.name))
                 for into, tensor in zip(whole, tensors, strict=True):
-                    target = into.setdefault(name, tensor.new_empty(shape))
-                    target[(slice(None), slice(*place.columns)) if kind == A else slice(*place.rows)] = tensor
+                    place.part_of(into.setdefault(name, tensor.new_empty(shape)), kind).copy_(tensor)
         return whole

@@ -95,7 +95,7 @@ class Hooks:
         samples, positions = torch.split(samples_T, of_spans), torch.split(pack.positions_T, of_spans)
         masks: dict[tuple[str, int], Tensor] = {}  # until the backward: a mask costs three times what it masks does
 
-        def dropped(x_tC: Tensor, place: Place, number: int) -> Tensor:
+        def dropped(number: int, x_tC: Tensor, place: Place) -> Tensor:
             tenant = spans[number].tenant
             share = tenant.adapter.lora_dropout if tenant else 0.0
             if tenant is None or not share:

@@ -23,7 +23,7 @@ from .peers import sum_over
 from .places import Place, Site
 from .tenant import Layer, OfSite, TenantAdapter
 
-Dropped = Callable[[Tensor, Place, int], Tensor]
+Dropped = Callable[[int, Tensor, Place], Tensor]
 """A tensor [t, C] with what dropout keeps of the inputs of a layer, scaled, and zeros; the number is that of the span.
 It is linear in the tensor, so a gradient goes back through it as the inputs went forth."""
 
@@ -47,7 +47,7 @@ def added(y_TD: Tensor, x_TC: Tensor, site: Site, spans: Sequence[TenantSpan], d
     parts, first = [], 0
     for number, (size, tenant) in enumerate(spans):
         if tenant and (of_site := tenant.sites.get(site.name)):
-            of_span = partial(_of_span, dropped, number) if dropped and tenant.adapter.lora_dropout else None
+            of_span = partial(dropped, number) if dropped and tenant.adapter.lora_dropout else None
             parts.append(_Part(slice(first, first + size), of_site, of_span))
         first += size
     if not parts:
@@ -55,10 +55,6 @@ def added(y_TD: Tensor, x_TC: Tensor, site: Site, spans: Sequence[TenantSpan], d
     # An input that needs a gradient: the output then has a backward also where nothing before it needs one.
     output: Tensor = _Added.apply(y_TD, x_TC, x_TC.new_zeros((), requires_grad=True), site, parts)  # type: ignore[no-untyped-call]
     return output
-
-
-def _of_span(dropped: Dropped, number: int, tensor: Tensor, place: Place) -> Tensor:
-    return dropped(tensor, place, number)
 
 
 class _Added(torch.autograd.Function):

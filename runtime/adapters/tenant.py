@@ -15,8 +15,7 @@ from torch import Tensor
 from ...core.recipe.adapter import Adapter
 from ...core.recipe.tenant import TenantTrain
 from .dropout import key_of
-from .places import Place, Site
-from .state import A, AdapterState, B, drawn, part_of, shape_of
+from .places import A, AdapterState, B, Place, Site, drawn
 
 
 class Matrix(NamedTuple):
@@ -30,11 +29,6 @@ class Matrix(NamedTuple):
     """A view of the buffer."""
     gradient: Tensor
     """Likewise."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether tensor-parallel ranks hold different parts of it."""
-        return self.place.shares_columns if self.kind == A else self.place.shares_rows
 
 
 class Layer(NamedTuple):
@@ -83,7 +77,7 @@ class TenantAdapter:
         names = set(adapter.targets([place.name for site in sites for place in site.places]))
         own = {site.name: [place for place in site.places if place.name in names] for site in sites}
         cuts = [(place, kind) for places in own.values() for kind in (A, B) for place in places]
-        shapes = [shape_of(place, kind, adapter.rank_of(place.name)) for place, kind in cuts]
+        shapes = [place.shape_of(kind, adapter.rank_of(place.name)) for place, kind in cuts]
         self.size = sum(rows * columns for rows, columns in shapes)
         run = -(-self.size // owners)
         self.values = torch.zeros(run * owners, dtype=dtype, device=device)
@@ -129,7 +123,7 @@ class TenantAdapter:
                 whole = drawn(place, kind, self.adapter.rank_of(place.name), self.train.seed)
             else:
                 whole = state.weights[name]
-            value.copy_(part_of(whole, place, kind))
+            value.copy_(place.part_of(whole, kind))
         if state is not None and state.steps:
             first, second = (self._packed(whole)[self.run].clone() for whole in (state.first, state.second))
             step, self.steps = torch.tensor(float(state.steps)), state.steps
@@ -138,20 +132,15 @@ class TenantAdapter:
     def _packed(self, whole: Mapping[str, Tensor]) -> Tensor:
         """This rank's parts of whole tensors, laid out as the buffer is; zeros of no tensors."""
         flat = torch.zeros_like(self.values)
-        places = {matrix.name: (matrix.place, matrix.kind) for matrix in self.matrices}
-        for name, part in self.unpacked(flat).items() if whole else ():
-            place, kind = places[name]
-            part.copy_(part_of(whole[name], place, kind))
+        parts = self.unpacked(flat)
+        for name, kind, place, *_ in self.matrices if whole else ():
+            parts[name].copy_(place.part_of(whole[name], kind))
         return flat
 
     def unpacked(self, flat: Tensor) -> dict[str, Tensor]:
         """This rank's parts by name, of what lies as the buffer does: views."""
-        parts, first = {}, 0
-        for matrix in self.matrices:
-            stop = first + matrix.value.numel()
-            parts[matrix.name] = flat[first:stop].view(matrix.value.shape)
-            first = stop
-        return parts
+        parts = torch.split(flat[: self.size], [matrix.value.numel() for matrix in self.matrices])
+        return {one.name: part.view(one.value.shape) for one, part in zip(self.matrices, parts, strict=True)}
 
     def owned_moments(self) -> tuple[Tensor, Tensor]:
         """Adam's two moments of the run that this rank owns."""
@@ -165,7 +154,7 @@ class TenantAdapter:
         """Sum of squares of the gradient of this rank's parts, float64; ``counts``: of equal parts, too."""
         total = self.values.new_zeros((), dtype=torch.float64)
         for matrix in self.matrices:
-            if matrix.shared or counts:
+            if matrix.place.shares(matrix.kind) or counts:
                 total += matrix.gradient.double().square().sum()
         return total
 

@@ -19,6 +19,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from .kernels import explain, has, on_gpu
+from .kernels import KernelRow, has, on_gpu
 
 log = logging.getLogger("evenload")
 aten = torch.ops.aten
@@ -47,14 +48,10 @@ class Inputs(NamedTuple):
     """Keys before its own that a query sees, in a causal block; None: all."""
 
 
-class BlockKernel(NamedTuple):
-    """One row of the table."""
+@dataclass(frozen=True)
+class BlockKernel(KernelRow):
+    """One row of `BLOCKS`."""
 
-    name: str
-    available: Callable[[], bool]
-    """Whether this installation has it."""
-    supports: Callable[[torch.dtype, torch.device, int], bool]
-    """Whether it takes this dtype, device and head dimension."""
     forward: Callable[[Inputs], tuple[Tensor, Tensor]]
     """Gives (out_NHD, lse_HN); lse in float64 for float64, else in float32."""
     backward: Callable[[Tensor, Inputs, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -277,11 +274,6 @@ BLOCKS = (
     BlockKernel("torch_cpu", _has_cpu_flash, _on_cpu, _cpu_forward, _cpu_backward),
     BlockKernel("plain", lambda: True, lambda *_: True, _plain_forward, _plain_backward, True),
 )
-
-
-def explain_block(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
-    """The name of what `choose_block` takes, and why nothing before it."""
-    return explain(BLOCKS, device, dtype, head_dim)
 
 
 @cache

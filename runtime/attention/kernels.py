@@ -13,10 +13,11 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -48,14 +49,21 @@ class KernelCall(NamedTuple):
     """Of the attention weights."""
 
 
-class Kernel(NamedTuple):
-    """One row of the table."""
+@dataclass(frozen=True)
+class KernelRow:
+    """What every row of a table of kernels says."""
 
     name: str
     available: Callable[[], bool]
-    """Whether the library is installed."""
+    """Whether this installation has it."""
     supports: Callable[[torch.dtype, torch.device, int], bool]
     """Whether it takes this dtype, device and head dimension."""
+
+
+@dataclass(frozen=True)
+class Kernel(KernelRow):
+    """One row of `KERNELS`."""
+
     run: Callable[[KernelCall], torch.Tensor]
     """Gives out_THD."""
     options: frozenset[str] = frozenset()
@@ -195,18 +203,7 @@ KERNELS = (
 )
 
 
-class _Row(Protocol):
-    """What a row of kernels and one of block kernels have in common."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def available(self) -> Callable[[], bool]: ...
-    @property
-    def supports(self) -> Callable[[torch.dtype, torch.device, int], bool]: ...
-
-
-def explain(rows: Iterable[_Row], device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+def explain(rows: Iterable[KernelRow], device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
     """The first row that is there and takes these inputs, and why none before it is taken; empty where it is first."""
     inputs = f"{str(dtype).removeprefix('torch.')} on {device.type}, head dimension {head_dim}"
     reasons: dict[str, list[str]] = {}
@@ -218,11 +215,6 @@ def explain(rows: Iterable[_Row], device: torch.device, dtype: torch.dtype, head
         else:
             return row.name, "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
     raise AssertionError("the last row takes everything")
-
-
-def explain_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
-    """The name of what `choose_kernel` takes, and why nothing before it."""
-    return explain(KERNELS, device, dtype, head_dim)
 
 
 @cache

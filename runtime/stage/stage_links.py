@@ -27,7 +27,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.order import DIRECTIONS
 from ...core.plan.step_plan import Op
 from ...core.simulate.one_queue import Turns
-from ..world.groups import own_group
+from ..world.plane import own_group
 
 
 class StageLinks:

@@ -1,19 +1,70 @@
-"""What one rank reads in the heartbeats of the others, and whom it blames."""
+"""What the ranks of a job tell each other with every heartbeat, and whom one that reads it blames."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from . import failure as failures
 from . import marks
 from .failure import Failure
-from .heartbeat import Beat, furthest_behind, hangs
 from .store_client import StoreClient
 
 ECHO_GONE = 4
 """Heartbeats that a peer may miss once a connection has broken: then somebody is gone, and it is a matter of who."""
 _ASK_S = 30.0
 """A rank that has not come for so long is asked after aloud; then again after twice as long, and so on."""
+
+
+class Mark(NamedTuple):
+    """How far a rank has come."""
+
+    step: int = 0
+    waits: bool = False
+    """It said that from here it only waits for others."""
+    seq: int = 0
+    """Marks within `step`."""
+    where: str = "the start"
+
+    def next(self, where: str, step: int, waits: bool) -> Mark:
+        return Mark(step, waits, self.seq + 1 if step == self.step else 0, where[:200])
+
+
+class Beat(NamedTuple):
+    """One heartbeat of one rank."""
+
+    host: str
+    tick: int
+    """Counts the heartbeats: one that stands still means that the process is gone."""
+    idle: int
+    """Heartbeats since the last mark."""
+    state: Literal["works", "echo", "done"]
+    """`echo`: it met an error that only says that a peer went away. `done`: it left the watched part."""
+    mark: Mark
+
+    def encode(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Beat:
+        host, tick, idle, state, mark = json.loads(data)
+        return cls(host, tick, idle, state, Mark(*mark))
+
+
+def furthest_behind(beats: Mapping[int, Beat]) -> int:
+    """The rank that the others wait for.
+
+    It is in the earliest step, works rather than waits, and has set the fewest marks there (last, because ranks may run
+    unequal numbers of micro-batches); the lowest such rank where several are alike.
+    """
+    return min(beats, key=lambda rank: (beats[rank].mark[:3], rank))
+
+
+def hangs(beats: Mapping[int, Beat], idle: int) -> bool:
+    """Whether no rank that is not done has made progress for more than `idle` heartbeats."""
+    return all(b.idle > idle for b in beats.values() if b.state != "done")
 
 
 class Peers:

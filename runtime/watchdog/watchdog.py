@@ -53,8 +53,7 @@ from .attempt import attempt
 from .ending import end_process, first_here, take_leave
 from .evidence import Meter
 from .failure import Failure, is_echo
-from .heartbeat import Beat, Mark
-from .peers import Peers
+from .peers import Beat, Mark, Peers
 from .store_client import StoreClient, StoreLostError, within
 
 _ECHO_LOOKS = 8

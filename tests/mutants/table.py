@@ -648,7 +648,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gradients of query heads are not summed over their key head",
-        "runtime/attention/sharing/heads.py",
+        "runtime/attention/sharing/jobs.py",
         "return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_add_(1, index, grad_MKD)",
         "return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_copy_(1, index, grad_MKD)",
         "mesh three ranks",
@@ -1667,8 +1667,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the norm of a tenant counts what tensor-parallel ranks hold alike on each of them",
         "runtime/adapters/tenant.py",
-        "            if matrix.shared or counts:\n",
-        "            if matrix.shared or True:\n",
+        "            if matrix.place.shares(matrix.kind) or counts:\n",
+        "            if matrix.place.shares(matrix.kind) or True:\n",
         "tenants on tensor-parallel ranks",
     ),
     Mutant(

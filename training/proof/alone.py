@@ -19,7 +19,7 @@ from ...integrations.host.trained import TenantResult
 from ...integrations.reference.exactness import relative_error
 from ...integrations.reference.textbook import AdamState
 from ...integrations.reference.textbook_adapter import Alone, norm_of
-from ...runtime.adapters.state import AdapterState
+from ...runtime.adapters.places import AdapterState
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.world.agreement import everyone

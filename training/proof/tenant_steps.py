@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.planner import Planned
 from ...integrations.host.trained import StepResult
-from ...runtime.adapters.state import AdapterState
+from ...runtime.adapters.places import AdapterState
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.world.agreement import everyone

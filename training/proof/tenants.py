@@ -20,7 +20,7 @@ from ...core.planning.planner import Draw
 from ...core.recipe.adapter import Adapter
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.tenant import Tenant, TenantTrain, parse_tenant
-from ...runtime.adapters.state import AdapterState, B
+from ...runtime.adapters.places import AdapterState, B
 from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.agreement import from_first
 from ...runtime.world.world import World

@@ -19,8 +19,7 @@ from torch import Tensor
 from ....core.aliases import Ranks
 from ....core.plan.token_layout import Pieces, attended
 from ...world.plane import FIRST_TAG, Plane
-from .heads import Heads, heads_of
-from .jobs import CpGroupJob
+from .jobs import CpGroupJob, Heads, heads_of
 
 Rows = slice | Tensor
 _TAG = FIRST_TAG

@@ -18,8 +18,7 @@ from ....core.plan.step_plan import CpComm, Slice
 from ...world.plane import FIRST_TAG, Pending, Plane
 from ..blocks import BlockKernel, Inputs, merge
 from ..prefix import PrefixStore
-from .heads import Heads, heads_of
-from .jobs import CpGroupJob
+from .jobs import CpGroupJob, Heads, heads_of
 from .routing import PendingLegs, RankMessage
 
 Pair = tuple[Tensor, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,10 @@ from evenload.commands.doctor import doctor
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
-from evenload.core.recipe.traits import NOTHING, REFUSED
-from evenload.core.recipe.traits import all_loops
+from evenload.core.recipe.traits import NOTHING, REFUSED, all_loops
 from evenload.integrations.unmodified.loops import document, plugins_in_table
-from evenload.runtime.attention.blocks import BLOCKS, choose_block, explain_block
-from evenload.runtime.attention.kernels import KERNELS, choose_kernel, explain, explain_kernel
+from evenload.runtime.attention.blocks import BLOCKS, choose_block
+from evenload.runtime.attention.kernels import KERNELS, choose_kernel, explain
 
 ROOT = Path(__file__).parents[3]
 LOOPS = all_loops()
@@ -27,8 +27,8 @@ ON_SCRIPTS = [loop for loop in LOOPS if loop.start == "evenload run"]
 def test_the_kernels_that_are_named_are_those_that_run(dtype, head_dim):
     inputs = (torch.device("cpu"), dtype, head_dim)
     for (name, why), chosen, rows in (
-        (explain_kernel(*inputs), choose_kernel(*inputs), KERNELS),
-        (explain_block(*inputs), choose_block(*inputs), BLOCKS),
+        (explain(KERNELS, *inputs), choose_kernel(*inputs), KERNELS),
+        (explain(BLOCKS, *inputs), choose_block(*inputs), BLOCKS),
     ):
         assert name == chosen.name
         before = [row.name for row in rows][: [row.name for row in rows].index(name)]
@@ -38,10 +38,10 @@ def test_the_kernels_that_are_named_are_those_that_run(dtype, head_dim):
 
 def test_a_kernel_that_is_missing_and_one_that_does_not_fit_have_reasons_of_their_own():
     rows = [
-        KERNELS[0]._replace(name="a", available=lambda: False, supports=lambda *_: True),
-        KERNELS[0]._replace(name="b", supports=lambda *_: False),
-        KERNELS[0]._replace(name="c", available=lambda: False, supports=lambda *_: True),
-        KERNELS[-1]._replace(name="d"),
+        replace(KERNELS[0], name="a", available=lambda: False, supports=lambda *_: True),
+        replace(KERNELS[0], name="b", supports=lambda *_: False),
+        replace(KERNELS[0], name="c", available=lambda: False, supports=lambda *_: True),
+        replace(KERNELS[-1], name="d"),
     ]
     name, why = explain(rows, torch.device("cpu"), torch.float32, 8)
     inputs = "float32 on cpu, head dimension 8"

@@ -16,7 +16,7 @@ from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.plain import plain_gradients
-from evenload.runtime.adapters.state import AdapterState
+from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.attention.labels import Labels
 
 Tensors = dict[str, torch.Tensor]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evenload.runtime.adapters.state import AdapterState
+from evenload.runtime.adapters.places import AdapterState
 
 _spec = importlib.util.spec_from_file_location("rank_tenants", Path(__file__).with_name("rank_tenants.py"))
 tenants = importlib.util.module_from_spec(_spec)

@@ -14,7 +14,7 @@ from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
-from evenload.runtime.adapters.state import AdapterState
+from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.world.world import init_world
 from safetensors.torch import save_file
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from evenload.runtime.adapters.state import AdapterState
+from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.attention.labels import Labels
 from megatron_jobs import masked, tokens
 from megatron_tenant_jobs import LENGTHS, RATES, TRAINS, adapters_of, company, plan_of

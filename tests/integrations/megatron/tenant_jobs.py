@@ -16,7 +16,7 @@ from evenload.core.recipe.tenant import TenantTrain
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.reference.exactness import largest_error, relative_error
 from evenload.integrations.reference.textbook_adapter import Alone
-from evenload.runtime.adapters.state import AdapterState
+from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.attention.labels import Labels
 from megatron_jobs import hosted, masked, tokens
 from megatron_shared_jobs import sharing

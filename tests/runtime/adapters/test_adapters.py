@@ -16,8 +16,7 @@ from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.runtime.adapters.adapters import Adapters
 from evenload.runtime.adapters.peers import AdapterPeers
-from evenload.runtime.adapters.places import AdaptedBlock, Place, Site
-from evenload.runtime.adapters.state import AdapterState, part_of
+from evenload.runtime.adapters.places import AdaptedBlock, AdapterState, Place, Site
 from evenload.runtime.adapters.tenant import TenantAdapter
 from evenload.runtime.attention.pack import build_pack
 from hypothesis import given
@@ -163,8 +162,8 @@ def test_parts_of_tensor_parallel_ranks_tile_a_matrix(parts: int, rank: int) -> 
     runs = [(i * size, (i + 1) * size) for i in range(parts)]
     by_columns = [Place("x", 4, 12, (0, 4), run) for run in runs]
     by_rows = [Place("x", 12, 4, run, (0, 4)) for run in runs]
-    assert torch.equal(torch.cat([part_of(a, place, "lora_A") for place in by_columns], 1), a)
-    assert torch.equal(torch.cat([part_of(b, place, "lora_B") for place in by_rows]), b)
+    assert torch.equal(torch.cat([place.part_of(a, "lora_A") for place in by_columns], 1), a)
+    assert torch.equal(torch.cat([place.part_of(b, "lora_B") for place in by_rows]), b)
 
 
 def test_who_joins_begins_as_the_base_alone_and_another_seed_begins_elsewhere() -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
-from evenload.runtime.adapters.places import Place, Site
+from evenload.runtime.adapters.places import AdapterState, Place, Site
 from evenload.runtime.adapters.product import TenantSpan, added
-from evenload.runtime.adapters.state import AdapterState
 from evenload.runtime.adapters.tenant import TenantAdapter
 from hypothesis import given
 

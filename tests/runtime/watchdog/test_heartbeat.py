@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError, RankError
 from evenload.runtime.watchdog.failure import Failure, is_echo, raised
-from evenload.runtime.watchdog.heartbeat import Beat, Mark, furthest_behind, hangs
+from evenload.runtime.watchdog.peers import Beat, Mark, furthest_behind, hangs
 from evenload.runtime.watchdog.watchdog import Watchdog
 
 START = Mark()

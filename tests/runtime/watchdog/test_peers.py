@@ -1,8 +1,7 @@
 """Whom a rank blames for what it reads, heartbeat by heartbeat, from a store in memory."""
 
 from evenload.runtime.watchdog import marks
-from evenload.runtime.watchdog.heartbeat import Beat, Mark
-from evenload.runtime.watchdog.peers import ECHO_GONE, Peers
+from evenload.runtime.watchdog.peers import ECHO_GONE, Beat, Mark, Peers
 from evenload.runtime.watchdog.store_client import StoreClient
 from torch.distributed import HashStore
 

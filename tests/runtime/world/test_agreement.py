@@ -9,7 +9,7 @@ from evenload.core.errors import RankError
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.runtime.world.agreement import agree, first_error, gather_bytes, name_ranks
-from evenload.runtime.world.groups import own_group
+from evenload.runtime.world.plane import own_group
 
 
 def plan(border: int) -> StepPlan:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError
 from evenload.runtime.watchdog.watchdog import Watchdog
-from evenload.runtime.world.groups import own_group
+from evenload.runtime.world.plane import own_group
 from evenload.runtime.world.world import close_world, init_world
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -15,7 +15,7 @@ from ....core.errors import EvenloadError, shorten
 from ....core.input.format import mib
 from ....core.recipe.tenant import Tenant, parse_tenant
 from ....integrations.huggingface.folders.adapters import refuse_other_base
-from ....runtime.adapters.state import AdapterState
+from ....runtime.adapters.places import AdapterState
 from ....runtime.world.agreement import all_or_none, from_first
 from ...job import logger
 from ...shared_plan.trials import Sweep, refuse_late_rung, sweep_of

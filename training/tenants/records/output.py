@@ -23,7 +23,7 @@ from ....core.errors import EvenloadError
 from ....core.input import reading
 from ....core.input.format import to_json
 from ....integrations.huggingface.folders.adapters import write_adapter
-from ....runtime.adapters.state import AdapterState
+from ....runtime.adapters.places import AdapterState
 from ....runtime.world.agreement import from_first
 from ...job import logger
 from ..arrivals.job import TenantJob

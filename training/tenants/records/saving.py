@@ -18,7 +18,7 @@ from torch import Tensor
 from ....core.errors import EvenloadError
 from ....data.content import are_same
 from ....integrations.huggingface.folders.adapters import read_adapter, write_adapter
-from ....runtime.adapters.state import AdapterState
+from ....runtime.adapters.places import AdapterState
 from ...checkpoint import checkpoints
 from ...job import logger
 from ..arrivals.job import TenantJob

@@ -8,8 +8,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.core.plan.token_layout import CpGroup, attended
 from evenload.runtime.attention.sharing import gather, ring
-from evenload.runtime.attention.sharing.heads import heads_of
-from evenload.runtime.attention.sharing.jobs import jobs_of
+from evenload.runtime.attention.sharing.jobs import heads_of, jobs_of
 from evenload.runtime.attention.sharing.routing import RankMessage, legs_of
 from evenload.runtime.world.plane import Plane
 from hypothesis import given
