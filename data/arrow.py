@@ -88,7 +88,6 @@ class ArrowDocuments(Documents):
         return {"lengths": self._without_nulls(np.array(lengths, dtype=np.int64))}
 
     def _without_nulls(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows without a value are empty."""
         for first, chunk in zip(self._first_row, self._chunks, strict=False):
             if chunk.null is not None:
                 lengths[first : first + len(chunk.null)][chunk.null] = 0

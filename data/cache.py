@@ -9,6 +9,7 @@ first, which a rank that dies does not block: the kernel frees its lock.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -135,10 +136,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _acquire(descriptor: int, path: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:
-        return
     with contextlib.suppress(OSError):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -116,7 +116,6 @@ def _files() -> list[Path]:
 
 
 def _files_of(package: str) -> list[Path]:
-    """The files of a top-level package or module."""
     root = Path(sysconfig.get_path("stdlib"))
     tops: dict[str, list[Path]] = {}
     for path in _files():

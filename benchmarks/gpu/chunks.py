@@ -42,7 +42,7 @@ from evenload.core.planning.setting import Setting, limits_of, stage_costs
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.simulate.step import simulate
 from evenload.patches import bridge_cpu
-from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.measure.memory import Levels
 from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.runtime.world.world import World, close_world, init_world
 from evenload.training.job import Job
@@ -154,8 +154,9 @@ def row_of(name: str, plan: StepPlan, job: Job, context: PlanningContext) -> dic
     tokens_of, device = random_tokens(job.recipe), job.world.device
     job.host.train_step(plan, tokens_of, lr=0.0)
     gc.collect()
-    with peak_bytes(device) as peak:
+    with Levels(device) as levels:
         result = job.host.train_step(plan, tokens_of, lr=0.0)
+    peak = levels.read()[1]
     times = []
     for _ in range(RUNS):
         wait(device)
@@ -163,7 +164,7 @@ def row_of(name: str, plan: StepPlan, job: Job, context: PlanningContext) -> dic
         job.host.train_step(plan, tokens_of, lr=0.0)
         wait(device)
         times.append(time.perf_counter() - began)
-    measured = {"measured_s": statistics.median(times), "measured_bytes": peak.num_bytes}
+    measured = {"measured_s": statistics.median(times), "measured_bytes": peak}
     return {"recomputed": name, **predicted, **measured, "loss": result.loss, "grad_norm": result.grad_norm}
 
 

@@ -30,7 +30,7 @@ import torch
 from evenload.commands.tables.show import emit, grid
 from evenload.core.costs.offload import offload_share
 from evenload.runtime.attention.kernels import KernelCall, choose_kernel
-from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.measure.memory import Levels
 from evenload.runtime.stage.copier import Copier, HostMemory
 from evenload.runtime.stage.offload import Moved, host_memory_of, offloading
 from torch import Tensor, nn
@@ -146,12 +146,13 @@ def row_of(step: Step, share: float, host: HostMemory, want: Sequence[Tensor] = 
     device = step.device
     moved = step.run(share, host)
     gradients = step.gradients()
-    with peak_bytes(device) as peak:
+    with Levels(device) as levels:
         step.run(share, host)
+    peak = levels.read()[1]
     return {
         "share": share,
         "step_s": seconds(lambda: step.run(share, host), device),
-        "peak_bytes": peak.num_bytes,
+        "peak_bytes": peak,
         "seen_bytes": moved.seen_bytes,
         "out_bytes": moved.out_bytes,
         "back_bytes": moved.back_bytes,

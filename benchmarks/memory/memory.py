@@ -42,7 +42,7 @@ from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.patches import bridge_cpu
-from evenload.runtime.measure.memory import peak_bytes
+from evenload.runtime.measure.memory import Levels
 from evenload.runtime.world.world import World, close_world, init_world
 from evenload.training.verbs.profile import machine
 
@@ -146,10 +146,11 @@ def measure(
     for _ in range(runs):
         gc.collect()
         began = clock()
-        with peak_bytes(device) as peak:
+        with Levels(device) as levels:
             result, gradients = host.gradients(plan, tokens_of(shape))
+        peak = levels.read()[1]
         times.append(clock() - began)
-    figures = {"peak_bytes": peak.num_bytes, "step_s": min(times), "tokens_per_s": shape.tokens / min(times)}
+    figures = {"peak_bytes": peak, "step_s": min(times), "tokens_per_s": shape.tokens / min(times)}
     return {**figures, "loss": result.loss}, gradients
 
 

@@ -46,7 +46,7 @@ from evenload.core.simulate.step import simulate
 from evenload.integrations.host.host import Host
 from evenload.patches import bridge_cpu
 from evenload.plugins.packing.assemble import assemble
-from evenload.runtime.measure.memory import live_bytes, peak_bytes
+from evenload.runtime.measure.memory import Levels, live_bytes
 from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.runtime.world.world import World, close_world, init_world
 from evenload.training.hosts import integration
@@ -180,8 +180,9 @@ def rank_main(case: Case, costs_file: Path, answer: Path) -> None:
         host.train_step(plan, tokens_of, lr=0.0)
         gc.collect()
         fixed = live_bytes(world.device)
-        with peak_bytes(world.device) as peak:
+        with Levels(world.device) as levels:
             host.train_step(plan, tokens_of, lr=0.0)
+        peak = levels.read()[1]
         stage, rank = host.pipeline_stage, host.dp_cp_rank
         total = float(simulate(plan, context, record=False).peak_bytes[stage, rank])
         rows.append(
@@ -191,9 +192,9 @@ def rank_main(case: Case, costs_file: Path, answer: Path) -> None:
                 "stage": stage,
                 "rank": rank,
                 "activations": total - fixed_bytes(context.costs.memory, limits),
-                "activations_measured": peak.num_bytes,
+                "activations_measured": peak,
                 "total": total,
-                "total_measured": fixed + peak.num_bytes,
+                "total_measured": fixed + peak,
             }
         )
     answer.with_suffix(f".{world.rank}").write_text(json.dumps(rows))

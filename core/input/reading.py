@@ -75,7 +75,6 @@ def open_file(path: str | Path, name: str, do: str) -> BinaryIO:
 
 
 def _unreadable(name: str, error: Exception, do: str) -> EvenloadError:
-    """The error for a file of which opening or reading fails."""
     detail = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return EvenloadError(f"{name} cannot be read", shorten(detail), do)
 

@@ -64,22 +64,18 @@ class Adapter(Section):
 
     def rank_of(self, name: str) -> int:
         """Rank of the matrices of a linear layer. Raises EvenloadError for patterns that are none, or have no end."""
-        chosen = self._ranks.of(name)
+        chosen = self._patterns["rank_pattern"].of(name)
         return self.r if chosen is None else self.rank_pattern[chosen]
 
     def scaling_of(self, name: str) -> float:
         """What the product of a linear layer's matrices is multiplied by. Raises as `rank_of`."""
-        rank, chosen = self.rank_of(name), self._alphas.of(name)
+        rank, chosen = self.rank_of(name), self._patterns["alpha_pattern"].of(name)
         alpha = self.lora_alpha if chosen is None else self.alpha_pattern[chosen]
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     @cached_property
-    def _ranks(self) -> _Patterns:
-        return _Patterns("rank_pattern", tuple(self.rank_pattern))
-
-    @cached_property
-    def _alphas(self) -> _Patterns:
-        return _Patterns("alpha_pattern", tuple(self.alpha_pattern))
+    def _patterns(self) -> dict[str, _Patterns]:
+        return {key: _Patterns(key, tuple(getattr(self, key))) for key in ("rank_pattern", "alpha_pattern")}
 
 
 class _Patterns:

@@ -76,11 +76,6 @@ class Tenant(Section):
         return specs | ({"from": str(self.start)} if self.start else {})
 
 
-def file_name_of(folder: Path, name: str) -> Path:
-    """Where the tenant of this name is described."""
-    return folder / f"{name}.yaml"
-
-
 def read_tenant(path: Path) -> Tenant:
     """The tenant that a file describes. Raises EvenloadError."""
     what = f"the tenant {shorten(path.stem)}"

@@ -22,14 +22,15 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import numpy as np
 import torch
-from accelerate.utils import DistributedType, DynamoBackend
-from torch import Tensor
+from accelerate.utils import DynamoBackend
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...core.errors import EvenloadError, RankError, refuse_first
 from ...core.recipe.recipe import Recipe
-from ...runtime.attention.pack import Pack, build_pack
+from ...runtime.attention.pack import build_pack
+from ...runtime.experts.weights import of_slots
 from ...runtime.world.agreement import rank_and_size
 from ..deepspeed.unmodified.counts import into_exactly
 from ..huggingface import attention
@@ -40,7 +41,7 @@ from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
 from .pack_loss import PackLoss
-from .planning import StepBatch, chain_for, gather, read
+from .planning import chain_for, gather, read, zero_stage_of
 from .proof import Call, num_targets, prove, windows
 from .supported import unwrapped, virtual_tokens
 
@@ -198,10 +199,8 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     if fault := virtual_tokens(outer):
         raise fault
     refuse_unsupported(model.config)
-    plugin = accelerator.state.deepspeed_plugin
-    stage = plugin.zero_stage if plugin else 3 if accelerator.distributed_type == DistributedType.FSDP else 0
     half = accelerator.mixed_precision in ("bf16", "fp16")
-    chain = chain_for(recipe, model, zero_stage=stage, half=half, whole=True)
+    chain = chain_for(recipe, model, zero_stage=zero_stage_of(accelerator), half=half, whole=True)
     loop = PlannedModel(
         model, PlannedLoop(NAME, chain), PackLoss(model.loss_function), model.config._attn_implementation
     )
@@ -262,7 +261,9 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     tokens = step.exchange(plan)
     (micro_batch,) = rows[rank_and_size()[0]]
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
-    loop.loss.weights_1T, loop.loss.plan = _weights(pack, step), plan
+    # A token's loss counts 1 over the divisor of the stock batch that its sample came in.
+    like = torch.zeros((), dtype=torch.float64, device=pack.tokens_T.device)
+    loop.loss.weights_1T, loop.loss.plan = of_slots(1.0 / np.array(step.divisors), pack, like)[None], plan
     return inputs_of(pack, with_mask=step.has_mask)
 
 
@@ -274,11 +275,3 @@ def _leave(loop: PlannedModel, error: EvenloadError) -> None:
     elif error.what not in loop.planning.warned and rank_and_size()[0] == 0:
         log.warning("a batch of %s runs as it is: %s; %s", NAME, why, error.do)
     loop.planning.warned.add(error.what)
-
-
-def _weights(pack: Pack, step: StepBatch) -> Tensor:
-    """What each token's loss counts [1, T]: 1 over the divisor of the stock batch that its sample came in."""
-    weights_T = torch.zeros(pack.num_padded_tokens, dtype=torch.float64, device=pack.tokens_T.device)
-    for piece, first in zip(pack.slices, pack.segments, strict=False):
-        weights_T[first : first + piece.length] = 1.0 / step.divisors[piece.sequence]
-    return weights_T[None]

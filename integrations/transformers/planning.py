@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from ...core.errors import EvenloadError, refuse_first
@@ -125,7 +126,7 @@ def chain_of(recipe: Recipe, trainer: Any, *, whole: bool) -> PlanChain:
     return chain_for(
         recipe,
         inner_model(trainer),
-        zero_stage=_zero_stage(trainer),
+        zero_stage=zero_stage_of(trainer.accelerator),
         half=args.bf16 or args.fp16,
         whole=whole,
         micro_batch_size=args.per_device_train_batch_size,
@@ -160,7 +161,7 @@ def recipe_for(trainer: Any, recipe: Recipe) -> Recipe:
     return recipe_of(None if data is None else parse_section(data), recipe) or recipe
 
 
-def _zero_stage(trainer: Any) -> int:
-    if trainer.is_deepspeed_enabled:
-        return int(trainer.accelerator.state.deepspeed_plugin.zero_stage)
-    return 3 if trainer.is_fsdp_enabled else 0
+def zero_stage_of(accelerator: Any) -> int:
+    """How an Accelerator has weights and states divided; 3 also for FSDP."""
+    plugin = accelerator.state.deepspeed_plugin
+    return int(plugin.zero_stage) if plugin else 3 if accelerator.distributed_type == DistributedType.FSDP else 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -13,28 +13,15 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.plan.action import Action
 from ...core.plan.step_plan import MicroBatch
-from ...runtime.attention.pack import Pack, TokensOf, build_pack
+from ...runtime.attention.pack import build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.attributes import with_attributes
-from ...runtime.stage.executor import Graph, StageTrainer
+from ...runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ...runtime.world.plane import Plane
 from ..huggingface.inputs import inputs_of
 
 _TENSORS = ("input_ids", "position_ids", "shift_labels")
 """What a model computes a pack from."""
-
-
-class TrainerBatch(NamedTuple):
-    """A micro-batch whose tensors lie on the device."""
-
-    pack: Pack
-
-
-class Samples(NamedTuple):
-    """Where a rank finds what it computes, by a sample's place in the global batch."""
-
-    tokens_of: TokensOf
-    labels_of: TokensOf
 
 
 def _reduction(engine: Any, num_backwards: int) -> Any:
@@ -50,7 +37,7 @@ class TrainerStage(StageTrainer):
     Args:
         trainer: the `transformers.Trainer`.
         call: its ``training_step`` with a batch as the one argument: forward, loss, then ``accelerator.backward``.
-        samples: tokens and labels of the step.
+        samples: tokens and labels [2, L] of what this rank computes, by its place in the global batch.
         num_backwards: of this rank in the step; gradients are summed over ranks in the last one.
         with_mask: the script's batches have an ``attention_mask``.
     """
@@ -61,7 +48,7 @@ class TrainerStage(StageTrainer):
         model: Any,
         call: Callable[[dict[str, Any]], Tensor],
         *,
-        samples: Samples,
+        samples: Mapping[int, Any],
         plane: Plane | None,
         num_backwards: int,
         with_mask: bool,
@@ -81,11 +68,12 @@ class TrainerStage(StageTrainer):
         self.loss = torch.zeros((), device=self.device)
         """What the Trainer books as this rank's loss of the step."""
 
-    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> TrainerBatch:
-        tokens_of, labels_of = self._samples
-        return TrainerBatch(
-            build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of)
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> LoadedPack:
+        own, plane = self._samples, self._plane
+        pack = build_pack(
+            micro_batch, lambda i: own[i][0], self.device, prefix, plane=plane, labels_of=lambda i: own[i][1]
         )
+        return LoadedPack(pack)
 
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
         losses: list[Tensor] = []

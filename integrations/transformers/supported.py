@@ -41,7 +41,8 @@ def refuse_trainer(trainer: Any, num_items: Any) -> None:
 
 def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
     """Losses that change when samples are regrouped."""
-    owner, name = _owner(trainer, "compute_loss"), type(trainer).__name__
+    owner = next(c.__module__ for c in type(trainer).__mro__ if "compute_loss" in vars(c))
+    name = type(trainer).__name__
     return [
         (
             owner.startswith("trl.") and owner != _TOKEN_LOSSES_OF_TRL,
@@ -134,14 +135,6 @@ def virtual_tokens(model: Any) -> EvenloadError | None:
 def warn_of_dropout(model: Any) -> None:
     """Say that dropout draws other masks than in a run without evenload."""
     layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__.startswith("Dropout")]
-    dropped = [name for name, layer in layers if _share(layer)]
+    dropped = [name for name, layer in layers if getattr(layer, "p", 0.0)]
     if dropped:
         log.warning("dropout (%s and %d more) draws other masks than without evenload", dropped[0], len(dropped) - 1)
-
-
-def _share(layer: Any) -> float:
-    return float(getattr(layer, "p", 0.0))
-
-
-def _owner(trainer: Any, method: str) -> str:
-    return next(c.__module__ for c in type(trainer).__mro__ if method in vars(c))

@@ -47,7 +47,7 @@ from .hooks import GradientHooks
 from .inside import inside
 from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
 from .proof import prove_trainer, windows
-from .stage import Samples, TrainerStage, reducing
+from .stage import TrainerStage, reducing
 from .supported import inner_model, refuse_trainer, virtual_tokens, warn_of_dropout
 
 log = logging.getLogger("evenload")
@@ -177,12 +177,11 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         state.plane = Plane.make([tuple(range(size))], plan.limits.node_ranks)
     plane = state.plane if plan.shared else None
     program = _closed(plan, rank)
-    samples = batch.exchange(plan)
     stage = TrainerStage(
         trainer,
         model,
         lambda pack: call(pack, num_items),
-        samples=Samples(lambda i: samples[i][0], lambda i: samples[i][1]),
+        samples=batch.exchange(plan),
         plane=plane,
         num_backwards=sum(action.kind == "backward" for action in program),
         with_mask=batch.has_mask,

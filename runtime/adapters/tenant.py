@@ -94,13 +94,10 @@ class TenantAdapter:
         self._begin(state)
 
     def _cut(self, cuts: Sequence[tuple[Place, str]], shapes: Sequence[tuple[int, int]]) -> Iterator[Matrix]:
-        first = 0
-        for (place, kind), shape in zip(cuts, shapes, strict=True):
-            run = slice(first, first + shape[0] * shape[1])
-            yield Matrix(
-                f"{place.name}.{kind}", kind, place, self.values[run].view(shape), self.gradients[run].view(shape)
-            )
-            first = run.stop
+        sizes = [rows * columns for rows, columns in shapes]
+        values, gradients = (torch.split(flat[: self.size], sizes) for flat in (self.values, self.gradients))
+        for (place, kind), shape, value, gradient in zip(cuts, shapes, values, gradients, strict=True):
+            yield Matrix(f"{place.name}.{kind}", kind, place, value.view(shape), gradient.view(shape))
 
     def _of_site(self, places: Sequence[Place]) -> OfSite:
         by_name = {matrix.name: matrix for matrix in self.matrices}

@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockKernel(KernelRow):
-    """One row of `BLOCKS`."""
+    """One row of `BLOCKS`, both directions."""
 
     forward: Callable[[Inputs], tuple[Tensor, Tensor]]
     """Gives (out_NHD, lse_HN); lse in float64 for float64, else in float32."""

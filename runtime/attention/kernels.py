@@ -25,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 log = logging.getLogger("evenload")
 
 _HALF = (torch.float16, torch.bfloat16)
+_TE = "transformer_engine.pytorch"
+_WINDOW, _ALL = frozenset({"window"}), frozenset({"window", "dropout"})
 _ROWS = 512
 """Queries that one call of torch's attention takes at least where there is a window."""
 
@@ -62,7 +64,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class Kernel(KernelRow):
-    """One row of `KERNELS`."""
+    """One row of `KERNELS`, which runs whole segments."""
 
     run: Callable[[KernelCall], torch.Tensor]
     """Gives out_THD."""
@@ -100,7 +102,7 @@ def _flash_attn(call: KernelCall) -> torch.Tensor:
 
 @cache
 def _te_module(heads: int, groups: int, head_dim: int, scale: float, window: int | None) -> Any:
-    return importlib.import_module("transformer_engine.pytorch").DotProductAttention(
+    return importlib.import_module(_TE).DotProductAttention(
         heads,
         head_dim,
         num_gqa_groups=groups,
@@ -184,22 +186,10 @@ def _in_window(
 
 
 KERNELS = (
-    Kernel(
-        "flash_attn",
-        lambda: has("flash_attn", "flash_attn_varlen_func"),
-        on_gpu,
-        _flash_attn,
-        frozenset({"window", "dropout"}),
-    ),
-    Kernel(
-        "transformer_engine",
-        lambda: has("transformer_engine.pytorch", "DotProductAttention"),
-        on_gpu,
-        _transformer_engine,
-        frozenset({"window"}),
-    ),
+    Kernel("flash_attn", lambda: has("flash_attn", "flash_attn_varlen_func"), on_gpu, _flash_attn, _ALL),
+    Kernel("transformer_engine", lambda: has(_TE, "DotProductAttention"), on_gpu, _transformer_engine, _WINDOW),
     Kernel("torch_varlen", lambda: bool(_varlen_parameters()), on_gpu, _torch_varlen),
-    Kernel("sdpa", lambda: True, lambda *_: True, _sdpa, frozenset({"window", "dropout"})),
+    Kernel("sdpa", lambda: True, lambda *_: True, _sdpa, _ALL),
 )
 
 

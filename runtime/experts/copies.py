@@ -60,12 +60,7 @@ class Fetch:
     """
 
     def __init__(
-        self,
-        journey: Journey,
-        owner: Owner,
-        *,
-        keep: bool = True,
-        waited: Callable[[float], None] = lambda _: None,
+        self, journey: Journey, owner: Owner, *, keep: bool = True, waited: Callable[[float], None] = lambda _: None
     ) -> None:
         self.journey = journey
         self.owner = owner
@@ -119,28 +114,28 @@ class Fetch:
         if journey.hops[1]:
             gradient_CN = self._pieces_summed(gradient_CN)
         into, gradients = self.owner.arriving(journey.sent)
-        _exchange(_reversed(journey.hops[0]), self, self._places(gradient_CN), into, add=True)
+        _exchange(_reversed(journey.hops[0]), self, self._places(gradient_CN), into, add=True)()
         return gradients()
 
     def _pieces_summed(self, gradient_CN: Tensor) -> Tensor:
         """The gradients; of experts in pieces, the piece that came from home has the sum over all copies."""
         summed_CN = gradient_CN.clone()
         back = _reversed(self.journey.hops[1])
-        _exchange(back, self, self._places(gradient_CN), self._places(summed_CN), add=True)
+        _exchange(back, self, self._places(gradient_CN), self._places(summed_CN), add=True)()
         return summed_CN
 
     def _start(self) -> None:
         journey = self.journey
         self.copies_CN = self.owner.empty(len(journey.copies), self.owner.size)
         source = self.owner.sent(journey.sent)
-        self._wait = _exchange(journey.hops[0], self, source, self._places(self.copies_CN), wait=False)
+        self._wait = _exchange(journey.hops[0], self, source, self._places(self.copies_CN))
 
     def _finish(self) -> None:
         self._wait()
         if self.journey.hops[1]:
             assert self.copies_CN is not None
             places = self._places(self.copies_CN)
-            _exchange(self.journey.hops[1], self, places, places)
+            _exchange(self.journey.hops[1], self, places, places)()
         self._wait = _nothing
 
     def _places(self, rows_CN: Tensor) -> PlaceOf:
@@ -198,16 +193,8 @@ def _reversed(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(sorted(swapped))
 
 
-def _exchange(
-    messages: Sequence[Message],
-    fetch: Fetch,
-    source: PlaceOf,
-    into: PlaceOf,
-    *,
-    add: bool = False,
-    wait: bool = True,
-) -> Wait:
-    """Send and receive what a rank has of ``messages``, in one all-to-all, and return what waits for its end.
+def _exchange(messages: Sequence[Message], fetch: Fetch, source: PlaceOf, into: PlaceOf, *, add: bool = False) -> Wait:
+    """Begin to send and receive what a rank has of ``messages``, in one all-to-all, and return what waits for its end.
 
     Args:
         source: the elements of a message that this rank sends.
@@ -231,7 +218,4 @@ def _exchange(
             place = into(message)
             place.add_(part) if add else place.copy_(part)
 
-    if wait:
-        finish()
-        return _nothing
     return finish

@@ -13,7 +13,6 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +53,9 @@ class Levels:
     with Levels(device) as levels:
         ...
         before, highest = levels.read()
+
+    Tensors that were there before count as there throughout on the CPU, even if they are freed inside. The CPU path
+    sees the operators of this thread and of the backward passes that it starts, and slows each by some microseconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,27 +86,6 @@ class Levels:
 
 
 @dataclass
-class Peak:
-    """Filled in when the block of `peak_bytes` ends."""
-
-    num_bytes: int = 0
-    """Above the level at the block's beginning."""
-
-
-@contextmanager
-def peak_bytes(device: torch.device) -> Iterator[Peak]:
-    """The highest level of memory on the device inside the block, above the level at its beginning.
-
-    Tensors that were there before count as there throughout on the CPU, even if they are freed inside. The CPU path
-    sees the operators of this thread and of the backward passes that it starts, and slows each by some microseconds.
-    """
-    peak = Peak()
-    with Levels(device) as levels:
-        yield peak
-    peak.num_bytes = levels.read()[1]
-
-
-@dataclass
 class _Booked:
     """A storage that is known; ``num_bytes`` follows one that is resized."""
 
@@ -115,7 +96,7 @@ class _Booked:
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operators make while it is entered; `peak_bytes` is how to use it."""
+    """Counts the storages that operators make while it is entered; `Levels` is how to use it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -14,12 +14,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...core.plan.action import Action, ActionKind, Program
+from ...core.plan.action import LETTERS, Action, ActionKind, Program
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.simulate.one_queue import send_turns
@@ -34,15 +34,6 @@ from .stage_links import StageLinks, taken_before
 from .tape import Tape
 
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
-SPAN_KINDS: dict[ActionKind, SpanKind] = {
-    "forward": "F",
-    "forward_kv": "F",
-    "recompute_forward": "R",
-    "backward": "B",
-    "weight_grads": "W",
-    "score": "F",
-}
-"""How the busy clock counts what computes."""
 _SENT_AHEAD = 1
 """Outputs of scores that wait for the next stage: in training its gradients tell what it has taken."""
 
@@ -52,6 +43,12 @@ class Loaded(Protocol):
 
     @property
     def pack(self) -> Pack: ...
+
+
+class LoadedPack(NamedTuple):
+    """A micro-batch of which a trainer needs its pack alone."""
+
+    pack: Pack
 
 
 class Graph(NamedTuple):
@@ -269,7 +266,8 @@ class Executor:
             assert action.op.kind != "W"
             self._plane.meet(action.op.micro_batch, self._plan.digest, action.micro_batch.ranks, action.op.kind)
         splitting = self.wgrads.splitting(action.graph) if action.defers_wgrad else nullcontext()
-        with self._clock.running(SPAN_KINDS[action.kind], action.op.micro_batch), splitting:
+        kind = cast(SpanKind, LETTERS[action.kind].upper())
+        with self._clock.running(kind, action.op.micro_batch), splitting:
             yield
 
     def _from_tape(self, pack: Pack, *, free: bool) -> Tensor:

@@ -59,11 +59,7 @@ class Moved:
 
 @contextmanager
 def offloading(
-    share: float,
-    layers: Sequence[nn.Module],
-    device: torch.device,
-    *,
-    host: HostMemory | None = None,
+    share: float, layers: Sequence[nn.Module], device: torch.device, *, host: HostMemory | None = None
 ) -> Iterator[Moved]:
     """Let a share of what the inner layers save in the forward inside wait in host memory.
 

@@ -1021,8 +1021,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loop of Accelerate takes the mean of a pack",
         "integrations/transformers/accelerate_loop.py",
-        "= 1.0 / step.divisors[piece.sequence]",
-        "= 1.0 / pack.num_targets",
+        "of_slots(1.0 / np.array(step.divisors), pack, like)",
+        "of_slots(0.0 * np.array(step.divisors) + 1.0 / pack.num_targets, pack, like)",
         "accelerate",
     ),
     Mutant(

@@ -31,7 +31,7 @@ from ...core.planning.setting import Setting, limits_of, stage_costs
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import VALUE_BYTES
 from ...integrations.host.host import Host
-from ...runtime.measure.memory import Levels, live_bytes, peak_bytes
+from ...runtime.measure.memory import Levels, live_bytes
 from ..job import Job
 from .cases import there_and_back
 
@@ -89,8 +89,9 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
         step(tiny)
     gc.collect()
     fixed = live_bytes(device)
-    with peak_bytes(device) as update:
+    with Levels(device) as levels:
         step(tiny)
+    update_bytes = float(levels.read()[1])
     plans = [two_alive(n, length, cut=cut, num_ranks=num_ranks) for cut in (False, True) for n in COUNTS]
     readings = [_read(host, device, plan, step) for plan in plans]
     setting = Setting.of_recipe(recipe)
@@ -105,7 +106,7 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
         "sharded_bytes": float(sharded),
         "gathered_bytes": states.gathered_bytes(parameters),
         "gradient_bytes": float(states.late * parameters),
-        "update_bytes": float(update.num_bytes),
+        "update_bytes": update_bytes,
     }
     # Of the whole model on one device, which `MemoryCost.of_stage` divides again.
     memory = MemoryCost(**{name: round(value * tp) for name, value in measured.items()})

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...core.errors import EvenloadError, refuse_first, shorten, shown
 from ...core.recipe.recipe import Recipe, place_of
-from ...core.recipe.tenant import Tenant, TenantData, file_name_of, read_tenant
+from ...core.recipe.tenant import Tenant, TenantData, read_tenant
 from ...data.formats import refuse_outside
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
@@ -123,7 +123,7 @@ def _of_plugin(recipe: Recipe, key: str) -> Path | None:
 
 
 def _of_file(folder: Path | None, name: str, file: Path) -> list[Member]:
-    path = None if folder is None else file_name_of(folder, name)
+    path = None if folder is None else folder / f"{name}.yaml"
     known = path is not None and path.is_file()
     trials = _read(path) if known and path else [(name, Tenant(data=TenantData(source=str(file))))]
     lengths = read_lengths(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ....runtime.attention.labels import labels_of
 from ....runtime.attention.pack import IGNORE, Pack, build_pack
 from ....runtime.attention.prefix import PrefixStore
 from ....runtime.attributes import with_attributes
-from ....runtime.stage.executor import Graph, StageTrainer
+from ....runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ....runtime.stage.offload import layers_of
 from ....runtime.world.plane import Plane
 from ...host.scoring import Collector, token_losses
@@ -27,12 +27,6 @@ from ...huggingface.routes import Recorder
 from .engine import Releases
 from .expert_gate import GatedExperts
 from .model import enable_recomputing, recomputing
-
-
-class EngineBatch(NamedTuple):
-    """A micro-batch whose tensors lie on the device."""
-
-    pack: Pack
 
 
 class PackStage(StageTrainer):
@@ -65,9 +59,9 @@ class PackStage(StageTrainer):
         self.totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         """Sum of the token losses that this rank has computed, and their number."""
 
-    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> EngineBatch:
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> LoadedPack:
         tokens_of, wanted = self._step.tokens_of, labels_of(self._step.labels)
-        return EngineBatch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
+        return LoadedPack(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
 
     def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
         """The loss of a pack, collected, as its backward starts from it."""
@@ -118,7 +112,7 @@ class EngineStage(PackStage):
                 forward.enter_context(with_attributes(watcher, pack=loaded.pack))
             return self._forward(loaded, action)
 
-    def _forward(self, loaded: EngineBatch, action: Action) -> Tensor:
+    def _forward(self, loaded: LoadedPack, action: Action) -> Tensor:
         if action.kind == "forward_kv":
             output: Tensor = self._engine(**call_of(loaded.pack), **self._one_logit).logits
             return output

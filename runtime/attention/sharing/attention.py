@@ -29,13 +29,7 @@ from .shared import Shared
 
 
 def shared_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    shared: Shared,
-    layer: int,
-    scale: float,
-    window: int | None = None,
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, shared: Shared, layer: int, scale: float, window: int | None = None
 ) -> Tensor:
     """`packed_attention` of a pack whose micro-batch is shared; every rank of it calls this, layer by layer.
 

@@ -45,7 +45,7 @@ class Gather(RunningJob):
         rows = [Transfer(source, to, self.job.keys_of(to)) for source, to in permutations(range(self.groups), 2)]
         going = self.exchange(rows, {group: shares[group] for group in self._others}, 0, 1)
         yield
-        for _, share in sorted(going.wait().items()):
+        for _, share in sorted(going().items()):
             total += share
         self.settle(dq_NHD, self.unpacked(total, self.group))
 
@@ -64,7 +64,7 @@ class Gather(RunningJob):
         rows = [Transfer(source, to, self.job.keys_of(source)) for source, to in permutations(range(self.groups), 2)]
         coming = self.exchange(rows, dict.fromkeys(self._others, message), 0, 0)
         yield
-        messages = {**coming.wait(), self.group: message}
+        messages = {**coming(), self.group: message}
         brought = [self.unpacked(messages[group], group) for group in range(self.groups)]
         assembled = []
         for number, part in enumerate(self.job.parts):

@@ -94,4 +94,4 @@ class Ring(RunningJob):
             Transfer(group, after[group], self.job.keys_of((group - hop) % self.groups)) for group in range(self.groups)
         ]
         coming = self.exchange(rows, {after[self.group]: message}, hop, kind)
-        return lambda: coming.wait()[(self.group - 1) % self.groups]
+        return lambda: coming()[(self.group - 1) % self.groups]

@@ -7,14 +7,15 @@ G = key/value heads (both of this rank), D = head dimension.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....core.plan.step_plan import CpComm, Slice
+from ....core.plan.step_plan import CpComm
 from ...world.plane import FIRST_TAG, Pending, Plane
 from ..blocks import BlockKernel, Inputs, merge
 from ..prefix import PrefixStore
@@ -23,6 +24,9 @@ from .routing import PendingLegs, RankMessage
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, or their gradients."""
+
+Arrival = Callable[[], Mapping[int, Tensor]]
+"""Waits for messages that are under way to this rank, and gives them: [2, M, G, D] by the group that sent it."""
 
 _TAGS_PER_JOB = 4096
 
@@ -60,18 +64,6 @@ class Transfer(NamedTuple):
     source: int
     to: int
     tokens: int
-
-
-class Coming:
-    """Messages under way to this rank."""
-
-    def __init__(self, pending: Pending | PendingLegs, tensors: Mapping[int, Tensor]) -> None:
-        self._pending, self._tensors = pending, tensors
-
-    def wait(self) -> Mapping[int, Tensor]:
-        """[2, M, G, D] by the group that sent it."""
-        self._pending.wait()
-        return self._tensors
 
 
 class RunningJob(ABC):
@@ -116,7 +108,7 @@ class RunningJob(ABC):
     @abstractmethod
     def backward(self, dout_NHD: Tensor) -> Iterator[None]: ...
 
-    def exchange(self, rows: Sequence[Transfer], sends: Mapping[int, Tensor], hop: int, kind: int) -> Coming:
+    def exchange(self, rows: Sequence[Transfer], sends: Mapping[int, Tensor], hop: int, kind: int) -> Arrival:
         """Post messages between groups.
 
         Args:
@@ -133,7 +125,7 @@ class RunningJob(ABC):
         if not (self.call.routed and plane.node_ranks):
             outgoing = [(ranks[group * ulysses_degree + self.share], tensor) for group, tensor in sends.items()]
             incoming = [(ranks[group * ulysses_degree + self.share], tensor) for group, tensor in came.items()]
-            return Coming(plane.post(outgoing, incoming, tags[0]), came)
+            return partial(_arrived, plane.post(outgoing, incoming, tags[0]), came)
         messages: list[RankMessage] = []
         ends: dict[int, Tensor] = {}
         for row in rows:
@@ -147,7 +139,7 @@ class RunningJob(ABC):
                         ranks[row.source * ulysses_degree + share], ranks[row.to * ulysses_degree + share], size
                     )
                 )
-        return Coming(PendingLegs(plane, messages, ranks, ends, tags, like), came)
+        return partial(_arrived, PendingLegs(plane, messages, ranks, ends, tags, like), came)
 
     def own_keys(self, backward: bool = False) -> list[Pair]:
         """Keys and values that this rank brings, slice by slice; those of cut sequences are written to the store."""
@@ -159,9 +151,9 @@ class RunningJob(ABC):
             if not part.cut:
                 pairs.append((k_NGD, v_NGD))
             elif backward:
-                pairs.append(self._store.read(self.call.layer, self._local(part.piece)))
+                pairs.append(self._store.read(self.call.layer, self._store.local(part.piece)))
             else:
-                local = self._local(part.piece)
+                local = self._store.local(part.piece)
                 pairs.append(self._store.write(self.call.layer, local, k_NGD, v_NGD, frozen=self.call.frozen))
         return pairs
 
@@ -224,7 +216,9 @@ class RunningJob(ABC):
         """Book what is for earlier slices; the rest are the gradients of this rank's own keys and values."""
         own = []
         for part, pair in zip(self.job.parts, sums, strict=True):
-            own.append(self._store.settle(self.call.layer, self._local(part.piece), *pair) if part.cut else pair)
+            if part.cut:
+                pair = self._store.settle(self.call.layer, self._store.local(part.piece), *pair)
+            own.append(pair)
         dk, dv = (joined(row) for row in zip(*own, strict=True))
         self.grads = dq_NHD, dk, dv
 
@@ -248,8 +242,10 @@ class RunningJob(ABC):
         assert self.call.store is not None
         return self.call.store
 
-    def _local(self, piece: Slice) -> Slice:
-        return self._store.local(piece)
+
+def _arrived(pending: Pending | PendingLegs, tensors: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    pending.wait()
+    return tensors
 
 
 def in_turn(works: Sequence[Iterator[None]]) -> None:

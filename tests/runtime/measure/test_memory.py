@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from evenload.runtime.measure.memory import StorageTracker, peak_bytes
+from evenload.runtime.measure.memory import Levels, StorageTracker
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,9 +19,10 @@ SCALAR = 4
 
 
 def peak_of(work: Callable[[], Any]) -> int:
-    with peak_bytes(CPU) as peak:
+    with Levels(CPU) as levels:
         work()
-    return peak.num_bytes
+    peak = levels.read()[1]
+    return peak
 
 
 def leaf() -> Tensor:
@@ -175,8 +176,9 @@ def test_nothing_is_left_of_a_tracker() -> None:
 def test_the_allocator_keeps_the_books_on_cuda() -> None:
     device = torch.device("cuda")
     held = torch.ones(1 << 20, device=device)
-    with peak_bytes(device) as peak:
+    with Levels(device) as levels:
         a = held + 1
         b = a * 2
         del a, b
-    assert peak.num_bytes == 2 * 4 * (1 << 20)
+    peak = levels.read()[1]
+    assert peak == 2 * 4 * (1 << 20)
