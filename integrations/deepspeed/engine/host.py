@@ -35,10 +35,9 @@ from ....runtime.measure.busy import counts_waiting
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...host.foreign_plans import refuse_foreign
-from ...host.freezing import freeze
 from ...host.scoring import Collector, evaluating
 from ...host.step import Step
-from ...host.trained import Passed, Trained
+from ...host.trained import Passed, Trained, freeze
 from ...huggingface.models import refuse_unsupported
 from ...huggingface.routes import Recorder, num_experts_of
 from .engine import make_engine, one_reduction

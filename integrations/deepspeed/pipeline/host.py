@@ -29,10 +29,9 @@ from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...host.foreign_plans import refuse_foreign
-from ...host.freezing import freeze
 from ...host.scoring import Collector, evaluating
 from ...host.step import Step
-from ...host.trained import Passed, Trained
+from ...host.trained import Passed, Trained, freeze
 from ..engine.engine import make_engine
 from ..engine.engine_host import EngineHost, EngineWeights
 from .model import StageModule, build_stage
