@@ -1536,14 +1536,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "AutoEP's loads count slots for experts",
-        "integrations/deepspeed/engine/expert_slots.py",
+        "integrations/deepspeed/engine/expert_gate.py",
         "        layer.tokens_per_expert.add_(counts_E)\n",
         "",
         "copies on autoep",
     ),
     Mutant(
         "ranks with copies reduce the gradients of experts in another order than ranks without",
-        "integrations/deepspeed/engine/expert_slots.py",
+        "integrations/deepspeed/engine/expert_gate.py",
         '("w1", "w3", "w2")',
         '("w1", "w2", "w3")',
         "copies on autoep",
