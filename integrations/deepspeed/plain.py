@@ -22,6 +22,7 @@ from ...runtime.world.agreement import everyone
 from ..host.host import Host
 from ..huggingface.routes import Replayer
 from ..reference.exactness import largest_error
+from ..reference.textbook import norm_of
 from .engine.model import build_model
 
 
@@ -71,7 +72,7 @@ class PlainModel:
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Norm of the whole model's gradient."""
-        return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+        return norm_of(gradients)
 
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a parameter's gradient is compared by: Transformers' projections are apart already."""

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.plan.step_plan import Lengths
@@ -21,7 +20,7 @@ from ...core.recipe.adapter import Adapter
 from ...core.recipe.tenant import TenantTrain
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
-from .textbook import AdamW
+from .textbook import AdamW, norm_of
 
 
 @dataclass
@@ -74,7 +73,3 @@ class Alone:
         norm = norm_of(gradients)
         self.optimizer.step(gradients, norm, lr)
         return norm
-
-
-def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())

@@ -17,8 +17,8 @@ from ...core.plan.step_plan import Lengths
 from ...core.recipe.adapter import Adapter
 from ...integrations.host.trained import TenantResult
 from ...integrations.reference.exactness import relative_error
-from ...integrations.reference.textbook import AdamState
-from ...integrations.reference.textbook_adapter import Alone, norm_of
+from ...integrations.reference.textbook import AdamState, norm_of
+from ...integrations.reference.textbook_adapter import Alone
 from ...runtime.adapters.state import AdapterState
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
