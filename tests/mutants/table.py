@@ -1680,7 +1680,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "backwards in a row keep the frozen weights that they gathered",
-        "integrations/deepspeed/tenants/stage.py",
+        "integrations/deepspeed/tenants/host.py",
         "        self._releases.before_backward()\n",
         "",
         "frozen in a row",

@@ -24,8 +24,7 @@ from ...host.host import Host
 from ...host.step import Step
 from ...host.trained import Passed, StepResult, Weights
 from ...huggingface.folders.conversion import as_in_folder, exported_groups
-from ...huggingface.models import refuse_unequal_replay
-from ...reference.textbook import AdamState
+from ...reference.textbook import AdamState, norm_of
 from . import checkpoint
 from .engine import adam_states, discard_gradients, full_gradients, full_weights
 from .expert_gate import GatedExperts
@@ -129,8 +128,6 @@ class EngineWeights(Weights):
                 f"{len(plan.lengths)} sequences",
                 "use longer samples, or mask fewer tokens",
             )
-        if plan.replayed or plan.recompute:
-            refuse_unequal_replay(self._host.engine.module)
         totals, (executed, branches) = self._passes(step, num_targets)
         dist.all_reduce(totals)
         busy = step.clock.read()
@@ -149,9 +146,7 @@ class EngineWeights(Weights):
         return dict(self._host.whole(full_gradients(self._trained_parameters())))
 
     def norm(self, gradients: Mapping[str, Tensor | None]) -> float:
-        """See `Trained`; None among the gradients count as zeros."""
-        norms = [t.detach().double().norm() for t in gradients.values() if t is not None]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        return norm_of(gradients)
 
     def update(self, lr: Any) -> float:
         engine = self._host.engine

@@ -19,12 +19,12 @@ from ....runtime.attention.prefix import PrefixStore
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.executor import Graph, StageTrainer
 from ....runtime.stage.offload import layers_of
-from ....runtime.world.plane import Plane
 from ...host.scoring import Collector, token_losses
 from ...host.step import Step
 from ...huggingface import attention
 from ...huggingface.routes import Recorder
 from .engine import Releases
+from .engine_host import EngineHost
 from .expert_gate import GatedExperts
 from .model import enable_recomputing, recomputing
 
@@ -40,29 +40,27 @@ class PackStage(StageTrainer):
 
     Args:
         weight: of the loss of a token.
-        recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
         collector: takes down what scores give, and the losses of a frozen model.
     """
 
     def __init__(
         self,
-        engine: Any,
+        host: EngineHost,
         blocks: Sequence[Any],
-        *,
         step: Step,
-        plane: Plane | None,
+        *,
         weight: float = 0.0,
-        recomputes: bool = False,
         collector: Collector | None = None,
     ) -> None:
-        super().__init__(blocks, engine.device)
-        self._engine = engine
+        super().__init__(blocks, host.engine.device)
+        self._engine = host.engine
         self._step = step
-        self._plane = plane
+        self._plane = host.plane_of(step.plan)
         self._weight = weight
-        self._recomputes = recomputes
+        self._recomputes = host.recipe.train.recompute
+        """Every layer; a plan that says so itself overrules it."""
         self._collector = collector
-        self.totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         """Sum of the token losses that this rank has computed, and their number."""
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> EngineBatch:
@@ -96,16 +94,17 @@ class EngineStage(PackStage):
 
     def __init__(
         self,
-        engine: Any,
+        host: EngineHost,
+        step: Step,
         reduction: Releases | None,
         recorder: Recorder | None,
         gated: GatedExperts | None,
-        **of_step: Any,
+        **sums: Any,
     ) -> None:
-        super().__init__(engine, layers_of(engine.module), **of_step)
+        super().__init__(host, layers_of(host.engine.module), step, **sums)
         self._reduction, self._gated = reduction, gated
         self._watchers = [watcher for watcher in (recorder, gated) if watcher]
-        parameters = inspect.signature(engine.module.forward).parameters
+        parameters = inspect.signature(host.engine.module.forward).parameters
         self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def entering(self, where: str) -> None:

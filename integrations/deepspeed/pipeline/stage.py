@@ -22,14 +22,16 @@ from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.deferred import WgradStore, deferring
 from ....runtime.stage.executor import Graph
+from ...host.step import Step
+from ..engine.engine_host import EngineHost
 from ..engine.stage import PackStage
 
 
 class PipelineStage(PackStage):
     """The passes of DeepSpeed's engine around a `model.StageModule`."""
 
-    def __init__(self, engine: Any, **of_step: Any) -> None:
-        super().__init__(engine, engine.module.blocks, **of_step)
+    def __init__(self, host: EngineHost, step: Step, **sums: Any) -> None:
+        super().__init__(host, host.engine.module.blocks, step, **sums)
 
     def prepared(self, program: Program, wgrads: WgradStore) -> AbstractContextManager[None]:
         """Holds around the executor's `run`: linear layers can leave weight gradients, where the program wants that."""

@@ -6,19 +6,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ....runtime.adapters.adapters import Adapters
 from ....runtime.adapters.peers import AdapterPeers
+from ....runtime.attention.pack import Pack
+from ....runtime.stage.executor import Graph
 from ....runtime.stage.offload import layers_of
 from ...host.scoring import LossCollector
 from ...host.step import Step
 from ...host.tenants import Tenants
 from ...host.trained import Passed
-from ...huggingface.models import refuse_unequal_replay
+from ..engine.ds_config import SHARDED
+from ..engine.engine import Releases
 from ..engine.host import DeepSpeedHost
 from ..engine.model import enable_recomputing
-from .frozen import SHARDED, blocks_of, frozen_engine, linear_names, need_gradient, replay_first
-from .stage import FrozenStage
+from ..engine.stage import EngineStage, call_of
+from .frozen import blocks_of, frozen_engine, linear_names, need_gradient, replay_first
 
 
 class DataParallelTenants(Tenants):
@@ -44,10 +48,23 @@ class DataParallelTenants(Tenants):
             replay_first(layers)
 
     def passes(self, step: Step, collector: LossCollector) -> Passed:
-        host, plan = self._host, step.plan
-        if plan.replayed or plan.recompute:
-            refuse_unequal_replay(host.engine.module)
-        program, branches = host.program_of(plan, "none")
-        recomputes, plane = host.recipe.train.recompute, host.plane_of(plan)
-        trainer = FrozenStage(host.engine, step=step, plane=plane, recomputes=recomputes, collector=collector)
-        return Passed(host.execute(step, program, trainer), branches)
+        program, branches = self._host.program_of(step.plan, "none")
+        return Passed(self._host.execute(step, program, FrozenStage(self._host, step, collector)), branches)
+
+
+class FrozenStage(EngineStage):
+    """The passes of a frozen model; the collector takes their losses down."""
+
+    def __init__(self, host: DeepSpeedHost, step: Step, collector: LossCollector) -> None:
+        self._releases = Releases(host.engine.module)
+        super().__init__(host, step, self._releases, None, None, weight=1.0, collector=collector)
+        self._offload = host.engine.optimizer
+
+    def _loss_of(self, pack: Pack) -> Tensor:
+        return self._sum(self._engine.module(**call_of(pack)).logits[0], pack)
+
+    def backward(self, graph: Graph, gradient: Tensor | None) -> None:
+        self._releases.before_backward()
+        torch.autograd.backward(graph.output)
+        if self._offload is not None:
+            self._offload.release_backward_leftovers()

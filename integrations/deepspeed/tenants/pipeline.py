@@ -7,18 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....core.plan.program import lower
 from ....runtime.adapters.adapters import Adapters
 from ....runtime.adapters.peers import AdapterPeers
 from ....runtime.attention.pack import Pack
 from ....runtime.stage.executor import Graph
 from ....runtime.world.agreement import everyone
-from ...host.foreign_plans import refuse_foreign
 from ...host.scoring import LossCollector
 from ...host.step import Step
 from ...host.tenants import Tenants
 from ...host.trained import Passed
-from ...huggingface.models import refuse_unequal_replay
 from ..pipeline.host import PipelineHost
 from ..pipeline.model import StageModule
 from ..pipeline.stage import PipelineStage
@@ -47,20 +44,15 @@ class PipelineTenants(Tenants):
             module.forward_funcs[0].register_forward_hook(need_gradient)
 
     def passes(self, step: Step, collector: LossCollector) -> Passed:
-        host, plan = self._host, step.plan
-        if plan.replayed or plan.recompute:
-            refuse_unequal_replay(host.engine.module)
-        refuse_foreign(plan, host.layout.dp, host.layout.pp)
-        recomputes, plane = host.recipe.train.recompute, host.plane_of(plan)
-        trainer = FrozenPipelineStage(host.engine, step=step, plane=plane, recomputes=recomputes, collector=collector)
-        return Passed(host.execute(step, lower(plan, host.pipeline_stage, host.dp_cp_rank), trainer))
+        program = self._host.program_of(step.plan)
+        return Passed(self._host.execute(step, program, FrozenPipelineStage(self._host, step, collector)))
 
 
 class FrozenPipelineStage(PipelineStage):
     """The passes of a frozen stage; the collector takes their losses down."""
 
-    def __init__(self, engine: Any, **of_step: Any) -> None:
-        super().__init__(engine, weight=1.0, **of_step)
+    def __init__(self, host: PipelineHost, step: Step, collector: LossCollector) -> None:
+        super().__init__(host, step, weight=1.0, collector=collector)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
         torch.autograd.backward(graph.output, gradient)
