@@ -24,18 +24,12 @@ from torch import Tensor, nn
 from ....core.recipe.recipe import Recipe
 from ...huggingface.folders.conversion import ModelWeights
 from ...huggingface.folders.reading import WeightFolder
-from .ds_config import ds_config
+from .ds_config import SHARDED, ds_config
 from .engine import prepare_deepspeed
 from .partial import Parts, WithoutMemory
 
-_SHARDED = 3
-"""Of the stages of ZeRO."""
 _OF_EXPERTS = 3
 """Axes of a parameter that holds a matrix of each expert."""
-
-
-def _nothing(_: Sequence[nn.Parameter]) -> None:
-    """What is done with filled parameters that stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class Keeping:
     """False: parameters get memory alone, and `leave` their values."""
     rows: Callable[[str, Tensor], slice | None] = lambda *_: None
     """Which rows of a parameter the rank will look at, by its name and shape; None: all."""
-    leave: Callable[[Sequence[nn.Parameter]], None] = _nothing
+    leave: Callable[[Sequence[nn.Parameter]], None] = lambda _: None
     """Is given the parameters of each module once they are filled. Collective, if it is so."""
 
 
@@ -84,7 +78,7 @@ def keeping_of(recipe: Recipe, rank: int, world_size: int) -> Keeping:
     """What a rank of DeepSpeed keeps of the model of a recipe without pipelines. Raises EvenloadError: see
     `ds_config`."""
     dtype = torch.bfloat16 if recipe.train.dtype == "bf16" else torch.float32
-    if recipe.deepspeed.zero_stage == _SHARDED:
+    if recipe.deepspeed.zero_stage == SHARDED:
         prepare_deepspeed()
         deepspeed.init_distributed()
         return Keeping(dtype, reads=rank == 0, leave=_Shards(ds_config(recipe, world_size)))

@@ -25,11 +25,9 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.adapters.places import AdaptedBlock, Place, Site
 from ....runtime.attention.pack import Pack
 from ...huggingface import attention
-from ..engine.ds_config import ds_config
+from ..engine.ds_config import SHARDED, ds_config
 from ..engine.engine import prepare_deepspeed
 
-SHARDED = 3
-"""Of the stages of ZeRO."""
 _ATTENTION = ("self_attn", "attention")
 """What the models that evenload knows call the attention of a layer."""
 
@@ -103,17 +101,14 @@ class _Asking(torch.autograd.Function):
 def _carrier(layer: nn.Module) -> nn.Module:
     """The attention of a layer: the pack is an argument of its call, and it runs first in every replay. The layer's own
     hooks are no use: Transformers replays a layer's ``forward``, not its call."""
-    inner = [name for name, module in layer.named_modules() if module is not layer and _replays_itself(module)]
+    replaying = [name for name, module in layer.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = [name for name in replaying if name]
     attentions = [module for name in _ATTENTION if isinstance(module := getattr(layer, name, None), nn.Module)]
     if inner or not attentions:
         what = "adapters do not know which tenants run in the layers of this model"
         detail = f"{type(layer).__name__}.{inner[0]} recomputes itself" if inner else f"{type(layer).__name__}"
         raise EvenloadError(what, detail, f"use a model whose layers recompute as a whole, with {_ATTENTION[0]}")
     return attentions[0]
-
-
-def _replays_itself(module: nn.Module) -> bool:
-    return isinstance(module, GradientCheckpointingLayer)
 
 
 def _sites(layer: nn.Module, names: Mapping[int, str]) -> Iterator[Site]:
