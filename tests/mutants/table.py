@@ -1694,7 +1694,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapters of a stage are summed over the stages",
-        "integrations/deepspeed/tenants/pipeline.py",
+        "integrations/deepspeed/tenants/host.py",
         "        peers = AdapterPeers(grid.get_data_parallel_group(), stages)\n",
         "        peers = AdapterPeers(stages, stages)\n",
         "frozen stages",
