@@ -13,21 +13,15 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.plan.action import Action
 from ...core.plan.step_plan import MicroBatch
-from ...runtime.attention.pack import Pack, TokensOf, build_pack
+from ...runtime.attention.pack import TokensOf, build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.attributes import with_attributes
-from ...runtime.stage.executor import Graph, StageTrainer
+from ...runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ...runtime.world.plane import Plane
 from ..huggingface.inputs import inputs_of
 
 _TENSORS = ("input_ids", "position_ids", "shift_labels")
 """What a model computes a pack from."""
-
-
-class TrainerBatch(NamedTuple):
-    """A micro-batch whose tensors lie on the device."""
-
-    pack: Pack
 
 
 class Samples(NamedTuple):
@@ -81,9 +75,9 @@ class TrainerStage(StageTrainer):
         self.loss = torch.zeros((), device=self.device)
         """What the Trainer books as this rank's loss of the step."""
 
-    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> TrainerBatch:
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> LoadedPack:
         tokens_of, labels_of = self._samples
-        return TrainerBatch(
+        return LoadedPack(
             build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=labels_of)
         )
 

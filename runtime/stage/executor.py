@@ -55,6 +55,12 @@ class Loaded(Protocol):
     def pack(self) -> Pack: ...
 
 
+class LoadedPack(NamedTuple):
+    """A micro-batch whose tensors lie on the device."""
+
+    pack: Pack
+
+
 class Graph(NamedTuple):
     """What a forward keeps for its backward."""
 

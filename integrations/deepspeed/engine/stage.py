@@ -5,19 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from ....core.plan.action import Action
 from ....core.plan.step_plan import MicroBatch
 from ....runtime.attention.labels import labels_of
-from ....runtime.attention.pack import IGNORE, Pack, build_pack
+from ....runtime.attention.pack import Pack, build_pack
 from ....runtime.attention.prefix import PrefixStore
 from ....runtime.attributes import with_attributes
-from ....runtime.stage.executor import Graph, StageTrainer
+from ....runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ....runtime.stage.offload import layers_of
 from ...host.scoring import Collector, token_losses
 from ...host.step import Step
@@ -27,12 +26,6 @@ from .engine import Releases
 from .engine_host import EngineHost
 from .expert_gate import GatedExperts
 from .model import enable_recomputing, recomputing
-
-
-class EngineBatch(NamedTuple):
-    """A micro-batch whose tensors lie on the device."""
-
-    pack: Pack
 
 
 class PackStage(StageTrainer):
@@ -63,9 +56,9 @@ class PackStage(StageTrainer):
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         """Sum of the token losses that this rank has computed, and their number."""
 
-    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> EngineBatch:
+    def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> LoadedPack:
         tokens_of, wanted = self._step.tokens_of, labels_of(self._step.labels)
-        return EngineBatch(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
+        return LoadedPack(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
 
     def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
         """The loss of a pack, collected, as its backward starts from it."""
@@ -76,7 +69,7 @@ class PackStage(StageTrainer):
     def _sum(self, logits_TV: Tensor, pack: Pack) -> Tensor:
         """The sum of the token losses of a pack; the collector takes them down by sequence, where there is one."""
         if self._collector is None:
-            return summed(logits_TV, pack)
+            return token_losses(logits_TV, pack, reduction="sum")
         losses_T = token_losses(logits_TV, pack)
         self._collector.add(losses_T.detach(), pack)
         return losses_T.sum()
@@ -117,7 +110,7 @@ class EngineStage(PackStage):
                 forward.enter_context(with_attributes(watcher, pack=loaded.pack))
             return self._forward(loaded, action)
 
-    def _forward(self, loaded: EngineBatch, action: Action) -> Tensor:
+    def _forward(self, loaded: LoadedPack, action: Action) -> Tensor:
         if action.kind == "forward_kv":
             output: Tensor = self._engine(**call_of(loaded.pack), **self._one_logit).logits
             return output
@@ -126,7 +119,9 @@ class EngineStage(PackStage):
         assert self._reduction is not None
         # What a plan says of a micro-batch overrules the recipe; 0 where neither recomputes needs nothing.
         says = action.recomputed is not None and (action.recomputed > 0 or self._recomputes)
-        with recomputing(self._checkpointed(), action.recomputed or 0) if says else nullcontext():
+        if says:
+            enable_recomputing(self._engine.module, self.blocks)
+        with recomputing(self.blocks, action.recomputed or 0) if says else nullcontext():
             loss = self._loss_of(loaded.pack)
         self._reduction.after_forward()
         return self._weighed(loss, loaded.pack)
@@ -139,17 +134,6 @@ class EngineStage(PackStage):
     def _loss_of(self, pack: Pack) -> Tensor:
         """The sum of the token losses of a pack, from a forward that will have a backward."""
         return self._sum(self._engine(**call_of(pack)).logits[0], pack)
-
-    def _checkpointed(self) -> Sequence[Any]:
-        """The decoder layers, able to recompute their activations. Raises EvenloadError if they are not."""
-        enable_recomputing(self._engine.module, self.blocks)
-        return self.blocks
-
-
-def summed(logits_TV: Tensor, pack: Pack) -> Tensor:
-    """Sum of the token losses of logits, in float32 at least."""
-    wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    return cross_entropy(logits_TV.to(wide), pack.labels_T, ignore_index=IGNORE, reduction="sum")
 
 
 def call_of(pack: Pack) -> dict[str, Any]:
