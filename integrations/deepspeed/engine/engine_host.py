@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from ....core.errors import EvenloadError, Rule, refuse_first
+from ....core.errors import EvenloadError, refuse_first
 from ....core.machine.layout import Layout
 from ....core.plan.branches import COPIED, SUM_AFTER_PASSES
 from ....core.recipe.recipe import Recipe
@@ -44,7 +44,9 @@ class EngineHost(Host):
     """The model's experts, if it has any."""
 
     def __init__(self, recipe: Recipe, world: World) -> None:
-        refuse_first(*rules(recipe), _undivided(recipe))
+        cp, what = recipe.parallel.cp, "trainer deepspeed has no context parallelism of a fixed degree"
+        do = "set parallel.cp=1 (plugins.mesh shares sequences), or use megatron"
+        refuse_first(*rules(recipe), (cp > 1, what, f"parallel.cp {cp}", do))  # which can be planned, all the same
         self.layout: Layout = recipe.layout(world.size)
         self.world = world
         self.recipe = recipe
@@ -185,10 +187,3 @@ class EngineWeights(Weights):
     def load(self, directory: Path) -> None:
         recipe = self._host.recipe
         checkpoint.load(self._host.engine, directory, freeze=recipe.train.freeze, trust=recipe.checkpoint.trust)
-
-
-def _undivided(recipe: Recipe) -> Rule:
-    """What can be planned, and no engine of DeepSpeed does here."""
-    p = recipe.parallel
-    what = "trainer deepspeed has no context parallelism of a fixed degree"
-    return p.cp > 1, what, f"parallel.cp {p.cp}", "set parallel.cp=1 (plugins.mesh shares sequences), or use megatron"
