@@ -106,7 +106,7 @@ KILLERS: dict[str, Words] = {
     "changes refused": ("pytest", _CHANGES, "-k", "is_refused"),
     "entries of batches": ("pytest", "tests/integrations/huggingface/test_inputs.py"),
     "user's loop": ("pytest", "tests/integrations/deepspeed/unmodified/test_promises.py"),
-    "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_counts.py"),
+    "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_micro_batches.py"),
     "rounds": ("pytest", "tests/core/plan/test_rounds.py"),
     "gate": ("pytest", "tests/runtime/experts/test_gate.py"),
     "exact quotas": ("pytest", "tests/core/experts/test_exact.py", "tests/runtime/experts/test_exact_on_device.py"),
@@ -1140,7 +1140,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a dummy weighs a target",
-        "integrations/deepspeed/unmodified/batches.py",
+        "integrations/deepspeed/unmodified/micro_batches.py",
         "lambda _: np.zeros(2, dtype=np.int64)), 0",
         "lambda _: np.zeros(2, dtype=np.int64)), 1",
         "user's loop",
@@ -1154,14 +1154,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a user's step is filled up with dummies",
-        "integrations/deepspeed/unmodified/counts.py",
+        "integrations/deepspeed/unmodified/micro_batches.py",
         "    while len(result) < count and",
         "    while len(result) < 1 and",
         "counts",
     ),
     Mutant(
         "ranks in step run real micro-batches though they are slower",
-        "integrations/deepspeed/unmodified/counts.py",
+        "integrations/deepspeed/unmodified/micro_batches.py",
         "    return dummies if slower else real",
         "    return real",
         "counts",
@@ -1169,8 +1169,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a replay's loss weighs half",
         _STAGE,
-        "        return self._weighed(self._sum(output[0], pack), pack)",
-        '        return self._weighed(self._sum(output[0], pack), pack) * (1.0 if action.kind == "forward" else 0.5)',
+        "        return self._weighed(output[0], pack)",
+        '        return self._weighed(output[0], pack) * (1.0 if action.kind == "forward" else 0.5)',
         "quick deepspeed stages",
     ),
     Mutant(

@@ -28,6 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ....core.errors import EvenloadError
+from ....core.plan.step_plan import StepPlan
+from ....core.recipe.recipe import Recipe
+from ....core.registry import layer_planner
 from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.balance import Shares
@@ -36,11 +40,9 @@ from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.owners import HomeOwner
 from ....runtime.experts.routing import Routed
 from ....runtime.stage.offload import layers_of
+from ...host.step import Mark, no_mark
 from ...huggingface.routes import blocks, num_experts_of
-from .experts import AutoEPMoELayer
-
-SharesOf = Callable[[Tensor], Shares | None]
-"""The choices of this rank's tokens [T, K] to the quotas of the pass; None where every expert stays at home."""
+from .experts import COMM_BACKEND, AutoEPMoELayer
 
 
 class GatedExperts:
@@ -61,6 +63,10 @@ class GatedExperts:
         for number, block in blocks(model):
             self._undo.callback(self.gate.mark_around(block, number))
             self._bind(number, block, decoder_layers[number])
+
+    def begin(self, plan: StepPlan, mark: Mark = no_mark) -> None:
+        """Before the first pass of a step that runs this plan."""
+        self.gate.begin(plan.digest, mark, plan.experts, layer_planner(plan.experts.planner))
 
     def unbind(self) -> None:
         """Leave the model as it was."""
@@ -104,16 +110,34 @@ class GatedExperts:
         return Routed(pack, number, chosen_TK, self._num_experts).counts()
 
 
+def gated_experts(module: Any, recipe: Recipe) -> GatedExperts | None:
+    """The layers of a live model whose experts are divided, behind a gate; None where none are. Raises EvenloadError:
+    they exchange tokens by other means than those that copies are made for."""
+    layers = [layer for layer in module.modules() if isinstance(layer, AutoEPMoELayer) and layer.ep_size > 1]
+    copying = [plugin.name for plugin in recipe.enabled() if plugin.place == "layers"]
+    odd = next((layer.comm_backend for layer in layers if layer.comm_backend != COMM_BACKEND), "")
+    if odd and copying:
+        raise EvenloadError(
+            f"plugins.{copying[0]} runs on AutoEP's own exchange of tokens",
+            f"ds_config: expert_parallel.comm_backend {odd}",
+            f"set comm_backend to {COMM_BACKEND}, or disable the plugin",
+        )
+    return GatedExperts(module, layers[0].ep_group) if layers else None
+
+
 class SlottedLayer:
     """One layer, in one pass after the other.
 
     Args:
-        shares_of: is asked behind the router.
+        shares_of: is asked behind the router, with the choices of this rank's tokens [T, K], for the quotas of the
+            pass; None where every expert stays at home.
         recomputed: whether the activations of the pass that runs are let go and computed again. Its copies then go and
             come again with them, whatever the policy keeps.
     """
 
-    def __init__(self, layer: Any, shares_of: SharesOf, recomputed: Callable[[], bool]) -> None:
+    def __init__(
+        self, layer: Any, shares_of: Callable[[Tensor], Shares | None], recomputed: Callable[[], bool]
+    ) -> None:
         self._layer, self._experts = layer, layer.experts
         self._shares_of, self._recomputed = shares_of, recomputed
         self._own_pass, self._own_products = layer._forward, layer.experts.forward

@@ -29,7 +29,6 @@ from ....core.plan.in_step import Program
 from ....core.plan.program import Dummies, lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
-from ....core.registry import layer_planner
 from ....runtime.experts.routing import StepRouting
 from ....runtime.measure.busy import counts_waiting
 from ....runtime.world.plane import Plane
@@ -103,11 +102,6 @@ class DeepSpeedHost(EngineHost):
         assert self.experts is not None
         self.experts.clip(self.own_parameters(), self.recipe.train.clip_grad)
 
-    def begin_experts(self, step: Step) -> None:
-        if self.gated:
-            experts = step.plan.experts
-            self.gated.gate.begin(step.plan.digest, step.mark, experts, layer_planner(experts.planner))
-
     def program_of(self, plan: StepPlan, otherwise: Dummies) -> tuple[Program, tuple[str, ...]]:
         """What this rank runs, in step with all others where they must be, and `DUMMIES` where that adds any. Raises
         EvenloadError for a plan that the engine cannot run."""
@@ -132,7 +126,8 @@ class DeepSpeedHost(EngineHost):
         plan, rank = step.plan, self.dp_cp_rank
         self._refuse_unfit(plan)
         program = forwards_in_step(plan)[rank] if self._all_in_step else lower_forwards(plan, 0, rank)
-        self.begin_experts(step)
+        if self.gated:
+            self.gated.begin(plan, step.mark)
         with evaluating(self.engine.module):
             self.execute(step, program, EngineStage(self, step, None, None, self.gated, collector=collector))
 
@@ -176,7 +171,8 @@ class DataParallelWeights(EngineWeights):
     def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
         host = self._host
         program, added = host.program_of(step.plan, "idle")
-        host.begin_experts(step)
+        if host.gated:
+            host.gated.begin(step.plan, step.mark)
         share = host.world.size if host.stage == 3 else 1
         with ExitStack() as open_step:
             num_backwards = sum(action.kind == "backward" for action in program)

@@ -60,19 +60,18 @@ class PackStage(StageTrainer):
         tokens_of, wanted = self._step.tokens_of, labels_of(self._step.labels)
         return LoadedPack(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
 
-    def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
-        """The loss of a pack, collected, as its backward starts from it."""
+    def _weighed(self, logits_TV: Tensor, pack: Pack) -> Tensor:
+        """The sum of the token losses of a pack as its backward starts from it; the collector takes them down by
+        sequence, where there is one."""
+        if self._collector is None:
+            loss = token_losses(logits_TV, pack, reduction="sum")
+        else:
+            losses_T = token_losses(logits_TV, pack)
+            self._collector.add(losses_T.detach(), pack)
+            loss = losses_T.sum()
         self.totals[0] += loss.detach()
         self.totals[1] += pack.num_targets
         return loss * self._weight
-
-    def _sum(self, logits_TV: Tensor, pack: Pack) -> Tensor:
-        """The sum of the token losses of a pack; the collector takes them down by sequence, where there is one."""
-        if self._collector is None:
-            return token_losses(logits_TV, pack, reduction="sum")
-        losses_T = token_losses(logits_TV, pack)
-        self._collector.add(losses_T.detach(), pack)
-        return losses_T.sum()
 
     def _scored(self, logits_TV: Tensor, pack: Pack) -> Tensor:
         """What is left of the logits of a pack once they are taken down: nothing."""
@@ -122,18 +121,19 @@ class EngineStage(PackStage):
         if says:
             enable_recomputing(self._engine.module, self.blocks)
         with recomputing(self.blocks, action.recomputed or 0) if says else nullcontext():
-            loss = self._loss_of(loaded.pack)
+            logits_TV = self._logits_of(loaded.pack)
         self._reduction.after_forward()
-        return self._weighed(loss, loaded.pack)
+        return self._weighed(logits_TV, loaded.pack)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
         assert self._reduction is not None
         self._reduction.before_backward()
         self._engine.backward(graph.output, scale_wrt_gas=False)
 
-    def _loss_of(self, pack: Pack) -> Tensor:
-        """The sum of the token losses of a pack, from a forward that will have a backward."""
-        return self._sum(self._engine(**call_of(pack)).logits[0], pack)
+    def _logits_of(self, pack: Pack) -> Tensor:
+        """[T, V], from a forward that will have a backward."""
+        logits_TV: Tensor = self._engine(**call_of(pack)).logits[0]
+        return logits_TV
 
 
 def call_of(pack: Pack) -> dict[str, Any]:

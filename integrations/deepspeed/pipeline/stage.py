@@ -51,7 +51,7 @@ class PipelineStage(PackStage):
             return output
         if action.kind == "score":
             return self._scored(output[0], pack)
-        return self._weighed(self._sum(output[0], pack), pack)
+        return self._weighed(output[0], pack)
 
     def _through(self, received: Tensor | None, pack: Pack, **how: Any) -> Tensor:
         """The forward of `model.StageModule`, by the engine."""

@@ -65,8 +65,9 @@ class FrozenStage(EngineStage):
         super().__init__(host, step, self._releases, None, None, weight=1.0, collector=collector)
         self._offload = host.engine.optimizer
 
-    def _loss_of(self, pack: Pack) -> Tensor:
-        return self._sum(self._engine.module(**call_of(pack)).logits[0], pack)
+    def _logits_of(self, pack: Pack) -> Tensor:
+        logits_TV: Tensor = self._engine.module(**call_of(pack)).logits[0]
+        return logits_TV
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
         self._releases.before_backward()
