@@ -54,7 +54,6 @@ def what_to_install(distribution: str, version: str | None, supports: SpecifierS
 
 
 def _is_newer(version: str | None, supports: SpecifierSet) -> bool:
-    """Whether a version lies above all of the supported ones."""
     ends = [Version(one.version) for one in supports if one.operator.startswith("<")]
     try:
         return version is not None and any(Version(version) >= end for end in ends)

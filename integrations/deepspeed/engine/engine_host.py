@@ -164,7 +164,6 @@ class EngineWeights(Weights):
         return self.norm({n: p.grad for n, p in self._host.own_parameters().items()})
 
     def _step(self) -> None:
-        """The engine's own clipping and update."""
         self._host.engine.step()
 
     def _trained_parameters(self) -> Mapping[str, torch.nn.Parameter]:

@@ -33,9 +33,8 @@ from ....runtime.experts.routing import StepRouting
 from ....runtime.measure.busy import counts_waiting
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
-from ...host.foreign_plans import refuse_foreign
 from ...host.scoring import Collector, evaluating
-from ...host.step import Step
+from ...host.step import Step, refuse_foreign
 from ...host.trained import Passed, Trained, freeze
 from ...huggingface.models import refuse_unequal_replay, refuse_unsupported
 from ...huggingface.routes import Recorder, num_experts_of

@@ -30,9 +30,8 @@ from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
-from ...host.foreign_plans import refuse_foreign
 from ...host.scoring import Collector, evaluating
-from ...host.step import Step
+from ...host.step import Step, refuse_foreign
 from ...host.trained import Passed, Trained, freeze
 from ...huggingface.models import refuse_unequal_replay
 from ..engine.engine import make_engine

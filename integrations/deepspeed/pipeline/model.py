@@ -141,7 +141,6 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _refuse_uncut(config: Any, layout: Layout) -> None:
-    """Raise EvenloadError for a model that cannot be cut into these stages."""
     layers, dropout = config.num_hidden_layers, getattr(config, "hidden_dropout", 0.0)
     known, tied = ", ".join(sorted(_FINAL_NORM)), "tie_word_embeddings: first and last stage would share a weight"
     what, config_file = "the model cannot be cut into pipeline stages", "in the model's config"

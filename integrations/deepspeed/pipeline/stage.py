@@ -54,7 +54,6 @@ class PipelineStage(PackStage):
         return self._weighed(output[0], pack)
 
     def _through(self, received: Tensor | None, pack: Pack, **how: Any) -> Tensor:
-        """The forward of `model.StageModule`, by the engine."""
         output: Tensor = DeepSpeedEngine.forward(self._engine, received, pack, **how)
         return output
 
