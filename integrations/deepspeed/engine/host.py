@@ -42,8 +42,8 @@ from .engine import make_engine, one_reduction
 from .engine_host import EngineHost, EngineWeights
 from .expert_gate import GatedExperts
 from .experts import DividedExperts
+from .keeping import keeping_of
 from .model import build_model, recompute_layers
-from .pretrained import keeping_of
 from .stage import EngineStage
 
 log = logging.getLogger("evenload")

@@ -4,7 +4,7 @@
     layers 1 .. L      decoder layers, equally many on every stage
     layers L+1, L+2    final norm and output layer, of the last stage
 
-Each rank has memory for its own stage alone (`partial`), with the weights that the seed gives it without a pipeline: a
+Each rank has memory for its own stage alone (`keeping`), with the weights that the seed gives it without a pipeline: a
 run starts from the same weights however many stages it has. `forward` is our own: a pack travels with the call, rotary
 tables are computed once a stage, and the number of recomputed layers is the call's.
 
