@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.adapter import Adapter
-from ...core.recipe.tenant import TenantTrain
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from .textbook import AdamW, norm_of
@@ -32,18 +31,7 @@ class Alone:
     """Weights of the model without the adapter, as `Host.weights` gives them."""
     adapter: Adapter
     optimizer: AdamW
-
-    @classmethod
-    def of(
-        cls,
-        plain: Any,
-        base: Mapping[str, Tensor],
-        adapter: Adapter,
-        train: TenantTrain,
-        weights: Mapping[str, Tensor],
-    ) -> Alone:
-        """From these matrices on, by name as in `runtime.adapters.state.AdapterState`, with moments of zero."""
-        return cls(plain, base, adapter, AdamW.of(weights, train))
+    """Of the matrices, by name as in `runtime.adapters.state.AdapterState`."""
 
     @property
     def weights(self) -> dict[str, Tensor]:
