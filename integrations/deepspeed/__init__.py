@@ -36,7 +36,7 @@ def open_host(recipe: Recipe, world: World) -> Host:
     _require_packages()
     from .engine.host import DataParallelWeights, DeepSpeedHost
     from .pipeline.host import PipelineHost, PipelineWeights
-    from .tenants.host import DataParallelTenants, PipelineTenants
+    from .tenants import DataParallelTenants, PipelineTenants
 
     if recipe.parallel.pp > 1:
         return PipelineHost(recipe, world, PipelineTenants if recipe.adapts else PipelineWeights)
