@@ -1,14 +1,29 @@
-"""What each plugin can do in which training loop here: with the versions that are installed, and for a recipe."""
+"""What each plugin can do in which training loop: as docs/switching_on.md has it, and here, with the versions that are
+installed, for a recipe."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ...api import load_plugins
 from ...core.errors import EvenloadError
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.traits import Loop, all_loops
-from ...integrations.unmodified.loops import plugins_in_table
+from ...core.registry import Plugin, registered
 from ...training.hosts import require
+
+
+def plugins_in_table() -> list[Plugin]:
+    """The registered plugins as the table has them: those that train adapters last."""
+    load_plugins()
+    return sorted(registered(), key=lambda plugin: plugin.adapts)
+
+
+def document() -> str:
+    """The table of plugins and loops, as Markdown."""
+    plugins = plugins_in_table()
+    head = f"| loop | {' | '.join(plugin.name for plugin in plugins)} |\n|---{'|---' * len(plugins)}|\n"
+    return head + "".join(f"| {one.name} | {' | '.join(map(one.does, plugins))} |\n" for one in all_loops())
 
 
 def training_loops(recipe: Recipe | None) -> list[dict[str, Any]]:

@@ -34,14 +34,12 @@ def open_host(recipe: Recipe, world: World) -> Host:
         EvenloadError: DeepSpeed or Transformers is missing, or the recipe asks for what they cannot honour.
     """
     _require_packages()
-    if recipe.parallel.pp > 1:
-        from .pipeline.host import PipelineHost, PipelineWeights
-        from .tenants.pipeline import PipelineTenants
-
-        return PipelineHost(recipe, world, PipelineTenants if recipe.adapts else PipelineWeights)
     from .engine.host import DataParallelWeights, DeepSpeedHost
-    from .tenants.host import DataParallelTenants
+    from .pipeline.host import PipelineHost, PipelineWeights
+    from .tenants import DataParallelTenants, PipelineTenants
 
+    if recipe.parallel.pp > 1:
+        return PipelineHost(recipe, world, PipelineTenants if recipe.adapts else PipelineWeights)
     return DeepSpeedHost(recipe, world, DataParallelTenants if recipe.adapts else DataParallelWeights)
 
 

@@ -17,11 +17,10 @@ from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
-from ...runtime.experts.routing import Routes
-from ...runtime.world.agreement import everyone
 from ..host.host import Host
 from ..huggingface.routes import Replayer
 from ..reference.exactness import largest_error
+from ..reference.textbook import norm_of
 from .engine.model import build_model
 
 
@@ -71,7 +70,7 @@ class PlainModel:
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Norm of the whole model's gradient."""
-        return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
+        return norm_of(gradients)
 
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a parameter's gradient is compared by: Transformers' projections are apart already."""
@@ -83,11 +82,7 @@ class PlainModel:
 
     def replay_routes(self, host: Host) -> None:
         """Send tokens to the experts to which the host's last step sent them. Collective."""
-        routes: Routes = {}
-        for of_rank in everyone({key: choices.cpu() for key, choices in host.routes.items()}):
-            for key, choices_LK in of_rank.items():
-                routes[key] = torch.maximum(choices_LK, routes.get(key, choices_LK))  # UNKNOWN: had no forward there
-        self._routers.routes = routes
+        self._routers.routes = host.routes_of_all()
 
     @property
     def routes_differ(self) -> int:

@@ -1,1 +1,1 @@
-"""What every trainer offers to a planned step, and what hosts share: scoring, freezing, versions, tenants."""
+"""What every trainer offers to a planned step, and what hosts share: scoring, versions, tenants."""

@@ -23,6 +23,7 @@ from ...core.recipe.recipe import Recipe
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
+from ...runtime.experts.routing import Routes
 from ...runtime.measure.busy import BusyClock
 from ...runtime.stage.executor import StageTrainer
 from ...runtime.stage.stage_links import StageLinks
@@ -164,6 +165,14 @@ class Host(ABC):
     def expert_biases(self) -> Mapping[int, Tensor]:
         """The bias of each expert, by layer of the whole model from 0, on the CPU; empty without such."""
         return {}
+
+    def routes_of_all(self) -> Routes:
+        """`routes`, of the tokens that ran anywhere, on the CPU."""
+        routes: Routes = {}
+        for of_rank in everyone({key: choices.cpu() for key, choices in self.routes.items()}):
+            for key, choices_LK in of_rank.items():
+                routes[key] = torch.maximum(choices_LK, routes.get(key, choices_LK))  # -1: had no forward there
+        return routes
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -92,10 +92,11 @@ class LogitCollector(Collector):
         return whole
 
 
-def token_losses(logits_TV: Tensor, pack: Pack) -> Tensor:
-    """The loss of each token of a pack from its logits [T], in float32 at least; 0 where it is no target."""
+def token_losses(logits_TV: Tensor, pack: Pack, *, reduction: str = "none") -> Tensor:
+    """The loss of each token of a pack from its logits [T], in float32 at least; 0 where it is no target. As torch has
+    it, reduction "sum" gives their sum."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    return cross_entropy(logits_TV.to(wide), pack.labels_T, ignore_index=IGNORE, reduction="none")
+    return cross_entropy(logits_TV.to(wide), pack.labels_T, ignore_index=IGNORE, reduction=reduction)
 
 
 @contextmanager

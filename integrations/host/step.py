@@ -1,4 +1,9 @@
-"""One planned step: what its passes are run with, where a rank stands in it, and the one call of the executor."""
+"""One planned step: which plans a host refuses before it runs anything, what passes are run with, where a rank stands,
+and the one call of the executor.
+
+A plan is refused that was made for another job, or has what the host has no passes for. The laws (`core.laws`) say what
+no host can run; the tables here say what this one cannot.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...core.errors import refuse_first
 from ...core.plan.action import Program
 from ...core.plan.step_plan import Slice, StepPlan
 from ...runtime.attention.labels import Labels
@@ -60,3 +66,74 @@ def run_program(
     executor = Executor(plan, stage, rank, program, trainer, links=links, plane=plane, clock=clock, mark=mark)
     executor.run()
     return tuple(executor.executed)
+
+
+def refuse_foreign(
+    plan: StepPlan, num_ranks: int, num_stages: int, *, host_schedule: bool = False, splits_backward: bool = True
+) -> None:
+    """Raise EvenloadError for a plan that a host of so many dp_cp ranks and pipeline stages cannot run.
+
+    Args:
+        host_schedule: the trainer's own schedule will run it, which has no need of the plan's stages.
+        splits_backward: the host runs weight gradients as passes of their own.
+    """
+    stages = num_stages if host_schedule else len(plan.order or plan.recompute) or plan.limits.num_stages
+    grouped = (*plan.micro_batches, *plan.backward)
+    static = next((i for i, m in enumerate(grouped) if len(m.ranks) > 1 and not m.cp_comm), None)
+    layout = "plan for the layout of this job"
+    refuse_first(
+        (
+            plan.limits.num_ranks != num_ranks,
+            "the plan was made for another number of data-parallel ranks",
+            f"a plan for {plan.limits.num_ranks} ranks, {num_ranks} in the job",
+            layout,
+        ),
+        (
+            stages != num_stages,
+            "the plan was made for another number of pipeline stages",
+            f"a plan for {stages} stages, {num_stages} in the job",
+            layout,
+        ),
+        (
+            static is not None,
+            "a shared micro-batch names no cp_comm: static context parallelism can be planned, not run",
+            f"micro-batch {static}",
+            "let plugins.mesh share sequences: it says how",
+        ),
+        (
+            not splits_backward and any(plan.split),
+            "this host computes weight gradients in its backwards",
+            "a plan with weight gradients as passes of their own",
+            "set plugins.pipeline.split_backward=off",
+        ),
+    )
+
+
+def refuse_own_order(plan: StepPlan, rank: int, *, shares: bool) -> None:
+    """Raise EvenloadError for a plan that the trainer's own schedule cannot run.
+
+    Args:
+        rank: of the dp_cp plane, whose micro-batches are to run.
+        shares: there is a plane over which ranks share micro-batches, and one pipeline stage.
+    """
+    shared = next((i for i in plan.of_rank(rank) if len(plan.micro_batches[i].ranks) > 1), None)
+    refuse_first(
+        (
+            bool(plan.order or plan.recompute or any(plan.offload)),
+            "the trainer's own schedule cannot run a plan with an order, recomputation or offload of its own",
+            f"made by {plan.made_by or 'hand'}",
+            "let evenload's host run it, or plan with limits.whole_sequences and without plugins.pipeline",
+        ),
+        (
+            not shares and shared is not None,
+            "a micro-batch is shared by several ranks",
+            f"micro-batch {shared}",
+            "let evenload's host run it; without pipeline stages, give the Plane of open_plane()",
+        ),
+        (
+            bool(plan.cut),
+            "a sequence is cut into slices in a plan without an order",
+            f"sequence {min(plan.cut, default=0)}",
+            "give the plan an order per stage, or plan whole sequences",
+        ),
+    )

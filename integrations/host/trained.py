@@ -1,15 +1,22 @@
-"""What a host trains: the weights of its model (`Weights`), or adapters beside a frozen one (`tenants.Tenants`)."""
+"""What a host trains: the weights of its model (`Weights`), or adapters beside a frozen one (`tenants.Tenants`).
+
+Weights may be frozen (`freeze`): they have no gradient and no state of the optimizer, and count in no norm. They stand
+in the model and in checkpoints as ever.
+"""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...core.errors import EvenloadError, nearest
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.simulate.step import Span
 from ...runtime.experts.gate import Load
@@ -136,3 +143,31 @@ class Snapshots(Weights):
     def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
         """Copy what `save` would write; the call that writes it, from any thread. Collective, and that call is so over
         ``group``."""
+
+
+def freeze(patterns: Sequence[str], own: Mapping[str, nn.Parameter], stages: Sequence[Sequence[str]]) -> frozenset[str]:
+    """Freeze what the patterns (``train.freeze``) name; the names of all parameters that are frozen anywhere.
+
+    Args:
+        patterns: as a shell has them; upper and lower case differ.
+        own: this rank's parameters by global name, before an engine or an optimizer is made for them.
+        stages: the global names of the parameters of each part of the model, those of other ranks too.
+
+    Raises:
+        EvenloadError: a pattern matches no name, or nothing is left to train, of the model or of one of its parts.
+    """
+    names = sorted({name for part in stages for name in part})
+    frozen: set[str] = set()
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            kinds = {re.sub(r"\.\d+(?=\.)", ".*", name) for name in names}
+            raise EvenloadError("train.freeze matches no parameter of this model", pattern, nearest(pattern, kinds))
+        frozen.update(matched)
+    for number, part in enumerate(stages):
+        if frozen.issuperset(part):
+            what = "train.freeze leaves nothing to train" + (f" on pipeline stage {number}" if len(stages) > 1 else "")
+            raise EvenloadError(what, ", ".join(patterns), "freeze less, or set fewer stages (parallel.pp)")
+    for name, parameter in own.items():
+        parameter.requires_grad_(name not in frozen)
+    return frozenset(frozen)

@@ -54,7 +54,6 @@ def what_to_install(distribution: str, version: str | None, supports: SpecifierS
 
 
 def _is_newer(version: str | None, supports: SpecifierSet) -> bool:
-    """Whether a version lies above all of the supported ones."""
     ends = [Version(one.version) for one in supports if one.operator.startswith("<")]
     try:
         return version is not None and any(Version(version) >= end for end in ends)
@@ -123,17 +122,12 @@ def _find(package: str) -> ModuleSpec | None:
     name, spec = "", None
     for part in package.split("."):
         name = f"{name}.{part}".lstrip(".")
-        spec = _ask_finders(name, path)
+        try:
+            specs = (finder.find_spec(name, path) for finder in list(sys.meta_path))
+            spec = next(filter(None, specs), None)
+        except ImportError:
+            return None
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or ())
     return spec
-
-
-def _ask_finders(name: str, path: list[str] | None) -> ModuleSpec | None:
-    with suppress(ImportError):
-        for finder in list(sys.meta_path):
-            spec = finder.find_spec(name, path)
-            if spec is not None:
-                return spec
-    return None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ...core.errors import EvenloadError
 from ...core.machine.shape import Shape
+from ...core.plan.step_plan import StepPlan
 from ...core.recipe.sizes import shape_in
 
 _WINDOW_OF = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -93,9 +94,9 @@ def rotary_reach(config: Any) -> int | None:
     return None
 
 
-def refuse_unequal_replay(model: Any) -> None:
-    """Raise EvenloadError if a second forward of the same tokens would drop other values than the first."""
-    for name, module in model.named_modules():
+def refuse_unequal_replay(plan: StepPlan, model: Any) -> None:
+    """Raise EvenloadError if a second forward that the plan has would drop other values than the first."""
+    for name, module in model.named_modules() if plan.replayed or plan.recompute else ():
         share: Any = getattr(module, "p", 0.0)
         if type(module).__name__.startswith("Dropout") and share:
             raise EvenloadError(

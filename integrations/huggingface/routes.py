@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def watch(model: torch.nn.Module, choose: Choose) -> None:
     """Ask ``choose`` at every choice of every router of a model from now on."""
     num_experts = num_experts_of(model)
     for layer, block in blocks(model):
-        block.forward = _watched(block.forward, choose, layer, num_experts)
+        block.forward = partial(_watched, block.forward, partial(choose, layer), num_experts)
 
 
 def num_experts_of(model: torch.nn.Module) -> int:
@@ -39,12 +40,9 @@ def num_experts_of(model: torch.nn.Module) -> int:
     return next((int(n) for name in NUM_EXPERTS if (n := getattr(text, name, None))), 0)
 
 
-def _watched(forward: Any, choose: Choose, layer: int, num_experts: int) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _Choices(choose, layer, num_experts):
-            return forward(*args, **kwargs)
-
-    return call
+def _watched(forward: Any, choose: Callable[[Tensor], Tensor], num_experts: int, /, *args: Any, **kwargs: Any) -> Any:
+    with _Choices(choose, num_experts):
+        return forward(*args, **kwargs)
 
 
 def blocks(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
@@ -56,10 +54,9 @@ def blocks(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
 
 
 class _Choices(TorchFunctionMode):
-    def __init__(self, choose: Choose, layer: int, num_experts: int) -> None:
+    def __init__(self, choose: Callable[[Tensor], Tensor], num_experts: int) -> None:
         super().__init__()
         self._choose = choose
-        self._layer = layer
         self._num_experts = num_experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +64,7 @@ class _Choices(TorchFunctionMode):
         # Choices among groups of experts come before, and are narrower.
         if func not in (torch.topk, Tensor.topk) or args[0].shape[1:] != (self._num_experts,):
             return result
-        chosen_TK = self._choose(self._layer, result.indices)
+        chosen_TK = self._choose(result.indices)
         return result if chosen_TK is result.indices else type(result)((args[0].gather(-1, chosen_TK), chosen_TK))
 
 

@@ -24,7 +24,7 @@ from ...runtime.attention.labels import Labels, labels_of
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ...runtime.experts.routing import StepRouting
 from ...runtime.world.plane import Plane
-from ..host.foreign_plans import refuse_own_order
+from ..host.step import refuse_own_order
 from .model.attention import PlannedSeqParams, seq_params
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]

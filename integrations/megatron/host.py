@@ -31,12 +31,10 @@ from ...runtime.measure.busy import counts_waiting
 from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
-from ..host.foreign_plans import refuse_foreign
-from ..host.freezing import freeze
 from ..host.host import Host
 from ..host.scoring import Collector, evaluating
-from ..host.step import Step
-from ..host.trained import Snapshots, StepResult, Trained
+from ..host.step import Step, refuse_foreign
+from ..host.trained import Snapshots, StepResult, Trained, freeze
 from ..reference.textbook import AdamState
 from .base.plane import join_groups, leave_groups, open_plane, stage_links
 from .base.setup import check_host, check_recipe

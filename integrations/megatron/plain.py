@@ -29,7 +29,6 @@ from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
-from ...runtime.experts.routing import Routes
 from ...runtime.world.agreement import everyone
 from ..host.host import Host
 from ..reference.exactness import largest_error
@@ -191,11 +190,7 @@ class PlainModel:
 
     def replay_routes(self, host: Host) -> None:
         """Send tokens to the experts to which the host's last step sent them. Collective."""
-        routes: Routes = {}
-        for of_rank in everyone({key: choices.cpu() for key, choices in host.routes.items()}):
-            for key, choices_LK in of_rank.items():
-                routes[key] = torch.maximum(choices_LK, routes.get(key, choices_LK))  # -1: had no forward there
-        self.routers.replay(routes)
+        self.routers.replay(host.routes_of_all())
 
     @property
     def routes_differ(self) -> int:

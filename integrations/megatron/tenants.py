@@ -18,9 +18,8 @@ from ...runtime.adapters.peers import AdapterPeers
 from ...runtime.adapters.places import AdaptedBlock, Place, Site
 from ...runtime.attention.pack import Pack
 from ...runtime.experts.routing import StepRouting
-from ..host.foreign_plans import refuse_foreign
 from ..host.scoring import LossCollector
-from ..host.step import Step
+from ..host.step import Step, refuse_foreign
 from ..host.tenants import Tenants
 from ..host.trained import Passed
 from .forward import CollectedForward, reaching_recomputed

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...core.recipe.sections import Updates
@@ -63,3 +64,9 @@ class AdamW:
             if weight.ndim >= _MATRIX:
                 weight.mul_(1 - lr * self.train.weight_decay)
             weight.addcdiv_(exp_avg / correction1, (exp_avg_sq / correction2).sqrt().add_(self.train.eps), value=-lr)
+
+
+def norm_of(gradients: Mapping[str, Tensor | None]) -> float:
+    """The norm of all gradients together, in float64; None counts as zeros."""
+    norms = [gradient.detach().double().norm() for gradient in gradients.values() if gradient is not None]
+    return float(torch.stack(norms).norm()) if norms else 0.0

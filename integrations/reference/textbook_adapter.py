@@ -13,15 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...core.plan.step_plan import Lengths
 from ...core.recipe.adapter import Adapter
-from ...core.recipe.tenant import TenantTrain
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
-from .textbook import AdamW
+from .textbook import AdamW, norm_of
 
 
 @dataclass
@@ -33,18 +31,7 @@ class Alone:
     """Weights of the model without the adapter, as `Host.weights` gives them."""
     adapter: Adapter
     optimizer: AdamW
-
-    @classmethod
-    def of(
-        cls,
-        plain: Any,
-        base: Mapping[str, Tensor],
-        adapter: Adapter,
-        train: TenantTrain,
-        weights: Mapping[str, Tensor],
-    ) -> Alone:
-        """From these matrices on, by name as in `runtime.adapters.places.AdapterState`, with moments of zero."""
-        return cls(plain, base, adapter, AdamW.of(weights, train))
+    """Of the matrices, by name as in `runtime.adapters.places.AdapterState`."""
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -74,7 +61,3 @@ class Alone:
         norm = norm_of(gradients)
         self.optimizer.step(gradients, norm, lr)
         return norm
-
-
-def norm_of(gradients: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())

@@ -32,7 +32,7 @@ from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import build_pack
 from ...runtime.experts.weights import of_slots
 from ...runtime.world.agreement import rank_and_size
-from ..deepspeed.unmodified.counts import into_exactly
+from ..deepspeed.unmodified.micro_batches import into_exactly
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of, without_unread
 from ..huggingface.models import refuse_unsupported

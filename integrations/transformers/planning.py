@@ -23,7 +23,7 @@ from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, shape_of
 from ..huggingface.refusals import raise_together
 from ..huggingface.samples import reach, split
-from ..unmodified.global_batch import GlobalBatch
+from ..unmodified.planned_loop import GlobalBatch
 from .supported import inner_model
 from .traits import rule_of_layers, traits_of
 

@@ -1,1 +1,1 @@
-"""What plans in loops that nobody edits share: which loops there are, the folder of a run, its reports, its ranks."""
+"""What plans in loops that nobody edits share: the seam, the folder of a run, its reports, its ranks."""

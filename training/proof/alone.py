@@ -17,8 +17,8 @@ from ...core.plan.step_plan import Lengths
 from ...core.recipe.adapter import Adapter
 from ...integrations.host.trained import TenantResult
 from ...integrations.reference.exactness import relative_error
-from ...integrations.reference.textbook import AdamState
-from ...integrations.reference.textbook_adapter import Alone, norm_of
+from ...integrations.reference.textbook import AdamState, AdamW, norm_of
+from ...integrations.reference.textbook_adapter import Alone
 from ...runtime.adapters.places import AdapterState
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
@@ -55,7 +55,7 @@ class TenantBeside:
     def of(
         cls, tenant: ActiveTenant, drawing: Drawing, adapter: Adapter, start: Mapping[str, Tensor], job: TenantJob
     ) -> TenantBeside:
-        alone = Alone.of(None, job.host.weights(), adapter, tenant.config.train, start)
+        alone = Alone(None, job.host.weights(), adapter, AdamW.of(start, tenant.config.train))
         tolerance = Tolerance.of(job.recipe.trainer, job.recipe.train.dtype)
         return cls(tenant, drawing, alone, start, tolerance, AdapterState(start, {}, {}, 0))
 

@@ -68,9 +68,7 @@ def load(engine: Any, directory: Path, *, freeze: Sequence[str] = (), trust: boo
     checkpoint, it was written under another ZeRO stage or precision or with others frozen, or it holds more than data
     and is not to be trusted.
     """
-    saved = _read_shape(directory)
-    shape = _shape(engine, freeze)
-    saved, shape = ({"pp": 1, "ep": 1, "freeze": [], **one} for one in (saved, shape))
+    saved, shape = {"pp": 1, "ep": 1, "freeze": [], **_read_shape(directory)}, _shape(engine, freeze)
     for key in ("zero_stage", "dtype", "pp", "ep", "freeze"):
         divided = key == "ep" and min(saved[key], shape[key]) > 1 and shape["zero_stage"] > 0
         if saved.get(key) != shape[key] and not divided:

@@ -42,6 +42,17 @@ OWNED: dict[str, str] = {
 }
 """Keys that a recipe's ``deepspeed.config`` may not hold, and what to do instead."""
 
+_OWNED_OF_ZERO = {
+    "stage": "set deepspeed.zero_stage",
+    "offload_optimizer": "leave it out: evenload brings torch's AdamW",
+    "zenflow": "leave it out: it updates weights outside the step",
+    "compute_grad_norm": "leave it out: every step reports the norm of its gradient",
+}
+"""The same of its section ``zero_optimization``."""
+
+SHARDED = 3
+"""The stage of ZeRO that divides parameters, too."""
+
 _TIMED = ("wall_clock_breakdown", "flops_profiler")
 """Keys whose timers of DeepSpeed 0.19 end a pipeline's first backward: its engine and its hooks both start them."""
 
@@ -50,9 +61,7 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """The dictionary that `deepspeed.initialize` is given. Raises EvenloadError: ``deepspeed.config`` holds a key that
     evenload owns, or what ends a pipeline."""
     extra = recipe.deepspeed.config
-    for key, do in OWNED.items():
-        if key in extra:
-            raise EvenloadError(f"deepspeed.config may not set '{key}'", f"{key} = {shown(extra[key])}", do)
+    _refuse_owned(extra, OWNED)
     for key in _TIMED if recipe.parallel.pp > 1 else ():
         value = extra.get(key)
         if value.get("enabled") if isinstance(value, Mapping) else value:
@@ -64,15 +73,7 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         raise EvenloadError(
             "deepspeed.config.zero_optimization is no mapping", shown(zero), "see DeepSpeed's ds_config"
         )
-    for key, do in (
-        ("stage", "set deepspeed.zero_stage"),
-        ("offload_optimizer", "leave it out: evenload brings torch's AdamW"),
-        ("zenflow", "leave it out: it updates weights outside the step"),
-        ("compute_grad_norm", "leave it out: every step reports the norm of its gradient"),
-    ):
-        if key in zero:
-            what = f"deepspeed.config may not set 'zero_optimization.{key}'"
-            raise EvenloadError(what, f"{key} = {shown(zero[key])}", do)
+    _refuse_owned(zero, _OWNED_OF_ZERO, "zero_optimization.")
     stage = recipe.deepspeed.zero_stage
     owned: dict[str, Any] = {
         # A formality: the boundary of a step is set by hand, so these two only have to multiply to the first.
@@ -83,7 +84,13 @@ def ds_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "bf16": {"enabled": recipe.train.dtype == "bf16"},
         "zero_optimization": {**zero, "stage": stage},
     }
-    if stage < 3:
+    if stage < SHARDED:
         # ZeRO 3 only averages; there the loss is multiplied by the number of ranks instead.
         owned["gradient_allreduce_op"] = "sum"
     return {"steps_per_print": None, **extra, **owned}
+
+
+def _refuse_owned(section: Mapping[str, Any], owned: Mapping[str, str], above: str = "") -> None:
+    for key, do in owned.items():
+        if key in section:
+            raise EvenloadError(f"deepspeed.config may not set '{above}{key}'", f"{key} = {shown(section[key])}", do)

@@ -102,12 +102,10 @@ def one_reduction(engine: Any, num_backwards: int) -> Iterator[OneReduction]:
     if stage == 0:
         with engine.no_sync():
             yield reduction
-        engine.set_gradient_accumulation_boundary(True)
         engine.allreduce_gradients()
     elif stage < 3:
         with engine.coalesce_grad_reduction():
             yield reduction
-        engine.set_gradient_accumulation_boundary(True)
     else:
         yield reduction
     assert reduction.started == num_backwards, f"{reduction.started} of {num_backwards} backwards ran"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from ....core.errors import EvenloadError, Rule, refuse_first
+from ....core.errors import EvenloadError, refuse_first
 from ....core.machine.layout import Layout
 from ....core.plan.branches import COPIED, SUM_AFTER_PASSES
 from ....core.recipe.recipe import Recipe
@@ -24,8 +24,7 @@ from ...host.host import Host
 from ...host.step import Step
 from ...host.trained import Passed, StepResult, Weights
 from ...huggingface.folders.conversion import as_in_folder, exported_groups
-from ...huggingface.models import refuse_unequal_replay
-from ...reference.textbook import AdamState
+from ...reference.textbook import AdamState, norm_of
 from . import checkpoint
 from .engine import adam_states, discard_gradients, full_gradients, full_weights
 from .expert_gate import GatedExperts
@@ -45,7 +44,9 @@ class EngineHost(Host):
     """The model's experts, if it has any."""
 
     def __init__(self, recipe: Recipe, world: World) -> None:
-        refuse_first(*rules(recipe), _undivided(recipe))
+        cp, what = recipe.parallel.cp, "trainer deepspeed has no context parallelism of a fixed degree"
+        do = "set parallel.cp=1 (plugins.mesh shares sequences), or use megatron"
+        refuse_first(*rules(recipe), (cp > 1, what, f"parallel.cp {cp}", do))  # which can be planned, all the same
         self.layout: Layout = recipe.layout(world.size)
         self.world = world
         self.recipe = recipe
@@ -129,8 +130,6 @@ class EngineWeights(Weights):
                 f"{len(plan.lengths)} sequences",
                 "use longer samples, or mask fewer tokens",
             )
-        if plan.replayed or plan.recompute:
-            refuse_unequal_replay(self._host.engine.module)
         totals, (executed, branches) = self._passes(step, num_targets)
         dist.all_reduce(totals)
         busy = step.clock.read()
@@ -149,9 +148,7 @@ class EngineWeights(Weights):
         return dict(self._host.whole(full_gradients(self._trained_parameters())))
 
     def norm(self, gradients: Mapping[str, Tensor | None]) -> float:
-        """See `Trained`; None among the gradients count as zeros."""
-        norms = [t.detach().double().norm() for t in gradients.values() if t is not None]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        return norm_of(gradients)
 
     def update(self, lr: Any) -> float:
         engine = self._host.engine
@@ -167,7 +164,6 @@ class EngineWeights(Weights):
         return self.norm({n: p.grad for n, p in self._host.own_parameters().items()})
 
     def _step(self) -> None:
-        """The engine's own clipping and update."""
         self._host.engine.step()
 
     def _trained_parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -190,10 +186,3 @@ class EngineWeights(Weights):
     def load(self, directory: Path) -> None:
         recipe = self._host.recipe
         checkpoint.load(self._host.engine, directory, freeze=recipe.train.freeze, trust=recipe.checkpoint.trust)
-
-
-def _undivided(recipe: Recipe) -> Rule:
-    """What can be planned, and no engine of DeepSpeed does here."""
-    p = recipe.parallel
-    what = "trainer deepspeed has no context parallelism of a fixed degree"
-    return p.cp > 1, what, f"parallel.cp {p.cp}", "set parallel.cp=1 (plugins.mesh shares sequences), or use megatron"

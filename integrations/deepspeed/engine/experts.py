@@ -27,6 +27,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import groups
 from torch import Tensor
 from transformers.utils import output_capturing
+from wrapt import FunctionWrapper
 
 from ....core.errors import EvenloadError
 from ....core.recipe.recipe import Recipe
@@ -191,14 +192,7 @@ def registry_by_name() -> Iterator[None]:
     """Transformers' registry of what its classes record takes models, since 5.23; AutoEP looks classes up by their
     names, which it takes inside."""
     registry = output_capturing._CanRecordRegistry
-    stock_get, stock_set = registry.get, registry.__setitem__
-
-    def get(self: Any, *args: Any) -> Any:
-        return get_by_name(stock_get.__get__(self), self, args, {})
-
-    def put(self: Any, *args: Any) -> None:
-        set_by_name(stock_set.__get__(self), self, args, {})
-
+    get, put = FunctionWrapper(registry.get, get_by_name), FunctionWrapper(registry.__setitem__, set_by_name)
     with with_attributes(registry, get=get, __setitem__=put):
         yield
 

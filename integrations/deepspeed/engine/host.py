@@ -29,24 +29,21 @@ from ....core.plan.forwards import forwards_in_step, lower_forwards
 from ....core.plan.program import Dummies, lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
-from ....core.registry import layer_planner
 from ....runtime.experts.routing import StepRouting
 from ....runtime.measure.busy import counts_waiting
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
-from ...host.foreign_plans import refuse_foreign
-from ...host.freezing import freeze
 from ...host.scoring import Collector, evaluating
-from ...host.step import Step
-from ...host.trained import Passed, Trained
-from ...huggingface.models import refuse_unsupported
+from ...host.step import Step, refuse_foreign
+from ...host.trained import Passed, Trained, freeze
+from ...huggingface.models import refuse_unequal_replay, refuse_unsupported
 from ...huggingface.routes import Recorder, num_experts_of
 from .engine import make_engine, one_reduction
 from .engine_host import EngineHost, EngineWeights
 from .expert_gate import GatedExperts
 from .experts import DividedExperts
+from .keeping import keeping_of
 from .model import build_model, recompute_layers
-from .pretrained import keeping_of
 from .stage import EngineStage
 
 log = logging.getLogger("evenload")
@@ -104,16 +101,11 @@ class DeepSpeedHost(EngineHost):
         assert self.experts is not None
         self.experts.clip(self.own_parameters(), self.recipe.train.clip_grad)
 
-    def begin_experts(self, step: Step) -> None:
-        if self.gated:
-            experts = step.plan.experts
-            self.gated.gate.begin(step.plan.digest, step.mark, experts, layer_planner(experts.planner))
-
     def program_of(self, plan: StepPlan, otherwise: Dummies) -> tuple[Program, tuple[str, ...]]:
         """What this rank runs, in step with all others where they must be, and `DUMMIES` where that adds any. Raises
         EvenloadError for a plan that the engine cannot run."""
-        refuse_foreign(plan, self.world.size, 1, splits_backward=False)
-        self._refuse_out_of_step(plan)
+        self._refuse_unfit(plan)
+        refuse_unequal_replay(plan, self.engine.module)
         if not self._all_in_step:
             return lower(plan, 0, self.dp_cp_rank, otherwise), ()
         program = lower(plan, 0, self.dp_cp_rank, "in step")
@@ -130,17 +122,13 @@ class DeepSpeedHost(EngineHost):
         return program, (DUMMIES,) if added else ()
 
     def _forwards(self, step: Step, collector: Collector) -> None:
-        plan = step.plan
-        refuse_foreign(plan, self.world.size, 1, splits_backward=False)
-        self._refuse_out_of_step(plan)
-        rank = self.dp_cp_rank
+        plan, rank = step.plan, self.dp_cp_rank
+        self._refuse_unfit(plan)
         program = forwards_in_step(plan)[rank] if self._all_in_step else lower_forwards(plan, 0, rank)
-        self.begin_experts(step)
-        trainer = EngineStage(
-            self.engine, None, None, self.gated, step=step, plane=self.plane_of(plan), collector=collector
-        )
+        if self.gated:
+            self.gated.begin(plan, step.mark)
         with evaluating(self.engine.module):
-            self.execute(step, program, trainer)
+            self.execute(step, program, EngineStage(self, step, None, None, self.gated, collector=collector))
 
     def recording(self, plan: StepPlan) -> Recorder | None:
         """What records the routes of a step into `routes`, where somebody wants them."""
@@ -152,9 +140,10 @@ class DeepSpeedHost(EngineHost):
         self.routes = step.routes
         return self._recorder
 
-    def _refuse_out_of_step(self, plan: StepPlan) -> None:
-        """Raise EvenloadError for a plan that does not keep those ranks in step that share experts, as its laws would
-        have it."""
+    def _refuse_unfit(self, plan: StepPlan) -> None:
+        """Raise EvenloadError for a plan of another job, or one that does not keep those ranks in step that share
+        experts, as its laws would have it."""
+        refuse_foreign(plan, self.world.size, 1, splits_backward=False)
         limits, ranks = plan.limits, self.world.size if self.stage == 3 else self.layout.ep
         if self.experts is not None and limits.in_step != ranks:
             raise EvenloadError(
@@ -181,20 +170,14 @@ class DataParallelWeights(EngineWeights):
     def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
         host = self._host
         program, added = host.program_of(step.plan, "idle")
-        host.begin_experts(step)
+        if host.gated:
+            host.gated.begin(step.plan, step.mark)
         share = host.world.size if host.stage == 3 else 1
         with ExitStack() as open_step:
             num_backwards = sum(action.kind == "backward" for action in program)
-            trainer = EngineStage(
-                host.engine,
-                open_step.enter_context(one_reduction(host.engine, num_backwards)),
-                host.recording(step.plan),
-                host.gated,
-                step=step,
-                plane=host.plane_of(step.plan),
-                weight=share / num_targets,
-                recomputes=host.recipe.train.recompute,
-            )
+            reduction = open_step.enter_context(one_reduction(host.engine, num_backwards))
+            recorder = host.recording(step.plan)
+            trainer = EngineStage(host, step, reduction, recorder, host.gated, weight=share / num_targets)
             executed = host.execute(step, program, trainer)
             step.mark("gradient reduction")
             with step.clock.noting("G") if host.stage < 3 else nullcontext():

@@ -19,8 +19,7 @@ from ...huggingface import attention
 from ...huggingface.folders.conversion import ModelWeights
 from ...huggingface.folders.model_config import model_config
 from ...huggingface.folders.reading import WeightFolder
-from .partial import Parts, WithoutMemory, build_partly
-from .pretrained import WHOLE, Keeping, read_model
+from .keeping import WHOLE, Keeping, Parts, WithoutMemory, build_partly, read_model
 
 _ALIGNED = 8
 """Values of bfloat16 in 16 bytes."""
@@ -40,7 +39,7 @@ def build_model(
     Args:
         experts_implementation: how Transformers runs experts; None: one product over groups of tokens, whose sums have
             one order on every device, where it can (it wants rows of whole 16 bytes), else expert by expert.
-        parts: what of it is wanted, if not the whole; see `partial`.
+        parts: what of it is wanted, if not the whole.
         keeping: what this rank keeps of weights that are read (``model.weights``).
 
     Raises:

@@ -9,22 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from ....core.plan.action import Action
 from ....core.plan.step_plan import MicroBatch
 from ....runtime.attention.labels import labels_of
-from ....runtime.attention.pack import IGNORE, Pack, build_pack
+from ....runtime.attention.pack import Pack, build_pack
 from ....runtime.attention.prefix import PrefixStore
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ....runtime.stage.offload import layers_of
-from ....runtime.world.plane import Plane
 from ...host.scoring import Collector, token_losses
 from ...host.step import Step
 from ...huggingface import attention
 from ...huggingface.routes import Recorder
 from .engine import Releases
+from .engine_host import EngineHost
 from .expert_gate import GatedExperts
 from .model import enable_recomputing, recomputing
 
@@ -34,48 +33,45 @@ class PackStage(StageTrainer):
 
     Args:
         weight: of the loss of a token.
-        recomputes: whether the recipe recomputes every layer; a plan that says so itself overrules it.
         collector: takes down what scores give, and the losses of a frozen model.
     """
 
     def __init__(
         self,
-        engine: Any,
+        host: EngineHost,
         blocks: Sequence[Any],
-        *,
         step: Step,
-        plane: Plane | None,
+        *,
         weight: float = 0.0,
-        recomputes: bool = False,
         collector: Collector | None = None,
     ) -> None:
-        super().__init__(blocks, engine.device)
-        self._engine = engine
+        super().__init__(blocks, host.engine.device)
+        self._engine = host.engine
         self._step = step
-        self._plane = plane
+        self._plane = host.plane_of(step.plan)
         self._weight = weight
-        self._recomputes = recomputes
+        self._recomputes = host.recipe.train.recompute
+        """Every layer; a plan that says so itself overrules it."""
         self._collector = collector
-        self.totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         """Sum of the token losses that this rank has computed, and their number."""
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> LoadedPack:
         tokens_of, wanted = self._step.tokens_of, labels_of(self._step.labels)
         return LoadedPack(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
 
-    def _weighed(self, loss: Tensor, pack: Pack) -> Tensor:
-        """The loss of a pack, collected, as its backward starts from it."""
+    def _weighed(self, logits_TV: Tensor, pack: Pack) -> Tensor:
+        """The sum of the token losses of a pack as its backward starts from it; the collector takes them down by
+        sequence, where there is one."""
+        if self._collector is None:
+            loss = token_losses(logits_TV, pack, reduction="sum")
+        else:
+            losses_T = token_losses(logits_TV, pack)
+            self._collector.add(losses_T.detach(), pack)
+            loss = losses_T.sum()
         self.totals[0] += loss.detach()
         self.totals[1] += pack.num_targets
         return loss * self._weight
-
-    def _sum(self, logits_TV: Tensor, pack: Pack) -> Tensor:
-        """The sum of the token losses of a pack; the collector takes them down by sequence, where there is one."""
-        if self._collector is None:
-            return summed(logits_TV, pack)
-        losses_T = token_losses(logits_TV, pack)
-        self._collector.add(losses_T.detach(), pack)
-        return losses_T.sum()
 
     def _scored(self, logits_TV: Tensor, pack: Pack) -> Tensor:
         """What is left of the logits of a pack once they are taken down: nothing."""
@@ -90,16 +86,17 @@ class EngineStage(PackStage):
 
     def __init__(
         self,
-        engine: Any,
+        host: EngineHost,
+        step: Step,
         reduction: Releases | None,
         recorder: Recorder | None,
         gated: GatedExperts | None,
-        **of_step: Any,
+        **sums: Any,
     ) -> None:
-        super().__init__(engine, layers_of(engine.module), **of_step)
+        super().__init__(host, layers_of(host.engine.module), step, **sums)
         self._reduction, self._gated = reduction, gated
         self._watchers = [watcher for watcher in (recorder, gated) if watcher]
-        parameters = inspect.signature(engine.module.forward).parameters
+        parameters = inspect.signature(host.engine.module.forward).parameters
         self._one_logit = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def entering(self, where: str) -> None:
@@ -121,30 +118,22 @@ class EngineStage(PackStage):
         assert self._reduction is not None
         # What a plan says of a micro-batch overrules the recipe; 0 where neither recomputes needs nothing.
         says = action.recomputed is not None and (action.recomputed > 0 or self._recomputes)
-        with recomputing(self._checkpointed(), action.recomputed or 0) if says else nullcontext():
-            loss = self._loss_of(loaded.pack)
+        if says:
+            enable_recomputing(self._engine.module, self.blocks)
+        with recomputing(self.blocks, action.recomputed or 0) if says else nullcontext():
+            logits_TV = self._logits_of(loaded.pack)
         self._reduction.after_forward()
-        return self._weighed(loss, loaded.pack)
+        return self._weighed(logits_TV, loaded.pack)
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> None:
         assert self._reduction is not None
         self._reduction.before_backward()
         self._engine.backward(graph.output, scale_wrt_gas=False)
 
-    def _loss_of(self, pack: Pack) -> Tensor:
-        """The sum of the token losses of a pack, from a forward that will have a backward."""
-        return self._sum(self._engine(**call_of(pack)).logits[0], pack)
-
-    def _checkpointed(self) -> Sequence[Any]:
-        """The decoder layers, able to recompute their activations. Raises EvenloadError if they are not."""
-        enable_recomputing(self._engine.module, self.blocks)
-        return self.blocks
-
-
-def summed(logits_TV: Tensor, pack: Pack) -> Tensor:
-    """Sum of the token losses of logits, in float32 at least."""
-    wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    return cross_entropy(logits_TV.to(wide), pack.labels_T, ignore_index=IGNORE, reduction="sum")
+    def _logits_of(self, pack: Pack) -> Tensor:
+        """[T, V], from a forward that will have a backward."""
+        logits_TV: Tensor = self._engine(**call_of(pack)).logits[0]
+        return logits_TV
 
 
 def call_of(pack: Pack) -> dict[str, Any]:

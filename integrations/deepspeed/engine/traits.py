@@ -109,6 +109,13 @@ def rules(recipe: Recipe) -> list[Rule]:
     ]
 
 
+_UNKNOWN = (
+    *("score", "shared_ffn_hidden_size", "bias_rate", "dispatcher"),
+    *("z_loss", "sequence_aux_loss", "batch_aux_loss", "capacity_factor"),
+)
+"""Fields of ``model.moe`` of which Transformers' experts do what their default says, and nothing else."""
+
+
 def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     """What the blocks of Transformers and DeepSpeed's AutoEP cannot do with ``model.moe``."""
     model, moe, ep = recipe.model, recipe.model.moe, recipe.parallel.ep
@@ -121,25 +128,16 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
         return []
     megatron = "use trainer: megatron, or "
     any_layer = families_with(lambda family: family.experts == "some")
-    unknown: list[tuple[str, object, object]] = [
-        ("score", moe.score, "softmax"),
-        ("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, 0),
-        ("bias_rate", moe.bias_rate, 0.0),
-        ("z_loss", moe.z_loss, 0.0),
-        ("sequence_aux_loss", moe.sequence_aux_loss, 0.0),
-        ("batch_aux_loss", moe.batch_aux_loss, 0.0),
-        ("capacity_factor", moe.capacity_factor, 0.0),
-        ("dispatcher", moe.dispatcher, "alltoall"),
-    ]
+    plain = {name: type(moe).model_fields[name].default for name in _UNKNOWN}
     return [
         *(
             (
-                value != plain,
+                getattr(moe, name) != default,
                 f"the experts of trainer deepspeed know no model.moe.{name}",
-                f"model.moe.{name} {value}",
-                f"{megatron}set it to {plain}",
+                f"model.moe.{name} {getattr(moe, name)}",
+                f"{megatron}set it to {default}",
             )
-            for name, value, plain in unknown
+            for name, default in plain.items()
         ),
         (
             model.kind.experts == "all" and moe.every > 1,

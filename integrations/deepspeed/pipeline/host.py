@@ -20,19 +20,20 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor
 
+from ....core.plan.action import Program
 from ....core.plan.forwards import lower_forwards
 from ....core.plan.program import lower
+from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
 from ....runtime.measure.busy import counts_waiting
 from ....runtime.stage.stage_links import StageLinks
 from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
-from ...host.foreign_plans import refuse_foreign
-from ...host.freezing import freeze
 from ...host.scoring import Collector, evaluating
-from ...host.step import Step
-from ...host.trained import Passed, Trained
+from ...host.step import Step, refuse_foreign
+from ...host.trained import Passed, Trained, freeze
+from ...huggingface.models import refuse_unequal_replay
 from ..engine.engine import make_engine
 from ..engine.engine_host import EngineHost, EngineWeights
 from .model import StageModule, build_stage
@@ -89,12 +90,17 @@ class PipelineHost(EngineHost):
         parts = everyone(list(self.own_parameters()), self._stages)
         return {name: stage for stage, names in enumerate(parts) for name in names}
 
-    def _forwards(self, step: Step, collector: Collector) -> None:
-        plan = step.plan
+    def program_of(self, plan: StepPlan) -> Program:
+        """What this rank runs. Raises EvenloadError for a plan that the engine cannot run."""
         refuse_foreign(plan, self.layout.dp, self.layout.pp)
-        trainer = PipelineStage(self.engine, step=step, plane=self.plane_of(plan), collector=collector)
+        refuse_unequal_replay(plan, self.module)
+        return lower(plan, self.pipeline_stage, self.dp_cp_rank)
+
+    def _forwards(self, step: Step, collector: Collector) -> None:
+        refuse_foreign(step.plan, self.layout.dp, self.layout.pp)
+        program = lower_forwards(step.plan, self.pipeline_stage, self.dp_cp_rank)
         with evaluating(self.module):
-            self.execute(step, lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank), trainer)
+            self.execute(step, program, PipelineStage(self, step, collector=collector))
 
     def _open_plane(self) -> Plane:
         return Plane.make(self._rows)
@@ -112,16 +118,9 @@ class PipelineWeights(EngineWeights):
         host.engine = make_engine(module, host.recipe, host.layout.dp)
 
     def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
-        host, plan = self._host, step.plan
-        refuse_foreign(plan, host.layout.dp, host.layout.pp)
-        trainer = PipelineStage(
-            host.engine,
-            step=step,
-            plane=host.plane_of(plan),
-            weight=1 / num_targets,
-            recomputes=host.recipe.train.recompute,
-        )
-        executed = host.execute(step, lower(plan, host.pipeline_stage, host.dp_cp_rank), trainer)
+        host = self._host
+        program, trainer = host.program_of(step.plan), PipelineStage(host, step, weight=1 / num_targets)
+        executed = host.execute(step, program, trainer)
         step.mark("gradient reduction")
         with step.clock.noting("G"):
             trainer.reduce()

@@ -4,7 +4,7 @@
     layers 1 .. L      decoder layers, equally many on every stage
     layers L+1, L+2    final norm and output layer, of the last stage
 
-Each rank has memory for its own stage alone (`partial`), with the weights that the seed gives it without a pipeline: a
+Each rank has memory for its own stage alone (`keeping`), with the weights that the seed gives it without a pipeline: a
 run starts from the same weights however many stages it has. `forward` is our own: a pack travels with the call, rotary
 tables are computed once a stage, and the number of recomputed layers is the call's.
 
@@ -32,7 +32,7 @@ from ...huggingface import attention
 from ...huggingface.folders.model_config import model_config
 from ...huggingface.models import refuse_unsupported
 from ..engine.engine import prepare_deepspeed
-from ..engine.model import build_model, recompute_layers, recomputing
+from ..engine.model import build_model, enable_recomputing, recomputing
 
 _DENSE = [family for family in FAMILIES.values() if family.experts == "none"]
 _FINAL_NORM = {"mistral": "norm", **{one.model_type: one.modules["final_norm"].split(".")[-1] for one in _DENSE}}
@@ -129,9 +129,7 @@ def _take_apart(recipe: Recipe, layout: Layout, stage: int) -> _Parts:
     _refuse_uncut(config, layout)
     first, end = _borders(config.num_hidden_layers + 3, layout.pp)[stage : stage + 2]
     model = build_model(recipe, parts=lambda whole: [*_layers(whole)[first:end], whole.base_model.rotary_emb])
-    recompute_layers(model)  # brings the means; `recomputing` says when
-    for block in model.base_model.layers:
-        block.gradient_checkpointing = False
+    enable_recomputing(model, model.base_model.layers)  # `recomputing` says when
     names = {id(p): name for name, p in model.named_parameters()}
     return _Parts(model.config, model.base_model.rotary_emb, _layers(model), names)
 
@@ -143,22 +141,13 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _refuse_uncut(config: Any, layout: Layout) -> None:
-    """Raise EvenloadError for a model that cannot be cut into these stages."""
     layers, dropout = config.num_hidden_layers, getattr(config, "hidden_dropout", 0.0)
-    tied = "tie_word_embeddings: first and last stage would share a weight"
-    untie, divide = (
-        "set tie_word_embeddings to false in the model's config",
-        "choose a pp that divides the number of layers",
+    known, tied = ", ".join(sorted(_FINAL_NORM)), "tie_word_embeddings: first and last stage would share a weight"
+    what, config_file = "the model cannot be cut into pipeline stages", "in the model's config"
+    divide = "choose a pp that divides the number of layers"
+    refuse_first(
+        (config.model_type not in _FINAL_NORM, what, f"model_type {config.model_type}", f"use {known}"),
+        (getattr(config, "tie_word_embeddings", False), what, tied, f"set tie_word_embeddings to false {config_file}"),
+        (bool(dropout), what, f"hidden_dropout = {dropout}", f"set it to 0 {config_file}"),
+        (layers % layout.pp != 0, what, f"{layers} layers, parallel.pp {layout.pp}", divide),
     )
-    rules = [
-        (
-            config.model_type not in _FINAL_NORM,
-            f"model_type {config.model_type}",
-            f"use {', '.join(sorted(_FINAL_NORM))}",
-        ),
-        (getattr(config, "tie_word_embeddings", False), tied, untie),
-        (bool(dropout), f"hidden_dropout = {dropout}", "set it to 0 in the model's config"),
-        (layers % layout.pp != 0, f"{layers} layers, parallel.pp {layout.pp}", divide),
-    ]
-    what = "the model cannot be cut into pipeline stages"
-    refuse_first(*((broken, what, detail, do) for broken, detail, do in rules))

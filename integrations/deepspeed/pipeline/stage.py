@@ -21,14 +21,16 @@ from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.deferred import WgradStore, deferring
 from ....runtime.stage.executor import Graph
+from ...host.step import Step
+from ..engine.engine_host import EngineHost
 from ..engine.stage import PackStage
 
 
 class PipelineStage(PackStage):
     """The passes of DeepSpeed's engine around a `model.StageModule`."""
 
-    def __init__(self, engine: Any, **of_step: Any) -> None:
-        super().__init__(engine, engine.module.blocks, **of_step)
+    def __init__(self, host: EngineHost, step: Step, **sums: Any) -> None:
+        super().__init__(host, host.engine.module.blocks, step, **sums)
 
     def prepared(self, program: Program, wgrads: WgradStore) -> AbstractContextManager[None]:
         """Holds around the executor's `run`: linear layers can leave weight gradients, where the program wants that."""
@@ -48,10 +50,9 @@ class PipelineStage(PackStage):
             return output
         if action.kind == "score":
             return self._scored(output[0], pack)
-        return self._weighed(self._sum(output[0], pack), pack)
+        return self._weighed(output[0], pack)
 
     def _through(self, received: Tensor | None, pack: Pack, **how: Any) -> Tensor:
-        """The forward of `model.StageModule`, by the engine."""
         output: Tensor = DeepSpeedEngine.forward(self._engine, received, pack, **how)
         return output
 

@@ -28,10 +28,8 @@ from ....runtime.world.agreement import everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
-from ...unmodified.global_batch import GlobalBatch
-from ...unmodified.planned_loop import PlannedLoop
-from .batches import PlannedMicroBatch, build_batch
-from .counts import into_exactly
+from ...unmodified.planned_loop import GlobalBatch, PlannedLoop
+from .micro_batches import PlannedMicroBatch, build_batch, into_exactly
 
 log = logging.getLogger("evenload")
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,15 +36,15 @@ from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
+from ....runtime.attributes import with_attributes
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported, shape_of
 from ...unmodified.planned_runs import end_of_check, on_release
-from ..engine.expert_gate import GatedExperts
+from ..engine.expert_gate import GatedExperts, gated_experts
 from ..engine.experts import expert_ranks
 from ..engine.traits import traits_of
-from .batches import PlannedMicroBatch
-from .experts import gated_experts, running
 from .loader import PlannedLoader
+from .micro_batches import PlannedMicroBatch
 from .section import KEY, parse_section, recipe_of
 
 
@@ -112,7 +113,12 @@ def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     pack = replace(planned.pack, **on_device)
     call |= {"position_ids": pack.positions_T[None].to(device), "use_cache": False, attention.PACK: pack}
     call.pop("attention_mask", None)
-    with running(state.gated, planned, pack):
+    gated = state.gated
+    if gated:
+        if planned.place == 0:
+            gated.begin(planned.plan)
+        gated.gate.enter(f"micro-batch {planned.place}")
+    with with_attributes(gated, pack=pack) if gated else nullcontext():
         output = wrapped(**call)
     return _show_loss(state, planned, output)
 

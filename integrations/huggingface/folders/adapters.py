@@ -23,7 +23,7 @@ from ....runtime.files import sync
 from .adapter_config import ADAPTER_CONFIG, SAVED_BY_PEFT, read_config, write_config
 from .reading import failures_of_file
 
-ADAPTER_MODEL = "adapter_model.safetensors"
+ADAPTER_MODEL, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _HALVES = ("lora_A", "lora_B")
 _RESTORE = "restore the folder from its origin"
@@ -79,8 +79,7 @@ def read_adapter(folder: Path) -> tuple[Adapter, dict[str, Tensor]]:
     """
     name = shorten(str(folder))
     if not reading.is_file(folder / ADAPTER_MODEL):
-        others = [file for file in ("adapter_model.bin",) if reading.is_file(folder / file)]
-        detail = f"{others[0]}, a pickle" if others else f"no {ADAPTER_MODEL}"
+        detail = f"{PICKLED}, a pickle" if reading.is_file(folder / PICKLED) else f"no {ADAPTER_MODEL}"
         raise EvenloadError(f"{name} holds no adapter", detail, SAVED_BY_PEFT)
     failures = failures_of_file(f"{ADAPTER_MODEL} of {name}", SAVED_BY_PEFT)
     with failures, safe_open(folder / ADAPTER_MODEL, framework="pt") as opened:

@@ -142,7 +142,11 @@ class ModelWeights:
 def exported_groups(model: Any) -> list[tuple[str, ...]]:
     """The parameters and persistent buffers of a model by name, each once; together those that a folder has in one
     tensor."""
-    converters = [entry.reverse_transform() for entry in reversed(_conversions(model))]
+    known = getattr(model, "_weight_conversions", None)
+    if known is None:
+        whole = get_model_conversion_mapping(model, add_legacy=False)
+        known = [entry for entry in whole if not isinstance(entry, PrefixChange)]
+    converters = [entry.reverse_transform() for entry in reversed(known)]
     converters = [entry for entry in converters if isinstance(entry, WeightConverter)]
     groups: dict[str, list[str]] = {}
     seen: set[int] = set()
@@ -156,10 +160,3 @@ def exported_groups(model: Any) -> list[tuple[str, ...]]:
 def as_in_folder(model: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a group of `exported_groups` as a folder has them, by the folder's names."""
     yield from revert_weight_conversion(model, dict(tensors)).items()
-
-
-def _conversions(model: Any) -> list[Any]:
-    known = getattr(model, "_weight_conversions", None)
-    if known is not None:
-        return list(known)
-    return [x for x in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(x, PrefixChange)]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from evenload.api import load_recipe
 from evenload.commands.doctor import doctor
+from evenload.commands.installation.training_loops import document, plugins_in_table
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
 from evenload.core.recipe.traits import NOTHING, REFUSED, all_loops
-from evenload.integrations.unmodified.loops import document, plugins_in_table
 from evenload.runtime.attention.blocks import BLOCKS, choose_block
 from evenload.runtime.attention.kernels import KERNELS, choose_kernel, explain
 

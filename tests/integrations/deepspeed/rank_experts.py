@@ -26,10 +26,10 @@ from evenload.core.recipe import recipe as recipes
 from evenload.core.registry import layer_planner
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.engine.engine import full_weights, prepare_deepspeed
+from evenload.integrations.deepspeed.engine.expert_gate import gated_experts
 from evenload.integrations.deepspeed.engine.experts import DividedExperts
 from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.integrations.deepspeed.unmodified import loop
-from evenload.integrations.deepspeed.unmodified.experts import gated_experts
 from evenload.patches import deepspeed as patch
 from evenload.patches import transformers
 from evenload.patches.ledger import Ledger
@@ -88,7 +88,7 @@ def layer_planner_of(name: str) -> Any:
 def opened(made: Any) -> Iterator[Any]:
     """The host of a recipe, which knows the planner that draws."""
     host = open_host(made, init_world())
-    with mock.patch("evenload.integrations.deepspeed.engine.host.layer_planner", layer_planner_of):
+    with mock.patch("evenload.integrations.deepspeed.engine.expert_gate.layer_planner", layer_planner_of):
         yield host
     host.close()
 
@@ -291,7 +291,7 @@ def unmodified(stage: int, ep: int, reentrant: bool | None = None) -> dict[str, 
             model=model, config=ds_config, training_data=rows, collate_fn=scripts.collate
         )
         with (
-            mock.patch("evenload.integrations.deepspeed.unmodified.experts.layer_planner", return_value=drawn_quotas),
+            mock.patch("evenload.integrations.deepspeed.engine.expert_gate.layer_planner", return_value=drawn_quotas),
             mock.patch.object(copies, "_exchange", wraps=copies._exchange) as sent,
         ):
             for batch in loader:

@@ -286,7 +286,7 @@ def mutants(pp: int) -> dict[str, Any]:
             ("position restart", engine_stage, "build_pack", _positions_from_zero, cut),
             ("W of nothing", WgradStore, "run", _zeros, cut),
             ("tape shifted", Tape, "gather", _shifted, replayed),
-            ("loss per micro-batch", engine_stage, "summed", _mean, cut),
+            ("loss per micro-batch", engine_stage, "token_losses", _mean, cut),
         ):
             stock = getattr(place, attribute)
 
@@ -352,8 +352,8 @@ def _shifted(gather: Any, tape: Any, slices: Any, segments: Any, like: Any, **na
     return like.copy_(gather(tape, slices, segments, like, **named).roll(1, 0))
 
 
-def _mean(loss_sum: Any, logits: Any, pack: Any) -> Any:
-    return loss_sum(logits, pack) / max(1, pack.num_targets)
+def _mean(losses: Any, logits: Any, pack: Any, **named: Any) -> Any:
+    return losses(logits, pack, **named) / max(1, pack.num_targets)
 
 
 def refused(pp: int) -> dict[str, str]:

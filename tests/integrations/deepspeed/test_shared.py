@@ -8,7 +8,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.action import Action, in_step
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import Op
-from evenload.integrations.deepspeed.unmodified.counts import into_exactly
+from evenload.integrations.deepspeed.unmodified.micro_batches import into_exactly
 
 ROUNDING = 2e-6
 MIXED = ("mixed ring", "mixed all_gather", "mixed all_to_all", "mixed hybrid")

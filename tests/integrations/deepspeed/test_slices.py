@@ -9,8 +9,9 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.program import lower
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.model import build_model, recompute_layers
-from evenload.integrations.deepspeed.engine.stage import call_of, summed
+from evenload.integrations.deepspeed.engine.stage import call_of
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
+from evenload.integrations.host.scoring import token_losses
 from evenload.runtime.attention.labels import count_targets, labels_of
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
@@ -44,7 +45,7 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
                     logits = model(**call_of(pack), logits_to_keep=1).logits
                 assert logits.shape[1] == 1
             else:
-                losses[one.graph] = summed(model(**call_of(pack)).logits[0], pack) / num_targets
+                losses[one.graph] = token_losses(model(**call_of(pack)).logits[0], pack, reduction="sum") / num_targets
                 total += float(losses[one.graph].detach())
         if store is not None:
             store.check_empty()

@@ -10,7 +10,7 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.model import build_model, recompute_layers
-from evenload.integrations.deepspeed.tenants.frozen import blocks_of, linear_names, need_gradient, replay_first
+from evenload.integrations.deepspeed.tenants import blocks_of, linear_names, need_gradient, replay_first
 from evenload.runtime.stage.offload import layers_of
 
 ROUNDING = 2e-6

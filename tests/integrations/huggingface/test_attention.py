@@ -12,8 +12,9 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.model import build_model
-from evenload.integrations.deepspeed.engine.stage import call_of, summed
+from evenload.integrations.deepspeed.engine.stage import call_of
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
+from evenload.integrations.host.scoring import token_losses
 from evenload.integrations.huggingface import attention
 from evenload.runtime.attention.pack import build_pack
 
@@ -40,7 +41,8 @@ def _gradients(model, packs, order):
     losses, total = {}, 0.0
     for kind, index in order:
         if kind == "F":
-            losses[index] = summed(model(**call_of(packs[index])).logits[0], packs[index]) / TARGETS
+            logits_TV = model(**call_of(packs[index])).logits[0]
+            losses[index] = token_losses(logits_TV, packs[index], reduction="sum") / TARGETS
             total += float(losses[index].detach())
         else:
             losses.pop(index).backward()

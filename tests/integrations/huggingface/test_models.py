@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import transformers
 from evenload.core.errors import EvenloadError
@@ -76,7 +78,9 @@ def test_dropout_cannot_be_replayed():
     config = transformers.GPTNeoXConfig(
         num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=97
     )
-    refuse_unequal_replay(transformers.GPTNeoXForCausalLM(config))
+    replays, keeps = (SimpleNamespace(replayed=replayed, recompute=()) for replayed in ((0,), ()))
+    refuse_unequal_replay(replays, transformers.GPTNeoXForCausalLM(config))
     config.hidden_dropout = 0.2
+    refuse_unequal_replay(keeps, transformers.GPTNeoXForCausalLM(config))
     with pytest.raises(EvenloadError, match=r"drops 0\.2"):
-        refuse_unequal_replay(transformers.GPTNeoXForCausalLM(config))
+        refuse_unequal_replay(replays, transformers.GPTNeoXForCausalLM(config))

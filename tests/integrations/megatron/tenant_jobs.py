@@ -15,6 +15,7 @@ from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.reference.exactness import largest_error, relative_error
+from evenload.integrations.reference.textbook import AdamW
 from evenload.integrations.reference.textbook_adapter import Alone
 from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.attention.labels import Labels
@@ -96,7 +97,7 @@ def each_alone(host: Any, starts: list[AdapterState]) -> list[Alone]:
     plain, base = PlainModel(host.recipe, host), host.weights()
     adapters = adapters_of(host.recipe.model.family)
     return [
-        Alone.of(plain, base, adapter, train, start.weights)
+        Alone(plain, base, adapter, AdamW.of(start.weights, train))
         for adapter, train, start in zip(adapters, TRAINS, starts, strict=True)
     ]
 

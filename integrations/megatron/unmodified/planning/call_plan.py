@@ -15,7 +15,7 @@ from .....core.errors import EvenloadError, RankError
 from .....core.plan.step_plan import StepPlan
 from .....core.plan.token_layout import ranks_of_samples, tokens_of_ranks
 from .....runtime.world.agreement import everyone
-from ....unmodified.global_batch import GlobalBatch, Place
+from ....unmodified.planned_loop import GlobalBatch, Place
 from ..reading.batches import Batches
 from ..reading.context_parallel import CpShards
 from ..reading.samples import PackForm, exchange, lay_out

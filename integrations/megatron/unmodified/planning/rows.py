@@ -31,8 +31,7 @@ from .....core.plan.token_layout import ranks_of_samples
 from .....core.planning.chain import PlanChain
 from .....runtime.attributes import with_attributes
 from .....runtime.world.agreement import all_or_none, everyone
-from ....unmodified.global_batch import GlobalBatch
-from ....unmodified.planned_loop import PlannedLoop
+from ....unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..reading.objects import exchange_objects
 from ..reading.rows import INPUT, Row, joined, of_batch, refuse_uncommon, rows_of
 from ..running.order import with_dummies

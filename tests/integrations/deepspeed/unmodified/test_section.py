@@ -17,9 +17,9 @@ from evenload.core.planning.setting import Setting
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.ds_config import OWNED, ds_config
 from evenload.integrations.deepspeed.engine.traits import traits_of
-from evenload.integrations.deepspeed.unmodified.counts import into_exactly
+from evenload.integrations.deepspeed.unmodified.micro_batches import into_exactly
 from evenload.integrations.deepspeed.unmodified.section import parse_section, recipe_of
-from evenload.integrations.host.foreign_plans import refuse_foreign
+from evenload.integrations.host.step import refuse_foreign
 from evenload.integrations.huggingface.models import shape_of
 
 

@@ -1,7 +1,12 @@
-"""A Hugging Face model with the weights of a folder, filled a parameter at a time: a rank reads what it keeps.
+"""A Hugging Face model of which a rank has memory for what it keeps: drawn from the seed, or read from a folder.
 
-The whole is built without memory; then each module gets its parameters, and what the rank's engine does not keep whole
-leaves before the next module comes:
+The whole is built without memory. Weights are drawn from one generator, layer after layer: what a part gets depends on
+all that was drawn before it. So what is drawn fills memory of the moment, and the generator moves as ever; where it
+stood before a weight, the weights that are wanted are drawn once more. The peak is the parts and the largest weight,
+the time the whole's.
+
+From a folder each module gets its parameters, and what the rank's engine does not keep whole leaves before the next
+module comes:
 
     ZeRO 0 .. 2          every rank reads and keeps all of it, as it trains all of it
     parallel.ep          of the experts, a rank reads its own; memory of the others is never touched
@@ -11,7 +16,7 @@ leaves before the next module comes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,22 +25,75 @@ from typing import Any
 import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....core.recipe.recipe import Recipe
 from ...huggingface.folders.conversion import ModelWeights
 from ...huggingface.folders.reading import WeightFolder
-from .ds_config import ds_config
+from .ds_config import SHARDED, ds_config
 from .engine import prepare_deepspeed
-from .partial import Parts, WithoutMemory
 
-_SHARDED = 3
-"""Of the stages of ZeRO."""
+Parts = Callable[[Any], Iterable[nn.Module]]
+"""Picks the modules of a model that are wanted."""
+
 _OF_EXPERTS = 3
 """Axes of a parameter that holds a matrix of each expert."""
 
 
-def _nothing(_: Sequence[nn.Parameter]) -> None:
-    """What is done with filled parameters that stay as they are."""
+def build_partly(make: Callable[[], Any], parts: Parts) -> Any:
+    """The model that `make` gives, its `parts` bit-equal; matrices and tables elsewhere are on the meta device.
+
+    ``make``: builds a `PreTrainedModel` from the CPU's generator. Each of its modules draws its ``weight`` alone, and
+    none is tied to another.
+    """
+    with _Drawing() as drawing:
+        model = make()
+    for module in (module for part in parts(model) for module in part.modules()):
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            state = drawing.before.get(id(module.weight))
+            module.to_empty(device="cpu", recurse=False)
+            if state is not None:
+                torch.set_rng_state(state)
+            with torch.no_grad():
+                model._init_weights(module)
+    return model
+
+
+class WithoutMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Empty tensors are on the meta device; what is computed (tables of positions, ones) is there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        on_meta = {"device": "meta"} if func is torch.ops.aten.empty.memory_format else {}
+        return func(*args, **{**(kwargs or {}), **on_meta})
+
+
+class _Drawing(WithoutMemory):  # type: ignore[no-untyped-call]
+    """Empty tensors get no memory; filling one at random moves the generator as if it had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[int, torch.Tensor] = {}
+        """State of the generator before a tensor was filled for the last time, by the tensor's id."""
+        self._buffer = torch.empty(0)
+        """For what is drawn; one for all, since memory given back between states that stay would not fit the next."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and args[0].is_meta:
+            like = args[0]
+            self.before[id(like)] = torch.get_rng_state()
+            if len(self._buffer) < like.numel() or self._buffer.dtype != like.dtype:
+                self._buffer = torch.empty(like.numel(), dtype=like.dtype)
+            func(self._buffer[: like.numel()].view(like.shape), *args[1:], **kwargs)
+            return like
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -47,7 +105,7 @@ class Keeping:
     """False: parameters get memory alone, and `leave` their values."""
     rows: Callable[[str, Tensor], slice | None] = lambda *_: None
     """Which rows of a parameter the rank will look at, by its name and shape; None: all."""
-    leave: Callable[[Sequence[nn.Parameter]], None] = _nothing
+    leave: Callable[[Sequence[nn.Parameter]], None] = lambda _: None
     """Is given the parameters of each module once they are filled. Collective, if it is so."""
 
 
@@ -84,7 +142,7 @@ def keeping_of(recipe: Recipe, rank: int, world_size: int) -> Keeping:
     """What a rank of DeepSpeed keeps of the model of a recipe without pipelines. Raises EvenloadError: see
     `ds_config`."""
     dtype = torch.bfloat16 if recipe.train.dtype == "bf16" else torch.float32
-    if recipe.deepspeed.zero_stage == _SHARDED:
+    if recipe.deepspeed.zero_stage == SHARDED:
         prepare_deepspeed()
         deepspeed.init_distributed()
         return Keeping(dtype, reads=rank == 0, leave=_Shards(ds_config(recipe, world_size)))

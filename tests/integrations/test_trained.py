@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.integrations.host.freezing import freeze
+from evenload.integrations.host.trained import freeze
 from torch import nn
 
 STAGES = [["embedding.weight", "layers.0.fc1.weight"], ["layers.1.fc1.weight", "head.weight"]]

@@ -9,7 +9,7 @@ from evenload.core.costs.costs import from_totals
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from evenload.integrations.deepspeed.unmodified.counts import into_exactly
+from evenload.integrations.deepspeed.unmodified.micro_batches import into_exactly
 from hypothesis import given
 from hypothesis import strategies as st
 

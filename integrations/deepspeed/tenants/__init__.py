@@ -1,1 +1,0 @@
-"""Adapters of tenants beside a frozen model in DeepSpeed's engine, without and with pipeline stages."""
