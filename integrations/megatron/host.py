@@ -52,7 +52,7 @@ from .pretrained.exporting import Exported, exported
 from .pretrained.reading import read_pretrained
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
 from .saving import checkpoint
-from .saving.states import optimizer_states
+from .saving.optimizer import optimizer_states
 from .stage import MegatronStage
 
 

@@ -158,7 +158,7 @@ KILLERS: dict[str, Words] = {
     "logs": ("pytest", "tests/training/run/test_writers.py"),
     "background": ("pytest", "tests/commands/test_train.py", "-k", "in_the_background"),
     "killed export": ("pytest", "tests/commands/test_export.py", "-k", "leaves and megatron"),
-    "padding of buckets": ("pytest", "tests/integrations/megatron/saving/test_buckets.py"),
+    "padding of buckets": ("pytest", "tests/integrations/megatron/saving/test_optimizer.py"),
     "adapters": ("pytest", "tests/integrations/huggingface/test_adapters.py"),
     "tenants": ("pytest", f"{_TENANTS}[one]"),
     "tenants on ranks": ("pytest", f"{_TENANTS}[dp2]"),
@@ -763,9 +763,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parameters share Adam's step after a resume",
-        "integrations/megatron/saving/checkpoint.py",
-        '            states["step"] = step.clone()',
-        '            states["step"] = steps[0]',
+        "integrations/megatron/saving/optimizer.py",
+        '                states["step"] = step.clone()',
+        '                states["step"] = steps[0]',
         "quick overlap",
     ),
     Mutant(
@@ -791,7 +791,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all groups of experts' optimizers get the settings of one",
-        "integrations/megatron/saving/parts.py",
+        "integrations/megatron/saving/optimizer.py",
         '{**of_decay[group["wd_mult"]],',
         '{**holder["param_groups"][0],',
         "expert ranks resumed",
@@ -1438,7 +1438,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "moments lie without the padding of their buckets",
-        "integrations/megatron/saving/buckets.py",
+        "integrations/megatron/saving/optimizer.py",
         "                        of_dtype[key] = _with_padding(values, buffer)",
         "                        of_dtype[key] = values",
         "padding of buckets",

@@ -161,10 +161,20 @@ def uses_distributed_optimizer(recipe: Recipe) -> bool:
     return recipe.megatron.distributed_optimizer and recipe.train.dtype != "fp64"
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that a Megatron optimizer chains, or it alone."""
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return parts
+
+
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The torch-style optimizers inside a Megatron optimizer, chained or not, stubs left out."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if getattr(part, "optimizer", None) is not None]
+    return [part.optimizer for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
+
+
+def adam_states(optimizer: Any) -> list[dict[str, Any]]:
+    """What these keep, parameter by parameter."""
+    return [states for one in torch_optimizers(optimizer) for states in one.state.values()]
 
 
 def fill_states(optimizer: Any) -> None:
