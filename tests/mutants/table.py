@@ -728,8 +728,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every tensor-parallel rank books the loss",
         "integrations/megatron/host.py",
-        "Forward(reduction, collects=host.last and host.tp_rank == 0)",
-        "Forward(reduction, collects=host.last)",
+        "last and self.tp_rank == 0",
+        "last",
         "quick tensor parallel",
     ),
     Mutant(
