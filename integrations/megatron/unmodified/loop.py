@@ -44,7 +44,7 @@ from .planning.live_model import chain_of
 from .planning.rows import RowSteps
 from .planning.user_loop import UserLoop
 from .reading.batches import Batches, BatchSource
-from .reading.context_parallel import data_rank, refuse_other_forms, refuse_together
+from .reading.context_parallel import data_rank, refuse_form, refuse_together
 from .reading.rows import holds_rows
 from .refusals.expert_rules import refuse_losses_of_rows, refuse_routers, why_together
 from .refusals.supported import bare_model, refuse_loop, refuse_replays, warn_of_dropout
@@ -123,7 +123,7 @@ class PlannedSteps:
         taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
         if taken and loop.source.all_have and holds_rows(taken[0]):
             if loop.one_context:
-                refuse_other_forms("ragged rows")
+                refuse_form("ragged rows")
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
         batches = loop.source.spread(taken)
         planned = plan_call(batches, loop, gpts[0], is_interleaved(chunks))
