@@ -2080,7 +2080,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "padding is said to change losses where there is none",
-        "integrations/megatron/unmodified/planning/differences.py",
+        "integrations/megatron/unmodified/planning/call_plan.py",
         "    if planned.padded and (counting := _counting_padding(config)):\n",
         "    if counting := _counting_padding(config):\n",
         "said of padding",

@@ -37,26 +37,22 @@ from ....core.errors import EvenloadError
 from ....core.recipe.recipe import Recipe
 from ...unmodified.planned_runs import end_of_check, on_release
 from ..base.plane import current_layout
-from .planning.call_plan import CallPlan, data_group, plan_call
-from .planning.differences import warn_of_differences
+from .planning.call_plan import CallPlan, data_group, plan_call, warn_of_differences
 from .planning.fixed_micro_batches import Together
-from .planning.live_model import chain_of
 from .planning.rows import RowSteps
-from .planning.user_loop import UserLoop
+from .planning.user_loop import UserLoop, chain_of
 from .reading.batches import Batches, BatchSource
 from .reading.context_parallel import data_rank, refuse_form, refuse_together
 from .reading.rows import holds_rows
 from .refusals.expert_rules import refuse_losses_of_rows, refuse_routers, why_together
 from .refusals.supported import bare_model, refuse_loop, refuse_replays, warn_of_dropout
-from .running.chunks import chunks_of, is_interleaved, one_iterator
+from .running.chunks import chunks_of, is_interleaved, one_iterator, run_stock
 from .running.experts import StepExperts, gate_of, routing_of
 from .running.forward_step import UserStep
-from .running.losses import Losses
 from .running.mtp import next_tokens
-from .running.objective import MeanOfMeans
+from .running.objective import Losses, MeanOfMeans
 from .running.order import run_order
 from .running.reports import Reports
-from .running.schedule import run_stock
 
 
 class PlannedSteps:

@@ -30,13 +30,12 @@ from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
 from ..refusals.expert_rules import refuse_experts
-from ..refusals.groups import refuse_groups
-from ..refusals.supported import bare_model, why_stock
+from ..refusals.supported import bare_model, refuse_groups, why_stock
 from ..running.chunks import refuse_chunks_with_copies
 from ..running.experts import gate_of, with_experts_in_step
 from ..running.fixed_batches import FixedBatches
 from ..running.order import run_order
-from .live_model import chain_of
+from .user_loop import chain_of
 
 _IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_eps")
 """What depends on the order in which ranks run their micro-batches, too."""

@@ -32,8 +32,8 @@ from ..reading.samples import UserPack, one_batch
 from ..refusals.attention import rope_owners
 from .attention import attending
 from .experts import StepExperts, routing_packs
-from .losses import Losses
 from .mtp import refuse_missing_mask
+from .objective import Losses
 from .order import LoopStep
 
 UserFunction = Callable[..., tuple[Any, Any]]

@@ -1,4 +1,4 @@
-"""What a loop trains on: the sum of its token losses, or Megatron's default, the mean of its micro-batches' means.
+"""The losses of a loop, weighed and checked: their sum, or Megatron's default, the mean of its micro-batches' means.
 
     per token           every token counts alike: ``calculate_per_token_loss=True``, and Megatron divides once by all
                         tokens of the step
@@ -13,7 +13,8 @@ function sees the same numbers as ever, and its reports stay those of the tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from .....core.aliases import Floats
 from .....core.errors import EvenloadError
 from ..reading.context_parallel import CpShards
 from ..reading.samples import UserPack
+from .mtp import NextTokens
+from .reports import Reports
 
 
 class MeanOfMeans:
@@ -90,3 +93,71 @@ class _Weighed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (weights,) = ctx.saved_tensors
         return torch.where(weights == 0, 0.0, gradients[0] * weights), None
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """The losses of one training call."""
+
+    checks: bool
+    """Compare what the loss function returns with the token losses."""
+    objective: MeanOfMeans | None
+    """The weights of tokens, where micro-batches are averaged."""
+    reports: Reports
+    further: NextTokens | None
+    """The losses of multi-token prediction, in a model that has it."""
+
+    def around(self, loss_func: Callable[..., Any], packed: UserPack) -> Callable[..., Any]:
+        """The loss function of a pack, weighed, checked and recorded."""
+
+        def recorded(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+            losses = output.detach().clone()
+            weighed = output if self.objective is None else self.objective.weigh(output, packed)
+            answer = loss_func(weighed, *args, **kwargs)
+            means = self.objective is not None and self.objective.takes_means
+            refuse_loss(answer, losses if self.checks else None, packed.fields["loss_mask"], means=means)
+            self.reports.add(packed, losses, answer)
+            return answer
+
+        return recorded
+
+
+def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor, *, means: bool = False) -> None:
+    """Raise EvenloadError unless a loss function returned what its loop's objective needs.
+
+    Args:
+        losses: what it was given, to recompute sum and count under ``loss_mask`` [1, T]; None leaves that out, for it
+            waits for the device.
+        means: the loop averages over micro-batches: then two values, the mean and a report, are an answer too.
+    """
+    if not isinstance(answer, tuple) or len(answer) not in ((2, 3) if means else (3,)):
+        raise EvenloadError(
+            "the loss function does not return (sum of token losses, number of tokens, report)",
+            f"{len(answer)} values" if isinstance(answer, tuple) else type(answer).__name__,
+            "return these three" if means else "return these three; with two, Megatron averages over micro-batches",
+        )
+    if losses is None or losses.shape != loss_mask.shape:
+        return
+    mask = loss_mask.to(losses.device)
+    count, total = float(mask.sum()), float((losses.double() * mask).sum())
+    returned = float(answer[0].detach())
+    if len(answer) == 2:
+        if abs(returned - total / max(1.0, count)) > 1e-3 * abs(total / max(1.0, count)):
+            raise EvenloadError(
+                "the loss function returns something else than the mean of the token losses",
+                f"{returned:g}, the mean is {total / max(1.0, count):g}",
+                "return (sum of token losses, number of tokens, report)",
+            )
+        return
+    if float(answer[1]) != count:
+        raise EvenloadError(
+            "the loss function counts other tokens than those with loss: packs have no padding to count",
+            f"{float(answer[1]):g} tokens, loss_mask sums to {count:g}",
+            "return loss_mask.sum() as the number of tokens",
+        )
+    if count > 1 and abs(returned * count - total) < 1e-3 * abs(total):
+        raise EvenloadError(
+            "the loss function returns the mean of the token losses",
+            f"{returned:g}, the sum is {total:g}",
+            "return the sum; Megatron divides by the number of tokens",
+        )

@@ -39,8 +39,8 @@ from .....runtime.world.plane import Plane
 from ....host.step import Position, run_program
 from ...stage import FixedShape, MegatronStage
 from ..reading.context_parallel import data_rank
-from ..refusals.groups import collection
-from ..refusals.supported import bare_model, refuse_loss
+from ..refusals.supported import bare_model, collection
+from .objective import refuse_loss
 
 
 class LoopStep(ABC):
