@@ -73,8 +73,8 @@ class NextTokens:
             stock(self._of(layer, self._means_SK).detach().sum(), *rest, **named)
 
         with ExitStack() as undo:
-            undo.enter_context(_replaced(upstream.MTPLossAutoScaler, "apply", weighed))
-            undo.enter_context(_replaced(helper, save, saved))
+            undo.enter_context(with_attributes(upstream.MTPLossAutoScaler, apply=weighed))
+            undo.enter_context(with_attributes(helper, **{save: saved}))
             for gpt in gpts:
                 undo.enter_context(with_attributes(gpt, compute_language_model_loss=self._kept(gpt)))
             yield
@@ -140,17 +140,3 @@ def refuse_missing_mask(gpt: Any, loss_mask: Any) -> None:
             "loss_mask None in the call of the model",
             "pass loss_mask=batch['loss_mask'] to the model, as Megatron-LM's pretrain_gpt.py does",
         )
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a class has another attribute; afterwards the very one that stood in it, or none."""
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
