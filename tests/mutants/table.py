@@ -2088,8 +2088,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a stage that is told no borders passes for one that is",
         "integrations/megatron/unmodified/running/forward_step.py",
-        'self._has_borders and call.get("packed_seq_params") is None',
-        'self._has_borders and call.get("packed_seq_params") is not None',
+        'self.has_borders and call.get("packed_seq_params") is None',
+        'self.has_borders and call.get("packed_seq_params") is not None',
         "said of rows",
     ),
     Mutant(
