@@ -56,13 +56,12 @@ class PlannedBatches(Iterator[Batch]):
         routing: StepRouting | None = None,
         labels: Labels | None = None,
     ) -> None:
-        self._micro_batches = tuple(micro_batches)
+        self._number, self._coming = len(micro_batches), iter(micro_batches)
         self._tokens_of = tokens_of
         self._labels_of = labels_of(labels)
         self._device = device
         self._plane = plane
         self._routing = routing
-        self._next = 0
         self.numbers: tuple[int, ...] = ()
         """Which micro-batches of a plan these are, where they come from one."""
         self.executed: list[Slice] = []
@@ -90,19 +89,11 @@ class PlannedBatches(Iterator[Batch]):
         return batches
 
     def __len__(self) -> int:
-        return len(self._micro_batches)
+        return self._number
 
     def __next__(self) -> Batch:
-        if self._next == len(self):
-            raise StopIteration
-        pack = build_pack(
-            self._micro_batches[self._next],
-            self._tokens_of,
-            self._device,
-            plane=self._plane,
-            labels_of=self._labels_of,
-        )
-        self._next += 1
+        micro_batch, plane = next(self._coming), self._plane
+        pack = build_pack(micro_batch, self._tokens_of, self._device, plane=plane, labels_of=self._labels_of)
         self.executed += pack.slices
         return Batch(pack, seq_params(pack, routing=self._routing))
 

@@ -187,7 +187,7 @@ class PlainModel:
     def route_as(self, other: PlainModel) -> None:
         """Take the biases of experts that another model has, and the routes that it replays."""
         self.routers.load(other.routers.biases)
-        self.routers.replay(other.routers.routes)
+        self.routers.routes = other.routers.routes
 
     def replay_routes(self, host: Host) -> None:
         """Send tokens to the experts to which the host's last step sent them. Collective."""
@@ -195,7 +195,7 @@ class PlainModel:
         for of_rank in everyone({key: choices.cpu() for key, choices in host.routes.items()}):
             for key, choices_LK in of_rank.items():
                 routes[key] = torch.maximum(choices_LK, routes.get(key, choices_LK))  # -1: had no forward there
-        self.routers.replay(routes)
+        self.routers.routes = routes
 
     @property
     def routes_differ(self) -> int:

@@ -888,7 +888,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prompts are learned where Megatron's own schedule runs",
         "integrations/megatron/batch.py",
-        "            labels_of=self._labels_of,\n",
+        ", labels_of=self._labels_of",
         "",
         "quick tensor parallel",
     ),
