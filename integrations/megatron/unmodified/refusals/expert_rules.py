@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
-from .....core.errors import EvenloadError, Rule
+from .....core.errors import EvenloadError
 from ...model.experts import SEQUENCE_LOSS, routers
 
 _CHOOSING = ("sinkhorn", "quantile_balancing")
 """Load balancing by the choice of experts itself."""
+_OFF = (
+    "gradient_accumulation_fusion",
+    "fp8",
+    "fp4",
+    "moe_apply_probs_on_input",
+    "moe_router_padding_for_quantization",
+    "moe_pad_expert_input_to_capacity",
+    "overlap_moe_expert_parallel_comm",
+)
+_WANTED = {"moe_token_dispatcher_type": "alltoall", "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+"""Settings under which experts run beside copies of others."""
 
 
 def refuse_routers(gpt: Any) -> None:
@@ -27,14 +37,10 @@ def refuse_routers(gpt: Any) -> None:
 def refuse_experts(gpt: Any) -> None:
     """Raise EvenloadError for experts that cannot run beside copies of others."""
     config = gpt.config
-    odd = sorted({type(e).__qualname__ for e in _experts_of(gpt) if type(e) is not SequentialMLP})
-    fields = ["gradient_accumulation_fusion", "fp8", "fp4", "moe_apply_probs_on_input"]
-    fields += ["moe_router_padding_for_quantization", "moe_pad_expert_input_to_capacity"]
-    fields.append("overlap_moe_expert_parallel_comm")
-    odd += [name for name in fields if getattr(config, name, None)]
-    wanted = {"moe_token_dispatcher_type": "alltoall", "tensor_model_parallel_size": 1}
-    wanted["expert_tensor_parallel_size"] = 1
-    odd += [f"{name} {getattr(config, name)}" for name, value in wanted.items() if getattr(config, name) != value]
+    experts = [layer.mlp.experts for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    odd = sorted({type(each).__qualname__ for each in experts if type(each) is not SequentialMLP})
+    odd += [name for name in _OFF if getattr(config, name, None)]
+    odd += [f"{name} {getattr(config, name)}" for name, value in _WANTED.items() if getattr(config, name) != value]
     if odd:
         raise EvenloadError(
             "plugins.moe does not know how these experts run, or where their gradients go",
@@ -42,10 +48,6 @@ def refuse_experts(gpt: Any) -> None:
             "use SequentialMLP (moe_grouped_gemm=False) and the alltoall dispatcher without these settings and without "
             "tensor parallelism, or set plugins.moe.enabled=false",
         )
-
-
-def _experts_of(gpt: Any) -> list[Any]:
-    return [layer.mlp.experts for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
 
 
 def why_together(config: Any) -> str:
@@ -70,15 +72,6 @@ def refuse_losses_of_rows(config: Any, has_borders: bool) -> None:
             f"moe_router_load_balancing_type {SEQUENCE_LOSS}, and batches with borders between samples",
             "balance by the expert bias instead (moe_router_enable_expert_bias), or disable evenload's plugins",
         )
-
-
-def rules_of_experts(config: Any) -> Iterable[Rule]:
-    """What does not compose with regrouped micro-batches."""
-    if config.num_moe_experts is None:
-        return
-    do = "switch it off, or disable evenload's plugins"
-    name = "overlap_moe_expert_parallel_comm"
-    yield bool(getattr(config, name, False)), "Megatron runs layers of two micro-batches at once", f"{name} True", do
 
 
 def losses_of_routers(config: Any) -> list[str]:

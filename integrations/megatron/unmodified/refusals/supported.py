@@ -20,7 +20,6 @@ from .....core.errors import EvenloadError, Rule, refuse_first
 from .....core.plan.step_plan import StepPlan
 from ..reading.context_parallel import rules_of_context
 from .attention import refuse_attention
-from .expert_rules import rules_of_experts
 
 log = logging.getLogger("evenload")
 
@@ -181,7 +180,9 @@ def _model_rules(config: Any) -> Iterable[Rule]:
     )
     groups, tp = config.num_query_groups, config.tensor_model_parallel_size
     yield groups % tp != 0, "tensor-parallel ranks share key-value heads", f"{groups} query groups, tp {tp}", do
-    yield from rules_of_experts(config)
+    overlap = config.num_moe_experts is not None and getattr(config, "overlap_moe_expert_parallel_comm", False)
+    why, detail = "Megatron runs layers of two micro-batches at once", "overlap_moe_expert_parallel_comm True"
+    yield bool(overlap), why, detail, "switch it off, or disable evenload's plugins"
     yield (
         bool(config.mtp_num_layers and config.num_moe_experts),
         "the routers of multi-token prediction do not know packs",
