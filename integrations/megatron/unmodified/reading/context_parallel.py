@@ -15,7 +15,7 @@ the call, also behind one that raised, all is as it was; evaluation runs as Mega
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -171,12 +171,8 @@ class OneContextRank:
         return changes
 
 
-def _owners(modules: Sequence[Any]) -> Iterator[Any]:
+def _owners(modules: Sequence[Any]) -> Iterable[Any]:
     """What may hold a process group: modules, and the collections that they share."""
-    known: set[int] = set()
-    for module in modules:
-        collections = (v for n, v in vars(module).items() if n.endswith("pg_collection") and v is not None)
-        for owner in (module, *collections):
-            if id(owner) not in known:
-                known.add(id(owner))
-                yield owner
+    values = (item for module in modules for item in vars(module).items())
+    collections = (value for name, value in values if name.endswith("pg_collection"))
+    return {id(owner): owner for owner in (*modules, *collections) if owner is not None}.values()

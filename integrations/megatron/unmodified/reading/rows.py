@@ -151,17 +151,15 @@ def _is_of_batch(value: Any) -> bool:
 
 
 def _refuse_different(first: Row, other: Row) -> None:
-    shapes = []
-    for row in (first, other):
-        shape = dict.fromkeys(row.ragged, "ragged")
-        shape |= {
-            k: str(list(getattr(v, "shape", ()))) for k, v in ((k, row.rest.get(k)) for k in sorted(row.rest.keys()))
-        }
-        shapes.append(shape)
-    if shapes[0] != shapes[1]:
-        odd = sorted(k for k in shapes[0].keys() | shapes[1].keys() if shapes[0].get(k) != shapes[1].get(k))
+    here, there = _shapes(first), _shapes(other)
+    if odd := sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key)):
         raise EvenloadError(
             "rows of different micro-batches cannot lie in one TensorDict",
-            "; ".join(f"{k}: {shapes[0].get(k, 'missing')} and {shapes[1].get(k, 'missing')}" for k in odd[:4]),
+            "; ".join(f"{key}: {here.get(key, 'missing')} and {there.get(key, 'missing')}" for key in odd[:4]),
             "pad all micro-batches of a step alike, or give ragged values as nested tensors",
         )
+
+
+def _shapes(row: Row) -> dict[str, str]:
+    rest = {key: str(list(getattr(row.rest.get(key), "shape", ()))) for key in sorted(row.rest.keys())}
+    return dict.fromkeys(row.ragged, "ragged") | rest
