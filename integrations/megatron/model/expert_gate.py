@@ -76,7 +76,9 @@ class _GatedLayer:
         self._fetch = None
         if shares is not None:
             # The weights travel while tokens do.
-            self._fetch = shares.fetch(self._dispatcher.ep_group, self._owner())
+            homes = (list(expert.parameters()) for expert in self._experts.local_experts)
+            owner: Owner = self._experts.owner() if self._sharded else HomeOwner(list(homes))
+            self._fetch = shares.fetch(self._dispatcher.ep_group, owner)
         if shares is not None and any(shares.copies):
             counts = torch.from_numpy(shares.counts_of_slots).to(counts).flatten()
             routing_map, probs = shares.spread(routing_map, probs)
@@ -118,12 +120,6 @@ class _GatedLayer:
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             rows = token_dispatcher.gather_from_sequence_parallel_region(counts, group=dispatcher.tp_ep_group)
         return self._gate.checked_counts(rows.view(-1, len(counts)), record=record)
-
-    def _owner(self) -> Owner:
-        if self._sharded:
-            owner: Owner = self._experts.owner()
-            return owner
-        return HomeOwner([list(expert.parameters()) for expert in self._experts.local_experts])
 
     def lay_out(self, slots: int) -> None:
         """Let the dispatcher see so many slots on each rank instead of its experts."""

@@ -26,7 +26,7 @@ def experts_at_home(host: Any, *, loading: bool) -> Iterator[None]:
     if not host.recipe.sharded_experts:
         yield
         return
-    layers = {layer: layer.mlp.experts for layer in host.model.decoder.layers if _is_sharded(layer)}
+    layers = {layer: layer.mlp.experts for layer in host.model.decoder.layers if hasattr(layer.mlp, "experts")}
     pieces, chain = host.optimizer.chained_optimizers[-1], host.optimizer.chained_optimizers
     try:
         whole = _whole_optimizer(host, pieces, list(layers.values()))
@@ -41,10 +41,6 @@ def experts_at_home(host: Any, *, loading: bool) -> Iterator[None]:
         for layer, experts in layers.items():
             layer.mlp.experts = experts
             experts.empty_home()
-
-
-def _is_sharded(layer: Any) -> bool:
-    return isinstance(getattr(layer.mlp, "experts", None), ShardedExperts)
 
 
 def _whole_optimizer(host: Any, pieces: Any, layers: list[ShardedExperts]) -> Any:

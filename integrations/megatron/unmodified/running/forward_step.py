@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -93,9 +93,11 @@ class UserStep(LoopStep):
             undo.callback(bind_gate(gpt, self.gate))
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
-        pack, routing, fused = packed.pack, self.routing, bool(self.gpts[0].config.apply_rope_fusion)
-        by_token = partial(seq_params, pack, routing=routing, fused=fused)
-        self._params = by_token() if self.by_token else by_borders(pack, routing)
+        if self.by_token:
+            fused = bool(self.gpts[0].config.apply_rope_fusion)
+            self._params = seq_params(packed.pack, routing=self.routing, fused=fused)
+        else:
+            self._params = by_borders(packed.pack, self.routing)
         if self.losses.further is not None:
             self.losses.further.begin(packed)
         with present(packed.fields):

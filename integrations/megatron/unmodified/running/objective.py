@@ -29,25 +29,22 @@ from .mtp import NextTokens
 from .reports import Reports
 
 
+@dataclass(frozen=True, eq=False)
 class MeanOfMeans:
-    """The weights of one training call.
+    """The weights of one training call."""
 
-    Args:
-        weights: of a token of each shard, without the number of ranks (`weights_of`).
-        divisor: by which the schedule divides the loss of each pack, beside its tokens.
-        cp_shards: of the sequences of the step.
-    """
-
-    def __init__(self, weights: Floats, divisor: int, cp_shards: CpShards) -> None:
-        self._weights = weights
-        self._divisor = divisor
-        self._cp_shards = cp_shards
+    weights: Floats
+    """Of a token of each shard, without the number of ranks (`weights_of`)."""
+    divisor: int
+    """By which the schedule divides the loss of each pack, beside its tokens."""
+    cp_shards: CpShards
+    """Of the sequences of the step."""
 
     @property
     def takes_means(self) -> bool:
         """Whether loss functions may return means. With context-parallel ranks these are means over parts of samples,
         which each function forms in a way of its own."""
-        return self._cp_shards.ranks == 1
+        return self.cp_shards.ranks == 1
 
     def weigh(self, output: Tensor, packed: UserPack) -> Tensor:
         """The model's output [1, T] or [1, T, ...] with weighed gradients; none where no token of the pack has loss,
@@ -59,13 +56,13 @@ class MeanOfMeans:
                 f"output {tuple(output.shape)}, loss_mask {tuple(loss_mask.shape)}",
                 "set calculate_per_token_loss=True, and return (sum of token losses, number of tokens, report)",
             )
-        scale = self._divisor * max(1.0, float(packed.num_counted))
+        scale = self.divisor * max(1.0, float(packed.num_counted))
         weights = torch.zeros(loss_mask.shape[1], dtype=torch.float64)
         pieces = zip(packed.pack.slices, packed.pack.segments, strict=False)
         for piece, start in pieces if packed.num_counted else ():
-            for shard, part in self._cp_shards.of(piece):
+            for shard, part in self.cp_shards.of(piece):
                 first = start + part.start - piece.start
-                weights[first : first + part.length] = float(self._weights[shard]) * scale
+                weights[first : first + part.length] = float(self.weights[shard]) * scale
         weights = weights.to(device=output.device, dtype=output.dtype)
         places = weights.view(1, -1, *(1 for _ in output.shape[2:]))
         weighed: Tensor = _Weighed.apply(output, places)  # type: ignore[no-untyped-call]
@@ -141,11 +138,12 @@ def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor, *, means:
     mask = loss_mask.to(losses.device)
     count, total = float(mask.sum()), float((losses.double() * mask).sum())
     returned = float(answer[0].detach())
+    mean = total / max(1.0, count)
     if len(answer) == 2:
-        if abs(returned - total / max(1.0, count)) > 1e-3 * abs(total / max(1.0, count)):
+        if abs(returned - mean) > 1e-3 * abs(mean):
             raise EvenloadError(
                 "the loss function returns something else than the mean of the token losses",
-                f"{returned:g}, the mean is {total / max(1.0, count):g}",
+                f"{returned:g}, the mean is {mean:g}",
                 "return (sum of token losses, number of tokens, report)",
             )
         return
