@@ -47,8 +47,7 @@ from .model.experts import forget_tokens, routers
 from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
 from .model.sharded_experts import shard_experts
 from .model.weights import global_gradients, global_parameters, global_tensors, initialise
-from .pretrained.exporting import Exported, exported
-from .pretrained.reading import read_pretrained
+from .pretrained.transfer import Exported, exported, read_pretrained
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
 from .saving import checkpoint
 from .saving.optimizer import optimizer_states
