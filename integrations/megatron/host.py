@@ -44,7 +44,7 @@ from .batch import Batch, ForwardStep, PlannedBatches, collecting, run_batch, ru
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
-from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
+from .model.gpt import DTYPES, build_model, build_optimizer, transformer_config, wrap_model
 from .model.sharded_experts import shard_experts
 from .model.weights import global_gradients, global_parameters, global_tensors, initialise
 from .pretrained.transfer import Exported, exported, read_pretrained
@@ -245,7 +245,8 @@ class MegatronWeights(Snapshots):
 
     def update(self, lr: Any) -> float:
         host = self._host
-        set_lr(host.optimizer, lr)
+        for group in host.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
         norm = self._clip_in_float64() if host.recipe.train.dtype == "fp64" else None
         move_biases(host.ddp)
         _, megatron_norm, _ = host.optimizer.step()

@@ -749,9 +749,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the learning rate is not set",
-        "integrations/megatron/model/gpt.py",
-        '        group["lr"] = lr * group.get("lr_mult", 1.0)',
-        '        group["lr"] = group["lr"]',
+        "integrations/megatron/host.py",
+        '            group["lr"] = lr * group.get("lr_mult", 1.0)',
+        '            group["lr"] = group["lr"]',
         "quick overlap",
     ),
     Mutant(

@@ -193,11 +193,5 @@ def fill_states(optimizer: Any) -> None:
                     inner.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
-def set_lr(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
-
-
 def _leave(_: torch.Tensor) -> None:
     """An initialiser that leaves the tensor as it is."""

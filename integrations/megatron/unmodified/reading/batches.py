@@ -67,8 +67,9 @@ class BatchSource:
         group = parallel_state.get_model_parallel_group()
         self._has_iterator = data_iterator is not None
         first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-        holders, of_first, of_last = zip(*everyone((self._has_iterator, first, last), group), strict=True)
-        _refuse_missing(holders, of_first, of_last)
+        ends = everyone((self._has_iterator, first, last), group)
+        _refuse_missing(ends)
+        holders = [has for has, _, _ in ends]
         self.all_have = all(holders)
         """Each rank of this copy of the model has an iterator."""
         ranks = dist.get_process_group_ranks(group)
@@ -106,19 +107,14 @@ class BatchSource:
         return replace(head, samples=samples)
 
 
-def _refuse_missing(holders: Sequence[bool], of_first: Sequence[bool], of_last: Sequence[bool]) -> None:
-    """Raise EvenloadError unless a rank of the first stage and one of the last have an iterator.
-
-    Args:
-        holders: whether each rank of a copy of the model has one.
-        of_first: whether it is of the first pipeline stage.
-        of_last: whether it is of the last.
-    """
-    first, last = (any(has and at for has, at in zip(holders, ends, strict=True)) for ends in (of_first, of_last))
+def _refuse_missing(ends: Sequence[tuple[bool, bool, bool]]) -> None:
+    """Raise EvenloadError unless a rank of the first stage and one of the last have an iterator. ``ends``: whether each
+    rank of a copy of the model has one, whether it is of the first pipeline stage, and of the last."""
+    first, last = any(has and first for has, first, _ in ends), any(has and last for has, _, last in ends)
     if first and last:
         return
     what, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
-    if any(holders):
+    if any(has for has, _, _ in ends):
         stage, unknown = ("last", "labels and loss masks") if first else ("first", "tokens")
         what, whose = (
             f"no rank of the {stage} pipeline stage has a data iterator",

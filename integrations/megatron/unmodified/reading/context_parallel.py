@@ -111,8 +111,7 @@ def refuse_together(config: Any, why: str) -> None:
 
 def data_rank() -> int:
     """This rank's place among all data x context ranks, the plane of a plan."""
-    rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return rank
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def targets_of_columns(loss_mask: Tensor, ranks: int) -> list[float]:

@@ -60,17 +60,14 @@ def refuse_loop(chunk: Any, rest: dict[str, Any]) -> None:
 
 def refuse_groups(pg_collection: Any, p2p_communicator: Any) -> None:
     """Raise EvenloadError for groups of other ranks than those of megatron.core.parallel_state."""
-    handed = {name: getattr(pg_collection, name, None) for name in _GROUPS}
-    handed |= {"p2p": getattr(p2p_communicator, "pp_group", None)}
-    for name, group in handed.items():
-        if group is None:
-            continue
-        own = _GROUPS["pp" if name == "p2p" else name]()
-        theirs, ours = dist.get_process_group_ranks(group), dist.get_process_group_ranks(own)
-        if theirs != ours:
+    handed = {f"pg_collection.{name}": (getattr(pg_collection, name, None), own) for name, own in _GROUPS.items()}
+    handed["p2p_communicator"] = getattr(p2p_communicator, "pp_group", None), _GROUPS["pp"]
+    ranks_of = dist.get_process_group_ranks
+    for name, (group, own) in handed.items():
+        if group is not None and (theirs := ranks_of(group)) != (ours := ranks_of(own())):
             raise EvenloadError(
                 "the schedule is handed process groups that are not those of megatron.core.parallel_state",
-                f"{'p2p_communicator' if name == 'p2p' else f'pg_collection.{name}'} of ranks {theirs}, there {ours}",
+                f"{name} of ranks {theirs}, there {ours}",
                 "make both of the same layout (initialize_model_parallel), or disable evenload's plugins",
             )
 
@@ -79,14 +76,13 @@ def collection(pg_collection: Any) -> Any:
     """The groups that Megatron's `finalize_model_grads` takes: the loop's, else those of parallel_state."""
     if pg_collection is not None:
         return pg_collection
-    groups = ProcessGroupCollection()
-    for name in ("tp", "pp", "cp", "dp_cp"):
-        setattr(groups, name, _GROUPS[name]())
-    # 0.19 counts the tokens of experts with biases over it.
-    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    return groups
+    return ProcessGroupCollection(
+        **{name: own() for name, own in _GROUPS.items()},
+        # 0.19 counts the tokens of experts with biases over it.
+        tp_dp_cp=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        embd=parallel_state.get_embedding_group(check_initialized=False),
+        pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
+    )
 
 
 def bare_model(chunk: Any) -> Any:
