@@ -34,8 +34,8 @@ from .....runtime.world.agreement import all_or_none, everyone
 from ....unmodified.global_batch import GlobalBatch
 from ....unmodified.planned_loop import PlannedLoop
 from ..reading.rows import INPUT, Row, exchange_objects, joined, of_batch, refuse_uncommon, rows_of
+from ..running.objective import RowStep
 from ..running.order import with_dummies
-from ..running.row_step import RowStep
 
 log = logging.getLogger("evenload")
 
