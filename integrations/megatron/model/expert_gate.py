@@ -13,7 +13,7 @@ Shape legend: R = ranks of a group, T = slots of a pack, E = experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,8 +32,8 @@ from .experts import PlannedRouter
 from .sharded_experts import ShardedExperts
 
 
-def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
-    """Let all layers of a GPTModel that have experts pass the gate; the function that is returned undoes it."""
+def bind_gate(gpt: Any, gate: ExpertGate) -> ExitStack:
+    """Let all layers of a GPTModel that have experts pass the gate, until the stack that is returned is closed."""
     undo = ExitStack()
     for layer in gpt.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
@@ -45,7 +45,7 @@ def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
             undo.callback(delattr, dispatcher, "combine_postprocess")
             undo.callback(delattr, experts, "forward")
             undo.callback(bound.lay_out, layer.mlp.num_local_experts)
-    return undo.close
+    return undo
 
 
 class _GatedLayer:

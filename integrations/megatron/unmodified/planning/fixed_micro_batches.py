@@ -12,8 +12,8 @@ Where none of them has anything to do, the loop is left alone and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NamedTuple
@@ -118,8 +118,7 @@ def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: di
         gate.enter("a micro-batch")
         return function(*args, **named)
 
-    with ExitStack() as undo:
-        undo.callback(bind_gate(bare_model(chunk), gate))
+    with bind_gate(bare_model(chunk), gate):
         return stock(**{**call, "forward_step_func": forward_step})
 
 
@@ -183,13 +182,8 @@ class FixedBatches(LoopStep):
         number = self._number_of[micro_batch]
         return FixedBatch(number, self._batches[number], FixedPack(micro_batch.slices))
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        undo = bind_gate(self._gpt, self.gate)
-        try:
-            yield
-        finally:
-            undo()
+    def listening(self) -> AbstractContextManager[Any]:
+        return bind_gate(self._gpt, self.gate)
 
     def run(self, loaded: FixedBatch, chunk: Any) -> tuple[Any, Any]:
         output, loss_func = self._function(None if loaded.batch is None else iter([loaded.batch]), chunk)

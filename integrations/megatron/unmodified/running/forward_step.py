@@ -90,7 +90,7 @@ class UserStep(LoopStep):
         if self.routing is not None:
             undo.enter_context(routing_packs(gpt))
         if self.gate is not None:
-            undo.callback(bind_gate(gpt, self.gate))
+            undo.enter_context(bind_gate(gpt, self.gate))
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
         if self.by_token:

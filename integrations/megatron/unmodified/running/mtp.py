@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,8 @@ class NextTokens:
 
     def begin(self, packed: UserPack) -> None:
         """The model's next forward is of this pack."""
-        self._packed = packed
-        self._losses = []
-        self._saved = 0
-        self._applied = 0
+        self._packed, self._losses = packed, []
+        self._applied, self._saved = count(), count()
 
     @contextmanager
     def listening(self, gpts: Sequence[Any]) -> Iterator[None]:
@@ -65,12 +64,10 @@ class NextTokens:
         stock = getattr(helper, save)
 
         def weighed(hidden: Tensor, _: Tensor) -> Any:
-            layer, self._applied = self._applied, self._applied + 1
-            return apply(hidden, self._scale * self._of(layer, self._weights_SK))
+            return apply(hidden, self._scale * self._of(next(self._applied), self._weights_SK))
 
         def saved(_: Tensor, *rest: Any, **named: Any) -> None:
-            layer, self._saved = self._saved, self._saved + 1
-            stock(self._of(layer, self._means_SK).detach().sum(), *rest, **named)
+            stock(self._of(next(self._saved), self._means_SK).detach().sum(), *rest, **named)
 
         with ExitStack() as undo:
             undo.enter_context(with_attributes(upstream.MTPLossAutoScaler, apply=weighed))

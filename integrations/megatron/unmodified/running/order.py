@@ -55,7 +55,7 @@ class LoopStep(ABC):
         """A micro-batch of the plan in the user's form, with its pack."""
 
     @abstractmethod
-    def listening(self) -> AbstractContextManager[None]:
+    def listening(self) -> AbstractContextManager[Any]:
         """Inside, the model hears of what runs; afterwards it is as it was."""
 
     @abstractmethod
