@@ -35,7 +35,7 @@ from ...model.linears import why_in_backward
 from ...stage import FixedShape
 from ..refusals.expert_rules import refuse_experts
 from ..refusals.supported import bare_model, refuse_groups, why_stock
-from ..running.chunks import one_iterator, refuse_chunks_with_copies
+from ..running.chunks import one_iterator
 from ..running.experts import gate_of, with_experts_in_step
 from ..running.order import LoopStep, run_order
 from .user_loop import chain_of
@@ -75,8 +75,7 @@ class Together:
         gpt = bare_model(chunks[0])
         refuse_groups(call.get("pg_collection"), call.get("p2p_communicator"))
         if copies:
-            refuse_chunks_with_copies(chunks)
-            refuse_experts(gpt)
+            refuse_experts(gpt, len(chunks))
         reasons = everyone((why_stock(chunks, foreign_owner), why_in_backward(gpt)))
         orders = orders and not any(stock for stock, _ in reasons)
         if not copies and not orders:

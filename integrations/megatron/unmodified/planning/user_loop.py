@@ -27,7 +27,6 @@ from ..reading.context_parallel import OneContextRank
 from ..refusals.attention import why_whole
 from ..refusals.expert_rules import refuse_experts
 from ..refusals.supported import Trouble, why_stock
-from ..running.chunks import refuse_chunks_with_copies
 from ..running.experts import with_experts_in_step
 from ..running.reports import Kinds
 
@@ -83,8 +82,7 @@ class UserLoop:
         if together and warn:
             log.info("weight gradients stay in the backward: %s", together)
         if chain.of_layers and layout.ep > 1:
-            refuse_chunks_with_copies(gpts)
-            refuse_experts(gpt)
+            refuse_experts(gpt, len(gpts))
         splits = chain.limits.splits_backward and not together
         chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
         planning = PlannedLoop("Megatron-Core", chain)

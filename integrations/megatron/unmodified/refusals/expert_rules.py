@@ -34,8 +34,15 @@ def refuse_routers(gpt: Any) -> None:
         raise EvenloadError("a router is not known to route packs as it routes samples", ", ".join(odd), do)
 
 
-def refuse_experts(gpt: Any) -> None:
-    """Raise EvenloadError for experts that cannot run beside copies of others."""
+def refuse_experts(gpt: Any, num_chunks: int = 1) -> None:
+    """Raise EvenloadError for experts that cannot run beside copies of others, and for several chunks of the model,
+    whose passes meet those of other ranks in Megatron's order."""
+    if num_chunks > 1:
+        raise EvenloadError(
+            "plugins.moe does not copy experts between virtual pipeline stages",
+            f"{num_chunks} model chunks",
+            "leave virtual_pipeline_model_parallel_size unset, or set plugins.moe.enabled=false",
+        )
     config = gpt.config
     experts = [layer.mlp.experts for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
     odd = sorted({type(each).__qualname__ for each in experts if type(each) is not SequentialMLP})

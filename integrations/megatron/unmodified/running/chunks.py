@@ -129,13 +129,3 @@ def known_shapes(packs: Sequence[UserPack], config: Any, chunks: int) -> Abstrac
         return first, [slots[next(behind)], 1, width] if recv_next else [0, 0, 0]
 
     return with_attributes(P2PCommunicator, _communicate_shapes=shapes)
-
-
-def refuse_chunks_with_copies(gpts: Sequence[Any]) -> None:
-    """Raise EvenloadError for several chunks, whose passes meet those of other ranks in Megatron's order."""
-    if len(gpts) > 1:
-        raise EvenloadError(
-            "plugins.moe does not copy experts between virtual pipeline stages",
-            f"{len(gpts)} model chunks",
-            "leave virtual_pipeline_model_parallel_size unset, or set plugins.moe.enabled=false",
-        )
