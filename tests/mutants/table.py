@@ -2017,9 +2017,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "windows lie in the layers beside theirs",
-        "integrations/megatron/unmodified/refusals/attention.py",
-        "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number",
-        "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number + 1",
+        "integrations/megatron/unmodified/refusals/layers.py",
+        "is_layer_window_attention(size, every, layer.layer_number)",
+        "is_layer_window_attention(size, every, layer.layer_number + 1)",
         "te windows",
     ),
     Mutant(
@@ -2066,7 +2066,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sinkhorn routes regrouped samples",
-        "integrations/megatron/unmodified/refusals/expert_rules.py",
+        "integrations/megatron/unmodified/refusals/layers.py",
         '_CHOOSING = ("sinkhorn", "quantile_balancing")',
         '_CHOOSING = ("quantile_balancing",)',
         "together",

@@ -46,7 +46,7 @@ from .planning.user_loop import UserLoop, chain_of
 from .reading.batches import Batches, BatchSource
 from .reading.context_parallel import data_rank, refuse_form, refuse_together
 from .reading.rows import holds_rows
-from .refusals.expert_rules import refuse_losses_of_rows, refuse_routers, why_together
+from .refusals.layers import refuse_losses_of_rows, refuse_routers, why_together
 from .refusals.supported import bare_model, refuse_loop, refuse_replays, warn_of_dropout
 from .running.chunks import chunks_of, is_interleaved, one_iterator, run_stock
 from .running.experts import gate_of, routing_of
@@ -168,8 +168,7 @@ class PlannedSteps:
         if gpt not in self._rows:
             chain = chain_of(self._recipe, gpt, current_layout(), warn=dist.get_rank() == 0)
             self._rows[gpt] = RowSteps(chain)
-        steps = self._rows[gpt]
-        reports = steps.run(stock, function, chunks, taken, **rest)
+        reports = self._rows[gpt].run(stock, function, chunks, taken, **rest)
         end_of_check()
         return reports
 

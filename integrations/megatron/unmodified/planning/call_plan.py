@@ -21,7 +21,7 @@ from ...model.experts import SEQUENCE_LOSS
 from ..reading.batches import Batches
 from ..reading.context_parallel import CpShards
 from ..reading.samples import PackForm, exchange, lay_out
-from ..refusals.expert_rules import losses_of_routers
+from ..refusals.layers import losses_of_routers
 from ..refusals.supported import tokens_multiple
 from ..running.chunks import of_stock
 from ..running.experts import CameWith

@@ -33,7 +33,7 @@ from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
 from ...stage import FixedShape
-from ..refusals.expert_rules import refuse_experts
+from ..refusals.layers import refuse_experts
 from ..refusals.supported import bare_model, refuse_groups, why_stock
 from ..running.chunks import one_iterator
 from ..running.experts import gate_of, with_experts_in_step

@@ -24,8 +24,7 @@ from ...base.traits import traits_of
 from ...model.linears import why_in_backward
 from ..reading.batches import BatchSource
 from ..reading.context_parallel import OneContextRank
-from ..refusals.attention import why_whole
-from ..refusals.expert_rules import refuse_experts
+from ..refusals.layers import refuse_experts, why_whole
 from ..refusals.supported import Trouble, why_stock
 from ..running.experts import with_experts_in_step
 from ..running.reports import Kinds

@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from .....core.errors import EvenloadError, Rule, refuse_first
 from .....core.plan.step_plan import StepPlan
 from ..reading.context_parallel import rules_of_context
-from .attention import refuse_attention
+from .layers import refuse_attention
 
 log = logging.getLogger("evenload")
 

@@ -19,14 +19,13 @@ from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from .....runtime.attention.attention import packed_attention
 from .....runtime.attention.pack import Pack
 from .....runtime.attributes import with_attributes
 from ...model.attention import PackedCoreAttention, PlannedSeqParams
-from ..refusals.attention import layers_with_attention, window_settings
+from ..refusals.layers import layers_with_attention, window_of
 
 
 def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -104,7 +103,7 @@ def _scale_and_window(layer: Any) -> tuple[float, Any]:
     """What Transformer Engine's attention is built with, where it computes no dropout (`why_whole`)."""
     config = layer.config
     scale = getattr(layer, "softmax_scale", None) or config.softmax_scale or 1 / math.sqrt(config.kv_channels)
-    return scale, config.window_size if is_layer_window_attention(*window_settings(layer)) else None
+    return scale, window_of(layer)
 
 
 def _without_fusions(config: Any) -> dict[str, bool]:

@@ -31,7 +31,7 @@ from ...model.expert_gate import bind_gate
 from ...model.rope import TokenRope
 from ..reading.form import FIELDS, MASK
 from ..reading.samples import UserPack, one_batch
-from ..refusals.attention import rope_owners
+from ..refusals.layers import rope_owners
 from .attention import attending
 from .experts import routing_packs
 from .mtp import refuse_missing_mask
