@@ -13,7 +13,7 @@ Shape legend: R = ranks of a group, T = slots of a pack, E = experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -55,8 +55,8 @@ class _GatedLayer:
         self._layer, self._gate = layer, gate
         self._dispatcher, self._experts = layer.mlp.token_dispatcher, layer.mlp.experts
         self._own_preprocess = self._dispatcher.dispatch_preprocess
-        self._own_postprocess = self._dispatcher.combine_postprocess
-        self._own_forward = self._experts.forward
+        self._own_postprocess: Callable[[Tensor], Tensor] = self._dispatcher.combine_postprocess
+        self._own_forward: Callable[..., tuple[Tensor, None]] = self._experts.forward
         self._number: int = layer.layer_number - 1
         self._own: int = layer.mlp.num_local_experts
         self._sharded = isinstance(self._experts, ShardedExperts)
@@ -88,15 +88,14 @@ class _GatedLayer:
 
     def postprocess(self, hidden_states: Tensor) -> Tensor:
         """`combine_postprocess`, without what fills up a pack."""
-        output: Tensor = self._own_postprocess(hidden_states)
+        output = self._own_postprocess(hidden_states)
         return output[: self._tokens] if self._tokens else output
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """The forward of Megatron's experts, then of this rank's copies."""
         fetch, self._fetch = self._fetch, None
         if fetch is None:
-            own_output: tuple[Tensor, None] = self._own_forward(tokens, tokens_per_expert, probs)
-            return own_output
+            return self._own_forward(tokens, tokens_per_expert, probs)
         tokens, probs, copies = fetch.arrived(tokens, probs)
         # One split and one sum of gradients, as in Megatron's own forward: a part of the tokens more is a copy of all.
         sizes = tokens_per_expert.tolist()

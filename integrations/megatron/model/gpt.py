@@ -163,8 +163,7 @@ def uses_distributed_optimizer(recipe: Recipe) -> bool:
 
 def parts_of(optimizer: Any) -> list[Any]:
     """The optimizers that a Megatron optimizer chains, or it alone."""
-    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return parts
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -58,21 +58,19 @@ def attending(gpt: Any) -> Iterator[None]:
 
 def _around(layer: Any) -> Callable[..., Tensor]:
     """The forward of the layer's core attention, for packs."""
-    stock = layer.core_attention.forward
+    stock: Callable[..., Tensor] = layer.core_attention.forward
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         pack = _pack_of(args, kwargs)
         if pack is None:
-            plain: Tensor = stock(*args, **kwargs)
-            return plain
+            return stock(*args, **kwargs)
         if pack.shared or any(run.cut for run in pack.layout[0]):
             return _attend(args, kwargs, pack, layer.layer_number, *_scale_and_window(layer))
         if len(args) > 6:
             args = (*args[:6], _whole(pack), *args[7:])
         else:
             kwargs = {**kwargs, "packed_seq_params": _whole(pack)}
-        whole: Tensor = stock(*args, **kwargs)
-        return whole
+        return stock(*args, **kwargs)
 
     return forward
 
