@@ -92,12 +92,9 @@ class MegatronHost(Host):
         self.collects: bool = last and self.tp_rank == 0
         """Whether this rank takes losses down: one tensor-parallel rank of the last stage does."""
         # With one tensor-parallel rank these are the pipeline stages of all expert-parallel ranks.
-        with_experts = self.layout.ep > 1
-        self._stages = (
-            parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-            if with_experts
-            else parallel_state.get_pipeline_model_parallel_group()
-        )
+        of_dense = parallel_state.get_pipeline_model_parallel_group
+        of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group
+        self._stages = (of_experts if self.layout.ep > 1 else of_dense)()
 
         config = transformer_config(recipe, self.layout)
         self.norm_epsilon = config.layernorm_epsilon
