@@ -94,8 +94,7 @@ class Guards:
 def of_loop(config: Any, arguments: Any) -> tuple[str, str, str]:
     """The answer of the guards to a loop with these configs."""
     from evenload.core.errors import EvenloadError, refuse_first
-    from evenload.integrations.megatron.unmodified.refusals.attention import rules_of_layer, why_whole
-    from evenload.integrations.megatron.unmodified.refusals.expert_rules import why_together
+    from evenload.integrations.megatron.unmodified.refusals.layers import rules_of_layer, why_together, why_whole
     from evenload.integrations.megatron.unmodified.refusals.supported import refuse_loop, why_stock
 
     loop = chunk(config, arguments)
@@ -119,7 +118,7 @@ def together(loop: Any, config: Any, why: str) -> tuple[str, str, str]:
     """The answer to a loop whose micro-batches stay as they are: what a plugin can still do, as `Together.of` asks."""
     from evenload.core.errors import EvenloadError
     from evenload.integrations.megatron.unmodified.planning.fixed_micro_batches import _IN_TURN
-    from evenload.integrations.megatron.unmodified.refusals.expert_rules import refuse_experts
+    from evenload.integrations.megatron.unmodified.refusals.layers import refuse_experts
     from evenload.integrations.megatron.unmodified.refusals.supported import why_stock
 
     one_chunk = (config.virtual_pipeline_model_parallel_size or 1) == config.context_parallel_size == 1

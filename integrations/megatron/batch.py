@@ -1,4 +1,4 @@
-"""Micro-batches of a plan in the form that Megatron's schedules want.
+"""Micro-batches of a plan in the form that Megatron's schedules want, and its own schedule over them.
 
     batches = PlannedBatches.of_rank(plan, plane_rank, tokens_of, device)
     get_forward_backward_func()(
@@ -17,17 +17,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...runtime.attention.labels import Labels, labels_of
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
+from ...runtime.experts.gate import ExpertGate
 from ...runtime.experts.routing import StepRouting
+from ...runtime.measure.busy import BusyClock
 from ...runtime.world.plane import Plane
-from ..host.step import refuse_own_order
+from ..host.step import Mark, refuse_own_order
 from .model.attention import PlannedSeqParams, seq_params
+from .reduction import Reduction
 
 LossFunc = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+ForwardStep = Callable[["Batch", Any], tuple[Tensor, LossFunc]]
+"""A ``forward_step_func`` of batches that are loaded: the stage's output, or what the loss function takes."""
 
 
 class Batch(NamedTuple):
@@ -49,13 +55,12 @@ class PlannedBatches(Iterator[Batch]):
         routing: StepRouting | None = None,
         labels: Labels | None = None,
     ) -> None:
-        self._micro_batches = tuple(micro_batches)
+        self._number, self._coming = len(micro_batches), iter(micro_batches)
         self._tokens_of = tokens_of
         self._labels_of = labels_of(labels)
         self._device = device
         self._plane = plane
         self._routing = routing
-        self._next = 0
         self.numbers: tuple[int, ...] = ()
         """Which micro-batches of a plan these are, where they come from one."""
         self.executed: list[Slice] = []
@@ -83,19 +88,11 @@ class PlannedBatches(Iterator[Batch]):
         return batches
 
     def __len__(self) -> int:
-        return len(self._micro_batches)
+        return self._number
 
     def __next__(self) -> Batch:
-        if self._next == len(self):
-            raise StopIteration
-        pack = build_pack(
-            self._micro_batches[self._next],
-            self._tokens_of,
-            self._device,
-            plane=self._plane,
-            labels_of=self._labels_of,
-        )
-        self._next += 1
+        micro_batch, plane = next(self._coming), self._plane
+        pack = build_pack(micro_batch, self._tokens_of, self._device, plane=plane, labels_of=self._labels_of)
         self.executed += pack.slices
         return Batch(pack, seq_params(pack, routing=self._routing))
 
@@ -120,6 +117,22 @@ def run_for_logits(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
     return output, lambda logits_1TV: (logits_1TV.new_zeros(()), logits_1TV.new_zeros((), dtype=torch.int32), {})
 
 
+def collecting(run: ForwardStep, collect: Callable[[Pack, Tensor, dict[str, Tensor]], None]) -> ForwardStep:
+    """``run``, behind whose losses ``collect`` gets the pack, what the last stage gave of it, and the report."""
+
+    def forward(batch: Batch, model: Any) -> tuple[Tensor, LossFunc]:
+        output, loss_func = run(batch, model)
+
+        def collected(values_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            answer = loss_func(values_1T)
+            collect(batch.pack, values_1T.detach(), answer[-1])
+            return answer
+
+        return output, collected
+
+    return forward
+
+
 def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(sum of the token losses, their number as int32, what to report).
 
@@ -129,3 +142,42 @@ def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str,
     loss = (losses_1T.view(-1) * weights_T).sum(dtype=torch.float64)
     num_targets = torch.tensor(pack.num_targets, dtype=torch.int32, device=loss.device)
     return loss, num_targets, {"loss_sum": loss.detach(), "num_targets": num_targets}
+
+
+def run_stock(
+    ddp: Any,
+    batches: PlannedBatches,
+    forward: ForwardStep,
+    reduction: Reduction,
+    mark: Mark,
+    clock: BusyClock,
+    gate: ExpertGate | None = None,
+) -> tuple[Slice, ...]:
+    """Megatron's own schedule over a rank's micro-batches in launch order, for plans without an order, and the gradient
+    sum; the slices that ran."""
+    numbers = iter(batches.numbers)
+
+    def forward_step(data: PlannedBatches, model: Any) -> tuple[Tensor, LossFunc]:
+        batch, number = next(data), next(numbers, -1)
+        mark("forward and backward")
+        if gate:
+            gate.enter(f"forward and backward of micro-batch {number}")
+        with clock.running("F", number):
+            output, loss_func = forward(batch, model)
+        clock.watch_backward(output, number)
+        return output, loss_func
+
+    if not len(batches):
+        reduction.finalize([ddp])  # the stock schedule always runs one micro-batch
+        return ()
+    with reduction.computing():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[ddp],
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+    return tuple(batches.executed)

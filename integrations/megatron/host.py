@@ -38,20 +38,18 @@ from ..host.trained import Snapshots, StepResult, Trained, freeze
 from ..reference.textbook import AdamState
 from .base.plane import join_groups, leave_groups, open_plane, stage_links
 from .base.setup import check_host, check_recipe
-from .batch import Batch, LossFunc, PlannedBatches
-from .forward import CollectedForward, Forward, reaching_recomputed, run_stock
+from .batch import Batch, ForwardStep, PlannedBatches, collecting, run_batch, run_for_logits, run_stock
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
-from .model.gpt import DTYPES, build_model, build_optimizer, set_lr, transformer_config, wrap_model
+from .model.gpt import DTYPES, build_model, build_optimizer, transformer_config, wrap_model
 from .model.sharded_experts import shard_experts
 from .model.weights import global_gradients, global_parameters, global_tensors, initialise
-from .pretrained.exporting import Exported, exported
-from .pretrained.reading import read_pretrained
+from .pretrained.transfer import Exported, exported, read_pretrained
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
 from .saving import checkpoint
-from .saving.states import optimizer_states
-from .stage import MegatronStage
+from .saving.optimizer import optimizer_states
+from .stage import MegatronStage, reaching_recomputed
 
 
 class MegatronHost(Host):
@@ -88,19 +86,18 @@ class MegatronHost(Host):
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
-        self.last = parallel_state.is_pipeline_last_stage()
+        last = parallel_state.is_pipeline_last_stage()
+        self.collects: bool = last and self.tp_rank == 0
+        """Whether this rank takes losses down: one tensor-parallel rank of the last stage does."""
         # With one tensor-parallel rank these are the pipeline stages of all expert-parallel ranks.
-        with_experts = self.layout.ep > 1
-        self._stages = (
-            parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-            if with_experts
-            else parallel_state.get_pipeline_model_parallel_group()
-        )
+        of_dense = parallel_state.get_pipeline_model_parallel_group
+        of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group
+        self._stages = (of_experts if self.layout.ep > 1 else of_dense)()
 
         config = transformer_config(recipe, self.layout)
         self.norm_epsilon = config.layernorm_epsilon
         first = parallel_state.is_pipeline_first_stage()
-        self.model: Any = build_model(recipe, config, first=first, last=self.last).to(device)
+        self.model: Any = build_model(recipe, config, first=first, last=last).to(device)
         if recipe.model.weights is None:
             initialise(self.model, config, recipe.train.seed, self.tp_rank)
         else:
@@ -150,10 +147,14 @@ class MegatronHost(Host):
         refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp)
         self.begin_experts(step)
         program = lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank)
-        scoring = CollectedForward(collector, collects=self.last and self.tp_rank == 0)
         with evaluating(self.ddp):
-            self.carry_out(step, program, scoring, StepRouting(plan.lengths))
+            self.carry_out(step, program, self.forward_into(collector), StepRouting(plan.lengths))
         forget_tokens(self.model)
+
+    def forward_into(self, collector: Collector) -> ForwardStep:
+        """Forwards that hand what the last stage gives to a collector."""
+        run = run_for_logits if collector.wants_logits else run_batch
+        return collecting(run, lambda pack, values_1T, _: collector.add(values_1T[0], pack)) if self.collects else run
 
     def begin_experts(self, step: Step) -> None:
         if self.gate:
@@ -164,10 +165,10 @@ class MegatronHost(Host):
         self,
         step: Step,
         program: Program,
-        forward: Callable[[Batch, Any], tuple[Tensor, LossFunc]],
+        forward: ForwardStep,
         routing: StepRouting,
     ) -> tuple[Slice, ...]:
-        """A program of this rank; the slices that it ran. ``forward``: a ``forward_step_func`` of loaded batches."""
+        """A program of this rank; the slices that it ran."""
         if self._links is None and self.layout.pp > 1:
             self._links = stage_links()  # by all ranks: they run one plan
         plane, wanted = self.plane_of(step.plan), labels_of(step.labels)
@@ -206,7 +207,7 @@ class MegatronWeights(Snapshots):
         reduction = Reduction(host.ddp, plan, clock)
         routing = StepRouting(plan.lengths, labels=step.labels, record=host.records_routes)
         host.routes = {} if routing.routes is None else routing.routes
-        forward = Forward(reduction, collects=host.last and host.tp_rank == 0)
+        forward = collecting(run_batch, reduction.count) if host.collects else run_batch
         host.begin_experts(step)
         step.mark("forward and backward")
         host.ddp.zero_grad_buffer()
@@ -239,7 +240,8 @@ class MegatronWeights(Snapshots):
 
     def update(self, lr: Any) -> float:
         host = self._host
-        set_lr(host.optimizer, lr)
+        for group in host.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
         norm = self._clip_in_float64() if host.recipe.train.dtype == "fp64" else None
         move_biases(host.ddp)
         _, megatron_norm, _ = host.optimizer.step()

@@ -186,11 +186,11 @@ class PlainModel:
     def route_as(self, other: PlainModel) -> None:
         """Take the biases of experts that another model has, and the routes that it replays."""
         self.routers.load(other.routers.biases)
-        self.routers.replay(other.routers.routes)
+        self.routers.routes = other.routers.routes
 
     def replay_routes(self, host: Host) -> None:
         """Send tokens to the experts to which the host's last step sent them. Collective."""
-        self.routers.replay(host.routes_of_all())
+        self.routers.routes = host.routes_of_all()
 
     @property
     def routes_differ(self) -> int:

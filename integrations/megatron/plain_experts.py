@@ -40,7 +40,8 @@ class TextbookRouters:
 
     def __init__(self, model: Any, moe: Experts | None) -> None:
         self._layers = [_TextbookRouter(router, moe) for router in routers(model)] if moe else []
-        self._routes: Routes = {}
+        self.routes: Routes = {}
+        """To what experts the tokens of the next batches go, whatever the scores say; empty: by the scores."""
 
     def begin(self, lengths: Lengths, num_targets: int | None = None) -> None:
         """A global batch of sequences of these lengths; None: every token but a first one is a target."""
@@ -61,15 +62,7 @@ class TextbookRouters:
     def run(self, sequence: int) -> None:
         """The sequence that runs next."""
         for layer in self._layers:
-            layer.replayed_LK = self._routes.get((layer.number, sequence))
-
-    def replay(self, routes: Routes) -> None:
-        """Send the tokens of the next batches to these experts, whatever the scores say; empty: by the scores."""
-        self._routes = routes
-
-    @property
-    def routes(self) -> Routes:
-        return self._routes
+            layer.replayed_LK = self.routes.get((layer.number, sequence))
 
     @property
     def routes_differ(self) -> int:

@@ -28,6 +28,7 @@ from megatron.core.distributed.finalize_model_grads import _update_router_expert
 
 from ...core.plan.branches import SUM_AFTER_PASSES, SUM_IN_LAST_BACKWARD
 from ...core.plan.step_plan import StepPlan
+from ...runtime.attention.pack import Pack
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
 from .model.experts import routers
@@ -61,10 +62,10 @@ class Reduction:
         """Which protocol this step takes, in the words of `core.plan.branches`."""
         return SUM_AFTER_PASSES if self.quiet or not self.overlap else SUM_IN_LAST_BACKWARD
 
-    def count(self, loss_sum: torch.Tensor, num_targets: int) -> None:
+    def count(self, pack: Pack, _: torch.Tensor, report: dict[str, torch.Tensor]) -> None:
         """Count a micro-batch of the last stage. Only one tensor-parallel rank collects."""
-        self.local_loss += loss_sum
-        self.local_targets += num_targets
+        self.local_loss += report["loss_sum"]
+        self.local_targets += pack.num_targets
 
     def finalize(self, model: Any, num_tokens: Any = None, pg_collection: Any = None, **_: Any) -> None:
         """Sum over data-parallel ranks and divide by the global number of target tokens, in float64.

@@ -1,6 +1,6 @@
 """A pipeline stage of Megatron-Core for the executor: its own forward and backward step around the passes of a plan.
 
-Plans without an order run in Megatron's own schedule (`forward.run_stock`), unless ranks share micro-batches or
+Plans without an order run in Megatron's own schedule (`batch.run_stock`), unless ranks share micro-batches or
 activations are offloaded: then the executor runs Megatron's order over links that never wait for a send, which is what
 the laws have checked.
 """
@@ -8,7 +8,7 @@ the laws have checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.executor import Graph, Loaded, StageTrainer
 from ...runtime.stage.offload import layers_of
 from .base.compat import backward_step
-from .forward import reaching_recomputed, recomputing
 from .model.linears import deferring_wgrads
 
 
@@ -110,3 +109,35 @@ class MegatronStage(StageTrainer):
 
     def free_output(self, output: Tensor) -> None:
         deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+
+
+def recomputing(config: Any, layers: int | None) -> AbstractContextManager[None]:
+    """Forwards inside recompute the first ``layers`` of their stage in backward; None leaves it to the config.
+
+    ``config``: that of the GPTModel itself. Megatron reads these fields in the forward only, and its closures keep what
+    they were given.
+    """
+    if layers is None:
+        return nullcontext()
+    granularity, method, number = ("full", "block", layers) if layers else (None, None, None)
+    names = {"recompute_granularity": granularity, "recompute_method": method, "recompute_num_layers": number}
+    return with_attributes(config, **names)
+
+
+@contextmanager
+def reaching_recomputed(gpt: Any) -> Iterator[None]:
+    """What the embedding gives needs a gradient, also where its weights are frozen.
+
+    Megatron's checkpoints have a backward only where their input needs a gradient: without this, a recomputed layer
+    behind a frozen embedding would leave no gradients, silently.
+    """
+
+    def need_gradient(_: Any, __: Any, output: Tensor) -> Tensor:
+        return output if output.requires_grad or not torch.is_grad_enabled() else output.detach().requires_grad_()
+
+    hook = gpt.embedding.register_forward_hook(need_gradient) if gpt.pre_process else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()

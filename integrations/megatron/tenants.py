@@ -22,11 +22,11 @@ from ..host.scoring import LossCollector
 from ..host.step import Step, refuse_foreign
 from ..host.tenants import Tenants
 from ..host.trained import Passed
-from .forward import CollectedForward, reaching_recomputed
 from .host import MegatronHost
 from .model.gpt import DTYPES
 from .model.weights import global_parameters
 from .pretrained.pieces import pieces_of
+from .stage import reaching_recomputed
 
 _LINEARS = tuple(f"{name}.weight" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
 
@@ -56,11 +56,11 @@ class MegatronTenants(Tenants):
     def passes(self, step: Step, collector: LossCollector) -> Passed:
         host, plan = self._host, step.plan
         refuse_foreign(plan, host.layout.dp_cp_size, host.layout.pp)
-        forward = CollectedForward(collector, collects=host.last and host.tp_rank == 0)
         program = lower(plan, host.pipeline_stage, host.dp_cp_rank)
+        routing = StepRouting(plan.lengths, labels=step.labels)
         step.mark("forward and backward")
         with reaching_recomputed(host.model):
-            return Passed(host.carry_out(step, program, forward, StepRouting(plan.lengths, labels=step.labels)))
+            return Passed(host.carry_out(step, program, host.forward_into(collector), routing))
 
 
 def blocks_of(model: nn.Module, recipe: Recipe, tp_rank: int) -> list[AdaptedBlock]:

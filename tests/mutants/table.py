@@ -158,7 +158,7 @@ KILLERS: dict[str, Words] = {
     "logs": ("pytest", "tests/training/run/test_writers.py"),
     "background": ("pytest", "tests/commands/test_train.py", "-k", "in_the_background"),
     "killed export": ("pytest", "tests/commands/test_export.py", "-k", "leaves and megatron"),
-    "padding of buckets": ("pytest", "tests/integrations/megatron/saving/test_buckets.py"),
+    "padding of buckets": ("pytest", "tests/integrations/megatron/saving/test_optimizer.py"),
     "adapters": ("pytest", "tests/integrations/huggingface/test_adapters.py"),
     "tenants": ("pytest", f"{_TENANTS}[one]"),
     "tenants on ranks": ("pytest", f"{_TENANTS}[dp2]"),
@@ -728,8 +728,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every tensor-parallel rank books the loss",
         "integrations/megatron/host.py",
-        "Forward(reduction, collects=host.last and host.tp_rank == 0)",
-        "Forward(reduction, collects=host.last)",
+        "last and self.tp_rank == 0",
+        "last",
         "quick tensor parallel",
     ),
     Mutant(
@@ -749,9 +749,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the learning rate is not set",
-        "integrations/megatron/model/gpt.py",
-        '        group["lr"] = lr * group.get("lr_mult", 1.0)',
-        '        group["lr"] = group["lr"]',
+        "integrations/megatron/host.py",
+        '            group["lr"] = lr * group.get("lr_mult", 1.0)',
+        '            group["lr"] = group["lr"]',
         "quick overlap",
     ),
     Mutant(
@@ -763,9 +763,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parameters share Adam's step after a resume",
-        "integrations/megatron/saving/checkpoint.py",
-        '            states["step"] = step.clone()',
-        '            states["step"] = steps[0]',
+        "integrations/megatron/saving/optimizer.py",
+        '                states["step"] = step.clone()',
+        '                states["step"] = steps[0]',
         "quick overlap",
     ),
     Mutant(
@@ -791,7 +791,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all groups of experts' optimizers get the settings of one",
-        "integrations/megatron/saving/parts.py",
+        "integrations/megatron/saving/optimizer.py",
         '{**of_decay[group["wd_mult"]],',
         '{**holder["param_groups"][0],',
         "expert ranks resumed",
@@ -888,7 +888,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prompts are learned where Megatron's own schedule runs",
         "integrations/megatron/batch.py",
-        "            labels_of=self._labels_of,\n",
+        ", labels_of=self._labels_of",
         "",
         "quick tensor parallel",
     ),
@@ -1438,7 +1438,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "moments lie without the padding of their buckets",
-        "integrations/megatron/saving/buckets.py",
+        "integrations/megatron/saving/optimizer.py",
         "                        of_dtype[key] = _with_padding(values, buffer)",
         "                        of_dtype[key] = values",
         "padding of buckets",
@@ -2017,9 +2017,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "windows lie in the layers beside theirs",
-        "integrations/megatron/unmodified/refusals/attention.py",
-        "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number",
-        "return layer.config.window_size, layer.config.window_attn_skip_freq, layer.layer_number + 1",
+        "integrations/megatron/unmodified/refusals/layers.py",
+        "is_layer_window_attention(size, every, layer.layer_number)",
+        "is_layer_window_attention(size, every, layer.layer_number + 1)",
         "te windows",
     ),
     Mutant(
@@ -2066,7 +2066,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sinkhorn routes regrouped samples",
-        "integrations/megatron/unmodified/refusals/expert_rules.py",
+        "integrations/megatron/unmodified/refusals/layers.py",
         '_CHOOSING = ("sinkhorn", "quantile_balancing")',
         '_CHOOSING = ("quantile_balancing",)',
         "together",
@@ -2080,7 +2080,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "padding is said to change losses where there is none",
-        "integrations/megatron/unmodified/planning/differences.py",
+        "integrations/megatron/unmodified/planning/call_plan.py",
         "    if planned.padded and (counting := _counting_padding(config)):\n",
         "    if counting := _counting_padding(config):\n",
         "said of padding",
@@ -2088,8 +2088,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a stage that is told no borders passes for one that is",
         "integrations/megatron/unmodified/running/forward_step.py",
-        'self._has_borders and call.get("packed_seq_params") is None',
-        'self._has_borders and call.get("packed_seq_params") is not None',
+        'self.has_borders and call.get("packed_seq_params") is None',
+        'self.has_borders and call.get("packed_seq_params") is not None',
         "said of rows",
     ),
     Mutant(
@@ -2150,21 +2150,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "losses of rows are divided by the number of micro-batches that run",
-        f"{_IN_LOOPS}/running/row_step.py",
+        f"{_IN_LOOPS}/running/objective.py",
         "1.0 if per_token else len(batches) / own",
         "1.0",
         "rows",
     ),
     Mutant(
         "a repeated row has a loss",
-        f"{_IN_LOOPS}/running/row_step.py",
+        f"{_IN_LOOPS}/running/objective.py",
         "(loss * (float(real) * self._scale),",
         "(loss * self._scale,",
         "rows",
     ),
     Mutant(
         "a repeated row counts tokens",
-        f"{_IN_LOOPS}/running/row_step.py",
+        f"{_IN_LOOPS}/running/objective.py",
         "number * int(real)",
         "number",
         "rows",

@@ -86,7 +86,6 @@ def _groups_in(value: Any) -> Iterator[dist.ProcessGroup]:
     """The process groups in a module global of parallel_state: a group, or a list or mapping of some."""
     if isinstance(value, dist.ProcessGroup):
         yield value
-    elif isinstance(value, dict):
-        yield from (group for entry in value.values() for group in _groups_in(entry))
-    elif isinstance(value, (list, tuple)):
-        yield from (group for entry in value for group in _groups_in(entry))
+    elif isinstance(value, (dict, list, tuple)):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _groups_in(entry)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -25,7 +25,8 @@ from ....core.errors import EvenloadError, refuse_first
 from ....runtime.attention.attention import packed_attention
 from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import StepRouting
-from .experts import block_spec, use_planned_router
+from ..base.compat import submodules_of_experts
+from .experts import PlannedRouter
 
 _SHARED_BY_MESH = "set it to 1; the mesh plugin shares sequences between ranks"
 
@@ -122,14 +123,15 @@ def packed_layer_spec(config: Any) -> Any:
     spec = stock_layer_spec(config)
     for layer in getattr(spec, "layer_specs", [spec]):
         layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-        use_planned_router(layer)
+        if (experts := submodules_of_experts(layer)) is not None:
+            experts.router = PlannedRouter
     return spec
 
 
 def stock_layer_spec(config: Any) -> Any:
     """Megatron-Core's local layer spec as it is; with experts that of all layers of this stage."""
     if config.num_moe_experts is not None:
-        return block_spec(config)
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 

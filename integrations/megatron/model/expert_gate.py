@@ -32,8 +32,8 @@ from .experts import PlannedRouter
 from .sharded_experts import ShardedExperts
 
 
-def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
-    """Let all layers of a GPTModel that have experts pass the gate; the function that is returned undoes it."""
+def bind_gate(gpt: Any, gate: ExpertGate) -> ExitStack:
+    """Let all layers of a GPTModel that have experts pass the gate, until the stack that is returned is closed."""
     undo = ExitStack()
     for layer in gpt.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
@@ -45,7 +45,7 @@ def bind_gate(gpt: Any, gate: ExpertGate) -> Callable[[], None]:
             undo.callback(delattr, dispatcher, "combine_postprocess")
             undo.callback(delattr, experts, "forward")
             undo.callback(bound.lay_out, layer.mlp.num_local_experts)
-    return undo.close
+    return undo
 
 
 class _GatedLayer:
@@ -55,8 +55,8 @@ class _GatedLayer:
         self._layer, self._gate = layer, gate
         self._dispatcher, self._experts = layer.mlp.token_dispatcher, layer.mlp.experts
         self._own_preprocess = self._dispatcher.dispatch_preprocess
-        self._own_postprocess = self._dispatcher.combine_postprocess
-        self._own_forward = self._experts.forward
+        self._own_postprocess: Callable[[Tensor], Tensor] = self._dispatcher.combine_postprocess
+        self._own_forward: Callable[..., tuple[Tensor, None]] = self._experts.forward
         self._number: int = layer.layer_number - 1
         self._own: int = layer.mlp.num_local_experts
         self._sharded = isinstance(self._experts, ShardedExperts)
@@ -76,7 +76,9 @@ class _GatedLayer:
         self._fetch = None
         if shares is not None:
             # The weights travel while tokens do.
-            self._fetch = shares.fetch(self._dispatcher.ep_group, self._owner())
+            homes = (list(expert.parameters()) for expert in self._experts.local_experts)
+            owner: Owner = self._experts.owner() if self._sharded else HomeOwner(list(homes))
+            self._fetch = shares.fetch(self._dispatcher.ep_group, owner)
         if shares is not None and any(shares.copies):
             counts = torch.from_numpy(shares.counts_of_slots).to(counts).flatten()
             routing_map, probs = shares.spread(routing_map, probs)
@@ -86,15 +88,14 @@ class _GatedLayer:
 
     def postprocess(self, hidden_states: Tensor) -> Tensor:
         """`combine_postprocess`, without what fills up a pack."""
-        output: Tensor = self._own_postprocess(hidden_states)
+        output = self._own_postprocess(hidden_states)
         return output[: self._tokens] if self._tokens else output
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """The forward of Megatron's experts, then of this rank's copies."""
         fetch, self._fetch = self._fetch, None
         if fetch is None:
-            own_output: tuple[Tensor, None] = self._own_forward(tokens, tokens_per_expert, probs)
-            return own_output
+            return self._own_forward(tokens, tokens_per_expert, probs)
         tokens, probs, copies = fetch.arrived(tokens, probs)
         # One split and one sum of gradients, as in Megatron's own forward: a part of the tokens more is a copy of all.
         sizes = tokens_per_expert.tolist()
@@ -118,12 +119,6 @@ class _GatedLayer:
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             rows = token_dispatcher.gather_from_sequence_parallel_region(counts, group=dispatcher.tp_ep_group)
         return self._gate.checked_counts(rows.view(-1, len(counts)), record=record)
-
-    def _owner(self) -> Owner:
-        if self._sharded:
-            owner: Owner = self._experts.owner()
-            return owner
-        return HomeOwner([list(expert.parameters()) for expert in self._experts.local_experts])
 
     def lay_out(self, slots: int) -> None:
         """Let the dispatcher see so many slots on each rank instead of its experts."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from ....core.recipe.sections import Model
 from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import WHOLE, Routed, StepRouting, is_token
-from ..base.compat import submodules_of_experts
 
 SEQUENCE_LOSS, BATCH_LOSS = "seq_aux_loss", "aux_loss"
 
@@ -55,18 +53,6 @@ def fields_of_experts(model: Model, ep: int, dtype: torch.dtype) -> dict[str, An
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,
     }
-
-
-def block_spec(config: Any) -> Any:
-    """Megatron's local spec of this stage's layers, of which some have experts and others may not."""
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-
-
-def use_planned_router(layer_spec: Any) -> None:
-    """Put `PlannedRouter` into the spec of a layer, if that has experts."""
-    submodules = submodules_of_experts(layer_spec)
-    if submodules is not None:
-        submodules.router = PlannedRouter
 
 
 class PlannedRouter(TopKRouter):  # type: ignore[misc]

@@ -161,10 +161,19 @@ def uses_distributed_optimizer(recipe: Recipe) -> bool:
     return recipe.megatron.distributed_optimizer and recipe.train.dtype != "fp64"
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that a Megatron optimizer chains, or it alone."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The torch-style optimizers inside a Megatron optimizer, chained or not, stubs left out."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if getattr(part, "optimizer", None) is not None]
+    return [part.optimizer for part in parts_of(optimizer) if getattr(part, "optimizer", None) is not None]
+
+
+def adam_states(optimizer: Any) -> list[dict[str, Any]]:
+    """What these keep, parameter by parameter."""
+    return [states for one in torch_optimizers(optimizer) for states in one.state.values()]
 
 
 def fill_states(optimizer: Any) -> None:
@@ -181,12 +190,6 @@ def fill_states(optimizer: Any) -> None:
                 if not inner.state[parameter]:
                     zeros = torch.zeros_like(parameter)
                     inner.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-
-
-def set_lr(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
 def _leave(_: torch.Tensor) -> None:

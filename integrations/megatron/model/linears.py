@@ -63,13 +63,12 @@ def _linears(gpt: Any) -> list[nn.Module]:
 
 
 def _product(module: Any, later: WgradStore) -> Callable[..., Tensor]:
-    own = module._forward_impl
+    own: Callable[..., Tensor] = module._forward_impl
 
     def product(input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
         """Megatron's product of a layer, for the settings that `why_in_backward` lets by."""
         if not later.takes(input, weight):
-            result: Tensor = own(input=input, weight=weight, bias=bias, **how)
-            return result
+            return own(input=input, weight=weight, bias=bias, **how)
         return later.linear(input, weight, bias, sum_over=how["tp_group"] if how["allreduce_dgrad"] else None)
 
     return product

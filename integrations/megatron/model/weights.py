@@ -77,10 +77,7 @@ def global_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _renumbered(name: str, first: int) -> str:
     """The name of an expert's parameter by the expert's number in the layer."""
-    match = _EXPERT.match(name)
-    assert match
-    path, number, rest = match.groups()
-    return f"{path}{first + int(number)}{rest}"
+    return _EXPERT.sub(lambda match: f"{match[1]}{first + int(match[2])}{match[3]}", name)
 
 
 @torch.no_grad()

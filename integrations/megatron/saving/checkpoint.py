@@ -4,10 +4,6 @@ Model and optimizer go through ``megatron.core.dist_checkpointing`` in its torch
 optimizer as ``fully_reshardable``: stored by parameter, not by rank. On the layout that wrote it a job resumes bit for
 bit; on another number of ranks, or another TP x PP, the numbers are the same and sums run in another order.
 
-megatron-core 0.16 has two faults with torch's Adam, both kept out here without touching its classes. A load of the
-distributed optimizer looks for the Adam step among tensors that do not hold it (KeyError). And every parameter is given
-the *same* step tensor, which Adam then counts up once per parameter: the first resumed loss is right, the second wrong.
-
 The caller, a `host.MegatronHost`, makes the directory, and commits it (manifest, rename) when every rank is done.
 """
 
@@ -32,9 +28,7 @@ from ....core.recipe.sections import Model
 from ....runtime.unpickling import refuse_code, tensors_only
 from ....runtime.world.agreement import Group, all_or_none
 from ..base.compat import reading_common_state
-from ..model.gpt import torch_optimizers
-from .buckets import states_in_their_places
-from .parts import states_of_parts
+from .optimizer import load_optimizer, states_in_their_places
 from .sharded_experts import experts_at_home
 from .storage import InProcessWriter
 
@@ -114,26 +108,6 @@ def load(host: Any, directory: Path) -> None:
     if same_layout:
         for name, (_, restore) in _generators().items():
             restore(loaded["random"][name])
-
-
-@torch.no_grad()
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict(state)`` of a Megatron optimizer, right with torch's Adam."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    for part, of_part in zip(parts, states_of_parts(parts, state), strict=True):
-        _load_part(part, of_part)
-
-
-def _load_part(part: Any, state: dict[str, Any]) -> None:
-    tensors = state.pop("param_state", None)
-    part.load_state_dict(state)
-    inner = torch_optimizers(part)
-    steps = [states.pop("step", None) for one in inner for states in one.state.values()]
-    if tensors is not None:
-        part.load_parameter_state_from_fully_reshardable(tensors)
-    for states, step in zip((s for one in inner for s in one.state.values()), steps, strict=True):
-        if step is not None:
-            states["step"] = step.clone()
 
 
 def agreed(check: Callable[[], Result], group: Group = None) -> Result:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.gpt import build_optimizer, torch_optimizers, wrap_model
+from ..model.gpt import adam_states, build_optimizer, wrap_model
 from ..model.sharded_experts import ShardedExperts
-from .states import rows_of, write_rows
+from .optimizer import rows_of, write_rows
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def experts_at_home(host: Any, *, loading: bool) -> Iterator[None]:
     if not host.recipe.sharded_experts:
         yield
         return
-    layers = {layer: layer.mlp.experts for layer in host.model.decoder.layers if _is_sharded(layer)}
+    layers = {layer: layer.mlp.experts for layer in host.model.decoder.layers if hasattr(layer.mlp, "experts")}
     pieces, chain = host.optimizer.chained_optimizers[-1], host.optimizer.chained_optimizers
     try:
         whole = _whole_optimizer(host, pieces, list(layers.values()))
@@ -41,10 +41,6 @@ def experts_at_home(host: Any, *, loading: bool) -> Iterator[None]:
         for layer, experts in layers.items():
             layer.mlp.experts = experts
             experts.empty_home()
-
-
-def _is_sharded(layer: Any) -> bool:
-    return isinstance(getattr(layer.mlp, "experts", None), ShardedExperts)
 
 
 def _whole_optimizer(host: Any, pieces: Any, layers: list[ShardedExperts]) -> Any:
@@ -77,7 +73,7 @@ def _copy_settings(source: Any, target: Any) -> None:
     """What an optimizer has beside tensors of weights: the settings of its groups, and Adam's step."""
     for ours, theirs in zip(target.param_groups, source.param_groups, strict=True):
         ours.update({name: value for name, value in theirs.items() if name != "params"})
-    steps = [state["step"] for one in torch_optimizers(source) for state in one.state.values() if "step" in state]
-    for state in (state for one in torch_optimizers(target) for state in one.state.values()):
+    steps = [state["step"] for state in adam_states(source) if "step" in state]
+    for state in adam_states(target):
         if steps:
             state["step"] = steps[0].clone()

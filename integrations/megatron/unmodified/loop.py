@@ -35,28 +35,26 @@ from megatron.core.utils import get_model_config
 
 from ....core.errors import EvenloadError
 from ....core.recipe.recipe import Recipe
+from ....runtime.experts.gate import ExpertGate
+from ....runtime.experts.routing import StepRouting
 from ...unmodified.planned_runs import end_of_check, on_release
 from ..base.plane import current_layout
-from .planning.call_plan import CallPlan, data_group, plan_call
-from .planning.differences import warn_of_differences
+from .planning.call_plan import CallPlan, data_group, plan_call, warn_of_differences
 from .planning.fixed_micro_batches import Together
-from .planning.live_model import chain_of
 from .planning.rows import RowSteps
-from .planning.user_loop import UserLoop
+from .planning.user_loop import UserLoop, chain_of
 from .reading.batches import Batches, BatchSource
-from .reading.context_parallel import data_rank, refuse_other_forms, refuse_together
+from .reading.context_parallel import data_rank, refuse_form, refuse_together
 from .reading.rows import holds_rows
-from .refusals.expert_rules import refuse_losses_of_rows, refuse_routers, why_together
+from .refusals.layers import refuse_losses_of_rows, refuse_routers, why_together
 from .refusals.supported import bare_model, refuse_loop, refuse_replays, warn_of_dropout
-from .running.chunks import chunks_of, is_interleaved, one_iterator
-from .running.experts import StepExperts, gate_of, routing_of
+from .running.chunks import chunks_of, is_interleaved, one_iterator, run_stock
+from .running.experts import gate_of, routing_of
 from .running.forward_step import UserStep
-from .running.losses import Losses
 from .running.mtp import next_tokens
-from .running.objective import MeanOfMeans
+from .running.objective import Losses, MeanOfMeans
 from .running.order import run_order
 from .running.reports import Reports
-from .running.schedule import run_stock
 
 
 class PlannedSteps:
@@ -123,13 +121,13 @@ class PlannedSteps:
         taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
         if taken and loop.source.all_have and holds_rows(taken[0]):
             if loop.one_context:
-                refuse_other_forms("ragged rows")
+                refuse_form("ragged rows")
             return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
         batches = loop.source.spread(taken)
         planned = plan_call(batches, loop, gpts[0], is_interleaved(chunks))
         plan = planned.plan
         own = plan.of_rank(data_rank())
-        experts = _experts(config, planned, batches)
+        routing, gate = _experts(config, planned, batches)
         means = not config.calculate_per_token_loss
         divisor = len(own) if plan.in_host_schedule else 1
         losses = Losses(
@@ -139,18 +137,10 @@ class PlannedSteps:
             further=next_tokens(batches.samples, planned.places, config, divisor) if config.mtp_num_layers else None,
         )
         borders = batches.form.has_borders
-        step = UserStep(
-            forward_step_func,
-            gpts,
-            planned.lay,
-            by_token=loop.by_token,
-            has_borders=borders,
-            experts=experts,
-            losses=losses,
-        )
+        step = UserStep(forward_step_func, gpts, planned.lay, losses, loop.by_token, borders, routing, gate)
         returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})
         warn_of_differences(loop, config, planned, step, loop.planning.warned)
-        loop.planning.report(plan, micro_batch_size=batches.size, loads=experts.gate.loads if experts.gate else ())
+        loop.planning.report(plan, micro_batch_size=batches.size, loads=gate.loads if gate else ())
         end_of_check()
         if not parallel_state.is_pipeline_last_stage():
             return returned
@@ -178,8 +168,7 @@ class PlannedSteps:
         if gpt not in self._rows:
             chain = chain_of(self._recipe, gpt, current_layout(), warn=dist.get_rank() == 0)
             self._rows[gpt] = RowSteps(chain)
-        steps = self._rows[gpt]
-        reports = steps.run(stock, function, chunks, taken, **rest)
+        reports = self._rows[gpt].run(stock, function, chunks, taken, **rest)
         end_of_check()
         return reports
 
@@ -196,12 +185,13 @@ _all: set[PlannedSteps] = set()
 """Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
 
 
-def _experts(config: Any, planned: CallPlan, batches: Batches) -> StepExperts:
+def _experts(config: Any, planned: CallPlan, batches: Batches) -> tuple[StepRouting | None, ExpertGate | None]:
+    """What layers with experts know of a training call; a dense model has neither."""
     if not config.num_moe_experts:
-        return StepExperts()
+        return None, None
     refuse_losses_of_rows(config, batches.form.has_borders)
     plan = planned.plan
-    return StepExperts(routing_of(config, plan.lengths, planned.came_with, len(batches.lengths)), gate_of(plan))
+    return routing_of(config, plan.lengths, planned.came_with, len(batches.lengths)), gate_of(plan)
 
 
 def _run_planned(

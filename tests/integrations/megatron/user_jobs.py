@@ -30,8 +30,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.megatron.base.plane import leave_groups
 from evenload.integrations.megatron.unmodified.planning import call_plan
-from evenload.integrations.megatron.unmodified.refusals.attention import refuse_attention, why_whole
-from evenload.integrations.megatron.unmodified.refusals.expert_rules import refuse_experts
+from evenload.integrations.megatron.unmodified.refusals.layers import refuse_attention, refuse_experts, why_whole
 from evenload.integrations.megatron.unmodified.running import attention as users_attention
 from evenload.integrations.megatron.unmodified.running import order
 from evenload.integrations.megatron.unmodified.running.forward_step import UserStep

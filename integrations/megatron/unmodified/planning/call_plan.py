@@ -1,4 +1,5 @@
-"""The plan of one training call: the samples of all data ranks as one global batch, and how a rank lays out packs."""
+"""The plan of one training call: the samples of all data ranks as one global batch, how a rank lays out packs, and
+what a planned step does otherwise than a stock one on purpose."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from .....core.plan.step_plan import StepPlan
 from .....core.plan.token_layout import ranks_of_samples, tokens_of_ranks
 from .....runtime.world.agreement import everyone
 from ....unmodified.planned_loop import GlobalBatch, Place
+from ...model.experts import SEQUENCE_LOSS
 from ..reading.batches import Batches
 from ..reading.context_parallel import CpShards
 from ..reading.samples import PackForm, exchange, lay_out
+from ..refusals.layers import losses_of_routers
 from ..refusals.supported import tokens_multiple
 from ..running.chunks import of_stock
 from ..running.experts import CameWith
-from ..running.forward_step import LayOut
+from ..running.forward_step import LayOut, UserStep
 from ..running.objective import weights_of
 from ..running.order import with_dummies
 from .sharing import plan_in_rounds
@@ -119,3 +122,35 @@ def _plan_call(
     padded = sum(slots_of_ranks) > batch.lengths.sum() and "padding_mask" not in batches.form.looks
     weights = weights_of(targets_of_ranks, batch.places)
     return CallPlan(plan, lay, cp_shards, own, batch.places, weights, came_with, padded, any(several))
+
+
+def warn_of_differences(loop: UserLoop, config: Any, planned: CallPlan, step: UserStep, said: set[str]) -> None:
+    """Say why the losses of this step are not stock's. Collective in the first step with several samples in a row.
+
+    Args:
+        step: which has run.
+        said: reasons that have been given; grows.
+    """
+    if planned.several and loop.mixes_rows is None:
+        loop.mixes_rows = any(everyone(step.left_borders_out))
+    reasons = []
+    if planned.padded and (counting := _counting_padding(config)):
+        reasons.append(f"padding of rows counts in Megatron's routers and not here ({', '.join(counting)})")
+    if planned.several and loop.mixes_rows:
+        reasons.append(
+            "samples of one row see each other in Megatron's pipeline stages that forward_step gives no "
+            "packed_seq_params, and not here"
+        )
+    if (new := [reason for reason in reasons if reason not in said]) and dist.get_rank() == 0:
+        log.warning("losses and norms differ from stock's, on purpose: %s", "; ".join(new))
+    said.update(new)
+
+
+def _counting_padding(config: Any) -> list[str]:
+    """Settings of routers whose effect depends on the padding of rows."""
+    if config.num_moe_experts is None:
+        return []
+    names = ("moe_router_enable_expert_bias", "moe_z_loss_coeff")
+    return [name for name in names if getattr(config, name)] + [SEQUENCE_LOSS] * (
+        SEQUENCE_LOSS in losses_of_routers(config)
+    )

@@ -12,15 +12,18 @@ Where none of them has anything to do, the loop is left alone and says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
-from .....core.plan.step_plan import StepPlan, as_lengths
+from megatron.core import parallel_state
+
+from .....core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from .....core.planning.chain import PlanChain
 from .....core.recipe.recipe import Recipe
+from .....runtime.attention.prefix import PrefixStore
 from .....runtime.experts.gate import ExpertGate
 from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
@@ -29,14 +32,13 @@ from ....unmodified.planned_runs import end_of_check, report_idle
 from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
-from ..refusals.expert_rules import refuse_experts
-from ..refusals.groups import refuse_groups
-from ..refusals.supported import bare_model, why_stock
-from ..running.chunks import refuse_chunks_with_copies
+from ...stage import FixedShape
+from ..refusals.layers import refuse_experts
+from ..refusals.supported import bare_model, refuse_groups, why_stock
+from ..running.chunks import one_iterator
 from ..running.experts import gate_of, with_experts_in_step
-from ..running.fixed_batches import FixedBatches
-from ..running.order import run_order
-from .live_model import chain_of
+from ..running.order import LoopStep, run_order
+from .user_loop import chain_of
 
 _IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_eps")
 """What depends on the order in which ranks run their micro-batches, too."""
@@ -52,7 +54,6 @@ class Together:
     why: str
     plugins: str
     """The enabled ones."""
-    orders: bool
     links: StageLinks | None = None
 
     @classmethod
@@ -70,18 +71,17 @@ class Together:
         alone = len(chunks) == layout.cp == 1 and layout.pp > 1 and not why.startswith(_IN_TURN)
         orders = alone and any(plugin.orders for plugin in enabled)
         if not copies and not orders:
-            return cls(None, why, names, orders=False)
+            return cls(None, why, names)
         gpt = bare_model(chunks[0])
         refuse_groups(call.get("pg_collection"), call.get("p2p_communicator"))
         if copies:
-            refuse_chunks_with_copies(chunks)
-            refuse_experts(gpt)
+            refuse_experts(gpt, len(chunks))
         reasons = everyone((why_stock(chunks, foreign_owner), why_in_backward(gpt)))
         orders = orders and not any(stock for stock, _ in reasons)
         if not copies and not orders:
-            return cls(None, why, names, orders=False)
+            return cls(None, why, names)
         chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in reasons))
-        return cls(PlannedLoop("Megatron-Core", chain), why, names, orders)
+        return cls(PlannedLoop("Megatron-Core", chain), why, names)
 
     def run(self, stock: Callable[..., Any], chunks: list[Any], call: dict[str, Any]) -> Any:
         """Run one training call of the loop. Collective."""
@@ -117,8 +117,7 @@ def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: di
         gate.enter("a micro-batch")
         return function(*args, **named)
 
-    with ExitStack() as undo:
-        undo.callback(bind_gate(bare_model(chunk), gate))
+    with bind_gate(bare_model(chunk), gate):
         return stock(**{**call, "forward_step_func": forward_step})
 
 
@@ -140,3 +139,57 @@ def _is_even(plan: StepPlan, number: int) -> bool:
 
 def _tokens(call: Mapping[str, Any]) -> int:
     return int(call["seq_length"]) * int(call["micro_batch_size"])
+
+
+class FixedPack(NamedTuple):
+    """What the executor asks of a pack that nobody lays out."""
+
+    slices: tuple[Slice, ...]
+    segments: tuple[int, ...] = ()
+
+
+class FixedBatch(NamedTuple):
+    """A micro-batch of the loop, loaded."""
+
+    number: int
+    """Among those of this rank."""
+    batch: Any
+    """None on a rank without an iterator."""
+    pack: FixedPack
+    num_counted: float = 0.0
+
+
+class FixedBatches(LoopStep):
+    """A training call whose micro-batches stay as they are. Takes them from the loop's iterator.
+
+    ``call``: the arguments of Megatron's schedule.
+    """
+
+    def __init__(self, plan: StepPlan, gpt: Any, gate: ExpertGate, call: Mapping[str, Any]) -> None:
+        iterator, number = one_iterator(call["data_iterator"]), call["num_microbatches"]
+        self._batches = [None if iterator is None else next(iterator) for _ in range(number)]
+        self._function: Callable[..., Any] = call["forward_step_func"]
+        self._gpt = gpt
+        self.gate: ExpertGate = gate
+        self.shape = FixedShape(number, call["seq_length"], call["micro_batch_size"])
+        own = [plan.micro_batches[index] for index in plan.of_rank(parallel_state.get_data_parallel_rank())]
+        self._number_of = {micro_batch: number for number, micro_batch in enumerate(own)}
+        self._losses: list[int] = []
+        """Numbers of the micro-batches that had a loss, in the order of their losses."""
+
+    def load(self, micro_batch: MicroBatch, _: PrefixStore | None) -> FixedBatch:
+        number = self._number_of[micro_batch]
+        return FixedBatch(number, self._batches[number], FixedPack(micro_batch.slices))
+
+    def listening(self) -> AbstractContextManager[Any]:
+        return bind_gate(self._gpt, self.gate)
+
+    def run(self, loaded: FixedBatch, chunk: Any) -> tuple[Any, Any]:
+        output, loss_func = self._function(None if loaded.batch is None else iter([loaded.batch]), chunk)
+        if parallel_state.is_pipeline_last_stage():
+            self._losses.append(loaded.number)
+        return output, loss_func
+
+    def in_order_of_loop(self, reports: Sequence[Any]) -> list[Any]:
+        """The reports of the losses, in the order of the loop's micro-batches."""
+        return [report for _, report in sorted(zip(self._losses, reports, strict=True), key=lambda pair: pair[0])]

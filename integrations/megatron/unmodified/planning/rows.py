@@ -32,10 +32,9 @@ from .....core.planning.chain import PlanChain
 from .....runtime.attributes import with_attributes
 from .....runtime.world.agreement import all_or_none, everyone
 from ....unmodified.planned_loop import GlobalBatch, PlannedLoop
-from ..reading.objects import exchange_objects
-from ..reading.rows import INPUT, Row, joined, of_batch, refuse_uncommon, rows_of
+from ..reading.rows import INPUT, Row, exchange_objects, joined, of_batch, refuse_uncommon, rows_of
+from ..running.objective import RowStep
 from ..running.order import with_dummies
-from ..running.row_step import RowStep
 
 log = logging.getLogger("evenload")
 
@@ -61,14 +60,12 @@ def take_rows(batches: Sequence[Any], per_token: bool) -> RowBatches:
     rows = all_or_none(lambda: [rows_of(batch) for batch in batches], group)
     of_ranks = everyone(([[row.length for row in one] for one in rows], [of_batch(batch) for batch in batches]), group)
     counts = sorted({len(of_rank) for of_rank, _ in of_ranks})
-    refuse_first(
-        (
-            len(counts) > 1 and not per_token,
+    if len(counts) > 1 and not per_token:
+        raise EvenloadError(
             "ranks bring unequal numbers of micro-batches, by which Megatron divides the losses of each",
             f"{' and '.join(map(str, counts))} micro-batches, calculate_per_token_loss False",
             "give every data-parallel rank as many, or set calculate_per_token_loss=True",
         )
-    )
     refuse_uncommon([values for _, of_rank in of_ranks for values in of_rank])
     rank = dist.get_rank(group)
     samples = GlobalBatch.of([lengths for lengths, _ in of_ranks], rows, rank)
@@ -126,14 +123,12 @@ class RowSteps:
 
     def _planned(self, taken: RowBatches) -> StepPlan:
         plan = self._planning.plan(taken.samples.lengths)
-        refuse_first(
-            (
-                not plan.in_host_schedule or plan.shared,
+        if not plan.in_host_schedule or plan.shared:
+            raise EvenloadError(
                 "batches of rows run in Megatron's own schedule, each row whole on one rank",
                 f"a plan of {plan.made_by or 'hand'}",
                 "enable plugins.packing alone, with slices=off",
             )
-        )
         return with_dummies(plan)
 
     def _try(

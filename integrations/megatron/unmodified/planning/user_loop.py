@@ -1,4 +1,4 @@
-"""What is known of a user's model between its training calls: the planner, and what its plans may ask of it."""
+"""What is known of a user's model between its training calls: its sizes, the planner, what its plans may ask of it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.utils import get_model_config
 
+from .....core.machine.layout import Layout
+from .....core.machine.shape import ExpertShape, Shape
 from .....core.plan.step_plan import StepPlan
+from .....core.planning.chain import PlanChain
 from .....core.recipe.recipe import Recipe
 from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
 from .....runtime.world.plane import Plane
 from ....unmodified.planned_loop import PlannedLoop
 from ...base.plane import current_layout, open_plane, stage_links
+from ...base.traits import traits_of
 from ...model.linears import why_in_backward
 from ..reading.batches import BatchSource
 from ..reading.context_parallel import OneContextRank
-from ..refusals.attention import why_whole
-from ..refusals.expert_rules import refuse_experts
+from ..refusals.layers import refuse_experts, why_whole
 from ..refusals.supported import Trouble, why_stock
-from ..running.chunks import refuse_chunks_with_copies
 from ..running.experts import with_experts_in_step
 from ..running.reports import Kinds
-from .live_model import chain_of
 
 log = logging.getLogger("evenload")
 
@@ -79,8 +81,7 @@ class UserLoop:
         if together and warn:
             log.info("weight gradients stay in the backward: %s", together)
         if chain.of_layers and layout.ep > 1:
-            refuse_chunks_with_copies(gpts)
-            refuse_experts(gpt)
+            refuse_experts(gpt, len(gpts))
         splits = chain.limits.splits_backward and not together
         chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
         planning = PlannedLoop("Megatron-Core", chain)
@@ -105,3 +106,40 @@ class UserLoop:
         groups: tuple[Any, ...] = (self.links, self.plane, self.one_context)
         for each in filter(None, groups):
             each.close()
+
+
+def chain_of(recipe: Recipe, gpt: Any, layout: Layout, *, warn: bool, whole: bool = True) -> PlanChain:
+    """The planners of a recipe for a GPTModel; `PlanChain.of_model` has the arguments. Raises EvenloadError."""
+    dtype = {torch.float32: "fp32", torch.float64: "fp64"}.get(gpt.config.params_dtype, "bf16")
+    shape, traits = shape_of(gpt.config, gpt.vocab_size, layout.pp), traits_of(dtype, recipe.megatron)
+    return PlanChain.of_model(recipe, shape, layout, traits, warn=warn, whole=whole)
+
+
+def shape_of(config: Any, vocab_size: int, num_stages: int) -> Shape:
+    """The sizes that a TransformerConfig tells."""
+    return Shape(
+        # Where stages have unequal numbers of layers no order runs, and costs are those of the next equal number.
+        -(-config.num_layers // num_stages) * num_stages,
+        config.hidden_size,
+        config.ffn_hidden_size,
+        config.kv_channels * config.num_attention_heads,
+        config.kv_channels * config.num_query_groups,
+        vocab_size,
+        config.gated_linear_unit,
+        _experts_of(config),
+        heads=config.num_attention_heads,
+    )
+
+
+def _experts_of(config: Any) -> ExpertShape | None:
+    if not config.num_moe_experts:
+        return None
+    every = config.moe_layer_freq
+    layers = range(config.num_layers)
+    return ExpertShape(
+        config.num_moe_experts,
+        config.moe_router_topk,
+        config.moe_ffn_hidden_size or config.ffn_hidden_size,
+        config.moe_shared_expert_intermediate_size or 0,
+        tuple(layer for layer in layers if (layer % every == 0 if isinstance(every, int) else every[layer])),
+    )

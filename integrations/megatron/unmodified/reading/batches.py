@@ -18,8 +18,8 @@ and other data-parallel ranks along with the lengths (`Batches.trouble`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,35 +27,22 @@ from megatron.core import parallel_state
 
 from .....core.errors import EvenloadError
 from .....runtime.world.agreement import everyone, wire_device
-from .context_parallel import refuse_other_forms, targets_of_columns
+from .context_parallel import refuse_form, targets_of_columns
 from .form import FIELDS, Form, form_of
 from .rows import holds_rows
 from .samples import PLAIN, Sample, pack_bytes, split, unpack_bytes
-
-
-class _Head(NamedTuple):
-    """What a rank without data must know of the batches of its model copy."""
-
-    lengths: list[list[int]]
-    targets: list[list[float]]
-    dtypes: dict[str, torch.dtype]
-    size: int
-    slots: int
-    row: int
-    form: Form
-    several: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
     """The batches that one data-parallel rank brings to a training call."""
 
-    samples: Sequence[Sequence[Sample]]
-    """By micro-batch of the loop."""
     lengths: list[list[int]]
     """Of each sample [tokens], by micro-batch."""
     targets: list[list[float]]
     """The sum of each micro-batch's loss mask, on each context-parallel rank of the stock loop."""
+    dtypes: dict[str, torch.dtype]
+    """Of a sample's fields."""
     size: int
     """Samples of a micro-batch."""
     slots: int
@@ -66,6 +53,8 @@ class Batches:
     """Of the loop's batches."""
     several: bool
     """A row of them holds several samples."""
+    samples: Sequence[Sequence[Sample]] = ()
+    """By micro-batch of the loop; all else of the batches is known to ranks without an iterator, too."""
     trouble: EvenloadError | None = None
     """Why this model copy's batches cannot be planned; nothing else of them is known then."""
 
@@ -78,8 +67,9 @@ class BatchSource:
         group = parallel_state.get_model_parallel_group()
         self._has_iterator = data_iterator is not None
         first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-        holders, of_first, of_last = zip(*everyone((self._has_iterator, first, last), group), strict=True)
-        _refuse_missing(holders, of_first, of_last)
+        ends = everyone((self._has_iterator, first, last), group)
+        _refuse_missing(ends)
+        holders = [has for has, _, _ in ends]
         self.all_have = all(holders)
         """Each rank of this copy of the model has an iterator."""
         ranks = dist.get_process_group_ranks(group)
@@ -99,37 +89,32 @@ class BatchSource:
                 f"{'none' if taken is None else 'one'}, other than in the first call",
                 "give each rank its iterator in every call, or in none",
             )
-        samples: list[list[Sample]] = []
-        head: _Head | EvenloadError | None = None
+        samples: Sequence[Sequence[Sample]] = ()
+        head: Batches | EvenloadError | None = None
         try:
             samples, head = (samples, None) if taken is None else _taken(taken)
         except EvenloadError as error:
             head = error
         heads = [head] if self.all_have else everyone(head, parallel_state.get_model_parallel_group())
         if trouble := next((one for one in heads if isinstance(one, EvenloadError)), None):
-            return Batches([], [], [], 0, 0, 0, PLAIN, False, trouble)
+            return Batches([], [], {}, 0, 0, 0, PLAIN, False, trouble=trouble)
         head = heads[0 if self.all_have else self._first]
-        assert isinstance(head, _Head)
-        if self.all_have:
-            return _batches(samples, head)
+        assert isinstance(head, Batches)
         if self._of_stage is None:
-            return _batches([[_zeros(length, head) for length in one] for one in head.lengths], head)
-        return _batches(_spread(samples, head, self._of_stage) if self._sends else samples, head)
+            samples = [[_zeros(length, head) for length in one] for one in head.lengths]
+        elif self._sends:
+            samples = _spread(samples, head, self._of_stage)
+        return replace(head, samples=samples)
 
 
-def _refuse_missing(holders: Sequence[bool], of_first: Sequence[bool], of_last: Sequence[bool]) -> None:
-    """Raise EvenloadError unless a rank of the first stage and one of the last have an iterator.
-
-    Args:
-        holders: whether each rank of a copy of the model has one.
-        of_first: whether it is of the first pipeline stage.
-        of_last: whether it is of the last.
-    """
-    first, last = (any(has and at for has, at in zip(holders, ends, strict=True)) for ends in (of_first, of_last))
+def _refuse_missing(ends: Sequence[tuple[bool, bool, bool]]) -> None:
+    """Raise EvenloadError unless a rank of the first stage and one of the last have an iterator. ``ends``: whether each
+    rank of a copy of the model has one, whether it is of the first pipeline stage, and of the last."""
+    first, last = any(has and first for has, first, _ in ends), any(has and last for has, _, last in ends)
     if first and last:
         return
     what, whose = "no rank of a copy of the model has a data iterator", "tensor- and pipeline-parallel ranks"
-    if any(holders):
+    if any(has for has, _, _ in ends):
         stage, unknown = ("last", "labels and loss masks") if first else ("first", "tokens")
         what, whose = (
             f"no rank of the {stage} pipeline stage has a data iterator",
@@ -142,7 +127,7 @@ def _refuse_missing(holders: Sequence[bool], of_first: Sequence[bool], of_last: 
     )
 
 
-def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:
+def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], Batches]:
     if holds_rows(batches[0]):
         raise EvenloadError(
             "TensorDicts are given to some ranks of a copy of the model, and not to all",
@@ -155,14 +140,14 @@ def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], _Head]:
     targets = [targets_of_columns(batch["loss_mask"], ranks) for batch in batches]
     lengths = [[len(sample["tokens"]) for sample in one] for one in samples]
     form, row = form_of(batches[0]), batches[0]["tokens"].shape[1]
-    if ranks > 1:
-        refuse_other_forms("the borders of samples in a row" if form.has_borders else "")
+    if ranks > 1 and form.has_borders:
+        refuse_form("the borders of samples in a row")
     slots = sum(batch["tokens"].numel() for batch in batches)
     several = sum(map(len, samples)) > sum(len(batch["tokens"]) for batch in batches)
-    return samples, _Head(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, form, several)
+    return samples, Batches(lengths, targets, dtypes, len(samples[0]), slots // ranks, row, form, several)
 
 
-def _spread(samples: list[list[Sample]], head: _Head, source: int) -> list[list[Sample]]:
+def _spread(samples: Sequence[Sequence[Sample]], head: Batches, source: int) -> Sequence[Sequence[Sample]]:
     """The samples of the tensor-parallel rank ``source`` (its rank in the world), on all of them."""
     group = parallel_state.get_tensor_model_parallel_group()
     lengths = [length for one in head.lengths for length in one]
@@ -178,9 +163,5 @@ def _spread(samples: list[list[Sample]], head: _Head, source: int) -> list[list[
     return [[unpack_bytes(next(parts), length, like) for length in one] for one in head.lengths]
 
 
-def _zeros(length: int, head: _Head) -> Sample:
+def _zeros(length: int, head: Batches) -> Sample:
     return {name: torch.zeros(length, dtype=dtype) for name, dtype in head.dtypes.items()}
-
-
-def _batches(samples: Sequence[Sequence[Sample]], head: _Head) -> Batches:
-    return Batches(samples, head.lengths, head.targets, head.size, head.slots, head.row, head.form, head.several)

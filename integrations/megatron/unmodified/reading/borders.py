@@ -7,7 +7,7 @@ are without the padding behind each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +70,7 @@ def _borders(batch: Mapping[str, Any], key: str) -> list[list[int]]:
             f"{key} {tuple(tensor.shape)} {tensor.dtype}, tokens {tuple(batch['tokens'].shape)}",
             f"give {key} as integers [b, n], or [n] with one row",
         )
-    kept = []
-    for row in tensor.tolist():
-        negative = next((place for place, border in enumerate(row) if border < 0), len(row))
-        kept.append(row[:negative])
+    kept = [list(takewhile(lambda border: border >= 0, row)) for row in tensor.tolist()]
     count = next((batch.get(name) for name, of in COUNTS.items() if of == key), None)
     if count is not None and (counts := torch.as_tensor(count).flatten().tolist()) != [len(one) for one in kept]:
         raise EvenloadError(

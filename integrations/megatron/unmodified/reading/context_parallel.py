@@ -15,17 +15,17 @@ the call, also behind one that raised, all is as it was; evaluation runs as Mega
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from .....core.errors import Rule, refuse_first
+from .....core.errors import EvenloadError, Rule
 from .....core.plan.step_plan import Slice
 from .....runtime.attributes import with_attributes
 
@@ -34,6 +34,7 @@ _STANDS_FOR = {_CONTEXT: "alone", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "alon
 """What takes the place of each group of parallel_state."""
 _NAMES = {"cp": _CONTEXT, "cp_group": _CONTEXT, "tp_cp": _TENSOR_AND_CONTEXT, "tp_cp_group": _TENSOR_AND_CONTEXT}
 """Of attributes that hold such a group."""
+_SHARE = "set context_parallel_size=1 and let plugins.mesh share samples, or disable evenload's plugins"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,6 @@ def rules_of_context(config: Any) -> Iterator[Rule]:
     """What is not known to compose with context-parallel ranks as data ranks."""
     if config.context_parallel_size == 1:
         return
-    do = "set context_parallel_size=1 and let plugins.mesh share samples, or disable evenload's plugins"
     coefficients = config.moe_aux_loss_coeff if config.num_moe_experts else 0.0
     weighed = any(coefficients if isinstance(coefficients, (list, tuple)) else [coefficients])
     virtual = config.virtual_pipeline_model_parallel_size
@@ -87,37 +87,31 @@ def rules_of_context(config: Any) -> Iterator[Rule]:
     )
     for name, value, why in settings:
         detail = f"context_parallel_size {config.context_parallel_size}, {name} {getattr(config, name)}"
-        yield bool(value), f"context parallelism is taken over by the plan, and {why}", detail, do
+        yield bool(value), f"context parallelism is taken over by the plan, and {why}", detail, _SHARE
 
 
-def refuse_other_forms(what: str) -> None:
-    """Raise EvenloadError for batches of a loop with context parallelism that hold ``what``; empty: rows of samples."""
-    refuse_first(
-        (
-            bool(what),
-            "context parallelism is taken over by the plan, and only where each row of a batch is a sample",
-            f"context_parallel_size {parallel_state.get_context_parallel_world_size()}, batches of {what}",
-            "set context_parallel_size=1 and let plugins.mesh share samples, or disable evenload's plugins",
-        )
+def refuse_form(what: str) -> NoReturn:
+    """Raise EvenloadError: a loop with context parallelism has batches that hold ``what`` beside rows of samples."""
+    raise EvenloadError(
+        "context parallelism is taken over by the plan, and only where each row of a batch is a sample",
+        f"context_parallel_size {parallel_state.get_context_parallel_world_size()}, batches of {what}",
+        _SHARE,
     )
 
 
 def refuse_together(config: Any, why: str) -> None:
     """Raise EvenloadError for a loop with context parallelism whose micro-batches stay as they are, as ``why`` says."""
-    refuse_first(
-        (
-            config.context_parallel_size > 1,
+    if config.context_parallel_size > 1:
+        raise EvenloadError(
             "context parallelism is taken over by the plan, and not where experts keep micro-batches as they are",
             f"context_parallel_size {config.context_parallel_size}, {why}",
             "set context_parallel_size=1, or disable evenload's plugins",
         )
-    )
 
 
 def data_rank() -> int:
     """This rank's place among all data x context ranks, the plane of a plan."""
-    rank: int = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return rank
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def targets_of_columns(loss_mask: Tensor, ranks: int) -> list[float]:
@@ -176,12 +170,8 @@ class OneContextRank:
         return changes
 
 
-def _owners(modules: Sequence[Any]) -> Iterator[Any]:
+def _owners(modules: Sequence[Any]) -> Iterable[Any]:
     """What may hold a process group: modules, and the collections that they share."""
-    known: set[int] = set()
-    for module in modules:
-        collections = (v for n, v in vars(module).items() if n.endswith("pg_collection") and v is not None)
-        for owner in (module, *collections):
-            if id(owner) not in known:
-                known.add(id(owner))
-                yield owner
+    values = (item for module in modules for item in vars(module).items())
+    collections = (value for name, value in values if name.endswith("pg_collection"))
+    return {id(owner): owner for owner in (*modules, *collections) if owner is not None}.values()

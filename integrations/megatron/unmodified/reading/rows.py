@@ -1,4 +1,4 @@
-"""Rows of TensorDicts, as verl's engine gives them to Megatron's schedule: taken apart, and put together again.
+"""Rows of TensorDicts, as verl's engine gives them to Megatron's schedule: taken apart, moved, and put together again.
 
 A row has ragged values (nested tensors in jagged layout: ``input_ids``, ``loss_mask``), values of one shape in all
 rows, and objects. What is no row's but the batch's, such as ``batch_num_tokens``, must be the same in all batches of a
@@ -7,16 +7,20 @@ step, for rows leave theirs. Known by what they can do: the package tensordict i
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .....core.errors import EvenloadError
+from .....runtime.world.agreement import wire_device
 
 INPUT = "input_ids"
 MASK = "attention_mask"
+Value = TypeVar("Value")
 
 
 class Row(NamedTuple):
@@ -107,6 +111,31 @@ def refuse_uncommon(batches: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
+def exchange_objects(
+    own: Mapping[int, Value], source: Sequence[int], target: Sequence[int], group: Any
+) -> dict[int, Value]:
+    """What this rank is to have, by place. Collective; what stays is not copied.
+
+    Args:
+        own: what this rank has, by place: picklable, with tensors on the CPU.
+        source, target: rank in ``group`` that has, and that is to have, what belongs to each place; the same on all.
+    """
+    me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    there = wire_device(group)
+    parcels = [pickle.dumps({i: own[i] for i in own if target[i] == rank != me}) for rank in ranks]
+    sizes = torch.tensor([len(parcel) for parcel in parcels], device=there)
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    sent = torch.frombuffer(bytearray(b"".join(parcels)), dtype=torch.uint8).to(there)
+    received = sent.new_empty(int(coming.sum()))
+    dist.all_to_all_single(received, sent, coming.tolist(), sizes.tolist(), group=group)
+    values = {i: own[i] for i in own if target[i] == me}
+    for part in torch.split(received.cpu(), coming.tolist()):
+        values |= pickle.loads(part.numpy().tobytes())
+    assert values.keys() == {i for i, rank in enumerate(target) if rank == me}, (sorted(values), source)
+    return values
+
+
 def _unbound(key: str, value: Tensor) -> Sequence[Tensor]:
     if value.layout != torch.jagged or getattr(value, "_ragged_idx", 1) != 1:
         raise EvenloadError(
@@ -122,17 +151,15 @@ def _is_of_batch(value: Any) -> bool:
 
 
 def _refuse_different(first: Row, other: Row) -> None:
-    shapes = []
-    for row in (first, other):
-        shape = dict.fromkeys(row.ragged, "ragged")
-        shape |= {
-            k: str(list(getattr(v, "shape", ()))) for k, v in ((k, row.rest.get(k)) for k in sorted(row.rest.keys()))
-        }
-        shapes.append(shape)
-    if shapes[0] != shapes[1]:
-        odd = sorted(k for k in shapes[0].keys() | shapes[1].keys() if shapes[0].get(k) != shapes[1].get(k))
+    here, there = _shapes(first), _shapes(other)
+    if odd := sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key)):
         raise EvenloadError(
             "rows of different micro-batches cannot lie in one TensorDict",
-            "; ".join(f"{k}: {shapes[0].get(k, 'missing')} and {shapes[1].get(k, 'missing')}" for k in odd[:4]),
+            "; ".join(f"{key}: {here.get(key, 'missing')} and {there.get(key, 'missing')}" for key in odd[:4]),
             "pad all micro-batches of a step alike, or give ragged values as nested tensors",
         )
+
+
+def _shapes(row: Row) -> dict[str, str]:
+    rest = {key: str(list(getattr(row.rest.get(key), "shape", ()))) for key in sorted(row.rest.keys())}
+    return dict.fromkeys(row.ragged, "ragged") | rest

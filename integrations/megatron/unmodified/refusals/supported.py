@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from torch import Tensor
 
 from .....core.errors import EvenloadError, Rule, refuse_first
 from .....core.plan.step_plan import StepPlan
 from ..reading.context_parallel import rules_of_context
-from .attention import refuse_attention
-from .expert_rules import rules_of_experts
-from .groups import refuse_groups
+from .layers import refuse_attention
 
 log = logging.getLogger("evenload")
 
 Trouble = tuple[str, str, str]
 """The parts of an `EvenloadError`."""
+
+_GROUPS: dict[str, Callable[[], Any]] = {
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
+    "cp": parallel_state.get_context_parallel_group,
+    "dp_cp": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False),
+}
+"""What a loop may pass to Megatron's schedule, as Megatron-Bridge does. The groups are passed on as they are; what is
+planned and exchanged goes over those of parallel_state, so both must hold the same ranks."""
 
 
 def refuse_loop(chunk: Any, rest: dict[str, Any]) -> None:
@@ -46,6 +55,33 @@ def refuse_loop(chunk: Any, rest: dict[str, Any]) -> None:
             "leave it out, or disable evenload's plugins",
         ),
         *_model_rules(config),
+    )
+
+
+def refuse_groups(pg_collection: Any, p2p_communicator: Any) -> None:
+    """Raise EvenloadError for groups of other ranks than those of megatron.core.parallel_state."""
+    handed = {f"pg_collection.{name}": (getattr(pg_collection, name, None), own) for name, own in _GROUPS.items()}
+    handed["p2p_communicator"] = getattr(p2p_communicator, "pp_group", None), _GROUPS["pp"]
+    ranks_of = dist.get_process_group_ranks
+    for name, (group, own) in handed.items():
+        if group is not None and (theirs := ranks_of(group)) != (ours := ranks_of(own())):
+            raise EvenloadError(
+                "the schedule is handed process groups that are not those of megatron.core.parallel_state",
+                f"{name} of ranks {theirs}, there {ours}",
+                "make both of the same layout (initialize_model_parallel), or disable evenload's plugins",
+            )
+
+
+def collection(pg_collection: Any) -> Any:
+    """The groups that Megatron's `finalize_model_grads` takes: the loop's, else those of parallel_state."""
+    if pg_collection is not None:
+        return pg_collection
+    return ProcessGroupCollection(
+        **{name: own() for name, own in _GROUPS.items()},
+        # 0.19 counts the tokens of experts with biases over it.
+        tp_dp_cp=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        embd=parallel_state.get_embedding_group(check_initialized=False),
+        pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
     )
 
 
@@ -130,47 +166,6 @@ def refuse_replays(plan: StepPlan, config: Any) -> None:
         )
 
 
-def refuse_loss(answer: Any, losses: Tensor | None, loss_mask: Tensor, *, means: bool = False) -> None:
-    """Raise EvenloadError unless a loss function returned what its loop's objective needs.
-
-    Args:
-        losses: what it was given, to recompute sum and count under ``loss_mask`` [1, T]; None leaves that out, for it
-            waits for the device.
-        means: the loop averages over micro-batches: then two values, the mean and a report, are an answer too.
-    """
-    if not isinstance(answer, tuple) or len(answer) not in ((2, 3) if means else (3,)):
-        raise EvenloadError(
-            "the loss function does not return (sum of token losses, number of tokens, report)",
-            f"{len(answer)} values" if isinstance(answer, tuple) else type(answer).__name__,
-            "return these three" if means else "return these three; with two, Megatron averages over micro-batches",
-        )
-    if losses is None or losses.shape != loss_mask.shape:
-        return
-    mask = loss_mask.to(losses.device)
-    count, total = float(mask.sum()), float((losses.double() * mask).sum())
-    returned = float(answer[0].detach())
-    if len(answer) == 2:
-        if abs(returned - total / max(1.0, count)) > 1e-3 * abs(total / max(1.0, count)):
-            raise EvenloadError(
-                "the loss function returns something else than the mean of the token losses",
-                f"{returned:g}, the mean is {total / max(1.0, count):g}",
-                "return (sum of token losses, number of tokens, report)",
-            )
-        return
-    if float(answer[1]) != count:
-        raise EvenloadError(
-            "the loss function counts other tokens than those with loss: packs have no padding to count",
-            f"{float(answer[1]):g} tokens, loss_mask sums to {count:g}",
-            "return loss_mask.sum() as the number of tokens",
-        )
-    if count > 1 and abs(returned * count - total) < 1e-3 * abs(total):
-        raise EvenloadError(
-            "the loss function returns the mean of the token losses",
-            f"{returned:g}, the sum is {total:g}",
-            "return the sum; Megatron divides by the number of tokens",
-        )
-
-
 def _model_rules(config: Any) -> Iterable[Rule]:
     do = "disable evenload's plugins for this model"
     settings = (
@@ -181,7 +176,9 @@ def _model_rules(config: Any) -> Iterable[Rule]:
     )
     groups, tp = config.num_query_groups, config.tensor_model_parallel_size
     yield groups % tp != 0, "tensor-parallel ranks share key-value heads", f"{groups} query groups, tp {tp}", do
-    yield from rules_of_experts(config)
+    overlap = config.num_moe_experts is not None and getattr(config, "overlap_moe_expert_parallel_comm", False)
+    why, detail = "Megatron runs layers of two micro-batches at once", "overlap_moe_expert_parallel_comm True"
+    yield bool(overlap), why, detail, "switch it off, or disable evenload's plugins"
     yield (
         bool(config.mtp_num_layers and config.num_moe_experts),
         "the routers of multi-token prediction do not know packs",

@@ -11,30 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from .....runtime.attention.attention import packed_attention
 from .....runtime.attention.pack import Pack
 from .....runtime.attributes import with_attributes
 from ...model.attention import PackedCoreAttention, PlannedSeqParams
-from ..refusals.attention import layers_with_attention, window_settings
-
-
-class _Scores(NamedTuple):
-    """What a layer does with its scores; the arguments of `packed_attention` behind the pack."""
-
-    layer: int
-    scale: float
-    window: int | None
-    dropout: float
+from ..refusals.layers import layers_with_attention, window_of
 
 
 def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
@@ -45,13 +36,10 @@ def attention(wrapped: Any, core: Any, args: Any, kwargs: Any) -> Any:
     # Megatron divides by the number of the layer before its matmul and multiplies behind it, for the sake of fp16.
     scale = core.softmax_scale * (core.layer_number if core.config.apply_query_key_layer_scaling else 1)
     dropout = core.attention_dropout.p if core.training else 0.0
-    scores = _Scores(core.layer_number, scale, _before(core.scale_mask_softmax.window_size), dropout)
-    if not dropout or core.config.sequence_parallel:
-        return _attend(args, kwargs, pack, scores)
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    with get_cuda_rng_tracker().fork():  # as the stock forward draws: each tensor-parallel rank for its own heads
-        return _attend(args, kwargs, pack, scores)
+    # As the stock forward draws: each tensor-parallel rank for its own heads.
+    apart = dropout and not core.config.sequence_parallel
+    with get_cuda_rng_tracker().fork() if apart else nullcontext():
+        return _attend(args, kwargs, pack, core.layer_number, scale, core.scale_mask_softmax.window_size, dropout)
 
 
 @contextmanager
@@ -70,30 +58,29 @@ def attending(gpt: Any) -> Iterator[None]:
 
 def _around(layer: Any) -> Callable[..., Tensor]:
     """The forward of the layer's core attention, for packs."""
-    stock = layer.core_attention.forward
+    stock: Callable[..., Tensor] = layer.core_attention.forward
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         pack = _pack_of(args, kwargs)
         if pack is None:
-            plain: Tensor = stock(*args, **kwargs)
-            return plain
+            return stock(*args, **kwargs)
         if pack.shared or any(run.cut for run in pack.layout[0]):
-            return _attend(args, kwargs, pack, _scores_of(layer))
+            return _attend(args, kwargs, pack, layer.layer_number, *_scale_and_window(layer))
         if len(args) > 6:
             args = (*args[:6], _whole(pack), *args[7:])
         else:
             kwargs = {**kwargs, "packed_seq_params": _whole(pack)}
-        whole: Tensor = stock(*args, **kwargs)
-        return whole
+        return stock(*args, **kwargs)
 
     return forward
 
 
-def _attend(args: Any, kwargs: Any, pack: Pack, scores: _Scores) -> Tensor:
+def _attend(args: Any, kwargs: Any, pack: Pack, layer: int, scale: float, window: Any, dropout: float = 0.0) -> Tensor:
     named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-    layer, scale, window, dropout = scores
     q_THD, k_TGD, v_TGD = (named[name] for name in ("query", "key", "value"))
-    return packed_attention(q_THD, k_TGD, v_TGD, pack, layer, scale, window=window, dropout=dropout).flatten(1)
+    # Tokens before its own that a query sees in Megatron's (left, right); Transformer Engine's -1 are all.
+    before = None if window is None or window[0] < 0 else int(window[0])
+    return packed_attention(q_THD, k_TGD, v_TGD, pack, layer, scale, window=before, dropout=dropout).flatten(1)
 
 
 def _pack_of(args: Any, kwargs: Any) -> Pack | None:
@@ -110,17 +97,11 @@ def _whole(pack: Pack) -> PackedSeqParams:
     )
 
 
-def _scores_of(layer: Any) -> _Scores:
+def _scale_and_window(layer: Any) -> tuple[float, Any]:
     """What Transformer Engine's attention is built with, where it computes no dropout (`why_whole`)."""
-    config, number = layer.config, layer.layer_number
+    config = layer.config
     scale = getattr(layer, "softmax_scale", None) or config.softmax_scale or 1 / math.sqrt(config.kv_channels)
-    windowed = is_layer_window_attention(*window_settings(layer))
-    return _Scores(number, scale, _before(config.window_size if windowed else None), 0.0)
-
-
-def _before(window: Any) -> int | None:
-    """Tokens before its own that a query sees in Megatron's (left, right); Transformer Engine's -1 are all."""
-    return None if window is None or window[0] < 0 else int(window[0])
+    return scale, window_of(layer)
 
 
 def _without_fusions(config: Any) -> dict[str, bool]:

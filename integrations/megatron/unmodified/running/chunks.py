@@ -1,7 +1,8 @@
-"""Virtual pipeline stages: a rank has several chunks of the model, and Megatron's interleaved schedule runs them.
+"""Megatron's own schedule over the packs of a plan, also where a rank has several chunks of the model.
 
-The packs of a step go through all chunks in the schedule's own order. It calls ``forward_step_func`` chunk by chunk,
-and for each chunk in the order of micro-batches, so the k-th call for a chunk is for the k-th pack. What else changes:
+With virtual pipeline stages Megatron's interleaved schedule runs, and the packs of a step go through all chunks in its
+own order. It calls ``forward_step_func`` chunk by chunk, and for each chunk in the order of micro-batches, so the k-th
+call for a chunk is for the k-th pack. What else changes:
 
     batches     each chunk has an iterator or None; all that there are give the same samples, and as many batches are
                 taken from each as ever
@@ -14,19 +15,21 @@ and for each chunk in the order of micro-batches, so the k-th call for a chunk i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from .....core.errors import EvenloadError
 from .....runtime.attributes import with_attributes
 from ..reading.samples import UserPack
+from .forward_step import UserStep
 
 
 def chunks_of(model: Any) -> list[Any]:
@@ -95,6 +98,24 @@ def received(number: int, chunks: int, group: int, leading: bool) -> list[int]:
     return [place for place, chunk in table if chunk > 0 or not leading]
 
 
+def run_stock(
+    stock: Callable[..., Any], step: UserStep, packs: list[UserPack], chunks: Sequence[Any], **rest: Any
+) -> Any:
+    """Megatron's own schedule over packs."""
+    config, interleaved = get_model_config(chunks[0]), is_interleaved(chunks)
+    coming = {id(chunk): iter(packs) for chunk in chunks}
+
+    def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
+        if step.gate:
+            step.gate.enter("a micro-batch")
+        return step.run(next(coming[id(chunk)]), chunk, *more)
+
+    shapes = known_shapes(packs, config, len(chunks)) if interleaved else nullcontext()
+    iterators = [None] * len(chunks) if interleaved else None
+    with with_attributes(config, variable_seq_lengths=True), shapes, step.listening():
+        return stock(forward_step_func=forward_step, data_iterator=iterators, num_microbatches=len(packs), **rest)
+
+
 def known_shapes(packs: Sequence[UserPack], config: Any, chunks: int) -> AbstractContextManager[None]:
     """Inside, pipeline stages know the shapes of what they receive from the packs of this training call."""
     group, width = config.microbatch_group_size_per_vp_stage, config.hidden_size
@@ -108,13 +129,3 @@ def known_shapes(packs: Sequence[UserPack], config: Any, chunks: int) -> Abstrac
         return first, [slots[next(behind)], 1, width] if recv_next else [0, 0, 0]
 
     return with_attributes(P2PCommunicator, _communicate_shapes=shapes)
-
-
-def refuse_chunks_with_copies(gpts: Sequence[Any]) -> None:
-    """Raise EvenloadError for several chunks, whose passes meet those of other ranks in Megatron's order."""
-    if len(gpts) > 1:
-        raise EvenloadError(
-            "plugins.moe does not copy experts between virtual pipeline stages",
-            f"{len(gpts)} model chunks",
-            "leave virtual_pipeline_model_parallel_size unset, or set plugins.moe.enabled=false",
-        )

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,13 +74,6 @@ class LoopRouter(PlannedRouter):
 
     def _shares(self, scores_TE: Tensor) -> Tensor:
         return scores_TE  # Megatron's function has divided them already
-
-
-class StepExperts(NamedTuple):
-    """What layers with experts know of a training call; a dense model has neither."""
-
-    routing: StepRouting | None = None
-    gate: ExpertGate | None = None
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from dataclasses import dataclass, field
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -23,17 +24,18 @@ from .....core.plan.step_plan import MicroBatch
 from .....runtime.attention.pack import Pack
 from .....runtime.attention.prefix import PrefixStore
 from .....runtime.attributes import with_attributes
+from .....runtime.experts.gate import ExpertGate
 from .....runtime.experts.routing import StepRouting
 from ...model.attention import PlannedSeqParams, seq_params
 from ...model.expert_gate import bind_gate
 from ...model.rope import TokenRope
 from ..reading.form import FIELDS, MASK
 from ..reading.samples import UserPack, one_batch
-from ..refusals.attention import rope_owners
+from ..refusals.layers import rope_owners
 from .attention import attending
-from .experts import StepExperts, routing_packs
-from .losses import Losses
+from .experts import routing_packs
 from .mtp import refuse_missing_mask
+from .objective import Losses
 from .order import LoopStep
 
 UserFunction = Callable[..., tuple[Any, Any]]
@@ -42,75 +44,65 @@ LayOut = Callable[[MicroBatch, PrefixStore | None], UserPack]
 """How a rank lays a micro-batch of the plan out in the user's form."""
 
 
+@dataclass(eq=False)
 class UserStep(LoopStep):
-    """The user's ``forward_step_func`` in one training call.
+    """The user's ``forward_step_func`` in one training call."""
 
-    Args:
-        gpts: the model chunks of this rank; one, without virtual pipeline stages.
-        lay: `samples.lay_out` of the step's samples.
-        by_token: angles go by the position of each token; else by the borders between samples.
-        has_borders: the user's batches hold samples side by side, and the model is given parameters of theirs.
-    """
+    function: UserFunction
+    gpts: Sequence[Any]
+    """The model chunks of this rank; one, without virtual pipeline stages."""
+    lay: LayOut
+    losses: Losses
+    by_token: bool
+    """Angles go by the position of each token; else by the borders between samples."""
+    has_borders: bool
+    """The user's batches hold samples side by side, and the model is given parameters of theirs."""
+    routing: StepRouting | None
+    gate: ExpertGate | None
+    left_borders_out: bool = field(default=False, init=False)
+    """Whether it calls the model on batches with borders without telling it where samples lie."""
+    _params: PlannedSeqParams | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        function: UserFunction,
-        gpts: Sequence[Any],
-        lay: LayOut,
-        *,
-        by_token: bool,
-        has_borders: bool,
-        experts: StepExperts,
-        losses: Losses,
-    ) -> None:
-        self._function = function
-        self._gpts = gpts
-        self._lay = lay
-        self._by_token = by_token
-        self._has_borders = has_borders
-        self._routing = experts.routing
-        self.gate = experts.gate
-        self._losses = losses
-        self._signature = inspect.signature(gpts[0].forward)
+    def __post_init__(self) -> None:
+        self._signature = inspect.signature(self.gpts[0].forward)
         kinds = {p.kind: name for name, p in self._signature.parameters.items()}
-        self.left_borders_out = False
-        """Whether it calls the model on batches with borders without telling it where samples lie."""
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
-        self._params: PlannedSeqParams | None = None
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None = None) -> UserPack:
-        return self._lay(micro_batch, prefix)
+        return self.lay(micro_batch, prefix)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         with ExitStack() as undo:
-            for gpt in self._gpts:
+            for gpt in self.gpts:
                 self._listen(gpt, undo)
-            if self._losses.further is not None:
-                undo.enter_context(self._losses.further.listening(self._gpts))
-            undo.enter_context(with_attributes(GPTModel, forward=_refusing_others(GPTModel.forward, self._gpts)))
+            if self.losses.further is not None:
+                undo.enter_context(self.losses.further.listening(self.gpts))
+            undo.enter_context(with_attributes(GPTModel, forward=_refusing_others(GPTModel.forward, self.gpts)))
             yield
 
     def _listen(self, gpt: Any, undo: ExitStack) -> None:
         undo.callback(gpt.register_forward_pre_hook(self._tell_model, with_kwargs=True).remove)
         undo.enter_context(attending(gpt))
-        for owner in rope_owners(gpt) if self._by_token else ():
+        for owner in rope_owners(gpt) if self.by_token else ():
             if not isinstance(owner.rotary_pos_emb, TokenRope):
                 undo.enter_context(with_attributes(owner, rotary_pos_emb=TokenRope(owner.rotary_pos_emb)))
-        if self._routing is not None:
+        if self.routing is not None:
             undo.enter_context(routing_packs(gpt))
         if self.gate is not None:
-            undo.callback(bind_gate(gpt, self.gate))
+            undo.enter_context(bind_gate(gpt, self.gate))
 
     def run(self, packed: UserPack, chunk: Any, *more: Any) -> tuple[Any, Callable[..., Any] | None]:
-        pack, routing, fused = packed.pack, self._routing, bool(self._gpts[0].config.apply_rope_fusion)
-        by_token = partial(seq_params, pack, routing=routing, fused=fused)
-        self._params = by_token() if self._by_token else by_borders(pack, routing)
-        if self._losses.further is not None:
-            self._losses.further.begin(packed)
+        if self.by_token:
+            fused = bool(self.gpts[0].config.apply_rope_fusion)
+            self._params = seq_params(packed.pack, routing=self.routing, fused=fused)
+        else:
+            self._params = by_borders(packed.pack, self.routing)
+        if self.losses.further is not None:
+            self.losses.further.begin(packed)
         with present(packed.fields):
-            output, loss_func = self._function(one_batch(packed.fields), chunk, *more)
-        return output, loss_func if loss_func is None else self._losses.around(loss_func, packed)
+            output, loss_func = self.function(one_batch(packed.fields), chunk, *more)
+        return output, loss_func if loss_func is None else self.losses.around(loss_func, packed)
 
     def _tell_model(self, gpt: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
         """A forward pre-hook: the model's arguments with the plan of the pack, and without a mask."""
@@ -118,8 +110,8 @@ class UserStep(LoopStep):
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._more, {})
         tokens, slots = call.get("input_ids"), self._params.pack.num_padded_tokens if self._params.pack else 0
-        foreign = call.get("packed_seq_params") is not None and not self._has_borders
-        self.left_borders_out |= self._has_borders and call.get("packed_seq_params") is None
+        foreign = call.get("packed_seq_params") is not None and not self.has_borders
+        self.left_borders_out |= self.has_borders and call.get("packed_seq_params") is None
         if foreign or (tokens is not None and tuple(tokens.shape) != (1, slots)):
             raise EvenloadError(
                 "forward_step does not give the model the batch that it took from its data iterator",

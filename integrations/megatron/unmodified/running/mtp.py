@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,8 @@ class NextTokens:
 
     def begin(self, packed: UserPack) -> None:
         """The model's next forward is of this pack."""
-        self._packed = packed
-        self._losses = []
-        self._saved = 0
-        self._applied = 0
+        self._packed, self._losses = packed, []
+        self._applied, self._saved = count(), count()
 
     @contextmanager
     def listening(self, gpts: Sequence[Any]) -> Iterator[None]:
@@ -65,16 +64,14 @@ class NextTokens:
         stock = getattr(helper, save)
 
         def weighed(hidden: Tensor, _: Tensor) -> Any:
-            layer, self._applied = self._applied, self._applied + 1
-            return apply(hidden, self._scale * self._of(layer, self._weights_SK))
+            return apply(hidden, self._scale * self._of(next(self._applied), self._weights_SK))
 
         def saved(_: Tensor, *rest: Any, **named: Any) -> None:
-            layer, self._saved = self._saved, self._saved + 1
-            stock(self._of(layer, self._means_SK).detach().sum(), *rest, **named)
+            stock(self._of(next(self._saved), self._means_SK).detach().sum(), *rest, **named)
 
         with ExitStack() as undo:
-            undo.enter_context(_replaced(upstream.MTPLossAutoScaler, "apply", weighed))
-            undo.enter_context(_replaced(helper, save, saved))
+            undo.enter_context(with_attributes(upstream.MTPLossAutoScaler, apply=weighed))
+            undo.enter_context(with_attributes(helper, **{save: saved}))
             for gpt in gpts:
                 undo.enter_context(with_attributes(gpt, compute_language_model_loss=self._kept(gpt)))
             yield
@@ -140,17 +137,3 @@ def refuse_missing_mask(gpt: Any, loss_mask: Any) -> None:
             "loss_mask None in the call of the model",
             "pass loss_mask=batch['loss_mask'] to the model, as Megatron-LM's pretrain_gpt.py does",
         )
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, a class has another attribute; afterwards the very one that stood in it, or none."""
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

@@ -39,8 +39,8 @@ from .....runtime.world.plane import Plane
 from ....host.step import Position, run_program
 from ...stage import FixedShape, MegatronStage
 from ..reading.context_parallel import data_rank
-from ..refusals.groups import collection
-from ..refusals.supported import bare_model, refuse_loss
+from ..refusals.supported import bare_model, collection
+from .objective import refuse_loss
 
 
 class LoopStep(ABC):
@@ -55,7 +55,7 @@ class LoopStep(ABC):
         """A micro-batch of the plan in the user's form, with its pack."""
 
     @abstractmethod
-    def listening(self) -> AbstractContextManager[None]:
+    def listening(self) -> AbstractContextManager[Any]:
         """Inside, the model hears of what runs; afterwards it is as it was."""
 
     @abstractmethod

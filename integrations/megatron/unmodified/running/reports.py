@@ -83,7 +83,8 @@ class Reports:
         dist.all_reduce(sums, group=group)
         if self.kinds is None:
             self.kinds = self._agreed(self._kinds(reports), group)
-        if not self.kinds or not all(_has_keys(report, self.kinds) for *_, report in self._packs):
+        of_packs = [report for *_, report in self._packs]
+        if not self.kinds or any(not isinstance(one, Mapping) or one.keys() != self.kinds.keys() for one in of_packs):
             return reports
         entries = []
         for places, num_targets in zip(own, targets, strict=True):
@@ -111,11 +112,6 @@ class Reports:
             if count and not all(_matches(kind, report.get(key), total, count) for key, (kind, _) in kinds.items()):
                 return {}
         return kinds
-
-
-def _has_keys(report: Any, kinds: Kinds) -> bool:
-    """Whether a report has the values of an earlier one, and no other."""
-    return isinstance(report, Mapping) and report.keys() == kinds.keys()
 
 
 def _kept(report: Any) -> Any:

@@ -14,7 +14,7 @@ from evenload.integrations.megatron.unmodified.reading.rows import (
     refuse_uncommon,
     rows_of,
 )
-from evenload.integrations.megatron.unmodified.running.row_step import RowStep
+from evenload.integrations.megatron.unmodified.running.objective import RowStep
 
 tensordict = pytest.importorskip("tensordict")
 NonTensorData = tensordict.NonTensorData

@@ -60,7 +60,7 @@ def test_a_balance_loss_of_sequences_is_refused_where_a_row_holds_several():
     from evenload.patches import bridge_cpu
 
     bridge_cpu()
-    from evenload.integrations.megatron.unmodified.refusals.expert_rules import refuse_losses_of_rows
+    from evenload.integrations.megatron.unmodified.refusals.layers import refuse_losses_of_rows
 
     on = SimpleNamespace(moe_router_load_balancing_type=["seq_aux_loss"], moe_aux_loss_coeff=[1e-2])
     off = SimpleNamespace(moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from evenload.integrations.megatron.saving.buckets import states_in_their_places
+from evenload.integrations.megatron.saving.optimizer import states_in_their_places
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
