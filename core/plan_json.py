@@ -89,6 +89,7 @@ class _Experts(_Form):
     least_tokens: Whole
     node_ranks: Whole
     keep: StrictBool = True
+    copy_tokens: Whole = 0
     copies: list[list[list[Whole]]] = []
 
 

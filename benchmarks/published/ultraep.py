@@ -33,7 +33,7 @@ from evenload.api import load_plugins
 from evenload.commands.tables.show import grid
 from evenload.core.aliases import Ints
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of
-from evenload.core.experts.seconds import LayerCost, layer_seconds, paying_tokens
+from evenload.core.experts.seconds import LayerCost, copy_tokens, layer_seconds, paying_tokens
 from evenload.core.machine.cluster import Link
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.registry import layer_planner
@@ -102,8 +102,9 @@ class Setting:
 
     @property
     def policy(self) -> ExpertPolicy:
-        least = int(paying_tokens(self.cost))
-        return ExpertPolicy("clone", self.model.experts // RANKS, 1.0, least, self.node_ranks)
+        least, own = int(paying_tokens(self.cost)), self.model.experts // RANKS
+        tokens = round(copy_tokens(self.cost)) if self.node_ranks else 0
+        return ExpertPolicy("clone", own, 1.0, least, self.node_ranks, copy_tokens=tokens)
 
 
 def at_homes(counts: Ints) -> Ints:

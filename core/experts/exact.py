@@ -10,7 +10,8 @@ Huebschle-Schneider and Sanders, arXiv 1903.00227). What a giver exports lies al
 Nothing loops over ranks or experts, and no shape depends on the loads, so that the same steps run in numpy and on a
 device, where nothing waits for the host. Cost: O(E R) to write the quotas.
 
-Shape legend: R = ranks of a group, E = experts of a layer, M = E/R experts at home on a rank, N = nodes, K = R/N.
+Shape legend: R = ranks of a group, E = experts of a layer, M = experts that stand on a rank, N = nodes,
+K = R/N.
 """
 
 from __future__ import annotations
@@ -79,15 +80,23 @@ def exact_quotas(counts_RE: Array, policy: ExpertPolicy, xp: Arrays = NUMPY) -> 
     Copies stay inside nodes as far as they can. Of the policy it reads the tolerance and the nodes.
     """
     num_ranks, num_experts = counts_RE.shape
-    loads_RM = counts_RE.sum(0).reshape(num_ranks, num_experts // num_ranks)
-    tokens_R = loads_RM.sum(1)
+    shape = num_ranks, num_experts // num_ranks
+    return levelled(counts_RE.sum(0).reshape(shape), xp.arange(num_experts).reshape(shape), num_experts, policy, xp)
+
+
+def levelled(tokens_RM: Array, experts_RM: Array, num_experts: int, policy: ExpertPolicy, xp: Arrays = NUMPY) -> Array:
+    """Quotas [E, R] of which no rank has more than `most_tokens`, from what stands on each rank: so many tokens of M
+    different experts. A rank then takes from at most one other, of at most these M."""
+    num_ranks = tokens_RM.shape[0]
+    tokens_R = tokens_RM.sum(1)
     over_R = tokens_R - most_tokens(tokens_R.sum(), num_ranks, policy, xp)
-    sizes_RM, experts_RM = _descending(loads_RM, xp)
+    sizes_RM, places_RM = descending(tokens_RM, xp)
+    experts_RM = experts_RM[xp.arange(num_ranks)[:, None], places_RM]
     giver_R, taken_R = _takers(over_R, sizes_RM[:, 0], policy.node_ranks or num_ranks, xp)
-    return _laid(sizes_RM, experts_RM, giver_R, taken_R, xp)
+    return _laid(sizes_RM, experts_RM, num_experts, giver_R, taken_R, xp)
 
 
-def _descending(values: Array, xp: Arrays) -> tuple[Array, Array]:
+def descending(values: Array, xp: Arrays) -> tuple[Array, Array]:
     """Values that are not negative along the last axis, largest first, and their places; of equal ones the first."""
     size = values.shape[-1]
     keys = xp.sort(xp.arange(size) - values * size)
@@ -115,8 +124,8 @@ def _filled(over_R: Array, hottest_R: Array, size: int, xp: Arrays) -> tuple[Arr
     firsts_N1 = (xp.arange(blocks) * size)[:, None]
     excess_R, lack_R = xp.where(over_R > 0, over_R, 0), xp.where(over_R < 0, -over_R, 0)
     rated_R = xp.where(over_R > 0, hottest_R + 1, 0)
-    givers_R = (_descending(rated_R.reshape(blocks, size), xp)[1] + firsts_N1).reshape(num_ranks)
-    lack_NK, takers_NK = _descending(lack_R.reshape(blocks, size), xp)
+    givers_R = (descending(rated_R.reshape(blocks, size), xp)[1] + firsts_N1).reshape(num_ranks)
+    lack_NK, takers_NK = descending(lack_R.reshape(blocks, size), xp)
     takers_R = (takers_NK + firsts_N1).reshape(num_ranks)
 
     excess_NK = excess_R[givers_R].reshape(blocks, size)
@@ -147,9 +156,9 @@ def _written(
     return giver_R, taken_R
 
 
-def _laid(sizes_RM: Array, experts_RM: Array, giver_R: Array, taken_R: Array, xp: Arrays) -> Array:
+def _laid(sizes_RM: Array, experts_RM: Array, num_experts: int, giver_R: Array, taken_R: Array, xp: Arrays) -> Array:
     """The quotas [E, R]: what a giver exports, the largest part first, along its experts, the hottest first."""
-    num_ranks, own = sizes_RM.shape
+    num_ranks = sizes_RM.shape[0]
     ranks_R = xp.arange(num_ranks)
     keys_R = xp.sort(giver_R * (num_ranks * _MOST_TOKENS) + ranks_R - taken_R * num_ranks)
     to_R = keys_R % num_ranks
@@ -161,8 +170,7 @@ def _laid(sizes_RM: Array, experts_RM: Array, giver_R: Array, taken_R: Array, xp
     stops_RM = xp.minimum(ends_RM[from_R], (starts_R + tokens_R)[:, None])
     parts_RM = stops_RM - xp.maximum(begins_RM[from_R], starts_R[:, None])
     kept_RM = ends_RM - xp.maximum(begins_RM, xp.minimum(ends_RM, xp.sums(giver_R, taken_R)[:, None]))
-    quotas_ER = xp.zeros((num_ranks * own, num_ranks))
-    experts_RM = experts_RM + (ranks_R * own)[:, None]
-    quotas_ER[experts_RM[from_R], to_R[:, None]] = xp.where(parts_RM > 0, parts_RM, 0)
+    quotas_ER = xp.zeros((num_experts, num_ranks))
     quotas_ER[experts_RM, ranks_R[:, None]] = kept_RM
+    quotas_ER[experts_RM[from_R], to_R[:, None]] += xp.where(parts_RM > 0, parts_RM, 0)
     return quotas_ER

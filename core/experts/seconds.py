@@ -110,6 +110,11 @@ def layer_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerPas
     )
 
 
+def copy_tokens(cost: LayerCost) -> float:
+    """Tokens that a rank exchanges with other nodes, on four journeys, while one copy's weights and gradient travel."""
+    return (cost.weight_bytes * (1 if cost.keep else 2) + cost.gradient_bytes) / (4 * cost.token_bytes)
+
+
 def paying_tokens(cost: LayerCost) -> float:
     """Routed tokens that a copy must take off the busiest rank so that forward and backward are no longer than without
     it, on the slowest link of the group.

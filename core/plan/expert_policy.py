@@ -38,6 +38,9 @@ class ExpertPolicy(NamedTuple):
     """Neighbouring ranks of a group on one node; 0: all of them."""
     keep: bool = True
     """Copies stay until the backward of their pass; else they are fetched again for it."""
+    copy_tokens: int = 0
+    """Tokens that a rank exchanges with other nodes, out and back in both passes, while it receives one copy's weights
+    and sends its gradient; 0: where tokens come from is not asked."""
     copies: tuple[LayerCopies, ...] = ()
     """For each layer of the model the copies that are there before its router has chosen; empty: none in any."""
 

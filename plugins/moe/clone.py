@@ -11,9 +11,18 @@ from ...core.experts.exact import exact_quotas, most_tokens
 from ...core.experts.quotas import at_home, copies_of, ranks_of_experts
 from ...core.plan.expert_policy import ExpertPolicy, LayerCopies
 from .few import few_copies
+from .nodes import price, wanted_by_nodes, with_local_copies
 
 _TRIALS = 5
 """Shares above the policy's that are tried where the slots are too few for it."""
+_NEAR = 50
+"""By one part in so many copies from the own node first must be shorter than copies from anywhere: what `price` leaves
+out favours them. In 367 drawn settings (EP 16 to 128) so chosen quotas are 2.5 % shorter in the mean than those that
+know no nodes, 2.1 % than those from the own node first, and 0.2 % longer than the best of the three."""
+
+_HOPS = 4
+"""Experts that a rank may send and receive for its first copy, over both hops: what the busiest rank must be over the
+mean, in the policy's least tokens, for copies to pay surely."""
 
 
 def clone(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
@@ -25,7 +34,12 @@ def clone(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
     Copies of different ranks travel at once: the first copy of every rank takes no longer than a layer's first copy at
     all. So the policy's least tokens are what all copies together must take off the busiest rank, or experts stay at
     home; and what each further copy of one rank must take by itself.
+
+    Between nodes, where costs are known, it takes of several answers the one that takes least: copies where tokens come
+    from, from anywhere, from the own node first, or none.
     """
+    if policy.copy_tokens and policy.node_ranks:
+        return _between_nodes(counts_RE, policy, copies)
     loads_E = counts_RE.sum(axis=0)
     tokens_R = loads_E.reshape(len(counts_RE), -1).sum(axis=1)
     busiest, least = int(tokens_R.max()), max(1, policy.least_tokens)
@@ -38,6 +52,26 @@ def clone(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
     return quotas_ER if busiest - after >= least else at_home(counts_RE, policy, copies)
 
 
+def _between_nodes(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
+    """Local copies where they pay; else copies from anywhere, from the own node first, or none, by their `price`."""
+    wanted_NE = wanted_by_nodes(counts_RE, policy)
+    local_ER = with_local_copies(wanted_NE, policy)
+    if local_ER is not None:
+        return local_ER
+    blind_ER = clone(counts_RE, policy._replace(copy_tokens=0, node_ranks=0), copies)
+    tokens_R = counts_RE.sum(axis=0).reshape(len(counts_RE), -1).sum(axis=1)
+    over = int(tokens_R.max()) - int(tokens_R.mean())
+    if over < max(1, policy.least_tokens):
+        return blind_ER
+    near_ER = clone(counts_RE, policy._replace(copy_tokens=0), copies)
+    blind, near = (price(wanted_NE, quotas_ER, policy) for quotas_ER in (blind_ER, near_ER))
+    least, best_ER = (near, near_ER) if near + near // _NEAR < blind else (blind, blind_ER)
+    if over < _HOPS * policy.least_tokens:
+        home_ER = at_home(counts_RE, policy, copies)
+        return home_ER if price(wanted_NE, home_ER, policy) <= least else best_ER
+    return best_ER
+
+
 def _busiest(quotas_ER: Ints) -> int:
     return int(quotas_ER.sum(axis=0).max())
 
@@ -45,6 +79,9 @@ def _busiest(quotas_ER: Ints) -> int:
 def _without_small(quotas_ER: Ints, least: int) -> Ints:
     """Every copy of a rank but its largest is back home if it takes fewer tokens."""
     homes_E, ranks = ranks_of_experts(*quotas_ER.shape), np.arange(quotas_ER.shape[1])
+    experts_Z, ranks_Z = np.divmod(np.flatnonzero(quotas_ER != 0), len(ranks))
+    if np.bincount(ranks_Z[homes_E[experts_Z] != ranks_Z]).max(initial=0) <= 1:
+        return quotas_ER
     away_ER = quotas_ER.copy()
     away_ER[np.arange(len(homes_E)), homes_E] = 0
     away_ER[away_ER.argmax(axis=0), ranks] = 0

@@ -19,7 +19,8 @@ class MoeConfig(PluginConfig):
     clone, and no copies at all where by the costs none could pay for its weights."""
     slots: CountOrNone | None = None
     """Most experts of a layer that a rank has copies of; null: as many as it has of its own, which always suffices for
-    clone, but 2 at most for reroute and layout, whose copies travel whatever the counts are."""
+    clone, and between nodes as many more as memory has room for, where they keep tokens inside a node; but 2 at most
+    for reroute and layout, whose copies travel whatever the counts are."""
     tolerance: float | None = Field(default=None, ge=1, le=AMOUNT)
     """Tokens of the busiest rank over those of the mean rank that are even enough, whatever the copies cost that this
     takes; above 1 it saves copies and their memory, but hardly time. null: exact loads where the costs say that copies

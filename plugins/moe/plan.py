@@ -14,7 +14,7 @@ from .baselines import FROM_HISTORY
 from .clone import clone
 from .config import MoeConfig
 from .history import SLOTS_AHEAD, of_layers
-from .policy import can_pay, keeps_copies, least_tokens
+from .policy import can_pay, keeps_copies, least_tokens, slots_between_nodes, tokens_of_a_copy
 from .reroute import evenly, reroute
 
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
@@ -37,14 +37,17 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
     own = context.experts.num_experts // context.layout.ep
     most = own if planner == "clone" else min(own, SLOTS_AHEAD)
     slots = most if config.slots is None else config.slots
-    keep = not shards_experts(config) and keeps_copies(incoming, context, slots)
-    if config.tolerance is not None:
-        tolerance, least = config.tolerance, 0
-    elif config.mode == "auto" and not can_pay(incoming, context):
+    may_keep, node_ranks = not shards_experts(config), node_ranks_of(context)
+    if config.tolerance is None and config.mode == "auto" and not can_pay(incoming, context):
         return EXPERTS_AT_HOME
-    else:
-        tolerance, least = 1.0, least_tokens(context, keep=keep)
-    return ExpertPolicy(planner, slots, tolerance, least, node_ranks_of(context), keep)
+    if config.tolerance is None and planner == "clone" and tokens_of_a_copy(context):
+        most, keep = slots_between_nodes(incoming, context, may_keep=may_keep)
+        slots = most if config.slots is None else slots
+        least, tokens = least_tokens(context, keep=keep), tokens_of_a_copy(context, keep=keep)
+        return ExpertPolicy(planner, slots, 1.0, least, node_ranks, keep, tokens)
+    keep = may_keep and keeps_copies(incoming, context, slots)
+    tolerance, least = (1.0, least_tokens(context, keep=keep)) if config.tolerance is None else (config.tolerance, 0)
+    return ExpertPolicy(planner, slots, tolerance, least, node_ranks, keep)
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:

@@ -1,4 +1,4 @@
-"""What costs and cluster say of copies: when they pay.
+"""What costs and cluster say of copies: when they pay, and for how many there is room.
 
 A copy pays if it takes more tokens off the busiest rank than its weights, and its gradient on the way home, take
 seconds (`core.experts.seconds.paying_tokens`): on NVLink 4 some hundred, between nodes some thousands, on CPU ranks
@@ -7,6 +7,10 @@ each layer of each micro-batch has copies where they pay there.
 
 Loads are evened to the last token where they pay: copies of different ranks travel at once, so that stopping at 1 %
 over the mean saves a third of the copies and no time. A tolerance is the recipe's to set, where copies take memory.
+
+Between nodes copies also keep tokens inside their node (`nodes`), the more the more slots a rank has. These cost
+memory: kept until the backward, in every layer and forward that waits for one; fetched again, in one layer at a time,
+beside their gradients, but their weights travel twice. Of the two, mean loads choose.
 """
 
 from __future__ import annotations
@@ -15,10 +19,10 @@ import math
 
 from ...core.costs.context import PlanningContext
 from ...core.costs.rounds import rounds_of
-from ...core.experts.seconds import paying_tokens
+from ...core.experts.seconds import copy_tokens, paying_tokens
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.judge import judge
-from ...core.simulate.experts import layer_cost, routed_per_token
+from ...core.simulate.experts import layer_cost, node_ranks_of, routed_per_token
 
 _COPIES = 2
 """Of a layer on a rank, about as many as exact loads need."""
@@ -40,13 +44,45 @@ def can_pay(plan: StepPlan, context: PlanningContext) -> bool:
 
 def keeps_copies(plan: StepPlan, context: PlanningContext, slots: int) -> bool:
     """Whether the predicted peak of a plan leaves memory for the copies of all forwards that wait for a backward."""
+    return _copies_kept(plan, context, _free_bytes(plan, context)) >= min(slots, _COPIES)
+
+
+def tokens_of_a_copy(context: PlanningContext, *, keep: bool = True) -> int:
+    """Tokens that may cross between nodes while one copy travels; 0 in one node, or where the costs know no experts."""
+    cost = layer_cost(context, keep=keep)
+    return math.ceil(copy_tokens(cost)) if cost and cost.node_ranks else 0
+
+
+def slots_between_nodes(plan: StepPlan, context: PlanningContext, *, may_keep: bool) -> tuple[int, bool]:
+    """Slots of a rank, as many as its own experts and as many for local copies as memory has room for, and whether
+    copies stay until their backward: whichever keeps more tokens of mean loads inside, counting what copies take."""
     assert context.experts is not None
-    ranks = range(plan.limits.num_ranks)
-    waiting = max(len(plan.of_rank(rank)) for rank in ranks)
+    ep, size, num_experts = context.layout.ep, node_ranks_of(context), context.experts.num_experts
+    own, free = num_experts // ep, _free_bytes(plan, context)
+    wanted = _routed_tokens(plan, context) * size / num_experts
+    kept = _copies_kept(plan, context, free) if may_keep else 0.0
+    once = free / (2 * context.experts.weight_bytes)
+    options = []
+    for keep, copies in ((kept >= min(own, _COPIES), kept), (False, once)):
+        rounds = max(0, int(min(copies - _COPIES, (ep // size - 1) * own)))
+        saved = rounds * wanted - (rounds + own - 1) * tokens_of_a_copy(context, keep=keep)
+        options.append((max(0.0, saved), keep, own + rounds))
+    _, keep, slots = max(options)
+    return slots, keep
+
+
+def _free_bytes(plan: StepPlan, context: PlanningContext) -> float:
+    return -judge(plan, context).missing_bytes
+
+
+def _copies_kept(plan: StepPlan, context: PlanningContext, free_bytes: float) -> float:
+    """Copies of each layer on a rank that there is room for in all forwards that wait for a backward."""
+    assert context.experts is not None
+    waiting = max(len(plan.of_rank(rank)) for rank in range(plan.limits.num_ranks))
     if not plan.order and not plan.cut:
         waiting = min(waiting, plan.limits.num_stages)
-    copies = min(slots, _COPIES) * context.traffic.moe_layers * waiting
-    return judge(plan, context).missing_bytes + copies * context.experts.weight_bytes <= 0
+    held = context.traffic.moe_layers * waiting * context.experts.weight_bytes
+    return free_bytes / held if held else math.inf
 
 
 def _routed_tokens(plan: StepPlan, context: PlanningContext) -> float:

@@ -122,6 +122,7 @@ KILLERS: dict[str, Words] = {
     "order of samples": ("pytest", "tests/data/test_order.py"),
     "quota laws": ("pytest", "tests/core/experts/test_quotas.py"),
     "token sources": ("pytest", "tests/core/experts/test_sources.py"),
+    "planners between nodes": ("pytest", "tests/plugins/moe/test_nodes.py"),
     "planners of layers": ("pytest", "tests/plugins/moe/test_clone.py", "tests/plugins/moe/test_reroute.py"),
     "labels": ("pytest", "tests/runtime/attention/test_pack.py", "-k", "labels_of_a_batch"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
@@ -297,6 +298,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "    return quotas_ER if busiest - after >= least else at_home(counts_RE, policy, copies)\n",
         "    return quotas_ER\n",
         "planners of layers",
+    ),
+    Mutant(
+        "tokens of local copies are computed at home, too",
+        "plugins/moe/nodes.py",
+        "    home_E = loads_E - np.bincount(",
+        "    home_E = loads_E - 0 * np.bincount(",
+        "planners between nodes",
+    ),
+    Mutant(
+        "local copies pay whatever their weights take",
+        "plugins/moe/nodes.py",
+        "size * policy.copy_tokens * (np.arange(rounds) + own)",
+        "0 * (np.arange(rounds) + own)",
+        "planners between nodes",
     ),
     Mutant(
         "an even division over copies leaves the remainder out",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from evenload.core.aliases import Ints
-from evenload.core.experts.exact import exact_quotas, most_tokens
+from evenload.core.experts.exact import exact_quotas, levelled, most_tokens
 from evenload.core.experts.quotas import check_quotas, copies_of
 from evenload.core.plan.expert_policy import ExpertPolicy
 from hypothesis import given, settings
@@ -60,3 +60,20 @@ def test_inside_nodes_of_enough_room_nothing_travels_between_them(counts_RE: Int
     policy = ExpertPolicy("exact", num_experts, tolerance=2.0, node_ranks=num_ranks // 2)
     for rank, experts in enumerate(copies_of(exact_quotas(twice_RE, policy))):
         assert all(e // (num_experts // 2) == rank // (num_ranks // 2) for e in experts)
+
+
+@given(counts(), st.data())
+def test_tokens_that_stand_anywhere_are_levelled_without_losing_one(counts_RE: Ints, data: st.DataObject) -> None:
+    """On every rank some tokens of any experts, as many experts on each."""
+    num_ranks, num_experts = counts_RE.shape
+    standing = data.draw(st.integers(1, num_experts))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    experts_RM = np.stack([rng.permutation(num_experts)[:standing] for _ in range(num_ranks)])
+    tokens_RM = np.take_along_axis(counts_RE, experts_RM, axis=1)
+    policy = ExpertPolicy("exact")
+    quotas_ER = levelled(tokens_RM, experts_RM, num_experts, policy)
+    np.testing.assert_array_equal(
+        quotas_ER.sum(axis=1), np.bincount(experts_RM.ravel(), tokens_RM.ravel(), num_experts).astype(int)
+    )
+    assert quotas_ER.min() >= 0
+    assert quotas_ER.sum(axis=0).max() <= most_tokens(tokens_RM.sum(), num_ranks, policy)

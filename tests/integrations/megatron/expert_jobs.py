@@ -58,21 +58,34 @@ def with_drawn_copies(plan: StepPlan, number: int) -> StepPlan:
     return plan.revised(experts=ExpertPolicy("drawn", slots=EXPERTS["num_experts"], keep=number % 4 == 1))
 
 
+def with_local_copies(plan: StepPlan, number: int) -> StepPlan:
+    """The plan, every second one with the plugin's own quotas for nodes of two ranks, on which a copy of an expert pays
+    for one token that so stays inside."""
+    if number % 2 == 0:
+        return plan
+    policy = ExpertPolicy("clone", EXPERTS["num_experts"], node_ranks=2, keep=number % 4 == 1, copy_tokens=1)
+    return plan.revised(experts=policy)
+
+
 def layer_planner_of(name: str) -> Any:
     """The registry's, which knows no planner that draws."""
     return drawn_quotas if name == "drawn" else layer_planner(name)
 
 
-def routed(world: Any, *, seeds: Any = (None, None), lengths: Any = LENGTHS, **changes: Any) -> list[dict[str, Any]]:
-    """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does."""
+def routed(
+    world: Any, *, seeds: Any = (None, None), lengths: Any = LENGTHS, local: bool = False, **changes: Any
+) -> list[dict[str, Any]]:
+    """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does.
+    ``local``: copies are those of `with_local_copies`, else drawn."""
     rows = []
+    with_copies = with_local_copies if local else with_drawn_copies
     with (
         hosted(world, **small(**changes)) as host,
         mock.patch("evenload.integrations.megatron.host.layer_planner", layer_planner_of),
     ):
         plain = PlainModel(host.recipe, host)
         for number, seed in enumerate(seeds):
-            data, plan = tokens(lengths, number), with_drawn_copies(planned(host, lengths, seed), number)
+            data, plan = tokens(lengths, number), with_copies(planned(host, lengths, seed), number)
             labels = masked(lengths, number) if number % 3 == 1 else None
             gradients: dict[str, Any] = {}
             plain.load(host.weights())

@@ -54,6 +54,11 @@ def test_float64_is_that_of_plain_training(on_ranks, size, layout, plugins):
     )
 
 
+def test_copies_where_tokens_come_from(on_ranks):
+    rows = on_ranks(4, "routed", moe=BIASED, plugins=SLICES, parallel__ep=4, local=True, seeds=(None,) * 4)
+    exact(rows, branch="cut sequences")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -59,6 +59,35 @@ def test_between_nodes_a_copy_must_take_more_tokens() -> None:
     assert 500 < inside.least_tokens < 1100 < across.least_tokens < 9900
 
 
+def test_between_nodes_slots_are_what_memory_has_room_for() -> None:
+    """An expert's 37.7 MB, there and its gradient back, take as long as 2,304 tokens of 8 KB on four journeys."""
+    chain = chain_of("h100", ep=64)
+    policy, context = policy_in(chain), chain.context
+    assert (policy.keep, policy.slots, policy.copy_tokens) == (True, 16, 2304)
+    assert policy_in(chain_of("h100", ep=64, slots=3)).slots == 3
+    assert policy_in(chain_of("h100", ep=8)).copy_tokens == 0
+    assert context.experts is not None
+    slots = []
+    for times in (20, 40, 300, 1000):
+        heavy = replace(context, experts=context.experts._replace(weight_bytes=times * context.experts.weight_bytes))
+        policy = policy_in(replace(chain, context=heavy))
+        slots.append(policy.slots)
+    assert slots == sorted(slots, reverse=True)
+    assert slots[0] > slots[-1] == 2
+
+
+def test_local_copies_are_fetched_again_where_memory_holds_those_of_one_layer() -> None:
+    chain = chain_of("h100", ep=64)
+    context = chain.context
+    traffic = context.traffic
+    more = {"moe_layers": 400, "expert_bytes_per_token": 100 * traffic.expert_bytes_per_token}
+    many = replace(context, traffic=replace(traffic, **more))
+    policy = policy_in(replace(chain, context=many))
+    assert not policy.keep
+    assert policy.slots > 2
+    assert policy.copy_tokens == 2304 * 3 // 2
+
+
 def test_groups_that_no_node_divides_count_as_one_and_pay_the_slow_link() -> None:
     chain = chain_of("h100", ep=64)
     layout = replace(chain.context.layout, ep=12, dp=24)

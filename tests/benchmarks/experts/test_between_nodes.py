@@ -1,0 +1,27 @@
+"""Quotas between nodes beside those that know none: more slots are no slower, and the target of the page holds."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from evenload.api import load_plugins
+
+PATH = Path(__file__).parents[3] / "benchmarks" / "experts" / "between_nodes.py"
+_spec = importlib.util.spec_from_file_location("benchmark_between_nodes", PATH)
+assert _spec
+assert _spec.loader
+between_nodes = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(between_nodes)
+
+
+def test_copies_where_tokens_come_from_are_ahead_of_even_routing_unless_skew_is_mild() -> None:
+    load_plugins()
+    for row in between_nodes.rows_of(64, 1, [0, 4, 12]):
+        share = {name: one["share"] for name, one in row["answers"].items()}
+        assert share["0 more"] >= 0.995 * max(share["near"], share["blind"])
+        if row["model"].startswith("DeepSeek"):
+            assert share["12 more"] == share["4 more"] == share["0 more"] > 0.87
+        else:
+            assert share["0 more"] < 0.93 < share["4 more"]
+            assert share["12 more"] >= (1.12 if row["keep"] else 0.95)
