@@ -17,7 +17,7 @@ from evenload.integrations.unmodified.loops import document, plugins_in_table
 from evenload.runtime.attention.blocks import BLOCKS, choose_block
 from evenload.runtime.attention.kernels import KERNELS, choose_kernel, explain
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LOOPS = all_loops()
 ON_SCRIPTS = [loop for loop in LOOPS if loop.start == "evenload run"]
 
