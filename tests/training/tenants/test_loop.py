@@ -15,7 +15,7 @@ import yaml
 from evenload.api import load_recipe
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.pretrained import folder_of
-from evenload.training.tenants.arrivals.memory import free_bytes
+from evenload.training.tenants.arrivals.job import free_bytes
 
 pytestmark = pytest.mark.slow
 Forged = Callable[..., Any]
