@@ -73,7 +73,6 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Hold steps of the run against plain training of whole sequences, through a resume. Exit code 1 if they differ."""
-
     updates = number_of_word(steps, "--steps", REPEATS)
     _run_ranks("verify", load_recipe(recipe, overrides or ()), nproc, as_json, steps=updates)
 
@@ -90,7 +89,6 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Tokens per second beside baselines, alternating on the same batches in one run."""
-
     runs, chosen = number_of_word(repeats, "--repeats", REPEATS), load_recipe(recipe, overrides or ())
     if chosen.adapts:
         do = "use `evenload plan`, which says what company saves, predicted; or disable plugins.lora"
@@ -199,7 +197,6 @@ def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar
     """Run an unmodified training script with the recipe's plugins switched on."""
     from .commands.run import run as work
 
-    load_recipe(recipe)
     raise SystemExit(work(recipe, command))
 
 
@@ -300,8 +297,7 @@ def _run_ranks(verb: str, recipe: Recipe, nproc: str | None, as_json: bool, **ar
     """Do the verb's work if this is a rank; else start the ranks, and show rank 0's result."""
     from .commands.tables.progress import progress_shown
     from .commands.tables.show import stdout_aside
-    from .training.launching.launch import is_rank
-    from .training.launching.on_ranks import on_ranks
+    from .training.launching.launch import is_rank, on_ranks
 
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     with stdout_aside() if is_rank() else nullcontext(), progress_shown() as progress:

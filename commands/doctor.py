@@ -7,12 +7,14 @@ import platform
 from importlib.util import find_spec
 from typing import Any
 
+from ..api import load_plugins
 from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
-from ..core.recipe.traits import TRAINERS
-from ..training.hosts import needs_of
-from .installation.attention_paths import attention_paths
-from .installation.training_loops import training_loops
+from ..core.recipe.traits import TRAINERS, TRANSFORMER_ENGINE, Loop, all_loops
+from ..core.registry import Plugin, registered
+from ..training.hosts import needs_of, require
+
+_WHOLE = "samples stay whole there"
 
 
 def doctor(recipe: Recipe | None = None) -> dict[str, Any]:
@@ -25,12 +27,25 @@ def doctor(recipe: Recipe | None = None) -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "hosts": _hosts(),
         "attention": _attention(),
-        "attention_paths": attention_paths(recipe),
-        "loops": training_loops(recipe),
+        "attention_paths": _attention_paths(recipe),
+        "loops": [_loop(loop, recipe) for loop in all_loops()],
         "solver": _solver(),
         "patches": _patches(),
         "trainers": {name: all(need.satisfied() for need in needs_of(name)) for name in TRAINERS},
     }
+
+
+def plugins_in_table() -> list[Plugin]:
+    """The registered plugins as the table of loops has them: those that train adapters last."""
+    load_plugins()
+    return sorted(registered(), key=lambda plugin: plugin.adapts)
+
+
+def document() -> str:
+    """The table of plugins and loops, as Markdown, for docs/switching_on.md."""
+    plugins = plugins_in_table()
+    head = f"| loop | {' | '.join(plugin.name for plugin in plugins)} |\n|---{'|---' * len(plugins)}|\n"
+    return head + "".join(f"| {one.name} | {' | '.join(map(one.does, plugins))} |\n" for one in all_loops())
 
 
 def _hosts() -> list[dict[str, Any]]:
@@ -74,3 +89,64 @@ def _patches() -> list[dict[str, Any]]:
             status = f"not applicable: {error.found}"
         rows.append({"name": row.name, "target": row.target, "supports": row.supports, "status": status})
     return rows
+
+
+def _loop(loop: Loop, recipe: Recipe | None) -> dict[str, Any]:
+    """What each plugin can do in a loop, and what keeps the whole loop from running here."""
+    plugins = [
+        {"name": one.name, "does": loop.does(one), "enabled": recipe and one in recipe.enabled()}
+        for one in plugins_in_table()
+    ]
+    refused = _refused(loop, recipe)
+    return {"name": loop.name, "trainer": loop.trainer, "start": loop.start, "plugins": plugins, "refused": refused}
+
+
+def _refused(loop: Loop, recipe: Recipe | None) -> str | None:
+    try:
+        require(loop.trainer)
+        if recipe is not None:
+            recipe.changed({"trainer": loop.trainer})
+    except EvenloadError as error:
+        return f"{error.what} ({error.found}): {error.do}"
+    return None
+
+
+def _attention_paths(recipe: Recipe | None) -> list[dict[str, Any]]:
+    """A row a path: the kernel of whole samples, that of parts of samples, and why no faster one. Empty without torch.
+
+    Precision and head dimension are the recipe's; without one bfloat16 and 128 are asked for.
+    """
+    if find_spec("torch") is None:
+        return []
+    import torch
+
+    from ..runtime.attention.blocks import BLOCKS
+    from ..runtime.attention.kernels import KERNELS, explain
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(recipe.train.dtype if recipe else "", torch.bfloat16)
+    inputs = (device, dtype, _head_dim(recipe))
+    (kernel, why), (block, why_block) = explain(KERNELS, *inputs), explain(BLOCKS, *inputs)
+    rows = []
+    for loop, spec in ((one, spec) for one in all_loops() for spec in one.specs):
+        path = f"{loop.name}, {spec}" if spec else loop.name
+        if spec == TRANSFORMER_ENGINE:
+            rows.append(_transformer_engine(path, block, why_block))
+            continue
+        parts = {"parts": block, "why_parts": why_block} if loop.cuts else {"parts": None, "why_parts": _WHOLE}
+        rows.append({"path": path, "kernel": kernel, "why": why, **parts})
+    return rows
+
+
+def _transformer_engine(path: str, block: str, why_block: str) -> dict[str, Any]:
+    """Its own kernels take whole samples alone, in place of which packed attention runs parts."""
+    if find_spec("transformer_engine") is None:
+        why = "Transformer Engine is not installed"
+        return {"path": path, "kernel": None, "why": why, "parts": None, "why_parts": why}
+    return {"path": path, "kernel": "transformer_engine", "why": "", "parts": block, "why_parts": why_block}
+
+
+def _head_dim(recipe: Recipe | None) -> int:
+    if recipe is None:
+        return 128
+    return recipe.model.head_dim or recipe.model.hidden_size // recipe.model.num_attention_heads

@@ -63,7 +63,7 @@ def warm(trainer: str) -> None:
     if trainer != "torch":
         from evenload.api import load_plugins
         from evenload.cli import main  # noqa: F401
-        from evenload.training.launching import on_ranks  # noqa: F401
+        from evenload.training.launching import launch  # noqa: F401
         from evenload.training.verbs import bench, train, verify  # noqa: F401
 
         for name in ("bench", "progress", "train", "verify"):

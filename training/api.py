@@ -13,8 +13,7 @@ from ..api import load_recipe
 from ..core.errors import RankError
 from ..core.input.bounds import LOCAL_RANKS, REPEATS, whole_number
 from ..core.recipe.recipe import Recipe
-from .launching.launch import RanksFailed
-from .launching.on_ranks import on_ranks
+from .launching.launch import RanksFailed, on_ranks
 from .progress import Progress, silent
 
 

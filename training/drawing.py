@@ -26,6 +26,7 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
 from ..core.recipe.recipe import Recipe
 from ..data.samples.order import BatchSize, SampleOrder
+from ..data.sources import Source
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -66,14 +67,18 @@ class Drawing:
     @classmethod
     def resume(
         cls,
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | None,
         lengths: NDArray[np.int64],
         size: BatchSize,
         chain: PlanChain,
         *,
+        seed: int = 0,
         targets: NDArray[np.int64] | None = None,
     ) -> Drawing:
-        """Go on where `Draw.state` was taken. Raises EvenloadError for a state that is damaged or of other data."""
+        """Go on where `Draw.state` was taken; None: begin, in the order of the seed. Raises EvenloadError for a state
+        that is damaged or of other data."""
+        if state is None:
+            return cls(SampleOrder(len(lengths), seed), lengths, size, chain, targets=targets)
         waiting = _read(state["waiting"], len(lengths)) if "waiting" in state else None
         return cls(SampleOrder.from_state(state, len(lengths)), lengths, size, chain, waiting, targets=targets)
 
@@ -140,3 +145,34 @@ def _read(queue: Any, num_samples: int) -> Waiting:
         if whole and ((waiting.samples >= 0) & (waiting.samples < num_samples)).all():
             return waiting
     raise EvenloadError("the saved queue of waiting samples is damaged", f"{queue}", "resume from another checkpoint")
+
+
+def scorable(source: Source) -> NDArray[np.int64]:
+    """Numbers of the samples that have a target, ascending."""
+    return np.flatnonzero(source.lengths > 1 if source.targets is None else source.targets > 0)
+
+
+def draws_of(source: Source, recipe: Recipe) -> list[Draw]:
+    """The batches of an evaluation; the last one may be smaller. Raises EvenloadError where no sample has a target."""
+    assert recipe.data.validation is not None
+    config, size = recipe.data.validation, batch_size(recipe).mean_samples(source.lengths)
+    batches = held_out_batches(source, config.batches, size, recipe.train.seed)
+    if not batches:
+        detail = f"{len(source.lengths)} samples of {config.source}"
+        raise EvenloadError("no sample of data.validation has a target", detail, "use samples with targets")
+    return [draw_of(source, samples) for samples in batches]
+
+
+def held_out_batches(source: Source, batches: int | None, size: int, seed: int) -> list[NDArray[np.int64]]:
+    """The samples of evaluations, the same each time, so that losses are a series: those that have a target, in the
+    order of the seed; of so many batches, or all."""
+    numbers = scorable(source)
+    count = len(numbers) if batches is None else min(len(numbers), batches * size)
+    taken, _ = SampleOrder(len(numbers), seed).take(count)
+    return [numbers[taken[first : first + size]] for first in range(0, count, size)]
+
+
+def draw_of(source: Source, samples: NDArray[np.int64]) -> Draw:
+    """A batch of these samples, whatever the order says."""
+    targets = None if source.targets is None else source.targets[samples]
+    return Draw(samples, source.lengths[samples], {}, targets=targets)

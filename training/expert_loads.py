@@ -11,25 +11,24 @@ while it was written.
 
 from __future__ import annotations
 
-import os
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 import numpy as np
 
 from ..core.aliases import Floats, Ints
-from ..core.errors import EvenloadError, shorten
+from ..core.errors import shorten
 from ..core.input.format import to_json
 from ..core.planning.chain import PlanChain
 from ..core.recipe.sizes import shape_of
 from ..integrations.host.trained import StepResult
 from ..runtime.experts.gate import Load
 from ..runtime.world.agreement import everyone
+from .files import refusing_unwritable
 from .job import Job, logger
-
-_BLOCK_BYTES = 1 << 16
 
 
 def metrics_of(result: StepResult) -> dict[str, float] | None:
@@ -167,24 +166,11 @@ def counts_of(rows: Sequence[tuple[int, Sequence[Load]]], num_ranks: int) -> tup
 
 def _opened(path: Path, goes_on: bool) -> TextIO:
     """For reading and appending; of a run that goes on what is whole, as the last line may be cut short."""
-    try:
+    with refusing_unwritable("log.loads", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if goes_on and path.exists():
+        if goes_on and path.is_file() and path.stat().st_size:
             with path.open("r+b") as file:
-                file.truncate(_whole_bytes(file))
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                    whole_bytes = text.rfind(b"\n") + 1
+                file.truncate(whole_bytes)
         return path.open("a+" if goes_on else "w+")
-    except OSError as error:
-        do = "give a path that can be written"
-        raise EvenloadError("log.loads cannot be written", f"{path}: {error.strerror or error}", do) from error
-
-
-def _whole_bytes(file: BinaryIO) -> int:
-    """Bytes of a file up to the end of its last whole line."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - _BLOCK_BYTES)
-        file.seek(start)
-        if (newline := file.read(end - start).rfind(b"\n")) >= 0:
-            return start + newline + 1
-        end = start
-    return 0

@@ -1,4 +1,4 @@
-"""Where pictures go: refused before work starts if it cannot work, whole or not there afterwards."""
+"""Files that users name or others may write beside: refused before work starts, whole or not there afterwards."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ def refuse_path(path: Path, kind: str) -> None:
 
 
 @contextmanager
+def refusing_unwritable(name: str, path: Path) -> Iterator[None]:
+    """An OSError inside is said of the setting of that name: an EvenloadError."""
+    try:
+        yield
+    except OSError as error:
+        do = "give a path that can be written"
+        raise EvenloadError(f"{name} cannot be written", f"{path}: {error.strerror or error}", do) from error
+
+
+@contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A file beside ``path`` to write to, which takes its place at the end. Raises EvenloadError."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -50,3 +60,13 @@ def open_text(part: Path, path: Path) -> IO[str]:
     if path.name.lower().endswith(".gz"):
         return gzip.open(part, "wt", encoding="utf-8", errors="backslashreplace", compresslevel=5)
     return part.open("w", encoding="utf-8", errors="backslashreplace")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all; a link or a pipe in its place is replaced. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(".aside")
+    aside.unlink(missing_ok=True)
+    with open(aside, "x") as file:
+        file.write(text)
+    os.replace(aside, path)

@@ -24,7 +24,6 @@ from ..core.planning.planner import Draw, Planner
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import shape_of
 from ..core.recipe.traits import trainer_called
-from ..data.samples.order import SampleOrder
 from ..data.sources import Source
 from ..integrations.host.host import Host
 from ..patches import bridge_cpu
@@ -43,6 +42,7 @@ from .preflight import preflight
 logger = logging.getLogger("evenload")
 
 
+@dataclass(frozen=True)
 class VerbJob(ABC):
     """What a verb's loop works with on each rank, whoever owns the samples."""
 
@@ -111,22 +111,15 @@ class VerbJob(ABC):
 class Job(VerbJob):
     """What the verbs train, verify, bench and profile work with, on each rank."""
 
-    recipe: Recipe
-    world: World
-    host: Host
-    chain: PlanChain
     source: Source
-    watchdog: Watchdog
     held_out: Source | None = None
     """What `train` validates on."""
 
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
         lengths, size = self.source.lengths, batch_size(self.recipe)
-        targets = self.source.targets
-        if state is not None:
-            return Drawing.resume(state, lengths, size, self.chain, targets=targets)
-        return Drawing(SampleOrder(len(lengths), self.recipe.train.seed), lengths, size, self.chain, targets=targets)
+        seed, targets = self.recipe.train.seed, self.source.targets
+        return Drawing.resume(state, lengths, size, self.chain, seed=seed, targets=targets)
 
     def say_unused(self, verb: str) -> None:
         """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""
@@ -156,6 +149,16 @@ def open_host(recipe: Recipe, world: World) -> Host:
 
 
 @contextmanager
+def host_until_end(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[Host]:
+    """The trainer, which is closed when all ranks are done with it. Collective."""
+    host = open_host(recipe, world)
+    logger.info("%s", json.dumps(host.describe()))
+    yield host
+    watchdog.at("end", waits=True)
+    host.close()
+
+
+@contextmanager
 def open_world(recipe: Recipe) -> Iterator[tuple[World, Watchdog]]:
     """Join the world, with the watchdog over all that follows. Collective."""
     # Trainers warn at import about options nobody chose here; what concerns a run is said by the integrations.
@@ -179,29 +182,27 @@ def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[J
     """Open the trainer on the ranks of a world; another one may follow when it is closed. Collective."""
     with watchdog.working("opening the data"):
         ready = preflight(recipe, world.size)
-    host = open_host(ready.recipe, world)
-    logger.info("%s", json.dumps(host.describe()))
-    yield Job(ready.recipe, world, host, ready.chain, ready.source, watchdog, ready.held_out)
-    watchdog.at("end", waits=True)
-    host.close()
+    with host_until_end(ready.recipe, world, watchdog) as host:
+        yield Job(ready.recipe, world, host, ready.chain, watchdog, ready.source, ready.held_out)
 
 
 def run_rank(
     recipe: Recipe, work: Callable[[Job], dict[str, Any]], writes: Path | None = None
 ) -> dict[str, Any] | None:
-    """Do a verb's work on this rank, which alone ``writes`` into a folder; see `hand_over`."""
-    with (
-        open_world(recipe) as (world, watchdog),
-        folder_lock(writes),
-        open_trainer(recipe, world, watchdog) as job,
-    ):
-        result = work(job)
-    return hand_over(result, world.rank == 0)
+    """Do a verb's work with a trainer on this rank, which alone ``writes`` into a folder; see `in_world`."""
+
+    def with_trainer(world: World, watchdog: Watchdog) -> dict[str, Any]:
+        with folder_lock(writes), open_trainer(recipe, world, watchdog) as job:
+            return work(job)
+
+    return in_world(recipe, with_trainer)
 
 
-def hand_over(result: dict[str, Any], leads: bool) -> dict[str, Any] | None:
-    """Rank 0 hands the result of a verb to the launcher, or returns it under torchrun."""
-    if not leads:
+def in_world(recipe: Recipe, work: Callable[[World, Watchdog], dict[str, Any]]) -> dict[str, Any] | None:
+    """Do a verb's work on this rank; rank 0 hands the result to the launcher, or returns it under torchrun."""
+    with open_world(recipe) as (world, watchdog):
+        result = work(world, watchdog)
+    if world.rank != 0:
         return None
     if path := os.environ.get(RESULT):
         Path(path).write_text(json.dumps(result))

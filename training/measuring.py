@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -21,11 +21,13 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planned, Planner
 from ..core.recipe.sections import Train
 from ..core.recipe.tenant import TenantTrain
+from ..core.simulate.step import Span
 from ..integrations.host.host import Rates
+from ..runtime.world.agreement import everyone
 from .expert_loads import metrics_of
 from .job import VerbJob
 from .metrics import Taken
-from .spans import gather_spans
+from .pipelines import Place
 
 OURS = "evenload"
 """The name under which the recipe's own run stands beside its baselines."""
@@ -108,3 +110,28 @@ def learning_rate(step: int, config: Train | TenantTrain, steps: int | None = No
     done = (step - config.warmup_steps) / max(1, (steps or config.steps) - config.warmup_steps)
     shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     return config.min_lr + (config.lr - config.min_lr) * shape[config.lr_schedule]
+
+
+def gather_spans(own: tuple[Span, ...]) -> list[Span]:
+    """What all ranks recorded of a step, of tensor-parallel peers the first, without what is waiting. Collective."""
+    return list(_shown(everyone(own)))
+
+
+def _shown(ranks: Sequence[tuple[Span, ...]]) -> Iterator[Span]:
+    """The spans of one rank for each (stage, plane rank), its tensor-parallel peers left out, without what is waiting.
+    A collective begins when its last rank has come: the gradient sum of a stage, the update of all stages."""
+    places: dict[Place, tuple[Span, ...]] = {}
+    for spans in ranks:
+        if spans:
+            places.setdefault(spans[0][:2], spans)
+    latest: dict[tuple[str, int], float] = {}
+    for span in (span for spans in places.values() for span in spans):
+        latest[_meeting(span)] = max(latest.get(_meeting(span), 0.0), span.start_s)
+    for spans in places.values():
+        for span in spans:
+            together = span.kind in "GU"
+            yield span._replace(start_s=min(latest[_meeting(span)], span.end_s)) if together else span
+
+
+def _meeting(span: Span) -> tuple[str, int]:
+    return span.kind, span.stage if span.kind == "G" else -1

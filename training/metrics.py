@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from ..core.aliases import Floats
+from ..core.planning.planner import Planned
 from ..core.simulate.step import Span
 from ..integrations.host.trained import StepResult
 
+_MOST_NATS = 700.0
+"""The exponential of more is no float64."""
 
-@dataclass(frozen=True)
-class StepRow:
-    """Measures of one step; seconds are wall time on the slowest rank."""
+
+def perplexity(loss: float) -> float:
+    """exp(loss), of a mean loss in nats."""
+    return math.exp(min(loss, _MOST_NATS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasures:
+    """Measures of one step, whatever is trained in it; seconds are wall time on the slowest rank."""
 
     step: int
-    loss: float
-    grad_norm: float
-    lr: float
     tokens: int
+    targets: int = 0
+    """Tokens whose loss counts."""
     step_s: float
     plan_s: float
     plan_wait_s: float
@@ -31,22 +40,47 @@ class StepRow:
     padding_frac: float
     bound_s: float
     """Certified lower bound on the busiest rank's time, predicted; 0 where the planner gives none."""
+    bubble_frac: float = 0.0
+    """Idle share of the step: 1 - busy / step, mean over stages and plane ranks. Passes alone are busy."""
+
+    @classmethod
+    def of(cls, step: int, planned: Planned, taken: Taken, **more: Any) -> Self:
+        """The row of a step that was measured, with ``more`` that its run has."""
+        plan, busy = planned.plan, taken.busy_s.sum(axis=0)
+        return cls(
+            step=step,
+            tokens=plan.num_tokens,
+            targets=taken.result.num_targets,
+            step_s=taken.step_s,
+            plan_s=taken.plan_s,
+            plan_wait_s=taken.wait_s,
+            imbalance=float(busy.max() / busy.mean()) if busy.any() else 1.0,
+            padding_frac=plan.padding_frac,
+            bound_s=plan.bound_s,
+            bubble_frac=float((1 - taken.busy_s / taken.step_s).mean()),
+            **more,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow(StepMeasures):
+    """What is recorded of a step that trained one model."""
+
+    loss: float
+    grad_norm: float
+    lr: float
     delay_steps: float = 0.0
     """Steps by which this step's tokens were held back, in the mean."""
     waiting: int = 0
     """Samples that wait for a later step."""
     without_target: int = 0
     """Samples of the step that were left out, since none of their tokens carries loss."""
-    targets: int = 0
-    """Tokens whose loss counts."""
     mfu: float = 0.0
     """FLOPs that the step's sequences need (`shape.step_flops`) over those of all ranks at the cluster's rate."""
     predicted_s: float = 0.0
     """What the simulator gives for ``step_s``, planning left out; from the costs that the plan was made with."""
-    bubble_frac: float = 0.0
-    """Idle share of the step: 1 - busy / step, mean over stages and plane ranks. Passes alone are busy."""
     bubble_worst: float = 0.0
-    """Of the stage and rank that idles most."""
+    """Idle share of the stage and rank that idles most."""
     moe: dict[str, float] | None = None
     """Of a model with experts: tokens of the busiest rank of a group over those of its mean rank, with every expert at
     its home, over all layers and passes (imbalance_p50, imbalance_p95, imbalance_max), and as the ranks computed them
@@ -77,30 +111,17 @@ class Taken:
 def summary(rows: list[StepRow]) -> dict[str, Any]:
     """Totals over the steps after the first, which pays for warming up; delay over all of them."""
     timed = rows[1:] or rows
+    rates = rates_of(rows)
     if not timed:
-        empty = {
-            "tokens_per_s": 0.0,
-            "mfu": 0.0,
-            "imbalance": 1.0,
-            "padding_frac": 0.0,
-            "loss": None,
-            "plan_share": 0.0,
-        }
-        timing = dict.fromkeys(("step_s", "predicted_s", "bubble_frac", "bubble_worst", "delay_steps"), 0.0)
-        return {**empty, **timing, "waiting": 0, "without_target": 0}
-    seconds = sum(row.step_s for row in timed)
+        names = ("mfu", "padding_frac", "step_s", "predicted_s", "bubble_worst", "delay_steps")
+        return {**rates, **dict.fromkeys(names, 0.0), "loss": None, "waiting": 0, "without_target": 0}
+    by_time = {key: _mean(timed, key, by="step_s") for key in ("mfu", "bubble_worst")}
     return {
-        "tokens_per_s": sum(row.tokens for row in timed) / seconds,
-        "mfu": sum(row.mfu * row.step_s for row in timed) / seconds,
-        "imbalance": float(np.mean([row.imbalance for row in timed])),
-        "padding_frac": float(np.mean([row.padding_frac for row in timed])),
-        "plan_share": sum(row.plan_wait_s for row in timed) / seconds,
-        "step_s": seconds / len(timed),
-        "predicted_s": float(np.mean([row.predicted_s for row in timed])),
-        "bubble_frac": sum(row.bubble_frac * row.step_s for row in timed) / seconds,
-        "bubble_worst": sum(row.bubble_worst * row.step_s for row in timed) / seconds,
+        **rates,
+        **by_time,
+        **{key: _mean(timed, key) for key in ("padding_frac", "step_s", "predicted_s")},
         "loss": rows[-1].loss,
-        "delay_steps": float(np.average([row.delay_steps for row in rows], weights=[row.tokens for row in rows])),
+        "delay_steps": _mean(rows, "delay_steps", by="tokens"),
         "waiting": rows[-1].waiting,
         "without_target": sum(row.without_target for row in rows),
     }
@@ -111,11 +132,8 @@ def totals(rows: list[StepRow], checkpoint: Path | None) -> dict[str, Any]:
     rates = summary(rows)
     best = min(rows, key=lambda row: row.loss, default=None)
     return {
-        "steps": len(rows),
+        **sums_of(rows),
         "last_step": rows[-1].step if rows else None,
-        "tokens": sum(row.tokens for row in rows),
-        "targets": sum(row.targets for row in rows),
-        "train_s": sum(row.step_s for row in rows),
         "tokens_per_s": rates["tokens_per_s"],
         "mfu": rates["mfu"],
         "loss": rates["loss"],
@@ -123,3 +141,28 @@ def totals(rows: list[StepRow], checkpoint: Path | None) -> dict[str, Any]:
         "best_step": best.step if best else None,
         "checkpoint": str(checkpoint) if checkpoint else None,
     }
+
+
+def sums_of(rows: Sequence[StepMeasures]) -> dict[str, Any]:
+    """Steps, tokens, targets and seconds of all steps."""
+    sums = {key: sum(getattr(row, key) for row in rows) for key in ("tokens", "targets")}
+    return {"steps": len(rows), **sums, "train_s": sum(row.step_s for row in rows)}
+
+
+def rates_of(rows: Sequence[StepMeasures]) -> dict[str, float]:
+    """Rates and shares of the steps after the first, which pays for warming up."""
+    timed = rows[1:] or rows
+    if not timed:
+        return {"tokens_per_s": 0.0, "plan_share": 0.0, "imbalance": 1.0, "bubble_frac": 0.0}
+    seconds = sum(row.step_s for row in timed)
+    return {
+        "tokens_per_s": sum(row.tokens for row in timed) / seconds,
+        "plan_share": sum(row.plan_wait_s for row in timed) / seconds,
+        "imbalance": _mean(timed, "imbalance"),
+        "bubble_frac": _mean(timed, "bubble_frac", by="step_s"),
+    }
+
+
+def _mean(rows: Sequence[StepMeasures], key: str, by: str | None = None) -> float:
+    weights = [getattr(row, by) for row in rows] if by else None
+    return float(np.average([getattr(row, key) for row in rows], weights=weights))

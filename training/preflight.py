@@ -25,9 +25,8 @@ from ..core.recipe.sections import Data
 from ..core.recipe.traits import trainer_called
 from ..data.sources import Source, open_source
 from ..data.tokenizers import holds_tokenizer, open_tokenizer
-from .drawing import batch_size, refuse_short_data
+from .drawing import batch_size, draws_of, refuse_short_data
 from .files import refuse_path
-from .held_out import draws_of
 from .hosts import require_for_folders, require_own_loop
 
 _VOCABULARY_MULTIPLE = 128
@@ -49,9 +48,9 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
     recipe, layout = runnable(recipe, world_size)
     refuse_idle_ranks(recipe.train, layout.dp)
-    source = open_data(recipe, recipe.data.source)
+    source = open_samples(recipe.data, recipe.data.source, recipe.model.weights)
     validation = recipe.data.validation
-    held_out = open_data(recipe, validation.source) if validation is not None else None
+    held_out = open_samples(recipe.data, validation.source, recipe.model.weights) if validation else None
     more = ", or data.max_length so that long samples are split"
     refuse_short_data(recipe, source.lengths, "the data holds fewer {} than one global batch", more)
     recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
@@ -88,11 +87,6 @@ def refuse_longest(source: Source, chain: PlanChain) -> None:
     longest = np.sort(lengths)[-chain.context.layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
     chain.plan(as_lengths(longest))
-
-
-def open_data(recipe: Recipe, spec: str) -> Source:
-    """Data under the settings of a recipe. Raises EvenloadError."""
-    return open_samples(recipe.data, spec, recipe.model.weights)
 
 
 def open_samples(data: Data, spec: str, weights: Path | None) -> Source:

@@ -24,8 +24,7 @@ from evenload.api import load_recipe
 from evenload.commands.tables.show import grid
 from evenload.runtime import files
 from evenload.training.checkpoint import checkpoints
-from evenload.training.checkpoint.background import Background
-from evenload.training.checkpoint.resuming import keep
+from evenload.training.checkpoint.resuming import Background, keep
 from evenload.training.job import Job, open_trainer, open_world
 from rich.console import Console
 

@@ -73,7 +73,7 @@ def rank_main(arguments: list[str], pairs: int, steps: int, answer: Path) -> Non
     world = init_world()
     ready = preflight(recipe, world.size)
     host = open_host(ready.recipe, world)
-    job = Job(ready.recipe, world, host, ready.chain, ready.source, Watchdog())
+    job = Job(ready.recipe, world, host, ready.chain, Watchdog(), ready.source)
     planned = job.planner(job.drawing()).next()
     tokens_of = job.tokens_of(planned.draw)
     num_marks = 0

@@ -183,7 +183,7 @@ def benchmark(shape: Shape, world: World, limit_s: float) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with Watchdog() as watchdog:
         chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
-        job = Job(recipe, world, host, chain, source, watchdog)  # type: ignore[arg-type]  # tokens are random
+        job = Job(recipe, world, host, chain, watchdog, source)  # type: ignore[arg-type]  # tokens are random
         costs = costs_here(job, shape)
         context = replace(chain.context, costs=stage_costs(Setting.of_recipe(recipe), costs, chain.context.layout))
         for name, plan in shape.recomputed(shape.plan(limits_of(Setting.of_recipe(recipe), context))):

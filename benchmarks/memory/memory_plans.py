@@ -149,7 +149,7 @@ def measured(recipe: Recipe, world: World, host: Host) -> MemoryCost:
     source: Any = None  # random tokens are measured
     with Watchdog() as watchdog:
         chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
-        return measure_memory(Job(recipe, world, host, chain, source, watchdog), MAX_TOKENS)
+        return measure_memory(Job(recipe, world, host, chain, watchdog, source), MAX_TOKENS)
 
 
 def predicted_at(recipe: Recipe, memory: MemoryCost, num_ranks: int) -> tuple[PlanningContext, Limits]:

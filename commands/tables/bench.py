@@ -49,7 +49,6 @@ def _bench(result: Result) -> Table:
 
 
 def _paths(result: Result) -> str:
-    """The critical paths of ranks that divide experts, if there are any."""
     if "critical_path" not in result:
         return ""
     words = [

@@ -27,7 +27,6 @@ def _standing(row: Result, refusals: list[str]) -> tuple[str, str]:
 
 
 def _checked_step(step: Result) -> list[Table | Text]:
-    """The table of a step, and the remarks below it."""
     rows = [
         ("samples, tokens", f"{step['samples']:,}, {step['tokens']:,}"),
         ("shortest, longest sample", f"{min(step['lengths']):,}, {max(step['lengths']):,} tokens"),

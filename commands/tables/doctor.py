@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
-from .show import grid
+from .show import Result, grid
 
-Result = dict[str, Any]
 _KINDS = (("kernel", ""), ("parts", "_parts"))
 
 

@@ -8,9 +8,18 @@ from rich.console import Group
 from rich.table import Table
 
 from ...core.input.format import clock
-from .show import grid
+from .show import Columns, by_columns, column, grid
 
-_HEAD = ("tenant", "state", "step", "loss", "best", "at step", "tokens", "time left")
+_TENANT: Columns = {
+    "tenant": column("name"),
+    "state": column("state"),
+    "step": lambda row: f"{row['step']:,} of {row['steps']:,}",
+    "loss": column("loss"),
+    "best": column("best"),
+    "at step": lambda row: None if row["best"] is None else row["best_step"],
+    "tokens": column("tokens", "{:,}".format),
+    "time left": column("left_s", lambda left_s: "" if left_s is None else clock(left_s)),
+}
 
 
 def table(result: dict[str, Any]) -> Group:
@@ -37,23 +46,10 @@ def _run(summary: dict[str, Any], refused: dict[str, str]) -> Table:
 
 
 def _tenants(statuses: list[dict[str, Any]]) -> Table:
-    rows = [
-        (
-            row["name"],
-            row["state"],
-            f"{row['step']:,} of {row['steps']:,}",
-            row["loss"],
-            row["best"],
-            None if row["best"] is None else row["best_step"],
-            f"{row['tokens']:,}",
-            "" if row["left_s"] is None else clock(row["left_s"]),
-        )
-        for row in statuses
-    ]
     tokens = sum(row["tokens"] for row in statuses)
     about = [f"{tokens:,} tokens trained; loss: of the last step; best: the lowest loss of held-out samples"]
     about += [f"{row['name']}: {row['reason']}" for row in statuses if row["reason"]]
-    return grid("tenants", _HEAD, rows, "\n".join(about))
+    return by_columns("tenants", _TENANT, statuses, "\n".join(about))
 
 
 def _ranking(ranking: dict[str, Any]) -> Table:

@@ -8,13 +8,12 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from ...core.input.format import gib, percent, seconds
+from ...core.input.format import gib, mib, percent, seconds
 from ...core.plan.grid import LEGEND
 from ...core.planning.chain import WARNINGS
-from ...training.shared_plan.rows import HEAD
-from ...training.shared_plan.rows import rows as rows_of_tenants
-from ...training.shared_plan.rows import said as notes
-from .expert_loads import table as table_of_loads
+from ...training.shared_plan.saving import HEAD
+from ...training.shared_plan.saving import rows as rows_of_tenants
+from ...training.shared_plan.saving import said as notes
 from .show import Columns, Result, by_columns, column, grid, plain
 
 _STEP: Columns = {
@@ -40,6 +39,19 @@ _STAGE: Columns = {
     "holds": lambda steps: gib(_most(steps, "peak_bytes")),
 }
 """Of one stage in all steps."""
+_LOADS: Columns = {
+    "": column("name"),
+    "busiest rank, p50": column("imbalance_p50", "{:.4f}".format),
+    "p95": column("imbalance_p95", "{:.4f}".format),
+    "most": column("imbalance_max", "{:.4f}".format),
+    "copies": column("copies", "{:.2f}".format),
+    "weights": column("copied_bytes", mib),
+    "slots": column("slots"),
+    "a layer": column("layer_ms", lambda ms: None if ms is None else seconds(1e-3 * ms)),
+    "for copies": column("exposed_ms", lambda ms: None if ms is None else seconds(1e-3 * ms)),
+    "planning": column("plan_ms_measured", lambda ms: seconds(1e-3 * ms)),
+    "looks back": column("late_steps", lambda steps: f"{steps} steps" if steps else None),
+}
 
 
 def table(result: Result) -> Group:
@@ -59,7 +71,7 @@ def table(result: Result) -> Group:
         plain(f"\nstep {step['step']}: {LEGEND}\n" + "\n".join(step["program"])) for step in steps if "program" in step
     ]
     shown_steps = by_columns("plan", _STEP, steps, "\n".join([*about, *shown[:3]]))
-    loads = [table_of_loads(result["loads"])] if "loads" in result else []
+    loads = [_loads(result["loads"])] if "loads" in result else []
     tenants = [_tenants(result["tenants"])] if "tenants" in result else []
     pipeline = [_pipeline(pipelines)] if pipelines else []
     return Group(shown_steps, *pipeline, _planners(steps), *tenants, *loads, *programs)
@@ -92,11 +104,9 @@ def _pipeline(steps: list[Result]) -> Table:
 
 
 def _planners(steps: list[Result]) -> Table:
-    """evenload beside the baselines that planned every step: sums of seconds, means of the rest."""
+    """evenload beside the baselines: sums of seconds, means of the rest."""
     named: dict[str, list[Result]] = {"evenload": steps}
-    for name in steps[0]["baselines"]:
-        if all(name in step["baselines"] for step in steps):
-            named[name] = [step["baselines"][name] for step in steps]
+    named |= {name: [step["baselines"][name] for step in steps] for name in steps[0]["baselines"]}
     ours_s = _sum(steps, "step_s")
     rows, over = [], []
     for name, row in named.items():
@@ -126,3 +136,20 @@ def _tenants(tenants: dict[str, Any]) -> Table:
     """A row a tenant: means of the steps that it takes part in."""
     about = ["predicted; alone: the step that a tenant would take by itself on all ranks", *notes(tenants)]
     return grid("tenants", HEAD, rows_of_tenants(tenants), "\n".join(about))
+
+
+def _loads(loads: dict[str, Any]) -> Table:
+    """A row a planner, from the section ``loads`` of ``plan --json``."""
+    rows = [{"name": name, **row} for name, row in loads["planners"].items()]
+    recorded, steps = loads["recorded"], loads["steps"]
+    about = [
+        f"predicted, but for planning, from {loads['passes']:,} passes of steps {steps['first']} to {steps['last']}, "
+        f"{len(loads['layers'])} layers each; recorded on {recorded['ranks']} ranks, ep {recorded['ep']}",
+        "busiest rank: its tokens over those of the mean rank of a group; copies: of experts, on all of its ranks; "
+        "weights: that they move forward",
+        "a layer: its experts and exchanges, forward and backward, on the recipe's cluster; for copies: what of that "
+        "their weights and gradients travel",
+        "slots: the most copies of a rank; looks back: chooses copies from loads of steps before, but not the newest",
+        *loads["notes"],
+    ]
+    return by_columns(f"experts, ep {loads['ep']}, loads of {loads['file']}", _LOADS, rows, "\n".join(about))

@@ -83,7 +83,6 @@ def _bubbles(name: str, rows: list[Result]) -> Table:
 
 
 def _validations(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    """One, or none of a run that validated nothing."""
     if not rows:
         return []
     lowest = max((i for i, row in enumerate(rows) if row["best"]), default=0)

@@ -79,7 +79,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     lengths = np.array([30, 500, 80, 200, 10, 300, 120, 90, 60, 40, 400, 250])
     source = SimpleNamespace(lengths=lengths, targets=None, tokens=None)
     watchdog = SimpleNamespace(at=lambda *where, **more: None)
-    return Job(recipe, World(0, 1, torch.device("cpu")), machine, chain, source, watchdog)  # type: ignore[arg-type]
+    return Job(recipe, World(0, 1, torch.device("cpu")), machine, chain, watchdog, source)  # type: ignore[arg-type]
 
 
 def test_predicted_steps_stand_beside_measured_ones(job: Job) -> None:

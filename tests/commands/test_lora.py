@@ -19,12 +19,12 @@ pytestmark = pytest.mark.slow
 LATER = f"""
 import shutil
 from evenload.training.tenants import loop
-_train = loop.Loop._train
+_train = loop.TenantLoop._train
 def train(self, planned):
     if self.step == 9 and self._job.leads:
         shutil.copy({str(RECIPES / "tenants" / "later" / "logging.yaml")!r}, "recipes/tenants")
     _train(self, planned)
-loop.Loop._train = train
+loop.TenantLoop._train = train
 """
 
 

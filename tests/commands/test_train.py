@@ -376,10 +376,10 @@ def test_a_rank_that_cannot_write_ends_all_at_once_and_keeps_the_old_checkpoint(
 PLANTED = """
 from dataclasses import replace
 import os
-import evenload.training.refitting as refitting
+import evenload.training.learning as learning
 import evenload.training.run.variant as variant
 from evenload.core.costs.refit import coefficients, rows_of
-take, with_values = variant.take, refitting._with
+take, with_values = variant.take, learning._with
 def planted(job, planned, step, record):
     truth = coefficients(job.chain.context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     forward_s, backward_s = (rows_of(planned.plan, False) @ truth).T[:, None]
@@ -389,7 +389,7 @@ def own(chain, values):
     rank = int(os.environ["RANK"])
     return with_values(chain, values * [1, 1, 100**rank, 1, 1, 100**rank, 1])
 if os.path.exists("mutant"):
-    refitting._with = own
+    learning._with = own
 """
 
 

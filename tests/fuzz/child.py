@@ -48,7 +48,7 @@ def prepare(plots: bool) -> None:
     from evenload.integrations.deepspeed.unmodified import section as config  # noqa: F401
     from evenload.training import preflight
     from evenload.training.forecast import forecast as plan
-    from evenload.training.launching import launch, on_ranks
+    from evenload.training.launching import launch
     from evenload.training.pictures import report, trace  # noqa: F401
 
     if plots:
@@ -76,7 +76,7 @@ def prepare(plots: bool) -> None:
 
     cli.app = typer.main.get_command(cli.app)  # type: ignore[assignment]  # which it would build anew in every child
     launch.launch = launched  # type: ignore[assignment]
-    on_ranks.import_module = lambda *_: Rank()  # type: ignore[assignment, attr-defined]
+    launch.import_module = lambda *_: Rank()  # type: ignore[assignment, attr-defined]
     run.subprocess = Processes()  # type: ignore[assignment, attr-defined]
 
 

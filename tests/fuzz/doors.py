@@ -25,7 +25,7 @@ from evenload.runtime.adapters.places import AdaptedBlock, Place, Site
 from evenload.training.run.writers import Entry, writer
 from evenload.training.tenants.admission import members as tenants
 from evenload.training.tenants.arrivals.folder import Folder
-from evenload.training.tenants.arrivals.reading import TenantSamples
+from evenload.training.tenants.arrivals.job import TenantSamples
 from evenload.training.tenants.records.output import Output
 from evenload.training.tenants.state.drawing import labels_in
 from torch import nn

@@ -1383,7 +1383,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a failure in the background is forgotten with the next checkpoint",
-        "training/checkpoint/background.py",
+        "training/checkpoint/resuming.py",
         '        """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""\n        self.wait()\n',
         '        """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""\n',
         "background",
@@ -1787,7 +1787,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a tenant that was put in again goes on where it was before",
         "training/tenants/admission/members.py",
-        "return row if under_way and entrant.file not in self._renewed else None",
+        "return row if under_way and entrant.file not in self.renewed else None",
         "return row if under_way else None",
         "resumed tenants",
     ),
@@ -1864,7 +1864,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a tenant is trained on other targets than were counted",
-        "training/tenants/arrivals/reading.py",
+        "training/tenants/arrivals/job.py",
         "        if counted != wanted:\n",
         "        if False:\n",
         "samples of tenants",

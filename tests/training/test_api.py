@@ -12,7 +12,7 @@ import evenload
 import pytest
 from evenload.core.recipe.recipe import shipped
 from evenload.training import api
-from evenload.training.launching import launch, on_ranks
+from evenload.training.launching import launch
 
 TEXT = """
 model: {num_layers: 1, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}
@@ -64,7 +64,7 @@ def test_a_rank_works_here_and_rank_0_alone_tells(monkeypatch: pytest.MonkeyPatc
             progress("evenload", 1, 2, "")
             return {"against": against}
 
-    monkeypatch.setattr(on_ranks, "import_module", lambda *_: Verbs)
+    monkeypatch.setattr(launch, "import_module", lambda *_: Verbs)
     said: list[Any] = []
     for rank in ("0", "1"):
         variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -13,8 +13,8 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import Span, simulate
-from evenload.training.bubbles import Bubbles, Waits, bubbles_of
-from evenload.training.spans import _shown
+from evenload.training.measuring import _shown
+from evenload.training.pipelines import Bubbles, Waits, bubbles_of
 from rich.console import Console
 
 HAND = (

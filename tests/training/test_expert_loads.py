@@ -115,12 +115,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kept", [None, 0, 7, 120])
-@pytest.mark.parametrize("block", [1 << 16, 5])
-def test_a_run_that_goes_on_leaves_a_file_that_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int | None, block: int
-) -> None:
+def test_a_run_that_goes_on_leaves_a_file_that_can_be_read(tmp_path: Path, kept: int | None) -> None:
     """Also where its file ends inside a line, holds nothing, or is not there."""
-    monkeypatch.setattr(expert_loads, "_BLOCK_BYTES", block)
     path = tmp_path / "logs" / "loads.jsonl"
     record(path, range(3), goes_on=False)
     if kept is None:

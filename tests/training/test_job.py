@@ -27,7 +27,7 @@ def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_labels_of_a_draw_are_those_of_its_samples(ready: Any) -> None:
-    job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, ready.source, NOBODY)
+    job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
     drawing = job.drawing()
     draws = [drawing(), drawing()]
     assert [draw.without_target for draw in draws] == [6 - len(draw.samples) for draw in draws]
@@ -42,5 +42,5 @@ def test_the_labels_of_a_draw_are_those_of_its_samples(ready: Any) -> None:
 
 
 def test_without_targets_of_its_own_a_batch_has_no_labels(ready: Any) -> None:
-    job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, ready.source, NOBODY)
+    job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
     assert job.labels_of(Draw(np.arange(3), np.arange(3), {})) is None

@@ -16,8 +16,8 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
 from evenload.training.job import Job
+from evenload.training.learning import Refitting, predict_step
 from evenload.training.metrics import Taken
-from evenload.training.refitting import Refitting, predict_step
 
 load_plugins()
 RECIPE = parse(

@@ -1,25 +1,77 @@
-"""What a run keeps so that it can go on, and how it goes on: what `train` does and `verify` proves."""
+"""What a run keeps so that it can go on, and how it goes on: what `train` does and `verify` proves.
+
+Checkpoints are kept that are due, the last one and, where the run validates, the best one. With
+``checkpoint.background`` they are written while training goes on. When one is due every rank copies what it has of the
+model and the optimizer (`Snapshots.snapshot`); a thread of each rank then writes the copy, compares with its peers
+whether that worked, hashes the files and commits the checkpoint, exactly as a checkpoint in the foreground is. Their
+exchanges have a process group of their own, beside those of training. One checkpoint is written at a time: where the
+next is due before, training waits. What fails is raised by all ranks in the same step, or at the end of the run, which
+waits too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from ...core.errors import EvenloadError
 from ...core.planning.planner import Planned
 from ...data.content import are_same
 from ...data.sources import Source
 from ...integrations.host.host import Host
+from ...integrations.host.trained import Snapshots
 from ...runtime.world.agreement import all_or_none
+from ..checkpoint import checkpoints
 from ..drawing import Drawing
 from ..job import Job, logger
-from . import checkpoints
-from .background import Background
 
 BEST = "best"
 """The folder in a run's checkpoints that keeps the one of the lowest validation loss, as a run's folder keeps its last
 ones: a run can go on from it."""
+
+
+class Background:
+    """Writes the checkpoints of a job; a context. Making one is collective, and so are its methods."""
+
+    def __init__(self, job: Job) -> None:
+        assert isinstance(job.host.trained, Snapshots), "the rules of its trainer refuse checkpoint.background"
+        self._job, self._weights = job, job.host.trained
+        self._group = dist.new_group(backend="gloo")
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[Path] | None = None
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.wait()
+            self._pool.shutdown()
+            dist.destroy_process_group(self._group)
+
+    def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
+        """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""
+        self.wait()
+        write = checkpoints.begin(root, step, lambda directory: self._weights.snapshot(directory, self._group))
+        self._writing = self._pool.submit(checkpoints.finish, root, step, state, write, keep, self._group)
+
+    def look(self) -> None:
+        """Between two steps: raise what has failed, if every rank is done. Raises RankError, on every rank."""
+        if self._writing is not None and self._job.gather(float(self._writing.done())).all():
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is written. Raises RankError, on every rank."""
+        if self._writing is not None:
+            with self._job.watchdog.working("waiting for the checkpoint that is being written"):
+                self._writing.result()
+            self._writing = None
 
 
 def keep(
@@ -45,6 +97,33 @@ def keep(
             background.save(root, step + 1, state, most)
         else:
             checkpoints.save(root, step + 1, state, job.host.save, most)
+
+
+class Keep(Protocol):
+    """Does what is due after a step. ``state``: gives what a checkpoint keeps of the run; ``best``: the step has the
+    lowest validation loss so far. Collective."""
+
+    def __call__(self, step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool) -> None: ...
+
+
+@contextmanager
+def keeping(job: Job) -> Iterator[Keep]:
+    """Keeps the checkpoints that the recipe asks for; at the end all are written. Collective."""
+    config, steps = job.recipe.checkpoint, job.recipe.train.steps
+    in_background = config.background and config.dir is not None
+    with Background(job) if in_background else nullcontext() as background:
+
+        def after(step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool) -> None:
+            if background:
+                background.look()
+            done = step + 1
+            due = done % config.every == 0 or done == steps
+            if config.dir and config.best and best:
+                keep(job, config.dir / BEST, step, planned, state(), background, most=1)
+            if config.dir and due:
+                keep(job, config.dir, step, planned, state(), background)
+
+        yield after
 
 
 def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> dict[str, Any] | None:

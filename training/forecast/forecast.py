@@ -153,7 +153,6 @@ def _of_tenants(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, reco
 
 
 def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:
-    """A batch as evenload and as every baseline would run it."""
     batch = as_lengths(draw.lengths)
     tenants = None if draw.tenants is None else as_lengths(draw.tenants)
     start = time.perf_counter()

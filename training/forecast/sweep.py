@@ -142,7 +142,7 @@ def _strongest(steps: tuple[PlannedStep, ...], ours_s: float) -> Result:
     totals = {
         name: sum(step.baselines[name].outcome.step_s for step in steps)
         for name in steps[0].baselines
-        if all(name in step.baselines and not step.baselines[name].ignores for step in steps)
+        if not any(step.baselines[name].ignores for step in steps)
     }
     name = min(totals, key=lambda name: totals[name])
     return {"name": name, "gain": totals[name] / ours_s}

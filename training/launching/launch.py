@@ -1,7 +1,8 @@
-"""Start the ranks of a job on this machine and wait for them, as torchrun would, with our own endings.
+"""A verb's work on its ranks: this process is one of them, or it checks the request, starts them and waits for them.
 
-Each rank is the same command again with torchrun's variables in its environment, so a rank does not know who started
-it. Everything that ranks print goes to stderr; rank 0 hands its result over in a file.
+Local ranks are started as torchrun would, with our own endings. Each is the same command again with torchrun's
+variables in its environment, so a rank does not know who started it. Everything that ranks print goes to stderr; rank 0
+hands its result over in a file.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...core.errors import RankError
+from ...core.errors import EvenloadError, RankError
+from ...core.input.bounds import LOCAL_RANKS
+from ...core.recipe.recipe import Recipe
 from ...core.recipe.sections import Safety
+from ...runtime.files import refuse_taken
 from ...runtime.watchdog import marks
 from ...runtime.watchdog.orphans import die_with_parent
 from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
-from ...runtime.world.variables import RESULT
-from ..progress import Progress, silent
-from . import progress_link
+from ...runtime.world.variables import RESULT, job_variables
+from ..preflight import preflight
+from ..progress import PROGRESS_SOCKET, Progress, inherited_progress, pass_on_progress, progress_sockets, silent
+from ..tenants.arrivals.preflight import preflight as preflight_of_tenants
 from .verdict import Rank, RankWatch, Verdict
 
 _LOOK_S = 0.1
@@ -52,6 +58,42 @@ def end_with_launcher() -> None:
         die_with_parent()
 
 
+def on_ranks(
+    verb: str, recipe: Recipe, words: Sequence[str], num_ranks: int | None, progress: Progress, **arguments: Any
+) -> dict[str, Any] | None:
+    """What the verb gives on rank 0; None on other ranks, and where the launcher takes it.
+
+    ``words``: the command line by which local ranks do the same. Raises EvenloadError, and SystemExit where ranks that
+    this has started have said themselves what is wrong.
+    """
+    if verb == "train" and recipe.train.export is not None:
+        refuse_taken(recipe.train.export)
+    if is_rank():
+        job_variables()  # before anything is loaded that takes long
+        end_with_launcher()
+        work = getattr(import_module(f"..verbs.{verb}", __package__), verb)
+        progress = inherited_progress() or (progress if os.environ["RANK"].strip() == "0" else silent)
+        return work(recipe, progress=progress, **arguments)  # type: ignore[no-any-return]
+    size = _checked(verb, recipe, num_ranks, arguments.get("against", ()))
+    if size > LOCAL_RANKS:
+        do = f"start them with torchrun -m evenload {verb} on several machines"
+        raise EvenloadError(f"one machine runs at most {LOCAL_RANKS} ranks", f"parallel.* needs {size}", do)
+    return launch(words, size, recipe.safety, progress)
+
+
+def _checked(verb: str, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
+    """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
+    if verb == "export":  # without data
+        return recipe.layout(num_ranks).world_size
+    if recipe.adapts:
+        needs = verb != "verify"
+        return preflight_of_tenants(recipe, num_ranks, against, needs_tenants=needs).chain.context.layout.world_size
+    chain = preflight(recipe, num_ranks).chain
+    for name in against:
+        chain.offer(name)
+    return chain.context.layout.world_size
+
+
 def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: Progress = silent) -> dict[str, Any]:
     """Run ``python -m evenload ARGUMENTS`` on ``num_ranks`` local ranks and return rank 0's result.
 
@@ -65,12 +107,12 @@ def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: P
     ):
         result = Path(folder) / "result.json"
         shared = {RESULT: str(result), marks.MARKS: places}
-        own_end, other_end = progress_link.connected()
+        own_end, other_end = progress_sockets()
         with bound() as store, other_end:
-            of_first = {STORE_SOCKET: store, progress_link.PROGRESS_SOCKET: other_end}
+            of_first = {STORE_SOCKET: store, PROGRESS_SOCKET: other_end}
             ranks = [_start(arguments, rank, num_ranks, shared, of_first) for rank in range(num_ranks)]
         try:
-            verdict = _wait(ranks, Path(places), safety, partial(progress_link.pass_on, own_end, progress))
+            verdict = _wait(ranks, Path(places), safety, partial(pass_on_progress, own_end, progress))
         finally:
             own_end.close()
             for rank in ranks:

@@ -15,9 +15,8 @@ from ...core.costs.costs import Costs
 from ...core.plan.step_plan import MicroBatch, StepPlan
 from ...core.simulate.predict import own_costs
 from ...core.simulate.step import SPAN_KINDS, Span, SpanKind, simulate
-from ..bubbles import Place
 from ..forecast.forecast import Forecast, Simulated
-from ..pipelines import recomputed
+from ..pipelines import Place, recomputed
 from .planners import label, names, planners
 
 Part = Literal["forward", "backward", "weights", "again", "padding", "exposed", "sum", "waiting"]

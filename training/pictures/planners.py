@@ -24,7 +24,7 @@ def planners(step: PlannedStep) -> dict[str, Simulated]:
 def names(forecast: Forecast) -> list[str]:
     """Planners that planned every step with the recipe's settings: evenload, then the baselines, stock first."""
     steps = [planners(step) for step in forecast.steps]
-    return [name for name in steps[0] if all(name in step and not step[name].ignores for step in steps)]
+    return [name for name in steps[0] if not any(step[name].ignores for step in steps)]
 
 
 def about(forecast: Forecast) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def command() -> str:
     return shlex.join(["evenload", *sys.argv[1:]])
 
 
-_WHAT = {
+WHAT_THEY_DO = {
     "padded": "equal counts of samples, padded within a micro-batch",
     "whole": "whole sequences, balanced by cost",
     "chunks": "long sequences in chunks, the others packed",
@@ -50,8 +50,4 @@ _WHAT = {
     "best_fit": "best-fit bins, dealt out in turn",
     "karmarkar_karp": "sequences to ranks by largest differencing of cost",
 }
-
-
-def what_it_does(name: str) -> str:
-    """A planner in a few words; empty where none are known."""
-    return _WHAT.get(name, "")
+"""Planners in a few words."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from ...core.errors import EvenloadError
 from ...core.input.format import seconds
+from ...core.plan.expert_policy import AT_HOME
+from ..experts.replay import Replay, Replayed
 from ..files import whole
 from ..forecast.forecast import Forecast
 from .facts import (
@@ -26,8 +29,7 @@ from .facts import (
     pieces_of,
     shown_places,
 )
-from .loads import draw_loads
-from .planners import what_it_does
+from .planners import WHAT_THEY_DO
 
 _MOST_NUMBERED = 16
 """Rows that are high enough for numbers."""
@@ -49,6 +51,11 @@ _COLOURS: dict[Part, str] = {
     "waiting": "#e6e5e0",
 }
 """Okabe and Ito's palette, for readers who see fewer colours."""
+
+_LINES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#12375c", "#8d8f92", "#b8860b", "#6a3d9a")
+"""Of replayed loads, a planner each."""
+_MOST_MARKED = 64
+"""Layers whose points have markers."""
 
 _STYLE = {
     "font.size": 9.5,
@@ -146,7 +153,7 @@ def _draw_step(axes: Any, one: PlannerFacts, facts: Facts, most_s: float) -> set
         axes.set_yticks(ticks, ends_of(places, complete)[: len(ticks)])
     axes.spines[:].set_visible(False)
     sample = "" if complete else f", {len(places) // limits.num_stages} of {limits.num_ranks:,} ranks"
-    does = f" ({what_it_does(one.name)})" if what_it_does(one.name) else ""
+    does = f" ({WHAT_THEY_DO[one.name]})" if one.name in WHAT_THEY_DO else ""
     axes.set_title(f"{one.label}: {seconds(step_s)}{does}{sample}")
     return drawn
 
@@ -158,7 +165,6 @@ def _is_numbered(one: PlannerFacts) -> bool:
 
 
 def _draw_numbers(axes: Any, pieces: Sequence[Stretch], y: float, most_s: float) -> None:
-    """The number of a pass in its box, where it has room."""
     for piece in pieces:
         text = str(piece.number)
         # Half a digit of air: numbers of neighbours must not run into one.
@@ -179,10 +185,7 @@ def _draw_lengths(axes: Any, facts: Facts) -> None:
     axes.set_ylabel("tokens of a sequence")
     axes.set_xlabel("percent of all")
     axes.set_title("shares by length")
-    axes.tick_params(length=0)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.grid(axis="x", color=_RULE, linewidth=0.8)
-    axes.set_axisbelow(True)
+    _ruled(axes, "x", "top", "right", "bottom")
     axes.legend(frameon=False, loc="best", labelcolor=_INK)
 
 
@@ -199,3 +202,36 @@ def _draw_legend(figure: Any, parts: set[Part], bound_s: float, *, partly: bool)
     keys.append(Line2D([], [], color=_MARK, linestyle=(0, (4, 3)), label=f"lower bound, {seconds(bound_s)}"))
     ncols = min(len(keys), 4 if partly else 8)
     figure.legend(handles=keys, loc="outside lower left", ncols=ncols, frameon=False, labelcolor=_SOFT)
+
+
+def draw_loads(axes: Any, key_axes: Any, replay: Replay) -> None:
+    """Lines through the layers, a planner each, and their key on axes of its own."""
+    layers, colours = replay.loads.layers, cycle(_LINES)
+    places = np.arange(len(layers))
+    for place, (name, one) in enumerate(replay.planners.items()):
+        before = one.planner == AT_HOME
+        colour, style = (_MARK, (0, (4, 3))) if before else (next(colours), "-")
+        marker = "o" if len(layers) <= _MOST_MARKED else ""
+        line = {"color": colour, "linestyle": style, "linewidth": 1.4, "marker": marker, "markersize": 3.5}
+        line["zorder"] = 3 - place / len(replay.planners)  # the plugin's own above its baselines
+        axes.plot(places, one.ratios.mean(axis=0), label=_label(name, one), **line)
+    shown = range(0, len(layers), max(1, -(-len(layers) // 16)))
+    axes.set_xticks(list(shown), [str(layers[place]) for place in shown])
+    axes.set_xlabel(f"layers with experts, ep {replay.ep}; means of {replay.passes:,} passes")
+    axes.set_title("tokens of a group's busiest rank over its mean rank's, predicted from recorded loads")
+    _ruled(axes, "y", "top", "right")
+    key_axes.axis("off")
+    key_axes.legend(*axes.get_legend_handles_labels(), frameon=False, loc="upper left")
+
+
+def _label(name: str, one: Replayed) -> str:
+    if one.planner == AT_HOME:
+        return f"{name}: experts at home"
+    return f"{name}, {one.late_steps} steps late" if one.late_steps else name
+
+
+def _ruled(axes: Any, direction: str, *without: str) -> None:
+    axes.tick_params(length=0)
+    axes.spines[list(without)].set_visible(False)
+    axes.grid(axis=direction, color=_RULE, linewidth=0.8)
+    axes.set_axisbelow(True)

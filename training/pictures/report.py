@@ -11,7 +11,7 @@ import numpy as np
 from ...core.input.format import mib, percent, seconds
 from ..files import whole
 from ..forecast.forecast import Forecast
-from ..shared_plan import rows as shared_plan
+from ..shared_plan import saving as shared_plan
 from . import sections
 from .facts import Facts, PlannerFacts, facts_of
 from .markup import Markup, duration, factor, figures, join, number, say, section, share, size, tag
@@ -154,7 +154,6 @@ def _steps(facts: Facts) -> Markup:
 
 
 def _tenants(facts: Facts) -> Markup:
-    """Whose samples they are, and what the shared plan saves; nothing without tenants."""
     tenants = facts.forecast.tenants
     if tenants is None:
         return join()
@@ -165,7 +164,6 @@ def _tenants(facts: Facts) -> Markup:
 
 
 def _loads(facts: Facts) -> Markup:
-    """What planners of layers make of recorded loads; nothing where none are given."""
     if facts.forecast.loads is None:
         return join()
     loads, columns = facts.forecast.loads.to_json(), ("imbalance_p50", "imbalance_p95", "imbalance_max")

@@ -11,7 +11,7 @@ from ...core.input.format import gib, seconds
 from . import charts
 from .facts import AGAIN_KEY, PARTS, Facts, Part, ends_of, histogram, pieces_of, shown_places
 from .markup import Markup, duration, figures, number, say, section, size, tag
-from .planners import what_it_does
+from .planners import WHAT_THEY_DO
 
 
 def lengths(facts: Facts) -> Markup:
@@ -62,7 +62,7 @@ def timelines(facts: Facts) -> Markup:
         ]
         parts |= {piece.part for row in rows for piece in row.pieces}
         again |= any(piece.again > 0 for row in rows for piece in row.pieces)
-        step_s, note = first.outcome.step_s, what_it_does(one.name)
+        step_s, note = first.outcome.step_s, WHAT_THEY_DO.get(one.name)
         name = tag("div", tag("b", one.label), *([tag("small", note)] if note else []))
         head = tag("div", name, tag("div", duration(step_s), class_="value"), class_="head")
         drawn = charts.timeline(rows, step_s, most, facts.bounds_s[0], ends_of(places, complete))

@@ -213,17 +213,13 @@ def _watched(host: Host, levels: Levels, points: list[_Point]) -> Iterator[None]
         _when_back(outputs if isinstance(outputs, tuple) else [outputs], lambda _: note("head"))
 
     layers = _layers(host)
-    handles = [
+    with (
         layers[0].register_forward_pre_hook(entering, with_kwargs=True),
         layers[_inner(len(layers))].register_forward_pre_hook(lambda *_: note("inner")),
         layers[-1].register_forward_pre_hook(lambda *_: note("last")),
         layers[-1].register_forward_hook(leaving),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _inner(num_layers: int) -> int:

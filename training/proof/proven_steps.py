@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from ...core.errors import EvenloadError
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.traits import trainer_called
 from ...integrations.host.host import Host
+from ..preflight import preflight, runnable
 from ..progress import Progress
 from .reach import opened
 from .steps import Proven
+
+_WORST = ("loss_rel_err", "norm_rel_err", "update_rel_err")
+_COUNTS = ("tokens", "targets", "tokens_missing", "tokens_repeated", "routes_differ", "samples_wrong")
 
 
 class ProvenSteps:
@@ -54,16 +62,11 @@ class ProvenSteps:
         first, numbered = self.proven[0], list(enumerate(self.proven))
         return {
             "exact": all(one.exact for one in self.proven),
-            "loss_rel_err": max(one.loss_rel_err for one in self.proven),
+            **{name: max(getattr(one, name) for one in self.proven) for name in _WORST},
             "grad_rel_err": worst.grad_rel_err,
             "worst_parameter": worst.worst_parameter,
             "tolerance": worst.tolerance,
-            "norm_rel_err": max(one.norm_rel_err for one in self.proven),
-            "update_rel_err": max(one.update_rel_err for one in self.proven),
-            "tokens_missing": sum(one.tokens_missing for one in self.proven),
-            "tokens_repeated": sum(one.tokens_repeated for one in self.proven),
-            "routes_differ": sum(one.routes_differ for one in self.proven),
-            "samples_wrong": sum(one.samples_wrong for one in self.proven),
+            **{name: sum(getattr(one, name) for one in self.proven) for name in _COUNTS},
             "uncompared_parameters": sorted({name for one in self.proven for name in one.uncompared}),
             "not_finite": sorted({name for one in self.proven for name in one.not_finite}),
             "over": [f"step {number}: {text}" for number, one in numbered for text in one.over],
@@ -72,8 +75,6 @@ class ProvenSteps:
             "batches": len(self.proven),
             "loss": first.loss,
             "sequences": first.sequences,
-            "tokens": sum(one.tokens for one in self.proven),
-            "targets": sum(one.targets for one in self.proven),
             "planner": first.planner,
             "each": [asdict(one) for one in self.proven],
             "branches": dict(sorted(self.branches.items())),
@@ -82,3 +83,26 @@ class ProvenSteps:
             "resumed": self.resumed,
             "host": self.host,
         }
+
+
+def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
+    """The recipe on another layout of the same ranks, on which its checkpoints load too; None where there is none.
+
+    Tensor parallelism stays, so that plain training rounds as before; checkpoints of some trainers load on the layout
+    that wrote them, or on another number of ranks. Where planners of layers are on, ranks that share experts go on
+    sharing them: else nothing of what they plan would be proved behind the resume.
+    """
+    p = recipe.parallel
+    # A stage of another layout might have frozen parameters alone.
+    if not trainer_called(recipe.trainer).reshards or world_size == p.tp * p.cp or recipe.train.freeze:
+        return None
+    stages, experts = 1 if p.pp > 1 else 2, 1 if p.ep > 1 else 2
+    regroups = recipe.model.moe and not any(plugin.place == "layers" for plugin in recipe.enabled())
+    tries = [(stages, experts), (p.pp, experts)] if regroups else []
+    for pp, ep in (*tries, (stages, p.ep)):
+        with suppress(EvenloadError):
+            dp = world_size // (p.tp * p.cp * pp)
+            other = recipe.changed({"parallel.pp": pp, "parallel.ep": ep, "parallel.dp": dp})
+            (runnable if recipe.adapts else preflight)(other, world_size)
+            return other
+    return None

@@ -25,17 +25,15 @@ from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.agreement import from_first
 from ...runtime.world.world import World
 from ..hosts import integration
-from ..job import hand_over, open_world
+from ..job import in_world
 from ..progress import Progress
 from ..tenants.arrivals.folder import Folder
 from ..tenants.arrivals.job import TenantJob, open_trainer
 from ..tenants.arrivals.opening import Entrant, open_tenant
 from ..tenants.arrivals.preflight import config_of, folder_of_tenants
 from ..tenants.state.drawing import next_of, union
-from .alone import TenantBeside
-from .layouts import other_layout
-from .proven_steps import ProvenSteps
-from .tenant_steps import ProofStep, proven_step
+from .proven_steps import ProvenSteps, other_layout
+from .tenant_steps import ProofStep, TenantBeside, proven_step
 
 BUILT_IN_RANKS = (4, 8, 16)
 _SIZE_OF_B = 0.02
@@ -43,9 +41,7 @@ _SIZE_OF_B = 0.02
 
 def verify_tenants(recipe: Recipe, steps: int, progress: Progress) -> dict[str, Any] | None:
     """Verify on this rank, over so many updates before and after the change of trainers."""
-    with open_world(recipe) as (world, watchdog):
-        result = _Proof(recipe, steps, progress).run(world, watchdog)
-    return hand_over(result, world.rank == 0)
+    return in_world(recipe, _Proof(recipe, steps, progress).run)
 
 
 class _Proof:
@@ -117,7 +113,6 @@ def _built_in(recipe: Recipe) -> Iterator[Entrant]:
 
 
 def _beside(entrant: Entrant, number: int, job: TenantJob) -> TenantBeside:
-    """A tenant and what it begins with. Collective."""
     tenant, weights = open_tenant(entrant, number, job.recipe, job.chain)
     adapter, train = tenant.adapter.model_copy(update={"lora_dropout": 0.0}), tenant.config.train
     adapters = job.host.adapters

@@ -21,13 +21,13 @@ from ...core.errors import EvenloadError
 from ...core.planning.chain import STOCK
 from ...core.planning.planner import Planned
 from ...core.simulate.step import Simulation, simulate
-from ..bubbles import bubbles_of
 from ..forecast.forecast import Forecast, PlannedStep, Simulated
 from ..job import Job, logger
 from ..metrics import Taken
 from ..pictures import draw
 from ..pictures.planners import OURS
 from ..pictures.trace import Track, write_trace
+from ..pipelines import bubbles_of
 
 _MOST_DRAWN = 50
 """Steps that pictures are made of: their spans are kept until the end of the run."""

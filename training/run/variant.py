@@ -19,11 +19,10 @@ from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned, Planner
 from ...core.recipe.sizes import shape_of
 from ..drawing import num_waiting
-from ..experts.history import LoadHistory
 from ..job import Job, VerbJob
+from ..learning import LoadHistory, PredictedStep, Refitting, predict_step
 from ..measuring import OURS, compare, learning_rate, measure_step
 from ..metrics import StepRow, Taken, summary
-from ..refitting import PredictedStep, Refitting, predict_step
 
 
 class Variant:
@@ -92,28 +91,20 @@ class Variant:
         return {**compare(*seconds), "loss_rel_diff": max(losses, default=None), "same_plans": self.same_plans}
 
     def _row(self, planned: Planned, taken: Taken, step: int, predicted_step: PredictedStep | None) -> StepRow:
-        plan, busy, idle = planned.plan, taken.busy_s.sum(axis=0), 1 - taken.busy_s / taken.step_s
         rate = self.job.chain.context.cluster.flops_per_s * self.job.world.size
-        return StepRow(
-            step=step,
+        return StepRow.of(
+            step,
+            planned,
+            taken,
             loss=taken.result.loss,
             grad_norm=taken.result.grad_norm,
             lr=learning_rate(step, self.job.recipe.train),
-            tokens=plan.num_tokens,
-            targets=taken.result.num_targets,
-            mfu=step_flops(self._shape, plan.lengths) / (taken.step_s * rate),
-            step_s=taken.step_s,
-            plan_s=taken.plan_s,
-            plan_wait_s=taken.wait_s,
-            imbalance=float(busy.max() / busy.mean()) if busy.any() else 1.0,
-            padding_frac=plan.padding_frac,
-            bound_s=plan.bound_s,
+            mfu=step_flops(self._shape, planned.plan.lengths) / (taken.step_s * rate),
             delay_steps=planned.draw.delay_steps,
             waiting=num_waiting(planned.draw.state),
             without_target=planned.draw.without_target,
             predicted_s=predicted_step.step_s if predicted_step else 0.0,
-            bubble_frac=float(idle.mean()),
-            bubble_worst=float(idle.max()),
+            bubble_worst=float((1 - taken.busy_s / taken.step_s).max()),
             moe=taken.moe,
         )
 

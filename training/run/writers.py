@@ -15,6 +15,7 @@ from ...core.errors import EvenloadError, shorten
 from ...core.input.format import to_json
 from ...core.planning.planner import Planned
 from ...core.recipe.recipe import Recipe
+from ..files import refusing_unwritable
 from ..job import logger
 from ..metrics import StepRow
 from ..validation.validation import Validated
@@ -86,7 +87,7 @@ def entry_of_validation(row: Validated) -> Entry:
 def _board(folder: Path, every: int) -> Iterator[Write]:
     from torch.utils.tensorboard import SummaryWriter
 
-    with _refusing("log.tensorboard", folder):
+    with refusing_unwritable("log.tensorboard", folder):
         board = SummaryWriter(str(folder))
 
     def write(entry: Entry) -> None:
@@ -121,7 +122,7 @@ def _project(project: str, recipe: Recipe) -> Iterator[Write]:
 def _lines(path: Path, first: int, *, resumes: bool) -> Iterator[Write]:
     """Rows that a killed run wrote behind its last checkpoint are cut off; those of a run that ``resumes`` nothing and
     begins anew make place, and stay in ``PATH.before``."""
-    with _refusing("log.jsonl", path):
+    with refusing_unwritable("log.jsonl", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if resumes and path.is_file() and path.stat().st_size:
             _cut(path, first) if first else os.replace(path, path.with_name(f"{path.name}.before"))
@@ -161,12 +162,3 @@ def _stays(line: bytes, first: int) -> bool | None:
         before = row["validation"]["step"] <= first if "validation" in row else row["step"] < first
         return bool(before) and line.endswith(b"\n")
     return False
-
-
-@contextmanager
-def _refusing(name: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        do = "give a path that can be written"
-        raise EvenloadError(f"{name} cannot be written", f"{path}: {error.strerror}", do) from error

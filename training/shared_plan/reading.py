@@ -17,8 +17,7 @@ from ...data.formats import refuse_outside
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
 from ...data.samples.order import BatchSize
-from ...data.sources import open_source
-from ...data.tokenizers import holds_tokenizer
+from ..preflight import open_samples
 from .trials import sweep_of
 
 _Counts = NDArray[np.int64]
@@ -77,7 +76,8 @@ def members_of(recipe: Recipe, files: Mapping[str, Path]) -> list[Member]:
                 with naming(name):
                     if (root := _of_plugin(recipe, "root")) is not None:
                         refuse_outside(root, tenant.opens())
-                    opened[data] = _open(tenant.data, recipe)
+                    source = open_samples(tenant.data, tenant.data.source, recipe.model.weights)
+                opened[data] = source.lengths, source.targets
             members.append(_checked(Member(name, tenant, *opened[data])))
     return members
 
@@ -156,15 +156,6 @@ def naming(name: str) -> Iterator[None]:
         tenant = f"tenant {shorten(name)}"
         what = error.what if tenant in error.what else f"the {tenant}: {error.what}"
         raise EvenloadError(what, error.found, error.do) from error
-
-
-def _open(data: TenantData, recipe: Recipe) -> tuple[_Counts, _Counts | None]:
-    settings = data.model_dump(exclude={"source", "validation"})
-    weights = recipe.model.weights
-    if weights is not None and settings["tokenizer"] == "bytes" and holds_tokenizer(weights):
-        settings["tokenizer"] = str(weights)
-    source = open_source(data.source, **settings)
-    return source.lengths, source.targets
 
 
 def _checked(member: Member) -> Member:

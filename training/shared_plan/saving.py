@@ -15,6 +15,7 @@ import numpy as np
 
 from ...core.aliases import Ints
 from ...core.input.bounds import refuse_endless
+from ...core.input.format import percent, seconds
 from ...core.machine.shape import Shape
 from ...core.plan.step_plan import StepPlan, as_lengths
 from ...core.planning.adapters import TenantLoad, with_tenants
@@ -26,6 +27,8 @@ from ...core.simulate.step import after_passes_s
 from ...data.samples.order import SampleOrder
 from ..drawing import Drawing
 from .reading import Member, naming
+
+HEAD = ("tenant", "samples", "tokens", "share of the step", "alone", "adapter")
 
 
 class TenantStep(NamedTuple):
@@ -132,3 +135,30 @@ class SharedPlan:
 def _drawing(member: Member, chain: PlanChain) -> Drawing:
     order = SampleOrder(len(member.lengths), member.config.train.seed)
     return Drawing(order, member.lengths, member.size, chain, targets=member.targets)
+
+
+def said(tenants: dict[str, Any]) -> list[str]:
+    """What a shared plan saves, in sentences."""
+    together_s, alone_s = tenants["together_s"], tenants["one_after_another_s"]
+    lines = [
+        f"together {seconds(together_s)}, one after another {seconds(alone_s)} on the same ranks, each planned as well:"
+        f" {tenants['saving']:.2f}x"
+    ]
+    if tenants["saving_at_most"] is not None:
+        most = f"{tenants['saving_at_most']:.2f}x at most"
+        lines.append(f"the certified bound of all together is {seconds(tenants['bound_s'])}: {most}")
+    return lines
+
+
+def rows(tenants: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            row["name"],
+            f"{row['samples']:.4g}",
+            f"{row['tokens']:,.0f}",
+            percent(row["share"]),
+            seconds(row["alone_s"]),
+            f"{row['adapter_weights']:,} weights",
+        )
+        for row in tenants["tenants"]
+    ]

@@ -88,7 +88,8 @@ def _refuse_keys(name: str, tenant: Tenant, values: Mapping[str, Any]) -> None:
     known = set(_keys()) - set(_ALIKE)
     scored = tenant.evaluate is not None
     if not values:
-        raise EvenloadError(f"tenant {name}: the sweep tries nothing", shown(dict(tenant.sweep or {})), _example())
+        do = "name keys of this file with lists of values: sweep: {train.lr: [1.0e-4, 2.0e-4]}"
+        raise EvenloadError(f"tenant {name}: the sweep tries nothing", shown(dict(tenant.sweep or {})), do)
     for key in values:
         section = key.partition(".")[0]
         refuse_first(
@@ -171,11 +172,8 @@ def _words(values: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
 
 def _file_safe(value: Any) -> str:
     text = "+".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return re.sub(r"[^A-Za-z0-9+_-]+", "_", text) if not _is_number(text) else text
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", text) is not None
+    is_number = re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", text)
+    return text if is_number else re.sub(r"[^A-Za-z0-9+_-]+", "_", text)
 
 
 def _refuse_twins(name: str, trials: Sequence[Trial]) -> None:
@@ -194,7 +192,3 @@ def _keys() -> Iterable[str]:
     for section in _SECTIONS:
         for field in Tenant.model_fields[section].annotation.model_fields:  # type: ignore[union-attr]
             yield f"{section}.{field}"
-
-
-def _example() -> str:
-    return "name keys of this file with lists of values: sweep: {train.lr: [1.0e-4, 2.0e-4]}"

@@ -25,7 +25,7 @@ from .arrivals.folder import STOP, Folder, News
 from .arrivals.job import TenantJob
 from .records import saving
 from .records.output import LAST, Output
-from .records.rows import JobRow, Live, entry_of_step, row_of, tenant_row
+from .records.rows import JobRow, Live, entry_of_step, tenant_row
 from .records.saving import Saved
 from .state.drawing import TenantDrawing, own_draws
 from .state.status import leave_word
@@ -170,7 +170,8 @@ class TenantLoop:
         self, planned: Planned, taken: Taken, tenants: Sequence[ActiveTenant], rates: Mapping[int, float]
     ) -> None:
         """Write what the step came to, of all and of each."""
-        row = row_of(self.step, planned, taken)
+        sequences, num_tenants = len(planned.plan.lengths), len(own_draws(planned.draw))
+        row = JobRow.of(self.step, planned, taken, num_tenants=num_tenants, sequences=sequences)
         self.rows.append(row)
         own = {t.name: tenant_row(t, planned, taken, rates[t.number]) for t in tenants}
         self._write(entry_of_step(row, own))

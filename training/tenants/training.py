@@ -7,9 +7,11 @@ from typing import Any
 
 from ...core.errors import EvenloadError
 from ...core.recipe.recipe import Recipe
+from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.folder_lock import folder_lock
+from ...runtime.world.world import World
 from ..checkpoint.checkpoints import last_good
-from ..job import hand_over, logger, open_world
+from ..job import in_world, logger
 from ..progress import Progress
 from ..run.writers import writer
 from .arrivals.job import TenantJob, open_trainer
@@ -22,16 +24,15 @@ from .records.rows import Live, totals
 def train_tenants(recipe: Recipe, against: tuple[str, ...], progress: Progress) -> dict[str, Any] | None:
     """Train on this rank until all tenants have ended. Lists every tenant and every step."""
     refuse_of_models(recipe, against)
-    with (
-        open_world(recipe) as (world, watchdog),
-        folder_lock(recipe.checkpoint.dir, out_of(recipe)),
-        open_trainer(recipe, world, watchdog) as job,
-    ):
-        if job.leads:
-            say_without_effect(recipe)
-        job.say_stock("train")
-        result = _trained(job, progress)
-    return hand_over(result, world.rank == 0)
+
+    def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
+        with folder_lock(recipe.checkpoint.dir, out_of(recipe)), open_trainer(recipe, world, watchdog) as job:
+            if job.leads:
+                say_without_effect(recipe)
+            job.say_stock("train")
+            return _trained(job, progress)
+
+    return in_world(recipe, work)
 
 
 def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:

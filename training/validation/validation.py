@@ -21,11 +21,9 @@ from ...core.planning.planner import Planned
 from ...data.content import are_same
 from ...integrations.host.scoring import Scores
 from ...runtime.world.agreement import from_first
-from ..held_out import draws_of, scorable
+from ..drawing import draws_of, scorable
 from ..job import Job, logger
-
-_MOST_NATS = 700.0
-"""The exponential of more is no float64."""
+from ..metrics import perplexity
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class ValidationRun:
         return Validated(
             step=done,
             loss=loss,
-            perplexity=math.exp(min(loss, _MOST_NATS)),
+            perplexity=perplexity(loss),
             best=best,
             sequences=sum(len(draw.samples) for draw in self._draws),
             tokens=sum(int(draw.lengths.sum()) for draw in self._draws),

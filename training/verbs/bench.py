@@ -37,13 +37,13 @@ from ...core.recipe.recipe import Recipe
 from ...core.simulate.step import simulate
 from ...integrations.host.host import UPDATE
 from ...runtime.measure.memory import Levels
-from ..bubbles import bubbles_of
 from ..expert_loads import imbalance_of
 from ..experts.critical_path import Path, critical_path
-from ..experts.history import LoadHistory
 from ..job import Job, run_rank
+from ..learning import LoadHistory
 from ..measuring import OURS, Follower, compare, in_turn, learning_rate, measure_step
 from ..metrics import Taken
+from ..pipelines import bubbles_of
 from ..progress import Progress, silent
 
 WARMUP_STEPS = 1

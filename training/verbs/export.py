@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...api import load_plugins
 from ...core.errors import EvenloadError, refuse_first, shorten
@@ -19,6 +19,10 @@ from ...runtime.files import refuse_taken
 from ..checkpoint import manifest
 from ..hosts import require_for_folders, require_own_loop
 from ..progress import Progress, silent
+
+if TYPE_CHECKING:
+    from ...runtime.watchdog.watchdog import Watchdog
+    from ...runtime.world.world import World
 
 
 def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Recipe, Path]:
@@ -47,16 +51,16 @@ def export(recipe: Recipe, checkpoint: Path, out: Path, progress: Progress = sil
     # And torch and Transformers, which the launcher needs not.
     from ..checkpoint.checkpoints import require_whole
     from ..checkpoint.exporting import write_folder
-    from ..job import hand_over, open_host, open_world
+    from ..job import host_until_end, in_world
 
-    with open_world(recipe) as (world, watchdog):
+    def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
         with watchdog.working("verifying the checkpoint"):
             step = require_whole(checkpoint).state["step"]
-        host = open_host(recipe, world)
-        with watchdog.working("loading the checkpoint"):
-            host.load(checkpoint / "trainer")
-        with watchdog.working("exporting the model"):
-            written = write_folder(host, recipe, out, progress)
-        watchdog.at("end", waits=True)
-        host.close()
-    return hand_over({"checkpoint": str(checkpoint), "step": step, **written}, world.rank == 0)
+        with host_until_end(recipe, world, watchdog) as host:
+            with watchdog.working("loading the checkpoint"):
+                host.load(checkpoint / "trainer")
+            with watchdog.working("exporting the model"):
+                written = write_folder(host, recipe, out, progress)
+        return {"checkpoint": str(checkpoint), "step": step, **written}
+
+    return in_world(recipe, work)

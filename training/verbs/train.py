@@ -14,11 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ...core.planning.planner import Planner
 from ...core.recipe.recipe import Recipe
 from ..checkpoint.checkpoints import last_good
-from ..checkpoint.keeping import keeping
-from ..checkpoint.resuming import drawing_after, resume
+from ..checkpoint.resuming import drawing_after, keeping, resume
 from ..expert_loads import loads_writer, say_without_copies
 from ..job import Job, logger, open_host, run_rank
 from ..measuring import OURS, Follower, in_turn
@@ -107,6 +105,10 @@ def _run(
     planner = job.planner(drawing, *own.chains)
     followers = {name: Follower(*variant.chains) for name, variant in variants.items() if variant is not own}
     planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
+
+    def state_now() -> dict[str, Any]:
+        return {**own.state(planner), **(validation.state() if validation else {})}
+
     with ExitStack() as opened, ThreadPoolExecutor(1) as executor:
         write = opened.enter_context(writer(recipe, leads=job.leads, first=first))
         write_loads = opened.enter_context(loads_writer(job, goes_on=first > 0))
@@ -137,17 +139,11 @@ def _run(
                 with underway(job, begun=True):
                     write(entry_of_validation(validation.run(done)))
             best = validation is not None and validation.is_best(done)
-            keep(step, planned[OURS], lambda: _state(own, planner, validation), best=best)
+            keep(step, planned[OURS], state_now, best=best)
     _say_untrained(own, recipe)
 
 
-def _state(own: Variant, planner: Planner, validation: ValidationRun | None) -> dict[str, Any]:
-    """What a checkpoint keeps of the run beside its trainer."""
-    return {**own.state(planner), **(validation.state() if validation else {})}
-
-
 def _say_untrained(own: Variant, recipe: Recipe) -> None:
-    """Samples that were drawn and not trained on, if there are any."""
     if own.rows and own.rows[-1].waiting:
         where = "they are in the checkpoint" if recipe.checkpoint.dir else "no checkpoint.dir keeps them"
         logger.info("%d samples still wait for a later batch; %s", own.rows[-1].waiting, where)

@@ -21,19 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.planning.chain import PlanChain
-from ...core.planning.planner import Draw, Planned, Planner
+from ...core.planning.planner import Planned, Planner
 from ...core.recipe.recipe import Recipe
 from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.agreement import everyone, from_first
 from ...runtime.world.world import World
 from ..checkpoint.resuming import drawing_after, keep, resume
-from ..drawing import batch_size
-from ..experts.history import LoadHistory
-from ..job import Job, hand_over, logger, open_trainer, open_world
+from ..drawing import batch_size, draw_of
+from ..job import Job, in_world, logger, open_trainer
+from ..learning import LoadHistory
 from ..measuring import learning_rate
 from ..progress import Progress, silent
-from ..proof.layouts import other_layout
-from ..proof.proven_steps import ProvenSteps
+from ..proof.proven_steps import ProvenSteps, other_layout
 from ..proof.reach import choose, planned
 from ..proof.steps import Beside, ProofBatch
 from ..proof.tenants import verify_tenants
@@ -43,9 +42,7 @@ def verify(recipe: Recipe, steps: int = 3, progress: Progress = silent) -> dict[
     """Verify on this rank, over so many updates before and after the resume."""
     if recipe.adapts:
         return verify_tenants(recipe, steps, progress)
-    with open_world(recipe) as (world, watchdog):
-        result = _Proof(recipe, world, watchdog, steps, progress).run()
-    return hand_over(result, world.rank == 0)
+    return in_world(recipe, lambda world, watchdog: _Proof(recipe, world, watchdog, steps, progress).run())
 
 
 class _Proof:
@@ -102,13 +99,13 @@ class _Proof:
         """Steps in the run's own order; the last of them as it was planned."""
         for number in numbers:
             newest = planner.next()
-            batch = ProofBatch(newest.draw, newest.plan, next(self._expected), _masked(number))
-            self._prove(beside, number, batch, number)
+            self._prove(beside, number, ProofBatch(newest.draw, newest.plan, next(self._expected)), number)
             history.after(planner, beside.result)
         return newest
 
     def _prove(self, beside: Beside, number: int, batch: ProofBatch, of_rate: int) -> None:
-        """One step, with the learning rate of step ``of_rate``."""
+        """One step, with the learning rate of step ``of_rate``; in every second one half of the tokens are masked."""
+        batch = batch._replace(masked=number % 2 == 1)
         proven = beside.step(number, batch, learning_rate(of_rate, beside.job.recipe.train))
         self._proven.add(beside.job.chain, batch.plan, proven)
 
@@ -123,9 +120,8 @@ class _Proof:
             batches = from_first(lambda: choose(chain, missing, lengths[trained], size, seed)) if missing else []
         for one in batches:
             number, samples = len(self._proven.proven), trained[one.samples]
-            of_batch = None if targets is None else targets[samples]
-            draw = Draw(samples, lengths[samples], {}, targets=of_batch)
-            batch = ProofBatch(draw, planned(chain, draw.lengths, one.prefers), samples, _masked(number))
+            draw = draw_of(job.source, samples)
+            batch = ProofBatch(draw, planned(chain, draw.lengths, one.prefers), samples)
             self._prove(beside, number, batch, self._steps - 1)
 
     def _shared_folder(self) -> Path | None:
@@ -144,13 +140,7 @@ class _Proof:
         return None
 
 
-def _masked(number: int) -> bool:
-    """Whether half of the tokens of a step carry no loss: of every second one."""
-    return number % 2 == 1
-
-
 def _undisturbed(job: Job) -> Iterator[npt.NDArray[np.int64]]:
-    """The samples of every step of a run that nothing interrupts."""
     drawing = job.drawing()
     while True:
         yield drawing().samples

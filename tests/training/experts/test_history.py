@@ -22,9 +22,8 @@ from evenload.core.recipe.recipe import parse
 from evenload.core.registry import PlanningContext, Plugin, PluginConfig
 from evenload.runtime.experts import history as gathering
 from evenload.runtime.experts.gate import Load
-from evenload.training.experts.history import LoadHistory
+from evenload.training.learning import LoadHistory, Refitting, predict_step
 from evenload.training.metrics import Taken
-from evenload.training.refitting import Refitting, predict_step
 
 load_plugins()
 MODEL = {"family": "mixtral", "num_layers": 2, "hidden_size": 64, "moe": {"num_experts": 4, "topk": 2}}

@@ -23,7 +23,7 @@ from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.registry import PlanningContext, Plugin, PluginConfig
 from evenload.training import pictures
 from evenload.training.forecast.forecast import look_ahead
-from evenload.training.pictures.loads import draw_loads
+from evenload.training.pictures.plot import draw_loads
 from evenload.training.pictures.report import page_of
 from matplotlib.figure import Figure
 from matplotlib.image import imread

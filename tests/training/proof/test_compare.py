@@ -28,7 +28,7 @@ from evenload.training.proof.compare import (
     compare_number,
     compare_update,
 )
-from evenload.training.proof.layouts import other_layout
+from evenload.training.proof.proven_steps import other_layout
 
 load_plugins()
 TOLERANCE = Tolerance.of("megatron", "fp32")

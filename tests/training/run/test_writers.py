@@ -23,7 +23,9 @@ RECIPE = parse({"log": {"wandb": "evenly"}})
 def row(step: int, loss: float) -> StepRow:
     numbers = {"grad_norm": 1.0, "lr": 0.1, "plan_s": 0.0, "plan_wait_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0}
     seconds = 1.0 + 9.0 * (step == 0)
-    return StepRow(step, loss, tokens=100, targets=90, step_s=seconds, mfu=0.5 / seconds, bound_s=0.0, **numbers)
+    return StepRow(
+        step=step, loss=loss, tokens=100, targets=90, step_s=seconds, mfu=0.5 / seconds, bound_s=0.0, **numbers
+    )
 
 
 def test_without_the_package_the_recipe_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import yaml
 from evenload.api import load_recipe
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.pretrained import folder_of
-from evenload.training.tenants.arrivals.memory import free_bytes
+from evenload.training.tenants.arrivals.job import free_bytes
 
 pytestmark = pytest.mark.slow
 Forged = Callable[..., Any]
@@ -51,12 +51,12 @@ BEFORE_STEP = """
 import json, os, signal
 from pathlib import Path
 from evenload.training.tenants import loop
-_train = loop.Loop._train
+_train = loop.TenantLoop._train
 def train(self, planned):
     if self._job.leads:
         happens(self, self.step)
     _train(self, planned)
-loop.Loop._train = train
+loop.TenantLoop._train = train
 def happens(self, step):
     tenants = Path("tenants")
 """
@@ -317,13 +317,13 @@ def test_a_job_that_waits_takes_later_tenants_and_ends_when_it_is_told(place: Pl
     (place.path / "core.yaml").write_text(yaml.safe_dump(CORE))
     planted = (
         "import os, time\nfrom pathlib import Path\nfrom evenload.training.tenants import loop\n"
-        "waits, turns = loop.Loop._waits, []\n"
+        "waits, turns = loop.TenantLoop._waits, []\n"
         "def _waits(self):\n"
         "    turns.append(1)\n"
         "    if self._job.leads and len(turns) == 2: os.rename('core.yaml', 'tenants/core.yaml')\n"
         "    if self._job.leads and self.step == 5: Path('tenants/stop').touch()\n"
         "    return waits(self)\n"
-        "loop.Loop._waits = _waits\n"
+        "loop.TenantLoop._waits = _waits\n"
     )
     done = place._forged(place.path, "train", "r.yaml", "plugins.lora.wait=true", "--json", planted=planted)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,8 +21,7 @@ from ....runtime.world.agreement import all_or_none, from_first
 from ...job import logger
 from ...shared_plan.trials import Sweep, refuse_late_rung, sweep_of
 from ..arrivals.folder import Came, Folder, News
-from ..arrivals.job import TenantJob
-from ..arrivals.memory import free_bytes
+from ..arrivals.job import TenantJob, free_bytes
 from ..arrivals.opening import Entrant, open_tenant
 from ..records import saving
 from ..records.output import LAST, Output
@@ -48,7 +48,7 @@ class Members:
         self.next_number = saved.next_number if saved else 1
         self.sweeps: dict[str, tuple[Sweep, str]] = {}
         """Those that files ask for, with the digests of the files, by name."""
-        self._renewed: set[str] = set()
+        self.renewed: set[str] = set()
         """Names of files that were removed in this run: who comes under such a name begins anew."""
         self._looked = False
         self._states: dict[int, AdapterState | None] = {}
@@ -71,7 +71,7 @@ class Members:
         """Let tenants leave whose files are gone, and those come whose files are new. Collective."""
         for name in news.gone:
             self.bad.pop(name, None)
-            self._renewed.add(name)
+            self.renewed.add(name)
             for tenant in [tenant for tenant in self.here if tenant.file == name]:
                 self.end(tenant, "left", "its file was removed")
         if not self._looked:
@@ -127,12 +127,8 @@ class Members:
             if tenant.number in host.numbers:
                 parts[tenant.name] = partial(host.state, tenant.number)
             elif kept is not None:
-                parts[tenant.name] = partial(_same, kept)
+                parts[tenant.name] = partial(copy, kept)
         return parts
-
-    def is_renewed(self, file: str) -> bool:
-        """Whether a file was removed in this run, so that who comes by it begins anew."""
-        return file in self._renewed
 
     def end(self, tenant: ActiveTenant, state: State, reason: str = "") -> None:
         """A tenant takes part no longer; its adapter is written out as it is. Collective."""
@@ -178,7 +174,7 @@ class Members:
                 text = "the file of tenant %s has changed, without effect: take it out and put it in again"
                 logger.warning(text, shorten(came.name))
             return
-        if came.name not in self._renewed and any(t.file == came.name and t.digest == digest for t in self.tenants):
+        if came.name not in self.renewed and any(t.file == came.name and t.digest == digest for t in self.tenants):
             return
         try:
             self._enter(came, digest)
@@ -211,7 +207,6 @@ class Members:
             self._output.begin(tenant)
 
     def _refuse_same_names(self, entrants: list[Entrant]) -> None:
-        """Raise EvenloadError where a tenant of another file has one of these names."""
         files = {tenant.name: tenant.file for tenant in self.tenants}
         for entrant in entrants:
             if files.get(entrant.name, entrant.file) != entrant.file:
@@ -220,7 +215,7 @@ class Members:
 
     def _is_past(self, entrant: Entrant) -> bool:
         """Whether a tenant has ended in an earlier run, which is then said of it. Collective."""
-        if entrant.file in self._renewed or not self._job.recipe.checkpoint.resume or self._row_of(entrant):
+        if entrant.file in self.renewed or not self._job.recipe.checkpoint.resume or self._row_of(entrant):
             return False
         past = from_first(lambda: self._output.past(entrant.name, entrant.digest))
         if past is not None:
@@ -232,7 +227,7 @@ class Members:
         """What the checkpoint says of a tenant that was under way there."""
         row = self._saved.tenants.get(entrant.name) if self._saved else None
         under_way = row is not None and row["digest"] == entrant.digest and row["state"] not in ENDED
-        return row if under_way and entrant.file not in self._renewed else None
+        return row if under_way and entrant.file not in self.renewed else None
 
     def _open(self, entrant: Entrant) -> tuple[ActiveTenant, AdapterState | None]:
         """A tenant, and what its adapter goes on with. Collective. Raises EvenloadError on all ranks alike."""
@@ -284,10 +279,6 @@ def entrants_of(file: str, config: Tenant, digest: str, sweep: Sweep | None) -> 
     if sweep is None:
         return [Entrant(file, file, config, digest)]
     return [Entrant(trial.name, file, trial.tenant, digest) for trial in sweep.trials]
-
-
-def _same(state: AdapterState) -> AdapterState:
-    return state
 
 
 def _described(came: Came) -> tuple[Tenant, Sweep | None]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ....core.errors import EvenloadError, shorten
 from ....core.input import reading
-from ..state.writing import write_whole
+from ...files import write_whole
 
 logger = logging.getLogger("evenload")
 

@@ -15,7 +15,7 @@ from ....core.recipe.adapter import Adapter
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.tenant import Tenant
 from ....data.formats import refuse_outside
-from ....data.samples.order import BatchSize, SampleOrder
+from ....data.samples.order import BatchSize
 from ....data.sources import Source
 from ....integrations.huggingface.folders.adapters import read_adapter
 from ...drawing import Drawing
@@ -35,18 +35,13 @@ class Entrant(NamedTuple):
     """Of the file."""
 
 
-class Opened(NamedTuple):
-    """A tenant that may join, and what its adapter begins with."""
-
-    tenant: ActiveTenant
-    weights: Mapping[str, Tensor] | None
-    """Of the folder that it goes on from; None: drawn from its seed."""
-
-
 def open_tenant(
     entrant: Entrant, number: int, recipe: Recipe, chain: PlanChain, order: Mapping[str, Any] | None = None
-) -> Opened:
-    """Open the data of who would join; ``order``: where its batches go on. Raises EvenloadError."""
+) -> tuple[ActiveTenant, Mapping[str, Tensor] | None]:
+    """Open the data of who would join; ``order``: where its batches go on. Raises EvenloadError.
+
+    Beside the tenant come the weights of the folder that its adapter goes on from; None: drawn from its seed.
+    """
     config, root = entrant.config, config_of(recipe).root
     if root is not None:
         refuse_outside(root, config.opens())
@@ -57,32 +52,22 @@ def open_tenant(
     held_out = _open(config, config.evaluate.source, recipe) if config.evaluate else None
     if held_out is not None:
         refuse_longest(held_out, forward_only(chain))
-    size = BatchSize(config.train.batch_size)
-    steps = config.train.steps
+    size, seed, steps = BatchSize(config.train.batch_size), config.train.seed, config.train.steps
     if config.train.epochs is not None:
-        steps = size.steps(source.lengths, config.train.seed, epochs=config.train.epochs)
+        steps = size.steps(source.lengths, seed, epochs=config.train.epochs)
     tenant = ActiveTenant(
         number=number,
         name=entrant.name,
         config=config,
         source=source,
-        drawing=_drawing_of(source, size, config.train.seed, chain, order),
+        drawing=Drawing.resume(order, source.lengths, size, chain, seed=seed, targets=source.targets),
         steps=steps,
         adapter=adapter,
         file=entrant.file,
         held_out=held_out,
         digest=entrant.digest,
     )
-    return Opened(tenant, weights)
-
-
-def _drawing_of(
-    source: Source, size: BatchSize, seed: int, chain: PlanChain, order: Mapping[str, Any] | None
-) -> Drawing:
-    lengths, targets = source.lengths, source.targets
-    if order is not None:
-        return Drawing.resume(order, lengths, size, chain, targets=targets)
-    return Drawing(SampleOrder(len(lengths), seed), lengths, size, chain, targets=targets)
+    return tenant, weights
 
 
 def _open(config: Tenant, spec: str, recipe: Recipe) -> Source:

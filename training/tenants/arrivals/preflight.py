@@ -32,28 +32,19 @@ def preflight(
     if needs_tenants:
         _refuse_no_tenant(recipe)
     recipe, layout = runnable(recipe, world_size)
-    refuse_first(
-        (
-            recipe.model.vocab_size is None,
-            "nobody says how large the vocabulary of the base is",
-            "model.vocab_size null, and tenants bring data of their own",
-            "set model.weights, whose config.json says it, or model.vocab_size",
-        ),
-    )
+    if recipe.model.vocab_size is None:
+        what = "nobody says how large the vocabulary of the base is"
+        detail = "model.vocab_size null, and tenants bring data of their own"
+        raise EvenloadError(what, detail, "set model.weights, whose config.json says it, or model.vocab_size")
     refuse_other_tokenizer(recipe)
     return TenantPreflight(recipe, PlanChain.of_recipe(recipe, layout))
 
 
 def _refuse_no_tenant(recipe: Recipe) -> None:
     folder = folder_of_tenants(recipe)
-    refuse_first(
-        (
-            not Folder(folder).names and not config_of(recipe).wait,
-            "there is no tenant to train",
-            f"no file NAME.yaml in {shorten(str(folder))}",
-            "put one there, or set plugins.lora.wait=true so that the job waits for them",
-        )
-    )
+    if not Folder(folder).names and not config_of(recipe).wait:
+        do = "put one there, or set plugins.lora.wait=true so that the job waits for them"
+        raise EvenloadError("there is no tenant to train", f"no file NAME.yaml in {shorten(str(folder))}", do)
 
 
 def refuse_of_models(recipe: Recipe, against: tuple[str, ...]) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from ....core.input.format import to_json
 from ....integrations.huggingface.folders.adapters import write_adapter
 from ....runtime.adapters.places import AdapterState
 from ....runtime.world.agreement import from_first
+from ...files import write_whole
 from ...job import logger
 from ..arrivals.job import TenantJob
 from ..state.status import NAME as STATUS
 from ..state.status import read_status
 from ..state.tenant import ActiveTenant
-from ..state.writing import write_whole
 
 METRICS = "metrics.jsonl"
 LAST, BEST = "last", "best"
@@ -52,7 +52,7 @@ class Output:
     def begin(self, tenant: ActiveTenant) -> None:
         """Go on behind the rows of the steps that the tenant has trained; of a new one there are none."""
         if self._job.leads:
-            with _GivingUp(tenant.name, self._given_up):
+            with self._giving_up(tenant.name):
                 self.folder(tenant).mkdir(parents=True, exist_ok=True)
                 _cut(self.folder(tenant) / METRICS, tenant.step)
             self.status(tenant)
@@ -60,7 +60,7 @@ class Output:
     def row(self, tenant: ActiveTenant, row: Mapping[str, Any]) -> None:
         """Add a line to a tenant's numbers; it says ``step``."""
         if self._job.leads:
-            with _GivingUp(tenant.name, self._given_up), open(self.folder(tenant) / METRICS, "a", opener=_open) as file:
+            with self._giving_up(tenant.name), open(self.folder(tenant) / METRICS, "a", opener=_open) as file:
                 file.write(to_json(dict(row)) + "\n")
 
     def status(self, tenant: ActiveTenant, *, now: bool = True) -> None:
@@ -87,7 +87,7 @@ class Output:
         return status
 
     def _write_status(self, status: Mapping[str, Any]) -> None:
-        with _GivingUp(status["name"], self._given_up):
+        with self._giving_up(status["name"]):
             write_whole(self._root / status["name"] / STATUS, json.dumps(status, indent=1) + "\n")
 
     def refused(self, name: str, error: EvenloadError) -> None:
@@ -99,6 +99,16 @@ class Output:
             reason = f"its file is refused: {error}"
             self._write_status({"name": name, "state": "failed", "reason": reason, "step": 0, "steps": 0, "file": ""})
 
+    @contextmanager
+    def _giving_up(self, name: str) -> Iterator[None]:
+        """No log is worth a training run: what the disk refuses is said once a tenant."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._given_up:
+                self._given_up.add(name)
+                logger.warning("numbers of the tenant %s are not written, training goes on: %s", name, error)
+
     def past(self, name: str, digest: str) -> dict[str, Any] | None:
         """How a tenant of this file has ended in an earlier job; None where it has not, or nobody knows."""
         with suppress(EvenloadError):
@@ -107,20 +117,6 @@ class Output:
             if row.get("file") == digest and known.state in _FINAL and known.name == name:
                 return {**row, **asdict(known)}
         return None
-
-
-class _GivingUp(suppress):
-    """No log is worth a training run: what the disk refuses is said once a tenant."""
-
-    def __init__(self, name: str, given_up: set[str]) -> None:
-        super().__init__(OSError)
-        self._name, self._given_up = name, given_up
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        if isinstance(error, OSError) and self._name not in self._given_up:
-            self._given_up.add(self._name)
-            logger.warning("numbers of the tenant %s are not written, training goes on: %s", self._name, error)
-        return super().__exit__(kind, error, trace)
 
 
 def _cut(path: Path, step: int) -> None:

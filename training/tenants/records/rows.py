@@ -8,50 +8,20 @@ from typing import Any
 
 from ....core.planning.planner import Planned
 from ...drawing import num_waiting
-from ...metrics import Taken
+from ...metrics import StepMeasures, Taken, rates_of, sums_of
 from ...progress import Progress
 from ...run.writers import Entry
 from ..state.drawing import own_draws
 from ..state.tenant import ENDED, ActiveTenant
 
 
-@dataclass(frozen=True)
-class JobRow:
-    """Measures of one step of the job; seconds are wall time on the slowest rank."""
+@dataclass(frozen=True, kw_only=True)
+class JobRow(StepMeasures):
+    """What is recorded of a step of the job."""
 
-    step: int
     num_tenants: int
     """That took part."""
     sequences: int
-    tokens: int
-    targets: int
-    step_s: float
-    plan_s: float
-    plan_wait_s: float
-    imbalance: float
-    """Busiest data-parallel rank over mean, measured."""
-    padding_frac: float
-    bound_s: float
-    bubble_frac: float
-    """Idle share of the step, mean over stages and plane ranks."""
-
-
-def row_of(step: int, planned: Planned, taken: Taken) -> JobRow:
-    plan, busy, idle = planned.plan, taken.busy_s.sum(axis=0), 1 - taken.busy_s / taken.step_s
-    return JobRow(
-        step=step,
-        num_tenants=len(own_draws(planned.draw)),
-        sequences=len(plan.lengths),
-        tokens=plan.num_tokens,
-        targets=taken.result.num_targets,
-        step_s=taken.step_s,
-        plan_s=taken.plan_s,
-        plan_wait_s=taken.wait_s,
-        imbalance=float(busy.max() / busy.mean()) if busy.any() else 1.0,
-        padding_frac=plan.padding_frac,
-        bound_s=plan.bound_s,
-        bubble_frac=float(idle.mean()),
-    )
 
 
 def tenant_row(tenant: ActiveTenant, planned: Planned, taken: Taken, rate: float) -> dict[str, Any]:
@@ -83,18 +53,7 @@ def entry_of_step(row: JobRow, own: Mapping[str, Mapping[str, Any]]) -> Entry:
 
 def totals(rows: Sequence[JobRow]) -> dict[str, Any]:
     """Sums over all steps; rates over those after the first, which pays for warming up."""
-    timed = rows[1:] or rows
-    seconds = sum(row.step_s for row in timed)
-    return {
-        "steps": len(rows),
-        "tokens": sum(row.tokens for row in rows),
-        "targets": sum(row.targets for row in rows),
-        "train_s": sum(row.step_s for row in rows),
-        "tokens_per_s": sum(row.tokens for row in timed) / seconds if timed else 0.0,
-        "plan_share": sum(row.plan_wait_s for row in timed) / seconds if timed else 0.0,
-        "imbalance": sum(row.imbalance for row in timed) / len(timed) if timed else 1.0,
-        "bubble_frac": sum(row.bubble_frac * row.step_s for row in timed) / seconds if timed else 0.0,
-    }
+    return {**sums_of(rows), **rates_of(rows)}
 
 
 class Live:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ....core.errors import EvenloadError, shorten
 from ....core.input import reading
-from .writing import write_whole
+from ...files import write_whole
 
 NAME = "status.json"
 _OUT = ".out"

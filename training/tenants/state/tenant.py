@@ -93,17 +93,10 @@ class ActiveTenant:
     def status(self) -> dict[str, Any]:
         """What ``status.json`` says, ready for JSON."""
         loss = self.losses[-1] if self.losses else None
+        keys = ("name", "state", "reason", "step", "steps", "best", "best_step", "tokens", "seconds")
         return {
-            "name": self.name,
-            "state": self.state,
-            "reason": self.reason,
-            "step": self.step,
-            "steps": self.steps,
+            **{key: getattr(self, key) for key in keys},
             "loss": loss if loss is not None and math.isfinite(loss) else None,
-            "best": self.best,
-            "best_step": self.best_step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
             "left_s": self.left_s if self.state == "training" else None,
             "file": self.digest,
         }

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from ....core.planning.forward_only import forward_only
 from ....core.planning.planner import Draw, Planned
 from ....core.recipe.tenant import Evaluate
-from ....data.samples.order import SampleOrder
 from ....data.sources import Source
 from ....integrations.host.scoring import Scores
 from ....runtime.world.agreement import everyone
-from ...held_out import scorable
+from ...drawing import held_out_batches
 from ...job import VerbJob
-from ..arrivals.reading import TenantSamples
+from ..arrivals.job import TenantSamples
 
 
 class HeldOut(NamedTuple):
@@ -52,11 +51,7 @@ class Evaluated(NamedTuple):
 
 def held_out_of(number: int, source: Source, evaluate: Evaluate, batch_size: int, seed: int) -> HeldOut:
     """The batches of a tenant's evaluations, of samples that have a target."""
-    numbers = scorable(source)
-    count = len(numbers) if evaluate.batches is None else min(len(numbers), evaluate.batches * batch_size)
-    taken, _ = SampleOrder(len(numbers), seed).take(count)
-    samples = numbers[taken]
-    return HeldOut(number, source, tuple(samples[first : first + batch_size] for first in range(0, count, batch_size)))
+    return HeldOut(number, source, tuple(held_out_batches(source, evaluate.batches, batch_size, seed)))
 
 
 def union_of(due: Sequence[HeldOut]) -> list[Draw]:
@@ -133,3 +128,24 @@ def _sum_of(number: int, parts: Sequence[tuple[Draw, Scores]], seconds: float) -
         tokens += int(draw.lengths[own].sum())
         targets += int(scores.targets[own].sum())
     return Evaluated(loss_sum / targets, sequences, tokens, targets, seconds)
+
+
+def is_due(evaluate: Evaluate, done: int, steps: int) -> bool:
+    """Whether to evaluate a tenant that has trained so many of its steps."""
+    return done % evaluate.every == 0 or done == steps
+
+
+def next_due(evaluate: Evaluate, done: int, steps: int) -> int:
+    """Steps behind which the next evaluation comes."""
+    return min(steps, (done // evaluate.every + 1) * evaluate.every)
+
+
+def without_gain(evaluate: Evaluate, done: int, best_step: int, steps: int) -> int:
+    """Evaluations up to this step since the one of lowest loss, which was behind ``best_step``."""
+    last = done == steps and done % evaluate.every != 0 and best_step < done
+    return done // evaluate.every - best_step // evaluate.every + last
+
+
+def is_over(evaluate: Evaluate, done: int, best_step: int, steps: int) -> bool:
+    """Whether patience is at its end."""
+    return evaluate.patience is not None and without_gain(evaluate, done, best_step, steps) >= evaluate.patience

@@ -19,7 +19,7 @@ class Race:
 
     def __init__(self, sweep: Sweep, digest: str, steps: int, state: Mapping[str, Any] | None = None) -> None:
         self.sweep, self._digest = sweep, digest
-        self._halving = Halving([trial.name for trial in sweep.trials], sweep.halve_every, steps, state)
+        self.halving = Halving([trial.name for trial in sweep.trials], sweep.halve_every, steps, state)
         self._names = {trial.name for trial in sweep.trials}
 
     def trials(self, tenants: Iterable[ActiveTenant]) -> list[ActiveTenant]:
@@ -31,28 +31,20 @@ class Race:
         left."""
         every = self.sweep.halve_every or tenant.steps
         rungs = range(-(-max(1, tenant.step) // every) * every, tenant.steps, every)
-        return next((step for step in rungs if self._halving.waits(tenant.name, step)), tenant.steps)
+        return next((step for step in rungs if self.halving.waits(tenant.name, step)), tenant.steps)
 
     def take_down(self, trials: Iterable[ActiveTenant]) -> bool:
         """Take down how far trials have come, and which of them have ended; whether that is news."""
-        before = repr(self._halving.state())
+        before = repr(self.halving.state())
         for tenant in trials:
             loss, ended = self.loss_of(tenant), tenant.state in ("done", "stopped")
             if tenant.state in ("failed", "left") or (ended and loss is None):
-                self._halving.fail(tenant.name)
+                self.halving.fail(tenant.name)
             elif ended and loss is not None:
-                self._halving.end(tenant.name, loss)
-            elif loss is not None and self._halving.waits(tenant.name, tenant.step):
-                self._halving.arrive(tenant.name, tenant.step, loss)
-        return repr(self._halving.state()) != before
-
-    def close(self) -> bool:
-        """Close the next rung, if every trial in the race has come to it."""
-        return self._halving.close() is not None
-
-    def out_at(self, name: str) -> int | None:
-        """The rung that a trial did not pass; None: it is in the race."""
-        return self._halving.out_at(name)
+                self.halving.end(tenant.name, loss)
+            elif loss is not None and self.halving.waits(tenant.name, tenant.step):
+                self.halving.arrive(tenant.name, tenant.step, loss)
+        return repr(self.halving.state()) != before
 
     def loss_of(self, tenant: ActiveTenant) -> float | None:
         """By which a trial is ranked: the lowest of its evaluations; without any, the mean loss since the last rung."""
@@ -71,12 +63,8 @@ class Race:
         standing |= {name: status_of(row) for name, row in past.items() if name in standing}
         standing |= {name: status_of(tenant.status()) for name, tenant in here.items()}
         for name, status in standing.items():
-            loss = self.loss_of(here[name]) if name in here else self._halving.loss(name)
+            loss = self.loss_of(here[name]) if name in here else self.halving.loss(name)
             if loss is not None and status.state not in ("failed", "left"):
                 losses[name] = loss
-        ranking = ranking_of(self.sweep, self._halving, losses, standing)
-        return {**ranking, "file": self._digest, "race": self.state()}
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, ready for JSON."""
-        return self._halving.state()
+        ranking = ranking_of(self.sweep, self.halving, losses, standing)
+        return {**ranking, "file": self._digest, "race": self.halving.state()}

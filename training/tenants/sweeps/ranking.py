@@ -15,9 +15,9 @@ from pydantic import TypeAdapter
 
 from ....core.errors import EvenloadError, shorten
 from ....core.input import reading
+from ...files import write_whole
 from ...shared_plan.trials import Sweep
 from ..state.status import State, TenantStatus, validated
-from ..state.writing import write_whole
 from .halving import Halving
 
 NAME, BEST = "ranking.json", "best"

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ....runtime.world.agreement import from_first
+from ...metrics import perplexity
 from ...run.writers import Entry, Write
 from ..admission.members import Members
 from ..arrivals.job import TenantJob
 from ..records.output import BEST, LAST, Output
 from ..state.tenant import ENDED, ActiveTenant
-from .evaluation import Evaluated, Evaluations, HeldOut, held_out_of
+from .evaluation import Evaluated, Evaluations, HeldOut, held_out_of, is_due, is_over, next_due
 from .race import Race
 from .ranking import race_in, write_ranking
-from .stopping import is_due, is_over, next_due, perplexity
 
 logger = logging.getLogger("evenload")
 
@@ -70,11 +70,11 @@ class Sweeps:
         for name, race in self._races.items():
             trials = race.trials(self._members.tenants)
             changed = race.take_down(trials)
-            while race.close():
+            while race.halving.close():
                 changed = True
                 race.take_down(trials)
             for tenant in trials:
-                if tenant.state not in ENDED and (rung := race.out_at(tenant.name)):
+                if tenant.state not in ENDED and (rung := race.halving.out_at(tenant.name)):
                     decided = True
                     self._members.end(tenant, "dropped", f"in the worse half of the sweep {name} at rung {rung}")
             if changed:
@@ -83,7 +83,7 @@ class Sweeps:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, ready for JSON."""
-        return {name: race.state() for name, race in self._races.items()}
+        return {name: race.halving.state() for name, race in self._races.items()}
 
     def _evaluate(self, due: list[ActiveTenant], step: int) -> None:
         """Score tenants, keep adapters of lowest loss, and end those that have no loss, or none that is finite.
@@ -130,7 +130,7 @@ class Sweeps:
             return
         trials = [tenant for tenant in self._members.tenants if tenant.file == name and tenant.state not in ENDED]
         state = (self._saved or {}).get(name)
-        if self._members.is_renewed(name):
+        if name in self._members.renewed:
             state = None
         elif state is None and any(trial.name in self._members.past for trial in sweep.trials):
             state = from_first(lambda: race_in(self._job.out, name, digest))

@@ -36,7 +36,7 @@ def rows(path: Path, lengths: list[int], token: int = 5) -> str:
 
 def opened(base: tuple[Recipe, PlanChain], **config: Any) -> ActiveTenant:
     tenant = parse_tenant(json.dumps(config), "acme")
-    return open_tenant(Entrant("acme", "acme", tenant, "digest"), 3, *base).tenant
+    return open_tenant(Entrant("acme", "acme", tenant, "digest"), 3, *base)[0]
 
 
 def refusal(base: tuple[Recipe, PlanChain], **config: Any) -> str:

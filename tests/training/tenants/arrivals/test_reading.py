@@ -13,7 +13,7 @@ from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan
 from evenload.core.planning.planner import Draw
 from evenload.data.samples.cut import IGNORE
 from evenload.data.sources import Source, open_source
-from evenload.training.tenants.arrivals.reading import TenantSamples
+from evenload.training.tenants.arrivals.job import TenantSamples
 from evenload.training.tenants.state.drawing import union
 
 

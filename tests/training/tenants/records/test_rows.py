@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from evenload.training.tenants.records.rows import JobRow, Live, entry_of_step, totals
 
-ROW = JobRow(7, 2, 5, 300, 200, 0.5, 0.1, 0.0, 1.2, 0.0, 0.4, 0.3)
+ROW = JobRow(
+    step=7,
+    num_tenants=2,
+    sequences=5,
+    tokens=300,
+    targets=200,
+    step_s=0.5,
+    plan_s=0.1,
+    plan_wait_s=0.0,
+    imbalance=1.2,
+    padding_frac=0.0,
+    bound_s=0.4,
+    bubble_frac=0.3,
+)
 
 
 def test_a_log_gets_the_step_and_each_tenant_by_its_name() -> None:
@@ -27,7 +41,7 @@ def test_a_log_gets_the_step_and_each_tenant_by_its_name() -> None:
 
 
 def test_rates_leave_out_the_first_step_and_of_no_step_nothing_is_known() -> None:
-    first = JobRow(6, 2, 5, 1000, 900, 10.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.9)
+    first = replace(ROW, step=6, tokens=1000, targets=900, step_s=10.0, imbalance=3.0, bubble_frac=0.9)
     summed = totals([first, ROW])
     assert (summed["tokens"], summed["targets"], summed["train_s"]) == (1300, 1100, 10.5)
     assert (summed["tokens_per_s"], summed["imbalance"], summed["bubble_frac"]) == pytest.approx((600, 1.2, 0.3))

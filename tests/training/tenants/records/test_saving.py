@@ -77,7 +77,7 @@ def test_who_was_under_way_goes_on_where_the_file_is_the_same(
     row = {**kept(tmp_path), **{key: value for key, value in change.items() if key == "state"}}
     saved = SimpleNamespace(tenants={"acme": row})
     entrant = Entrant(change.get("name", "acme"), "acme", None, change.get("digest", "f00d"))  # type: ignore[arg-type]
-    members: Any = SimpleNamespace(_saved=saved, _renewed=set())
+    members: Any = SimpleNamespace(_saved=saved, renewed=set())
     assert (Members._row_of(members, entrant) is not None) == goes_on
-    members._renewed.add("acme")
+    members.renewed.add("acme")
     assert Members._row_of(members, entrant) is None, "whoever left and came back begins anew"

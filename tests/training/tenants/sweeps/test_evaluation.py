@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from evenload.core.recipe.tenant import Evaluate
 from evenload.integrations.host.scoring import Scores
-from evenload.training.tenants.arrivals.reading import TenantSamples
+from evenload.training.tenants.arrivals.job import TenantSamples
 from evenload.training.tenants.sweeps.evaluation import HeldOut, _sum_of, held_out_of, union_of
 
 

@@ -31,14 +31,14 @@ def test_without_evaluations_the_losses_since_the_last_rung_count() -> None:
 def test_who_failed_or_left_is_out_of_the_race_and_holds_up_nobody(state: str) -> None:
     race, trials = Race(SWEEP, "digest", 6), [trial(0, [9.0, 9.0]), trial(1, [1.0], state)]
     assert race.take_down(trials)
-    assert race.out_at(SWEEP.trials[1].name) == 1
-    assert race.close()
+    assert race.halving.out_at(SWEEP.trials[1].name) == 1
+    assert race.halving.close()
     assert race.next_rung(trials[0]) == 4
-    assert race.out_at(SWEEP.trials[0].name) is None
+    assert race.halving.out_at(SWEEP.trials[0].name) is None
 
 
 def test_who_waits_for_the_others_stays_where_it_is() -> None:
     race, trials = Race(SWEEP, "digest", 6), [trial(0, [9.0, 9.0]), trial(1, [1.0])]
     race.take_down(trials)
-    assert not race.close()
+    assert not race.halving.close()
     assert [race.next_rung(one) for one in trials] == [2, 2]

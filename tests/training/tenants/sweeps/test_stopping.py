@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from evenload.core.recipe.tenant import Evaluate
-from evenload.training.tenants.sweeps.stopping import is_due, is_over, perplexity, without_gain
+from evenload.training.metrics import perplexity
+from evenload.training.tenants.sweeps.evaluation import is_due, is_over, without_gain
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -197,12 +197,12 @@ def test_trials_that_do_not_fit_at_once_take_turns_and_the_same_one_wins(
 KILLED = """
 import os, signal
 from evenload.training.tenants import loop
-_train = loop.Loop._train
+_train = loop.TenantLoop._train
 def train(self, planned):
     if self.step == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     _train(self, planned)
-loop.Loop._train = train
+loop.TenantLoop._train = train
 """
 
 
@@ -227,12 +227,12 @@ def test_a_sweep_that_is_killed_between_rungs_comes_to_the_same_end(
 GONE = """
 from pathlib import Path
 from evenload.training.tenants import loop
-_train = loop.Loop._train
+_train = loop.TenantLoop._train
 def train(self, planned):
     if self.step == 3 and self._job.leads:
         Path("held_out.jsonl").write_text("gone")
     _train(self, planned)
-loop.Loop._train = train
+loop.TenantLoop._train = train
 """
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from evenload.api import load_recipe
-from evenload.commands.doctor import doctor
-from evenload.commands.installation.training_loops import document, plugins_in_table
+from evenload.commands.doctor import doctor, document, plugins_in_table
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
@@ -17,7 +16,7 @@ from evenload.core.recipe.traits import NOTHING, REFUSED, all_loops
 from evenload.runtime.attention.blocks import BLOCKS, choose_block
 from evenload.runtime.attention.kernels import KERNELS, choose_kernel, explain
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LOOPS = all_loops()
 ON_SCRIPTS = [loop for loop in LOOPS if loop.start == "evenload run"]
 

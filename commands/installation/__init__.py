@@ -1,1 +1,0 @@
-"""What `evenload doctor` says of this installation."""
