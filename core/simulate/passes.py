@@ -206,6 +206,15 @@ class PassTimes:
         parts: list[tuple[Part, float]] = [("R", again), (op.kind, compute_s - again), ("C", exposed)]
         return [part for part in parts if part[1] > 0]
 
+    def alike(self, stage: int) -> tuple[int, tuple[int, ...]]:
+        """Equal for stages whose passes take equal seconds, where all stages run one order."""
+        likely = self._alike[stage] if self.talks or any(self._expert_s) else int(stage == self._last)
+        return likely, self._plan.recompute[stage] if self._plan.recompute else ()
+
+    def linked_alike(self, stage: int) -> int:
+        """The first stage that hands over as fast as this one."""
+        return self._links.index(self._links[stage])
+
     def hand_over(self, stage: int, op: Op) -> float:
         """Between ``stage`` and the next, in either direction."""
         if op.kind == "B" and self._at.forward_only:

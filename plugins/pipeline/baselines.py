@@ -31,8 +31,9 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Op, Slice, StepPlan
 from ...core.planning.judge import Candidate, floor_s, judge
 from ...core.planning.judge import best as best_candidate
+from ...core.simulate.step import after_passes_s
 from .checkpointing import fitted, keeping_all
-from .chunks import Pack, assembled, dealt
+from .chunks import Pack, assembled, dealt, least_s
 from .clock import passes_s
 from .config import PipelineConfig
 from .elastic import ordered
@@ -90,7 +91,9 @@ class Baseline:
         """
         if context.costs.recompute:
             bar_s = math.inf  # drafts know only of the recipe's recomputation until they are ordered
-        hopeful = (one for one in drafts if bar_s == math.inf or floor_s(one, context) < bar_s)
+        rest_s = after_passes_s(context)
+        near = (one for one in drafts if bar_s == math.inf or least_s(one, context) + rest_s < bar_s)
+        hopeful = (one for one in near if bar_s == math.inf or floor_s(one, context) < bar_s)
         ordered = (keeping_all(self.order(one, context, config), context, config) for one in hopeful)
         playable = [one for one in ordered if bar_s == math.inf or passes_s(one, context) < bar_s]
         candidates: list[Candidate] = []

@@ -3,7 +3,7 @@
 InfiniPipe (arXiv 2509.21275, algorithm 1) cuts all long sequences at one mesh, that of the longest one, which leaves
 each of the others a ragged tail. Here every long sequence gets a mesh of its own,
 
-    m_i = ceil(t_i / T - 0.15)      slices of equal time t_i / m_i        T  seconds of a chunk
+    m_i = ceil(t_i / T - 0.35)      slices of equal time t_i / m_i        T  seconds of a chunk
                                                                           t_i seconds of the sequence, both directions
 
 and short sequences are packed into what is left of T beside the slices, or into chunks of their own, longest first onto
@@ -26,8 +26,9 @@ from ...core.aliases import Ints
 from ...core.balance.level import level
 from ...core.balance.partition import fill, members
 from ...core.balance.slicing import evenly
-from ...core.costs.context import PlanningContext
+from ...core.costs.context import Direction, PlanningContext
 from ...core.costs.costs import PassCost
+from ...core.costs.exposed import exposed_s
 from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
 from ...core.plan.order import in_turn
@@ -36,11 +37,13 @@ from .config import PipelineConfig
 
 Pack = list[Slice]
 
-TOLERANCE = 0.15
+TOLERANCE = 0.35
 """Share of a chunk's time by which a slice may exceed it, so that a sequence is not cut for so little."""
-FACTORS = (1.0, 0.6, 0.35, 1.6, 0.8, 0.45, 2.5)
+FACTORS = (0.8, 0.7, 1.0, 0.9, 0.6, 0.45, 1.25, 0.35, 1.6, 2.5)
 """Numbers of chunks tried, over the one at which a launch more costs what the bubble loses: the first three, and more
 of them while all have no more than `CHEAP` chunks together."""
+PROBES = 1024, 8192
+"""Tokens for which the traffic inside a pass is asked."""
 CHEAP = 400
 LARGEST = 1 << 15
 """Chunks of all ranks times stages, about, up to which smaller ones are tried: planning takes time in proportion."""
@@ -59,19 +62,55 @@ def chunkings(
     most = 1 if limits.whole_sequences else config.chunks
     if most == 1:
         refuse_longer(lengths, limits)
-    price = context.costs.both
+    price = price_of(context)
     ranks = dealt(lengths, price, limits.num_ranks)
     seen: set[tuple[MicroBatch, ...]] = set()
+    # Where weight gradients fill the waits at both ends of a step, small packs there only cost their launches.
+    tapers = config.split_backward == "off" or not limits.splits_backward
     for count in counts(lengths, price, limits):
         slice_s = float(price.seconds(lengths).sum()) / limits.num_ranks / count
         packs = [
             chunks_of(rank_items, lengths, price, slice_s, limits.max_tokens, most, config.block_tokens)
             for rank_items in ranks
         ]
-        plan = assembled(incoming, limits, [taper(rank_items, price, limits.num_stages) for rank_items in packs])
+        if tapers:
+            packs = [taper(rank_items, price, limits.num_stages) for rank_items in packs]
+        plan = assembled(incoming, limits, packs)
         if plan.micro_batches not in seen:
             seen.add(plan.micro_batches)
             yield plan
+
+
+def price_of(context: PlanningContext) -> PassCost:
+    """Seconds of a pass forward and one backward, with what tensor parallelism moves in them at a middle stage."""
+    costs, stage = context.costs.kept() if context.costs.recompute else context.costs, min(1, context.layout.pp - 1)
+    packs = (MicroBatch((Slice(0, 0, tokens),), (0,)) for tokens in PROBES)
+    directions = Direction(costs.forward, 1, stage), Direction(costs.backward, 2, stage)
+    few_s, many_s = (sum(exposed_s(context, one, pack) for one in directions) for pack in packs)
+    token_s = (many_s - few_s) / (PROBES[1] - PROBES[0])
+    price = costs.both
+    launch_s = price.launch_s + max(0.0, few_s - PROBES[0] * token_s)
+    return price.model_copy(update={"token_s": price.token_s + token_s, "launch_s": launch_s})
+
+
+def least_s(plan: StepPlan, context: PlanningContext, *, split: bool = False) -> float:
+    """Passes of micro-batches on single ranks take no less in any order [s], what moves in them included; 0 where ranks
+    share experts. ``split``: backwards may leave weight gradients to passes of their own."""
+    if context.layout.ep > 1:
+        return 0.0
+    price, busy_s = price_of(context), [0.0] * plan.limits.num_ranks
+    # Beside its own passes a stage waits for the first micro-batch to come; also for the last one to go back from it,
+    # unless it has weight gradients to compute meanwhile.
+    travels, waits_s = context.costs.forward if split else price, math.inf
+    for m in plan.micro_batches:
+        busy_s[m.ranks[0]] += _seconds(price, m)
+        waits_s = min(waits_s, _seconds(travels, m))
+    stages = plan.limits.num_stages - 1
+    return max(busy_s) + (waits_s * stages * (1.0 - context.head_frac) if plan.micro_batches else 0.0)
+
+
+def _seconds(price: PassCost, micro_batch: MicroBatch) -> float:
+    return price.launch_s + sum(float(price.seconds(s.stop - s.start, s.start)) for s in micro_batch.slices)
 
 
 def refuse_longer(lengths: Ints, limits: Limits) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from ...core.costs.context import PlanningContext
 from ...core.plan.order import DIRECTIONS, orders_of_stage
 from ...core.plan.step_plan import Op, PassKind, StepPlan
+from ...core.simulate.events import SecondsOf
 from ...core.simulate.passes import PassTimes
 
 Table = tuple[tuple[float, ...], ...]
@@ -63,11 +64,22 @@ def _clock_of(plan: StepPlan, context: PlanningContext) -> Clock:
     times = PassTimes(replace(plan, order=((*launched, *listed),) * len(stages)), context)
     weights = tuple(times.seconds(0, op) for op in listed) or (0.0,) * counts["B"]
 
-    def moving(kind: PassKind) -> Table:
-        return tuple(tuple(times.hand_over(s, Op(kind, j)) for j in range(counts[kind])) for s in stages[:-1])
+    def rows(key: Callable[[int], Hashable], seconds: SecondsOf, kind: PassKind, count: int) -> Table:
+        known: dict[Hashable, tuple[float, ...]] = {}
+        for stage in stages[:count]:
+            if key(stage) not in known:
+                known[key(stage)] = tuple(seconds(stage, Op(kind, j)) for j in range(counts[kind]))
+        return tuple(known[key(stage)] for stage in stages[:count])
 
-    forward = tuple(tuple(times.seconds(s, Op("F", j)) for j in range(counts["F"])) for s in stages)
-    backward = tuple(tuple(times.seconds(s, Op("B", j)) + weights[j] for j in range(counts["B"])) for s in stages)
+    def moving(kind: PassKind) -> Table:
+        return rows(times.linked_alike, times.hand_over, kind, len(stages) - 1)
+
+    forward = rows(times.alike, times.seconds, "F", len(stages))
+
+    def whole(stage: int, op: Op) -> float:
+        return times.seconds(stage, op) + weights[op.micro_batch]
+
+    backward = rows(times.alike, whole, "B", len(stages))
     up = moving("F")
     return Clock(forward, backward, weights, up, moving("B") if plan.backward else up)
 

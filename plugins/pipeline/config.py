@@ -28,8 +28,9 @@ class PipelineConfig(PluginConfig):
     split_backward: Literal["auto", "on", "off"] = "auto"
     """Weight gradients as passes of their own, run where a stage would wait. auto: where that is predicted to be faster
     and the host can."""
-    max_extra: CountOrNone = 1
-    """Forwards that a stage may run ahead for each stage behind it, beyond the one of 1F1B, where memory holds them."""
+    max_extra: CountOrNone = 4
+    """Most forwards that a stage may run ahead for each stage behind it, beyond the one of 1F1B, where memory holds
+    them. Fewer are tried as well."""
     solver_ms: Effort = 100
     """About how long one program for what is recomputed may take (PuLP, HiGHS), told by its size so that all ranks find
     the same; 0: greedy rules alone."""

@@ -49,7 +49,9 @@ class Lines(NamedTuple):
     """For each backward the forwards that are due before it at the last stage; never falls."""
 
 
-def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_bytes: float = math.inf) -> StepPlan:
+def ordered(
+    plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_bytes: float = math.inf, played: bool = True
+) -> StepPlan:
     """The plan with an order for every stage, whatever order it had.
 
     Plans that group the backward anew, replay, share micro-batches or run in step on all ranks keep theirs. With one
@@ -59,6 +61,7 @@ def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_byt
     ``extra``: forwards that a stage runs ahead for each stage behind it, beyond the one of 1F1B: memory for time.
     ``cap_bytes``: activations and prefix KV, estimated, above which it does not run ahead of what its next backward
     needs.
+    ``played``: False for the order in slots alone where memory is left out, which is found in half the time.
     """
     limits = plan.limits
     if plan.backward or plan.replayed or plan.shared or limits.all_in_step:
@@ -70,7 +73,11 @@ def ordered(plan: StepPlan, context: PlanningContext, *, extra: int = 0, cap_byt
         for rounds in _rows(plan, range(first, first + limits.in_step)):
             lines, of_rounds = lines_of_rounds(plan, rounds), _clock_of_rounds(clock, rounds)
             kept_in_rounds = [[max(row[i] for i in round_) for round_ in rounds] for row in kept]
-            for ops, of_row in zip(orders, _best(lines, of_rounds, extra, kept_in_rounds, cap_bytes), strict=True):
+            if played or kept or limits.num_stages == 1:
+                rows = _best(lines, of_rounds, extra, kept_in_rounds, cap_bytes)
+            else:
+                rows = _slots(lines, limits.num_stages, extra)
+            for ops, of_row in zip(orders, rows, strict=True):
                 ops += [Op(kind, number) for kind, place in of_row for number in rounds[place]]
     return reordered(plan, orders)
 
@@ -121,13 +128,20 @@ def _kept_bytes(plan: StepPlan, stage: int) -> list[float]:
 
 def _best(lines: Lines, clock: Clock, extra: int, kept: list[list[float]], cap_bytes: float) -> list[list[Op]]:
     """The passes of every stage: as they start when backwards may overtake, or in slots, whichever end first."""
-    aheads = [(1 + extra) * (clock.num_stages - 1 - stage) for stage in range(clock.num_stages)]
-    orders, end_s = _run(clock, lines, aheads, kept, cap_bytes)
+    orders, end_s = _run(clock, lines, _aheads(clock.num_stages, extra), kept, cap_bytes)
     if not kept and clock.num_stages > 1:
-        slots = [in_slots(lines.forward, lines.backward, lines.owed, ahead) for ahead in aheads]
+        slots = _slots(lines, clock.num_stages, extra)
         if end_of(slots, clock) < end_s:
             return slots
     return orders
+
+
+def _aheads(num_stages: int, extra: int) -> list[int]:
+    return [(1 + extra) * (num_stages - 1 - stage) for stage in range(num_stages)]
+
+
+def _slots(lines: Lines, num_stages: int, extra: int) -> list[list[Op]]:
+    return [in_slots(lines.forward, lines.backward, lines.owed, ahead) for ahead in _aheads(num_stages, extra)]
 
 
 def _run(

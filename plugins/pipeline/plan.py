@@ -23,11 +23,10 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import chain
 
 from ...core.balance.bound import lower_bound_s
 from ...core.costs.context import PlanningContext
-from ...core.costs.memory import activation_budget_bytes
 from ...core.errors import EvenloadError
 from ...core.input.format import GIB
 from ...core.plan.limits import Limits
@@ -35,25 +34,27 @@ from ...core.plan.order import orders_of_stage
 from ...core.plan.rounds import in_rounds
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
-from ...core.planning.judge import FASTEST, Candidate, Preference, beside, best, judge
+from ...core.planning.judge import FASTEST, Candidate, Preference, beside, best, budget_bytes, judge
+from ...core.simulate.step import after_passes_s
 from .baselines import BASELINES
 from .checkpointing import DoesNotFitError, fitted, keeping_all
-from .chunks import CHEAP, chunkings
+from .chunks import chunkings, least_s
 from .config import PipelineConfig
 from .elastic import ordered
 from .remedies import refused
 from .settings import limits_for, refuse_ranks_in_step
-from .weights import placed
+from .weights import SLACK, Placing, worth
 
-MEMORY_WORTH = 0.07
-"""What a per cent less memory is worth, in per cent of the step: none is slower for next to nothing."""
-SMALLER = Preference(slack=0.005, key=lambda one: one.step_s * max(1.0, one.peak_bytes) ** MEMORY_WORTH)
+SMALLER = Preference(slack=SLACK, key=lambda one: worth(one.step_s, one.peak_bytes))
 """A plan may be behind the fastest for holding less."""
-FINALISTS = 3
-"""Plans of least predicted time that get passes for their weight gradients; more while these have no more than `CHEAP`
-chunks together."""
-FILLED_BY_W = 0.6
-"""Share of a plan's waits that these passes may fill: as far as that it may be behind the best and still get them."""
+FINALISTS = 2
+"""Plans of least predicted time, W passes placed, that are simulated; beside them those that are to be made to fit."""
+FEW = 48
+"""Chunks of a plan up to which a second one of `EXTRAS` is weighed: with few, it matters most."""
+EXTRAS = (4, 2, 1)
+"""How far stages may run ahead, as far as the settings let them: the first of all chunkings, the others of finalists.
+With more than `DEEP` stages the second comes first: there a stage is already many forwards ahead."""
+DEEP = 8
 
 
 def plan(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan:
@@ -86,6 +87,9 @@ class _Portfolio:
         self._note = ""
         """What is to be said beside `_notes`."""
         self._splits = limits.splits_backward and config.split_backward != "off"
+        self._budget_bytes = budget_bytes(limits, context)
+        extras = sorted(EXTRAS, key=lambda extra: extra != 2) if limits.num_stages > DEEP else EXTRAS
+        self._extras = list(dict.fromkeys(min(extra, config.max_extra) for extra in extras))
 
     def keep(self, incoming: StepPlan) -> None:
         """The plan that came in, if it has micro-batches; with as much recomputation as it needs."""
@@ -93,7 +97,7 @@ class _Portfolio:
             came = judge(incoming.revised(limits=self._limits), self._context, "incoming")
             self._candidates.append(came)
             if self._config.recompute == "auto" and (self._context.costs.recompute or not came.fits):
-                self._add(judge(keeping_all(_explicit(came.plan), self._context, self._config), self._context))
+                self._refine(self._placing(keeping_all(_explicit(came.plan), self._context, self._config)))
 
     def keep_baselines(self, incoming: StepPlan) -> None:
         """Other people's plans under the same caps, as far as they are faster than what would be chosen, and what the
@@ -108,24 +112,23 @@ class _Portfolio:
                     named = judge(plan.revised(made_by=f"pipeline ({name})"), self._context, name)
                     self._candidates.append(named)
                     if named.fits and named.step_s <= self._least_s:
-                        self._refine(named)
+                        self._refine(self._placing(named.plan))
 
     def improve(self, incoming: StepPlan) -> None:
-        """Candidates of our own, those first that are fastest where memory is left out, then variants of the best."""
-        drafts = [draft for one in self._unordered(incoming) for draft in self._drafts(one)]
-        fitting = []
-        for draft in sorted(drafts, key=lambda one: one.step_s):
-            if self._hope_s(draft) < self._least_s * (1 + SMALLER.slack):
-                fitting += self._add(draft)
-        fitting.sort(key=self._hope_s)
-        sums = accumulate(len(one.plan.micro_batches) for one in fitting)
-        for place, (one, chunks) in enumerate(zip(fitting, sums, strict=True)):
-            if place < FINALISTS or chunks <= CHEAP:
-                self._refine(one)
-
-    def _hope_s(self, draft: Candidate) -> float:
-        """What a plan may come to with passes for its weight gradients."""
-        return draft.step_s * (1 - FILLED_BY_W * draft.bubble_frac) if self._splits else draft.step_s
+        """Candidates of our own, those first that are fastest where memory is left out, W passes placed."""
+        drafts: list[Placing] = []
+        for chunked in self._unordered(incoming):
+            bar_s = min((one.end_s for one in drafts if one.fits), default=math.inf)
+            if least_s(chunked, self._context, split=self._splits) < bar_s * (1 + SLACK):
+                drafts += self._drafts(chunked)
+        finalists: list[StepPlan] = []
+        for draft in sorted(drafts, key=lambda one: one.end_s):
+            again = draft.fits and any(draft.plan.micro_batches is one.micro_batches for one in finalists)
+            bar_s = self._least_s * (1 + SLACK) - after_passes_s(self._context)
+            if not again and draft.end_s < bar_s and (len(finalists) < FINALISTS or not draft.fits):
+                finalists.append(draft.plan)
+                others = self._others(draft.plan) if draft.fits else ()
+                self._refine(min((draft, *others), key=lambda one: one.end_s))
 
     def _unordered(self, incoming: StepPlan) -> Iterator[StepPlan]:
         """Micro-batches of each rank in forward order, without an order of passes."""
@@ -140,39 +143,54 @@ class _Portfolio:
                 raise
             self._note = f"pipeline: no chunks of its own: {error.what} ({error.found})"
 
-    def _drafts(self, chunked: StepPlan) -> Iterator[Candidate]:
+    def _drafts(self, chunked: StepPlan) -> Iterator[Placing]:
         """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""
         chunked = in_rounds(chunked)
-        most = self._config.max_extra
-        budget_bytes = activation_budget_bytes(self._context.cluster, self._context.costs.memory, self._limits)
-        for cap_bytes in (math.inf, budget_bytes):
-            order = ordered(chunked, self._context, extra=most, cap_bytes=cap_bytes)
-            draft = judge(keeping_all(order, self._context, self._config), self._context)
-            yield draft
-            if draft.fits:
-                break
+        few = len(chunked.micro_batches) <= FEW
+        for extra in self._extras[: 2 if few else 1]:
+            if (draft := self._ordered(chunked, extra)).fits:
+                yield draft
+                continue
+            # What is held for a stage that runs ahead would be recomputed.
+            least = min(self._extras)
+            yield self._ordered(chunked, least, played=True)
+            yield self._ordered(chunked, least, self._budget_bytes)
+            break
 
-    def _add(self, draft: Candidate) -> list[Candidate]:
-        """The draft, with recomputation where it needs that; nothing where that is not enough."""
+    def _others(self, draft: StepPlan) -> Iterator[Placing]:
+        """With stages further ahead or less far, or as passes start when stages run against each other."""
+        first, *others = self._extras
+        drafts = chain([self._ordered(draft, first, played=True)], (self._ordered(draft, extra) for extra in others))
+        return (one for one in drafts if one.fits)
+
+    def _ordered(self, plan: StepPlan, extra: int, cap_bytes: float = math.inf, *, played: bool = False) -> Placing:
+        order = ordered(plan, self._context, extra=extra, cap_bytes=cap_bytes, played=played)
+        return self._placing(keeping_all(order, self._context, self._config))
+
+    def _placing(self, plan: StepPlan) -> Placing:
+        return Placing(plan, self._context, self._budget_bytes, self._splits)
+
+    def _refine(self, draft: Placing) -> None:
+        """A candidate of the draft, W passes placed, with recomputation where it needs that, as little as can be found
+        where it is among the fastest; none where that is not enough."""
         if not draft.fits and self._config.recompute == "auto":
             try:
-                draft = judge(fitted(draft.plan, self._context, self._config, solver=False), self._context)
+                draft = self._placing(fitted(draft.plan, self._context, self._config, solver=False))
             except DoesNotFitError as problem:
                 if self._problem is None or problem.missing_bytes < self._problem.missing_bytes:
                     self._problem = problem
-                return []
-        self._candidates.append(draft)
-        return [draft] if draft.fits else []
-
-    def _refine(self, candidate: Candidate) -> None:
-        """What a plan that fits could be besides: with less recomputation, with W passes."""
+                return
+        candidate = self._add(draft)
         if any(map(any, candidate.plan.recompute)) and candidate.step_s <= self._least_s:
             with suppress(EvenloadError):
-                again = judge(fitted(candidate.plan, self._context, self._config), self._context)
-                self._candidates.append(again)
-                candidate = min(candidate, again, key=lambda one: one.step_s)
-        if self._splits:
-            self._candidates.append(judge(placed(candidate.plan, self._context), self._context))
+                self._add(self._placing(fitted(draft.plan, self._context, self._config)))
+
+    def _add(self, draft: Placing) -> Candidate:
+        placed = draft.placed()
+        # What ranks in step wait for each other is not in the draft's own clock.
+        plans = {id(one): one for one in ((placed, draft.plan) if self._limits.in_step > 1 else (placed,))}
+        self._candidates += [judge(one, self._context) for one in plans.values()]
+        return self._candidates[-1]
 
     @property
     def _least_s(self) -> float:

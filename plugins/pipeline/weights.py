@@ -9,9 +9,9 @@ the plan gives them; stages run against each other in simulated time, and a stag
     runs all W that are left  after its last pass.
 
 Memory is what the plan holds in each pass (`core.costs.memory`) plus ``deferred`` bytes from every split backward to
-its W. No stage may hold more than the fullest one does without W passes, so a pipeline that fits still fits (ZB-H1,
-section 2.2, has the same bound). A backward that finds no room for what it would leave is not split. O(passes x stages
-x log).
+its W. Several caps are tried: what the fullest stage holds without W passes (ZB-H1, section 2.2), some times of it, and
+what the device has; the last of them fills most waits, and a smaller one is taken where that is as fast. A backward
+that finds no memory for what it would leave is not split. O(passes x stages x log) a cap.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from functools import cached_property
 from typing import NamedTuple
 
 from ...core.costs.context import PlanningContext
+from ...core.costs.memory import fixed_bytes
 from ...core.plan.order import orders_of_stage
 from ...core.plan.step_plan import Op, StepPlan
-from .clock import Clock, clock_of, end_of
+from .clock import Clock, clock_of, end_of, reordered
 from .memory_rows import levels_of
 
 TRIES = ((0.0, 4), (0.0, None), (0.5, None))
@@ -33,41 +35,105 @@ TRIES = ((0.0, 4), (0.0, None), (0.5, None))
 A W starts while a stage waits if the wait is known to last ``patience`` of it: it may make the next pass late. Any wait
 is best where stages run ahead (`elastic`), longer ones where they do not. With many micro-batches that run ahead only
 the drain has waits worth filling."""
+TIMES = (2.0, 4.0)
+"""Caps tried beside the least and the greatest: so many times what the fullest stage holds without W passes."""
 
 ALIKE = 0.001
 """Share of the step within which every rank takes the fewest W passes: what is held for them is written and read."""
+SLACK = 0.003
+"""Share of the step by which a plan may be behind the fastest for holding less."""
+MEMORY_WORTH = 0.07
+"""What a per cent less memory is worth, in per cent of the step: none is slower for next to nothing."""
 
 ROUNDING = 1e-9
 """Share of a memory cap that is left, as sums of bytes in another order differ in their last digits."""
 
 
-def placed(plan: StepPlan, context: PlanningContext) -> StepPlan:
-    """The plan with W passes on those ranks of the plane that would end the step later without them, as predicted.
+def worth(seconds: float, held_bytes: float) -> float:
+    """What is least for the plan that is to be taken of those within `SLACK` of the fastest."""
+    return float(seconds * max(1.0, held_bytes) ** MEMORY_WORTH)
 
-    Unchanged without an order, where the host cannot split backwards, and where ranks share micro-batches or all run
-    in step.
-    """
-    limits = plan.limits
-    hindered = plan.shared or limits.all_in_step or not limits.splits_backward
-    if hindered or not plan.order or limits.num_stages == 1 or any(plan.split):
-        return plan
-    clock = clock_of(plan, context)
-    rows, levels = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)], levels_of(plan)
-    memory = limits.memory
-    deferred = [slots * memory.deferred_bytes_per_token for slots in plan.slots["B"]]
-    lines = [
-        _Line([row[rank] for row in rows], [level[rank] for level in levels], deferred, memory.pass_bytes)
-        for rank in range(limits.num_ranks)
-    ]
-    tries = [_tries(line, clock) for line in lines]
-    least_s = max(min(end_s for _, end_s in each) for each in tries)
-    orders: list[list[Op]] = [[] for _ in rows]
-    for each in tries:
-        near = [moves for moves, end_s in each if end_s <= least_s * (1 + ALIKE)]
-        for ops, more in zip(orders, min(near, key=lambda moves: sum(map(len, moves))), strict=True):
-            ops += more
-    splits = any(op.kind == "W" for ops in orders for op in ops)
-    return plan.revised(order=tuple(map(tuple, orders))) if splits else plan
+
+class Placing:
+    """W passes of an ordered plan, whose passes may hold ``budget_bytes``."""
+
+    def __init__(self, plan: StepPlan, context: PlanningContext, budget_bytes: float, splits: bool) -> None:
+        limits, memory = plan.limits, plan.limits.memory
+        self.plan = plan
+        self._clock, levels = clock_of(plan, context), levels_of(plan)
+        self._rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
+        deferred = [slots * memory.deferred_bytes_per_token for slots in plan.slots["B"]]
+        self._lines = [
+            _Line([row[rank] for row in self._rows], [level[rank] for level in levels], deferred, memory.pass_bytes)
+            for rank in range(limits.num_ranks)
+        ]
+        self._budget_bytes = budget_bytes
+        self._fixed_bytes = fixed_bytes(memory, limits)
+        hindered = plan.shared or limits.all_in_step or not splits or limits.num_stages == 1
+        self._hindered = hindered or not plan.order or any(plan.split)
+        """Without an order, where the host cannot split backwards, and where ranks share micro-batches or all run in
+        step, there are no W passes. A plan that has some keeps them."""
+        self.fits = max(line.fullest_bytes for line in self._lines) <= budget_bytes
+
+    @cached_property
+    def _freest(self) -> list[_Moves]:
+        """With as many W passes as the device has memory for, of each rank."""
+        return [_filled(line, self._clock, 0.0, math.inf, self._budget_bytes) for line in self._lines]
+
+    @cached_property
+    def _kept(self) -> list[_Moves]:
+        """As it is, of each rank."""
+        return [_Moves(one.orders, end_of(one.orders, self._clock), one.fullest_bytes) for one in self._lines]
+
+    @cached_property
+    def end_s(self) -> float:
+        """When the last pass ends [s], about: with W passes in all waits that they can fill."""
+        if self._hindered or not self.fits:
+            return max(moves.end_s for moves in self._kept)
+        return max(moves.end_s for moves in self._freest)
+
+    def placed(self) -> StepPlan:
+        """The plan with W passes on those ranks of the plane that would end the step later without them, as predicted;
+        the plan as it is where none are to be placed, and where it does not fit."""
+        if self._hindered or not self.fits:
+            return self.plan
+        choices = [self._choices(rank) for rank in range(len(self._lines))]
+        least_s = max(min(moves.end_s for moves in each) for each in choices)
+        orders: list[list[Op]] = [[] for _ in self._rows]
+        for each in choices:
+            for ops, more in zip(orders, self._chosen(each, least_s).orders, strict=True):
+                ops += more
+        splits = any(op.kind == "W" for ops in orders for op in ops)
+        return reordered(self.plan, orders) if splits else self.plan
+
+    def _choices(self, rank: int) -> list[_Moves]:
+        """The orders of a rank as they are and with W passes, under the caps up to the device's."""
+        line, clock, freest = self._lines[rank], self._clock, self._freest[rank]
+        most, least_bytes = min(self._budget_bytes, freest.held_bytes), line.fullest_bytes
+        tails = [(patience, math.inf if tail is None else tail * clock.num_stages) for patience, tail in TRIES]
+        choices = [self._kept[rank], *(_filled(line, clock, *each, least_bytes) for each in tails)]
+        if most > least_bytes:
+            between = (times * least_bytes for times in TIMES if times * least_bytes < most)
+            choices += [_filled(line, clock, 0.0, math.inf, cap) for cap in between]
+            choices += [freest, _filled(line, clock, 0.5, math.inf, self._budget_bytes)]
+        return choices
+
+    def _chosen(self, choices: list[_Moves], least_s: float) -> _Moves:
+        # Half of it: the choice among plans has as much again.
+        near = [moves for moves in choices if moves.end_s <= least_s * (1 + SLACK / 2)]
+        worths = [worth(max(moves.end_s, least_s), self._fixed_bytes + moves.held_bytes) for moves in near]
+        alike = [one for one, its in zip(near, worths, strict=True) if its <= min(worths) * (1 + ALIKE)]
+        return min(alike, key=lambda moves: sum(map(len, moves.orders)))
+
+
+class _Moves(NamedTuple):
+    """Passes of a rank of the plane."""
+
+    orders: list[list[Op]]
+    """At each stage."""
+    end_s: float
+    held_bytes: float
+    """The most at any stage."""
 
 
 class _Line(NamedTuple):
@@ -79,68 +145,70 @@ class _Line(NamedTuple):
     pass_bytes: float
     """What a W takes while it runs."""
 
-
-def _tries(line: _Line, clock: Clock) -> list[tuple[list[list[Op]], float]]:
-    """The orders as they are and with W passes, each with its end [s]."""
-    tails = [(patience, math.inf if tail is None else tail * clock.num_stages) for patience, tail in TRIES]
-    return [(line.orders, end_of(line.orders, clock)), *(_filled(line, clock, *each) for each in tails)]
+    @property
+    def fullest_bytes(self) -> float:
+        return max((max(levels) for levels in self.levels if levels), default=0.0)
 
 
-def _filled(line: _Line, clock: Clock, patience: float, tail: float) -> tuple[list[list[Op]], float]:
-    """The orders with W passes among the last ``tail`` passes of every stage, and when the last stage ends [s]."""
-    last = clock.num_stages - 1
-    cap = (1 - ROUNDING) * max((max(levels) for levels in line.levels if levels), default=0.0)
+def _filled(line: _Line, clock: Clock, patience: float, tail: float, cap_bytes: float) -> _Moves:
+    """The orders with W passes among the last ``tail`` passes of every stage, where no stage holds more than a cap."""
+    last, weights, deferred = clock.num_stages - 1, clock.weights, line.deferred
+    cap, most = (1 - ROUNDING) * cap_bytes, line.fullest_bytes
     out: list[list[Op]] = [[] for _ in line.orders]
     at, free, held = [0] * (last + 1), [0.0] * (last + 1), [0.0] * (last + 1)
     left: list[deque[int]] = [deque() for _ in line.orders]
-    arrivals: list[dict[Op, float]] = [{} for _ in line.orders]
-    link_free = {kind: [0.0] * (last + 1) for kind in "FB"}
+    tables = {"F": (clock.forward, clock.up, 1), "B": (clock.backward, clock.down, -1)}
+    # By direction, stage and micro-batch, when what a pass starts from arrives, as far as that is known.
+    arrivals: dict[str, list[list[float | None]]] = {k: [[None] * len(tables[k][0][0]) for _ in out] for k in tables}
+    arrivals["F"][0], arrivals["B"][last] = [0.0] * len(clock.forward[0]), [0.0] * len(weights)
+    link_free = {kind: [0.0] * (last + 1) for kind in tables}
     events = [(0.0, stage) for stage in range(last + 1)]
     while events:
         now, stage = heapq.heappop(events)
         if now < free[stage]:
             continue
-        waiting = left[stage]
-        if at[stage] == len(line.orders[stage]):
-            for j in waiting:
-                out[stage].append(Op("W", j))
-                free[stage] += clock.weights[j]
+        waiting, ops, place = left[stage], line.orders[stage], at[stage]
+        if place == len(ops):
+            out[stage] += [Op("W", j) for j in waiting]
+            free[stage] += sum(weights[j] for j in waiting)
             waiting.clear()
             continue
-        op = line.orders[stage][at[stage]]
-        kind, j = op
+        kind, j = op = ops[place]
         forward = kind == "F"
-        source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-        table, moving = (clock.forward, clock.up) if forward else (clock.backward, clock.down)
-        arrival = arrivals[stage].get(op) if 0 <= source <= last else 0.0
+        table, moving, ahead = tables[kind]
+        arrival = arrivals[kind][stage][j]
         here = arrival is not None and arrival <= now
-        if arrival is None:  # its neighbour has it still to run
-            arrival = max(now, free[source]) + table[source][j] + moving[min(stage, source)][j]
-            arrival -= 0.0 if forward else clock.weights[j]
-        needs = line.pass_bytes if forward else line.deferred[j]
-        lacks = line.levels[stage][at[stage]] + held[stage] + needs > cap
-        if waiting and (lacks if here else arrival - now >= patience * clock.weights[waiting[0]]):
-            done = waiting.popleft()
-            out[stage].append(Op("W", done))
-            held[stage] -= line.deferred[done]
-            free[stage] = now + clock.weights[done]
-        elif here:
-            splits = not forward and not lacks and len(line.orders[stage]) - at[stage] <= tail
-            out[stage].append(op)
-            at[stage] += 1
-            free[stage] = now + table[stage][j] - (clock.weights[j] if splits else 0.0)
-            if splits:
-                waiting.append(j)
-                held[stage] += line.deferred[j]
-            if 0 <= target <= last:
-                sent = max(free[stage], link_free[kind][stage]) + moving[min(stage, target)][j]
-                link_free[kind][stage] = arrivals[target][op] = sent
-                if sent > free[target]:
-                    heapq.heappush(events, (sent, target))
-        else:
+        level, needs = line.levels[stage][place] + held[stage], line.pass_bytes if forward else deferred[j]
+        lacks = level + needs > cap
+        if waiting and (lacks or not here):
+            if arrival is None:  # its neighbour has it still to run
+                source = stage - ahead
+                arrival = max(now, free[source]) + table[source][j] + moving[min(stage, source)][j]
+                arrival -= 0.0 if forward else weights[j]
+            if here or arrival - now >= patience * weights[waiting[0]]:
+                done = waiting.popleft()
+                out[stage].append(Op("W", done))
+                held[stage] -= deferred[done]
+                free[stage] = now + weights[done]
+                heapq.heappush(events, (free[stage], stage))
+                continue
+        if not here:
             continue
-        heapq.heappush(events, (free[stage], stage))
-    return [_joined(out[0]), *out[1:]], max(free)
+        splits = not forward and not lacks and len(ops) - place <= tail
+        out[stage].append(op)
+        most = max(most, level + needs if splits else level)
+        at[stage] = place + 1
+        free[stage] = now = now + table[stage][j] - (weights[j] if splits else 0.0)
+        if splits:
+            waiting.append(j)
+            held[stage] += deferred[j]
+        if 0 <= (target := stage + ahead) <= last:
+            sent = max(now, link_free[kind][stage]) + moving[min(stage, target)][j]
+            link_free[kind][stage] = arrivals[kind][target][j] = sent
+            if sent > free[target]:
+                heapq.heappush(events, (sent, target))
+        heapq.heappush(events, (now, stage))
+    return _Moves([_joined(out[0]), *out[1:]], max(free), most)
 
 
 def _joined(ops: list[Op]) -> list[Op]:

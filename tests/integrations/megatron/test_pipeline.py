@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import hypothesis.strategies as st
 import pytest
+from evenload.api import load_plugins
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import one_forward_one_backward
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan_json import step_json
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.recipe import parse
 from hypothesis import HealthCheck, given, settings
 
 pytestmark = pytest.mark.slow
@@ -101,6 +105,37 @@ def test_the_drawn_schedules_hold_what_they_are_to_prove():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout):
     assert_exact(run(on_ranks, layout, grid(layout)), layout)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp4"])
+def test_plans_whose_weight_gradients_fill_the_memory_are_exact_too(on_ranks, layout):
+    """The planner's own, for a device that holds all: stages run far ahead, weight gradients wait long."""
+    load_plugins()
+    stages, lengths = LAYOUTS[layout][0], [37, 5, 64, 2, 30, 11, 48, 16]
+    plans = []
+    for extra, chunks in ((4, 64), (1, 64), (4, 1)):
+        section = {"enabled": True, "max_tokens": 64, "max_extra": extra, "chunks": chunks}
+        recipe = parse({"parallel": {"pp": stages}, "model": {"num_layers": LAYERS}, "plugins": {"pipeline": section}})
+        chain = PlanChain.of_recipe(recipe, recipe.layout())
+        limits = replace(chain.limits, splits_backward=True)
+        plans.append(replace(chain, limits=limits).plan(as_lengths(lengths)))
+    assert all(any(plan.split) for plan in plans)
+    behind = [_passes_behind(order) for plan in plans for order in plan.order]
+    assert max(behind) > 4
+    assert_exact(run(on_ranks, layout, plans, lengths), layout, lengths)
+
+
+def _passes_behind(order):
+    """How many forwards and backwards run between a backward and its weight gradients, at most."""
+    place, run, most = {}, 0, 0
+    for op in order:
+        if op.kind == "W":
+            most = max(most, run - place[op.micro_batch])
+            continue
+        run += 1
+        if op.kind == "B":
+            place[op.micro_batch] = run
+    return most
 
 
 @settings(max_examples=9, suppress_health_check=list(HealthCheck))

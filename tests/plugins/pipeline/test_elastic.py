@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_len
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.clock import clock_of, end_of
 from evenload.plugins.pipeline.elastic import Lines, lines_of_rounds, ordered
-from evenload.plugins.pipeline.weights import placed
+from evenload.plugins.pipeline.weights import SLACK, Placing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,8 +77,10 @@ def without_weights(plan: StepPlan) -> list[list[Op]]:
     return [[op for op in ops if op.kind != "W"] for ops in plan.order]
 
 
-def split_where_faster(plan: StepPlan, at: PlanningContext, extra: int = 0) -> StepPlan:
-    return placed(ordered(plan, at, extra=extra), at)
+def split_where_faster(plan: StepPlan, at: PlanningContext, extra: int = 0, times: float = 1.0) -> StepPlan:
+    """With so many times the memory that the order needs anyway."""
+    made = ordered(plan, at, extra=extra)
+    return Placing(made, at, times * peak_bytes(made), made.limits.splits_backward).placed()
 
 
 def in_flight(ops: list[Op] | tuple[Op, ...]) -> int:
@@ -163,11 +166,37 @@ def test_weight_passes_never_lengthen_a_step_nor_need_memory(
 
 
 @settings(max_examples=40)
+@given(chunked(), st.integers(0, 4), st.floats(1.0, 8.0))
+def test_more_memory_lets_more_weight_passes_wait_and_is_never_exceeded(
+    case: tuple[StepPlan, PlanningContext], extra: int, times: float
+) -> None:
+    plan, at = case
+    whole, tight = ordered(plan, at, extra=extra), split_where_faster(plan, at, extra=extra)
+    wide = split_where_faster(plan, at, extra=extra, times=times)
+    assert without_weights(wide) == [list(ops) for ops in whole.order]
+    check(replace(wide, limits=replace(wide.limits, max_activation_bytes=times * peak_bytes(whole))))
+    wide_s, tight_s, whole_s = (simulate(one, at, record=False).step_s for one in (wide, tight, whole))
+    assert wide_s <= whole_s * (1 + 1e-9)
+    assert wide_s <= tight_s * (1 + SLACK)
+
+
+@settings(max_examples=40)
+@given(chunked(), st.integers(0, 4))
+def test_an_order_in_slots_is_lawful_and_no_faster_than_the_better_of_both(
+    case: tuple[StepPlan, PlanningContext], extra: int
+) -> None:
+    plan, at = case
+    slots = check(ordered(plan, at, extra=extra, played=False))
+    best = ordered(plan, at, extra=extra)
+    assert simulate(best, at, record=False).step_s <= simulate(slots, at, record=False).step_s * (1 + 1e-9)
+
+
+@settings(max_examples=40)
 @given(chunked(), st.booleans())
 def test_the_clock_is_the_simulator(case: tuple[StepPlan, PlanningContext], split: bool) -> None:
     plan, at = case
     made = ordered(plan, at, extra=1)
-    made = placed(made, at) if split else made
+    made = split_where_faster(plan, at, extra=1, times=4.0) if split else made
     clock = clock_of(plan, at)
     stages = range(plan.limits.num_stages)
     ends = [
@@ -271,8 +300,8 @@ def test_backwards_stay_whole_where_the_host_cannot_split_them() -> None:
     assert any(split_where_faster(plan, context(2)).split)
     limits = replace(plan.limits, splits_backward=False)
     given_order = ordered(plan, context(2)).order
-    made = placed(replace(plan, limits=limits, order=given_order), context(2))
-    assert made.order == given_order
+    made = replace(plan, limits=limits, order=given_order)
+    assert Placing(made, context(2), math.inf, splits=False).placed() is made
 
 
 def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None:
