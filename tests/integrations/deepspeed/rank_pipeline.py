@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
+from evenload.core.plan.action import LETTERS
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
@@ -29,7 +30,7 @@ from evenload.integrations.deepspeed.pipeline import host as pipeline_host
 from evenload.integrations.deepspeed.plain import plain_gradients, reference, relative_error
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.stage.deferred import WgradStore
-from evenload.runtime.stage.executor import SPAN_KINDS, Executor
+from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.tape import Tape
 from evenload.runtime.world.world import init_world
 from evenload.training.proof.masking import half_masked
@@ -176,7 +177,7 @@ def trained(pp: int, stage: int, names: list[str], unmarked: bool = False, **mor
 def passes_here(host: Any, plan: StepPlan) -> list[tuple[str, int]]:
     """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
     program = lower(plan, host.pipeline_stage, host.dp_cp_rank)
-    return [(SPAN_KINDS[action.kind], action.op.micro_batch) for action in program if action.computes]
+    return [(LETTERS[action.kind].upper(), action.op.micro_batch) for action in program if action.computes]
 
 
 def memory(pp: int) -> dict[str, Any]:

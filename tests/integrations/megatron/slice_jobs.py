@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
+from evenload.core.plan.action import LETTERS
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.order import one_forward_one_backward
 from evenload.core.plan.program import lower
@@ -23,7 +24,7 @@ from evenload.integrations.megatron.stage import MegatronStage
 from evenload.runtime.attention import prefix
 from evenload.runtime.attention.labels import count_targets
 from evenload.runtime.measure.busy import BusyClock
-from evenload.runtime.stage.executor import SPAN_KINDS, Executor
+from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
 from evenload.runtime.stage.tape import Tape
 from megatron_jobs import LENGTHS, hosted, masked, plan, tokens
@@ -116,7 +117,7 @@ def passes_here(host: Any, the_plan: Any) -> list[tuple[str, int]]:
     """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
     if the_plan.order:
         program = lower(the_plan, host.pipeline_stage, host.dp_cp_rank)
-        return [(SPAN_KINDS[action.kind], action.op.micro_batch) for action in program if action.computes]
+        return [(LETTERS[action.kind].upper(), action.op.micro_batch) for action in program if action.computes]
     behind = host.layout.pp - 1 - host.pipeline_stage
     return [tuple(op) for op in one_forward_one_backward(the_plan.of_rank(host.dp_cp_rank), behind)]
 
