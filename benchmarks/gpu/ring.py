@@ -23,6 +23,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -275,7 +276,7 @@ class Clocked:
 
     @property
     def block(self) -> BlockKernel:
-        return self._block._replace(forward=self._forward, backward=self._backward)
+        return replace(self._block, forward=self._forward, backward=self._backward)
 
     def read(self) -> list[Timed]:
         """Every call so far. Waits for the device."""

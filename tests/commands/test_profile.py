@@ -186,6 +186,7 @@ class Machine:
     runs: int = 0
     layout: Layout = field(default_factory=Layout)
     model: torch.nn.Module = field(default_factory=torch.nn.Identity)
+    trained: Any = None
 
     def train_step(self, plan: Any, tokens_of: Any, *, lr: float, mark: Any) -> Any:
         assert lr == 0.0

@@ -15,7 +15,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "hosts"
 
 
 @pytest.fixture
-def survey() -> Iterator[ModuleType]:
+def survey(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # it imports its neighbours
     spec = importlib.util.spec_from_file_location("survey", BENCHMARKS / "survey.py")
     assert spec is not None
     assert spec.loader is not None
@@ -23,6 +24,11 @@ def survey() -> Iterator[ModuleType]:
     spec.loader.exec_module(sys.modules["survey"])
     yield sys.modules["survey"]
     del sys.modules["survey"]
+
+
+@pytest.fixture
+def functional_tests(survey: ModuleType) -> ModuleType:
+    return sys.modules["functional_tests"]
 
 
 def write(checkout: Path, kind: str, name: str, **content: object) -> None:
@@ -40,11 +46,11 @@ def test_recipes_without_a_micro_batch_are_no_training_recipes(survey: ModuleTyp
     assert read[0].variables == {"NCCL_ALGO": "Ring"}
 
 
-def test_flags_are_words_as_the_test_runner_gives_them(survey: ModuleType) -> None:
+def test_flags_are_words_as_the_test_runner_gives_them(functional_tests: ModuleType) -> None:
     flags = {"--bf16": True, "--swiglu": "true", "--sgd": False, "--seed": "${REPEAT}", "--split": "949,50,1"}
     flags |= {"--scope": "[attn moe]", "--moe-layer-freq": "([0]*1+[1]*2)", "--layout": "Et\\|(tt\\|)*6mL"}
     words = ["--bf16", "--swiglu", "--seed", "1", "--split", "949,50,1", "--scope", "attn", "moe"]
-    assert survey.words(flags) == [*words, "--moe-layer-freq", "([0]*1+[1]*2)", "--layout", "Et|(tt|)*6mL"]
+    assert functional_tests.words(flags) == [*words, "--moe-layer-freq", "([0]*1+[1]*2)", "--layout", "Et|(tt|)*6mL"]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +63,8 @@ def test_flags_are_words_as_the_test_runner_gives_them(survey: ModuleType) -> No
         ({"--context-parallel-size": 3}, 9),
     ],
 )
-def test_a_layout_gets_ranks_that_it_divides(survey: ModuleType, flags: dict[str, int], ranks: int) -> None:
-    assert survey.world_size(flags) == ranks
+def test_a_layout_gets_ranks_that_it_divides(functional_tests: ModuleType, flags: dict[str, int], ranks: int) -> None:
+    assert functional_tests.world_size(flags) == ranks
 
 
 def test_flags_alone_are_counted_beside_the_guards(survey: ModuleType, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 trainer_script.py FOLDER
 """
 
 import sys
+import time
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -31,3 +32,7 @@ arguments = TrainingArguments(
 rows = [list(range(1, 3 + 5 * k % 29)) for k in range(32)]
 Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, data_collator=collate).train()
 print("came to its end")
+if torch.distributed.is_initialized():  # gloo's threads end before the interpreter does
+    torch.distributed.barrier()
+    time.sleep(0.2)
+    torch.distributed.destroy_process_group()

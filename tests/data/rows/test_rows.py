@@ -210,7 +210,7 @@ def test_a_template_without_end_is_refused_with_its_folder_and_row(tmp_path, fol
 
 def test_rows_whose_template_is_slow_in_each_are_refused_together(tmp_path, folder_with, monkeypatch):
     monkeypatch.setattr("evenload.data.rows.chats.Budget", partial(Budget, left_s=0.3))
-    slow = "{% for a in range(300) %}{% for b in range(300) %}{% endfor %}{% endfor %}"
+    slow = "{% for a in range(600) %}{% for b in range(600) %}{% endfor %}{% endfor %}"
     assert read(write(tmp_path, [{"messages": CHAT[:3]}] * 2), folder_with(slow + PLAIN))
     with pytest.raises(EvenloadError, match=r"fails on line .*\n.*too long"):
         read(write(tmp_path, [{"messages": CHAT[:3]}] * 1000), folder_with(slow + PLAIN))

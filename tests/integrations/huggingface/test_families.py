@@ -37,6 +37,8 @@ def test_every_family_is_planned_exactly_or_stays_as_it_is(part, families, caplo
     for line in LIST.read_text().splitlines()[part::PARTS]:
         family = line.split(": ")[0]
         said, error = families.outcome(family)
-        # Where a family computes in float32, one machine may round two packings of it alike, and another not.
-        assert line in (f"{family}: {said}", f"{family}: {said}, computes in float32")
+        # Where a family computes in float32, one machine may round two packings of it alike, and another not. A stock
+        # step of some runs on one machine and not on another: their lines have both ends.
+        ends = line.removeprefix(f"{family}: ").split(" | ")
+        assert said in ends or f"{said}, computes in float32" in ends, (family, said)
         assert error < SINGLE if said.startswith("planned") else error == 0.0, (family, error)
