@@ -60,6 +60,10 @@ class Prunable(Protocol):
         ...
 
 
+Keeps = Literal["on one rank", "whole"]
+"""What a baseline does with every sequence: its slices all run on one rank, or it is one slice."""
+
+
 class Sizes(NamedTuple):
     """The most sequences x ranks of a batch for which a baseline is planned."""
 
@@ -98,6 +102,8 @@ class Plugin:
     """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
     baselines: Mapping[str, Callable[[StepPlan, PlanningContext, Any], StepPlan]] = field(default_factory=dict)
     """Other people's answers to the same question, for comparison; some are `Prunable`."""
+    keeps: Mapping[str, Keeps] = field(default_factory=dict)
+    """Baselines of which that is known before they plan: one that could not win is not planned."""
     costly: Mapping[str, Sizes] = field(default_factory=dict)
     """Baselines that take much longer to plan than ``plan`` itself, and up to which size they are planned."""
     breaks: Callable[[StepPlan, Any], str] | None = None

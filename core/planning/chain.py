@@ -34,8 +34,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_adapters_in_loops
 from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
-from ..simulate.step import after_passes_s
-from .judge import Candidate, floor_s, judge, outcome_of, rivals_of
+from .judge import Candidate, at_bound, floor_s, judge, least_s, outcome_of, rivals_of
 from .setting import Setting, context_of, limits_of
 from .static_cp import fold_cp, unfold_cp
 from .stock import UNCAPPED, stock_plan
@@ -43,10 +42,6 @@ from .tenants import of_tenants
 
 logger = logging.getLogger("evenload")
 
-SMALL = 1 << 14
-"""Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
-NEXT_TO_BOUND = 1.001
-"""Step over its certified bound up to which baselines are not planned for larger batches."""
 MOST_PASSES = 1 << 21
 """Micro-batches times stages of a batch that are planned: some hundred bytes and some microseconds for each."""
 STOCK = "stock"
@@ -251,13 +246,13 @@ class PlanChain:
     def _no_slower_than_baselines(self, plan: StepPlan) -> StepPlan:
         """The plan, or the fastest baseline of its batch that keeps its caps and the settings, where that is faster.
 
-        None is planned where the plan is at its certified bound already; of a batch of more than `SMALL` sequences x
-        ranks, where it is next to it. A baseline whose busiest rank takes longer is not played (`judge.floor_s`), and
-        one that takes long to plan is left out of large batches (`Plugin.costly`).
+        None is planned where the plan is at its certified bound already; of a large batch, where it is next to
+        it (`judge.at_bound`). A baseline that cannot win by its bound is not planned (`Plugin.keeps`), one
+        whose busiest rank takes longer is not played (`judge.floor_s`), and one that takes long to plan is left out of
+        large batches (`Plugin.costly`).
         """
         ours = fastest = judge(plan, self.context)
-        near = NEXT_TO_BOUND if len(plan.lengths) * self.limits.num_ranks > SMALL else 1.0
-        if ours.fits and ours.step_s <= near * plan.bound_s + after_passes_s(self.context):
+        if at_bound(plan, self.context):
             return plan
         for name in self.baselines_for(plan.lengths, "tried"):
             with suppress(EvenloadError):
@@ -285,8 +280,11 @@ class PlanChain:
         return candidate._replace(plan=check(candidate.plan))
 
     def _baseline_below(self, name: str, ours: StepPlan, bar_s: float) -> StepPlan | None:
-        """The plan of a baseline; None where it knows already that none of its own takes less than ``bar_s``."""
+        """The plan of a baseline; None where it is known before it is made to take no less than ``bar_s``."""
         offer = self.offer(name)
+        keeps = offer[0].keeps.get(name) if offer else "whole"
+        if self._cp == 1 and least_s(keeps, ours.lengths, ours.limits, self.context) >= bar_s:
+            return None
         baseline: Any = offer and offer[0].baselines[name]
         if offer and self._cp == 1 and isinstance(baseline, Prunable):
             return baseline.below(StepPlan(ours.lengths, (), ours.limits), self.context, offer[1], bar_s)

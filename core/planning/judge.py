@@ -17,14 +17,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..balance.bound import lower_bound_s
 from ..costs.context import PlanningContext
 from ..costs.memory import activation_budget_bytes
 from ..errors import PlanError
 from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
-from ..plan.step_plan import StepPlan, fact_of_plan
+from ..plan.step_plan import Lengths, StepPlan, fact_of_plan
+from ..registry import Keeps
 from ..simulate.passes import PassTimes
 from ..simulate.step import Simulation, after_passes_s, simulate
+
+SMALL = 1 << 14
+"""Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
+NEXT_TO_BOUND = 1.001
+"""Passes over their certified bound up to which baselines are not planned for larger batches,"""
+CLOSING = 1.01
+"""and the step with a gradient sum that a baseline might have hidden."""
 
 
 class Candidate(NamedTuple):
@@ -111,6 +120,24 @@ def floor_s(plan: StepPlan, context: PlanningContext) -> float:
         least_s = max(least_s, float(busy_s.max()) + way_s)
         way_s += min(seconds["F"], default=0.0) + (0.0 if any(plan.split) else min(seconds["B"], default=0.0))
     return least_s + after_passes_s(context)
+
+
+def least_s(keeps: Keeps | None, lengths: Lengths, limits: Limits, context: PlanningContext) -> float:
+    """No plan that keeps its sequences so takes a step of less under these limits [s]; lengths int64 [K] in tokens."""
+    if keeps is None:
+        return 0.0
+    if keeps == "whole" and lengths.max(initial=0) > limits.max_tokens:
+        return math.inf
+    return lower_bound_s(lengths, limits, context.costs, context.head_frac) + after_passes_s(context)
+
+
+def at_bound(plan: StepPlan, context: PlanningContext) -> bool:
+    """Whether no other plan takes less, or for large batches next to nothing less."""
+    outcome, after_s = outcome_of(plan, context), after_passes_s(context)
+    if len(plan.lengths) * plan.limits.num_ranks <= SMALL:
+        return outcome.step_s <= plan.bound_s + after_s
+    near = outcome.passes_s <= NEXT_TO_BOUND * plan.bound_s
+    return near and outcome.step_s <= CLOSING * plan.bound_s + after_s
 
 
 @dataclass(frozen=True)

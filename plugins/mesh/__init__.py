@@ -20,6 +20,7 @@ register(
         plan=plan.plan,
         does="shares",
         baselines=baselines.BASELINES,
+        keeps=baselines.KEEPS,
         branches=settings.branches,
         breaks=settings.breaks,
         simpler="cp_1",

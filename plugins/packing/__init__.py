@@ -22,6 +22,7 @@ register(
         does_to_whole="packs of whole samples",
         baselines=baselines.BASELINES,
         costly={"karmarkar_karp": Sizes(shown=1 << 22, tried=1 << 17)},
+        keeps=baselines.KEEPS,
         branches=settings.branches,
         breaks=settings.breaks,
         simpler="chunks",

@@ -137,6 +137,7 @@ KILLERS: dict[str, Words] = {
     "further tokens": ("pytest", "tests/integrations/megatron/unmodified/test_mtp.py", "-k", "dp2-means"),
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
+    "judge": ("pytest", "tests/core/planning/test_judge.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
     "adam's mends": ("pytest", "tests/patches/test_megatron_fixes.py"),
     "resumed": ("pytest", f"{_SAVING}/test_checkpoint.py", "-k", "same_layout and fp64"),
@@ -1233,6 +1234,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if odd:\n        raise RankError(",
         "    if len(odd) > 1:\n        raise RankError(",
         "planner",
+    ),
+    Mutant(
+        "a baseline that may win is taken for one that cannot",
+        "core/planning/judge.py",
+        "    if keeps is None:\n        return 0.0",
+        "    if keeps is None:\n        return math.inf",
+        "judge",
     ),
     Mutant(
         "a plan over the caps is trained",
