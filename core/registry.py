@@ -111,6 +111,11 @@ class Plugin:
 
     Such a plan is shown for comparison and never runs instead of the plugin's own.
     """
+    work_s: Callable[[int, int, int], float] | None = None
+    """``work_s(sequences, ranks, stages)``: about how long ``plan`` takes [s], counted and not measured, so that ranks
+    agree on it; None: no time."""
+    quick: tuple[str, ...] = ()
+    """Baselines that plan in a small part of the time of ``plan``: what runs where that is not there in time."""
     simpler: str = ""
     """The baseline that takes over when ``plan`` fails or is late; empty means the identity."""
     hold_back: Callable[[Any], HoldBack | None] | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +53,20 @@ class Candidate(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.missing_bytes <= 0
+
+
+class UnwantedError(BaseException):
+    """Nobody waits any more for the plan that this thread works on."""
+
+
+wanted_no_more: ContextVar[Callable[[], bool]] = ContextVar("wanted_no_more", default=lambda: False)
+"""Whether the plan that this thread works on is waited for no more: it then ends with its next candidate."""
+
+
+def check_wanted() -> None:
+    """Raise UnwantedError in a thread whose plan nobody waits for."""
+    if wanted_no_more.get()():
+        raise UnwantedError
 
 
 class _Identity:
@@ -94,6 +109,7 @@ def judge(plan: StepPlan, context: PlanningContext, baseline: str = "") -> Candi
 
     Raises PlanError for one whose ranks would wait for each other.
     """
+    check_wanted()
     plan = in_rounds(plan)
     outcome = outcome_of(plan, context)
     missing_bytes = float(outcome.activation_bytes.max()) - budget_bytes(plan.limits, context)

@@ -12,7 +12,7 @@ from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import Op, StepPlan, as_lengths
 from evenload.core.planning import judge as judging
-from evenload.core.planning.chain import MOST_PASSES, PlanChain
+from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import (
     FASTEST,
     Candidate,
@@ -27,6 +27,7 @@ from evenload.core.planning.judge import (
     outcome_of,
     rivals_of,
 )
+from evenload.core.planning.setting import MOST_PASSES
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import after_passes_s, simulate
 from evenload.training.forecast.forecast import Simulated, over_caps
