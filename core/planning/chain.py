@@ -222,8 +222,7 @@ class PlanChain:
     @property
     def rules(self) -> tuple[str, ...]:
         """Baselines that may run where `plan` fails or is late: quick ones, and from better to safer."""
-        safer = (plugin.simpler for plugin, _ in self.links if plugin.simpler)
-        return tuple(dict.fromkeys((*self.quick, *safer, STOCK)))
+        return tuple(dict.fromkeys((*self.quick, *filter(None, (p.simpler for p, _ in self.links)), STOCK)))
 
     @property
     def quick(self) -> tuple[str, ...]:
@@ -255,10 +254,9 @@ class PlanChain:
     def _no_slower_than_baselines(self, plan: StepPlan) -> StepPlan:
         """The plan, or the fastest baseline of its batch that keeps its caps and the settings, where that is faster.
 
-        None is planned where the plan is at its certified bound already; of a large batch, where it is next to
-        it (`judge.at_bound`). A baseline that cannot win by its bound is not planned (`Plugin.keeps`), one
-        whose busiest rank takes longer is not played (`judge.floor_s`), and one that takes long to plan is left out of
-        large batches (`Plugin.costly`).
+        None is planned where the plan is at its certified bound, or a large batch's next to it (`judge.at_bound`). One
+        that cannot win by its bound is not planned (`Plugin.keeps`), one whose busiest rank takes longer is not played
+        (`judge.floor_s`), and one that takes long to plan is left out of large batches (`Plugin.costly`).
         """
         ours = fastest = judge(plan, self.context)
         if at_bound(plan, self.context):

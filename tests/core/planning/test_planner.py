@@ -49,7 +49,7 @@ class Draws:
 @pytest.mark.parametrize("background", [True, False])
 def test_plans_are_made_ahead_and_keep_their_own_state(background: bool) -> None:
     draws = Draws()
-    planner = Planner(chain(), draws, background=background)
+    planner = Planner(chain(), draws, background=background, budget_s=60)
     first, second = planner.next(), planner.next()
     assert first.plan.made_by == "packing"
     assert (first.draw.state, second.draw.state) == ({"consumed": 8}, {"consumed": 16})
@@ -68,13 +68,13 @@ class OfTenants(Draws):
 
 @pytest.mark.parametrize("background", [True, False])
 def test_tenants_of_a_draw_are_those_of_its_plan(background: bool) -> None:
-    planned = Planner(chain(), OfTenants(), background=background).next()
+    planned = Planner(chain(), OfTenants(), background=background, budget_s=60).next()
     assert planned.plan.tenants.tolist() == OfTenants.tenants.tolist()
-    assert planned.plan.digest != Planner(chain(), Draws(), background=background).next().plan.digest
+    assert planned.plan.digest != Planner(chain(), Draws(), background=background, budget_s=60).next().plan.digest
 
 
 def test_a_plan_that_takes_over_has_the_tenants() -> None:
-    planned = Planner(chain(fails), OfTenants()).next()
+    planned = Planner(chain(fails), OfTenants(), budget_s=60).next()
     assert planned.plan.made_by == "chunks"
     assert planned.plan.tenants.tolist() == OfTenants.tenants.tolist()
 
@@ -110,7 +110,7 @@ def test_the_stock_plan_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, capl
     ((plugin, config),) = made.links
     broken = replace(plugin, baselines={"chunks": lambda *_: unlawful(_[0])})
     with caplog.at_level(logging.WARNING, "evenload"):
-        planned = Planner(replace(made, links=((broken, config),)), Draws()).next()
+        planned = Planner(replace(made, links=((broken, config),)), Draws(), budget_s=60).next()
     assert planned.plan.made_by == "stock"
     assert "'chunks' failed too" in caplog.text
 
@@ -126,7 +126,7 @@ def test_stock_that_breaks_a_cap_does_not_take_over(caplog: pytest.LogCaptureFix
         caplog.at_level(logging.WARNING, "evenload"),
         pytest.raises(EvenloadError, match="no planner could plan this step under the caps") as caught,
     ):
-        Planner(only_stock(fails), Draws()).next()
+        Planner(only_stock(fails), Draws(), budget_s=60).next()
     assert "ZeroDivisionError: inside a planner" in caught.value.found
     assert "100 tokens on a rank, cap 64" in caplog.text
 
@@ -162,7 +162,7 @@ def test_what_plans_leave_out_is_warned_of_once(caplog: pytest.LogCaptureFixture
             },
         }
     )
-    planner = Planner(PlanChain.of_recipe(recipe, recipe.layout()), Draws())
+    planner = Planner(PlanChain.of_recipe(recipe, recipe.layout()), Draws(), budget_s=60)
     with caplog.at_level(logging.WARNING, "evenload"):
         for _ in range(3):
             planner.next()
@@ -176,7 +176,7 @@ def test_a_fallback_that_crashes_hands_over_too(caplog: pytest.LogCaptureFixture
     ((plugin, config),) = chain(fails).links
     broken = replace(plugin, baselines={"chunks": fails})
     with caplog.at_level(logging.WARNING, "evenload"):
-        planned = Planner(replace(chain(fails), links=((broken, config),)), Draws()).next()
+        planned = Planner(replace(chain(fails), links=((broken, config),)), Draws(), budget_s=60).next()
     assert planned.plan.made_by == "stock"
     assert "'chunks' failed too: inside a planner" in caplog.text
 
@@ -188,7 +188,7 @@ def short(bare: StepPlan, *rest: object) -> StepPlan:
 @pytest.mark.parametrize("background", [True, False])
 def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background: bool) -> None:
     old, new = chain(), chain(short)
-    planner = Planner(old, Draws(), background=background)
+    planner = Planner(old, Draws(), background=background, budget_s=60)
     assert planner.chain_of_next is old
     planner.next()
     planner.use(new)
@@ -196,7 +196,7 @@ def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background: b
     made = [planner.next() for _ in range(2)]
     assert [p.plan.made_by for p in made] == (["packing", "other"] if background else ["other", "other"])
     assert [p.chain is new for p in made] == [not background, True]
-    resumed = Planner(new, Draws(), background=background, first=old)
+    resumed = Planner(new, Draws(), background=background, first=old, budget_s=60)
     assert [resumed.next().chain for _ in range(3)] == [old, new, new]
 
 
@@ -204,7 +204,7 @@ def test_a_fallback_uses_what_its_plan_was_begun_with() -> None:
     failing = chain(fails)
     ((plugin, config),) = failing.links
     marked = replace(plugin, baselines={"chunks": short})
-    planner = Planner(replace(failing, links=((marked, config),)), Draws())
+    planner = Planner(replace(failing, links=((marked, config),)), Draws(), budget_s=60)
     planner.next()
     planner.use(chain())
     assert planner.next().plan.made_by == "other"
