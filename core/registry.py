@@ -60,6 +60,10 @@ class Prunable(Protocol):
         ...
 
 
+Keeps = Literal["on one rank", "whole"]
+"""What a baseline does with every sequence: its slices all run on one rank, or it is one slice."""
+
+
 class Sizes(NamedTuple):
     """The most sequences x ranks of a batch for which a baseline is planned."""
 
@@ -98,6 +102,8 @@ class Plugin:
     """``plan`` makes micro-batches from the bare sequences; other plugins rearrange those of a lawful plan."""
     baselines: Mapping[str, Callable[[StepPlan, PlanningContext, Any], StepPlan]] = field(default_factory=dict)
     """Other people's answers to the same question, for comparison; some are `Prunable`."""
+    keeps: Mapping[str, Keeps] = field(default_factory=dict)
+    """Baselines of which that is known before they plan: one that could not win is not planned."""
     costly: Mapping[str, Sizes] = field(default_factory=dict)
     """Baselines that take much longer to plan than ``plan`` itself, and up to which size they are planned."""
     breaks: Callable[[StepPlan, Any], str] | None = None
@@ -105,6 +111,11 @@ class Plugin:
 
     Such a plan is shown for comparison and never runs instead of the plugin's own.
     """
+    work_s: Callable[[int, int, int], float] | None = None
+    """``work_s(sequences, ranks, stages)``: about how long ``plan`` takes [s], counted and not measured, so that ranks
+    agree on it; None: no time."""
+    quick: tuple[str, ...] = ()
+    """Baselines that plan in a small part of the time of ``plan``: what runs where that is not there in time."""
     simpler: str = ""
     """The baseline that takes over when ``plan`` fails or is late; empty means the identity."""
     hold_back: Callable[[Any], HoldBack | None] | None = None

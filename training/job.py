@@ -90,7 +90,8 @@ class VerbJob(ABC):
     ) -> Planner:
         """A planner over the batches of a drawing; ``first`` plans the first of them."""
         config = self.recipe.planner
-        how: Any = {"budget_s": config.budget_ms / 1e3, "background": config.background, "exchange": gather_bytes}
+        budget_s = config.budget_ms and config.budget_ms / 1e3
+        how: Any = {"budget_s": budget_s, "background": config.background, "exchange": gather_bytes}
         return Planner(chain or self.chain, drawing, **how, first=first)
 
     def say_stock(self, verb: str) -> None:

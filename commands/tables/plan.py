@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ...core.input.format import gib, mib, percent, seconds
 from ...core.plan.grid import LEGEND
-from ...core.planning.chain import WARNINGS
+from ...core.planning.notes import WARNINGS
 from ...training.shared_plan.saving import HEAD
 from ...training.shared_plan.saving import rows as rows_of_tenants
 from ...training.shared_plan.saving import said as notes

@@ -1,8 +1,8 @@
 """The chain of planners: every enabled plugin in order, each handing its plan to the next; none enabled is stock.
 
 Caps on tokens and memory are promises. Of those of several plugins the least holds, and the chain holds every plan that
-may run to it, whatever the plan's own limits say. When a link of the chain fails, `simpler` offers what takes over: the
-plugins' simpler planners and at the end the stock plan, each only where it keeps the caps and the settings.
+may run to it, whatever the plan's own limits say. Where the chain fails or is late, `rules` say what may take over: the
+plugins' simpler planners and at the end the stock plan, each only where it keeps the caps and the settings (`stages`).
 
 Baselines are for comparison. They may exceed the caps, and then say so in their limits. One that keeps the caps and the
 settings is a candidate too (`PlanChain.plan`): no plan is slower than a lawful row of its own table.
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Literal
 
 from ..costs.context import PlanningContext
@@ -34,37 +34,17 @@ from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_adapters_in_loops
 from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
-from ..simulate.step import after_passes_s
-from .judge import Candidate, floor_s, judge, outcome_of, rivals_of
-from .setting import Setting, context_of, limits_of
+from .judge import Candidate, at_bound, beside, floor_s, judge, least_s, outcome_of, rivals_of
+from .notes import LEFT_OUT, NO_EFFECT, WARNINGS, unequal_caps
+from .setting import Setting, context_of, limits_of, refuse_too_many
 from .static_cp import fold_cp, unfold_cp
 from .stock import UNCAPPED, stock_plan
 from .tenants import of_tenants
 
 logger = logging.getLogger("evenload")
 
-SMALL = 1 << 14
-"""Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
-NEXT_TO_BOUND = 1.001
-"""Step over its certified bound up to which baselines are not planned for larger batches."""
-MOST_PASSES = 1 << 21
-"""Micro-batches times stages of a batch that are planned: some hundred bytes and some microseconds for each."""
 STOCK = "stock"
 ALIASES = {"padded": STOCK}
-LEFT_OUT, LEAST_CAP = "left out of this plan: ", "the least max_tokens of all plugins holds: "
-NO_EFFECT = "without effect: "
-WARNINGS = LEFT_OUT, LEAST_CAP, NO_EFFECT
-"""What notes begin with that tell of a plugin which refused the batch while another one could plan it, of unlike caps,
-and of a planner of layers that has nothing to plan. Training warns of each reason once."""
-
-
-def warn_once(plan: StepPlan, warned: set[str]) -> None:
-    """Warn of what a plan leaves out, but of reasons in ``warned``, to which they are added."""
-    for note in (note for note in plan.notes if note.startswith(WARNINGS)):
-        reason = note.partition(" (")[0]
-        if reason not in warned:
-            warned.add(reason)
-            logger.warning("%s", note)
 
 
 @dataclass(frozen=True)
@@ -156,9 +136,9 @@ class PlanChain:
 
         ``tenants``: number of each sequence's tenant [S]; None: there are none.
         """
-        return self._with_tenants(self._planned(batch), tenants)
+        return self.with_tenants(self._planned(batch), tenants)
 
-    def _with_tenants(self, plan: StepPlan, tenants: Lengths | None) -> StepPlan:
+    def with_tenants(self, plan: StepPlan, tenants: Lengths | None) -> StepPlan:
         """A checked plan with its tenants, checked again where planners of slices had a say."""
         owned = of_tenants(plan, tenants, self.context, self.of_slices)
         return check(owned) if tenants is not None and self.of_slices else owned
@@ -167,13 +147,33 @@ class PlanChain:
         """The checked plan of a batch, whoever's its sequences are."""
         if self.instead:
             return self._checked_baseline(self.instead, batch)
-        self._refuse_too_many(batch)
-        plan = self._best_folded(batch) if self._cp > 1 else self._chained(batch)
-        notes = self._unequal_caps()
-        plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
-        return self._with_policy(self._no_slower_than_baselines(plan) if self.links else plan)
+        *_, plan = self.in_turn(batch)
+        return self.finished(plan)
 
-    def _with_policy(self, plan: StepPlan) -> StepPlan:
+    @property
+    def staged(self) -> bool:
+        """Whether there is a plan to be had on the way to that of `plan`."""
+        return bool(self.links) and not self.instead
+
+    def finished(self, plan: StepPlan, known: Iterable[Candidate] = ()) -> StepPlan:
+        """The plan of all plugins under the caps, baselines weighed. Raises PlanError.
+
+        ``known``: baselines of the batch that have been judged.
+        """
+        notes = unequal_caps(self.links, self.limits)
+        plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
+        if slower := [one.baseline for one in known if one.step_s >= outcome_of(plan, self.context).step_s]:
+            plan = beside(plan, map(self._rival, slower))
+        return self.with_policy(self._no_slower_than_baselines(plan) if self.links else plan)
+
+    def lawful(self, plan: StepPlan) -> StepPlan:
+        """A plan on its way through the plugins, where it may run as it is. Raises EvenloadError where it may not."""
+        for plugin, config in self.links:
+            if plugin.breaks and (broken := plugin.breaks(plan, config)):
+                raise EvenloadError("this plan does not keep the settings of the recipe", broken, "see the recipe")
+        return self._under_caps(plan)
+
+    def with_policy(self, plan: StepPlan) -> StepPlan:
         """The plan with what planners of layers say of it. Raises PlanError for a policy that breaks a law."""
         for plugin, config in self.of_layers:
             plan = plugin.plan(plan, self.context, config)
@@ -191,17 +191,12 @@ class PlanChain:
             return "as the model has no experts"
         return "as every rank has all experts: parallel.ep is 1" if self.context.layout.ep == 1 else ""
 
-    def _refuse_too_many(self, batch: Lengths) -> None:
-        cap, stages = self.caps.max_tokens, self.limits.num_stages
-        fewest = -(-int(batch.sum()) // (cap * self._cp)) if len(batch) else 0
-        if fewest * stages > MOST_PASSES:
-            raise EvenloadError(
-                "a batch is too many micro-batches to be planned",
-                f"{fewest} of {cap} tokens at each of {stages} stages, {MOST_PASSES} may be planned over all stages",
-                "raise max_tokens, lower train.global_batch_size, or shorten the samples (data.max_length)",
-            )
+    def in_turn(self, batch: Lengths) -> Iterator[StepPlan]:
+        """The plan after each plugin in turn, last that of all; not yet under the caps. Raises EvenloadError."""
+        refuse_too_many(batch, self.caps, self._cp)
+        return iter([self._best_folded(batch)]) if self._cp > 1 else self._chained(batch)
 
-    def _chained(self, batch: Lengths) -> StepPlan:
+    def _chained(self, batch: Lengths) -> Iterator[StepPlan]:
         placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
         limits = replace(self.limits, max_tokens=self.caps.max_tokens)
         plan = StepPlan(batch, (), limits) if 0 in placing else self._baseline(STOCK, batch)
@@ -215,23 +210,31 @@ class PlanChain:
                 # What one planner cannot place (a sequence over its cap), a later one may.
                 notes.append(f"{LEFT_OUT}{plugin.name}: {error.what} ({error.found})")
                 plan = replace(plan, limits=config.capped(plan.limits))
-        return plan.revised(notes=(*plan.notes, *notes)) if notes else plan
+            if place < len(self.links) - 1 and plan.micro_batches:
+                yield plan
+        yield plan.revised(notes=(*plan.notes, *notes)) if notes else plan
 
-    def simpler(self, batch: Lengths, tenants: Lengths | None = None) -> Iterator[tuple[str, Callable[[], StepPlan]]]:
-        """(name, planner) of what takes over when `plan` fails or is late, from better to safer.
+    def work_s(self, batch: Lengths) -> float:
+        """About how long the plugins plan a batch [s]: counted, the same on every rank."""
+        sizes = len(batch), self.limits.num_ranks, self.limits.num_stages
+        return sum(plugin.work_s(*sizes) for plugin, _ in self.links if plugin.work_s)
 
-        A planner raises EvenloadError where its plan would break a cap or a setting of the recipe.
-        """
-        names = [plugin.simpler for plugin, _ in self.links if plugin.simpler]
-        for name in (*names, STOCK):
-            yield name, partial(self._instead_of_plugins, name, batch, tenants)
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Baselines that may run where `plan` fails or is late: quick ones, and from better to safer."""
+        return tuple(dict.fromkeys((*self.quick, *filter(None, (p.simpler for p, _ in self.links)), STOCK)))
+
+    @property
+    def quick(self) -> tuple[str, ...]:
+        """Baselines of the plugins that plan quickly."""
+        return tuple(dict.fromkeys(name for plugin, _ in self.links for name in plugin.quick))
 
     def baseline(self, name: str, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """The plan of a named baseline: ``stock`` (or ``padded``), or one that an enabled plugin offers.
 
         It is checked under limits of its own, which may exceed the caps of the recipe.
         """
-        return self._with_tenants(self._checked_baseline(name, batch), tenants)
+        return self.with_tenants(self._checked_baseline(name, batch), tenants)
 
     def _checked_baseline(self, name: str, batch: Lengths) -> StepPlan:
         if (offer := self.offer(name)) in self.of_layers and offer is not None:
@@ -251,13 +254,12 @@ class PlanChain:
     def _no_slower_than_baselines(self, plan: StepPlan) -> StepPlan:
         """The plan, or the fastest baseline of its batch that keeps its caps and the settings, where that is faster.
 
-        None is planned where the plan is at its certified bound already; of a batch of more than `SMALL` sequences x
-        ranks, where it is next to it. A baseline whose busiest rank takes longer is not played (`judge.floor_s`), and
-        one that takes long to plan is left out of large batches (`Plugin.costly`).
+        None is planned where the plan is at its certified bound, or a large batch's next to it (`judge.at_bound`). One
+        that cannot win by its bound is not planned (`Plugin.keeps`), one whose busiest rank takes longer is not played
+        (`judge.floor_s`), and one that takes long to plan is left out of large batches (`Plugin.costly`).
         """
         ours = fastest = judge(plan, self.context)
-        near = NEXT_TO_BOUND if len(plan.lengths) * self.limits.num_ranks > SMALL else 1.0
-        if ours.fits and ours.step_s <= near * plan.bound_s + after_passes_s(self.context):
+        if at_bound(plan, self.context):
             return plan
         for name in self.baselines_for(plan.lengths, "tried"):
             with suppress(EvenloadError):
@@ -285,12 +287,20 @@ class PlanChain:
         return candidate._replace(plan=check(candidate.plan))
 
     def _baseline_below(self, name: str, ours: StepPlan, bar_s: float) -> StepPlan | None:
-        """The plan of a baseline; None where it knows already that none of its own takes less than ``bar_s``."""
+        """The plan of a baseline; None where it is known before it is made to take no less than ``bar_s``."""
         offer = self.offer(name)
+        if self.least_s(name, ours.lengths) >= bar_s:
+            return None
         baseline: Any = offer and offer[0].baselines[name]
         if offer and self._cp == 1 and isinstance(baseline, Prunable):
             return baseline.below(StepPlan(ours.lengths, (), ours.limits), self.context, offer[1], bar_s)
         return self._baseline(name, ours.lengths)
+
+    def least_s(self, name: str, batch: Lengths) -> float:
+        """A baseline of the batch that may run takes no less [s]; asked before it plans."""
+        offer = self.offer(name)
+        keeps = offer[0].keeps.get(name) if offer else "whole"
+        return least_s(None if self._cp > 1 else keeps, batch, self.caps, self.context)
 
     def _rival(self, name: str) -> str:
         """A baseline's name together with that of the plugin that offers it."""
@@ -314,19 +324,12 @@ class PlanChain:
         held_bytes = min(own.max_activation_bytes, caps.max_activation_bytes)
         return check(in_rounds(plan.revised(limits=replace(own, max_tokens=tokens, max_activation_bytes=held_bytes))))
 
-    def _instead_of_plugins(self, name: str, batch: Lengths, tenants: Lengths | None) -> StepPlan:
+    def rule(self, name: str, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """The plan of a baseline that may run. Raises EvenloadError."""
         plan = self._checked_baseline(name, batch)
         if broken := self.breaks(name, plan):
             raise EvenloadError(f"the plan '{name}' does not keep the settings of the recipe", broken, "see the recipe")
-        return self._with_tenants(self._under_caps(plan), tenants)
-
-    def _unequal_caps(self) -> list[str]:
-        caps = {plugin.name: config.capped(self.limits).max_tokens for plugin, config in self.links}
-        own = {name: tokens for name, tokens in caps.items() if tokens < self.limits.max_tokens}
-        if len(set(own.values())) < 2:
-            return []
-        return [LEAST_CAP + ", ".join(f"{name} {tokens}" for name, tokens in own.items())]
+        return self.with_tenants(self._under_caps(plan), tenants)
 
     def offer(self, name: str) -> tuple[Plugin, PluginConfig] | None:
         """The first enabled plugin that offers a baseline; None for the stock plan. Raises EvenloadError."""
@@ -341,10 +344,12 @@ class PlanChain:
         a CP group every slice moves the keys and values of its whole prefix, which compute may not hide."""
         folded = self._folded()
         uncut = replace(folded, links=tuple((plugin, config.uncut()) for plugin, config in folded.links))
-        plans = [self._under_caps(unfold_cp(folded._chained(batch), self.limits, self._cp))]
+        *_, own = folded._chained(batch)
+        plans = [self._under_caps(unfold_cp(own, self.limits, self._cp))]
         if plans[0].cut:
             with suppress(EvenloadError):  # a sequence that must be cut
-                plans.append(self._under_caps(unfold_cp(uncut._chained(batch), self.limits, self._cp)))
+                *_, own = uncut._chained(batch)
+                plans.append(self._under_caps(unfold_cp(own, self.limits, self._cp)))
         return min(plans, key=lambda plan: outcome_of(plan, self.context).step_s)
 
     @property

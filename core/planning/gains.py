@@ -7,8 +7,9 @@ from typing import Any
 
 from ..errors import EvenloadError
 from ..plan.step_plan import StepPlan
-from .chain import LEFT_OUT, PlanChain
+from .chain import PlanChain
 from .judge import judge
+from .notes import LEFT_OUT
 
 NOTHING = 0.02
 """Share of a step below which a plan's gain is not worth its exchange of samples, its packs and its planning."""

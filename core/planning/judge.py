@@ -14,17 +14,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..balance.bound import lower_bound_s
 from ..costs.context import PlanningContext
 from ..costs.memory import activation_budget_bytes
 from ..errors import PlanError
 from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
-from ..plan.step_plan import StepPlan, fact_of_plan
+from ..plan.step_plan import Lengths, StepPlan, fact_of_plan
+from ..registry import Keeps
 from ..simulate.passes import PassTimes
 from ..simulate.step import Simulation, after_passes_s, simulate
+
+SMALL = 1 << 14
+"""Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
+NEXT_TO_BOUND = 1.001
+"""Passes over their certified bound up to which baselines are not planned for larger batches,"""
+CLOSING = 1.01
+"""and the step with a gradient sum that a baseline might have hidden."""
 
 
 class Candidate(NamedTuple):
@@ -43,6 +53,20 @@ class Candidate(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.missing_bytes <= 0
+
+
+class UnwantedError(BaseException):
+    """Nobody waits any more for the plan that this thread works on."""
+
+
+wanted_no_more: ContextVar[Callable[[], bool]] = ContextVar("wanted_no_more", default=lambda: False)
+"""Whether the plan that this thread works on is waited for no more: it then ends with its next candidate."""
+
+
+def check_wanted() -> None:
+    """Raise UnwantedError in a thread whose plan nobody waits for."""
+    if wanted_no_more.get()():
+        raise UnwantedError
 
 
 class _Identity:
@@ -85,6 +109,7 @@ def judge(plan: StepPlan, context: PlanningContext, baseline: str = "") -> Candi
 
     Raises PlanError for one whose ranks would wait for each other.
     """
+    check_wanted()
     plan = in_rounds(plan)
     outcome = outcome_of(plan, context)
     missing_bytes = float(outcome.activation_bytes.max()) - budget_bytes(plan.limits, context)
@@ -111,6 +136,24 @@ def floor_s(plan: StepPlan, context: PlanningContext) -> float:
         least_s = max(least_s, float(busy_s.max()) + way_s)
         way_s += min(seconds["F"], default=0.0) + (0.0 if any(plan.split) else min(seconds["B"], default=0.0))
     return least_s + after_passes_s(context)
+
+
+def least_s(keeps: Keeps | None, lengths: Lengths, limits: Limits, context: PlanningContext) -> float:
+    """No plan that keeps its sequences so takes a step of less under these limits [s]; lengths int64 [K] in tokens."""
+    if keeps is None:
+        return 0.0
+    if keeps == "whole" and lengths.max(initial=0) > limits.max_tokens:
+        return math.inf
+    return lower_bound_s(lengths, limits, context.costs, context.head_frac) + after_passes_s(context)
+
+
+def at_bound(plan: StepPlan, context: PlanningContext) -> bool:
+    """Whether no other plan takes less, or for large batches next to nothing less."""
+    outcome, after_s = outcome_of(plan, context), after_passes_s(context)
+    if len(plan.lengths) * plan.limits.num_ranks <= SMALL:
+        return outcome.step_s <= plan.bound_s + after_s
+    near = outcome.passes_s <= NEXT_TO_BOUND * plan.bound_s
+    return near and outcome.step_s <= CLOSING * plan.bound_s + after_s
 
 
 @dataclass(frozen=True)

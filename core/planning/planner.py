@@ -1,11 +1,13 @@
 """The planner: one step ahead in a background thread, under a time budget, agreed on by all ranks.
 
-Each step every rank tells the others whether its plan is ready, and its digest (17 bytes). If all are ready and equal,
-the plan runs. If one is late, failed or broke a law, all ranks take the next simpler planner together, with a warning;
-so a slow host never makes ranks diverge. If digests differ although all were ready, every rank raises the same error.
+A batch is planned in numbered stages (`stages`), each with the best lawful plan so far. Each step every rank tells the
+others whether its plan is ready, the stage it has reached, and its digest (18 bytes). If all are ready and equal, the
+plan runs. If one is late, failed or broke a law, all ranks take the best plan of the least stage that all have, compare
+its digest, and say so in a warning; so a slow host makes the step less good and never makes ranks diverge. If digests
+differ although all have the stage, every rank raises the same error.
 
-No simpler plan runs that breaks a cap or a setting of the recipe. Where none is left, a late plan is waited for, and a
-planner that failed ends the job with one message.
+No plan runs that breaks a cap or a setting of the recipe. Where no stage has a lawful one yet, all wait for the first;
+where there is none and a planner failed, the job ends with one message.
 """
 
 from __future__ import annotations
@@ -24,11 +26,17 @@ import numpy.typing as npt
 from ..errors import EvenloadError, RankError
 from ..plan.expert_policy import EXPERTS_AT_HOME
 from ..plan.step_plan import Lengths, StepPlan, as_lengths
-from .chain import PlanChain, warn_once
+from .chain import PlanChain
+from .judge import outcome_of, wanted_no_more
+from .notes import warn_once
+from .stages import SHARE, Stages
 
 logger = logging.getLogger("evenload")
 
 READY, LATE, FAILED = 0, 1, 2
+MOST_SAVED_S = 0.5
+"""What steps did not wait of their share they leave to later ones, up to so many seconds, with which a run begins."""
+POLL_S = 0.01
 FELL_BACK, FAILED_ON = "fallback: ", "failed on ranks "
 """A note of a plan that took over begins with the first; where a planner failed and was not only late, the second is in
 it."""
@@ -77,7 +85,10 @@ class Planned:
 class _Begun(NamedTuple):
     draw: Draw
     chain: PlanChain
+    stages: Stages
     future: Future[tuple[StepPlan, float]]
+    unwanted: threading.Event
+    """Set where its step has run, or never will: its thread then ends."""
 
 
 class Planner:
@@ -86,6 +97,7 @@ class Planner:
     Args:
         chain: plans; `use` puts another in its place.
         draw: gives the next global batch; its order is the caller's.
+        budget_s: how long a step may wait for its plan; None: a share of the predicted step (`SHARE`).
         first: plans the first batch instead, where a resumed run had begun it with other costs than its newest.
     """
 
@@ -94,7 +106,7 @@ class Planner:
         chain: PlanChain,
         draw: Callable[[], Draw],
         *,
-        budget_s: float = 2.0,
+        budget_s: float | None = None,
         background: bool = True,
         exchange: Exchange = alone,
         first: PlanChain | None = None,
@@ -104,6 +116,8 @@ class Planner:
         self._exchange = exchange
         self._budget_s, self._background = budget_s, background
         self._first = first or chain
+        self._saved_s = MOST_SAVED_S
+        """What this rank may wait beyond a step's share."""
         self._ahead: _Begun | None = None
         self._warned: set[str] = set()
         self._policy = EXPERTS_AT_HOME
@@ -122,16 +136,17 @@ class Planner:
         in the batch carries loss.
         """
         start = time.perf_counter()
-        draw, chain, future = self._ahead or self._begin(self._chain if self.step else self._first)
+        begun = self._ahead or self._begin(self._chain if self.step else self._first)
+        draw, chain = begun.draw, begun.chain
         if not len(draw.samples):
             detail = f"step {self.step}: {draw.without_target} samples without a token that carries loss"
             do = "check the labels of the data, or raise train.global_batch_size"
             raise EvenloadError("no sequence of the batch has a target", detail, do)
-        plan, plan_s, why, answers = self._agreed(future, self._budget_s)
-        if plan is None:
-            plan = self._fall_back(draw, chain, answers, why, future)
+        plan, plan_s = self._agreed(begun)
+        begun.unwanted.set()
         warn_once(plan, self._warned)
         waited_s = time.perf_counter() - start
+        self._spend(plan, chain, waited_s)
         self._policy = plan.experts
         self.step += 1
         self._ahead = self._begin(self._chain) if self._background and ahead else None
@@ -139,6 +154,8 @@ class Planner:
 
     def forget(self) -> None:
         """Drop the plan that was begun ahead: its batch will be drawn anew. On every rank alike."""
+        if self._ahead:
+            self._ahead.unwanted.set()
         self._ahead = None
 
     def use(self, chain: PlanChain) -> None:
@@ -159,76 +176,108 @@ class Planner:
         return self._ahead.chain if self._ahead else self._chain
 
     def _begin(self, chain: PlanChain) -> _Begun:
-        """Draw the next batch and start to plan it: in a thread of its own, since a late one cannot be stopped."""
-        draw, future = self._draw(), Future[tuple[StepPlan, float]]()
+        """Draw the next batch and start to plan it, in a thread of its own: a late one ends with its next candidate."""
+        draw, future, unwanted = self._draw(), Future[tuple[StepPlan, float]](), threading.Event()
+        stages = Stages(chain, as_lengths(draw.lengths))
 
         def work() -> None:
             start = time.perf_counter()
             try:
-                plan = chain.plan(as_lengths(draw.lengths), _tenants(draw))
-                future.set_result((plan, time.perf_counter() - start))
+                *_, plan = stages.run()
+                assert plan is not None
+                future.set_result((chain.with_tenants(plan, _tenants(draw)), time.perf_counter() - start))
             except BaseException as error:
                 future.set_exception(error)
 
+        def work_while_wanted() -> None:
+            wanted_no_more.set(unwanted.is_set)
+            work()
+
         if self._background:
-            threading.Thread(target=work, name=f"evenload-plan-{self.step}", daemon=True).start()
+            threading.Thread(target=work_while_wanted, name=f"evenload-plan-{self.step}", daemon=True).start()
         else:
             work()
-        return _Begun(draw, chain, future)
+        return _Begun(draw, chain, stages, future, unwanted)
 
-    def _wait(
-        self, future: Future[tuple[StepPlan, float]], budget_s: float | None
-    ) -> tuple[int, StepPlan | None, float, str]:
+    def _budget_of(self, stages: Stages) -> float:
+        """Seconds that this rank waits for a plan [s]."""
+        best = stages.best[-1]
+        return self._saved_s + SHARE * (best.step_s if best else 0.0) if self._budget_s is None else self._budget_s
+
+    def _spend(self, plan: StepPlan, chain: PlanChain, waited_s: float) -> None:
+        """Count what a step waited against the share of it that it may: short waits save for a longer one."""
+        saved_s = self._saved_s + SHARE * outcome_of(plan, chain.context).step_s - waited_s
+        self._saved_s = min(MOST_SAVED_S, max(0.0, saved_s))
+
+    def _wait(self, begun: _Begun, budget_s: float | None) -> tuple[int, StepPlan | None, float, str]:
         """(status, plan, seconds of planning, why there is no plan); a budget of None waits for its end."""
         try:
-            plan, plan_s = future.result(timeout=budget_s)
+            plan, plan_s = begun.future.result(timeout=budget_s)
         except TimeoutError:
-            return LATE, None, self._budget_s, f"no plan within {1e3 * self._budget_s:.0f} ms (planner.budget_ms)"
+            waited_s = budget_s or 0.0
+            return LATE, None, waited_s, f"no plan within {1e3 * waited_s:.0f} ms (planner.budget_ms)"
         except Exception as error:
             return FAILED, None, 0.0, f"{type(error).__name__}: {error}"
         return READY, plan, plan_s, ""
 
-    def _agreed(
-        self, future: Future[tuple[StepPlan, float]], budget_s: float | None
-    ) -> tuple[StepPlan | None, float, str, list[bytes]]:
-        """(plan, seconds of planning, why there is none, what each rank told); None where some rank lacks it."""
-        status, plan, plan_s, why = self._wait(future, budget_s)
-        answers = self._exchange(bytes([status]) + (plan.digest if plan else bytes(16)))
-        if plan is None or any(message[0] != READY for message in answers):
-            return None, plan_s, why, answers
-        _refuse_divergence([message[1:] for message in answers], self.step)
-        return plan, plan_s, why, answers
+    def _agreed(self, begun: _Begun) -> tuple[StepPlan, float]:
+        """(plan, seconds of planning) of the least stage that all ranks have reached. Collective."""
+        status, plan, plan_s, why = self._wait(begun, self._budget_of(begun.stages))
+        note = ""
+        while True:
+            answers = self._tell(status, begun.stages.reached, plan)
+            if plan is not None and all(answer[0] == READY for answer in answers):
+                _refuse_divergence([answer[2:] for answer in answers], self.step)
+                return (replace(plan, notes=(*plan.notes, note)) if note else plan), plan_s
+            failed = any(answer[0] == FAILED for answer in answers)
+            if failed or begun.stages.best[_least(answers)] is not None:
+                return self._less_good(begun, answers, why or "other ranks", "" if failed else note), plan_s
+            text = "step %d: planning %s, and no simpler plan may run; the step waits"
+            logger.warning(text, self.step, _cause(answers))
+            note = f"waited for: {_cause(answers)}"
+            status, plan, plan_s, why = self._wait_for_any(begun)
 
-    def _fall_back(
-        self, draw: Draw, chain: PlanChain, answers: list[bytes], why: str, future: Future[tuple[StepPlan, float]]
-    ) -> StepPlan:
-        """A plan that all ranks agreed on in place of the one that some of them lack. Collective."""
-        ranks = {kind: [r for r, message in enumerate(answers) if message[0] == kind] for kind in (LATE, FAILED)}
-        cause = "; ".join(
-            f"{word}{ranks[kind]}" for kind, word in ((LATE, "late on ranks "), (FAILED, FAILED_ON)) if ranks[kind]
-        )
-        for name, make in chain.simpler(as_lengths(draw.lengths), _tenants(draw)):
-            try:
-                plan = make()
-            except Exception as error:
-                logger.warning("step %d: the fallback '%s' failed too: %s", self.step, name, error)
-                continue
-            plan = replace(plan, experts=self._policy)
-            logger.warning(
-                "step %d: planning %s (%s); the simpler plan '%s' runs", self.step, cause, why or "other ranks", name
+    def _tell(self, status: int, stage: int, plan: StepPlan | None) -> list[bytes]:
+        """What each rank says of its plan: status, number of the stage that it has reached, digest. Collective."""
+        return self._exchange(bytes([status, stage]) + (plan.digest if plan else bytes(16)))
+
+    def _wait_for_any(self, begun: _Begun) -> tuple[int, StepPlan | None, float, str]:
+        """Wait, as `_wait` does, for the first lawful plan or the end."""
+        while (answer := self._wait(begun, POLL_S))[0] == LATE and begun.stages.best[-1] is None:
+            pass
+        return answer
+
+    def _less_good(self, begun: _Begun, answers: list[bytes], why: str, note: str = "") -> StepPlan:
+        """The best plan of the least stage of all ranks. Collective. Raises EvenloadError where there is none."""
+        cause, stages = _cause(answers), begun.stages
+        for name, error in stages.failed:
+            logger.warning("step %d: the fallback '%s' failed too: %s", self.step, name, error)
+        best = stages.best[_least(answers)]
+        if best is None:
+            raise EvenloadError(
+                "no planner could plan this step under the caps and settings of the recipe",
+                f"step {self.step}: {cause}; {why}",
+                "see the warnings above; raise the caps (max_tokens, activation_gib) or lower data.max_length",
             )
-            _refuse_divergence(self._exchange(bytes([READY]) + plan.digest), self.step)
-            return replace(plan, notes=(*plan.notes, f"{FELL_BACK}{cause}: {why or 'other ranks'}"))
-        if not ranks[FAILED]:
-            logger.warning("step %d: planning %s, and no simpler plan may run; the step waits", self.step, cause)
-            late, _, why, _ = self._agreed(future, budget_s=None)
-            if late is not None:
-                return replace(late, notes=(*late.notes, f"waited for: {cause}"))
-        raise EvenloadError(
-            "no planner could plan this step under the caps and settings of the recipe",
-            f"step {self.step}: {cause}; {why or 'other ranks'}",
-            "see the warnings above; raise the caps (max_tokens, activation_gib) or lower data.max_length",
-        )
+        plan = replace(begun.chain.with_tenants(best.plan, _tenants(begun.draw)), experts=self._policy)
+        text = "step %d: planning %s (%s); the simpler plan '%s' runs"
+        again = FAILED_ON not in cause and f"late, {plan.made_by}" in self._warned
+        self._warned.add(f"late, {plan.made_by}")
+        logger.log(logging.DEBUG if again else logging.WARNING, text, self.step, cause, why, plan.made_by)
+        _refuse_divergence(self._exchange(plan.digest), self.step)
+        return replace(plan, notes=(*plan.notes, note or f"{FELL_BACK}{cause}: {why}"))
+
+
+def _least(answers: list[bytes]) -> int:
+    """Number of the last stage that every rank has reached."""
+    return min(answer[1] for answer in answers)
+
+
+def _cause(answers: list[bytes]) -> str:
+    """Which ranks have no plan, and why, in words."""
+    ranks = {kind: [rank for rank, answer in enumerate(answers) if answer[0] == kind] for kind in (LATE, FAILED)}
+    words = (LATE, "late on ranks "), (FAILED, FAILED_ON)
+    return "; ".join(f"{word}{ranks[kind]}" for kind, word in words if ranks[kind])
 
 
 def _tenants(draw: Draw) -> Lengths | None:

@@ -11,6 +11,7 @@ from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import Shape
 from ..plan.limits import Limits
+from ..plan.step_plan import Lengths
 from ..recipe.recipe import RECIPES, Recipe
 from ..recipe.sizes import shape_of
 from ..recipe.traits import TrainerTraits, frozen, trainer_called
@@ -180,3 +181,19 @@ def _kv_grad_frac(setting: Setting) -> float:
 
 def _layers_per_stage(setting: Setting, layout: Layout) -> int:
     return max(1, setting.shape.num_layers // layout.pp)
+
+
+MOST_PASSES = 1 << 21
+"""Micro-batches times stages of a batch that are planned: some hundred bytes and some microseconds for each."""
+
+
+def refuse_too_many(batch: Lengths, caps: Limits, cp: int) -> None:
+    """Raise EvenloadError for a batch that is too many micro-batches under these caps of a rank."""
+    cap, stages = caps.max_tokens, caps.num_stages
+    fewest = -(-int(batch.sum()) // (cap * cp)) if len(batch) else 0
+    if fewest * stages > MOST_PASSES:
+        raise EvenloadError(
+            "a batch is too many micro-batches to be planned",
+            f"{fewest} of {cap} tokens at each of {stages} stages, {MOST_PASSES} may be planned over all stages",
+            "raise max_tokens, lower train.global_batch_size, or shorten the samples (data.max_length)",
+        )

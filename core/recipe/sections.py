@@ -255,8 +255,9 @@ class Log(Section):
 
 
 class Planner(Section):
-    budget_ms: bounds.Milliseconds = 2000.0
-    """How long a step may wait for its plan before the next simpler planner takes over."""
+    budget_ms: bounds.Milliseconds | None = None
+    """How long a step may wait for its plan before the best simpler one that is there takes over; null: 5 % of the step
+    that is predicted, and what earlier steps left of theirs."""
     background: bool = True
     """Plan one step ahead in a thread; false plans in line (for debugging)."""
     refit: bool = False

@@ -54,6 +54,8 @@ class Simulation:
     """Predicted seconds and bytes of one step; arrays are [stages, plane ranks]."""
 
     step_s: float
+    passes_s: float
+    """When the last pass of all ends."""
     busy_s: Floats
     """Compute."""
     exposed_s: Floats
@@ -112,7 +114,8 @@ def simulate(plan: StepPlan, context: PlanningContext, *, record: bool = True) -
     memory = context.costs.memory
     held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
     spans.sort(key=lambda span: span[:2] + span[4:])
-    return Simulation(step_s, work.busy_s(), exposed, _update_s(context), held, peaks, tuple(spans))
+    passes_s = max(map(max, free))
+    return Simulation(step_s, passes_s, work.busy_s(), exposed, _update_s(context), held, peaks, tuple(spans))
 
 
 def _spans_of(event: Event, rank: int, parts: Iterable[tuple[SpanKind, float]]) -> list[Span]:

@@ -2,7 +2,7 @@
 
 Whatever a loop is, its batch is planned here alone: on every rank, compared on all of them under the true number of
 the step before a token moves, and a refusal of one rank is raised on all. Planning is in line: a loop hands its batches
-over when it trains them, not before.
+over when it trains them, not before. So what a plan gains is weighed against what it takes (`InLine`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, Generic, TypeVar
 
 from ...core.errors import EvenloadError, RankError
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
-from ...core.planning.chain import PlanChain, warn_once
+from ...core.planning.chain import PlanChain
+from ...core.planning.notes import warn_once
+from ...core.planning.stages import InLine
 from ...runtime.experts.history import learned
 from ...runtime.world.agreement import agree, everyone, rank_and_size
 from .planned_runs import report_step
@@ -84,6 +86,7 @@ class PlannedLoop:
     """What its users call the loop."""
     chain: PlanChain
     """The planners, with the costs of the live model."""
+    in_line: InLine = field(default_factory=InLine)
     steps: int = 0
     """How many steps have been planned."""
     warned: set[str] = field(default_factory=set)
@@ -103,7 +106,7 @@ class PlannedLoop:
         self.steps += 1
         refusal: EvenloadError | None = None
         try:
-            plan = planner(self.chain, lengths) if planner else self.chain.plan(lengths)
+            plan = planner(self.chain, lengths) if planner else self.in_line.plan(self.chain, lengths)
         except EvenloadError as error:
             refusal = error
         try:

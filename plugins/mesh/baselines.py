@@ -26,6 +26,7 @@ from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
+from ...core.registry import Keeps
 from .candidates.slice_chains import chained
 from .config import MeshConfig
 from .cost_table import CostTable, CpStrategy, cost_table_of
@@ -116,6 +117,7 @@ BASELINES: dict[str, Callable[[StepPlan, PlanningContext, MeshConfig], StepPlan]
     "in_order": in_order,
     "memory_degree": memory_degree,
 }
+KEEPS: dict[str, Keeps] = {"cp_1": "on one rank", "in_order": "whole"}
 
 
 def _single(incoming: StepPlan, limits: Limits, bins_of_ranks: list[list[list[int]]], name: str) -> StepPlan:

@@ -22,8 +22,12 @@ register(
         does_to_whole="packs of whole samples",
         baselines=baselines.BASELINES,
         costly={"karmarkar_karp": Sizes(shown=1 << 22, tried=1 << 17)},
+        keeps=baselines.KEEPS,
         branches=settings.branches,
         breaks=settings.breaks,
+        # One core of a 2.5 GHz Xeon: 17 ms for 512 sequences on 64 ranks, 1.4 s for 65,536 on 1,024.
+        work_s=lambda sequences, ranks, stages: 2e-5 * sequences + 1e-4 * ranks,
+        quick=("chunks",),
         simpler="chunks",
         shown_by=(REARRANGED,),
         needs_host={"slices": ("auto", "off"), "max_delay_steps": (0,), "activation_gib": (None,)},

@@ -28,6 +28,7 @@ from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
+from ...core.registry import Keeps
 from .candidates import chunked, uncut
 from .candidates import whole as whole_plan
 from .config import PackingConfig
@@ -87,6 +88,7 @@ BASELINES: dict[str, Callable[[StepPlan, PlanningContext, PackingConfig], StepPl
     "best_fit": best_fit,
     "karmarkar_karp": differencing,
 }
+KEEPS: dict[str, Keeps] = {name: "on one rank" if name == "chunks" else "whole" for name in BASELINES}
 
 
 def _deal(packs: list[list[int]], num_ranks: int) -> Packs:

@@ -23,6 +23,8 @@ register(
         baselines=baselines.BASELINES,
         branches=settings.branches,
         breaks=settings.breaks,
+        # One core of a 2.5 GHz Xeon: 0.25 s for 64 sequences on 8 stages, 0.4 s for 512 on 4.
+        work_s=lambda sequences, ranks, stages: (stages > 1) * (4e-3 * min(50, sequences) + 1e-4 * sequences * stages),
         simpler="fixed_chunks",
         shown_by=(REORDERED, RECOMPUTED),
     )

@@ -12,9 +12,10 @@ from evenload.api import load_plugins
 from evenload.commands.run import planned_steps
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.plan.step_plan import as_lengths
-from evenload.core.planning.chain import LEFT_OUT, PlanChain
+from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.exercised import Exercised
 from evenload.core.planning.gains import gains
+from evenload.core.planning.notes import LEFT_OUT
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.unmodified import planned_runs
 from evenload.integrations.unmodified.run_folder import VARIABLE, Idle, RunFolder

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ from evenload.api import load_plugins
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
-from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.plan.step_plan import Lengths, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
-from evenload.core.planning.chain import LEAST_CAP, LEFT_OUT, NO_EFFECT, STOCK, PlanChain, warn_once
+from evenload.core.planning.chain import STOCK, PlanChain
+from evenload.core.planning.notes import LEAST_CAP, LEFT_OUT, NO_EFFECT, warn_once
 from evenload.core.planning.setting import Setting
 from evenload.core.planning.stock import stock_plan
 from evenload.core.recipe.recipe import parse
@@ -26,6 +29,10 @@ def chain(plugins: dict[str, dict[str, Any]], **parallel: int) -> PlanChain:
     enabled = {name: {"enabled": True, **section} for name, section in plugins.items()}
     asked = parse({"parallel": {"dp": 2, **parallel}, "cluster": "h100", "plugins": enabled})
     return PlanChain.of_recipe(asked, asked.layout())
+
+
+def rules(made: PlanChain, batch: Lengths) -> dict[str, Callable[[], StepPlan]]:
+    return {name: partial(made.rule, name, batch) for name in made.rules}
 
 
 def most_tokens(plan: StepPlan) -> int:
@@ -98,12 +105,11 @@ def test_what_takes_over_keeps_the_caps(name: str) -> None:
     for parallel in ({}, {"dp": 1}, {"pp": 2}):
         made = chain({name: {"max_tokens": 200}}, **parallel)
         batch = as_lengths([900, 300, 20, 199])
-        simpler = dict(made.simpler(batch))
-        *_, last = simpler
-        assert last == STOCK
+        simpler = rules(made, batch)
+        assert made.rules[-1] == STOCK
         with pytest.raises(PlanError, match="900 tokens on a rank, cap 200"):
             simpler[STOCK]()
-        for plan in (make() for at, make in simpler.items() if at != STOCK):
+        for plan in (make() for at, make in simpler.items() if at not in (STOCK, "memory_degree")):
             assert plan.limits.max_tokens == 200
             assert most_tokens(plan) <= 200
         assert simpler.keys() - {STOCK}
@@ -112,24 +118,24 @@ def test_what_takes_over_keeps_the_caps(name: str) -> None:
 def test_chunks_take_over_with_replays_under_a_cap_of_memory() -> None:
     batch = as_lengths([6000, 300, 20])
     free = chain({"packing": {"max_tokens": 500}})
-    held = dict(free.simpler(batch))["chunks"]()
+    held = rules(free, batch)["chunks"]()
     peak = max(bytes_ for bytes_, _ in peaks_of_stage(held, 0))
     tight = chain({"packing": {"max_tokens": 500, "activation_gib": 0.7 * peak / GIB}})
-    plan = dict(tight.simpler(batch))["chunks"]()
+    plan = rules(tight, batch)["chunks"]()
     assert plan.replayed
     assert max(bytes_ for bytes_, _ in peaks_of_stage(plan, 0)) <= 0.7 * peak
     # For show it may hold more than any cap.
     tiny = chain({"packing": {"max_tokens": 500, "activation_gib": 1e-6}})
     assert tiny.baseline("chunks", batch)
     with pytest.raises(PlanError, match="activation_gib"):
-        dict(tiny.simpler(batch))["chunks"]()
+        rules(tiny, batch)["chunks"]()
 
 
 def test_what_takes_over_keeps_the_settings() -> None:
     made = chain({"packing": {"max_tokens": 200, "slices": "off"}, "mesh": {}})
     batch = as_lengths([900, 30])
     assert made.plan(batch)
-    chunks, cp_1 = (dict(made.simpler(batch))[name] for name in ("chunks", "cp_1"))
+    chunks, cp_1 = (rules(made, batch)[name] for name in ("chunks", "cp_1"))
     with pytest.raises(EvenloadError, match=r"plugins\.packing\.slices is off, 1 sequences are cut"):
         chunks()
     assert most_tokens(cp_1()) <= 200

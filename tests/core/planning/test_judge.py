@@ -12,7 +12,7 @@ from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import Op, StepPlan, as_lengths
 from evenload.core.planning import judge as judging
-from evenload.core.planning.chain import MOST_PASSES, PlanChain
+from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import (
     FASTEST,
     Candidate,
@@ -23,11 +23,13 @@ from evenload.core.planning.judge import (
     floor_s,
     judge,
     judged,
+    least_s,
     outcome_of,
     rivals_of,
 )
+from evenload.core.planning.setting import MOST_PASSES
 from evenload.core.recipe.recipe import parse
-from evenload.core.simulate.step import simulate
+from evenload.core.simulate.step import after_passes_s, simulate
 from evenload.training.forecast.forecast import Simulated, over_caps
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,7 +162,45 @@ def test_no_plan_is_slower_than_a_lawful_row_of_its_table(of: PlanChain, lengths
         row = Simulated(other, outcome_of(other, of.context))
         assert floor_s(other, of.context) <= row.outcome.step_s * (1 + 1e-9), name
         if not of.breaks(name, other) and over_caps(row, plan, of.context) is None:
+            offer = of.offer(name)
+            keeps = offer[0].keeps.get(name) if offer else "whole"
+            assert least_s(keeps, batch, ours.limits, of.context) <= row.outcome.step_s * (1 + 1e-9), name
             assert plan.outcome.step_s <= row.outcome.step_s * (1 + 1e-9), name
+
+
+def test_baselines_that_cannot_win_are_not_planned() -> None:
+    """One sequence of most tokens bounds whatever keeps it on a rank, or is longer than a micro-batch may be."""
+    made = chain({"packing": {"max_tokens": 9000}, "mesh": {}}, dp=8)
+    batch = as_lengths([60000, *range(20, 60)])
+    planned: list[str] = []
+
+    def noted(name: str, baseline: Any) -> Any:
+        return lambda *step: (planned.append(name), baseline(*step))[1]
+
+    links = tuple(
+        (replace(p, baselines={name: noted(name, one) for name, one in p.baselines.items()}), config)
+        for p, config in made.links
+    )
+    assert replace(made, links=links).plan(batch).digest == made.plan(batch).digest
+    assert not {"chunks", "cp_1", "whole", "best_fit", "in_order"} & set(planned)
+    assert "cp_all" in planned
+
+
+def test_a_gradient_sum_that_is_not_hidden_counts_as_next_to_the_bound_of_a_large_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = SOME.context
+    outcome = outcome_of(PLAN, context)
+    bound = PLAN.revised(bound_s=outcome.passes_s / 1.0005)
+    late = replace(outcome, step_s=1.005 * outcome.passes_s + after_passes_s(context))
+    for sequences, step, near in (
+        (0, late, True),
+        (1 << 14, late, False),
+        (0, replace(late, step_s=2.0 * late.step_s), False),
+    ):
+        monkeypatch.setattr(judging, "SMALL", sequences)
+        monkeypatch.setattr(judging, "outcome_of", lambda *_, step=step: step)
+        assert judging.at_bound(bound, context) is near
 
 
 def test_a_batch_of_endless_micro_batches_is_refused_at_once() -> None:

@@ -14,7 +14,9 @@ from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.planning import planner as planner_module
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.judge import outcome_of
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin, get
@@ -47,7 +49,7 @@ class Draws:
 @pytest.mark.parametrize("background", [True, False])
 def test_plans_are_made_ahead_and_keep_their_own_state(background: bool) -> None:
     draws = Draws()
-    planner = Planner(chain(), draws, background=background)
+    planner = Planner(chain(), draws, background=background, budget_s=60)
     first, second = planner.next(), planner.next()
     assert first.plan.made_by == "packing"
     assert (first.draw.state, second.draw.state) == ({"consumed": 8}, {"consumed": 16})
@@ -66,13 +68,13 @@ class OfTenants(Draws):
 
 @pytest.mark.parametrize("background", [True, False])
 def test_tenants_of_a_draw_are_those_of_its_plan(background: bool) -> None:
-    planned = Planner(chain(), OfTenants(), background=background).next()
+    planned = Planner(chain(), OfTenants(), background=background, budget_s=60).next()
     assert planned.plan.tenants.tolist() == OfTenants.tenants.tolist()
-    assert planned.plan.digest != Planner(chain(), Draws(), background=background).next().plan.digest
+    assert planned.plan.digest != Planner(chain(), Draws(), background=background, budget_s=60).next().plan.digest
 
 
 def test_a_plan_that_takes_over_has_the_tenants() -> None:
-    planned = Planner(chain(fails), OfTenants()).next()
+    planned = Planner(chain(fails), OfTenants(), budget_s=60).next()
     assert planned.plan.made_by == "chunks"
     assert planned.plan.tenants.tolist() == OfTenants.tenants.tolist()
 
@@ -108,7 +110,7 @@ def test_the_stock_plan_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, capl
     ((plugin, config),) = made.links
     broken = replace(plugin, baselines={"chunks": lambda *_: unlawful(_[0])})
     with caplog.at_level(logging.WARNING, "evenload"):
-        planned = Planner(replace(made, links=((broken, config),)), Draws()).next()
+        planned = Planner(replace(made, links=((broken, config),)), Draws(), budget_s=60).next()
     assert planned.plan.made_by == "stock"
     assert "'chunks' failed too" in caplog.text
 
@@ -116,7 +118,7 @@ def test_the_stock_plan_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, capl
 def only_stock(plan: Callable[..., StepPlan]) -> PlanChain:
     """A chain that nothing but stock could take over from, and stock's two samples at once are over its cap."""
     ((plugin, config),) = chain(plan).links
-    return replace(chain(plan), links=((replace(plugin, simpler=""), config),), micro_batch_size=2)
+    return replace(chain(plan), links=((replace(plugin, simpler="", quick=()), config),), micro_batch_size=2)
 
 
 def test_stock_that_breaks_a_cap_does_not_take_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +126,7 @@ def test_stock_that_breaks_a_cap_does_not_take_over(caplog: pytest.LogCaptureFix
         caplog.at_level(logging.WARNING, "evenload"),
         pytest.raises(EvenloadError, match="no planner could plan this step under the caps") as caught,
     ):
-        Planner(only_stock(fails), Draws()).next()
+        Planner(only_stock(fails), Draws(), budget_s=60).next()
     assert "ZeroDivisionError: inside a planner" in caught.value.found
     assert "100 tokens on a rank, cap 64" in caplog.text
 
@@ -160,7 +162,7 @@ def test_what_plans_leave_out_is_warned_of_once(caplog: pytest.LogCaptureFixture
             },
         }
     )
-    planner = Planner(PlanChain.of_recipe(recipe, recipe.layout()), Draws())
+    planner = Planner(PlanChain.of_recipe(recipe, recipe.layout()), Draws(), budget_s=60)
     with caplog.at_level(logging.WARNING, "evenload"):
         for _ in range(3):
             planner.next()
@@ -174,7 +176,7 @@ def test_a_fallback_that_crashes_hands_over_too(caplog: pytest.LogCaptureFixture
     ((plugin, config),) = chain(fails).links
     broken = replace(plugin, baselines={"chunks": fails})
     with caplog.at_level(logging.WARNING, "evenload"):
-        planned = Planner(replace(chain(fails), links=((broken, config),)), Draws()).next()
+        planned = Planner(replace(chain(fails), links=((broken, config),)), Draws(), budget_s=60).next()
     assert planned.plan.made_by == "stock"
     assert "'chunks' failed too: inside a planner" in caplog.text
 
@@ -186,7 +188,7 @@ def short(bare: StepPlan, *rest: object) -> StepPlan:
 @pytest.mark.parametrize("background", [True, False])
 def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background: bool) -> None:
     old, new = chain(), chain(short)
-    planner = Planner(old, Draws(), background=background)
+    planner = Planner(old, Draws(), background=background, budget_s=60)
     assert planner.chain_of_next is old
     planner.next()
     planner.use(new)
@@ -194,7 +196,7 @@ def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background: b
     made = [planner.next() for _ in range(2)]
     assert [p.plan.made_by for p in made] == (["packing", "other"] if background else ["other", "other"])
     assert [p.chain is new for p in made] == [not background, True]
-    resumed = Planner(new, Draws(), background=background, first=old)
+    resumed = Planner(new, Draws(), background=background, first=old, budget_s=60)
     assert [resumed.next().chain for _ in range(3)] == [old, new, new]
 
 
@@ -202,7 +204,7 @@ def test_a_fallback_uses_what_its_plan_was_begun_with() -> None:
     failing = chain(fails)
     ((plugin, config),) = failing.links
     marked = replace(plugin, baselines={"chunks": short})
-    planner = Planner(replace(failing, links=((marked, config),)), Draws())
+    planner = Planner(replace(failing, links=((marked, config),)), Draws(), budget_s=60)
     planner.next()
     planner.use(chain())
     assert planner.next().plan.made_by == "other"
@@ -280,6 +282,66 @@ def test_all_ranks_wait_for_a_late_one_where_nothing_else_keeps_the_caps() -> No
     assert first.made_by == second.made_by == "packing"
     failed = Ranks().run([only_stock(quick), only_stock(fails)])
     assert all(isinstance(one, EvenloadError) for one in failed)
+
+
+def step_of(plan: StepPlan) -> float:
+    return outcome_of(plan, chain().context).step_s
+
+
+def test_all_ranks_take_the_least_stage_that_all_have() -> None:
+    """One rank has its whole plan, the other only rules: both run the best of these."""
+
+    def whole(bare: StepPlan, *rest: object) -> StepPlan:
+        return get("packing").plan(bare, *rest)  # type: ignore[arg-type]
+
+    first, second = Ranks().run([chain(whole), chain(late)])
+    assert isinstance(first, StepPlan)
+    assert isinstance(second, StepPlan)
+    rules = [chain().rule(name, as_lengths(LENGTHS)) for name in chain().rules]
+    assert step_of(first) == min(map(step_of, rules))
+    assert first.made_by != "packing"
+    assert first.digest == second.digest
+
+
+def test_ranks_whose_stages_hold_other_plans_stop_with_one_message() -> None:
+    def other(bare: StepPlan, *rest: object) -> StepPlan:
+        plan = get("packing").baselines["chunks"](bare, *rest)  # type: ignore[arg-type]
+        return replace(plan, micro_batches=plan.micro_batches[::-1])
+
+    ((plugin, config),) = chain(late).links
+    unlike = replace(chain(late), links=((replace(plugin, baselines={"chunks": other}), config),))
+    first, second = Ranks().run([chain(late), unlike])
+    assert isinstance(first, RankError)
+    assert str(first) == str(second)
+
+
+def test_a_step_waits_a_share_of_itself_and_what_earlier_ones_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "MOST_SAVED_S", 0.05)
+    started = time.perf_counter()
+    planner = Planner(chain(late), Draws())
+    planned = [planner.next() for _ in range(4)]
+    assert time.perf_counter() - started < 10
+    assert [one.plan.made_by for one in planned] == ["chunks"] * 4
+    assert max(one.waited_s for one in planned[1:]) < 10
+
+
+def test_a_planner_that_is_late_ends_before_another_candidate() -> None:
+    goes_on, ended, judged = threading.Event(), threading.Event(), []
+
+    def slow(bare: StepPlan, *rest: object) -> StepPlan:
+        try:
+            assert goes_on.wait(30)
+            plan = get("packing").plan(bare, *rest)  # type: ignore[arg-type]
+            judged.append(plan)
+            return plan
+        finally:
+            ended.set()
+
+    planner = Planner(chain(slow), Draws(), budget_s=0.05)
+    assert planner.next(ahead=False).plan.made_by == "chunks"
+    goes_on.set()
+    assert ended.wait(30)
+    assert not judged
 
 
 def test_ranks_that_plan_differently_stop_with_one_message() -> None:

@@ -49,9 +49,9 @@ def answers(of: PlanChain, lengths: Any, tenants: Any) -> Iterator[StepPlan]:
     yield of.stock(lengths, tenants)
     for name in of.baselines_for(lengths, "shown"):
         yield of.baseline(name, lengths, tenants)
-    for _, planner in of.simpler(lengths, tenants):
+    for name in of.rules:
         try:
-            yield planner()
+            yield of.rule(name, lengths, tenants)
         except EvenloadError:
             continue
 

@@ -1,0 +1,38 @@
+"""What notes of a plan tell of it that a run warns of, each reason once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ..plan.limits import Limits
+from ..plan.step_plan import StepPlan
+from ..registry import Plugin, PluginConfig
+
+logger = logging.getLogger("evenload")
+
+LEFT_OUT, LEAST_CAP = "left out of this plan: ", "the least max_tokens of all plugins holds: "
+NO_EFFECT = "without effect: "
+WARNINGS = LEFT_OUT, LEAST_CAP, NO_EFFECT
+"""What notes begin with that tell of a plugin which refused the batch while another one could plan it, of unlike caps,
+and of a planner of layers that has nothing to plan."""
+
+
+def warn_once(plan: StepPlan, warned: set[str]) -> None:
+    """Warn of what a plan leaves out, but of reasons in ``warned``, to which they are added."""
+    for note in (note for note in plan.notes if note.startswith(WARNINGS)):
+        reason = note.partition(" (")[0]
+        if reason not in warned:
+            warned.add(reason)
+            logger.warning("%s", note)
+
+
+def unequal_caps(links: Iterable[tuple[Plugin, PluginConfig]], limits: Limits) -> list[str]:
+    """The note of plugins whose token caps differ; none where they do not."""
+    caps = {plugin.name: config.capped(limits).max_tokens for plugin, config in links}
+    own = {name: tokens for name, tokens in caps.items() if tokens < limits.max_tokens}
+    return (
+        [LEAST_CAP + ", ".join(f"{name} {tokens}" for name, tokens in own.items())]
+        if len(set(own.values())) > 1
+        else []
+    )
