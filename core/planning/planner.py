@@ -146,7 +146,7 @@ class Planner:
         begun.unwanted.set()
         warn_once(plan, self._warned)
         waited_s = time.perf_counter() - start
-        self._spend(plan, chain, waited_s)
+        self._saved_s = min(MOST_SAVED_S, max(0.0, self._saved_s + SHARE * outcome_of(plan, chain.context).step_s))
         self._policy = plan.experts
         self.step += 1
         self._ahead = self._begin(self._chain) if self._background and ahead else None
@@ -204,11 +204,6 @@ class Planner:
         best = stages.best[-1]
         return self._saved_s + SHARE * (best.step_s if best else 0.0) if self._budget_s is None else self._budget_s
 
-    def _spend(self, plan: StepPlan, chain: PlanChain, waited_s: float) -> None:
-        """Count what a step waited against the share of it that it may: short waits save for a longer one."""
-        saved_s = self._saved_s + SHARE * outcome_of(plan, chain.context).step_s - waited_s
-        self._saved_s = min(MOST_SAVED_S, max(0.0, saved_s))
-
     def _wait(self, begun: _Begun, budget_s: float | None) -> tuple[int, StepPlan | None, float, str]:
         """(status, plan, seconds of planning, why there is no plan); a budget of None waits for its end."""
         try:
@@ -222,7 +217,10 @@ class Planner:
 
     def _agreed(self, begun: _Begun) -> tuple[StepPlan, float]:
         """(plan, seconds of planning) of the least stage that all ranks have reached. Collective."""
+        start = time.perf_counter()
         status, plan, plan_s, why = self._wait(begun, self._budget_of(begun.stages))
+        # What this rank waits for others is no time of its planning.
+        self._saved_s -= time.perf_counter() - start
         note = ""
         while True:
             answers = self._tell(status, begun.stages.reached, plan)
