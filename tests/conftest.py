@@ -106,6 +106,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 Done = subprocess.CompletedProcess[str]
+PLANNING, PATIENT = ("train", "bench", "verify"), "planner.budget_ms=60000"
+"""Verbs that plan ahead, and what makes them wait for each plan on a machine however busy: runs are compared bit by
+bit."""
 
 
 class Forge:
@@ -147,6 +150,8 @@ class Forge:
         limit_s: float = 250,
     ) -> Done:
         """Run ``evenload ARGUMENTS`` or a script as so many ranks; stdout is rank 0's, stderr what all of them said."""
+        if script is None and arguments[0] in PLANNING and not any("planner." in word for word in arguments):
+            arguments = (*arguments, PATIENT)
         outputs = self._outputs()
         (outputs / "planted.py").write_text(planted)
         with socket.socket() as probe:
