@@ -163,7 +163,7 @@ def train(rows: list[Any], size: int, zero: int | None = None, **more: Any) -> t
 @contextmanager
 def planned(plan: Any) -> Any:
     """Inside, the Trainer runs this plan, samples without targets included."""
-    chain = SimpleNamespace(plan=lambda lengths: _for(plan, lengths), links=())
+    chain = SimpleNamespace(plan=lambda lengths: _for(plan, lengths), links=(), work_s=lambda _: 0.0)
     with (
         with_attributes(planned_trainer, chain_of=lambda *_, **__: chain),
         with_attributes(planned_loop, report_step=lambda *_, **__: None),

@@ -138,7 +138,7 @@ def _passes_behind(order):
     return most
 
 
-@settings(max_examples=9, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(
     draw=st.randoms(use_true_random=False),
     lengths=st.sampled_from([LENGTHS, [50, 3, 1, 27], [90, 7]]),

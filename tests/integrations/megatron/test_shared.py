@@ -92,7 +92,7 @@ def test_every_head_with_keys_of_its_own(on_ranks):
     _exact(on_ranks(4, "shared", plans=["all_to_all", "hybrid"], model__num_query_groups=4, **TWO), {})
 
 
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6).filter(lambda n: max(n) > 1),
     seed=st.integers(0, 1 << 30),

@@ -102,7 +102,7 @@ def test_chains_of_sixteen_slices_beside_packed_sequences(on_ranks, asymmetric, 
     _exact(on_ranks(4, "sliced", seeds=CHAIN_SEEDS, drawn=drawn, **layout), layout)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6).filter(lambda n: max(n) > 1), seed=st.integers(0))
 def test_any_lengths(on_ranks, lengths, seed):
     results = on_ranks(1, "sliced", seeds=[seed, seed + 1], lengths=lengths, model__num_layers=2)
