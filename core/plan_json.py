@@ -90,6 +90,7 @@ class _Experts(_Form):
     node_ranks: Whole
     keep: StrictBool = True
     copy_tokens: Whole = 0
+    once_topk: Whole = 0
     copies: list[list[list[Whole]]] = []
 
 

@@ -66,6 +66,8 @@ class ExpertContext(NamedTuple):
     """Of the whole model."""
     weight_bytes: float
     """Of one expert."""
+    once_topk: int = 0
+    """Experts of a token, where the trainer can send it once to each node that has any of them; 0: it cannot."""
     loads: tuple[tuple[float, ...], ...] = ()
     """Tokens of each expert of each of ``layers`` in the steps so far, newer ones counting more; empty: none known."""
 

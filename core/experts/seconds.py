@@ -39,6 +39,8 @@ from .sources import tokens_between
 
 COUNT_BYTES = 8
 """Of the tokens that a rank has for an expert."""
+CHOICE_BYTES = 5
+"""Beside a row for a node, of each of its slots: the token's probability in float32, and whether it goes there."""
 
 
 class LayerCost(NamedTuple):
@@ -61,6 +63,8 @@ class LayerCost(NamedTuple):
     """Of one planner's answer."""
     keep: bool = True
     """Copies stay until their backward."""
+    once_topk: int = 0
+    """Experts of a token, which goes once to each node where it has any, and on from there; 0: once to each expert."""
 
 
 class LayerSeconds(NamedTuple):
@@ -97,10 +101,10 @@ class LayerPasses(NamedTuple):
 def layer_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerPasses:
     """Seconds of both passes of a layer, whose quotas keep their laws (`quotas.check_quotas`); copies without a token
     cost nothing."""
-    tokens, hops = _tokens(counts_RE, quotas_ER, cost), _copies(quotas_ER, cost.node_ranks)
+    legs, hops = _tokens(counts_RE, quotas_ER, cost), _copies(quotas_ER, cost.node_ranks)
     first, second = (hop * cost.weight_bytes for hop in hops)
-    tokens_s, busiest = _seconds(tokens, cost), float(quotas_ER.sum(axis=0).max())
-    copies_s = _seconds(tokens + first, cost) - tokens_s + _seconds(second, cost)
+    tokens_s, busiest = sum(_seconds(leg, cost) for leg in legs), float(quotas_ER.sum(axis=0).max())
+    copies_s = _seconds(legs[0] + first, cost) - _seconds(legs[0], cost) + _seconds(second, cost)
     again_s = 0.0 if cost.keep else _seconds(first, cost) + _seconds(second, cost)
     home_s = sum(_seconds(hop * cost.gradient_bytes, cost) for hop in hops)
     counted_s = _counting_seconds(counts_RE, cost) + cost.plan_s
@@ -108,6 +112,27 @@ def layer_seconds(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> LayerPas
         LayerSeconds(counted_s, 2 * tokens_s, cost.forward_s * busiest, copies_s),
         LayerSeconds(0.0, 2 * tokens_s, cost.backward_s * busiest, again_s, home_s),
     )
+
+
+def once_a_node(share: Floats, topk: int, num_experts: int) -> Floats:
+    """Rows a routed token, of which ``share`` goes to a node: exact where a token draws ``topk`` different ones of as
+    many experts, each as likely as others. Steeper loads have some per cent more."""
+    drawn_K = np.arange(topk) / num_experts
+    rows: Floats = (1 - (np.maximum(0, 1 - share[..., None] - drawn_K) / (1 - drawn_K)).prod(axis=-1)) / topk
+    return rows
+
+
+def exchanged_s(routed: float, share: float, num_nodes: int, num_experts: int, cost: LayerCost) -> float:
+    """Seconds of a layer's four journeys between nodes, where a rank has so many routed tokens, of which it sends
+    ``share`` to each other node."""
+    others = routed * (num_nodes - 1)
+    if not cost.once_topk:
+        return 4 * cost.inter.send_s(others * share * cost.token_bytes)
+    rows, passed = (
+        others * once_a_node(np.array(share), cost.once_topk, num_experts),
+        routed * (1 - 1 / cost.node_ranks),
+    )
+    return 4 * (cost.inter.send_s(float(rows) * cost.token_bytes) + cost.intra.send_s(passed * cost.token_bytes))
 
 
 def copy_tokens(cost: LayerCost) -> float:
@@ -144,14 +169,34 @@ def _seconds(num_bytes: Floats, cost: LayerCost) -> float:
     return max((link.send_s(amount) for link, amount in links if amount), default=0.0)
 
 
-def _tokens(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> Floats:
-    """Bytes of tokens that go to other ranks [inside, across] x [sent, received] x R."""
+def _tokens(counts_RE: Ints, quotas_ER: Ints, cost: LayerCost) -> list[Floats]:
+    """Bytes of tokens that go to other ranks in each leg of a journey, [inside, across] x [sent, received] x R."""
+    num_ranks = len(counts_RE)
+    size = cost.node_ranks or num_ranks
     sent_RR = tokens_between(counts_RE, quotas_ER, cost.node_ranks)
-    nodes = np.arange(len(counts_RE)) // (cost.node_ranks or len(counts_RE))
+    if cost.once_topk and size < num_ranks:
+        rows, passed = _once_a_node(sent_RR, counts_RE, size, cost.once_topk)
+        beside_bytes = CHOICE_BYTES * counts_RE.shape[1] * size // num_ranks
+        return [rows * (cost.token_bytes + beside_bytes), passed * cost.token_bytes]
+    nodes = np.arange(num_ranks) // size
     inside_RR = nodes[:, None] == nodes
-    rows = [sent_RR * inside_RR * ~np.eye(len(nodes), dtype=bool), sent_RR * ~inside_RR]
-    num_bytes: Floats = np.array([[row.sum(axis=1), row.sum(axis=0)] for row in rows]) * cost.token_bytes
-    return num_bytes
+    links = [sent_RR * inside_RR * ~np.eye(num_ranks, dtype=bool), sent_RR * ~inside_RR]
+    return [np.array([[link.sum(axis=1), link.sum(axis=0)] for link in links]) * cost.token_bytes]
+
+
+def _once_a_node(sent_RR: Ints, counts_RE: Ints, size: int, topk: int) -> list[Floats]:
+    """Rows between ranks of one place in all nodes, then tokens inside nodes, of which each rank passes on all that
+    came to its place."""
+    (num_ranks, num_experts), num_nodes = counts_RE.shape, len(counts_RE) // size
+    routed_R1 = counts_RE.sum(axis=1)[:, None]
+    sent_RN = sent_RR.reshape(num_ranks, num_nodes, size).sum(axis=2)
+    rows_RN = routed_R1 * once_a_node(sent_RN / np.maximum(1, routed_R1), topk, num_experts)
+    rows_NKN = rows_RN.reshape(num_nodes, size, num_nodes) * (1 - np.eye(num_nodes))[:, None]
+    passed_KNK = sent_RR.reshape(num_nodes, size, num_nodes, size).sum(axis=0) * (1 - np.eye(size))[:, None]
+    legs = np.zeros((2, 2, 2, num_ranks))
+    legs[0, 1] = rows_NKN.sum(axis=2).ravel(), rows_NKN.sum(axis=0).T.ravel()
+    legs[1, 0] = passed_KNK.sum(axis=2).T.ravel(), passed_KNK.sum(axis=0).ravel()
+    return list(legs)
 
 
 def _copies(quotas_ER: Ints, node_ranks: int) -> list[Floats]:

@@ -28,6 +28,7 @@ DUMMIES = "dummies"
 PADDED = "padding"
 OWN_ORDER = "an order of the plan's own"
 COPIED = "copies of experts"
+ONCE_A_NODE = "tokens once to a node"
 
 REARRANGED = "micro-batches other than the trainer's own"
 REORDERED = "order other than 1F1B"
@@ -92,5 +93,6 @@ _COUNTS: dict[str, Callable[[StepPlan], int]] = {
     DUMMIES: _micro_batches(lambda m: not m.slices),
     PADDED: lambda plan: plan.num_padded_tokens - plan.num_tokens,
     OWN_ORDER: lambda plan: len(plan.order),
+    ONCE_A_NODE: lambda plan: plan.experts.once_topk,
 }
 """PADDED counts tokens, dummies' included."""

@@ -41,6 +41,8 @@ class ExpertPolicy(NamedTuple):
     copy_tokens: int = 0
     """Tokens that a rank exchanges with other nodes, out and back in both passes, while it receives one copy's weights
     and sends its gradient; 0: where tokens come from is not asked."""
+    once_topk: int = 0
+    """Experts of a token, where it goes once to each node that has any of them; 0: once to each expert."""
     copies: tuple[LayerCopies, ...] = ()
     """For each layer of the model the copies that are there before its router has chosen; empty: none in any."""
 

@@ -60,7 +60,8 @@ def _experts_of(setting: Setting) -> ExpertContext | None:
     if shape.experts is None:
         return None
     weight_bytes = shape.mlp_weights(shape.experts.ffn_hidden_size) * setting.traits.value_bytes
-    return ExpertContext(shape.experts.num_experts, shape.experts.layers, shape.num_layers, float(weight_bytes))
+    experts, topk = shape.experts, shape.experts.topk if setting.traits.sends_once else 0
+    return ExpertContext(experts.num_experts, experts.layers, shape.num_layers, float(weight_bytes), topk)
 
 
 def costs_of(setting: Setting, cluster: clusters.Cluster) -> cost_models.Costs:

@@ -57,6 +57,8 @@ class TrainerTraits:
     """A stage of the trainer's own schedule goes on only when its output has arrived."""
     fewest_stages_that_split: int = 1
     """Pipeline stages from which on weight gradients can be passes of their own."""
+    sends_once: bool = False
+    """Layers with experts can send a token once to each node, and on from there."""
 
 
 def frozen(traits: TrainerTraits) -> TrainerTraits:

@@ -6,10 +6,10 @@ from ..costs.context import PlanningContext
 from ..experts.seconds import LayerCost
 
 
-def layer_cost(context: PlanningContext, *, keep: bool = True) -> LayerCost | None:
+def layer_cost(context: PlanningContext, *, keep: bool = True, once_topk: int = 0) -> LayerCost | None:
     """What moves and computes in a layer of a stage; None where the costs know no seconds at experts.
 
-    Copies and their gradients travel in the type that is trained. ``keep``: copies stay until their backward.
+    Copies and their gradients travel in the type that is trained. ``keep`` and ``once_topk`` as in `LayerCost`.
     """
     routed, costs = routed_per_token(context), context.costs
     if context.experts is None or not routed or not costs.both.expert_s:
@@ -26,6 +26,7 @@ def layer_cost(context: PlanningContext, *, keep: bool = True) -> LayerCost | No
         inter=cluster.inter,
         node_ranks=node_ranks,
         keep=keep,
+        once_topk=once_topk,
     )
 
 

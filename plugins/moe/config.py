@@ -25,6 +25,9 @@ class MoeConfig(PluginConfig):
     """Tokens of the busiest rank over those of the mean rank that are even enough, whatever the copies cost that this
     takes; above 1 it saves copies and their memory, but hardly time. null: exact loads where the costs say that copies
     pay, else none."""
+    once_a_node: bool | None = None
+    """A token goes once to each node where it has experts, and on from there; else once to each of its experts. null:
+    whichever the costs say takes less. It has an effect where a group spans nodes, on Megatron-Core."""
     owners: Literal["home", "sharded"] = "home"
     """What a rank has between passes. home: its own experts, whole. sharded: a piece of every expert, with its gradient
     and optimizer state; each pass fetches all that it runs, so that one layout costs as much as another."""

@@ -57,14 +57,32 @@ def with_local_copies(wanted_NE: Ints, policy: ExpertPolicy) -> Ints | None:
     tokens_NE, experts_NE = descending(foreign_NE, NUMPY)
     leave_N = foreign_NE.sum(axis=1) + own * size
     kept_NS = tokens_NE[:, : rounds * size].reshape(num_nodes, rounds, size).sum(axis=2).cumsum(axis=1)
-    takes_S = (leave_N[:, None] - kept_NS).max(axis=0) + size * policy.copy_tokens * (np.arange(rounds) + own)
+    rows_NS = _rows(leave_N[:, None] - kept_NS, wanted_NE, policy)
+    takes_S = rows_NS.max(axis=0) + size * policy.copy_tokens * (np.arange(rounds) + own)
     best = int(takes_S.argmin())
-    without = int(leave_N.max()) - _over_the_mean(loads_E, num_nodes, size)
+    without = int(_rows(leave_N[:, None], wanted_NE, policy).max())
+    if not policy.once_topk:
+        without -= _over_the_mean(loads_E, num_nodes, size)
     if int(takes_S[best]) * _SURE >= without * (_SURE - 1):
         return None
     chosen = slice((best + 1) * size)
     quotas_ER = _on_ranks(loads_E, tokens_NE[:, chosen], experts_NE[:, chosen], policy)
     return quotas_ER if max(map(len, copies_of(quotas_ER))) <= policy.slots else None
+
+
+def _rows(leave_NS: Ints, wanted_NE: Ints, policy: ExpertPolicy) -> Ints:
+    """Rows that leave each node for so many tokens, evenly to all others: as many, or fewer where a token goes once to
+    a node, of the form of `core.experts.seconds.once_a_node`."""
+    topk, others, num_experts = policy.once_topk, len(wanted_NE) - 1, wanted_NE.shape[1]
+    if not topk:
+        return leave_NS
+    routed_N1 = np.maximum(1, wanted_NE.sum(axis=1))[:, None]
+    apart_NS = num_experts * _WHOLE - np.maximum(leave_NS, 0) * num_experts * _WHOLE // (routed_N1 * others)
+    none_NS = np.full_like(apart_NS, _WHOLE)
+    for drawn in range(topk):
+        none_NS = none_NS * np.maximum(0, apart_NS - drawn * _WHOLE) // ((num_experts - drawn) * _WHOLE)
+    rows_NS: Ints = routed_N1 * others // topk * (_WHOLE - none_NS) // _WHOLE
+    return rows_NS
 
 
 def _over_the_mean(loads_E: Ints, num_nodes: int, size: int) -> int:
@@ -104,7 +122,11 @@ def price(wanted_NE: Ints, quotas_ER: Ints, policy: ExpertPolicy) -> int:
     inside_X = np.minimum(wanted_NE.ravel(), computed_X)
     came_Z = (tokens_Z * (computed_X - inside_X)[cells_Z] / computed_X[cells_Z]).astype(np.int64)
     leave_N = wanted_NE.sum(axis=1) - inside_X.reshape(wanted_NE.shape).sum(axis=1)
-    exchanged = max(int(leave_N.max()) // size, _most(ranks_Z, came_Z))
+    if policy.once_topk:
+        arrive_N = np.bincount(ranks_Z // size, came_Z, len(wanted_NE)).astype(np.int64)
+        exchanged = int(_rows(np.maximum(leave_N, arrive_N)[:, None], wanted_NE, policy).max()) // size
+    else:
+        exchanged = max(int(leave_N.max()) // size, _most(ranks_Z, came_Z))
     at_experts = policy.copy_tokens * _WHOLE // max(1, policy.least_tokens) - _WHOLE
     copied = policy.copy_tokens * _copied(experts_Z, ranks_Z, cells_Z, quotas_ER.shape, size)
     return exchanged * _WHOLE + copied + _most(ranks_Z, tokens_Z) * at_experts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ...core.costs.context import PlanningContext
 from ...core.experts.quotas import LayerPlanner
-from ...core.plan.branches import COPIED
+from ...core.plan.branches import COPIED, ONCE_A_NODE
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
 from ...core.simulate.experts import node_ranks_of
@@ -14,7 +14,7 @@ from .baselines import FROM_HISTORY
 from .clone import clone
 from .config import MoeConfig
 from .history import SLOTS_AHEAD, of_layers
-from .policy import can_pay, keeps_copies, least_tokens, slots_between_nodes, tokens_of_a_copy
+from .policy import can_pay, keeps_copies, least_tokens, once_topk, slots_between_nodes, tokens_of_a_copy
 from .reroute import evenly, reroute
 
 LAYERS: Mapping[str, LayerPlanner] = {"clone": clone, "layout": evenly, "reroute": reroute}
@@ -39,15 +39,17 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
     slots = most if config.slots is None else config.slots
     may_keep, node_ranks = not shards_experts(config), node_ranks_of(context)
     if config.tolerance is None and config.mode == "auto" and not can_pay(incoming, context):
-        return EXPERTS_AT_HOME
+        topk = once_topk(incoming, context, config.once_a_node)
+        return EXPERTS_AT_HOME._replace(node_ranks=node_ranks, once_topk=topk) if topk else EXPERTS_AT_HOME
     if config.tolerance is None and planner == "clone" and tokens_of_a_copy(context):
-        most, keep = slots_between_nodes(incoming, context, may_keep=may_keep)
-        slots = most if config.slots is None else slots
+        wanted = config.once_a_node
+        slots, keep, topk = slots_between_nodes(incoming, context, most=config.slots, may_keep=may_keep, wanted=wanted)
         least, tokens = least_tokens(context, keep=keep), tokens_of_a_copy(context, keep=keep)
-        return ExpertPolicy(planner, slots, 1.0, least, node_ranks, keep, tokens)
+        return ExpertPolicy(planner, slots, 1.0, least, node_ranks, keep, tokens, topk)
     keep = may_keep and keeps_copies(incoming, context, slots)
     tolerance, least = (1.0, least_tokens(context, keep=keep)) if config.tolerance is None else (config.tolerance, 0)
-    return ExpertPolicy(planner, slots, tolerance, least, node_ranks, keep)
+    topk = once_topk(incoming, context, config.once_a_node)
+    return ExpertPolicy(planner, slots, tolerance, least, node_ranks, keep, once_topk=topk)
 
 
 def needs_loads(config: MoeConfig, baseline: str) -> bool:
@@ -63,4 +65,7 @@ def shards_experts(config: MoeConfig) -> bool:
 
 def branches(config: MoeConfig, context: PlanningContext) -> dict[str, MoeConfig]:
     """The branch of the runtime that the settings open."""
-    return {COPIED: config} if context.layout.ep > 1 else {}
+    if context.layout.ep == 1:
+        return {}
+    goes_once = config.once_a_node is not False and context.experts and context.experts.once_topk
+    return {COPIED: config} | ({ONCE_A_NODE: config} if goes_once and node_ranks_of(context) else {})

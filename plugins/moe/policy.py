@@ -19,7 +19,7 @@ import math
 
 from ...core.costs.context import PlanningContext
 from ...core.costs.rounds import rounds_of
-from ...core.experts.seconds import copy_tokens, paying_tokens
+from ...core.experts.seconds import copy_tokens, exchanged_s, paying_tokens
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.judge import judge
 from ...core.simulate.experts import layer_cost, node_ranks_of, routed_per_token
@@ -53,22 +53,50 @@ def tokens_of_a_copy(context: PlanningContext, *, keep: bool = True) -> int:
     return math.ceil(copy_tokens(cost)) if cost and cost.node_ranks else 0
 
 
-def slots_between_nodes(plan: StepPlan, context: PlanningContext, *, may_keep: bool) -> tuple[int, bool]:
-    """Slots of a rank, as many as its own experts and as many for local copies as memory has room for, and whether
-    copies stay until their backward: whichever keeps more tokens of mean loads inside, counting what copies take."""
+def once_topk(plan: StepPlan, context: PlanningContext, wanted: bool | None) -> int:
+    """Experts of a token where it is to go once to each node, 0 where once to each expert: as is ``wanted``, or by
+    what mean loads take without copies."""
+    return min(_dispatches(context, wanted), key=lambda topk: _exchanges_s(plan, context, topk, True, 0))
+
+
+def slots_between_nodes(
+    plan: StepPlan, context: PlanningContext, *, most: int | None, may_keep: bool, wanted: bool | None
+) -> tuple[int, bool, int]:
+    """Slots of a rank, as many as its own experts and as many for local copies as memory has room for, ``most`` at
+    most; whether copies stay until their backward; and `once_topk`: whichever takes least for mean loads, counting what
+    copies take."""
     assert context.experts is not None
     ep, size, num_experts = context.layout.ep, node_ranks_of(context), context.experts.num_experts
     own, free = num_experts // ep, _free_bytes(plan, context)
-    wanted = _routed_tokens(plan, context) * size / num_experts
     kept = _copies_kept(plan, context, free) if may_keep else 0.0
-    once = free / (2 * context.experts.weight_bytes)
+    again = free / (2 * context.experts.weight_bytes)
     options = []
-    for keep, copies in ((kept >= min(own, _COPIES), kept), (False, once)):
-        rounds = max(0, int(min(copies - _COPIES, (ep // size - 1) * own)))
-        saved = rounds * wanted - (rounds + own - 1) * tokens_of_a_copy(context, keep=keep)
-        options.append((max(0.0, saved), keep, own + rounds))
-    _, keep, slots = max(options)
-    return slots, keep
+    for keep, copies in ((kept >= min(own, _COPIES), kept), (False, again)):
+        rounds = max(0, int(min(copies - _COPIES, (ep // size - 1) * own, math.inf if most is None else most - own)))
+        for topk in _dispatches(context, wanted):
+            takes_s = min(_exchanges_s(plan, context, topk, keep, count) for count in (0, rounds))
+            options.append((-takes_s, keep, own + rounds if most is None else most, topk))
+    _, keep, slots, topk = max(options)
+    return slots, keep, topk
+
+
+def _dispatches(context: PlanningContext, wanted: bool | None) -> tuple[int, ...]:
+    """The values of `once_topk` among which to choose."""
+    topk = context.experts.once_topk if context.experts and node_ranks_of(context) else 0
+    return (0,) if wanted is False or not topk else (topk,) if wanted else (0, topk)
+
+
+def _exchanges_s(plan: StepPlan, context: PlanningContext, topk: int, keep: bool, rounds: int) -> float:
+    """Seconds between nodes in both passes of a layer with mean loads and so many rounds of local copies."""
+    cost, experts = layer_cost(context, keep=keep, once_topk=topk), context.experts
+    if cost is None or experts is None or not cost.node_ranks:
+        return 0.0
+    num_nodes, own = context.layout.ep // cost.node_ranks, experts.num_experts // context.layout.ep
+    inside = rounds * cost.node_ranks / experts.num_experts
+    share = (1 - 1 / num_nodes - inside) / (num_nodes - 1)
+    copied = (rounds + own - 1) * copy_tokens(cost) if rounds else 0.0
+    tokens_s = exchanged_s(_routed_tokens(plan, context), share, num_nodes, experts.num_experts, cost)
+    return tokens_s + 4 * copied * cost.token_bytes / cost.inter.bytes_per_s
 
 
 def _free_bytes(plan: StepPlan, context: PlanningContext) -> float:

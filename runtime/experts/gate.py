@@ -161,6 +161,11 @@ class ExpertGate:
             self._recorded[-1] = self._recorded[-1]._replace(report=report, failed=self._balance.failed)
         return shares
 
+    @property
+    def once_ranks(self) -> int:
+        """Neighbouring ranks to which, as a node, a token goes once; 0: it goes once to each of its experts."""
+        return self._balance.once_ranks
+
     def record(self, layer: int, counted_RE: Tensor) -> None:
         """Note what the ranks have for the experts of a layer in this pass, padding and dummies left out."""
         self._recorded.append(_Recorded(self._number, layer, counted_RE))

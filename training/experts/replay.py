@@ -207,7 +207,7 @@ def _replayed(passes: Sequence[_Pass], plan: StepPlan, policy_of: PolicyOf, late
             policies[key] = planned.experts
         assert context.experts is not None
         layers = zip(context.experts.layers, counts, strict=True)
-        cost = layer_cost(context, keep=policies[key].keep)
+        cost = layer_cost(context, keep=policies[key].keep, once_topk=policies[key].once_topk)
         rows.append([_of_layer(policies[key], layer, counts, cost) for layer, counts in layers])
     (policy, *_) = policies.values()
     ratios, copies, slots, seconds, layer_s, exposed_s = np.moveaxis(np.array(rows, dtype=np.float64), 2, 0)

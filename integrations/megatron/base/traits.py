@@ -35,6 +35,7 @@ def traits_of(dtype: str, section: Megatron) -> TrainerTraits:
         summed_bytes=gradient,
         overlaps_gradients=section.overlap_grad_reduce,
         waits_for_sends=True,
+        sends_once=True,
     )
 
 

@@ -27,6 +27,7 @@ from torch.func import functional_call
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.copies import Fetch
 from ....runtime.experts.gate import ExpertGate
+from ....runtime.experts.once import NodeRows, counts_in_node, sent_once
 from ....runtime.experts.owners import HomeOwner, Owner
 from .experts import PlannedRouter
 from .sharded_experts import ShardedExperts
@@ -62,6 +63,8 @@ class _GatedLayer:
         self._sharded = isinstance(self._experts, ShardedExperts)
         self._fetch: Fetch | None = None
         """Of the pass that is running; None without copies."""
+        self._rows: NodeRows | None = None
+        """Of the pass that is running, where tokens go once to a node."""
         self._tokens = 0
         """Of its pack on this rank, if it is filled up."""
 
@@ -83,12 +86,17 @@ class _GatedLayer:
             counts = torch.from_numpy(shares.counts_of_slots).to(counts).flatten()
             routing_map, probs = shares.spread(routing_map, probs)
         self.lay_out(self._own if shares is None else shares.slots)
+        if self._gate.once_ranks:
+            hidden_states, routing_map, probs, counts = self._once(hidden_states, routing_map, probs, counts)
         with with_attributes(token_dispatcher, gather_from_sequence_parallel_region=lambda *_, **__: counts):
             return self._own_preprocess(hidden_states, routing_map, probs)
 
     def postprocess(self, hidden_states: Tensor) -> Tensor:
-        """`combine_postprocess`, without what fills up a pack."""
+        """`combine_postprocess`, without what fills up a pack; what nodes have made of a token is added up."""
         output = self._own_postprocess(hidden_states)
+        if self._rows is not None:
+            rows, self._rows = self._rows, None
+            return rows.summed(output).view(self._shape)
         return output[: self._tokens] if self._tokens else output
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
@@ -108,6 +116,14 @@ class _GatedLayer:
             for weights, part in zip(copies, parts[at_home:], strict=False):
                 outputs.append(functional_call(experts[0], dict(zip(names, weights, strict=True)), part)[0])
         return fetch.again_behind(torch.cat(outputs)), None
+
+    def _once(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        """What `dispatch_preprocess` takes, and the counts it gathers, for rows that came to this rank for its node."""
+        group, size, self._shape = self._dispatcher.ep_group, self._gate.once_ranks, hidden_states.shape
+        hidden = hidden_states.view(-1, self._shape[-1])
+        self._rows, *rows = sent_once(group, size, hidden, routing_map, probs)
+        place = torch.distributed.get_rank(group)
+        return *rows, counts_in_node(counts.view(-1, routing_map.shape[1]), place, size).flatten()
 
     def _gathered(self, routing_map: Tensor, record: bool) -> Tensor:
         """Tokens of each rank of the group for each expert [R, E]."""

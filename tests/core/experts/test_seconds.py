@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from evenload.core.aliases import Ints
 from evenload.core.experts.quotas import at_home, check_quotas
-from evenload.core.experts.seconds import LayerCost, layer_seconds, paying_tokens
+from evenload.core.experts.seconds import CHOICE_BYTES, LayerCost, layer_seconds, once_a_node, paying_tokens
 from evenload.core.machine.cluster import Link
 from evenload.core.plan.expert_policy import ExpertPolicy
 
@@ -77,6 +77,31 @@ def test_links_between_nodes_carry_what_crosses_them() -> None:
     assert layer_seconds(counts, moved, on_nodes).backward.gradients == 80 / 4
     _, away = quotas_of(counts.tolist(), [(2, 0, 4)])
     assert layer_seconds(counts, away, on_nodes).backward.gradients == 80 / 1
+
+
+def test_tokens_that_go_once_to_a_node_take_one_row_there_and_are_passed_on_inside() -> None:
+    """Four ranks in nodes of two, two experts a rank and token; all tokens of rank 0 go to rank 3, 8 of rank 1 to rank
+    0: rank 2 gets 8 rows for 16 and passes them on."""
+    counts, quotas = quotas_of([[0] * 6 + [8, 8], [4, 4, 0, 0, 0, 0, 0, 0], [0] * 8, [0] * 8], [])
+    cost = COST._replace(node_ranks=2, once_topk=2)
+    forward, backward = layer_seconds(counts, quotas, cost)
+    rows_s, passed_s = 8 * (4.0 + 4 * CHOICE_BYTES), 16 * 4.0 / 4.0
+    assert forward.tokens == backward.tokens == 2 * (rows_s + passed_s)
+    assert layer_seconds(counts, quotas, cost._replace(once_topk=0)).forward.tokens == 2 * 16 * 4.0
+    assert layer_seconds(counts, quotas, cost._replace(node_ranks=0)).forward.tokens == 2 * 16 * 4.0 / 4.0
+
+
+@pytest.mark.parametrize(("exponent", "near"), [(0.0, 0.01), (0.5, 0.04)])
+def test_rows_of_a_node_are_about_those_of_drawn_tokens(exponent: float, near: float) -> None:
+    """Eight different experts of 64 a token; nodes have 8 neighbouring ones each."""
+    rng = np.random.default_rng(0)
+    logits_E = rng.permutation(-exponent * np.log(np.arange(1, 65)))
+    scores_TE = logits_E + rng.gumbel(size=(20_000, 64))
+    nodes_TK = np.argsort(scores_TE, axis=1)[:, -8:] // 8
+    goes_TN = (nodes_TK[:, :, None] == np.arange(8)).any(axis=1)
+    share_N = np.bincount(nodes_TK.ravel(), minlength=8) / nodes_TK.size
+    predicted_N = once_a_node(share_N, 8, 64) * nodes_TK.size
+    assert np.abs(predicted_N / goes_TN.sum(axis=0) - 1).max() < near
 
 
 def test_a_copy_pays_from_rate_over_bandwidth_tokens_up() -> None:

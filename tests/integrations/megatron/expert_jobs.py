@@ -73,10 +73,16 @@ def layer_planner_of(name: str) -> Any:
 
 
 def routed(
-    world: Any, *, seeds: Any = (None, None), lengths: Any = LENGTHS, local: bool = False, **changes: Any
+    world: Any,
+    *,
+    seeds: Any = (None, None),
+    lengths: Any = LENGTHS,
+    local: bool = False,
+    once: bool = False,
+    **changes: Any,
 ) -> list[dict[str, Any]]:
     """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does.
-    ``local``: copies are those of `with_local_copies`, else drawn."""
+    ``local``: copies are those of `with_local_copies`, else drawn. ``once``: to nodes of two ranks tokens go once."""
     rows = []
     with_copies = with_local_copies if local else with_drawn_copies
     with (
@@ -86,6 +92,8 @@ def routed(
         plain = PlainModel(host.recipe, host)
         for number, seed in enumerate(seeds):
             data, plan = tokens(lengths, number), with_copies(planned(host, lengths, seed), number)
+            if once:
+                plan = plan.revised(experts=plan.experts._replace(node_ranks=2, once_topk=2))
             labels = masked(lengths, number) if number % 3 == 1 else None
             gradients: dict[str, Any] = {}
             plain.load(host.weights())

@@ -62,6 +62,21 @@ def test_copies_where_tokens_come_from(on_ranks):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"plugins": SLICES, "moe": BIASED, "seeds": (None,) * 4},
+        {"plugins": SLICES, "moe": LOSSES, "seeds": (None,) * 4, "local": True, "train__recompute": True},
+        {"plugins": PACKS | CUT, "moe": {"shared_ffn_hidden_size": 16}},
+        {"seeds": list(range(4)), "lengths": [37, 5, 64, 2], "moe": {"num_experts": 8, "topk": 3}},
+        {"plugins": PACKS, "lengths": [40], "train__global_batch_size": 4},
+    ],
+    ids=["drawn copies", "local copies, recompute", "cut experts, shared", "random plans", "ranks without a token"],
+)
+def test_tokens_that_go_once_to_a_node(on_ranks, changes):
+    exact(on_ranks(4, "routed", parallel__ep=4, once=True, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"moe": {}},
         {"moe": BIASED, "train__recompute": True},
         {"moe": {"score": "sigmoid", "topk": 1, "shared_ffn_hidden_size": 16}},

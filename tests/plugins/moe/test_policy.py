@@ -77,7 +77,7 @@ def test_between_nodes_slots_are_what_memory_has_room_for() -> None:
 
 
 def test_local_copies_are_fetched_again_where_memory_holds_those_of_one_layer() -> None:
-    chain = chain_of("h100", ep=64)
+    chain = chain_of("h100", ep=64, once_a_node=False)
     context = chain.context
     traffic = context.traffic
     more = {"moe_layers": 400, "expert_bytes_per_token": 100 * traffic.expert_bytes_per_token}
@@ -86,6 +86,26 @@ def test_local_copies_are_fetched_again_where_memory_holds_those_of_one_layer() 
     assert not policy.keep
     assert policy.slots > 2
     assert policy.copy_tokens == 2304 * 3 // 2
+
+
+def test_tokens_go_once_to_a_node_where_that_takes_less() -> None:
+    """With a slot for almost every expert hardly a token leaves its node, and each leg is a collective more."""
+    assert policy_in(chain_of("h100", ep=64, slots=2)).once_topk == 8
+    assert policy_in(chain_of("h100", ep=64, slots=2, once_a_node=False)).once_topk == 0
+    assert policy_in(chain_of("h100", ep=64)).once_topk == 0
+    assert policy_in(chain_of("h100", ep=64, once_a_node=True)).once_topk == 8
+    assert policy_in(chain_of("h100", ep=64, mode="reroute")).once_topk == 8
+    assert policy_in(chain_of("h100", ep=64, tolerance=1.1)).once_topk == 8
+    assert policy_in(chain_of("h100", ep=8, once_a_node=True)).once_topk == 0
+    at_home = EXPERTS_AT_HOME._replace(node_ranks=8, once_topk=8)
+    assert policy_in(chain_of("h100", ep=64, mode="auto", once_a_node=True), tokens=2) == at_home
+
+
+def test_a_trainer_that_sends_to_experts_alone_sends_to_experts() -> None:
+    chain = chain_of("h100", ep=64)
+    assert chain.context.experts is not None
+    unable = replace(chain.context, experts=chain.context.experts._replace(once_topk=0))
+    assert policy_in(replace(chain, context=unable)).once_topk == 0
 
 
 def test_groups_that_no_node_divides_count_as_one_and_pay_the_slow_link() -> None:
