@@ -146,11 +146,12 @@ def paying_tokens(cost: LayerCost) -> float:
 
     Weights of n parameters are 2 n bytes and 2 n operations a token in half precision: a forward's break-even would be
     rate / bandwidth tokens, whatever the expert's size. A token that goes elsewhere saves its four journeys too, as the
-    busiest rank is where most arrive.
+    busiest rank is where most arrive: on links inside nodes where it goes once to each node.
     """
     link = cost.inter if cost.node_ranks else cost.intra
+    token_link = cost.intra if cost.once_topk else link
     weights_s = link.send_s(cost.weight_bytes) * (1 if cost.keep else 2)
-    token_s = cost.forward_s + cost.backward_s + 4 * cost.token_bytes / link.bytes_per_s
+    token_s = cost.forward_s + cost.backward_s + 4 * cost.token_bytes / token_link.bytes_per_s
     return (weights_s + link.send_s(cost.gradient_bytes)) / token_s
 
 

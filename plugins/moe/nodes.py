@@ -127,7 +127,8 @@ def price(wanted_NE: Ints, quotas_ER: Ints, policy: ExpertPolicy) -> int:
         exchanged = int(_rows(np.maximum(leave_N, arrive_N)[:, None], wanted_NE, policy).max()) // size
     else:
         exchanged = max(int(leave_N.max()) // size, _most(ranks_Z, came_Z))
-    at_experts = policy.copy_tokens * _WHOLE // max(1, policy.least_tokens) - _WHOLE
+    between = 0 if policy.once_topk else _WHOLE
+    at_experts = policy.copy_tokens * _WHOLE // max(1, policy.least_tokens) - between
     copied = policy.copy_tokens * _copied(experts_Z, ranks_Z, cells_Z, quotas_ER.shape, size)
     return exchanged * _WHOLE + copied + _most(ranks_Z, tokens_Z) * at_experts
 

@@ -44,11 +44,12 @@ def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, p
     if config.tolerance is None and planner == "clone" and tokens_of_a_copy(context):
         wanted = config.once_a_node
         slots, keep, topk = slots_between_nodes(incoming, context, most=config.slots, may_keep=may_keep, wanted=wanted)
-        least, tokens = least_tokens(context, keep=keep), tokens_of_a_copy(context, keep=keep)
+        least, tokens = least_tokens(context, keep=keep, topk=topk), tokens_of_a_copy(context, keep=keep)
         return ExpertPolicy(planner, slots, 1.0, least, node_ranks, keep, tokens, topk)
     keep = may_keep and keeps_copies(incoming, context, slots)
-    tolerance, least = (1.0, least_tokens(context, keep=keep)) if config.tolerance is None else (config.tolerance, 0)
     topk = once_topk(incoming, context, config.once_a_node)
+    least = 0 if config.tolerance is not None else least_tokens(context, keep=keep, topk=topk)
+    tolerance = 1.0 if config.tolerance is None else config.tolerance
     return ExpertPolicy(planner, slots, tolerance, least, node_ranks, keep, once_topk=topk)
 
 

@@ -28,12 +28,12 @@ _COPIES = 2
 """Of a layer on a rank, about as many as exact loads need."""
 
 
-def least_tokens(context: PlanningContext, *, keep: bool = True) -> int:
+def least_tokens(context: PlanningContext, *, keep: bool = True, topk: int = 0) -> int:
     """Tokens that copies of a layer must take off the busiest rank; 0 where the costs know no seconds at experts.
 
-    ``keep``: copies stay until their backward, else their weights travel twice.
+    ``keep``: copies stay until their backward, else their weights travel twice. ``topk``: what `once_topk` says.
     """
-    cost = layer_cost(context, keep=keep)
+    cost = layer_cost(context, keep=keep, once_topk=topk)
     return math.ceil(paying_tokens(cost)) if cost else 0
 
 

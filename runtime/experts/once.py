@@ -32,7 +32,7 @@ class NodeRows(NamedTuple):
     num_tokens: int
 
     def summed(self, outputs_WH: Tensor) -> Tensor:
-        """For each token of this rank, what all nodes have made of its rows [T, H], by what this one has. Collective."""
+        """For each token of this rank, what all nodes have made of its rows [T, H], by what this one has."""
         rows: Tensor
         (rows,) = _Exchanged.apply(self.group, self.came, self.left, outputs_WH)  # type: ignore[no-untyped-call]
         return rows.new_zeros(self.num_tokens, rows.shape[1]).index_add(0, self.tokens, rows)
