@@ -8,15 +8,19 @@ forward and backward, as a share of the speed of even routing with every expert 
     static     every expert at home
     near       exact loads, copies from the own node first
     blind      exact loads, nodes not known
+    even       even routing, every expert at home
     N more     the plugin's `clone` with N slots more than own experts, for copies where tokens come from
 
-*kept*: copies stay until their backward; *again*: they are fetched again for it. Milliseconds of a planner are measured
+*kept*: copies stay until their backward; *again*: they are fetched again for it. *once*: a token goes once to each node
+that has any of its experts, else once to each expert, as in the layer that shares are of. Milliseconds of a planner
+are measured
 on this machine, the least of 30 runs; everything else follows from `core.experts.seconds`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -56,7 +60,7 @@ class Answer(NamedTuple):
 def policies(cost: LayerCost, own: int, more: list[int]) -> dict[str, ExpertPolicy]:
     blind = ExpertPolicy("clone", own, 1.0, int(paying_tokens(cost)), keep=cost.keep)
     near = blind._replace(node_ranks=NODE_RANKS)
-    known = near._replace(copy_tokens=round(copy_tokens(cost)))
+    known = near._replace(copy_tokens=round(copy_tokens(cost)), once_topk=cost.once_topk)
     static = ExpertPolicy("static")
     return {"static": static, "near": near, "blind": blind} | {
         f"{slots} more": known._replace(slots=own + slots) for slots in more
@@ -76,25 +80,31 @@ def answer(policy: ExpertPolicy, counts: Ints, cost: LayerCost, even_s: float, o
 
 
 def rows_of(ranks: int, draws: int, more: list[int]) -> Iterator[dict[str, Any]]:
-    """A row a model and way to hold copies."""
+    """A row a model, way to hold copies and way to send tokens."""
     ultraep.RANKS = ranks
     for model in ultraep.MODELS:
         setting = ultraep.Setting(model, NODE_RANKS)
         even = ultraep.even_of(model)
-        passes = layer_seconds(even, ultraep.at_homes(even), setting.cost._replace(plan_s=0.0))
-        even_s = passes.total - passes.forward.counts + setting.other_s
+
+        def even_s(topk: int, of: ultraep.Setting = setting, even: Ints = even) -> float:
+            cost = of.cost._replace(plan_s=0.0, once_topk=topk)
+            passes = layer_seconds(even, ultraep.at_homes(even), cost)
+            return passes.total - passes.forward.counts + of.other_s
+
         drawn = Drawn(ranks, model.experts, ultraep.TOPK, ultraep.TOKENS)
         loads = drawn.like(model.imbalance, lambda each: imbalance_of(ultraep.at_homes(each)), draws)
-        for keep in (True, False):
-            cost = setting.cost._replace(keep=keep)
-            answers = {
-                name: [answer(policy, counts, cost, even_s, setting.other_s) for counts in loads]
+        for keep, topk in itertools.product((True, False), (0, ultraep.TOPK)):
+            cost = setting.cost._replace(keep=keep, once_topk=topk)
+            answers = {"even": [Answer(even_s(0) / even_s(topk), 0, 0.0, 0.0)]}
+            answers |= {
+                name: [answer(policy, counts, cost, even_s(0), setting.other_s) for counts in loads]
                 for name, policy in policies(cost, model.experts // ranks, more).items()
             }
             yield {
                 "model": model.name,
                 "ranks": ranks,
                 "keep": keep,
+                "once": bool(topk),
                 "answers": {name: Answer(*np.mean(of, axis=0).tolist())._asdict() for name, of in answers.items()},
                 "least_share": {name: min(one.share for one in of) for name, of in answers.items()},
             }
@@ -108,7 +118,8 @@ def table(result: dict[str, Any]) -> Any:
             f"{100 * one['share']:.1f} % ({one['slots']:.1f}; {one['plan_ms']:.2f} ms)"
             for one in row["answers"].values()
         ]
-        rows.append((f"{row['model']}, EP {row['ranks']}, {'kept' if row['keep'] else 'again'}", *cells))
+        how = ("kept" if row["keep"] else "again") + (", once" if row["once"] else "")
+        rows.append((f"{row['model']}, EP {row['ranks']}, {how}", *cells))
     about = "share of even routing (most copies on a rank; planning), means of the draws"
     return grid("a layer between nodes of 8, predicted", ("", *names), rows, about)
 

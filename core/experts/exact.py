@@ -87,13 +87,36 @@ def exact_quotas(counts_RE: Array, policy: ExpertPolicy, xp: Arrays = NUMPY) -> 
 def levelled(tokens_RM: Array, experts_RM: Array, num_experts: int, policy: ExpertPolicy, xp: Arrays = NUMPY) -> Array:
     """Quotas [E, R] of which no rank has more than `most_tokens`, from what stands on each rank: so many tokens of M
     different experts. A rank then takes from at most one other, of at most these M."""
+    over_R, sizes_RM, experts_RM = _over_the_share(tokens_RM, experts_RM, policy, xp)
+    giver_R, taken_R = _takers(over_R, sizes_RM[:, 0], policy.node_ranks or len(over_R), xp)
+    return _laid(sizes_RM, experts_RM, num_experts, giver_R, taken_R, xp)
+
+
+def exact_far_and_near(counts_RE: Ints, policy: ExpertPolicy) -> list[Ints]:
+    """Two `exact_quotas`, in less time than both: those that know no nodes, and the policy's."""
+    num_ranks, num_experts = counts_RE.shape
+    tokens_RM, experts_RM = (of.reshape(num_ranks, -1) for of in (counts_RE.sum(axis=0), np.arange(num_experts)))
+    over_R, sizes_RM, experts_RM = _over_the_share(tokens_RM, experts_RM, policy, NUMPY)
+    hottest_R = sizes_RM[:, 0]
+    giver_R, taken_R = _filled(over_R, hottest_R, policy.node_ranks, NUMPY)
+    left_R = over_R + taken_R - _sums(giver_R, taken_R)
+    both = np.concatenate([over_R, left_R]), np.concatenate([hottest_R, hottest_R])
+    givers, takens = _filled(*both, num_ranks, NUMPY, whole=True)
+    (far_R, again_R), (far_taken_R, more_R) = givers.reshape(2, -1), takens.reshape(2, -1)
+    near_R = np.where(more_R > 0, again_R - num_ranks, giver_R)
+    pairs = (far_R, far_taken_R), (near_R, taken_R + more_R)
+    return [_laid(sizes_RM, experts_RM, num_experts, *pair, NUMPY) for pair in pairs]
+
+
+def _over_the_share(
+    tokens_RM: Array, experts_RM: Array, policy: ExpertPolicy, xp: Arrays
+) -> tuple[Array, Array, Array]:
+    """What each rank has over `most_tokens`; its tokens by expert, most first; and these experts."""
     num_ranks = tokens_RM.shape[0]
     tokens_R = tokens_RM.sum(1)
     over_R = tokens_R - most_tokens(tokens_R.sum(), num_ranks, policy, xp)
     sizes_RM, places_RM = descending(tokens_RM, xp)
-    experts_RM = experts_RM[xp.arange(num_ranks)[:, None], places_RM]
-    giver_R, taken_R = _takers(over_R, sizes_RM[:, 0], policy.node_ranks or num_ranks, xp)
-    return _laid(sizes_RM, experts_RM, num_experts, giver_R, taken_R, xp)
+    return over_R, sizes_RM, experts_RM[xp.arange(num_ranks)[:, None], places_RM]
 
 
 def descending(values: Array, xp: Arrays) -> tuple[Array, Array]:
@@ -108,22 +131,22 @@ def _takers(over_R: Array, hottest_R: Array, node_ranks: int, xp: Arrays) -> tup
     """From which rank each rank takes, and how many tokens: first inside nodes, then from anywhere."""
     num_ranks = over_R.shape[0]
     if node_ranks == num_ranks:
-        return _filled(over_R, hottest_R, num_ranks, xp)
+        return _filled(over_R, hottest_R, num_ranks, xp, whole=True)
     giver_R, taken_R = _filled(over_R, hottest_R, node_ranks, xp)
     left_R = over_R + taken_R - xp.sums(giver_R, taken_R)
-    far_giver_R, far_taken_R = _filled(left_R, hottest_R, num_ranks, xp)
+    far_giver_R, far_taken_R = _filled(left_R, hottest_R, num_ranks, xp, whole=True)
     return xp.where(far_taken_R > 0, far_giver_R, giver_R), taken_R + far_taken_R
 
 
-def _filled(over_R: Array, hottest_R: Array, size: int, xp: Arrays) -> tuple[Array, Array]:
+def _filled(over_R: Array, hottest_R: Array, size: int, xp: Arrays, *, whole: bool = False) -> tuple[Array, Array]:
     """From which rank each rank takes, and how many tokens, inside each block of ``size`` neighbouring ranks. A block
-    that is a part of the ranks fills its last taker whole too, from a giver that others then fill: whoever took has all
+    that is no ``whole`` group fills its last taker whole too, from a giver that others then fill: whoever took has all
     that it needs, and takes from nobody else."""
     num_ranks = over_R.shape[0]
     blocks = num_ranks // size
     firsts_N1 = (xp.arange(blocks) * size)[:, None]
-    excess_R, lack_R = xp.where(over_R > 0, over_R, 0), xp.where(over_R < 0, -over_R, 0)
-    rated_R = xp.where(over_R > 0, hottest_R + 1, 0)
+    excess_R, lack_R = (over_R > 0) * over_R, (over_R < 0) * -over_R
+    rated_R = (over_R > 0) * (hottest_R + 1)
     givers_R = (descending(rated_R.reshape(blocks, size), xp)[1] + firsts_N1).reshape(num_ranks)
     lack_NK, takers_NK = descending(lack_R.reshape(blocks, size), xp)
     takers_R = (takers_NK + firsts_N1).reshape(num_ranks)
@@ -131,15 +154,15 @@ def _filled(over_R: Array, hottest_R: Array, size: int, xp: Arrays) -> tuple[Arr
     excess_NK = excess_R[givers_R].reshape(blocks, size)
     given_NK, filled_NK = excess_NK.cumsum(1), lack_NK.cumsum(1)
     starts_NK, needed_N1 = filled_NK - lack_NK, given_NK[:, -1:]
-    ends_NK = xp.minimum(filled_NK, needed_N1) if blocks == 1 else filled_NK
+    ends_NK = xp.minimum(filled_NK, needed_N1) if whole else filled_NK
     apart_N1 = firsts_N1 * _MOST_TOKENS
     begins_R, starts_R = (given_NK + apart_N1).reshape(num_ranks), (starts_NK + apart_N1).reshape(num_ranks)
     beside_R = xp.minimum(xp.not_above(begins_R, starts_R), xp.arange(num_ranks) * 0 + num_ranks - 1)
-    amount_R = xp.where(starts_NK < needed_N1, ends_NK - starts_NK, 0).reshape(num_ranks)
+    amount_R = ((starts_NK < needed_N1) * (ends_NK - starts_NK)).reshape(num_ranks)
     last_R = ends_NK.reshape(num_ranks)[xp.below(starts_R, begins_R) - 1]
     overdrawn_R = last_R - given_NK.reshape(num_ranks)
     goes_on_R = ((excess_NK > 0) & (given_NK < needed_N1)).reshape(num_ranks) & (overdrawn_R > 0)
-    return _written(givers_R, takers_R, beside_R, amount_R, xp.where(goes_on_R, overdrawn_R, 0), xp)
+    return _written(givers_R, takers_R, beside_R, amount_R, goes_on_R * overdrawn_R, xp)
 
 
 def _written(
@@ -172,5 +195,5 @@ def _laid(sizes_RM: Array, experts_RM: Array, num_experts: int, giver_R: Array, 
     kept_RM = ends_RM - xp.maximum(begins_RM, xp.minimum(ends_RM, xp.sums(giver_R, taken_R)[:, None]))
     quotas_ER = xp.zeros((num_experts, num_ranks))
     quotas_ER[experts_RM, ranks_R[:, None]] = kept_RM
-    quotas_ER[experts_RM[from_R], to_R[:, None]] += xp.where(parts_RM > 0, parts_RM, 0)
+    quotas_ER[experts_RM[from_R], to_R[:, None]] += (parts_RM > 0) * parts_RM
     return quotas_ER

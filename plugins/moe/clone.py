@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...core.aliases import Ints
-from ...core.experts.exact import exact_quotas, most_tokens
+from ...core.experts.exact import exact_far_and_near, exact_quotas, most_tokens
 from ...core.experts.quotas import at_home, copies_of, ranks_of_experts
 from ...core.plan.expert_policy import ExpertPolicy, LayerCopies
 from .few import few_copies
@@ -19,10 +19,6 @@ _NEAR = 50
 """By one part in so many copies from the own node first must be shorter than copies from anywhere: what `price` leaves
 out favours them. In 367 drawn settings (EP 16 to 128) so chosen quotas are 2.5 % shorter in the mean than those that
 know no nodes, 2.1 % than those from the own node first, and 0.2 % longer than the best of the three."""
-
-_HOPS = 4
-"""Experts that a rank may send and receive for its first copy, over both hops: what the busiest rank must be over the
-mean, in the policy's least tokens, for copies to pay surely."""
 
 
 def clone(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -> Ints:
@@ -58,18 +54,29 @@ def _between_nodes(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -
     local_ER = with_local_copies(wanted_NE, policy)
     if local_ER is not None:
         return local_ER
-    blind_ER = clone(counts_RE, policy._replace(copy_tokens=0, node_ranks=0), copies)
-    tokens_R = counts_RE.sum(axis=0).reshape(len(counts_RE), -1).sum(axis=1)
-    over = int(tokens_R.max()) - int(tokens_R.mean())
-    if over < max(1, policy.least_tokens):
-        return blind_ER
-    near_ER = clone(counts_RE, policy._replace(copy_tokens=0), copies)
-    blind, near = (price(wanted_NE, quotas_ER, policy) for quotas_ER in (blind_ER, near_ER))
-    least, best_ER = (near, near_ER) if near + near // _NEAR < blind else (blind, blind_ER)
-    if over < _HOPS * policy.least_tokens:
-        home_ER = at_home(counts_RE, policy, copies)
-        return home_ER if price(wanted_NE, home_ER, policy) <= least else best_ER
-    return best_ER
+    home_ER = at_home(counts_RE, policy, copies)
+    tokens_R, least = home_ER.sum(axis=0), max(1, policy.least_tokens)
+    if int(tokens_R.max()) - int(tokens_R.mean()) < least:
+        return home_ER
+    options = _far_and_near(counts_RE, policy)
+    if least > 1 and policy.slots > 1:
+        options = [_without_small(quotas_ER, least) for quotas_ER in options]
+    far, near, home = price(wanted_NE, [*options, home_ER], policy)
+    best, best_ER = (near, options[1]) if near + near // _NEAR < far else (far, options[0])
+    frees = int(tokens_R.max()) - _busiest(best_ER)
+    return home_ER if home <= best or frees < least else best_ER
+
+
+def _far_and_near(counts_RE: Ints, policy: ExpertPolicy) -> list[Ints]:
+    """Quotas [E, R] as even as the policy asks: copies from anywhere, and from the own node first."""
+    if _is_exact(policy, *counts_RE.shape):
+        return exact_far_and_near(counts_RE, policy)
+    loads_E = counts_RE.sum(axis=0)
+    return [_even(counts_RE, loads_E, one)[0] for one in (policy._replace(node_ranks=0), policy)]
+
+
+def _is_exact(policy: ExpertPolicy, num_ranks: int, num_experts: int) -> bool:
+    return policy.tolerance <= 1 and policy.slots >= num_experts // num_ranks
 
 
 def _busiest(quotas_ER: Ints) -> int:
@@ -95,7 +102,7 @@ def _without_small(quotas_ER: Ints, least: int) -> Ints:
 def _even(counts_RE: Ints, loads_E: Ints, policy: ExpertPolicy) -> tuple[Ints, int]:
     """Quotas as even as the policy asks, whatever a copy takes, and the tokens of their busiest rank."""
     num_ranks, num_experts = counts_RE.shape
-    if policy.tolerance <= 1 and policy.slots >= num_experts // num_ranks:
+    if _is_exact(policy, num_ranks, num_experts):
         exact_ER: Ints = exact_quotas(counts_RE, policy)
         return exact_ER, _busiest(exact_ER)
     most = int(most_tokens(loads_E.sum(), num_ranks, policy))

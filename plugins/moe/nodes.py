@@ -19,10 +19,12 @@ taken for free, and of what leaves a node all its ranks send equally much. All i
 alike.
 
 Shape legend: R = ranks of a group, E = experts of a layer, N = nodes, K = R/N, S = rounds, C = columns of
-copies, X = N E, Z = quotas that are not zero.
+copies, A = alternative quotas, X = A N E, Z = quotas that are not zero.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -31,7 +33,8 @@ from ...core.experts.exact import NUMPY, descending, levelled
 from ...core.experts.quotas import copies_of
 from ...core.plan.expert_policy import ExpertPolicy
 
-_WHOLE = 1 << 20
+_BITS = 20
+_WHOLE = 1 << _BITS
 """Parts of an expert that travels in pieces, so that all arithmetic is of integers."""
 _SURE = 50
 """By one part in so many local copies must leave less, as node by node says little of single ranks."""
@@ -72,16 +75,17 @@ def with_local_copies(wanted_NE: Ints, policy: ExpertPolicy) -> Ints | None:
 
 def _rows(leave_NS: Ints, wanted_NE: Ints, policy: ExpertPolicy) -> Ints:
     """Rows that leave each node for so many tokens, evenly to all others: as many, or fewer where a token goes once to
-    a node, of the form of `core.experts.seconds.once_a_node`."""
+    a node, as `core.experts.seconds.once_a_node` has it."""
     topk, others, num_experts = policy.once_topk, len(wanted_NE) - 1, wanted_NE.shape[1]
     if not topk:
         return leave_NS
     routed_N1 = np.maximum(1, wanted_NE.sum(axis=1))[:, None]
-    apart_NS = num_experts * _WHOLE - np.maximum(leave_NS, 0) * num_experts * _WHOLE // (routed_N1 * others)
-    none_NS = np.full_like(apart_NS, _WHOLE)
-    for drawn in range(topk):
-        none_NS = none_NS * np.maximum(0, apart_NS - drawn * _WHOLE) // ((num_experts - drawn) * _WHOLE)
-    rows_NS: Ints = routed_N1 * others // topk * (_WHOLE - none_NS) // _WHOLE
+    likelier = _WHOLE + _WHOLE * (topk - 1) // (2 * num_experts)
+    apart_NS = np.maximum(0, _WHOLE - np.maximum(leave_NS, 0) * likelier // (routed_N1 * others))
+    none_NS = apart_NS
+    for _ in range(topk - 1):
+        none_NS = none_NS * apart_NS >> _BITS
+    rows_NS: Ints = routed_N1 * others // topk * (_WHOLE - none_NS) >> _BITS
     return rows_NS
 
 
@@ -111,41 +115,54 @@ def _on_ranks(loads_E: Ints, tokens_NC: Ints, experts_NC: Ints, policy: ExpertPo
     return even_ER
 
 
-def price(wanted_NE: Ints, quotas_ER: Ints, policy: ExpertPolicy) -> int:
-    """What quotas take, in parts of a token between nodes: tokens, copies in two hops, experts of the busiest rank."""
-    num_ranks, size = quotas_ER.shape[1], policy.node_ranks
-    places_Z = np.flatnonzero(quotas_ER != 0)
-    experts_Z, tokens_Z = places_Z // num_ranks, quotas_ER.ravel()[places_Z]
-    ranks_Z = places_Z - experts_Z * num_ranks
-    cells_Z = ranks_Z // size * wanted_NE.shape[1] + experts_Z
-    computed_X = np.bincount(cells_Z, tokens_Z, wanted_NE.size)
-    inside_X = np.minimum(wanted_NE.ravel(), computed_X)
+def price(wanted_NE: Ints, quotas: Sequence[Ints], policy: ExpertPolicy) -> list[int]:
+    """What each of several quotas [E, R] takes, in parts of a token between nodes: tokens, copies in two hops, experts
+    of the busiest rank. Ranks of one stand behind those of another."""
+    (num_nodes, num_experts), size = wanted_NE.shape, policy.node_ranks
+    num_ranks = num_nodes * size
+    columns = num_ranks * len(quotas)
+    places = [np.flatnonzero(quotas_ER != 0) for quotas_ER in quotas]
+    tokens_Z = np.concatenate([each.ravel()[of] for each, of in zip(quotas, places, strict=True)])
+    experts_Z, ranks_Z = np.divmod(np.concatenate(places), num_ranks)
+    ranks_Z += np.repeat(np.arange(0, columns, num_ranks), list(map(len, places)))
+    cells_Z = ranks_Z // size * num_experts + experts_Z
+    computed_X = np.bincount(cells_Z, tokens_Z, columns // size * num_experts)
+    inside_X = np.minimum(np.tile(wanted_NE.ravel(), len(quotas)), computed_X)
     came_Z = (tokens_Z * (computed_X - inside_X)[cells_Z] / computed_X[cells_Z]).astype(np.int64)
-    leave_N = wanted_NE.sum(axis=1) - inside_X.reshape(wanted_NE.shape).sum(axis=1)
+    leave_AN = wanted_NE.sum(axis=1) - inside_X.reshape(-1, num_nodes, num_experts).sum(axis=2).astype(np.int64)
     if policy.once_topk:
-        arrive_N = np.bincount(ranks_Z // size, came_Z, len(wanted_NE)).astype(np.int64)
-        exchanged = int(_rows(np.maximum(leave_N, arrive_N)[:, None], wanted_NE, policy).max()) // size
+        came_AN = np.bincount(ranks_Z // size, came_Z, columns // size).astype(np.int64).reshape(-1, num_nodes)
+        most_NA = np.maximum(leave_AN, came_AN).T
+        exchanged_A, between = _rows(most_NA, wanted_NE, policy).max(axis=0) // size, 0
     else:
-        exchanged = max(int(leave_N.max()) // size, _most(ranks_Z, came_Z))
-    between = 0 if policy.once_topk else _WHOLE
+        came_A, between = _most(ranks_Z, came_Z, num_ranks, columns), _WHOLE
+        exchanged_A = np.maximum(leave_AN.max(axis=1) // size, came_A)
     at_experts = policy.copy_tokens * _WHOLE // max(1, policy.least_tokens) - between
-    copied = policy.copy_tokens * _copied(experts_Z, ranks_Z, cells_Z, quotas_ER.shape, size)
-    return exchanged * _WHOLE + copied + _most(ranks_Z, tokens_Z) * at_experts
+    copied_A = policy.copy_tokens * _copied(experts_Z, ranks_Z, cells_Z, num_experts, num_ranks, columns, size)
+    busiest_A = _most(ranks_Z, tokens_Z, num_ranks, columns)
+    prices: list[int] = (exchanged_A * _WHOLE + copied_A + busiest_A * at_experts).tolist()
+    return prices
 
 
-def _copied(experts_Z: Ints, ranks_Z: Ints, cells_Z: Ints, shape: tuple[int, ...], size: int) -> int:
+def _copied(
+    experts_Z: Ints, ranks_Z: Ints, cells_Z: Ints, num_experts: int, num_ranks: int, columns: int, size: int
+) -> Ints:
     """Parts of experts that one rank sends or receives between nodes, over both hops (`core.experts.messages`)."""
-    homes_Z = experts_Z // (shape[0] // shape[1])
+    aside_Z = ranks_Z // num_ranks
+    homes_Z = experts_Z // (num_experts // num_ranks) + aside_Z * num_ranks
     (away,) = (homes_Z != ranks_Z).nonzero()
-    experts_Z, ranks_Z, homes_Z, cells_Z = experts_Z[away], ranks_Z[away], homes_Z[away], cells_Z[away]
-    copies_Z = np.bincount(experts_Z)[experts_Z] if len(away) else experts_Z
+    ranks_Z, homes_Z, cells_Z = ranks_Z[away], homes_Z[away], cells_Z[away]
+    copied_Z = experts_Z[away] + aside_Z[away] * num_experts
+    copies_Z = np.bincount(copied_Z)[copied_Z] if len(away) else copied_Z
     pieces_Z = _WHOLE // copies_Z
     across_Z = pieces_Z * (homes_Z // size != ranks_Z // size)
     others_Z = copies_Z - np.bincount(cells_Z)[cells_Z] if len(away) else copies_Z
-    first = max(_most(homes_Z, across_Z), _most(ranks_Z, across_Z))
-    return first + _most(ranks_Z, pieces_Z * others_Z)
+    first_A = np.maximum(*(_most(of_Z, across_Z, num_ranks, columns) for of_Z in (homes_Z, ranks_Z)))
+    second_A: Ints = _most(ranks_Z, pieces_Z * others_Z, num_ranks, columns)
+    return first_A + second_A
 
 
-def _most(ranks_Z: Ints, amounts_Z: Ints) -> int:
-    """The largest of the ranks' sums."""
-    return int(np.bincount(ranks_Z, amounts_Z).max(initial=0))
+def _most(ranks_Z: Ints, amounts_Z: Ints, num_ranks: int, columns: int) -> Ints:
+    """The largest of the ranks' sums, for each of the quotas."""
+    most_A: Ints = np.bincount(ranks_Z, amounts_Z, columns).reshape(-1, num_ranks).max(axis=1).astype(np.int64)
+    return most_A

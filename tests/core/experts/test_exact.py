@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from evenload.core.aliases import Ints
-from evenload.core.experts.exact import exact_quotas, levelled, most_tokens
+from evenload.core.experts.exact import exact_far_and_near, exact_quotas, levelled, most_tokens
 from evenload.core.experts.quotas import check_quotas, copies_of
 from evenload.core.plan.expert_policy import ExpertPolicy
 from hypothesis import given, settings
@@ -77,3 +77,15 @@ def test_tokens_that_stand_anywhere_are_levelled_without_losing_one(counts_RE: I
     )
     assert quotas_ER.min() >= 0
     assert quotas_ER.sum(axis=0).max() <= most_tokens(tokens_RM.sum(), num_ranks, policy)
+
+
+@given(counts(), st.data())
+@settings(max_examples=300)
+def test_quotas_that_know_nodes_and_those_that_know_none_come_together(counts_RE: Ints, data: st.DataObject) -> None:
+    num_ranks = len(counts_RE)
+    size = data.draw(st.sampled_from([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]))
+    policy = ExpertPolicy("exact", node_ranks=size)
+    far_ER, near_ER = exact_far_and_near(counts_RE, policy)
+    np.testing.assert_array_equal(far_ER, exact_quotas(counts_RE, policy._replace(node_ranks=0)))
+    if size < num_ranks:
+        np.testing.assert_array_equal(near_ER, exact_quotas(counts_RE, policy))

@@ -116,5 +116,5 @@ def test_a_price_is_the_seconds_of_the_layer_on_links_between_nodes(exponent: fl
     token_s = 4 * QWEN3.token_bytes / QWEN3.inter.bytes_per_s
     blind = policy._replace(copy_tokens=0, node_ranks=0)
     for quotas_ER in (at_home(counts_RE, policy, ()), clone(counts_RE, blind, ()), clone(counts_RE, policy, ())):
-        priced_s = price(wanted_NE, quotas_ER, policy) / 2**20 * token_s
+        priced_s = price(wanted_NE, [quotas_ER], policy)[0] / 2**20 * token_s
         assert priced_s == pytest.approx(layer_seconds(counts_RE, quotas_ER, QWEN3).total, rel=0.12)
