@@ -13,8 +13,7 @@ forward and backward, as a share of the speed of even routing with every expert 
 
 *kept*: copies stay until their backward; *again*: they are fetched again for it. *once*: a token goes once to each node
 that has any of its experts, else once to each expert, as in the layer that shares are of. Milliseconds of a planner
-are measured
-on this machine, the least of 30 runs; everything else follows from `core.experts.seconds`.
+are measured on this machine, the least of 30 runs; everything else follows from `core.experts.seconds`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ if __name__ != "evenload.plugins.moe":
         f"{__name__}: import this package as evenload.plugins.moe; a second copy would mean a second registry"
     )
 
-from ...core.plan.branches import COPIED
+from ...core.plan.branches import COPIED, ONCE_A_NODE
 from ...core.registry import Plugin, register
 from . import baselines, config, plan
 
@@ -25,6 +25,6 @@ register(
         needs_loads=plan.needs_loads,
         shards_experts=plan.shards_experts,
         branches=plan.branches,
-        shown_by=(COPIED,),
+        shown_by=(COPIED, ONCE_A_NODE),
     )
 )

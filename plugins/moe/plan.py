@@ -24,10 +24,12 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> Ste
     """The plan with the policy of its experts; unchanged where no rank shares experts with another."""
     if context.experts is None or context.layout.ep == 1:
         return incoming
-    if config.mode in ("clone", "auto"):
-        return incoming.revised(experts=policy_of(incoming, context, config, "clone"))
-    policy = policy_of(incoming, context, config, config.mode)
-    return incoming.revised(experts=policy._replace(copies=of_layers(context.experts, context.layout.ep, policy)))
+    planner = "clone" if config.mode == "auto" else config.mode
+    policy = policy_of(incoming, context, config, planner)
+    if planner != "clone":
+        policy = policy._replace(copies=of_layers(context.experts, context.layout.ep, policy))
+    note = f"moe: a token goes once to each node of {policy.node_ranks} ranks, and on from there to its experts"
+    return incoming.revised(experts=policy, notes=(*incoming.notes, *([note] if policy.once_topk else [])))
 
 
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:

@@ -52,10 +52,13 @@ def planned(host: Any, lengths: Any = LENGTHS, seed: int | None = None) -> StepP
 
 def with_drawn_copies(plan: StepPlan, number: int) -> StepPlan:
     """The plan, every second one with quotas that are drawn in every layer of every pass, and half of those with copies
-    that are fetched again for the backward."""
+    that are fetched again for the backward, and tokens that go once to each rank."""
     if plan.limits.in_step == 1 or number % 2 == 0:
         return plan
-    return plan.revised(experts=ExpertPolicy("drawn", slots=EXPERTS["num_experts"], keep=number % 4 == 1))
+    policy = ExpertPolicy("drawn", slots=EXPERTS["num_experts"])
+    if number % 4 != 1:
+        policy = policy._replace(keep=False, node_ranks=1, once_topk=EXPERTS["topk"])
+    return plan.revised(experts=policy)
 
 
 def with_local_copies(plan: StepPlan, number: int) -> StepPlan:

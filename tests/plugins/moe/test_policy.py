@@ -101,6 +101,16 @@ def test_tokens_go_once_to_a_node_where_that_takes_less() -> None:
     assert policy_in(chain_of("h100", ep=64, mode="auto", once_a_node=True), tokens=2) == at_home
 
 
+def test_a_plan_says_when_tokens_go_once_to_a_node() -> None:
+    said = {
+        wanted: chain.plan(as_lengths([8192] * chain.limits.num_ranks)).notes
+        for wanted in (True, False)
+        for chain in [chain_of("h100", ep=64, once_a_node=wanted)]
+    }
+    assert any("once to each node of 8 ranks" in note for note in said[True])
+    assert not any("once to each node" in note for note in said[False])
+
+
 def test_a_trainer_that_sends_to_experts_alone_sends_to_experts() -> None:
     chain = chain_of("h100", ep=64)
     assert chain.context.experts is not None
