@@ -9,6 +9,7 @@ from ...core.experts.quotas import LayerPlanner
 from ...core.plan.branches import COPIED, ONCE_A_NODE
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ...core.plan.step_plan import StepPlan
+from ...core.planning.notes import NO_EFFECT
 from ...core.simulate.experts import node_ranks_of
 from .baselines import FROM_HISTORY
 from .clone import clone
@@ -28,8 +29,13 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MoeConfig) -> Ste
     policy = policy_of(incoming, context, config, planner)
     if planner != "clone":
         policy = policy._replace(copies=of_layers(context.experts, context.layout.ep, policy))
-    note = f"moe: a token goes once to each node of {policy.node_ranks} ranks, and on from there to its experts"
-    return incoming.revised(experts=policy, notes=(*incoming.notes, *([note] if policy.once_topk else [])))
+    notes = []
+    if policy.once_topk:
+        notes = [f"moe: a token goes once to each node of {policy.node_ranks} ranks, and on from there to its experts"]
+    elif config.once_a_node:
+        why = "ranks that share experts are in one node, or the trainer sends a token to each of its experts"
+        notes = [f"{NO_EFFECT}plugins.moe.once_a_node true, as {why}"]
+    return incoming.revised(experts=policy, notes=(*incoming.notes, *notes))
 
 
 def policy_of(incoming: StepPlan, context: PlanningContext, config: MoeConfig, planner: str) -> ExpertPolicy:

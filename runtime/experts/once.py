@@ -85,9 +85,10 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: Any, left: list[int], came: list[int], *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.left, ctx.came = group, left, came
+        ctx.journey = group, came, left
         return tuple(_exchanged(group, left, came, each) for each in rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *(_exchanged(ctx.group, ctx.came, ctx.left, each) for each in gradients)
+        group, came, left = ctx.journey
+        return None, None, None, *(_exchanged(group, came, left, each) for each in gradients)

@@ -102,13 +102,13 @@ def test_tokens_go_once_to_a_node_where_that_takes_less() -> None:
 
 
 def test_a_plan_says_when_tokens_go_once_to_a_node() -> None:
-    said = {
-        wanted: chain.plan(as_lengths([8192] * chain.limits.num_ranks)).notes
-        for wanted in (True, False)
-        for chain in [chain_of("h100", ep=64, once_a_node=wanted)]
-    }
-    assert any("once to each node of 8 ranks" in note for note in said[True])
-    assert not any("once to each node" in note for note in said[False])
+    said = {}
+    for ep, wanted in ((64, True), (64, False), (8, True)):
+        chain = chain_of("h100", ep=ep, once_a_node=wanted)
+        said[ep, wanted] = "; ".join(chain.plan(as_lengths([8192] * chain.limits.num_ranks)).notes)
+    assert "once to each node of 8 ranks" in said[64, True]
+    assert "once" not in said[64, False]
+    assert "without effect: plugins.moe.once_a_node true" in said[8, True]
 
 
 def test_a_trainer_that_sends_to_experts_alone_sends_to_experts() -> None:
