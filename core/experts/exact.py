@@ -87,17 +87,22 @@ def exact_quotas(counts_RE: Array, policy: ExpertPolicy, xp: Arrays = NUMPY) -> 
 def levelled(tokens_RM: Array, experts_RM: Array, num_experts: int, policy: ExpertPolicy, xp: Arrays = NUMPY) -> Array:
     """Quotas [E, R] of which no rank has more than `most_tokens`, from what stands on each rank: so many tokens of M
     different experts. A rank then takes from at most one other, of at most these M."""
-    over_R, sizes_RM, experts_RM = _over_the_share(tokens_RM, experts_RM, policy, xp)
-    giver_R, taken_R = _takers(over_R, sizes_RM[:, 0], policy.node_ranks or len(over_R), xp)
+    num_ranks = tokens_RM.shape[0]
+    tokens_R = tokens_RM.sum(1)
+    over_R = tokens_R - most_tokens(tokens_R.sum(), num_ranks, policy, xp)
+    sizes_RM, places_RM = descending(tokens_RM, xp)
+    experts_RM = experts_RM[xp.arange(num_ranks)[:, None], places_RM]
+    giver_R, taken_R = _takers(over_R, sizes_RM[:, 0], policy.node_ranks or num_ranks, xp)
     return _laid(sizes_RM, experts_RM, num_experts, giver_R, taken_R, xp)
 
 
 def exact_far_and_near(counts_RE: Ints, policy: ExpertPolicy) -> list[Ints]:
     """Two `exact_quotas`, in less time than both: those that know no nodes, and the policy's."""
     num_ranks, num_experts = counts_RE.shape
-    tokens_RM, experts_RM = (of.reshape(num_ranks, -1) for of in (counts_RE.sum(axis=0), np.arange(num_experts)))
-    over_R, sizes_RM, experts_RM = _over_the_share(tokens_RM, experts_RM, policy, NUMPY)
-    hottest_R = sizes_RM[:, 0]
+    tokens_RM = counts_RE.sum(axis=0).reshape(num_ranks, -1)
+    sizes_RM, places_RM = descending(tokens_RM, NUMPY)
+    experts_RM = places_RM + np.arange(0, num_experts, num_experts // num_ranks)[:, None]
+    over_R, hottest_R = tokens_RM.sum(axis=1) - most_tokens(tokens_RM.sum(), num_ranks, policy), sizes_RM[:, 0]
     giver_R, taken_R = _filled(over_R, hottest_R, policy.node_ranks, NUMPY)
     left_R = over_R + taken_R - _sums(giver_R, taken_R)
     both = np.concatenate([over_R, left_R]), np.concatenate([hottest_R, hottest_R])
@@ -106,17 +111,6 @@ def exact_far_and_near(counts_RE: Ints, policy: ExpertPolicy) -> list[Ints]:
     near_R = np.where(more_R > 0, again_R - num_ranks, giver_R)
     pairs = (far_R, far_taken_R), (near_R, taken_R + more_R)
     return [_laid(sizes_RM, experts_RM, num_experts, *pair, NUMPY) for pair in pairs]
-
-
-def _over_the_share(
-    tokens_RM: Array, experts_RM: Array, policy: ExpertPolicy, xp: Arrays
-) -> tuple[Array, Array, Array]:
-    """What each rank has over `most_tokens`; its tokens by expert, most first; and these experts."""
-    num_ranks = tokens_RM.shape[0]
-    tokens_R = tokens_RM.sum(1)
-    over_R = tokens_R - most_tokens(tokens_R.sum(), num_ranks, policy, xp)
-    sizes_RM, places_RM = descending(tokens_RM, xp)
-    return over_R, sizes_RM, experts_RM[xp.arange(num_ranks)[:, None], places_RM]
 
 
 def descending(values: Array, xp: Arrays) -> tuple[Array, Array]:

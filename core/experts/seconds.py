@@ -128,11 +128,9 @@ def exchanged_s(routed: float, share: float, num_nodes: int, num_experts: int, c
     others = routed * (num_nodes - 1)
     if not cost.once_topk:
         return 4 * cost.inter.send_s(others * share * cost.token_bytes)
-    rows, passed = (
-        others * once_a_node(np.array(share), cost.once_topk, num_experts),
-        routed * (1 - 1 / cost.node_ranks),
-    )
-    return 4 * (cost.inter.send_s(float(rows) * cost.token_bytes) + cost.intra.send_s(passed * cost.token_bytes))
+    rows = others * float(once_a_node(np.array(share), cost.once_topk, num_experts))
+    passed = routed * (1 - 1 / cost.node_ranks)
+    return 4 * (cost.inter.send_s(rows * cost.token_bytes) + cost.intra.send_s(passed * cost.token_bytes))
 
 
 def copy_tokens(cost: LayerCost) -> float:

@@ -69,14 +69,10 @@ def _between_nodes(counts_RE: Ints, policy: ExpertPolicy, copies: LayerCopies) -
 
 def _far_and_near(counts_RE: Ints, policy: ExpertPolicy) -> list[Ints]:
     """Quotas [E, R] as even as the policy asks: copies from anywhere, and from the own node first."""
-    if _is_exact(policy, *counts_RE.shape):
+    if policy.tolerance <= 1 and policy.slots >= counts_RE.shape[1] // len(counts_RE):
         return exact_far_and_near(counts_RE, policy)
     loads_E = counts_RE.sum(axis=0)
     return [_even(counts_RE, loads_E, one)[0] for one in (policy._replace(node_ranks=0), policy)]
-
-
-def _is_exact(policy: ExpertPolicy, num_ranks: int, num_experts: int) -> bool:
-    return policy.tolerance <= 1 and policy.slots >= num_experts // num_ranks
 
 
 def _busiest(quotas_ER: Ints) -> int:
@@ -102,7 +98,7 @@ def _without_small(quotas_ER: Ints, least: int) -> Ints:
 def _even(counts_RE: Ints, loads_E: Ints, policy: ExpertPolicy) -> tuple[Ints, int]:
     """Quotas as even as the policy asks, whatever a copy takes, and the tokens of their busiest rank."""
     num_ranks, num_experts = counts_RE.shape
-    if _is_exact(policy, num_ranks, num_experts):
+    if policy.tolerance <= 1 and policy.slots >= num_experts // num_ranks:
         exact_ER: Ints = exact_quotas(counts_RE, policy)
         return exact_ER, _busiest(exact_ER)
     most = int(most_tokens(loads_E.sum(), num_ranks, policy))

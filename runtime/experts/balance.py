@@ -151,11 +151,6 @@ class ExpertBalance:
         """Whether no expert of this step is fetched."""
         return self._policy.planner == AT_HOME and not self._sharded
 
-    @property
-    def once_ranks(self) -> int:
-        """Ranks of a node where tokens go once to each; 0 where they do not."""
-        return self._policy.node_ranks if self._policy.once_topk else 0
-
     def shares(self, layer: int, counts_RE: Ints) -> Shares | None:
         """How a layer of the whole model is shared, by the counts that all ranks of the group have for its experts;
         None where every token goes to its expert's home and finds it there."""

@@ -77,6 +77,8 @@ class ExpertGate:
         self._number, self._where = -1, "a pass"
         self._digest = b"\0" * 16
         self._mark: Callable[[str], None] = lambda _: None
+        self.once_ranks = 0
+        """Neighbouring ranks to which, as a node, a token goes once; 0: it goes once to each of its experts."""
 
     def begin(self, digest: bytes, mark: Callable[[str], None], policy: ExpertPolicy, planner: LayerPlanner) -> None:
         """Before the first pass of a step that runs the plan of this digest (16 bytes) and policy; ``planner``: the
@@ -84,6 +86,7 @@ class ExpertGate:
         self._digest, self._mark = digest, mark
         self._number, self._recorded = -1, []
         self._balance.begin(policy, planner)
+        self.once_ranks = policy.node_ranks if policy.once_topk else 0
         self._moments = [self._clock()]
 
     def enter(self, where: str) -> None:
@@ -160,11 +163,6 @@ class ExpertGate:
             report = None if shares is None else shares.report
             self._recorded[-1] = self._recorded[-1]._replace(report=report, failed=self._balance.failed)
         return shares
-
-    @property
-    def once_ranks(self) -> int:
-        """Neighbouring ranks to which, as a node, a token goes once; 0: it goes once to each of its experts."""
-        return self._balance.once_ranks
 
     def record(self, layer: int, counted_RE: Tensor) -> None:
         """Note what the ranks have for the experts of a layer in this pass, padding and dummies left out."""

@@ -76,7 +76,7 @@ class _GatedLayer:
             return self._own_preprocess(*self._filled_up(sent_RE, hidden_states, routing_map, probs))
         shares = self._gate.shares(self._number, sent_RE, record=record)
         counts = sent_RE.flatten()
-        self._fetch = None
+        self._fetch = self._rows = None
         if shares is not None:
             # The weights travel while tokens do.
             homes = (list(expert.parameters()) for expert in self._experts.local_experts)
@@ -120,10 +120,9 @@ class _GatedLayer:
     def _once(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         """What `dispatch_preprocess` takes, and the counts it gathers, for rows that came to this rank for its node."""
         group, size, self._shape = self._dispatcher.ep_group, self._gate.once_ranks, hidden_states.shape
-        hidden = hidden_states.view(-1, self._shape[-1])
-        self._rows, *rows = sent_once(group, size, hidden, routing_map, probs)
-        place = torch.distributed.get_rank(group)
-        return *rows, counts_in_node(counts.view(-1, routing_map.shape[1]), place, size).flatten()
+        self._rows, *rows = sent_once(group, size, hidden_states.view(-1, self._shape[-1]), routing_map, probs)
+        counts_RS = counts.view(-1, routing_map.shape[1])
+        return *rows, counts_in_node(counts_RS, torch.distributed.get_rank(group), size).flatten()
 
     def _gathered(self, routing_map: Tensor, record: bool) -> Tensor:
         """Tokens of each rank of the group for each expert [R, E]."""

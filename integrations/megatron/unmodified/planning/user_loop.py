@@ -113,7 +113,7 @@ def chain_of(recipe: Recipe, gpt: Any, layout: Layout, *, warn: bool, whole: boo
     dtype = {torch.float32: "fp32", torch.float64: "fp64"}.get(gpt.config.params_dtype, "bf16")
     config, shape = gpt.config, shape_of(gpt.config, gpt.vocab_size, layout.pp)
     # Both want the tokens of this rank, each with all its experts, where rows for a node are.
-    sends_once = not (config.moe_permute_fusion or config.moe_shared_expert_overlap)
+    sends_once = not any(getattr(config, name, False) for name in ("moe_permute_fusion", "moe_shared_expert_overlap"))
     traits = replace(traits_of(dtype, recipe.megatron), sends_once=sends_once)
     return PlanChain.of_model(recipe, shape, layout, traits, warn=warn, whole=whole)
 
