@@ -97,6 +97,7 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "mode": st.sampled_from(["auto", "clone", "reroute", "layout"]),
         "slots": st.one_of(st.none(), st.integers(0, 3), st.just(HUGE)),
         "tolerance": st.one_of(st.none(), st.floats(1, 3), st.just(1e9)),
+        "once_a_node": st.sampled_from([None, True, False]),
         "owners": st.sampled_from(["home", "home", "sharded"]),
     },
     "lora": {},
