@@ -17,6 +17,7 @@ register(
         stage=20,
         config=config.PackingConfig,
         places=True,
+        keeps_groups=True,
         plan=plan.plan,
         does="packs, slices",
         does_to_whole="packs of whole samples",

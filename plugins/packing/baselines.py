@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...core.balance.bound import lower_bound_s
-from ...core.balance.partition import best_fit_decreasing, karmarkar_karp
+from ...core.balance.partition import best_fit_decreasing, karmarkar_karp, members
 from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
 from ...core.plan.limits import Limits
@@ -33,6 +33,7 @@ from .candidates import chunked, uncut
 from .candidates import whole as whole_plan
 from .config import PackingConfig
 from .replay import ReplayCapError, fit_memory
+from .whole import units_of
 
 Packs = list[list[list[int]]]
 
@@ -45,6 +46,8 @@ def whole(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -
 
 def chunks(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     limits = config.capped(incoming.limits)
+    if limits.groups_in_micro_batch:
+        return whole(incoming, context, config)
     if limits.whole_sequences:
         limits = replace(limits, max_tokens=_holding_longest(incoming, config).max_tokens)
     plan = replace(chunked(incoming, limits, context.costs, config.block_tokens), made_by="chunks")
@@ -68,8 +71,11 @@ def best_fit(incoming: StepPlan, context: PlanningContext, config: PackingConfig
 def differencing(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, limits = incoming.lengths, _holding_longest(incoming, config)
     seconds, cap = context.costs.sequence_s(lengths), limits.max_tokens
+    units = units_of(incoming, context.costs)
+    inside = members(units.of, len(units.tokens))
     packs: Packs = []
-    for items in karmarkar_karp(seconds.tolist(), limits.num_ranks):
+    for chosen in karmarkar_karp(units.seconds.tolist(), limits.num_ranks, equal_size=limits.equal_size):
+        items = [i for unit in chosen for i in inside[unit]]
         tokens = [int(lengths[i]) for i in items]
         for count in range(max(1, -(-sum(tokens) // cap)), len(items) + 1):
             bins = karmarkar_karp([float(seconds[i]) for i in items], count)
