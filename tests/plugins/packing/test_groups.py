@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evenload import plan as plan_of
-from evenload.api import load_recipe
+from evenload.api import load_plugins, load_recipe
 from evenload.core.balance.partition import BinLoad, balance, karmarkar_karp
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
@@ -18,9 +18,11 @@ from evenload.core.plan.step_plan import MicroBatch, StepPlan, as_lengths
 from evenload.core.plan_json import file_json, read_plans
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
+from evenload.training.forecast.forecast import look_ahead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+load_plugins()
 CAP = 256
 
 
@@ -124,7 +126,7 @@ def split(plan: StepPlan) -> StepPlan:
 
 def test_laws_refuse_a_group_on_two_ranks_and_in_two_micro_batches() -> None:
     plan = chain(2, cap=4096, group_size=4).plan(as_lengths([50] * 16))
-    with pytest.raises(PlanError, match=r"a group of sequences is split over ranks: sequence \d of group 0 in"):
+    with pytest.raises(PlanError, match=r"a group of sequences is split over ranks\n.*sequence \d of group 0 in"):
         check(split(plan))
     check(replace(split(plan), groups=as_lengths([])))
     pairs = chain(1, cap=100, group_size=2, groups_in="micro_batch").plan(as_lengths([50] * 4))
@@ -139,10 +141,10 @@ def test_laws_refuse_a_group_on_two_ranks_and_in_two_micro_batches() -> None:
 def test_laws_refuse_counts_that_differ() -> None:
     plan = chain(2, cap=4096, group_size=1, equal_size=True).plan(as_lengths([50] * 8))
     assert counts(plan) == [4, 4]
-    with pytest.raises(PlanError, match="unequal numbers of sequences: between 3 and 5"):
+    with pytest.raises(PlanError, match=r"unequal numbers of sequences\n.*between 3 and 5"):
         check(split(plan))
-    with pytest.raises(PlanError, match="between 0 and 4"):
-        check(plan.revised(micro_batches=plan.micro_batches[:1], lengths=plan.lengths[:4], groups=plan.groups[:4]))
+    odd = chain(2, cap=4096, equal_size=True).plan(as_lengths([50] * 7))
+    assert sorted(counts(odd)) == [3, 4]
 
 
 def test_plan_json_carries_groups_and_counts(tmp_path: Path) -> None:
@@ -152,7 +154,8 @@ def test_plan_json_carries_groups_and_counts(tmp_path: Path) -> None:
     (again,) = read_plans(path)
     assert again.digest == plan.digest
     assert again.groups.tolist() == [0, 0, 1, 1]
-    assert again.limits == plan.limits
+    assert again.limits.equal_size
+    assert again.limits.groups_in_micro_batch
     data = json.loads(path.read_text())
     del data["steps"][0]["groups"]
     path.write_text(json.dumps(data))
@@ -181,6 +184,29 @@ def test_planners_that_move_samples_are_refused_by_name(plugin: str) -> None:
     bare = recipe.changed({"plugins.packing.enabled": False, f"plugins.{plugin}.enabled": False})
     with pytest.raises(EvenloadError, match=r"enable plugins\.packing"):
         plan_of(bare, [100, 200], groups=[0, 0])
+
+
+def test_a_file_of_groups_is_planned_in_whole_groups(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    lengths, groups = rng.integers(8, 500, 96), np.repeat(np.arange(1, 25), 4)
+    np.savetxt(tmp_path / "lengths.txt", lengths, "%d")
+    np.savetxt(tmp_path / "groups.txt", groups, "%d")
+    recipe = load_recipe("gpu-node", ["parallel.dp=2", "data.max_length=512", "train.global_batch_size=16"])
+    ahead = look_ahead(recipe, tmp_path / "lengths.txt", 3, groups=tmp_path / "groups.txt")
+    drawn = [step.ours.plan for step in ahead.steps]
+    assert [len(plan.lengths) for plan in drawn] == [16] * 3
+    assert len({int(group) for plan in drawn for group in plan.groups}) == 12
+    for plan in drawn:
+        assert np.bincount(plan.groups).max() == 4
+        assert all(len(ranks) == 1 for ranks in places(plan, of="rank").values())
+        for group in set(plan.groups.tolist()):
+            wanted = lengths[groups == group + 1].tolist()
+            assert plan.lengths[plan.groups == group].tolist() == wanted
+    baselines = ahead.to_json()["steps"][0]["baselines"]
+    assert "a group of sequences is split" in baselines["in_order"]["over_caps"]
+    assert baselines["whole"]["over_caps"] is None
+    with pytest.raises(EvenloadError, match="not one number for each length"):
+        look_ahead(recipe, as_lengths(lengths[:-1]), 1, groups=tmp_path / "groups.txt")
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
