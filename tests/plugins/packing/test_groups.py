@@ -203,7 +203,7 @@ def test_a_file_of_groups_is_planned_in_whole_groups(tmp_path: Path) -> None:
             wanted = lengths[groups == group + 1].tolist()
             assert plan.lengths[plan.groups == group].tolist() == wanted
     baselines = ahead.to_json()["steps"][0]["baselines"]
-    assert "a group of sequences is split" in baselines["in_order"]["over_caps"]
+    assert "a group of sequences is split" in baselines["padded"]["over_caps"]
     assert baselines["whole"]["over_caps"] is None
     with pytest.raises(EvenloadError, match="not one number for each length"):
         look_ahead(recipe, as_lengths(lengths[:-1]), 1, groups=tmp_path / "groups.txt")
