@@ -10,10 +10,10 @@
     axolotl FFD     first-fit-decreasing packs, dealt out in turn (its multipack sampler)
     dp_balanced     Megatron's DpBalancedScheduler, the plugin's baseline of that name
 
-Rules after their descriptions, by the same code for costs. Busiest over mean: predicted busy seconds of the busiest rank over
-what each has if all is even and in as few micro-batches as the cap allows. Over the
-cap: share of batches with a micro-batch of more tokens than --cap. "free" may deal samples as they like, "equal" must
-give every rank as many, "groups" must keep eight neighbours together. Costs: verl-7b.
+Rules after their descriptions, by the same code for costs (verl-7b). Busiest over mean: predicted busy seconds of the
+busiest rank over what each has where all is even, in as few micro-batches as the cap allows. Over the cap: share of
+batches with a micro-batch of more tokens than --cap. "free" may deal samples as they like, "equal" must give every rank
+as many, "groups" must keep eight neighbours together.
 """
 
 from __future__ import annotations

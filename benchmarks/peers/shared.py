@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -29,6 +30,17 @@ LONG_TAIL = "long tail (log-normal)"
 """After long prompts of conversations, an assumption: median 6,800 tokens, shape 1.1, up to 131,072."""
 
 Row = dict[str, Any]
+
+
+def script(name: str) -> Any:
+    """Another benchmark as a module, by its path below this folder's parent."""
+    path = Path(__file__).parents[1] / name
+    spec = importlib.util.spec_from_file_location(f"of_{path.parent.name}_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def sets_of(files: list[Path]) -> dict[str, Lengths]:
