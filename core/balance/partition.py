@@ -26,7 +26,7 @@ _PAIRS_PER_MOVE = 2048
 
 _PAIRS_AT_LAST = 262144
 """The same once nothing helped any more."""
-_EVEN = 1.002
+EVEN = 1.002
 """Fullest bin over mean at which polishing ends."""
 _MOVES_PER_BIN = 2
 """Most polishing moves; most balances reach their target or a standstill long before."""
@@ -57,9 +57,17 @@ def longest_first(costs: Floats, num_bins: int) -> Ints:
 
 
 def balance(
-    costs: Floats, tokens: Ints, num_bins: int, load: BinLoad, target: float = 0.0, *, equal_size: bool = False
+    costs: Floats,
+    tokens: Ints,
+    num_bins: int,
+    load: BinLoad,
+    target: float = 0.0,
+    *,
+    equal_size: bool = False,
+    even: float = EVEN,
 ) -> Ints:
-    """Bin of each item, int64 [K], so that the largest load is small; stops early once it is at most ``target``.
+    """Bin of each item, int64 [K], so that the largest load is small; stops early once it is at most ``target``, or at
+    most ``even`` times the mean.
 
     ``equal_size``: as many items in each bin (one more where K is no multiple), by swaps from largest differencing on.
     """
@@ -76,7 +84,7 @@ def balance(
     for _ in range(_MOVES_PER_BIN * num_bins):
         loads = load(cost, token)
         full = int(loads.argmax())
-        if loads[full] <= max(target, _EVEN * loads.mean()):
+        if loads[full] <= max(target, even * loads.mean()):
             break
         if not _improve(full, loads, reach, costs, tokens, bins, cost, token, load, moves=not equal_size):
             if reach == widest:
@@ -94,7 +102,7 @@ def _start(costs: Floats, tokens: Ints, num_bins: int, load: BinLoad) -> Ints:
 
     free = longest_first(costs, num_bins)
     free_loads = loads(free)
-    if not load.launch_s or free_loads.max() <= _EVEN * free_loads.mean():
+    if not load.launch_s or free_loads.max() <= EVEN * free_loads.mean():
         return free
     cap = load.cap * -(-int(tokens.sum()) // (load.cap * num_bins))
     by_cost = np.argsort(-costs, kind="stable").tolist()

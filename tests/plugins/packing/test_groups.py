@@ -174,7 +174,7 @@ def test_python_takes_groups() -> None:
     assert all(len(ranks) == 1 for ranks in places(plan, of="rank").values())
 
 
-@pytest.mark.parametrize("plugin", ["mesh", "pipeline"])
+@pytest.mark.parametrize("plugin", ["mesh", "pipeline", "lora"])
 def test_planners_that_move_samples_are_refused_by_name(plugin: str) -> None:
     recipe = load_recipe("gpu-node", [f"plugins.{plugin}.enabled=true", "parallel.dp=2", "data.max_length=512"])
     for more in ({"groups": [0, 0]}, {}):
