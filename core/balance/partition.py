@@ -71,6 +71,7 @@ def balance(
 
     ``equal_size``: as many items in each bin (one more where K is no multiple), by swaps from largest differencing on.
     """
+    bins: Ints
     if equal_size:
         bins = np.zeros(len(costs), dtype=np.int64)
         for b, items in enumerate(karmarkar_karp(costs.tolist(), num_bins, equal_size=True)):

@@ -19,7 +19,7 @@ SPREAD = 1.25
 """Median over least seconds of a case's runs, in the median case, from which on somebody came in between."""
 
 
-class Beside(Frozen):
+class OtherLoad(Frozen):
     """What ran on a machine while it was measured."""
 
     load: NonNegativeFloat
@@ -48,6 +48,6 @@ def load_average() -> float:
 
 
 @cache
-def warn_of_busy(file: str, beside: Beside) -> None:
+def warn_of_busy(file: str, beside: OtherLoad) -> None:
     """Say once that a file's numbers are of a machine that was busy."""
     logger.warning("%s was measured on a busy machine (%s): what it predicts is too slow, all or some", file, beside)

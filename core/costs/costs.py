@@ -41,7 +41,7 @@ from ..machine.shape import Shape
 from ..plan.limits import COUNTED, NO_MEMORY, MemoryCost
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
-from .busy import Beside, warn_of_busy
+from .busy import OtherLoad, warn_of_busy
 
 BACKWARD_LINEAR = 2.0
 BACKWARD_ATTENTION = 2.5
@@ -169,7 +169,7 @@ class Costs(Frozen):
     """Link between nodes, likewise."""
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
-    busy: Beside | None = None
+    busy: OtherLoad | None = None
     """What else ran while these numbers were measured, where that makes them too high; null: the machine was quiet."""
     frozen_base: bool | None = None
     """The weights stayed as they are while these numbers were measured, so backwards are without their gradients; null:

@@ -35,7 +35,7 @@ _SLACK = 0.05
 
 
 @dataclass
-class CpGroup:
+class _Group:
     """Neighbouring ranks and the sequences that they run as one pack."""
 
     degree: int
@@ -65,7 +65,7 @@ def dynamic_cp(incoming: StepPlan, context: PlanningContext, config: MeshConfig)
     return step(incoming, replace(limits, max_tokens=max(limits.max_tokens, held)), micro_batches, "dynamic_cp")
 
 
-def rounds_of(lengths: Ints, num_ranks: int, cap: int) -> list[list[CpGroup]]:
+def rounds_of(lengths: Ints, num_ranks: int, cap: int) -> list[list[_Group]]:
     """The micro-batches in launch order, each its groups from the first rank on. lengths int64 [K] in tokens."""
     tokens = lengths.tolist()
     left = sorted(range(len(tokens)), key=lambda i: -tokens[i])
@@ -77,8 +77,8 @@ def rounds_of(lengths: Ints, num_ranks: int, cap: int) -> list[list[CpGroup]]:
 
 
 def next_round(
-    items: list[int], tokens: list[int], num_ranks: int, cap: float, slack: float = _SLACK, room: float | None = None
-) -> tuple[list[CpGroup], list[int]]:
+    items: list[int], tokens: list[int], num_ranks: int, cap: int, slack: float = _SLACK, room: float | None = None
+) -> tuple[list[_Group], list[int]]:
     """The groups of the next micro-batch, and the sequences that are left, bucket by bucket.
 
     ``room``: tokens that a rank may hold of a pack; None: the cap.
@@ -87,7 +87,7 @@ def next_round(
     degrees = {i: min(most, 1 << (-(-tokens[i] // cap) - 1).bit_length()) for i in items}
     work = {i: tokens[i] ** 2 / degrees[i] for i in items}
     buckets = _buckets(items, degrees, work)
-    groups: list[CpGroup] = []
+    groups: list[_Group] = []
     first = degrees[items[0]]
     falling = False
     while buckets:
@@ -101,7 +101,7 @@ def next_round(
         each = tokens[item] / degree
         open_ = [g for g in groups if g.degree == degree and g.tokens + each <= (cap if room is None else room)]
         if free >= degree:
-            open_ = [CpGroup(degree)]
+            open_ = [_Group(degree)]
             groups += open_
         if not open_:
             break
@@ -121,7 +121,7 @@ def next_round(
     return groups, [item for bucket in buckets for item in bucket]
 
 
-def ranks_of(groups: list[CpGroup]) -> list[tuple[int, ...]]:
+def ranks_of(groups: list[_Group]) -> list[tuple[int, ...]]:
     """The ranks of each group."""
     ends = accumulate(group.degree for group in groups)
     return [tuple(range(end - group.degree, end)) for end, group in zip(ends, groups, strict=True)]

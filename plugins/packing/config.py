@@ -72,8 +72,8 @@ class PackingConfig(PluginConfig):
         return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks, "asymmetric": asymmetric})
 
     def capped(self, limits: Limits) -> Limits:
-        asked = {"equal_size": self.equal_size, "groups_in_micro_batch": self.groups_in == "micro_batch"}
-        return replace(limits.under(self.max_tokens, self.activation_gib), **asked)
+        capped = limits.under(self.max_tokens, self.activation_gib)
+        return replace(capped, equal_size=self.equal_size, groups_in_micro_batch=self.groups_in == "micro_batch")
 
     def uncut(self) -> PackingConfig:
         return self.model_copy(update={"slices": "off"})

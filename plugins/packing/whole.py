@@ -48,7 +48,7 @@ def units_of(incoming: StepPlan, costs: Costs) -> Units:
     if not len(incoming.groups):
         return Units(np.arange(len(lengths)), seconds, lengths)
     of = np.unique(incoming.groups, return_inverse=True)[1]
-    return Units(of, np.bincount(of, seconds), np.bincount(of, lengths).astype(np.int64))
+    return Units(of, np.bincount(of, seconds).astype(np.float64), np.bincount(of, lengths).astype(np.int64))
 
 
 def keeps_units(incoming: StepPlan, limits: Limits) -> bool:

@@ -131,7 +131,9 @@ def look_ahead(
     chain = PlanChain.of_recipe(recipe, layout)
     recorded = loads_for(recipe, chain.context, loads) if loads else None
     if recipe.adapts:
-        refuse_first((groups, "samples of tenants are in no groups", f"--groups {groups}", "leave --groups out"))
+        refuse_first(
+            (groups is not None, "samples of tenants are in no groups", f"--groups {groups}", "leave --groups out")
+        )
         return _of_tenants(recipe, chain, lengths, steps, record)
     assert not isinstance(lengths, Mapping)
     refuse_idle_ranks(recipe.train, layout.dp)

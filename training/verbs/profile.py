@@ -41,7 +41,7 @@ import torch
 import yaml
 
 from ...core.aliases import Floats
-from ...core.costs.busy import Beside, load_average
+from ...core.costs.busy import OtherLoad, load_average
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import Costs, PassCost, fit, solve
 from ...core.errors import EvenloadError, RankError
@@ -176,12 +176,12 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _beside(job: Job, samples: list[MeasuredCase], load: float, per_node: int) -> Beside:
+def _beside(job: Job, samples: list[MeasuredCase], load: float, per_node: int) -> OtherLoad:
     """What ran on the busiest machine; ``load``: before the samples. Collective."""
     load = float(job.gather(max(load, load_average())).max())
     spread = float(np.median([sample.spread for sample in samples])) if samples else 1.0
     used = per_node * torch.get_num_threads()
-    return Beside(load=_digits(load), used=used, cores=os.cpu_count() or 1, spread=_digits(spread))
+    return OtherLoad(load=_digits(load), used=used, cores=os.cpu_count() or 1, spread=_digits(spread))
 
 
 def measure(job: Job, wanted: Iterable[Case], progress: Progress = silent) -> list[MeasuredCase]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from evenload.core.costs import busy
-from evenload.core.costs.busy import Beside, load_average
+from evenload.core.costs.busy import OtherLoad, load_average
 from evenload.core.costs.costs import Costs, PassCost, load
 from evenload.training.verbs.profile import write_costs
 
@@ -25,13 +25,13 @@ from evenload.training.verbs.profile import write_costs
 def test_a_machine_is_busy_where_others_wanted_its_cores(
     load_: float, used: int, cores: int, spread: float, is_busy: bool
 ) -> None:
-    assert Beside(load=load_, used=used, cores=cores, spread=spread).busy == is_busy
+    assert OtherLoad(load=load_, used=used, cores=cores, spread=spread).busy == is_busy
 
 
 def test_who_reads_costs_of_a_busy_machine_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = PassCost(token_s=1e-6)
     quiet = Costs(source="a machine", forward=one, backward=one)
-    loaded = quiet.model_copy(update={"busy": Beside(load=5.25, used=2, cores=2, spread=1.5)})
+    loaded = quiet.model_copy(update={"busy": OtherLoad(load=5.25, used=2, cores=2, spread=1.5)})
     for name, costs in (("quiet", quiet), ("busy", loaded)):
         write_costs(costs, tmp_path / f"{name}.yaml")
     with caplog.at_level(logging.WARNING, "evenload"):
