@@ -7,7 +7,7 @@
                     of the cap; steps of groups follow each other in 1F1B, never drained (arXiv 2510.00206), in as many
                     groups as keep a step of a group from meeting its own last one. Steady: what each further round
                     of steps takes. Without its integer program and its merging of packs across groups
-    never drained   evenload's plan of all steps at once: what not draining would give it, a bound and no plan to run
+    never drained   evenload's plan of all steps at once: about what not draining would give it; no plan to run
 
 The rule is written after the paper. LLaMA-13B on PP 4, 70B on PP 8, frozen, adapters of rank 16, H100, cap 8,192, 4 or
 16 samples a step of each tenant, each tenant at a place of its own in the set of lengths, cut at 4,096.

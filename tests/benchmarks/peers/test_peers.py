@@ -63,5 +63,5 @@ def test_tenants(tmp_path: Path) -> None:
     assert [row["samples"] for row in result["rows"]] == [4, 16] * 2
     for row in result["rows"]:
         assert 0 < row["groups"] <= 2
-        assert row["never_drained_s"] <= row["step_s"] * (1 + 1e-9)
-        assert row["lorafusion_s"] > 0
+        assert row["lorafusion_s"] > row["step_s"] / 2
+        assert row["never_drained_s"] > row["step_s"] / 2
