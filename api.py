@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,22 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipes.load(path, overrides)
 
 
-def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = None, tenants: Any = None) -> StepPlan:
+def plan(
+    recipe: Recipe | str | Path, lengths: Any, world_size: int | None = None, tenants: Any = None, groups: Any = None
+) -> StepPlan:
     """The checked plan of one global batch for a recipe, or for the path or name of one.
 
     Args:
         lengths: tokens of each sample of the batch, integers [S] of 1 or more, in a list, an array or an iterator.
         world_size: number of ranks; null takes the recipe's parallel.*.
         tenants: number of each sample's tenant, integers [S]; None: there are none.
+        groups: number of each sample's group, integers [S], of which those of one stay together (`plugins.packing`);
+            None: as the recipe says.
 
     Raises:
         EvenloadError: the recipe cannot be read or honoured, or has a smaller global batch than there are data-parallel
-            ranks; there is no length, or one is no positive integer, or over every cap; tenants are not one a sample.
+            ranks; there is no length, or one is no positive integer, or over every cap; tenants or groups are not one a
+            sample.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe)
@@ -51,5 +57,7 @@ def plan(recipe: Recipe | str | Path, lengths: Any, world_size: int | None = Non
     if not recipe.adapts:
         refuse_idle_ranks(recipe.train, layout.dp)
     chain = PlanChain.of_recipe(recipe, layout)
+    if groups is not None:
+        chain = replace(chain, groups=as_lengths(groups))
     refuse_endless(batch, chain.largest_slice)
     return chain.plan(as_lengths(batch), None if tenants is None else as_lengths(tenants))

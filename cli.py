@@ -104,6 +104,9 @@ def plan(
         list[str] | None,
         typer.Option("--lengths", metavar="FILE", help=".npy, .txt, .jsonl or Megatron .idx; of a tenant: NAME=FILE."),
     ] = None,
+    groups: Annotated[
+        Path | None, typer.Option("--groups", help="A file like that of lengths: samples of one number stay together.")
+    ] = None,
     steps: Annotated[str, typer.Option("--steps", metavar="N", help="Global batches to plan.")] = "1",
     nproc: Annotated[
         str | None, typer.Option("--nproc", metavar="N", help="Ranks; default: what parallel.* needs.")
@@ -131,14 +134,19 @@ def plan(
         from .commands.tables.progress import progress_shown
         from .training.forecast.sweep import sweep as work
 
-        taken = {"--out": out, "--loads": loads, **{f"--{kind}": path for kind, path in pictures.items()}}
+        taken = {
+            "--out": out,
+            "--loads": loads,
+            "--groups": groups,
+            **{f"--{kind}": path for kind, path in pictures.items()},
+        }
         with progress_shown() as progress:
             result = work(chosen, sweep, files, num_steps, num_ranks, taken, progress)
         _show("sweep", result, as_json)
         return
     refuse(**pictures)
     record = trace is not None or report is not None
-    forecast = look_ahead(chosen, files, num_steps, num_ranks, loads=loads, record=record)
+    forecast = look_ahead(chosen, files, num_steps, num_ranks, loads=loads, groups=groups, record=record)
     if out is not None:
         write_plans(forecast, out)
     draw(forecast, **pictures)

@@ -35,6 +35,7 @@ def check(plan: StepPlan) -> StepPlan:
         for law in (
             _every_token_once,
             _ranks_exist,
+            _together,
             _sharing,
             _caps,
             _slices_ascend,
@@ -117,6 +118,31 @@ def _ranks_exist(plan: StepPlan) -> None:
         ranks = micro_batch.ranks
         if not ranks or min(ranks) < 0 or max(ranks) >= size or len(set(ranks)) != len(ranks):
             raise PlanError("a micro-batch has impossible ranks", f"{name}: {ranks} of {size} ranks")
+
+
+def _together(plan: StepPlan) -> None:
+    """Sequences of a group are on the same ranks, or in one micro-batch; ranks have as many of them where asked."""
+    groups, limits = plan.groups.tolist(), plan.limits
+    if len(groups) not in (0, len(plan.lengths)):
+        raise PlanError("a plan has not one group for each sequence", f"{len(groups)}, {len(plan.lengths)}")
+    for passes in (plan.micro_batches, plan.backward) if groups else ():
+        places: dict[int, object] = {}
+        for number, m in enumerate(passes):
+            place = number if limits.groups_in_micro_batch else m.ranks
+            for s in m.slices:
+                if places.setdefault(groups[s.sequence], place) != place:
+                    where = "micro-batches" if limits.groups_in_micro_batch else "ranks"
+                    detail = f"sequence {s.sequence} of group {groups[s.sequence]} in micro-batch {number} of {m.ranks}"
+                    raise PlanError(f"a group of sequences is split over {where}", detail)
+    if limits.equal_size:
+        unit = groups or range(len(plan.lengths))
+        own: list[set[int]] = [set() for _ in range(limits.num_ranks)]
+        for m in plan.micro_batches:
+            for rank in m.ranks:
+                own[rank].update(unit[s.sequence] for s in m.slices)
+        counts = sorted(map(len, own))
+        if counts[-1] - counts[0] > 1:  # by one only where their number cannot be divided
+            raise PlanError("ranks have unequal numbers of sequences", f"between {counts[0]} and {counts[-1]}")
 
 
 def _sharing(plan: StepPlan) -> None:

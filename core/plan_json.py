@@ -72,10 +72,13 @@ _OF_NAME: dict[str, Any] = {
     "layers_per_stage": Layers,
     "max_activation_bytes": Amount | None,
 }
+_OPTIONAL = ("equal_size", "groups_in_micro_batch")
+"""Limits that files say where they hold, as those of before do not know them."""
 _SCALARS = [f for f in fields(Limits) if f.name != "memory"]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
 _limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
 _limits_fields["in_step"] = (Whole, 1)
+_limits_fields |= dict.fromkeys(_OPTIONAL, (StrictBool, False))
 _limits_fields["equal_counts"] = _limits_fields.pop("all_in_step")
 _limits_fields["expert_bytes_per_token"] = (Amount, 0.0)
 _limits_fields["beside"] = (create_model("_Beside", __base__=_Form, **_beside), ...)
@@ -97,6 +100,7 @@ class _Experts(_Form):
 class _Step(_Form):
     lengths: Annotated[list[Whole], Field(max_length=SEQUENCES)]
     tenants: list[Whole] | None = None
+    groups: list[Whole] = []
     num_ranks: Whole
     max_tokens: Whole
     limits: dict[str, Any] | None = None
@@ -144,6 +148,8 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
     }
     if len(plan.tenants):
         row["tenants"] = plan.tenants.tolist()
+    if len(plan.groups):
+        row["groups"] = plan.groups.tolist()
     if plan.experts != EXPERTS_AT_HOME:
         copies = [[list(experts) for experts in of_layer] for of_layer in plan.experts.copies]
         row["experts"] = {**plan.experts._asdict(), "copies": copies}
@@ -199,6 +205,7 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
     plan = StepPlan(
         lengths=as_lengths(row.lengths),
         tenants=as_lengths(row.tenants or []),
+        groups=as_lengths(row.groups),
         micro_batches=tuple(map(_micro_batch, row.micro_batches)),
         limits=held_to,
         order=tuple(tuple(Op(kind, number) for kind, number in stage) for stage in row.order),
@@ -216,7 +223,7 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
 
 
 def _limits_json(limits: Limits) -> dict[str, Any]:
-    scalars = {f.name: getattr(limits, f.name) for f in _SCALARS}
+    scalars = {f.name: value for f in _SCALARS if (value := getattr(limits, f.name)) or f.name not in _OPTIONAL}
     scalars["equal_counts"] = scalars.pop("all_in_step")
     if limits.in_step == 1:
         del scalars["in_step"]

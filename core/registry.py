@@ -133,6 +133,8 @@ class Plugin:
     branches: Callable[[Any, PlanningContext], Mapping[str, Any]] | None = None
     """``branches(config, context)``: each branch of the runtime (`core.plan.branches`) that the settings open, with
     settings under the same caps by which a plan most likely takes it."""
+    keeps_groups: bool = False
+    """Its plans keep sequences of a group together, and ranks at equal counts of them, where the limits ask for it."""
     clashes: tuple[str, ...] = ()
     """Names of plugins that cannot be enabled beside this one."""
     place: Literal["steps", "layers", "batches", "slices"] = "steps"

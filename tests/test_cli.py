@@ -138,7 +138,9 @@ def test_plan_reports_what_the_readme_promises(place: Path) -> None:
         assert {"micro_batch_imbalance", "peak_bytes", "delay_steps", "notes"} <= set(step)
         assert min(step["micro_batch_imbalance"].values()) >= 1.0
         assert step["peak_bytes"] > 0
-        assert set(step["baselines"]) == {"padded", "whole", "chunks", "in_order", "best_fit", "karmarkar_karp"}
+        assert set(step["baselines"]) == {"padded", "whole", "chunks", "in_order", "best_fit", "karmarkar_karp"} | {
+            "dp_balanced"
+        }
         assert step["bound_s"] <= step["step_s"] <= min(b["step_s"] for b in step["baselines"].values()) * 1.0001
 
 

@@ -26,7 +26,7 @@ _PAIRS_PER_MOVE = 2048
 
 _PAIRS_AT_LAST = 262144
 """The same once nothing helped any more."""
-_EVEN = 1.002
+EVEN = 1.002
 """Fullest bin over mean at which polishing ends."""
 _MOVES_PER_BIN = 2
 """Most polishing moves; most balances reach their target or a standstill long before."""
@@ -56,9 +56,28 @@ def longest_first(costs: Floats, num_bins: int) -> Ints:
     return bins
 
 
-def balance(costs: Floats, tokens: Ints, num_bins: int, load: BinLoad, target: float = 0.0) -> Ints:
-    """Bin of each item, int64 [K], so that the largest load is small; stops early once it is at most ``target``."""
-    bins = _start(costs, tokens, num_bins, load)
+def balance(
+    costs: Floats,
+    tokens: Ints,
+    num_bins: int,
+    load: BinLoad,
+    target: float = 0.0,
+    *,
+    equal_size: bool = False,
+    even: float = EVEN,
+) -> Ints:
+    """Bin of each item, int64 [K], so that the largest load is small; stops early once it is at most ``target``, or at
+    most ``even`` times the mean.
+
+    ``equal_size``: as many items in each bin (one more where K is no multiple), by swaps from largest differencing on.
+    """
+    bins: Ints
+    if equal_size:
+        bins = np.zeros(len(costs), dtype=np.int64)
+        for b, items in enumerate(karmarkar_karp(costs.tolist(), num_bins, equal_size=True)):
+            bins[items] = b
+    else:
+        bins = _start(costs, tokens, num_bins, load)
     cost = np.bincount(bins, costs, num_bins).astype(np.float64)
     token = np.bincount(bins, tokens, num_bins).astype(np.int64)
     per_bin = max(1, len(costs) // num_bins)
@@ -66,9 +85,9 @@ def balance(costs: Floats, tokens: Ints, num_bins: int, load: BinLoad, target: f
     for _ in range(_MOVES_PER_BIN * num_bins):
         loads = load(cost, token)
         full = int(loads.argmax())
-        if loads[full] <= max(target, _EVEN * loads.mean()):
+        if loads[full] <= max(target, even * loads.mean()):
             break
-        if not _improve(full, loads, reach, costs, tokens, bins, cost, token, load):
+        if not _improve(full, loads, reach, costs, tokens, bins, cost, token, load, moves=not equal_size):
             if reach == widest:
                 break
             reach = widest
@@ -84,7 +103,7 @@ def _start(costs: Floats, tokens: Ints, num_bins: int, load: BinLoad) -> Ints:
 
     free = longest_first(costs, num_bins)
     free_loads = loads(free)
-    if not load.launch_s or free_loads.max() <= _EVEN * free_loads.mean():
+    if not load.launch_s or free_loads.max() <= EVEN * free_loads.mean():
         return free
     cap = load.cap * -(-int(tokens.sum()) // (load.cap * num_bins))
     by_cost = np.argsort(-costs, kind="stable").tolist()
@@ -106,8 +125,11 @@ def _improve(
     cost: Floats,
     token: Ints,
     load: BinLoad,
+    *,
+    moves: bool,
 ) -> bool:
-    """Apply the best move or swap between the fullest bin and the ``reach`` emptiest; False if none helps."""
+    """Apply the best move (if ``moves``) or swap between the fullest bin and the ``reach`` emptiest; False if none
+    helps."""
     others = np.argsort(loads, kind="stable")[:reach]
     others = others[others != full]
     if not len(others):
@@ -117,9 +139,12 @@ def _improve(
     member[others] = True
     back = np.flatnonzero(member[bins])
     # A move is a swap against nothing: every other bin offers one item of no cost.
+    others = others if moves else others[:0]
     back_cost = np.concatenate([np.zeros(len(others)), costs[back]])
     back_tokens = np.concatenate([np.zeros(len(others), dtype=np.int64), tokens[back]])
     back_bin = np.concatenate([others, bins[back]])
+    if not len(back_bin):
+        return False
     shift = costs[out][:, None] - back_cost
     shift_tokens = tokens[out][:, None] - back_tokens
     after = np.maximum(
@@ -226,12 +251,20 @@ def members(bins: Ints, num_bins: int) -> list[list[int]]:
     return items
 
 
-def karmarkar_karp(costs: list[float], num_bins: int) -> list[list[int]]:
-    """Bins of items by the largest differencing method (Karmarkar and Karp, 1982), sizes free. O(K B log K)."""
+def karmarkar_karp(costs: list[float], num_bins: int, *, equal_size: bool = False) -> list[list[int]]:
+    """Bins of items by the largest differencing method (Karmarkar and Karp, 1982). O(K B log K).
+
+    ``equal_size``: as many items in each, one less where they do not go round. The first states are then not single
+    items but the B largest, the next B and so on, one in a bin (balanced largest differencing; Yakir, Math. Oper. Res.
+    1996). Else sizes are free.
+    """
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for item, cost in enumerate(costs):
-        state = [(cost, [item])] + [(0.0, [])] * (num_bins - 1)
-        heap.append((-cost, item, state))
+    order = sorted(range(len(costs)), key=lambda i: -costs[i]) if equal_size else range(len(costs))
+    at_once = num_bins if equal_size else 1
+    for serial, first in enumerate(range(0, len(costs), at_once)):
+        state = [(costs[i], [i]) for i in order[first : first + at_once]]
+        state += [(0.0, [])] * (num_bins - len(state))
+        heap.append((state[-1][0] - state[0][0], serial, state))
     heapq.heapify(heap)
     serial = len(costs)
     while len(heap) > 1:

@@ -41,6 +41,7 @@ from ..machine.shape import Shape
 from ..plan.limits import COUNTED, NO_MEMORY, MemoryCost
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
+from .busy import OtherLoad, warn_of_busy
 
 BACKWARD_LINEAR = 2.0
 BACKWARD_ATTENTION = 2.5
@@ -168,6 +169,8 @@ class Costs(Frozen):
     """Link between nodes, likewise."""
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
+    busy: OtherLoad | None = None
+    """What else ran while these numbers were measured, where that makes them too high; null: the machine was quiet."""
     frozen_base: bool | None = None
     """The weights stayed as they are while these numbers were measured, so backwards are without their gradients; null:
     they were trained."""
@@ -371,6 +374,8 @@ def load(name: str, folder: Path) -> Costs:
     for name in ("ep", "expert_imbalance"):
         if name in data:
             raise EvenloadError(fault, f"{name}, which is the layout's", "leave it out")
+    if costs.busy:
+        warn_of_busy(file, costs.busy)
     for name, cost in (("forward", costs.forward), ("backward", costs.backward)):
         if not (cost.linear_s or cost.pair_s):
             raise EvenloadError(fault, f"{name} takes no time, however many tokens", do)

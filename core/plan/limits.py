@@ -114,6 +114,11 @@ class Limits:
     """Neighbouring plane ranks that share a node; 0: all do."""
     splits_backward: bool = False
     """The host can run weight gradients as passes of their own (W)."""
+    equal_size: bool = False
+    """Every rank has as many groups of sequences as another, or as many sequences where there are no groups; one more
+    where their number cannot be divided."""
+    groups_in_micro_batch: bool = False
+    """A group of sequences is in one micro-batch, and not just on the same ranks."""
 
     def under(self, max_tokens: int | None, activation_gib: float | None = None) -> Limits:
         """These limits under further caps on tokens and activations [GiB]; None caps nothing."""
@@ -122,6 +127,16 @@ class Limits:
             self,
             max_tokens=min(max_tokens or self.max_tokens, self.max_tokens),
             max_activation_bytes=min(held_bytes, self.max_activation_bytes),
+        )
+
+    def held_to(self, caps: Limits) -> Limits:
+        """These limits under what a recipe promises of every plan that runs."""
+        return replace(
+            self,
+            max_tokens=min(self.max_tokens, caps.max_tokens),
+            max_activation_bytes=min(self.max_activation_bytes, caps.max_activation_bytes),
+            equal_size=caps.equal_size,
+            groups_in_micro_batch=caps.groups_in_micro_batch,
         )
 
     @property

@@ -152,7 +152,7 @@ def fact_of_plan(*fields: str) -> Callable[[Callable[..., _Fact]], Callable[...,
     return register
 
 
-NO_TENANTS = as_lengths([])
+NO_TENANTS = NO_GROUPS = as_lengths([])
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +192,11 @@ class StepPlan:
     """Whose each sequence is, int64 [S]; empty: all are of one tenant."""
     experts: ExpertPolicy = EXPERTS_AT_HOME
     """Where experts may run in the layers of this step."""
+    groups: Lengths = field(default_factory=lambda: NO_GROUPS)
+    """Number of each sequence's group, int64 [S]: those of one stay together; empty: each may be anywhere."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", as_lengths(self.groups))
         object.__setattr__(self, "lengths", as_lengths(self.lengths))
         object.__setattr__(self, "tenants", as_lengths(self.tenants))
 
@@ -247,9 +250,10 @@ class StepPlan:
     def with_micro_batches(
         self, micro_batches: Iterable[MicroBatch], limits: Limits, made_by: str, order: tuple[tuple[Op, ...], ...] = ()
     ) -> StepPlan:
-        """A plan of the same sequences in these micro-batches; nothing else of this plan stays but its bound and its
-        experts' policy."""
+        """A plan of the same sequences in these micro-batches; nothing else of this plan stays but its bound, its
+        experts' policy and whose and in which groups its sequences are."""
         kept: dict[str, Any] = {"bound_s": self.bound_s, "tenants": self.tenants, "experts": self.experts}
+        kept["groups"] = self.groups
         return StepPlan(self.lengths, tuple(micro_batches), limits, order, made_by=made_by, **kept)
 
     @fact("micro_batches", "backward", "replayed")
@@ -325,6 +329,8 @@ class StepPlan:
         digest = hashlib.blake2b(repr((order, self.recompute, self.offload, shared)).encode(), digest_size=16)
         if self.experts != EXPERTS_AT_HOME:
             digest.update(repr(tuple(self.experts)).encode())
+        if len(self.groups):
+            arrays["groups"] = self.groups
         for name, array in arrays.items():
             digest.update(f"{name}:{array.shape};".encode())
             digest.update(array.tobytes())

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Literal
 
@@ -29,11 +29,12 @@ from ..machine.layout import Layout
 from ..machine.shape import Shape
 from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
-from ..plan.step_plan import Lengths, StepPlan
+from ..plan.step_plan import NO_GROUPS, Lengths, StepPlan
 from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_adapters_in_loops
 from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
+from .groups import groups_of, refuse_others
 from .judge import Candidate, at_bound, beside, floor_s, judge, least_s, outcome_of, rivals_of
 from .notes import LEFT_OUT, NO_EFFECT, WARNINGS, unequal_caps
 from .setting import Setting, context_of, limits_of, refuse_too_many
@@ -61,6 +62,8 @@ class PlanChain:
     """The planners of layers: each writes its policy into a plan that is complete but for it."""
     of_slices: tuple[tuple[Plugin, PluginConfig], ...] = ()
     """The planners of slices: each orders those of the micro-batches of any plan, baselines too."""
+    groups: Lengths = field(default_factory=lambda: NO_GROUPS, compare=False)
+    """Group of each sequence of the batch [S], where whoever asks says so; empty: as the settings say."""
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, layout: Layout) -> PlanChain:
@@ -199,7 +202,9 @@ class PlanChain:
     def _chained(self, batch: Lengths) -> Iterator[StepPlan]:
         placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
         limits = replace(self.limits, max_tokens=self.caps.max_tokens)
-        plan = StepPlan(batch, (), limits) if 0 in placing else self._baseline(STOCK, batch)
+        groups = groups_of(batch, self.groups, self.links)
+        refuse_others(len(groups) > 0 or self.caps.equal_size, (*self.links, *self.of_slices))
+        plan = StepPlan(batch, (), limits, groups=groups) if 0 in placing else self._baseline(STOCK, batch)
         notes: list[str] = []
         for place, (plugin, config) in enumerate(self.links):
             try:
@@ -248,8 +253,10 @@ class PlanChain:
             return unfold_cp(self._folded()._baseline(name, batch), self.limits, self._cp)
         if (offer := self.offer(name)) is None:
             return stock_plan(batch, self.limits, self.micro_batch_size)
-        plan = offer[0].baselines[name](StepPlan(batch, (), self.caps), self.context, offer[1])
-        return plan.revised(limits=replace(plan.limits, max_activation_bytes=math.inf))
+        incoming = StepPlan(batch, (), self.caps, groups=groups_of(batch, self.groups, self.links))
+        plan = offer[0].baselines[name](incoming, self.context, offer[1])
+        free = replace(plan.limits, max_activation_bytes=math.inf, equal_size=False)
+        return plan.revised(limits=free, groups=NO_GROUPS)
 
     def _no_slower_than_baselines(self, plan: StepPlan) -> StepPlan:
         """The plan, or the fastest baseline of its batch that keeps its caps and the settings, where that is faster.
@@ -280,7 +287,7 @@ class PlanChain:
         over = max((-(-m.num_padded_tokens // len(m.ranks)) for m in plan.micro_batches), default=0) > limits.max_tokens
         if over or self.breaks(name, plan) or floor_s(plan, self.context) >= fastest.step_s:
             return fastest
-        candidate = judge(plan.revised(limits=limits), self.context, name)
+        candidate = judge(plan.revised(limits=limits, groups=ours.plan.groups), self.context, name)
         small = candidate.fits or candidate.peak_bytes <= ours.peak_bytes
         if not small or candidate.step_s >= fastest.step_s:
             return fastest
@@ -319,10 +326,8 @@ class PlanChain:
 
     def _under_caps(self, plan: StepPlan) -> StepPlan:
         """The plan, checked under the caps of the recipe, whatever its planner allowed itself. Raises PlanError."""
-        own, caps = plan.limits, self.caps
-        tokens = min(own.max_tokens, caps.max_tokens)
-        held_bytes = min(own.max_activation_bytes, caps.max_activation_bytes)
-        return check(in_rounds(plan.revised(limits=replace(own, max_tokens=tokens, max_activation_bytes=held_bytes))))
+        groups = groups_of(plan.lengths, self.groups, self.links)
+        return check(in_rounds(plan.revised(limits=plan.limits.held_to(self.caps), groups=groups)))
 
     def rule(self, name: str, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """The plan of a baseline that may run. Raises EvenloadError."""

@@ -6,8 +6,8 @@ if __name__ != "evenload.plugins.mesh":
     )
 
 from ...core.plan.branches import SHARED
-from ...core.registry import Plugin, register
-from . import baselines, config, plan, settings
+from ...core.registry import Plugin, Sizes, register
+from . import baselines, config, dynamic_cp, plan, settings
 
 register(
     Plugin(
@@ -19,7 +19,8 @@ register(
         places=True,
         plan=plan.plan,
         does="shares",
-        baselines=baselines.BASELINES,
+        baselines={**baselines.BASELINES, "dynamic_cp": dynamic_cp.dynamic_cp},
+        costly={"dynamic_cp": Sizes(shown=1 << 20, tried=1 << 14)},
         keeps=baselines.KEEPS,
         branches=settings.branches,
         breaks=settings.breaks,

@@ -5,15 +5,18 @@ whole           whole sequences, longest first onto the cheapest rank, then onto
 chunks          sequences to ranks by cost; on each, long ones in chunks of ``max_tokens`` tokens, a micro-batch each,
                 the others best-fit; early chunks are replayed where ``activation_gib`` asks for it (ChunkFlow, arXiv
                 2503.02356)
-in_order        pack in the order of the batch up to the cap, deal the packs out in turn (Megatron-Core's
-                DpBalancedScheduler, core/datasets/data_schedule.py on main, does this in spite of its name)
+in_order        pack in the order of the batch up to the cap, deal the packs out in turn
+dp_balanced     the same, but where packs do not go round, the last sequences of the last packs become packs of their
+                own (Megatron-Core's DpBalancedScheduler, core/datasets/data_schedule.py on main, which balances counts)
 best_fit        best-fit-decreasing bins over the whole batch, dealt out in turn (TRL's packing_strategy "bfd")
 karmarkar_karp  sequences to ranks, then to micro-batches, by largest differencing on predicted cost (verl's
                 seqlen_balancing.get_seqlen_balanced_partitions and rearrange_micro_batches)
 
-Equal numbers of packs on every rank, by halving the widest, are this module's addition to the first two: stronger
-baselines than packs dealt as they come. None of them changes the batch, and none but ``chunks`` cuts a sequence: where
-one is longer than ``max_tokens`` they get a cap that holds it. All are run by the same code as evenload's own plans.
+Equal numbers of packs on every rank, by halving the widest, are this module's addition to in_order and best_fit:
+stronger baselines than packs dealt as they come. None of them changes the batch, and none but ``chunks`` cuts a
+sequence: where one is longer than ``max_tokens`` they get a cap that holds it. All are run by the same code as
+evenload's own plans. Where samples stay together (``group_size``) or ranks get equal counts (``equal_size``), whole,
+chunks and karmarkar_karp keep to it, the latter as verl's partitions of equal size do; the others do not.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...core.balance.bound import lower_bound_s
-from ...core.balance.partition import best_fit_decreasing, karmarkar_karp
+from ...core.balance.partition import best_fit_decreasing, karmarkar_karp, members
 from ...core.balance.partition import in_order as in_order_bins
 from ...core.costs.context import PlanningContext
 from ...core.plan.limits import Limits
@@ -33,6 +36,7 @@ from .candidates import chunked, uncut
 from .candidates import whole as whole_plan
 from .config import PackingConfig
 from .replay import ReplayCapError, fit_memory
+from .whole import units_of
 
 Packs = list[list[list[int]]]
 
@@ -45,6 +49,8 @@ def whole(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -
 
 def chunks(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     limits = config.capped(incoming.limits)
+    if limits.groups_in_micro_batch:
+        return whole(incoming, context, config)
     if limits.whole_sequences:
         limits = replace(limits, max_tokens=_holding_longest(incoming, config).max_tokens)
     plan = replace(chunked(incoming, limits, context.costs, config.block_tokens), made_by="chunks")
@@ -59,6 +65,18 @@ def in_order(incoming: StepPlan, context: PlanningContext, config: PackingConfig
     return uncut(incoming, limits, _deal(packs, limits.num_ranks), "in_order")
 
 
+def dp_balanced(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+    limits = _holding_longest(incoming, config)
+    packs = in_order_bins(incoming.lengths.tolist(), limits.max_tokens)
+    last = len(packs) - 1
+    while len(packs) % limits.num_ranks and last >= 0:
+        if len(packs[last]) > 1:
+            packs.append([packs[last].pop()])
+        else:
+            last -= 1
+    return uncut(incoming, limits, [packs[rank :: limits.num_ranks] for rank in range(limits.num_ranks)], "dp_balanced")
+
+
 def best_fit(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     limits = _holding_longest(incoming, config)
     packs = best_fit_decreasing(incoming.lengths, limits.max_tokens)
@@ -68,8 +86,11 @@ def best_fit(incoming: StepPlan, context: PlanningContext, config: PackingConfig
 def differencing(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     lengths, limits = incoming.lengths, _holding_longest(incoming, config)
     seconds, cap = context.costs.sequence_s(lengths), limits.max_tokens
+    units = units_of(incoming, context.costs)
+    inside = members(units.of, len(units.tokens))
     packs: Packs = []
-    for items in karmarkar_karp(seconds.tolist(), limits.num_ranks):
+    for chosen in karmarkar_karp(units.seconds.tolist(), limits.num_ranks, equal_size=limits.equal_size):
+        items = [i for unit in chosen for i in inside[unit]]
         tokens = [int(lengths[i]) for i in items]
         for count in range(max(1, -(-sum(tokens) // cap)), len(items) + 1):
             bins = karmarkar_karp([float(seconds[i]) for i in items], count)
@@ -85,6 +106,7 @@ BASELINES: dict[str, Callable[[StepPlan, PlanningContext, PackingConfig], StepPl
     "whole": whole,
     "chunks": chunks,
     "in_order": in_order,
+    "dp_balanced": dp_balanced,
     "best_fit": best_fit,
     "karmarkar_karp": differencing,
 }

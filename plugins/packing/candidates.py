@@ -25,7 +25,7 @@ from .assemble import assemble
 from .config import PackingConfig
 from .dispatch import dispatch, slots
 from .slicing import Packs, WorkBudget, fill
-from .whole import by_launches, whole_packs
+from .whole import by_launches, keeps_units, whole_packs
 
 _MOST_COUNTS = 64
 """Numbers of micro-batches of one rank that are tried, from the fewest on, before its sequences run in chunks."""
@@ -57,18 +57,20 @@ def portfolio(
     fits = int(lengths.max(initial=0)) <= limits.max_tokens
     if fits and config.slices == "auto":
         yield whole(incoming, limits, costs, bound_s)
-    for per_rank in _slots_per_rank(lengths, limits, costs) if len(lengths) else []:
+    for per_rank in (
+        _slots_per_rank(lengths, limits, costs) if len(lengths) and not keeps_units(incoming, limits) else []
+    ):
         yield from _even(task, per_rank)
     if fits and config.slices != "auto":
         yield whole(incoming, limits, costs, bound_s)
     if not fits:
-        yield assemble(incoming, limits, _filled(task, by_launches(lengths, limits, costs, bound_s), None, costs.both))
+        yield assemble(incoming, limits, _filled(task, by_launches(incoming, limits, costs, bound_s), None, costs.both))
         yield chunked(incoming, limits, costs, config.block_tokens)
 
 
 def whole(incoming: StepPlan, limits: Limits, costs: Costs, bound_s: float, made_by: str = "packing") -> StepPlan:
     """The plan that cuts nothing."""
-    return uncut(incoming, limits, whole_packs(incoming.lengths, limits, costs, bound_s), made_by)
+    return uncut(incoming, limits, whole_packs(incoming, limits, costs, bound_s), made_by)
 
 
 def uncut(incoming: StepPlan, limits: Limits, packs: list[list[list[int]]], made_by: str) -> StepPlan:
@@ -84,7 +86,10 @@ def chunked(incoming: StepPlan, limits: Limits, costs: Costs, block: int) -> Ste
     A chunk is as many whole blocks of tokens as the cap holds; the cap itself where it holds none.
     """
     lengths, cap = incoming.lengths, limits.max_tokens
-    items = members(longest_first(costs.sequence_s(lengths), limits.num_ranks), limits.num_ranks)
+    if keeps_units(incoming, limits):
+        items = by_launches(incoming, limits, costs, 0.0)
+    else:
+        items = members(longest_first(costs.sequence_s(lengths), limits.num_ranks), limits.num_ranks)
     return assemble(incoming, limits, [_chunks_of(of_rank, lengths, cap, block) for of_rank in items])
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from ...core.input.bounds import Amount, CountOrNone, Effort, TokenCount
 from ...core.input.validation import OFF_IS_A_WORD
@@ -39,6 +40,14 @@ class PackingConfig(PluginConfig):
     cap."""
     max_delay_steps: CountOrNone = 0
     """A sequence that alone would bound its step may wait for a later global batch, at most this many steps."""
+    group_size: CountOrNone = 0
+    """So many consecutive samples of a global batch are a group that stays together: GRPO's completions of a prompt; 2
+    are pairs. 0: none, unless who asks for a plan says which are."""
+    groups_in: Literal["rank", "micro_batch"] = "rank"
+    """Where the samples of a group stay together: on one data-parallel rank, or in one of its micro-batches."""
+    equal_size: bool = False
+    """As many groups on every data-parallel rank as on the others, or as many samples where there are no groups; one
+    more where their number cannot be divided."""
     polish_nodes: Effort = 0
     """Without effect, kept for older recipes: an integer program after the greedy gained at most 0.0003."""
 
@@ -49,13 +58,22 @@ class PackingConfig(PluginConfig):
             _warn_of_polish_nodes()
         return value
 
+    @model_validator(mode="after")
+    def _groups_wait_together(self) -> PackingConfig:
+        if self.max_delay_steps and (self.group_size or self.equal_size):
+            raise ValueError(
+                "max_delay_steps holds single samples back: set it to 0, or group_size 0, equal_size false"
+            )
+        return self
+
     def folded(self, num_ranks: int) -> PackingConfig:
         # What ranks share runs backward in the groups of its forward.
         asymmetric = self.asymmetric and num_ranks == 1
         return self.model_copy(update={"max_tokens": self.max_tokens * num_ranks, "asymmetric": asymmetric})
 
     def capped(self, limits: Limits) -> Limits:
-        return limits.under(self.max_tokens, self.activation_gib)
+        capped = limits.under(self.max_tokens, self.activation_gib)
+        return replace(capped, equal_size=self.equal_size, groups_in_micro_batch=self.groups_in == "micro_batch")
 
     def uncut(self) -> PackingConfig:
         return self.model_copy(update={"slices": "off"})

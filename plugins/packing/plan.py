@@ -30,6 +30,7 @@ from ...core.simulate.predict import micro_batch_imbalance
 from .candidates import portfolio, whole
 from .config import PackingConfig
 from .replay import ReplayCapError, fit_memory
+from .whole import units_of
 
 WORTH_A_CUT = 0.01
 """Share of the step that cuts must save where none is needed and ``slices`` is auto."""
@@ -42,9 +43,11 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
     """The packed plan of the same batch. Raises EvenloadError for what no setting here can plan."""
     lengths = incoming.lengths
     limits = limits_for(incoming, config)
-    cuts = config.slices != "off" and not limits.whole_sequences
+    cuts = config.slices != "off" and not limits.whole_sequences and not limits.groups_in_micro_batch
     if not cuts:
         refuse_longer(lengths, limits, config)
+    if limits.groups_in_micro_batch:
+        _refuse_larger_groups(incoming, limits, context.costs, config)
     costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs, context.head_frac)
     drafts = portfolio(incoming, limits, costs, config, bound_s)
     candidates: list[Candidate] = []
@@ -102,6 +105,16 @@ def refuse_longer(lengths: Ints, limits: Limits, config: PackingConfig) -> None:
             f"sequence {index} has {lengths[index]} tokens, the cap is {limits.max_tokens}",
             "raise max_tokens, let it be cut (plugins.packing.slices=auto, where the host can), or shorten the samples "
             "(longer ones than data.max_length are split, truncated or dropped)",
+        )
+
+
+def _refuse_larger_groups(incoming: StepPlan, limits: Limits, costs: Costs, config: PackingConfig) -> None:
+    tokens = units_of(incoming, costs).tokens
+    if tokens.max(initial=0) > limits.max_tokens:
+        raise EvenloadError(
+            f"a group of samples that stays in one micro-batch is longer than {_cap(limits, config)}",
+            f"{tokens.max()} tokens, the cap is {limits.max_tokens}",
+            "raise max_tokens, or set plugins.packing.groups_in to rank",
         )
 
 

@@ -15,26 +15,78 @@ token cap, with the number of micro-batches chosen by the objective. O(K log R +
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+
 from ...core.aliases import Floats, Ints
-from ...core.balance.partition import BinLoad, balance, best_fit_decreasing, into_bins, members
+from ...core.balance.partition import EVEN, BinLoad, balance, best_fit_decreasing, into_bins, members
 from ...core.costs.costs import Costs
 from ...core.plan.limits import Limits
+from ...core.plan.step_plan import StepPlan
+
+_CLOSE = 1.0002
+"""Fullest rank over mean up to which groups or equal counts are polished: few large units, of which each move tells.
+Below 1.001 no baseline is planned beside large batches, so it takes less time on the whole."""
 
 
-def whole_packs(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[list[int]]]:
-    """``result[r][k]``: the sequences of micro-batch k of rank r. lengths int64 [K], none over the cap."""
+class Units(NamedTuple):
+    """What stays together: groups of sequences, or each sequence by itself."""
+
+    of: Ints
+    """Unit of each sequence, int64 [K]."""
+    seconds: Floats
+    """float64 [U]."""
+    tokens: Ints
+    """int64 [U]."""
+
+
+def units_of(incoming: StepPlan, costs: Costs) -> Units:
+    """The units of a plan's sequences."""
+    lengths = incoming.lengths
     seconds = costs.sequence_s(lengths)
-    if limits.together > 1:
+    if not len(incoming.groups):
+        return Units(np.arange(len(lengths)), seconds, lengths)
+    of = np.unique(incoming.groups, return_inverse=True)[1]
+    return Units(of, np.bincount(of, seconds).astype(np.float64), np.bincount(of, lengths).astype(np.int64))
+
+
+def keeps_units(incoming: StepPlan, limits: Limits) -> bool:
+    """Whether sequences may not be dealt freely over ranks."""
+    return bool(len(incoming.groups)) or limits.equal_size
+
+
+def whole_packs(incoming: StepPlan, limits: Limits, costs: Costs, bound_s: float) -> list[list[list[int]]]:
+    """``result[r][k]``: the sequences of micro-batch k of rank r; none is over the cap, nor is a group that is to be in
+    one micro-batch."""
+    lengths = incoming.lengths
+    if limits.together > 1 and not keeps_units(incoming, limits):
         return _in_rounds(lengths, limits, costs)
-    items = by_launches(lengths, limits, costs, bound_s)
-    return [_pack(rank_items, seconds, lengths, limits, costs) for rank_items in items]
+    units, ranks = _dealt(incoming, limits, costs, bound_s)
+    if limits.groups_in_micro_batch:
+        inside = members(units.of, len(units.tokens))
+    else:
+        units, ranks = Units(units.of, costs.sequence_s(lengths), lengths), ranks[units.of]
+        inside = [[i] for i in range(len(lengths))]
+    items = members(ranks, limits.num_ranks)
+    packs = [_pack(own, units.seconds, units.tokens, limits, costs) for own in items]
+    if limits.together > 1:  # the costliest of every rank run at once
+        packs = [sorted(of_rank, key=lambda pack: -float(units.seconds[pack].sum())) for of_rank in packs]
+    return [[[i for unit in pack for i in inside[unit]] for pack in of_rank] for of_rank in packs]
 
 
-def by_launches(lengths: Ints, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:
+def by_launches(incoming: StepPlan, limits: Limits, costs: Costs, bound_s: float) -> list[list[int]]:
     """Sequences of each rank, balanced with the launches that their tokens need."""
-    load = BinLoad(costs.launch_s, limits.max_tokens)
-    ranks = balance(costs.sequence_s(lengths), lengths, limits.num_ranks, load, target=bound_s)
-    return members(ranks, limits.num_ranks)
+    units, ranks = _dealt(incoming, limits, costs, bound_s)
+    return members(ranks[units.of], limits.num_ranks)
+
+
+def _dealt(incoming: StepPlan, limits: Limits, costs: Costs, bound_s: float) -> tuple[Units, Ints]:
+    """The units and the rank of each."""
+    units, load = units_of(incoming, costs), BinLoad(costs.launch_s, limits.max_tokens)
+    even, ranks = _CLOSE if keeps_units(incoming, limits) else EVEN, limits.num_ranks
+    equal = limits.equal_size
+    return units, balance(units.seconds, units.tokens, ranks, load, target=bound_s, equal_size=equal, even=even)
 
 
 def _pack(items: list[int], seconds: Floats, lengths: Ints, limits: Limits, costs: Costs) -> list[list[int]]:

@@ -226,6 +226,22 @@ def test_the_least_of_some_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
         assert sample.step_s == pytest.approx(sample.forward_s + sample.backward_s + CONSTANT_S)
 
 
+@pytest.mark.parametrize(("before", "after", "is_busy"), [(0.5, 1.0, False), (9.0, 1.0, True), (0.5, 9.0, True)])
+def test_the_higher_of_two_loads_and_the_spread_of_runs_are_what_ran_beside(
+    monkeypatch: pytest.MonkeyPatch, before: float, after: float, is_busy: bool
+) -> None:
+    monkeypatch.setattr(profile, "CASE_S", 1e9)
+    monkeypatch.setattr(profile, "load_average", lambda: after)
+    monkeypatch.setattr(profile.os, "cpu_count", lambda: 2)
+    job = job_on(Machine(), monkeypatch)
+    samples = measure(job, cases(256, 256))
+    # One run of five is disturbed, so the median is the least.
+    assert [sample.spread for sample in samples] == pytest.approx([1.0] * len(samples))
+    assert profile._beside(job, samples, before, per_node=1).busy == is_busy
+    slower = [replace(sample, spread=1.5) for sample in samples]
+    assert profile._beside(job, slower, before, per_node=1).busy
+
+
 def test_cases_that_would_overrun_the_budget_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     monkeypatch.setattr(profile, "BUDGET_S", 4.0)
@@ -305,6 +321,8 @@ def test_profile_measures_a_real_trainer(
     assert costs.update_s > 0
     assert not costs.recompute
     assert "evenload profile recipe.yaml" in costs.source
+    assert result["busy"] == (costs.busy is not None)
+    assert costs.busy is None or costs.busy.model_dump() == result["beside"]
     assert set(result["links"]) == ({"intra"} if num_ranks > 1 else set())
     assert (costs.intra is not None) == (num_ranks > 1)
     assert costs.inter is None

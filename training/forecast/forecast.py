@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
-from ...core.errors import EvenloadError, PlanError, shorten
+from ...core.errors import EvenloadError, PlanError, refuse_first, shorten
 from ...core.input.bounds import refuse_endless
 from ...core.input.format import GIB, to_json
 from ...core.laws import check
@@ -29,7 +31,7 @@ from ...core.simulate.predict import micro_batch_imbalance
 from ...core.simulate.step import Simulation, simulate
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
-from ...data.samples.order import SampleOrder
+from ...data.samples.order import BatchSize, SampleOrder
 from ..drawing import Drawing, batch_size, refuse_short_data
 from ..experts.replay import Replay, loads_for, replay
 from ..pipelines import describe
@@ -115,29 +117,63 @@ def look_ahead(
     num_ranks: int | None = None,
     *,
     loads: Path | None = None,
+    groups: Path | None = None,
     record: bool = False,
 ) -> Forecast:
     """Plan ``steps`` global batches drawn from a lengths file as training would draw them. Raises EvenloadError.
 
     Without ``num_ranks`` the world has the fewest that ``parallel.*`` needs; ``loads`` is a file that ``log.loads``
-    named, to be replayed; ``record`` keeps every step's timeline. Of a recipe with tenants ``lengths`` are files by
-    tenant, none: their own data; and steps end with those of all tenants.
+    named, to be replayed; ``groups`` one of as many integers as there are lengths: samples of one stay together, and
+    batches are of whole groups. ``record`` keeps every step's timeline. Of a recipe with tenants ``lengths`` are files
+    by tenant, none: their own data; and steps end with those of all tenants.
     """
     layout = recipe.layout(num_ranks)
     chain = PlanChain.of_recipe(recipe, layout)
     recorded = loads_for(recipe, chain.context, loads) if loads else None
     if recipe.adapts:
+        refuse_first(
+            (groups is not None, "samples of tenants are in no groups", f"--groups {groups}", "leave --groups out")
+        )
         return _of_tenants(recipe, chain, lengths, steps, record)
     assert not isinstance(lengths, Mapping)
     refuse_idle_ranks(recipe.train, layout.dp)
     all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
-    samples = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
+    pieces = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length)
+    samples = pieces.length
     refuse_short_data(recipe, samples, "the lengths file holds fewer {} than one global batch", "")
     refuse_endless(samples, chain.largest_slice)
-    drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, batch_size(recipe), chain)
-    planned = [_planned(chain, drawing(), record) for _ in range(steps)]
+    if groups:
+        of_samples = _numbers(groups, len(all_lengths))[pieces.document]
+        planned = list(_of_groups(recipe, chain, samples, of_samples, steps, record))
+    else:
+        drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, batch_size(recipe), chain)
+        planned = [_planned(chain, drawing(), record) for _ in range(steps)]
     replayed = replay(recipe, chain, planned[0].ours.plan, recorded) if recorded else None
     return Forecast(recipe, chain, samples, _comparable(planned), replayed)
+
+
+def _numbers(path: Path, count: int) -> Lengths:
+    """The group of each sample of a lengths file, from a file that is written alike. Raises EvenloadError."""
+    numbers = read_lengths(path)
+    what = "the file of groups has not one number for each length"
+    detail = f"{len(numbers)} in {shorten(str(path))}, {count} lengths"
+    refuse_first((len(numbers) != count, what, detail, "give one positive integer for each sample"))
+    return numbers
+
+
+def _of_groups(
+    recipe: Recipe, chain: PlanChain, lengths: Lengths, groups: Lengths, steps: int, record: bool
+) -> Iterator[PlannedStep]:
+    """Steps of whole groups, until these have as many samples as a batch has."""
+    group_of = np.unique(groups, return_inverse=True)[1]
+    sizes = np.bincount(group_of)
+    size = BatchSize(len(sizes), batch_size(recipe).mean_samples(lengths))
+    order = SampleOrder(len(sizes), recipe.train.seed)
+    for _ in range(steps):
+        chosen, order = size.take(order, sizes)
+        places = np.flatnonzero(np.isin(group_of, chosen))
+        own = replace(chain, groups=as_lengths(group_of[places]))
+        yield _planned(own, Draw(places, lengths[places], {}), record)
 
 
 def _of_tenants(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Forecast:
@@ -226,10 +262,8 @@ def _step_json(step: PlannedStep, chain: PlanChain) -> dict[str, Any]:
 def over_caps(baseline: Simulated, ours: Simulated, context: PlanningContext) -> str | None:
     """What a baseline breaks of the caps on tokens and memory under which evenload planned; None: nothing."""
     limits = ours.plan.limits
-    tokens, most_bytes = limits.max_tokens, limits.max_activation_bytes
-    capped = replace(baseline.plan.limits, max_tokens=tokens, max_activation_bytes=most_bytes)
     try:
-        check(replace(baseline.plan, limits=capped))
+        check(replace(baseline.plan, limits=baseline.plan.limits.held_to(limits), groups=ours.plan.groups))
     except PlanError as error:
         return f"{error.what} ({error.found})"
     memory = context.costs.memory

@@ -47,6 +47,8 @@ WHAT_THEY_DO = {
     "whole_1f1b": "a sequence a micro-batch",
     "fixed_chunks": "chunks of equally many tokens, short sequences packed",
     "algorithm_1": "InfiniPipe's algorithm 1, pipelines drain in between",
+    "dp_balanced": "packed in the order of the batch, as many packs a rank",
+    "dynamic_cp": "groups of ranks by tokens, in rounds that share work",
     "best_fit": "best-fit bins, dealt out in turn",
     "karmarkar_karp": "sequences to ranks by largest differencing of cost",
 }

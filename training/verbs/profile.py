@@ -41,6 +41,7 @@ import torch
 import yaml
 
 from ...core.aliases import Floats
+from ...core.costs.busy import OtherLoad, load_average
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import Costs, PassCost, fit, solve
 from ...core.errors import EvenloadError, RankError
@@ -94,6 +95,8 @@ class MeasuredCase(Case):
     experts_backward_s: float = 0.0
     step_s: float
     """By the wall, of the slowest rank."""
+    spread: float = 1.0
+    """Median over least of its runs, by the wall."""
     runs: int
 
 
@@ -121,6 +124,7 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
     recipe, device = job.recipe, job.world.device
     cap = job.chain.caps.max_tokens
     cap = cap if cap < job.chain.limits.max_tokens else recipe.data.max_length
+    load = load_average()
     tenants.join(job.host)
     _step(job, Case(1, min(64, recipe.data.max_length)))
     memory = _memory(job, cap)
@@ -131,6 +135,7 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
     free = float(job.gather(MEMORY_SHARE * free_bytes(device) / sharers)[:, 0].min())
     cap = min(cap, int(free / max(1.0, memory.activation_bytes_per_token)))
     samples = measure(job, cases(recipe.data.max_length, cap), progress)
+    beside = _beside(job, samples, load, per_node)
     measured = {name: fit.link for name, fit in links.items()}
     cluster = job.chain.context.cluster.model_copy(update=measured)
     # Whether `_clock` goes on while the rank waits.
@@ -147,11 +152,14 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
         intra=rounded.get("intra"),
         inter=rounded.get("inter"),
         fit_error=round(max(fitted.errors["forward"], fitted.errors["backward"]), 4),
+        busy=beside if beside.busy else None,
     )
     if recipe.adapts:
         costs = tenants.of_base(costs, shape_of(recipe.model))
     if job.leads:
         write_costs(costs, out)
+        if beside.busy:
+            logger.warning("the machine was busy while it was measured (%s): profile again where it is quiet", beside)
     return {
         "host": job.host.describe(),
         "ranks": job.world.size,
@@ -161,9 +169,19 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
         "fit_error": fitted.errors,
         "memory": memory.model_dump(),
         "samples": [asdict(sample) for sample in samples],
+        "busy": beside.busy,
+        "beside": beside.model_dump(),
         "source": costs.source,
         "out": str(out),
     }
+
+
+def _beside(job: Job, samples: list[MeasuredCase], load: float, per_node: int) -> OtherLoad:
+    """What ran on the busiest machine; ``load``: before the samples. Collective."""
+    load = float(job.gather(max(load, load_average())).max())
+    spread = float(np.median([sample.spread for sample in samples])) if samples else 1.0
+    used = per_node * torch.get_num_threads()
+    return OtherLoad(load=_digits(load), used=used, cores=os.cpu_count() or 1, spread=_digits(spread))
 
 
 def measure(job: Job, wanted: Iterable[Case], progress: Progress = silent) -> list[MeasuredCase]:
@@ -186,7 +204,8 @@ def measure(job: Job, wanted: Iterable[Case], progress: Progress = silent) -> li
         spent_s += taken_s
         slower = taken_s / len(runs) / guess_s
         least = dict(zip(_SECONDS, np.min(runs, axis=0).tolist(), strict=True))
-        samples.append(MeasuredCase(**vars(case), **least, runs=len(runs)))
+        spread = float(np.median([seconds for *_, seconds in runs]) / least["step_s"])
+        samples.append(MeasuredCase(**vars(case), **least, spread=spread, runs=len(runs)))
         progress("profile", number, len(wanted), str(case))
     return samples
 
