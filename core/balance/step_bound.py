@@ -163,7 +163,9 @@ def _of_stage(
     n, total = lengths.astype(np.float64), int(lengths.sum())
     more = np.zeros(len(n)) if shares else _again_s(n, limits, context, room_bytes, skips=skips)
     pairs = 0.5 * float(n @ n)
-    mean_s = (both.linear_s * total + both.pair_s * pairs + float(more.sum()) + max(ranks, -(-total // cap)) * both.launch_s) / ranks
+    mean_s = (
+        both.linear_s * total + both.pair_s * pairs + float(more.sum()) + max(ranks, -(-total // cap)) * both.launch_s
+    ) / ranks
     # The rank of most tokens has at least the mean number, and their launches.
     most_s = both.linear_s * total / ranks + -(-total // (ranks * cap)) * both.launch_s
     seconds = max(mean_s, most_s) + way_s

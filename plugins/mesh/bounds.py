@@ -61,7 +61,9 @@ def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, confi
     whole = stage.backward if skips else stage.both
     # The rank of a sequence may have an ep-th of the sequence's parts at experts.
     both = whole.at_experts(1.0 / context.costs.ep)
-    context = replace(context, costs=context.costs.at_experts(1.0 / context.costs.ep)) if limits.in_step > 1 else context
+    context = (
+        replace(context, costs=context.costs.at_experts(1.0 / context.costs.ep)) if limits.in_step > 1 else context
+    )
     bound_to_ranks = not cuts and config.remap == "off"  # a sequence's tokens are all where its attention is
     cost_table = cost_table_of(context, limits, config, int(lengths.max()))
     rounds = float(np.ceil(total / (ranks * cap)))

@@ -84,7 +84,12 @@ def _context(random: np.random.Generator, stages: int, ranks: int, *, recompute:
         for name in ("intra", "inter")
     }
     cluster = Cluster(
-        name="drawn", source="drawn", ranks_per_node=int(random.choice([2, 8])), flops_per_s=1e12, memory_bytes=1e9, **links
+        name="drawn",
+        source="drawn",
+        ranks_per_node=int(random.choice([2, 8])),
+        flops_per_s=1e12,
+        memory_bytes=1e9,
+        **links,
     )
     traffic = Traffic(
         layers=4,

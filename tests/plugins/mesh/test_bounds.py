@@ -129,16 +129,17 @@ def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: b
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    LENGTHS, st.booleans(), st.integers(0, 99), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans()
-)
+@given(LENGTHS, st.booleans(), st.integers(0, 99), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans())
 def test_no_random_plan_of_stages_and_tensor_parallel_ranks_is_below_the_bound(
     lengths: list[int], slow: bool, seed: int, pp: int, tp: int, again: bool
 ) -> None:
     made = chain(slow=slow, zero=False, pp=pp, tp=tp, again=again)
     plan = drawn_plan(lengths, made.limits, seed)
     if again and pp == 1 and not plan.order:
-        ops = (*(Op("F", i) for i in range(len(plan.micro_batches))), *(Op("B", i) for i in range(len(plan.micro_batches))))
+        ops = (
+            *(Op("F", i) for i in range(len(plan.micro_batches))),
+            *(Op("B", i) for i in range(len(plan.micro_batches))),
+        )
         plan = plan.revised(order=(ops,), replayed=tuple(i for i in range(len(plan.micro_batches)) if (seed >> i) % 2))
     found = step_s(plan, made)
     config = MeshConfig(remap="auto" if any(m.remap for m in plan.micro_batches) else "off")

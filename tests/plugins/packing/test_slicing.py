@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from evenload.core.balance.bound import lower_bound_s
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
@@ -17,7 +18,6 @@ from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import RECIPES
-from evenload.core.balance.bound import lower_bound_s
 from evenload.core.simulate.predict import micro_batch_imbalance, predict
 from evenload.core.simulate.step import simulate
 from evenload.plugins.packing import baselines

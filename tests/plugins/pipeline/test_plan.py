@@ -16,10 +16,9 @@ from evenload.core.laws import check
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.judge import outcome_of
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.passes import PassTimes
-from evenload.core.planning.judge import outcome_of
-from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.baselines import BASELINES, flushed
 from evenload.plugins.pipeline.config import PipelineConfig
