@@ -2,12 +2,12 @@
 
     python benchmarks/planning/bounds.py [--wiki FILE] [--mooncake FILE] [--runs 5] [--quick] [--json] [--out FILE]
 
-Llama-13B and TP 8 on H200 where there are stages, 7B on one rank a sequence else, caps of 16,384 tokens, sequences of up
-to 128K; one step, drawn as training draws it. Without files, lengths are the stand-ins of published/lengths.py:
+Llama-13B and TP 8 on H200 where there are stages, 7B else, caps of 16,384 tokens, sequences up to
+128K; one step, drawn as training draws it. Without files, lengths are the stand-ins of published/lengths.py:
 ``wikipedia-like``, and ``byted-like`` for Mooncake's trace. "before" is the step over what plans carried before stages,
 traffic and memory were in their bounds: compute and launches of a mean stage. Behind it the terms are put in one after
 the other: head and traffic of tensor parallelism, ways in and out and ramps, memory, and what comes after the passes.
-"bound" is CPU seconds of one bound, the first of its kind left out; "planning" those of its plan, the least of the runs.
+"bound" is CPU seconds of one bound, the first of its kind left out; "planning" those of its plan, least of runs.
 """
 
 from __future__ import annotations

@@ -378,8 +378,8 @@ class PlanChain:
         return min(plans, key=lambda plan: outcome_of(plan, self.context).step_s).revised(bound_s=bound_s)
 
     def _folded_bound_s(self, batch: Lengths) -> float:
-        """No plan of the chain, that of a plane of CP groups, ends its passes before [s]; 0 where all-to-alls, which are
-        in its costs, would be taken for the head's work."""
+        """No plan of this chain, whose ranks are CP groups, ends its passes before [s]; 0 where all-to-alls, which
+        are in its costs, would be taken for the head's work."""
         moves = self.context.traffic.cp_comm == "all_to_all" or self.context.layout.ep > 1
         if not self.links or (moves and self.limits.num_stages > 1):
             return 0.0

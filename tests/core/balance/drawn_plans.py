@@ -143,7 +143,7 @@ def _growing(random: np.random.Generator, numbers: list[int], cap: int, stages: 
 
 
 def _order(random: np.random.Generator, plan: StepPlan, limits: Limits) -> tuple[tuple[Op, ...], ...]:
-    """All stages run forwards in one order and backwards in another, earlier ones as far ahead as later ones or more."""
+    """All stages run forwards in one order and backwards in another, earlier ones as far ahead as later ones."""
     each, most = int(random.integers(1, 4)), int(random.integers(0, 4))
     order: list[list[Op]] = [[] for _ in range(limits.num_stages)]
     for rank in range(limits.num_ranks):

@@ -1,4 +1,4 @@
-"""The bound of a step against lawful plans of every kind: drawn at random, picked by hand, of planners and baselines."""
+"""The bound of a step against lawful plans of every kind: drawn, picked by hand, of planners, of baselines."""
 
 from __future__ import annotations
 
