@@ -39,7 +39,7 @@ class StepMeasures:
     """Busiest data-parallel rank over mean, measured."""
     padding_frac: float
     bound_s: float
-    """Certified lower bound on the busiest rank's time, predicted; 0 where the planner gives none."""
+    """Certified lower bound on the passes of the step, predicted; 0 where the planner gives none."""
     bubble_frac: float = 0.0
     """Idle share of the step: 1 - busy / step, mean over stages and plane ranks. Passes alone are busy."""
 

@@ -34,11 +34,10 @@ from evenload.core.machine.shape import Shape
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.adapters import TenantLoad, with_tenants
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.judge import outcome_of
+from evenload.core.planning.judge import certified_s, outcome_of
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.recipe import RECIPES, load
 from evenload.core.recipe.sizes import shape_of
-from evenload.core.simulate.step import after_passes_s
 from evenload.data.sources import open_source
 
 Ints = npt.NDArray[np.int64]
@@ -100,8 +99,7 @@ def drawn(lengths: str, count: int, rng: np.random.Generator) -> Ints:
 def step_s(chain: PlanChain, lengths: Ints) -> tuple[float, float]:
     """Seconds of the planned step, and the least of any plan; 0: none is certified."""
     plan = chain.plan(as_lengths(lengths))
-    bound_s = plan.bound_s + after_passes_s(chain.context) if plan.bound_s else 0.0
-    return outcome_of(plan, chain.context).step_s, bound_s
+    return outcome_of(plan, chain.context).step_s, certified_s(plan, chain.context)
 
 
 def row_of(setting: Setting, tenants: int, samples: int, draws: int, adapter: Adapter) -> dict[str, Any]:

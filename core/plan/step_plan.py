@@ -181,7 +181,7 @@ class StepPlan:
     made_by: str = ""
     """Names of the planners that shaped it, in order: ``in_order``, ``packing`` ..."""
     bound_s: float = 0.0
-    """Certified lower bound on the busy time of the busiest rank [s]; 0 where none was computed."""
+    """No plan of the settings has run its last pass before [s], certified; 0 where nothing is."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     backward: tuple[MicroBatch, ...] = ()
     replayed: tuple[int, ...] = ()

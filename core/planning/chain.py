@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Literal
 
+from ..balance.step_bound import passes_bound_s
 from ..costs.context import PlanningContext
 from ..errors import EvenloadError, nearest, refuse_first
 from ..experts.history import Loads
@@ -35,7 +36,7 @@ from ..recipe.rules import refuse_adapters_in_loops
 from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
 from .groups import groups_of, refuse_others
-from .judge import Candidate, at_bound, beside, floor_s, judge, least_s, outcome_of, rivals_of
+from .judge import Candidate, at_bound, beside, budget_bytes, floor_s, judge, least_s, outcome_of, rivals_of
 from .notes import LEFT_OUT, NO_EFFECT, WARNINGS, unequal_caps
 from .setting import Setting, context_of, limits_of, refuse_too_many
 from .static_cp import fold_cp, unfold_cp
@@ -164,10 +165,33 @@ class PlanChain:
         ``known``: baselines of the batch that have been judged.
         """
         notes = unequal_caps(self.links, self.limits)
-        plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)
+        plan = self._bounded(self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan))
         if slower := [one.baseline for one in known if one.step_s >= outcome_of(plan, self.context).step_s]:
             plan = beside(plan, map(self._rival, slower))
         return self.with_policy(self._no_slower_than_baselines(plan) if self.links else plan)
+
+    def _bounded(self, plan: StepPlan) -> StepPlan:
+        """With what no plan of these settings ends its passes before. Where it fits, only those that do are meant; a
+        planner that lets ranks share sequences has a bound of its own, of the costs as they are."""
+        if not self.links or self._cp > 1:
+            return plan
+        context, caps = self.context, self.caps
+        shares, fits = any(plugin.shares for plugin, _ in self.links), judge(plan, context).fits
+        own_s = passes_bound_s(
+            plan.lengths,
+            caps,
+            context,
+            shares=shares,
+            orders=self._orders,
+            room_bytes=budget_bytes(caps, context) if fits else math.inf,
+        )
+        known_s = 0.0 if self._orders and context.costs.recompute else plan.bound_s
+        return plan.revised(bound_s=max(own_s, known_s))
+
+    @property
+    def _orders(self) -> bool:
+        """Whether plans say themselves what is recomputed."""
+        return any(plugin.orders for plugin, _ in self.links)
 
     def lawful(self, plan: StepPlan) -> StepPlan:
         """A plan on its way through the plugins, where it may run as it is. Raises EvenloadError where it may not."""
@@ -307,7 +331,7 @@ class PlanChain:
         """A baseline of the batch that may run takes no less [s]; asked before it plans."""
         offer = self.offer(name)
         keeps = offer[0].keeps.get(name) if offer else "whole"
-        return least_s(None if self._cp > 1 else keeps, batch, self.caps, self.context)
+        return least_s(None if self._cp > 1 else keeps, batch, self.caps, self.context, orders=self._orders)
 
     def _rival(self, name: str) -> str:
         """A baseline's name together with that of the plugin that offers it."""
@@ -350,12 +374,21 @@ class PlanChain:
         folded = self._folded()
         uncut = replace(folded, links=tuple((plugin, config.uncut()) for plugin, config in folded.links))
         *_, own = folded._chained(batch)
+        bound_s = folded._folded_bound_s(batch)
         plans = [self._under_caps(unfold_cp(own, self.limits, self._cp))]
         if plans[0].cut:
             with suppress(EvenloadError):  # a sequence that must be cut
                 *_, own = uncut._chained(batch)
                 plans.append(self._under_caps(unfold_cp(own, self.limits, self._cp)))
-        return min(plans, key=lambda plan: outcome_of(plan, self.context).step_s)
+        return min(plans, key=lambda plan: outcome_of(plan, self.context).step_s).revised(bound_s=bound_s)
+
+    def _folded_bound_s(self, batch: Lengths) -> float:
+        """No plan of this chain, whose ranks are CP groups, ends its passes before [s]; 0 where all-to-alls, which
+        are in its costs, would be taken for the head's work."""
+        moves = self.context.traffic.cp_comm == "all_to_all" or self.context.layout.ep > 1
+        if not self.links or (moves and self.limits.num_stages > 1):
+            return 0.0
+        return passes_bound_s(batch, self.caps, self.context, orders=self._orders)
 
     @property
     def _cp(self) -> int:

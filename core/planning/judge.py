@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..balance.bound import lower_bound_s
+from ..balance.step_bound import passes_bound_s
 from ..costs.context import PlanningContext
 from ..costs.memory import activation_budget_bytes
 from ..errors import PlanError
@@ -138,13 +138,20 @@ def floor_s(plan: StepPlan, context: PlanningContext) -> float:
     return least_s + after_passes_s(context)
 
 
-def least_s(keeps: Keeps | None, lengths: Lengths, limits: Limits, context: PlanningContext) -> float:
+def least_s(
+    keeps: Keeps | None, lengths: Lengths, limits: Limits, context: PlanningContext, *, orders: bool = False
+) -> float:
     """No plan that keeps its sequences so takes a step of less under these limits [s]; lengths int64 [K] in tokens."""
     if keeps is None:
         return 0.0
     if keeps == "whole" and lengths.max(initial=0) > limits.max_tokens:
         return math.inf
-    return lower_bound_s(lengths, limits, context.costs, context.head_frac) + after_passes_s(context)
+    return passes_bound_s(lengths, limits, context, orders=orders) + after_passes_s(context)
+
+
+def certified_s(plan: StepPlan, context: PlanningContext) -> float:
+    """No plan of the settings takes a step of less [s]; 0 where nothing is certified."""
+    return plan.bound_s + after_passes_s(context) if plan.bound_s else 0.0
 
 
 def at_bound(plan: StepPlan, context: PlanningContext) -> bool:

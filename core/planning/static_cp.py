@@ -29,7 +29,9 @@ def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningC
     # Each rank of a group hands over its own share, on the link of its own place.
     state_bytes = context.traffic.state_bytes_per_token / layout.cp
     traffic = replace(context.traffic, state_bytes_per_token=state_bytes, expert_bytes_per_token=0.0)
-    nodes = context.cluster.model_copy(update={"ranks_per_node": max(1, context.cluster.ranks_per_node // layout.cp)})
+    # Tensor-parallel ranks of one node stay on one.
+    node = context.cluster.ranks_per_node
+    nodes = context.cluster.model_copy(update={"ranks_per_node": max(min(layout.tp, node), node // layout.cp)})
     return folded, replace(context, costs=_shared(context), layout=ranks, cluster=nodes, traffic=traffic)
 
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.aliases import Floats, Ints
+from ...core.balance.step_bound import passes_bound_s, stage_costs
 from ...core.costs.context import PlanningContext
 from ...core.plan.limits import Limits
 from .config import MeshConfig
@@ -44,39 +45,48 @@ _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 1.0)
 
 
 def lower_bound_s(lengths: Ints, limits: Limits, context: PlanningContext, config: MeshConfig) -> float:
-    """No plan of these sequences has a busiest rank below this [s]; forward and backward, gradient sum left out.
+    """No plan of these sequences has run its last pass before [s]; forward and backward, gradient sum left out.
 
     lengths int [K] in tokens; ``limits.max_tokens`` is the cap of a rank.
     """
     if not len(lengths):
         return 0.0
-    linear, ranks, cuts = context.costs.both.linear_s, limits.num_ranks, not limits.whole_sequences
+    least_s = passes_bound_s(lengths, limits, context, shares=True)
+    ranks, cuts, cap, total = limits.num_ranks, not limits.whole_sequences, limits.max_tokens, float(lengths.sum())
+    stages = stage_costs(context)
+    # Where backwards hold a forward, the last stage need not run any other.
+    again = context.costs.recompute and cuts
+    stage = stages[-2] if again and len(stages) > 1 else stages[-1]
+    skips = again and len(stages) == 1
+    whole = stage.backward if skips else stage.both
     # The rank of a sequence may have an ep-th of the sequence's parts at experts.
-    costs = context.costs.at_experts(1.0 / context.costs.ep)
-    context = replace(context, costs=costs) if costs.ep > 1 else context
+    both = whole.at_experts(1.0 / context.costs.ep)
+    context = (
+        replace(context, costs=context.costs.at_experts(1.0 / context.costs.ep)) if limits.in_step > 1 else context
+    )
     bound_to_ranks = not cuts and config.remap == "off"  # a sequence's tokens are all where its attention is
-    cap, total = float(limits.max_tokens), float(lengths.sum())
     cost_table = cost_table_of(context, limits, config, int(lengths.max()))
     rounds = float(np.ceil(total / (ranks * cap)))
-    launches_s = cost_table.launch_s * (rounds if limits.together > 1 else max(1.0, total / (ranks * cap)))
+    launches_s = both.launch_s * (rounds if limits.together > 1 else max(1.0, total / (ranks * cap)))
     # The rank that shares the longest sequence has one launch; where all run in step it has those of all others too.
-    beside_s = launches_s if limits.together > 1 else cost_table.launch_s
+    beside_s = launches_s if limits.together > 1 else both.launch_s
+    way_s = stage.in_s + (0.0 if limits.splits_backward else stage.out_s)
 
-    alone = costs.sequence_s(lengths)
+    alone = both.seconds(lengths.astype(np.float64))
     # On one rank nothing is exposed but what always is, so no other degree takes fewer rank-seconds.
     long = (alone > alone.sum() / ranks) | (bound_to_ranks & (lengths > cap))
-    elsewhere, held = costs.both.linear_s if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
-    areas = _Areas(alone[long], lengths[long], cost_table, elsewhere, held)
+    elsewhere, held = both.linear_s if config.remap != "off" else 0.0, cap if bound_to_ranks else np.inf
+    areas = _Areas(alone[long], lengths[long], cost_table, elsewhere, held, skips=skips)
     rest = float(alone[~long].sum())
 
     def possible(seconds: float) -> bool:
         area = areas.least(seconds - beside_s, mixed=cuts)
         return rest + area + ranks * launches_s <= ranks * seconds
 
-    bound_s = max(linear * total / ranks + rounds * cost_table.launch_s, search(possible, rest / ranks + launches_s))
+    bound_s = search(possible, rest / ranks + launches_s)
     if limits.together > 1 and bound_to_ranks and long.any():
         bound_s = max(bound_s, launches_s + areas.with_company(ranks, cap, alone[~long], lengths[~long]))
-    return bound_s
+    return max(least_s, way_s + bound_s)
 
 
 class _Long(NamedTuple):
@@ -92,10 +102,12 @@ class _Long(NamedTuple):
 class _Areas:
     """Times and rank-seconds of long sequences by degree, from below, degrees between priced ones included."""
 
-    def __init__(self, alone: Floats, lengths: Ints, cost_table: CostTable, elsewhere: float, cap: float) -> None:
-        """``elsewhere``: seconds of a token's work that other ranks may do."""
+    def __init__(
+        self, alone: Floats, lengths: Ints, cost_table: CostTable, elsewhere: float, cap: float, *, skips: bool
+    ) -> None:
+        """``elsewhere``: seconds of a token's work that other ranks may do; ``skips``: no forward need run."""
         degrees = cost_table.degrees
-        priced = [_from_below(lengths, cost_table, j) for j in range(len(degrees))]
+        priced = [_from_below(lengths, cost_table, j, skips=skips) for j in range(len(degrees))]
         exposed, never_hidden = (np.stack(rows, axis=1) for rows in zip(*priced, strict=True))
         gaps = np.flatnonzero((np.diff(degrees) > 1) & (not cost_table.config.powers_of_two))
         least, most = np.concatenate([degrees, degrees[gaps] + 1]), np.concatenate([degrees, degrees[gaps + 1] - 1])
@@ -184,8 +196,9 @@ class _Areas:
         return float(areas.sum())
 
 
-def _from_below(lengths: Ints, cost_table: CostTable, column: int) -> tuple[Floats, Floats]:
-    """Communication of the best way on a priced degree, forward and backward [K]: alone, and what nothing ever hides.
+def _from_below(lengths: Ints, cost_table: CostTable, column: int, *, skips: bool) -> tuple[Floats, Floats]:
+    """What sharing attention exposes, the best way on a priced degree [K]: alone, and what nothing ever hides. Forward
+    and backward, or the latter alone.
 
     Hops of a ring may hide behind sequences that share its ranks. Between two lengths of the table the least of the
     chord and of its neighbours' extensions: that is below a function that bends up, one that bends down, and one with
@@ -194,7 +207,8 @@ def _from_below(lengths: Ints, cost_table: CostTable, column: int) -> tuple[Floa
     grid, (numbers, first, second) = cost_table.grid, cost_table.columns[column]
     if not numbers:
         return np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
-    rows = first + second  # [ways, grid]
+    modules = cost_table.modules[int(cost_table.degrees[column])]
+    rows = second - modules[1] if skips else first + second - modules.sum(axis=0)  # [ways, grid]
     slope = np.diff(rows, axis=1) / np.diff(grid)
     at = np.clip(np.searchsorted(grid, lengths, side="right") - 1, 0, len(grid) - 2)
     left, right = np.maximum(at - 1, 0), np.minimum(at + 1, slope.shape[1] - 1)

@@ -118,6 +118,8 @@ class CostTable:
             context.costs.backward.launch_s + self._one_rank(1, 2) + gathering_s(context, 2),
         )
         """Seconds of a pass without tokens, forward and backward."""
+        self.modules: dict[int, Floats] = {}
+        """By degree what of the exposed seconds is tensor and expert parallelism, forward and backward [2, grid]."""
         self.columns = [self._column(int(d)) for d in self.degrees]
         """Of each degree: numbers of its ways, and their exposed seconds [ways, grid], forward and backward."""
         self._column_of = dict(zip(self.degrees.tolist(), self.columns, strict=True))
@@ -199,11 +201,10 @@ class CostTable:
         for strategy in strategies:
             if strategy not in self.strategies:
                 self.strategies.append(strategy)
+        self.modules[degree] = np.stack([self._modules(degree, passes) for passes in (1, 2)])
         rows = [
-            np.array(
-                [self._modules(degree, passes) + self._attention(degree, strategy, passes) for strategy in strategies]
-            )
-            for passes in (1, 2)
+            np.array([modules + self._attention(degree, strategy, passes) for strategy in strategies])
+            for passes, modules in zip((1, 2), self.modules[degree], strict=True)
         ]
         return [self.strategies.index(strategy) for strategy in strategies], rows[0], rows[1]
 

@@ -69,7 +69,7 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
     if chosen is None:
         assert problem is not None
         raise problem
-    return chosen.plan.revised(bound_s=bound_s, notes=(*chosen.plan.notes, *_notes(chosen.plan, costs)))
+    return chosen.plan.revised(notes=(*chosen.plan.notes, *_notes(chosen.plan, costs)))
 
 
 def _replayed(candidate: Candidate, context: PlanningContext) -> Candidate:

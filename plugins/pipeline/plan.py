@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
-from ...core.balance.bound import lower_bound_s
 from ...core.costs.context import PlanningContext
 from ...core.errors import EvenloadError
 from ...core.input.format import GIB
@@ -213,20 +212,8 @@ class _Portfolio:
                 "let layers be recomputed (plugins.pipeline.recompute=auto), or lower plugins.pipeline.max_tokens",
             )
         own = [self._note] if self._note else []
-        plan = chosen.plan.revised(
-            notes=(*chosen.plan.notes, *_notes(chosen.plan), *own),
-            bound_s=_bound_s(chosen.plan, incoming, self._context),
-        )
+        plan = chosen.plan.revised(notes=(*chosen.plan.notes, *_notes(chosen.plan), *own), bound_s=incoming.bound_s)
         return beside(plan, (f"pipeline.{name}" for name in BASELINES))
-
-
-def _bound_s(chosen: StepPlan, incoming: StepPlan, context: PlanningContext) -> float:
-    """The bound of the plan that came in where its ranks share sequences and it runs as it was; else without
-    recomputation."""
-    costs = context.costs
-    if chosen.shared:
-        return 0.0 if costs.recompute and chosen.recompute else incoming.bound_s
-    return lower_bound_s(chosen.lengths, chosen.limits, costs.kept() if costs.recompute else costs)
 
 
 def _explicit(plan: StepPlan) -> StepPlan:
@@ -260,5 +247,4 @@ def _alone(incoming: StepPlan, context: PlanningContext, config: PipelineConfig)
     again = context.costs.recompute
     if config.recompute == "off" or (not again and judge(plan, context).fits):
         return plan
-    smaller = fitted(_explicit(plan), context, config)
-    return smaller.revised(bound_s=_bound_s(smaller, plan, context)) if again and smaller.recompute else smaller
+    return fitted(_explicit(plan), context, config)

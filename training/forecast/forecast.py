@@ -21,7 +21,7 @@ from ...core.laws import check
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.plan_json import file_json
 from ...core.planning.chain import PlanChain
-from ...core.planning.judge import outcome_of
+from ...core.planning.judge import certified_s, outcome_of
 from ...core.planning.planner import Draw
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
@@ -68,11 +68,13 @@ class PlannedStep:
     plan_s: float
     """Seconds the planning took, measured; everything else is predicted."""
     delay_steps: float = 0.0
+    certified_s: float = 0.0
+    """No plan of the settings takes a step of less, predicted; 0: none is certified."""
 
     @property
     def bound_s(self) -> float:
         """Lower bound, predicted; where the planner gives none, its own work spread evenly."""
-        return self.ours.plan.bound_s or float(self.ours.outcome.busy_s.mean())
+        return self.certified_s or float(self.ours.outcome.busy_s.mean())
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:
     step_plan = chain.plan(batch, tenants)
     plan_s = time.perf_counter() - start
     baselines = _baselines(chain, batch, tenants, record)
-    return PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps)
+    least_s = certified_s(step_plan, chain.context)
+    return PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps, least_s)
 
 
 def _comparable(planned: list[PlannedStep]) -> tuple[PlannedStep, ...]:

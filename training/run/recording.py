@@ -19,6 +19,7 @@ import numpy as np
 
 from ...core.errors import EvenloadError
 from ...core.planning.chain import STOCK
+from ...core.planning.judge import certified_s
 from ...core.planning.planner import Planned
 from ...core.simulate.step import Simulation, simulate
 from ..forecast.forecast import Forecast, PlannedStep, Simulated
@@ -131,7 +132,8 @@ def forecast_of(job: Job, steps: Sequence[_Recorded]) -> Forecast:
         # `plan` calls the stock baseline by what it does.
         baselines = {"padded" if name == STOCK else name: _measured(one) for name, one in variants.items()}
         ordered = dict(sorted(baselines.items(), key=lambda item: item[0] != "padded"))
-        rows.append(PlannedStep(_measured(own), ordered, own.taken.plan_s, own.planned.draw.delay_steps))
+        least_s = certified_s(own.planned.plan, own.planned.chain.context)
+        rows.append(PlannedStep(_measured(own), ordered, own.taken.plan_s, own.planned.draw.delay_steps, least_s))
     return Forecast(job.recipe, job.chain, job.source.lengths, tuple(rows), times="measured")
 
 

@@ -20,10 +20,9 @@ from ...core.machine.shape import Shape
 from ...core.plan.step_plan import StepPlan, as_lengths
 from ...core.planning.adapters import TenantLoad, with_tenants
 from ...core.planning.chain import PlanChain
-from ...core.planning.judge import outcome_of
+from ...core.planning.judge import certified_s, outcome_of
 from ...core.planning.planner import Draw
 from ...core.recipe.adapter import adapter_weights
-from ...core.simulate.step import after_passes_s
 from ...data.samples.order import SampleOrder
 from ..drawing import Drawing
 from .reading import Member, naming
@@ -103,7 +102,7 @@ class SharedPlan:
             alone_s = outcome_of(alone.plan(as_lengths(lengths)), alone.context).step_s
             share = float(seconds[own].sum() / seconds.sum())
             tenants.append(TenantStep(number, len(lengths), int(lengths.sum()), share, alone_s))
-        bound_s = plan.bound_s + after_passes_s(self.chain.context) if plan.bound_s else 0.0
+        bound_s = certified_s(plan, self.chain.context)
         return SharedStep(tuple(tenants), outcome_of(plan, self.chain.context).step_s, bound_s)
 
     def to_json(self, steps: Sequence[SharedStep]) -> dict[str, Any]:

@@ -32,14 +32,17 @@ SLOW_LINKS = {"intra": {"latency_s": 1e-6, "bytes_per_s": 2e9}, "inter": {"laten
 
 
 @cache
-def chain(*, slow: bool, zero: bool, ranks: int = RANKS, node: int = NODE) -> PlanChain:
+def chain(
+    *, slow: bool, zero: bool, ranks: int = RANKS, node: int = NODE, pp: int = 1, tp: int = 1, again: bool = False
+) -> PlanChain:
     """Attention equals the linear work at 200 tokens."""
     recipe = parse(
         {
             "trainer": "deepspeed" if zero else "megatron",
             "deepspeed": {"zero_stage": 3 if zero else 0},
-            "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8},
-            "parallel": {"dp": ranks},
+            "model": {"num_layers": 2 * pp, "hidden_size": 64, "num_attention_heads": 8},
+            "parallel": {"dp": ranks, "pp": pp, "tp": tp},
+            "train": {"recompute": again},
             "plugins": {"mesh": {"enabled": True, "max_tokens": CAP}},
         }
     )
@@ -123,6 +126,26 @@ def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: b
     made = chain(slow=slow, zero=False)
     found = step_s(drawn_plan(lengths, made.limits, seed, cut=True), made)
     assert lower_bound_s(np.array(lengths), made.limits, made.context, MeshConfig()) <= found * (1 + 1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.booleans(), st.integers(0, 99), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans())
+def test_no_random_plan_of_stages_and_tensor_parallel_ranks_is_below_the_bound(
+    lengths: list[int], slow: bool, seed: int, pp: int, tp: int, again: bool
+) -> None:
+    made = chain(slow=slow, zero=False, pp=pp, tp=tp, again=again)
+    plan = drawn_plan(lengths, made.limits, seed)
+    if again and pp == 1 and not plan.order:
+        ops = (
+            *(Op("F", i) for i in range(len(plan.micro_batches))),
+            *(Op("B", i) for i in range(len(plan.micro_batches))),
+        )
+        plan = plan.revised(order=(ops,), replayed=tuple(i for i in range(len(plan.micro_batches)) if (seed >> i) % 2))
+    found = step_s(plan, made)
+    config = MeshConfig(remap="auto" if any(m.remap for m in plan.micro_batches) else "off")
+    bounds = [lower_bound_s(np.array(lengths), made.limits, made.context, config)]
+    bounds += [lower_bound_s(np.array(lengths), uncut(made.limits), made.context, config)] if not plan.order else []
+    assert max(bounds) <= found * (1 + 1e-9)
 
 
 @settings(max_examples=30, deadline=None)

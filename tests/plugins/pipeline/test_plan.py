@@ -16,9 +16,9 @@ from evenload.core.laws import check
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.judge import outcome_of
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.passes import PassTimes
-from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.baselines import BASELINES, flushed
 from evenload.plugins.pipeline.config import PipelineConfig
@@ -76,7 +76,7 @@ def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(
         links = [link for link in of.links if link[0].name == "packing"]
         fair.append(replace(of, links=tuple(links)).plan(batch))
     assert all(step_s(plan, of) <= step_s(one, of) * (1 + 1e-9) for one in fair)
-    assert 0 < plan.bound_s <= max(predict(plan, of.context.costs).busy_s) * (1 + 1e-9)
+    assert 0 < plan.bound_s <= outcome_of(plan, of.context).passes_s * (1 + 1e-9)
 
 
 @settings(max_examples=8)
@@ -345,7 +345,7 @@ def test_what_a_recipe_recomputes_for_nothing_is_kept_in_plans_that_came_in_too(
     kept, again = (chain(pp, 4, plugins=plugins, chunks=1, train={"recompute": word}) for word in (False, True))
     plan = again.plan(batch)
     assert step_s(plan, again) <= step_s(kept.plan(batch), kept) * 1.05
-    assert plan.bound_s <= max(predict(plan, again.context.costs).busy_s) * (1 + 1e-9)
+    assert 0 < plan.bound_s <= outcome_of(plan, again.context).passes_s * (1 + 1e-9)
     off = chain(pp, 4, plugins=plugins, chunks=1, train={"recompute": True}, recompute="off").plan(batch)
     assert not off.recompute
 

@@ -1,0 +1,182 @@
+"""The bound of a step against lawful plans of every kind: drawn, picked by hand, of planners, of baselines."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evenload.api import load_plugins
+from evenload.core.balance.step_bound import passes_bound_s, stage_costs
+from evenload.core.costs.context import PlanningContext, Traffic
+from evenload.core.costs.costs import Costs, PassCost
+from evenload.core.errors import EvenloadError
+from evenload.core.laws import check
+from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.judge import certified_s
+from evenload.core.recipe.recipe import parse
+from evenload.core.simulate.step import after_passes_s, simulate
+
+sys.path.append(str(Path(__file__).parent))
+from drawn_plans import drawn
+
+load_plugins()
+TOLERANCE = 1e-9
+PLANS = 600
+"""Of each of the four ways in which layers may run again."""
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("orders", [False, True])
+def test_no_drawn_plan_is_below_the_bound(recompute: bool, orders: bool) -> None:
+    """Held to what the plan itself holds at most, so memory is always as tight as it can be."""
+    near = 0
+    for seed in range(PLANS):
+        plan, context = drawn(seed, recompute=recompute, orders=orders)
+        found = simulate(check(plan), context, record=False)
+        least_s = passes_bound_s(
+            plan.lengths,
+            plan.limits,
+            context,
+            orders=bool(plan.recompute),
+            room_bytes=float(found.activation_bytes.max()),
+        )
+        assert 0 < least_s <= found.passes_s * (1 + TOLERANCE), seed
+        assert least_s + after_passes_s(context) <= found.step_s * (1 + TOLERANCE), seed
+        near += found.passes_s < 1.01 * least_s
+    assert near > 0
+
+
+def tapered(sizes: list[int], stages: int) -> StepPlan:
+    """Sequences of one token, so many in each micro-batch, in 1F1B; weight gradients last."""
+    numbers, count = iter(range(sum(sizes))), len(sizes)
+    batches = tuple(MicroBatch(tuple(Slice(next(numbers), 0, 1) for _ in range(k)), (0,)) for k in sizes)
+    order = []
+    for stage in range(stages):
+        row = [Op("F", i) for i in range(min(count, stages - 1 - stage))]
+        for k in range(count):
+            row += [Op("F", k + stages - 1 - stage)] if k + stages - 1 - stage < count else []
+            row.append(Op("B", k))
+        order.append((*row, *(Op("W", k) for k in range(count))))
+    limits = Limits(1, sum(sizes), stages, splits_backward=True)
+    return check(StepPlan(as_lengths([1] * sum(sizes)), batches, limits, tuple(order)))
+
+
+@pytest.mark.parametrize(("stages", "count"), [(3, 200), (4, 300)])
+def test_growing_micro_batches_come_near_the_bound(stages: int, count: int) -> None:
+    """Equal ones stay a tenth above: few of them are long, many are as many launches."""
+    link = Link(latency_s=0.0, bytes_per_s=1e12)
+    cluster = Cluster(
+        name="a", source="a", ranks_per_node=8, flops_per_s=1e12, memory_bytes=1e9, intra=link, inter=link
+    )
+    costs = Costs(source="a", forward=PassCost(launch_s=2, token_s=1), backward=PassCost(launch_s=2, token_s=2))
+    context = PlanningContext(costs, Layout(1, stages, 1, 1, 1), cluster, Traffic(), 0.2)
+    taken: dict[float, list[float]] = {}
+    for growth, most in product((1.0, 1.5, 1.8, 2.2, 3.0), (20, 40, 80)):
+        sizes = [2 if growth > 1 else most]
+        while sum(sizes) < count:
+            sizes.append(min(most, round(sizes[-1] * growth), count - sum(sizes)))
+        seconds = simulate(tapered(sizes, stages), context, record=False).passes_s
+        taken.setdefault(growth, []).append(seconds)
+    least_s = passes_bound_s(np.ones(count), Limits(1, count, stages, splits_backward=True), context)
+    least = {growth: min(seconds) / least_s for growth, seconds in taken.items()}
+    assert 1 <= min(least.values()) < 1.07
+    assert least[1.0] > min(least.values()) + 0.02
+
+
+SETTINGS = {
+    "packing": {"packing": 512},
+    "pipeline": {"pipeline": 512},
+    "packing, pipeline": {"packing": 512, "pipeline": 512},
+    "mesh": {"mesh": 512},
+    "all": {"packing": 512, "mesh": 512, "pipeline": 512},
+}
+BATCHES = {
+    "one long": [4000],
+    "one short": [3],
+    "ones": [1] * 9,
+    "at the cap": [512] * 7,
+    "fewer than stages": [200, 30],
+    "heavy": [1800, 900, 512, 300, 200, 150, 100, 90, 80, 60, 50, 40, 30, 20, 10, 5] * 2,
+}
+
+
+def chain_of(plugins: str, *, stages: int, tp: int, recompute: bool = False, memory_bytes: float = 0.0) -> PlanChain:
+    enabled = {name: {"enabled": True, "max_tokens": cap} for name, cap in SETTINGS[plugins].items()}
+    recipe = parse(
+        {
+            "model": {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 256},
+            "parallel": {"dp": 4, "pp": stages, "tp": tp},
+            "train": {"dtype": "bf16", "recompute": recompute},
+            "cluster": "h200",
+            "plugins": enabled,
+        }
+    )
+    chain = PlanChain.of_recipe(recipe, recipe.layout())
+    context, cluster = chain.context, chain.context.cluster
+    # A device so slow that work counts beside launches.
+    forward, backward = context.costs.forward.scaled(1e4, 0.1), context.costs.backward.scaled(1e4, 0.1)
+    costs = context.costs.model_copy(update={"forward": forward, "backward": backward})
+    memory = {"memory_bytes": memory_bytes} if memory_bytes else {}
+    return replace(chain, context=replace(context, costs=costs, cluster=cluster.model_copy(update=memory)))
+
+
+@pytest.mark.parametrize("plugins", SETTINGS)
+@pytest.mark.parametrize(("stages", "tp"), [(1, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_plan_or_lawful_baseline_is_below_the_bound(plugins: str, stages: int, tp: int, recompute: bool) -> None:
+    chain = chain_of(plugins, stages=stages, tp=tp, recompute=recompute)
+    for name, lengths in BATCHES.items():
+        batch = as_lengths(lengths)
+        try:
+            plan = chain.plan(batch)
+        except EvenloadError:
+            continue
+        least_s = certified_s(plan, chain.context)
+        assert 0 < least_s <= simulate(plan, chain.context, record=False).step_s * (1 + TOLERANCE), name
+        for baseline in chain.baseline_names:
+            try:
+                other = chain.rule(baseline, batch)
+            except EvenloadError:
+                continue
+            assert least_s <= simulate(other, chain.context, record=False).step_s * (1 + TOLERANCE), (name, baseline)
+
+
+def test_replays_that_memory_forces_are_in_the_bound() -> None:
+    """Whatever is cut and replayed: a rank that holds 1,000 of 4,000 tokens runs most of them forward again."""
+    roomy = chain_of("packing", stages=1, tp=1)
+    limits, batch = roomy.caps, as_lengths([4000])
+    memory = limits.memory
+    room_bytes = 1000 * memory.activation_bytes_per_token + 4000 * memory.kv_bytes_per_token + memory.pass_bytes
+    free_s = passes_bound_s(batch, limits, roomy.context)
+    tight_s = passes_bound_s(batch, limits, roomy.context, room_bytes=room_bytes)
+    forward = roomy.context.costs.forward
+    head = roomy.context.head_frac * forward.token_s
+    assert tight_s - free_s == pytest.approx(float(forward.seconds(3000.0)) - 3000 * head, rel=0.2)
+    capped = replace(limits, max_activation_bytes=room_bytes)
+    assert passes_bound_s(batch, capped, roomy.context, room_bytes=room_bytes) == tight_s
+
+
+def test_stages_have_their_own_part_of_head_and_traffic() -> None:
+    context = chain_of("pipeline", stages=4, tp=2).context
+    first, middle, _, last = stage_costs(context)
+    mean = context.costs.forward.token_s
+    moved = middle.forward.token_s - mean * (1 - context.head_frac)
+    assert moved > 0
+    assert last.forward.token_s == pytest.approx(mean * (1 + 3 * context.head_frac) + moved)
+    # The embedding's all-reduce.
+    assert first.forward.launch_s > middle.forward.launch_s
+    assert last.backward.launch_s > middle.backward.launch_s
+    assert 0 == first.in_s < middle.in_s < last.in_s
+
+
+def test_nothing_takes_no_time() -> None:
+    chain = chain_of("pipeline", stages=4, tp=2)
+    assert passes_bound_s(np.array([], dtype=np.int64), chain.caps, chain.context) == 0
