@@ -1,7 +1,7 @@
 """Small chunks first: stages behind begin sooner, and chunks grow as fast as what has arrived keeps stages busy.
 
-With chunks of one size the last of P stages waits P - 1 forwards for the first one. A chunk that takes d longer than the
-one before it comes (P - 1) d late, which the backwards of those before it fill. So a step opens with chunks of
+With chunks of one size the last of P stages waits P - 1 forwards for the first one. A chunk that takes d longer than
+the one before it comes (P - 1) d late, which the backwards of those before it fill. So a step opens with chunks of
 
     t = START T + X / (P - 1)      T  seconds of the largest chunk, both directions
                                    X  seconds of all chunks before, launches included
@@ -30,8 +30,14 @@ START = 0.25
 """Of the largest chunk: the first one. 0.1 costs launches where packs are small, 0.5 gains half as much."""
 
 
-def opened(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> StepPlan | None:
-    """The plan of micro-batches on single ranks with small ones first; None where nothing changes."""
+def opened(
+    plan: StepPlan, context: PlanningContext, config: PipelineConfig, *, closes: bool = False
+) -> StepPlan | None:
+    """The plan of micro-batches on single ranks with small ones first; None where nothing changes.
+
+    ``closes``: short sequences at the end too, as stages wait there for the last backward unless weight gradients run
+    then.
+    """
     if any(not m.slices or m != MicroBatch(m.slices, m.ranks) for m in plan.micro_batches):
         return None
     price, limits = price_of(context), plan.limits
@@ -39,9 +45,12 @@ def opened(plan: StepPlan, context: PlanningContext, config: PipelineConfig) -> 
     packs = [[list(plan.micro_batches[j].slices) for j in plan.of_rank(rank)] for rank in range(limits.num_ranks)]
     openings = [_Opening(of_rank, price, limits.num_stages - 1) for of_rank in packs]
     for opening in openings:
-        opening.with_short_ones(plan.lengths, limits.max_tokens)
+        opening.with_short_ones(plan.lengths, limits.max_tokens, 0.5 if closes else 1.0)
         opening.with_lone_ones(plan.lengths, limits.max_tokens, most, config.block_tokens)
-    others = [opening.head + opening.rest for opening in openings]
+    closings = [_Opening(opening.rest, price, limits.num_stages - 1) for opening in openings]
+    for closing in closings if closes else ():
+        closing.with_short_ones(plan.lengths, limits.max_tokens)
+    others = [one.head + other.rest + other.head[::-1] for one, other in zip(openings, closings, strict=True)]
     return assembled(plan, limits, others) if others != packs else None
 
 
@@ -68,11 +77,11 @@ class _Opening:
         dropped = set(map(id, packs))
         self.rest = [pack for pack in self.rest if id(pack) not in dropped]
 
-    def with_short_ones(self, lengths: Ints, cap: int) -> None:
+    def with_short_ones(self, lengths: Ints, cap: int, share: float = 1.0) -> None:
         """Packs of several whole sequences, those first that hold least, packed anew."""
         several = (pack for pack in self.rest if len(pack) > 1)
         whole = sorted((p for p in several if all(s.length == lengths[s.sequence] for s in p)), key=self._seconds)
-        left_s, goals = sum(map(self._seconds, whole)), list[float]()
+        left_s, goals = share * sum(map(self._seconds, whole)), list[float]()
         while self._opens() and (goal_s := self._goal_s()) <= left_s:
             goals.append(goal_s)
             left_s -= goal_s

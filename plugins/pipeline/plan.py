@@ -132,7 +132,7 @@ class _Portfolio:
         for chunked in self._unordered(incoming):
             weigh(chunked, played=False)
         for *_, chunked in sorted(by_end)[:OPENED] if self._limits.num_stages > 1 else ():
-            if (other := opened(chunked, self._context, self._config)) is not None:
+            if (other := opened(chunked, self._context, self._config, closes=not self._splits)) is not None:
                 weigh(other, played=True)
         finalists: list[StepPlan] = []
         for draft in sorted(drafts, key=lambda one: one.end_s):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from evenload.api import load_plugins
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
@@ -24,7 +25,6 @@ from evenload.plugins.pipeline.elastic import ordered
 from evenload.plugins.pipeline.opening import START, opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pytest import MonkeyPatch
 
 load_plugins()
 FORWARD = PassCost(launch_s=100.0, token_s=1.0, pair_s=0.01)
@@ -92,6 +92,19 @@ def test_short_sequences_open_the_step_in_packs_that_grow() -> None:
     assert len(each) < len(packs) + grown
 
 
+def test_where_weight_gradients_do_not_run_apart_short_sequences_close_the_step_too() -> None:
+    lengths = [50] * 800
+    packs = tuple(MicroBatch(tuple(Slice(i, 0, 50) for i in range(k, k + 20)), (0,)) for k in range(0, 800, 20))
+    before = StepPlan(as_lengths(lengths), packs, Limits(num_ranks=1, max_tokens=1000, num_stages=8))
+    plan = opened(before, context(8), PipelineConfig(), closes=True)
+    assert plan
+    each, largest_s = chunk_seconds(plan, 8), max(chunk_seconds(before, 8))
+    for side in (each, each[::-1]):
+        assert side[0] <= 1.5 * START * largest_s
+        assert all(a <= b for a, b in pairwise(side[:4]))
+    assert sum(m.num_tokens for m in plan.micro_batches) == 800 * 50
+
+
 def test_sequences_that_are_alone_open_the_step_in_more_slices_as_far_as_settings_let_them() -> None:
     before = whole([1000] * 16, 8, 1000)
     plan = opened(before, context(8), PipelineConfig())
@@ -113,7 +126,7 @@ def test_what_is_padded_or_empty_stays() -> None:
     assert opened(dummy, context(8), PipelineConfig()) is None
 
 
-def test_a_deep_pipeline_is_faster_with_small_chunks_first(monkeypatch: MonkeyPatch) -> None:
+def test_a_deep_pipeline_is_faster_with_small_chunks_first(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {
         "model": {"num_layers": 16, "hidden_size": 2048, "num_attention_heads": 16},
         "parallel": {"pp": 8},
@@ -129,5 +142,5 @@ def test_a_deep_pipeline_is_faster_with_small_chunks_first(monkeypatch: MonkeyPa
         return simulate(chain.plan(lengths), chain.context, record=False).step_s
 
     with_opening = step_s()
-    monkeypatch.setattr(planner, "opened", lambda *_: None)
+    monkeypatch.setattr(planner, "opened", lambda *_, **__: None)
     assert with_opening < 0.985 * step_s()
