@@ -54,6 +54,13 @@ def opened(
     return assembled(plan, limits, others) if others != packs else None
 
 
+def saved_s(plan: StepPlan, context: PlanningContext) -> float:
+    """The last stage begins no more than so much sooner with small chunks first [s]."""
+    cost = context.costs.forward
+    forwards_s = (sum(float(cost.seconds(s.length, s.start)) for s in m.slices) for m in plan.micro_batches)
+    return (1.0 - START) * (plan.limits.num_stages - 1) * min(forwards_s, default=0.0)
+
+
 class _Opening:
     """Chunks of a rank that open the step, ``head``, and the ``rest``; together they hold what ``packs`` do."""
 
