@@ -116,10 +116,10 @@ def by_rule(lines: Lines, game: Game, rule: Rule, cap_bytes: float) -> Rows | No
         if now < free[rank]:
             continue
         options = {
-            (kind, leg): found
+            (kind, leg): arriving
             for leg, part in enumerate(own[rank])
             for kind in "FB"
-            if (found := next_of(rank, kind, part)) is not None
+            if (arriving := next_of(rank, kind, part)) is not None
         }
         ready = [key for key in rule.first if key in options and options[key][0] <= now]
         if rule.alternates:
@@ -172,9 +172,9 @@ def by_rule(lines: Lines, game: Game, rule: Rule, cap_bytes: float) -> Rows | No
 def fastest(chain: PlanChain, lengths: Batch, cap_bytes: float, share: float) -> Row | None:
     """The fastest V of evenload's chunkings that holds no more than the cap."""
     config: Any = chain.links[0][1]
-    bare = StepPlan(lengths, (), chain.limits)
+    unplanned = StepPlan(lengths, (), chain.limits)
     stages, best = chain.limits.num_stages, None
-    plain = list(chunkings(bare, limits_for(bare, config), chain.context, config))
+    plain = list(chunkings(unplanned, limits_for(unplanned, config), chain.context, config))
     small_first = [opened(one, chain.context, config) for one in plain]
     for plan in (one for one in (*plain, *small_first) if one and len(one.micro_batches) * stages <= LARGEST):
         game = game_of(plan, chain.context, ranks_of(stages, -1), share)
