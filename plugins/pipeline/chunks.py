@@ -8,8 +8,8 @@ each of the others a ragged tail. Here every long sequence gets a mesh of its ow
 
 and short sequences are packed into what is left of T beside the slices, or into chunks of their own, longest first onto
 the cheapest. T is enumerated: more chunks mean smaller bubbles, and more launches. Sequences of most chunks run first,
-since a stage would otherwise wait for their backwards in the middle of a step (InfiniPipe, section IV); with ``taper``
-small packs open the step, so that the last stage waits for little, and close it, so that the first one does.
+since a stage would otherwise wait for their backwards in the middle of a step (InfiniPipe, section IV). `opening` puts
+small ones before them.
 
 O(K log K) for K sequences and each T.
 """
@@ -65,16 +65,12 @@ def chunkings(
     price = price_of(context)
     ranks = dealt(lengths, price, limits.num_ranks)
     seen: set[tuple[MicroBatch, ...]] = set()
-    # Where weight gradients fill the waits at both ends of a step, small packs there only cost their launches.
-    tapers = config.split_backward == "off" or not limits.splits_backward
     for count in counts(lengths, price, limits):
         slice_s = float(price.seconds(lengths).sum()) / limits.num_ranks / count
         packs = [
             chunks_of(rank_items, lengths, price, slice_s, limits.max_tokens, most, config.block_tokens)
             for rank_items in ranks
         ]
-        if tapers:
-            packs = [taper(rank_items, price, limits.num_stages) for rank_items in packs]
         plan = assembled(incoming, limits, packs)
         if plan.micro_batches not in seen:
             seen.add(plan.micro_batches)
@@ -177,36 +173,6 @@ def chunks_of(
     packs += [[] for _ in spaces[len(packs) :]]
     for item, b in zip(short, chosen, strict=True):
         packs[b].append(Slice(item, 0, int(lengths[item])))
-    return [pack for pack in packs if pack]
-
-
-def taper(packs: list[Pack], price: PassCost, num_stages: int) -> list[Pack]:
-    """Chunks whose packs of whole sequences are split smaller at both ends of the step.
-
-    Only packs without slices of cut sequences are moved. The last stage begins when the first chunk has come through
-    all stages before it, and the first one ends when the last chunk has come back.
-    """
-    starts = {s.sequence for pack in packs for s in pack if s.start}
-    free = [k for k, pack in enumerate(packs) if not any(s.sequence in starts or s.start for s in pack)]
-    if num_stages == 1 or len(free) < 2:
-        return packs
-    head, tail = packs[free[0]], packs[free[-1]]
-    middle = [pack for k, pack in enumerate(packs) if k not in (free[0], free[-1])]
-    opening = _growing(head, price, num_stages)
-    return [*opening, *middle, *_growing(tail, price, num_stages)[::-1]]
-
-
-def _growing(pack: Pack, price: PassCost, num_stages: int) -> list[Pack]:
-    """A pack of whole sequences as up to ``num_stages`` - 1 packs, each about twice as costly as the one before."""
-    shares = [2.0**k for k in range(num_stages - 1)]
-    total = sum(shares)
-    cost_s = {s: float(price.seconds(s.length, s.start)) for s in pack}
-    left = [share / total * sum(cost_s.values()) for share in shares]
-    packs: list[Pack] = [[] for _ in shares]
-    for s in sorted(pack, key=lambda s: (-cost_s[s], s)):
-        k = max(range(len(left)), key=lambda k: left[k])
-        packs[k].append(s)
-        left[k] -= cost_s[s]
     return [pack for pack in packs if pack]
 
 

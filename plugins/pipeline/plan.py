@@ -40,6 +40,7 @@ from .checkpointing import DoesNotFitError, fitted, keeping_all
 from .chunks import chunkings, least_s
 from .config import PipelineConfig
 from .elastic import ordered
+from .opening import opened, saved_s
 from .remedies import refused
 from .settings import limits_for, refuse_ranks_in_step
 from .weights import SLACK, Placing, worth
@@ -48,6 +49,10 @@ SMALLER = Preference(slack=SLACK, key=lambda one: worth(one.step_s, one.peak_byt
 """A plan may be behind the fastest for holding less."""
 FINALISTS = 2
 """Plans of least predicted time, W passes placed, that are simulated; beside them those that are to be made to fit."""
+OPENED = 2
+"""Chunkings that are weighed with small chunks first as well: those of least time, less what that may save."""
+PLAYED = 1 << 10
+"""Chunks times stages up to which orders of these are found by playing stages against each other: half a per cent."""
 FEW = 48
 """Chunks of a plan up to which a second one of `EXTRAS` is weighed: with few, it matters most."""
 EXTRAS = (4, 2, 1)
@@ -116,10 +121,25 @@ class _Portfolio:
     def improve(self, incoming: StepPlan) -> None:
         """Candidates of our own, those first that are fastest where memory is left out, W passes placed."""
         drafts: list[Placing] = []
-        for chunked in self._unordered(incoming):
+        ends: list[tuple[float, StepPlan]] = []
+        """What each chunking may come to with small chunks first."""
+
+        def weigh(chunked: StepPlan, *, played: bool) -> None:
             bar_s = min((one.end_s for one in drafts if one.fits), default=math.inf)
-            if least_s(chunked, self._context, split=self._splits) < bar_s * (1 + SLACK):
-                drafts += self._drafts(chunked)
+            end_s = least_s(chunked, self._context, split=self._splits)
+            if end_s < bar_s * (1 + SLACK):
+                more = list(self._drafts(chunked, played=played))
+                end_s = min(one.end_s for one in more)
+                drafts.extend(more)
+            ends.append((end_s - saved_s(chunked, self._context), chunked))
+
+        for chunked in self._unordered(incoming):
+            weigh(chunked, played=False)
+        ends.sort(key=lambda one: one[0])
+        for _, chunked in ends[:OPENED] if self._limits.num_stages > 1 else ():
+            other = opened(chunked, self._context, self._config, closes=not self._splits)
+            if other is not None:
+                weigh(other, played=True)
         finalists: list[StepPlan] = []
         for draft in sorted(drafts, key=lambda one: one.end_s):
             again = draft.fits and any(draft.plan.micro_batches is one.micro_batches for one in finalists)
@@ -142,12 +162,13 @@ class _Portfolio:
                 raise
             self._note = f"pipeline: no chunks of its own: {error.what} ({error.found})"
 
-    def _drafts(self, chunked: StepPlan) -> Iterator[Placing]:
+    def _drafts(self, chunked: StepPlan, *, played: bool) -> Iterator[Placing]:
         """In elastic order: stages run ahead as far as the settings let them, or as far as their memory does."""
         chunked = in_rounds(chunked)
         few = len(chunked.micro_batches) <= FEW
+        played = played and len(chunked.micro_batches) * self._limits.num_stages <= PLAYED
         for extra in self._extras[: 2 if few else 1]:
-            if (draft := self._ordered(chunked, extra)).fits:
+            if (draft := self._ordered(chunked, extra, played=played)).fits:
                 yield draft
                 continue
             # What is held for a stage that runs ahead would be recomputed.

@@ -16,7 +16,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import RECIPES
 from evenload.plugins.pipeline.baselines import on_one_mesh
-from evenload.plugins.pipeline.chunks import FACTORS, LARGEST, TOLERANCE, chunkings, chunks_of, counts, taper
+from evenload.plugins.pipeline.chunks import FACTORS, LARGEST, TOLERANCE, chunkings, chunks_of, counts
 from evenload.plugins.pipeline.config import PipelineConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,20 +97,6 @@ def test_chunks_take_equal_time_and_sequences_of_most_chunks_come_first() -> Non
     sizes = [chains.count(one) if one is not None else 1 for one in chains]
     assert sizes[0] >= 4
     assert all(a >= b for a, b in pairwise(sizes))
-
-
-def test_a_taper_opens_and_closes_with_small_packs_of_whole_sequences() -> None:
-    lengths = [4000, *[50] * 40]
-    packs = chunks_of(list(range(41)), np.array(lengths), PRICE, 4000.0, 1 << 30, 64, 4)
-    tapered = taper(packs, PRICE, 4)
-    assert tokens_once(tapered, lengths)
-    each = [seconds(pack) for pack in tapered]
-    assert each[0] < each[1] < each[2]
-    assert each[-1] < each[-2] < each[-3]
-    assert each[0] < min(map(seconds, packs)) / 2
-    assert taper(packs, PRICE, 1) == packs
-    cut_only = [[s] for s in evenly(0, 4000, 5, PRICE, 4000, 4)]
-    assert taper(cut_only, PRICE, 4) == cut_only
 
 
 @given(LENGTHS, st.integers(1, 12), st.integers(200, 2500))

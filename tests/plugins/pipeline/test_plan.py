@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_recomputed_as_little_as_its_stage_needs() -> None:
     batch = as_lengths(long_tail(32, 4096))
     free = chain(max_tokens=1024).plan(batch)
     assert not any(map(any, free.recompute))
-    cap = 0.5 * held_bytes(free)
+    cap = 0.4 * held_bytes(free)
     plan = chain(max_tokens=1024, activation_gib=cap / GIB).plan(batch)
     assert held_bytes(plan) <= cap * (1 + 1e-9)
     assert any(map(any, plan.recompute))

@@ -1,0 +1,50 @@
+"""Pipelines beside other people's schedules in quick mode: at the device's memory none of these is ahead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "peers"
+
+
+def run(script: str, folder: Path) -> Any:
+    command = [sys.executable, "-P", str(FOLDER / script), "--quick", "--json", "--out", "result.json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((folder / "result.json").read_text())
+    return result
+
+
+@pytest.mark.slow
+def test_no_schedule_is_ahead_at_the_memory_of_a_device(tmp_path: Path) -> None:
+    result = run("pipelines.py", tmp_path)
+    assert len(result["uniform"]) == 2
+    for row in result["uniform"]:
+        bubbles = {name: one["bubble"] for name, one in row["bubbles"].items()}
+        assert min(bubbles, key=lambda name: bubbles[name]) == "evenload"
+        assert 0 < bubbles["ZBV"] < bubbles["ZB-1p"] < bubbles["1F1B"]
+        assert bubbles["ZB-2p"] < bubbles["ZB-1p"]
+        # (P - 1) / (N + P - 1) with N sequences on P stages, whatever they cost.
+        assert bubbles["1F1B"] == pytest.approx(3 / 19)
+        assert row["bubbles"]["1F1B"]["held"] == pytest.approx(4)
+        assert row["bubbles"]["tight"]["held"] <= row["stages"]
+        assert row["bubbles"]["level"]["held"] <= row["bubbles"]["ZBV"]["held"] * 1.001
+    (ragged,) = result["ragged"]
+    assert 1 < ragged["over_busiest"] < 1.25
+    assert ragged["peak_bytes"] < 0.9 * 141e9
+    assert ragged["step_s"] < min(one for one in ragged["peers"].values() if one)
+
+
+@pytest.mark.slow
+def test_two_parts_of_a_stage_in_a_v_are_priced_at_equal_memory(tmp_path: Path) -> None:
+    (row,) = run("v_shape.py", tmp_path)["rows"]
+    for name in ("evenload", "whole", "half"):
+        assert row[name]["held_bytes"] <= row["cap_bytes"]
+    assert row["half"]["step_s"] < row["whole"]["step_s"] < row["evenload"]["step_s"]
