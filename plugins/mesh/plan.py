@@ -70,29 +70,32 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
     if not candidates:
         _refuse_longer(lengths, shares, limits)
     others = _baselines(incoming, limits, context, config)
-    candidates += judged(others.values(), context)
+    rivals = judged(others.values(), context)
+    candidates += rivals
     if config.offload == "auto" and candidates and not any(one.fits for one in candidates):
         quickest = min(candidates, key=fastest)
         candidates += judged(offloaded(quickest.plan, context), context)
     chosen = _lawful(candidates)
     if chosen is None:
         raise EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
+    ours, slower = chosen.plan, {one.plan.made_by for one in rivals if one.step_s >= chosen.step_s}
     return beside(
-        chosen.revised(
-            made_by=_made_by(incoming, chosen),
+        ours.revised(
+            made_by=_made_by(incoming, ours),
             bound_s=lower_bound_s(lengths, limits, context, config),
-            notes=(*chosen.notes, *_notes(chosen, candidates), *notes),
+            notes=(*ours.notes, *_notes(ours, candidates), *notes),
         ),
-        (f"mesh.{name}" for name in others),
+        (f"mesh.{name}" for name, other in others.items() if other.made_by in slower),
     )
 
 
-def _lawful(candidates: list[Candidate]) -> StepPlan | None:
+def _lawful(candidates: list[Candidate]) -> Candidate | None:
     """The best candidate that breaks no law; None without any. Raises PlanError where each of them breaks one."""
     left, problem = list(candidates), None
     while (chosen := best(left, (FASTEST,), unfit=fastest)) is not None:
         try:
-            return check(chosen.plan)
+            check(chosen.plan)
+            return chosen
         except PlanError as error:
             problem = error
             left.remove(chosen)
