@@ -28,12 +28,12 @@ from ...core.laws import check
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
-from ...core.planning.judge import FASTEST, Candidate, beside, best, fastest, judge, judged
+from ...core.planning.judge import FASTEST, Candidate, beside, best, fastest, fitting_s, floor_s, judge, judged
 from ...core.planning.stock import UNCAPPED
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s
 from .candidates.host_offload import offloaded
-from .candidates.slice_chains import chained
+from .candidates.slice_chains import chained, sharing
 from .candidates.uncut import uncut
 from .config import MeshConfig
 from .cost_table import LEAST_TOKENS, CostTable, SequenceCosts, cost_table_of
@@ -63,29 +63,30 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
     candidates = [judge(kept, context)] if kept else []
     too_long = not np.isfinite(shares.fastest).all()
     if not too_long:
-        candidates += judged(uncut(incoming, limits, cost_table, anywhere, config), context)
+        candidates += judged(uncut(incoming, limits, cost_table, anywhere, config), context, candidates)
     notes: list[str] = []
     if too_long or limits.num_stages > 1:
-        candidates += judged(_sliced(incoming, limits, cost_table, config, notes), context)
+        candidates += judged(
+            _sliced(incoming, limits, cost_table, config, notes, fitting_s(candidates)), context, candidates
+        )
     if not candidates:
         _refuse_longer(lengths, shares, limits)
     others = _baselines(incoming, limits, context, config)
-    rivals = judged(others.values(), context)
-    candidates += rivals
+    candidates += judged(others.values(), context, candidates)
     if config.offload == "auto" and candidates and not any(one.fits for one in candidates):
         quickest = min(candidates, key=fastest)
         candidates += judged(offloaded(quickest.plan, context), context)
     chosen = _lawful(candidates)
     if chosen is None:
         raise EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
-    ours, slower = chosen.plan, {one.plan.made_by for one in rivals if one.step_s >= chosen.step_s}
+    ours, faster = chosen.plan, {one.plan.made_by for one in candidates if one.step_s < chosen.step_s}
     return beside(
         ours.revised(
             made_by=_made_by(incoming, ours),
             bound_s=lower_bound_s(lengths, limits, context, config),
             notes=(*ours.notes, *_notes(ours, candidates), *notes),
         ),
-        (f"mesh.{name}" for name, other in others.items() if other.made_by in slower),
+        (f"mesh.{name}" for name, other in others.items() if other.made_by not in faster),
     )
 
 
@@ -105,9 +106,10 @@ def _lawful(candidates: list[Candidate]) -> Candidate | None:
 
 
 def _sliced(
-    incoming: StepPlan, limits: Limits, cost_table: CostTable, config: MeshConfig, notes: list[str]
+    incoming: StepPlan, limits: Limits, cost_table: CostTable, config: MeshConfig, notes: list[str], bar_s: float
 ) -> Iterator[StepPlan]:
-    """Plans of sequences in slices, the most promising divisions first, as many as there is work for; rest is noted."""
+    """Plans of sequences in slices, the most promising divisions first, as many as there is work for; rest is noted.
+    Left out are those that by their floor take no less than ``bar_s``."""
     context = cost_table.context
     budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     price = context.costs.forward.plus(context.costs.backward)
@@ -118,9 +120,10 @@ def _sliced(
         if passes > _PLAYED:
             notes.append("mesh: a large batch in slices: not every division of it was simulated")
             return
-        draft = in_blocks(incoming, limits, blocks, "mesh (chains)")
+        draft = in_blocks(incoming, limits, sharing(blocks, cost_table), "mesh (chains)")
         passes += 2 * sum(len(m.ranks) for m in draft.micro_batches) * limits.num_stages
-        yield fitted(draft, budget_bytes)
+        if floor_s(draft, context, bar_s) < bar_s:
+            yield fitted(draft, budget_bytes)
 
 
 def _under(incoming: StepPlan, limits: Limits) -> StepPlan | None:
