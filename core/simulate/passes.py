@@ -266,7 +266,7 @@ class PassTimes:
         return total
 
     def _moving_s(self, stage: int, op: Op, micro_batch: MicroBatch, exposed: Callable[..., Any]) -> Any:
-        """What a pass moves between ranks of its stage, and nothing hides; worked out once for stages that are alike."""
+        """What a pass moves between ranks of its stage, that nothing hides; worked out once for stages alike."""
         again = self._layers_again[stage].get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
         key = self._alike[stage], op, again
         if key not in self._known:

@@ -6,7 +6,7 @@ if __name__ != "evenload.plugins.mesh":
     )
 
 from ...core.plan.branches import SHARED
-from ...core.registry import Plugin, register
+from ...core.registry import Plugin, Sizes, register
 from . import baselines, config, plan, settings
 
 register(
@@ -21,6 +21,7 @@ register(
         does="shares",
         baselines=baselines.BASELINES,
         keeps=baselines.KEEPS,
+        costly=dict.fromkeys(("cp_all", "memory_degree"), Sizes(shown=1 << 30, tried=1 << 30)),
         branches=settings.branches,
         breaks=settings.breaks,
         # One core of a 2.5 GHz Xeon: 0.15 s for 512 sequences on 64 ranks, 1.1 s for 8,192 on 1,024.

@@ -29,6 +29,7 @@ from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.planning.judge import FASTEST, Candidate, beside, best, fastest, fitting_s, floor_s, judge, judged
+from ...core.planning.parts import parts_of
 from ...core.planning.stock import UNCAPPED
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s
@@ -57,22 +58,13 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
         return kept
     if not len(lengths):
         return step(incoming, limits, [], "mesh")
-    cost_table = cost_table_of(context, limits, config, int(lengths.max()))
-    anywhere = cost_table.of(lengths)
-    shares = anywhere.under(limits.max_tokens)
     candidates = [judge(kept, context)] if kept else []
-    too_long = not np.isfinite(shares.fastest).all()
-    if not too_long:
-        candidates += judged(uncut(incoming, limits, cost_table, anywhere, config), context, candidates)
     notes: list[str] = []
-    if too_long or limits.num_stages > 1:
-        candidates += judged(
-            _sliced(incoming, limits, cost_table, config, notes, fitting_s(candidates)), context, candidates
-        )
-    if not candidates:
-        _refuse_longer(lengths, shares, limits)
-    others = _baselines(incoming, limits, context, config)
-    candidates += judged(others.values(), context, candidates)
+    others: dict[str, StepPlan] = {}
+    if (divided := _in_parts(incoming, limits, context, config)) is not None:
+        candidates += judged([divided], context, candidates)
+    else:
+        others = _of_the_plane(incoming, limits, context, config, candidates, notes)
     if config.offload == "auto" and candidates and not any(one.fits for one in candidates):
         quickest = min(candidates, key=fastest)
         candidates += judged(offloaded(quickest.plan, context), context)
@@ -88,6 +80,45 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
         ),
         (f"mesh.{name}" for name, other in others.items() if other.made_by not in faster),
     )
+
+
+def _in_parts(incoming: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> StepPlan | None:
+    """The plan of one of many equal parts for all of them; None where the plane has none."""
+    if (parts := parts_of(incoming.lengths, limits, context)) is None:
+        return None
+    part_limits, part_context = parts.plane(limits, context)
+    try:
+        part = plan(StepPlan(parts.lengths, (), part_limits), part_context, config)
+    except EvenloadError:  # so few ranks do not hold the longest
+        return None
+    return parts.joined(part, incoming, limits)
+
+
+def _of_the_plane(
+    incoming: StepPlan,
+    limits: Limits,
+    context: PlanningContext,
+    config: MeshConfig,
+    candidates: list[Candidate],
+    notes: list[str],
+) -> dict[str, StepPlan]:
+    """Baselines of the batch by name; they and all of our own plans are judged, and added to ``candidates``."""
+    lengths = incoming.lengths
+    cost_table = cost_table_of(context, limits, config, int(lengths.max()))
+    anywhere = cost_table.of(lengths)
+    shares = anywhere.under(limits.max_tokens)
+    too_long = not np.isfinite(shares.fastest).all()
+    if not too_long:
+        candidates += judged(uncut(incoming, limits, cost_table, anywhere, config), context, candidates)
+    if too_long or limits.num_stages > 1:
+        candidates += judged(
+            _sliced(incoming, limits, cost_table, config, notes, fitting_s(candidates)), context, candidates
+        )
+    if not candidates:
+        _refuse_longer(lengths, shares, limits)
+    others = _baselines(incoming, limits, context, config)
+    candidates += judged(others.values(), context, candidates)
+    return others
 
 
 def _lawful(candidates: list[Candidate]) -> Candidate | None:
