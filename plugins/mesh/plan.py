@@ -58,6 +58,14 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
         return kept
     if not len(lengths):
         return step(incoming, limits, [], "mesh")
+    chosen = _chosen(incoming, kept, limits, context, config)
+    return chosen.revised(bound_s=lower_bound_s(lengths, limits, context, config))
+
+
+def _chosen(
+    incoming: StepPlan, kept: StepPlan | None, limits: Limits, context: PlanningContext, config: MeshConfig
+) -> StepPlan:
+    """The best of our plans, of those of others, and of the one that came in, without a bound. Raises EvenloadError."""
     candidates = [judge(kept, context)] if kept else []
     notes: list[str] = []
     others: dict[str, StepPlan] = {}
@@ -70,14 +78,10 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
         candidates += judged(offloaded(quickest.plan, context), context)
     chosen = _lawful(candidates)
     if chosen is None:
-        raise EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
+        raise EvenloadError("no way was found to share these sequences out", f"{len(incoming.lengths)} sequences")
     ours, faster = chosen.plan, {one.plan.made_by for one in candidates if one.step_s < chosen.step_s}
     return beside(
-        ours.revised(
-            made_by=_made_by(incoming, ours),
-            bound_s=lower_bound_s(lengths, limits, context, config),
-            notes=(*ours.notes, *_notes(ours, candidates), *notes),
-        ),
+        ours.revised(made_by=_made_by(incoming, ours), notes=(*ours.notes, *_notes(ours, candidates), *notes)),
         (f"mesh.{name}" for name, other in others.items() if other.made_by not in faster),
     )
 
@@ -87,8 +91,9 @@ def _in_parts(incoming: StepPlan, limits: Limits, context: PlanningContext, conf
     if (parts := parts_of(incoming.lengths, limits, context)) is None:
         return None
     part_limits, part_context = parts.plane(limits, context)
+    alone = StepPlan(parts.lengths, (), part_limits)
     try:
-        part = plan(StepPlan(parts.lengths, (), part_limits), part_context, config)
+        part = _chosen(alone, None, limits_for(alone, part_context, config), part_context, config)
     except EvenloadError:  # so few ranks do not hold the longest
         return None
     return parts.joined(part, incoming, limits)

@@ -51,9 +51,10 @@ def uncut(
 ) -> Iterator[StepPlan]:
     """Plans of the batch; ``anywhere`` is what its sequences cost, whatever the token cap."""
     lengths, shares = incoming.lengths, anywhere.under(limits.max_tokens)
-    micro_batches = hybrid_dp(lengths, cost_table, shares, limits.max_tokens)
-    if micro_batches is not None:
-        yield step(incoming, limits, micro_batches, "mesh (hybrid DP)")
+    for degrees in (shares, shares.in_powers_of_two()):
+        micro_batches = hybrid_dp(lengths, cost_table, degrees, limits.max_tokens)
+        if micro_batches is not None:
+            yield step(incoming, limits, micro_batches, "mesh (hybrid DP)")
     rounds = _rounds(lengths, limits, cost_table, anywhere, config)
     if rounds and limits.num_stages > 1:
         # In an order of the plan's own no stage waits until what it sends has arrived.
