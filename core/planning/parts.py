@@ -22,7 +22,7 @@ from ..aliases import Ints, Ranks
 from ..costs.context import PlanningContext
 from ..plan.limits import Limits
 from ..plan.order import PASS_KINDS
-from ..plan.step_plan import MicroBatch, Op, Slice, StepPlan
+from ..plan.step_plan import Lengths, MicroBatch, Op, Slice, StepPlan, as_lengths
 
 FEWEST_RANKS = 1024
 """Of a part; a plane of less than two is not divided."""
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
     members: Ints
     """[P, K]: which sequence of the batch each part has in the place of a planned one."""
-    lengths: Ints
+    lengths: Lengths
     """[K]: of the planned ones, in tokens."""
     ranks: int
     """Of a part."""
@@ -94,7 +94,7 @@ def parts_of(lengths: Ints, limits: Limits, context: PlanningContext) -> Parts |
             alike[1::2] = alike[1::2, ::-1]
             # No shorter sequence is divided so unevenly among ranks that one has more tokens than of an odd number.
             odd = (longest > shortest) & (longest != limits.max_tokens)
-            return Parts(alike.T, np.where(odd, longest | 1, longest), ranks)
+            return Parts(alike.T, as_lengths(np.where(odd, longest | 1, longest)), ranks)
     return None
 
 

@@ -9,7 +9,7 @@ seconds of its round at them beside its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -234,9 +234,8 @@ class PassTimes:
         if key not in self._sent:
             micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
             state_bytes = self._at.traffic.state_bytes_per_token
-            even = is_even(micro_batch)
-            tokens = {} if even else tokens_of_ranks(micro_batch)
-            each = tokens or dict.fromkeys(micro_batch.ranks, _tokens_each(self._plan, op))
+            alike = dict.fromkeys(micro_batch.ranks, _tokens_each(self._plan, op))
+            each: Mapping[int, float] = alike if is_even(micro_batch) else tokens_of_ranks(micro_batch)
             self._sent[key] = max(links[rank].send_s(n * state_bytes) for rank, n in each.items())
         return self._sent[key]
 

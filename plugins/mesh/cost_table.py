@@ -93,13 +93,6 @@ class SequenceCosts:
         forward, backward = (np.where(over, np.inf, seconds) for seconds in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
-    def in_powers_of_two(self) -> SequenceCosts:
-        """These costs where 1, 2, 4, 8, ... ranks share a sequence."""
-        forward, backward = (
-            np.where(self.degrees & (self.degrees - 1), np.inf, s) for s in (self.forward, self.backward)
-        )
-        return replace(self, forward=forward, backward=backward)
-
     def launching(self, forward_s: float, backward_s: float, cap: float) -> SequenceCosts:
         """With launches: one for a shared sequence, for one on a single rank its part of ``cap`` tokens of a launch."""
         part = np.where(self.degrees == 1, self.tokens / cap, 1.0)
@@ -162,7 +155,7 @@ class CostTable:
             if d > 1:
                 few = n < LEAST_TOKENS * d
                 forward[few, j] = backward[few, j] = np.inf
-        return SequenceCosts(self.degrees, *(rows[places] for rows in (tokens, forward, backward, strategy)))
+        return SequenceCosts(self.degrees, tokens[places], forward[places], backward[places], strategy[places])
 
     def exposed(self, strategy: CpStrategy, length: int, degree: int) -> tuple[float, float]:
         """Exposed seconds of a sequence, forward and backward; infinite where so many ranks may not share it so."""

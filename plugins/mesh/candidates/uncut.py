@@ -51,15 +51,15 @@ def uncut(
 ) -> Iterator[StepPlan]:
     """Plans of the batch; ``anywhere`` is what its sequences cost, whatever the token cap."""
     lengths, shares = incoming.lengths, anywhere.under(limits.max_tokens)
-    for degrees in (shares, shares.in_powers_of_two()):
-        micro_batches = hybrid_dp(lengths, cost_table, degrees, limits.max_tokens)
-        if micro_batches is not None:
-            yield step(incoming, limits, micro_batches, "mesh (hybrid DP)")
+    micro_batches = hybrid_dp(lengths, cost_table, shares, limits.max_tokens)
+    if micro_batches is not None:
+        yield step(incoming, limits, micro_batches, "mesh (hybrid DP)")
     rounds = _rounds(lengths, limits, cost_table, anywhere, config)
     if rounds and limits.num_stages > 1:
         # In an order of the plan's own no stage waits until what it sends has arrived.
         yield in_blocks(incoming, limits, [Block([one]) for one in rounds], "mesh (rounds)")
-    if rounds:
+    traffic = cost_table.context.traffic
+    if rounds and (limits.num_stages == 1 or traffic.waits_for_sends or traffic.overlap_gradients):
         yield step(incoming, limits, [m for one in rounds for m in one], "mesh (rounds)")
 
 
