@@ -17,9 +17,10 @@ import numpy.typing as npt
 from .costs.memory import peaks_of_stage
 from .errors import PlanError
 from .plan.expert_policy import EXPERTS_AT_HOME
+from .plan.limits import Limits
 from .plan.order import orders_of_stage
 from .plan.program import exchanges, lower
-from .plan.step_plan import CpComm, MicroBatch, Op, Slice, StepPlan
+from .plan.step_plan import CpComm, MicroBatch, Op, Slice, StepPlan, fact_of_plan
 from .plan.token_layout import CpGroup, attended, cp_group_of, tokens_of_ranks
 from .simulate.events import play
 
@@ -32,32 +33,42 @@ def check(plan: StepPlan) -> StepPlan:
     Where the law knows no remedy, the error says who made the plan.
     """
     try:
-        for law in (
-            _every_token_once,
-            _ranks_exist,
-            _together,
-            _sharing,
-            _caps,
-            _slices_ascend,
-            _backward_groups,
-            _order_is_complete,
-            _slices_keep_their_prefix,
-            _links_keep_their_order,
-            _all_in_step,
-            _groups_in_step,
-            _passes_meet,
-            _recompute_fits,
-            _offload_fits,
-            _memory,
-            check_policy,
-        ):
-            law(plan)
+        _keeps_every_law(plan, plan.limits)
     except PlanError as error:
         if error.do:
             raise
         do = f"correct what made the plan ({plan.made_by or 'not said'}), or disable it"
         raise PlanError(error.what, error.found, do) from None
     return plan
+
+
+@fact_of_plan(
+    *("lengths", "micro_batches", "backward", "replayed", "order", "recompute", "offload"),
+    *("limits", "tenants", "experts", "groups"),
+)
+def _keeps_every_law(plan: StepPlan, limits: Limits) -> bool:
+    """True; asked once under the same limits."""
+    for law in (
+        _every_token_once,
+        _ranks_exist,
+        _together,
+        _sharing,
+        _caps,
+        _slices_ascend,
+        _backward_groups,
+        _order_is_complete,
+        _slices_keep_their_prefix,
+        _links_keep_their_order,
+        _all_in_step,
+        _groups_in_step,
+        _passes_meet,
+        _recompute_fits,
+        _offload_fits,
+        _memory,
+        check_policy,
+    ):
+        law(plan)
+    return True
 
 
 def _every_token_once(plan: StepPlan) -> None:

@@ -84,9 +84,11 @@ def loads_of(micro_batch: MicroBatch) -> dict[tuple[int, ...], AttentionLoad]:
     """What every CP group of a micro-batch attends for, by its ranks; with their padding, where slices have it."""
     pad = micro_batch.pad_to
     sums_of: dict[tuple[int, ...], list[float]] = {}
+    known, sums = None, list[float]()
     for (_, start, stop), cp_group in zip(micro_batch.slices, micro_batch.ranks_of_slices, strict=True):
         n = pad or stop - start
-        sums = sums_of.setdefault(cp_group, [0, 0, 0.0])
+        if cp_group is not known:  # the hash of many ranks takes long
+            known, sums = cp_group, sums_of.setdefault(cp_group, [0, 0, 0.0])
         sums[0] += n
         sums[1] += start + n
         sums[2] += n * (start + 0.5 * n)

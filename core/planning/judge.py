@@ -27,6 +27,7 @@ from ..plan.rounds import in_rounds
 from ..plan.step_plan import Lengths, StepPlan, fact_of_plan
 from ..registry import Keeps
 from ..simulate.passes import PassTimes
+from ..simulate.predict import busy_seconds
 from ..simulate.step import Simulation, after_passes_s, simulate
 
 SMALL = 1 << 14
@@ -90,8 +91,13 @@ nothing in it."""
 
 
 @fact_of_plan(*_DEPENDS_ON)
+def _times(plan: StepPlan, key: _Identity) -> PassTimes:
+    return PassTimes(plan, key.context)
+
+
+@fact_of_plan(*_DEPENDS_ON)
 def _outcome(plan: StepPlan, key: _Identity) -> Simulation:
-    return simulate(plan, key.context, record=False)
+    return simulate(plan, key.context, record=False, times=_times(plan, key))
 
 
 @fact_of_plan(*_DEPENDS_ON)
@@ -124,18 +130,27 @@ def budget_bytes(limits: Limits, context: PlanningContext) -> float:
     return max(budget, memory.update_bytes) if math.isinf(limits.max_activation_bytes) else budget
 
 
-def floor_s(plan: StepPlan, context: PlanningContext) -> float:
-    """The step of a plan takes no less [s]: compute of a stage's busiest rank, and of one micro-batch on the way there.
+def floor_s(plan: StepPlan, context: PlanningContext, bar_s: float = math.inf) -> float:
+    """The step of a plan takes no less [s]: passes of a stage's busiest rank, and one micro-batch on the way there.
 
     What follows the last pass is added. The first forward of a stage comes through all stages before it, and its last
-    backward goes back through them, unless weight gradients are a pass of their own.
+    backward goes back through them, unless weight gradients are a pass of their own. Stages that come after one which
+    takes ``bar_s`` already are not asked.
     """
-    times = PassTimes(plan, context)
-    way_s = least_s = 0.0
-    for busy_s, seconds in zip(times.busy_s(), times.compute, strict=True):
-        least_s = max(least_s, float(busy_s.max()) + way_s)
-        way_s += min(seconds["F"], default=0.0) + (0.0 if any(plan.split) else min(seconds["B"], default=0.0))
-    return least_s + after_passes_s(context)
+    times, after_s = _times(plan, _Identity(context)), after_passes_s(context)
+    way_s, least_s = 0.0, after_s
+    alike: dict[Any, tuple[float, float]] = {}
+    for stage in range(plan.limits.num_stages):
+        if least_s >= bar_s:
+            break
+        key = times.alike(stage), plan.split[stage] if plan.split else ()
+        if key not in alike:
+            forward, backward = times.whole_s(stage)
+            on_way_s = min(forward, default=0.0) + (0.0 if any(plan.split) else min(backward, default=0.0))
+            alike[key] = max(busy_seconds(plan, (forward, backward), {})), on_way_s
+        least_s = max(least_s, alike[key][0] + way_s + after_s)
+        way_s += alike[key][1]
+    return least_s
 
 
 def least_s(
@@ -205,7 +220,7 @@ def best(
     fitting = [one for one in everything if one.fits]
     if not fitting:
         return min(everything, key=unfit)
-    least_s = min(one.step_s for one in fitting)
+    least_s = fitting_s(fitting)
     ceiling_s = min((one.step_s for one in fitting if one.baseline), default=math.inf)
     for preference in (*preferences, FASTEST):
         limit_s = min(ceiling_s, least_s * (1 + preference.slack))
@@ -226,12 +241,22 @@ def rivals_of(plan: StepPlan) -> frozenset[str]:
     return frozenset(_rivals(plan))
 
 
-def judged(plans: Iterable[StepPlan], context: PlanningContext) -> list[Candidate]:
-    """Candidates of these plans, those left out whose ranks would wait for each other."""
-    candidates = []
+def fitting_s(candidates: Iterable[Candidate]) -> float:
+    """The step of the fastest that fits [s]; infinite where none does."""
+    return min((one.step_s for one in candidates if one.fits), default=math.inf)
+
+
+def judged(plans: Iterable[StepPlan], context: PlanningContext, known: Iterable[Candidate] = ()) -> list[Candidate]:
+    """Candidates of these plans, those left out whose ranks would wait for each other, and those that by their floor
+    take no less than one that fits, here or among the ``known``."""
+    bar_s, candidates = fitting_s(known), []
     for plan in plans:
         try:
-            candidates.append(judge(plan, context))
+            if floor_s(plan := in_rounds(plan), context, bar_s) >= bar_s:
+                continue
+            candidate = judge(plan, context)
         except PlanError:
             continue
+        candidates.append(candidate)
+        bar_s = min(bar_s, candidate.step_s) if candidate.fits else bar_s
     return candidates

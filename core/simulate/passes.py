@@ -9,6 +9,7 @@ seconds of its round at them beside its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -78,8 +79,10 @@ class PassTimes:
         self.talks = self._moves or self._gathers["F"] > 0
         """Whether passes hold communication at all."""
         self._links = [links_up(context, stage) for stage in range(plan.limits.num_stages - 1)]
+        self._first_linked = [self._links.index(links) for links in self._links]
         self._alike = _stages_alike(plan, context)
-        self._known: dict[tuple[int, Op, float], float] = {}
+        self._known: dict[tuple[int, Op, float], Any] = {}
+        self._sent: dict[tuple[int, Op], float] = {}
         self._unlike: dict[tuple[int, Op], _Unlike] = {}
 
     def _seconds_of_ranks(self) -> dict[Op, list[Floats]]:
@@ -187,6 +190,14 @@ class PassTimes:
         brought = rounds_of(self._plan, stage, self._at.layout.ep)[op]
         return max(brought.most, self._costs.expert_imbalance * brought.mean)
 
+    def whole_s(self, stage: int) -> tuple[list[float], list[float]]:
+        """`seconds` of every forward and backward at a stage, weight gradients among them whenever they run."""
+        forward, backward = ([Op(kind, i) for i in range(len(self._plan.passes(kind)))] for kind in DIRECTIONS)
+        return (
+            [self.seconds(stage, op) for op in forward],
+            [self.seconds(stage, op) + self._later_s(stage, op) for op in backward],
+        )
+
     def exposed_s(self, stage: int, op: Op, rank: int) -> float:
         """Communication inside a pass that nothing hides on a rank."""
         if op in self._of_ranks:
@@ -213,18 +224,20 @@ class PassTimes:
 
     def linked_alike(self, stage: int) -> int:
         """The first stage that hands over as fast as this one."""
-        return self._links.index(self._links[stage])
+        return self._first_linked[stage]
 
     def hand_over(self, stage: int, op: Op) -> float:
         """Between ``stage`` and the next, in either direction."""
         if op.kind == "B" and self._at.forward_only:
             return 0.0
-        micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
-        state_bytes = self._at.traffic.state_bytes_per_token
-        if is_even(micro_batch):
-            sent_bytes = _tokens_each(self._plan, op) * state_bytes
-            return max(links[rank].send_s(sent_bytes) for rank in micro_batch.ranks)
-        return max(links[rank].send_s(n * state_bytes) for rank, n in tokens_of_ranks(micro_batch).items())
+        key = self._first_linked[stage], op
+        if key not in self._sent:
+            micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
+            state_bytes = self._at.traffic.state_bytes_per_token
+            alike = dict.fromkeys(micro_batch.ranks, _tokens_each(self._plan, op))
+            each: Mapping[int, float] = alike if is_even(micro_batch) else tokens_of_ranks(micro_batch)
+            self._sent[key] = max(links[rank].send_s(n * state_bytes) for rank, n in each.items())
+        return self._sent[key]
 
     def busy_s(self) -> Floats:
         """Compute of every rank [stages, ranks]."""
@@ -246,25 +259,29 @@ class PassTimes:
             return 0.0
         if not self._moves:
             return self._gathers[op.kind]
+        total = float(self._moving_s(stage, op, micro_batch, exposed_s))
+        if self._plan.offload:
+            total += float(self._offload_s(stage, op, self.compute[stage][op.kind][op.micro_batch]))
+        return total
+
+    def _moving_s(self, stage: int, op: Op, micro_batch: MicroBatch, exposed: Callable[..., Any]) -> Any:
+        """What a pass moves between ranks of its stage, that nothing hides; worked out once for stages alike."""
         again = self._layers_again[stage].get(op.micro_batch, 0.0) if op.kind == "B" else 0.0
         key = self._alike[stage], op, again
         if key not in self._known:
-            at, total = self._at, self._gathers[op.kind]
+            total: Any = self._gathers[op.kind]
             for direction, share in self._directions(stage, op):
-                total += share * exposed_s(at, direction, micro_batch, self._routed(stage, op))
-            if self._plan.offload:
-                total += float(self._offload_s(stage, op, self.compute[stage][op.kind][op.micro_batch]))
+                total = total + share * exposed(self._at, direction, micro_batch, self._routed(stage, op))
             self._known[key] = total
         return self._known[key]
 
     def _unlike_of(self, stage: int, op: Op) -> _Unlike:
         if (stage, op) not in self._unlike:
-            at, micro_batch = self._at, self._plan.passes(op.kind)[op.micro_batch]
+            micro_batch = self._plan.passes(op.kind)[op.micro_batch]
             compute_s = self._of_ranks[op][stage]
-            runs = self._runs(stage, op) is not None
-            exposed = np.full_like(compute_s, self._gathers[op.kind] if runs else 0.0)
-            for direction, share in self._directions(stage, op) if runs else ():
-                exposed += share * exposed_of_ranks(at, direction, micro_batch, self._routed(stage, op))
+            exposed = np.zeros_like(compute_s)
+            if self._runs(stage, op) is not None:
+                exposed += self._moving_s(stage, op, micro_batch, exposed_of_ranks)
             if self._plan.offload:
                 exposed += self._offload_s(stage, op, compute_s)
             again = np.zeros_like(compute_s) + self._again_s(stage, op)

@@ -92,9 +92,11 @@ class Simulation:
         return max(0.0, 1.0 - working_s / self.step_s) if self.step_s else 0.0
 
 
-def simulate(plan: StepPlan, context: PlanningContext, *, record: bool = True) -> Simulation:
-    """Run a lawful plan in simulated time; ``record`` keeps the spans."""
-    work = PassTimes(plan, context)
+def simulate(
+    plan: StepPlan, context: PlanningContext, *, record: bool = True, times: PassTimes | None = None
+) -> Simulation:
+    """Run a lawful plan in simulated time; ``record`` keeps the spans, ``times`` are those of its passes if known."""
+    work = times or PassTimes(plan, context)
     shape = (plan.limits.num_stages, plan.limits.num_ranks)
     exposed, free, last_backward = np.zeros(shape), np.zeros(shape).tolist(), [0.0] * shape[0]
     spans: list[Span] = []

@@ -20,12 +20,19 @@ register(
         plan=plan.plan,
         does="shares",
         baselines={**baselines.BASELINES, "dynamic_cp": dynamic_cp.dynamic_cp},
-        costly={"dynamic_cp": Sizes(shown=1 << 20, tried=1 << 14)},
         keeps=baselines.KEEPS,
+        costly={
+            "dynamic_cp": Sizes(shown=1 << 20, tried=1 << 14),
+            **dict.fromkeys(("cp_all", "memory_degree"), Sizes(shown=1 << 30, tried=1 << 30)),
+        },
         branches=settings.branches,
         breaks=settings.breaks,
-        # One core of a 2.5 GHz Xeon: 0.15 s for 512 sequences on 64 ranks, 1.1 s for 8,192 on 1,024.
-        work_s=lambda sequences, ranks, stages: stages * (2e-3 * min(50, sequences) + 1e-4 * sequences + 2e-4 * ranks),
+        # One core of a 2.5 GHz Xeon: 0.07 s for 512 sequences on 64 ranks, 0.2 s on 16 of four stages, 0.9 s for 8,192
+        # on 1,024, 20 s for a million on 16,384, of which one part is planned.
+        work_s=lambda sequences, ranks, stages: (
+            (1 + stages) / 2 * (1e-3 * min(50, sequences) + 1e-4 * min(1 << 16, sequences) + 1e-5 * sequences)
+            + 1e-4 * ranks
+        ),
         quick=("memory_degree", "cp_1"),
         simpler="cp_1",
         shown_by=(SHARED,),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from heapq import heapify, heapreplace
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
+from ...core.plan.token_layout import tokens_of_ranks
 from ...core.registry import Keeps
 from .candidates.slice_chains import chained
 from .config import MeshConfig
@@ -95,19 +97,24 @@ def memory_degree(incoming: StepPlan, context: PlanningContext, config: MeshConf
     load = np.zeros(num_ranks)
     shared: list[MicroBatch] = []
     alone: list[list[int]] = [[] for _ in range(num_ranks)]
-    for i in np.argsort(-lengths, kind="stable").tolist():
+    longest_first = np.argsort(-lengths, kind="stable").tolist()
+    wide = int((lengths > cap).sum()) if most > 1 else 0
+    for i in longest_first[:wide]:
         n = int(lengths[i])
         degree = min(most, 1 << (-(-n // cap) - 1).bit_length())
         windows = load[: num_ranks // degree * degree].reshape(-1, degree).max(axis=1)
         first = int(windows.argmin()) * degree
         ranks = tuple(range(first, first + degree))
         load[first : first + degree] = windows.min() + seconds[i] / degree
-        if degree == 1:
-            alone[first].append(i)
-        else:
-            shared.append(_strategy(n, ranks, cost_table).micro_batch((Slice(i, 0, n),), ranks))
+        shared.append(_strategy(n, ranks, cost_table).micro_batch((Slice(i, 0, n),), ranks))
+    least = [(float(seconds_s), rank) for rank, seconds_s in enumerate(load)]
+    heapify(least)
+    for i in longest_first[wide:]:
+        seconds_s, rank = least[0]
+        heapreplace(least, (seconds_s + seconds[i], rank))
+        alone[rank].append(i)
     packs = in_packs(lengths, [best_fit_decreasing(lengths, cap, numbers) for numbers in alone])
-    held = [-(-m.num_tokens // len(m.ranks)) + 2 for m in shared] + [s.length for m in packs for s in m.slices]
+    held = [max(tokens_of_ranks(m).values()) for m in shared] + [s.length for m in packs for s in m.slices]
     return step(incoming, replace(limits, max_tokens=max([cap, *held])), [*shared, *packs], "memory_degree")
 
 

@@ -135,6 +135,7 @@ class CostTable:
 
     def of(self, lengths: Ints) -> SequenceCosts:
         """lengths int64 [K] -> what each costs on every degree."""
+        lengths, places = np.unique(lengths, return_inverse=True)
         n = lengths.astype(np.float64)
         shape = (len(lengths), len(self.degrees))
         forward, backward, strategy = np.empty(shape), np.empty(shape), np.zeros(shape, dtype=np.int64)
@@ -156,7 +157,7 @@ class CostTable:
             if d > 1:
                 few = n < LEAST_TOKENS * d
                 forward[few, j] = backward[few, j] = np.inf
-        return SequenceCosts(self.degrees, tokens, forward, backward, strategy)
+        return SequenceCosts(self.degrees, tokens[places], forward[places], backward[places], strategy[places])
 
     def exposed(self, strategy: CpStrategy, length: int, degree: int) -> tuple[float, float]:
         """Exposed seconds of a sequence, forward and backward; infinite where so many ranks may not share it so."""

@@ -28,12 +28,13 @@ from ...core.laws import check
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
-from ...core.planning.judge import FASTEST, Candidate, beside, best, fastest, judge, judged
+from ...core.planning.judge import FASTEST, Candidate, beside, best, fastest, fitting_s, floor_s, judge, judged
+from ...core.planning.parts import parts_of
 from ...core.planning.stock import UNCAPPED
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s
 from .candidates.host_offload import offloaded
-from .candidates.slice_chains import chained
+from .candidates.slice_chains import chained, sharing
 from .candidates.uncut import uncut
 from .config import MeshConfig
 from .cost_table import LEAST_TOKENS, CostTable, SequenceCosts, cost_table_of
@@ -57,42 +58,81 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
         return kept
     if not len(lengths):
         return step(incoming, limits, [], "mesh")
-    cost_table = cost_table_of(context, limits, config, int(lengths.max()))
-    anywhere = cost_table.of(lengths)
-    shares = anywhere.under(limits.max_tokens)
+    chosen = _chosen(incoming, kept, limits, context, config)
+    return chosen.revised(bound_s=lower_bound_s(lengths, limits, context, config))
+
+
+def _chosen(
+    incoming: StepPlan, kept: StepPlan | None, limits: Limits, context: PlanningContext, config: MeshConfig
+) -> StepPlan:
+    """The best of our plans, of those of others, and of the one that came in, without a bound. Raises EvenloadError."""
     candidates = [judge(kept, context)] if kept else []
-    too_long = not np.isfinite(shares.fastest).all()
-    if not too_long:
-        candidates += judged(uncut(incoming, limits, cost_table, anywhere, config), context)
     notes: list[str] = []
-    if too_long or limits.num_stages > 1:
-        candidates += judged(_sliced(incoming, limits, cost_table, config, notes), context)
-    if not candidates:
-        _refuse_longer(lengths, shares, limits)
-    others = _baselines(incoming, limits, context, config)
-    candidates += judged(others.values(), context)
+    others: dict[str, StepPlan] = {}
+    if (divided := _in_parts(incoming, limits, context, config)) is not None:
+        candidates += judged([divided], context, candidates)
+    else:
+        others = _of_the_plane(incoming, limits, context, config, candidates, notes)
     if config.offload == "auto" and candidates and not any(one.fits for one in candidates):
         quickest = min(candidates, key=fastest)
         candidates += judged(offloaded(quickest.plan, context), context)
     chosen = _lawful(candidates)
     if chosen is None:
-        raise EvenloadError("no way was found to share these sequences out", f"{len(lengths)} sequences")
+        raise EvenloadError("no way was found to share these sequences out", f"{len(incoming.lengths)} sequences")
+    ours, faster = chosen.plan, {one.plan.made_by for one in candidates if one.step_s < chosen.step_s}
     return beside(
-        chosen.revised(
-            made_by=_made_by(incoming, chosen),
-            bound_s=lower_bound_s(lengths, limits, context, config),
-            notes=(*chosen.notes, *_notes(chosen, candidates), *notes),
-        ),
-        (f"mesh.{name}" for name in others),
+        ours.revised(made_by=_made_by(incoming, ours), notes=(*ours.notes, *_notes(ours, candidates), *notes)),
+        (f"mesh.{name}" for name, other in others.items() if other.made_by not in faster),
     )
 
 
-def _lawful(candidates: list[Candidate]) -> StepPlan | None:
+def _in_parts(incoming: StepPlan, limits: Limits, context: PlanningContext, config: MeshConfig) -> StepPlan | None:
+    """The plan of one of many equal parts for all of them; None where the plane has none."""
+    if (parts := parts_of(incoming.lengths, limits, context)) is None:
+        return None
+    part_limits, part_context = parts.plane(limits, context)
+    alone = StepPlan(parts.lengths, (), part_limits)
+    try:
+        part = _chosen(alone, None, limits_for(alone, part_context, config), part_context, config)
+    except EvenloadError:  # so few ranks do not hold the longest
+        return None
+    return parts.joined(part, incoming, limits)
+
+
+def _of_the_plane(
+    incoming: StepPlan,
+    limits: Limits,
+    context: PlanningContext,
+    config: MeshConfig,
+    candidates: list[Candidate],
+    notes: list[str],
+) -> dict[str, StepPlan]:
+    """Baselines of the batch by name; they and all of our own plans are judged, and added to ``candidates``."""
+    lengths = incoming.lengths
+    cost_table = cost_table_of(context, limits, config, int(lengths.max()))
+    anywhere = cost_table.of(lengths)
+    shares = anywhere.under(limits.max_tokens)
+    too_long = not np.isfinite(shares.fastest).all()
+    if not too_long:
+        candidates += judged(uncut(incoming, limits, cost_table, anywhere, config), context, candidates)
+    if too_long or limits.num_stages > 1:
+        candidates += judged(
+            _sliced(incoming, limits, cost_table, config, notes, fitting_s(candidates)), context, candidates
+        )
+    if not candidates:
+        _refuse_longer(lengths, shares, limits)
+    others = _baselines(incoming, limits, context, config)
+    candidates += judged(others.values(), context, candidates)
+    return others
+
+
+def _lawful(candidates: list[Candidate]) -> Candidate | None:
     """The best candidate that breaks no law; None without any. Raises PlanError where each of them breaks one."""
     left, problem = list(candidates), None
     while (chosen := best(left, (FASTEST,), unfit=fastest)) is not None:
         try:
-            return check(chosen.plan)
+            check(chosen.plan)
+            return chosen
         except PlanError as error:
             problem = error
             left.remove(chosen)
@@ -102,9 +142,10 @@ def _lawful(candidates: list[Candidate]) -> StepPlan | None:
 
 
 def _sliced(
-    incoming: StepPlan, limits: Limits, cost_table: CostTable, config: MeshConfig, notes: list[str]
+    incoming: StepPlan, limits: Limits, cost_table: CostTable, config: MeshConfig, notes: list[str], bar_s: float
 ) -> Iterator[StepPlan]:
-    """Plans of sequences in slices, the most promising divisions first, as many as there is work for; rest is noted."""
+    """Plans of sequences in slices, the most promising divisions first, as many as there is work for; rest is noted.
+    Left out are those that by their floor take no less than ``bar_s``."""
     context = cost_table.context
     budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     price = context.costs.forward.plus(context.costs.backward)
@@ -115,9 +156,10 @@ def _sliced(
         if passes > _PLAYED:
             notes.append("mesh: a large batch in slices: not every division of it was simulated")
             return
-        draft = in_blocks(incoming, limits, blocks, "mesh (chains)")
+        draft = in_blocks(incoming, limits, sharing(blocks, cost_table), "mesh (chains)")
         passes += 2 * sum(len(m.ranks) for m in draft.micro_batches) * limits.num_stages
-        yield fitted(draft, budget_bytes)
+        if floor_s(draft, context, bar_s) < bar_s:
+            yield fitted(draft, budget_bytes)
 
 
 def _under(incoming: StepPlan, limits: Limits) -> StepPlan | None:

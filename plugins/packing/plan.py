@@ -26,6 +26,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.judge import Candidate, Preference, best, budget_bytes, judge, outcome_of
+from ...core.planning.parts import parts_of
 from ...core.simulate.predict import micro_batch_imbalance
 from .candidates import portfolio, whole
 from .config import PackingConfig
@@ -49,6 +50,11 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
     if limits.groups_in_micro_batch:
         _refuse_larger_groups(incoming, limits, context.costs, config)
     costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs, context.head_frac)
+    if parts := parts_of(lengths, limits, context):
+        part_limits, part_context = parts.plane(limits, context)
+        own = plan(StepPlan(parts.lengths, (), part_limits), part_context, config)
+        if (joined := parts.joined(own, incoming, limits, config.block_tokens)) is not None:
+            return joined.revised(bound_s=bound_s)
     drafts = portfolio(incoming, limits, costs, config, bound_s)
     candidates: list[Candidate] = []
     problem: ReplayCapError | None = None

@@ -79,7 +79,8 @@ def _over(plan: StepPlan, among: list[int] | None = None) -> list[int]:
 
 def _refuse(plan: StepPlan, over: list[int]) -> None:
     limits = plan.limits
-    peak, stage, rank = max((peaks_of_stage(plan, s)[r][0], s, r) for s in range(limits.num_stages) for r in over)
+    peaks = {stage: peaks_of_stage(plan, stage, over) for stage in range(limits.num_stages)}
+    peak, stage, rank = max((p, s, r) for s, row in peaks.items() for r, (p, _) in zip(over, row, strict=True))
     lengths, memory = plan.lengths.tolist(), limits.memory
     own = {s.sequence for i in plan.of_rank(rank) for s in plan.micro_batches[i].slices}
     longest = max((lengths[i] for i in own), default=0)

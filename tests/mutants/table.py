@@ -141,6 +141,7 @@ KILLERS: dict[str, Words] = {
     "one queue": ("pytest", "tests/independent/test_one_queue.py"),
     "planner": ("pytest", "tests/core/planning/test_planner.py"),
     "judge": ("pytest", "tests/core/planning/test_judge.py"),
+    "parts of a plane": ("pytest", "tests/core/planning/test_parts.py"),
     "planning stages": ("pytest", "tests/core/planning/test_stages.py"),
     "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
     "adam's mends": ("pytest", "tests/patches/test_megatron_fixes.py"),
@@ -1291,6 +1292,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "judge",
     ),
     Mutant(
+        "a candidate gives way to one that no device holds",
+        "core/planning/judge.py",
+        "    return min((one.step_s for one in candidates if one.fits), default=math.inf)",
+        "    return min((one.step_s for one in candidates), default=math.inf)",
+        "judge",
+    ),
+    Mutant(
+        "one part of a plane has the work of all",
+        "core/planning/parts.py",
+        "cuts, number * self.ranks",
+        "cuts, 0 * self.ranks",
+        "parts of a plane",
+    ),
+    Mutant(
+        "slices of a shorter sequence begin anywhere",
+        "core/planning/parts.py",
+        "at * own // whole // block * block for at",
+        "at * own // whole for at",
+        "parts of a plane",
+    ),
+    Mutant(
         "a rank takes its own stage",
         "core/planning/planner.py",
         "        best = stages.best[_least(answers)]",
@@ -1328,8 +1350,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a plan over the caps is trained",
         "core/planning/chain.py",
-        "        plan = self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
-        "        plan = plan.revised(notes=(*plan.notes, *notes)) if notes else plan",
+        "self._bounded(self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan))",
+        "self._bounded(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
         "caps",
     ),
     Mutant(

@@ -49,7 +49,6 @@ class Chain(NamedTuple):
 
     slices: tuple[Slice, ...]
     degree: int
-    strategy: CpStrategy
 
     def of(self, sequence: int) -> Chain:
         """The chain of another sequence of the same length."""
@@ -117,12 +116,12 @@ def _chain(length: int, *, degree: int, round_s: float, cost_table: CostTable, l
             continue
         slices = _equal(length, count + more, price)
         if all(least <= s.length <= most for s in slices):
-            return Chain(slices, ranks, _strategy(slices, ranks, cost_table))
+            return Chain(slices, ranks)
     if most >= least:
         # Slices of equal cost that keep the cap would be many more: those that reach it stop there.
         slices = tuple(evenly(0, length, count, price, most, least))
         if ranks == 1 or slices[-1].length >= least:
-            return Chain(slices, ranks, _strategy(slices, ranks, cost_table))
+            return Chain(slices, ranks)
     return None
 
 
@@ -139,9 +138,25 @@ def _equal(length: int, count: int, price: PassCost) -> tuple[Slice, ...]:
     return tuple(Slice(0, a, b) for a, b in pairwise(ends))
 
 
-def _strategy(slices: tuple[Slice, ...], degree: int, cost_table: CostTable) -> CpStrategy:
+def sharing(blocks: list[Block], cost_table: CostTable) -> list[Block]:
+    """The blocks of a division with a way of sharing attention for every sequence that several ranks share."""
+    chains: dict[int, list[Slice]] = {}
+    for m in (m for block in blocks for one in block.rounds for m in one if len(m.ranks) > 1):
+        chains.setdefault(m.slices[0].sequence, []).append(m.slices[0])
+    best = cache(partial(_strategy, cost_table=cost_table))
+
+    def shared(m: MicroBatch) -> MicroBatch:
+        if len(m.ranks) == 1:
+            return m
+        pieces = tuple((s.length, s.start) for s in chains[m.slices[0].sequence])
+        return best(pieces, len(m.ranks)).micro_batch(m.slices, m.ranks)
+
+    return [Block([[shared(m) for m in one] for one in block.rounds]) for block in blocks]
+
+
+def _strategy(pieces: tuple[tuple[int, int], ...], degree: int, *, cost_table: CostTable) -> CpStrategy:
     """The cp_comm that leaves least exposed over all slices; prefixes travel in a ring, and stay where heads are."""
-    at, load = cost_table.context, load_of([(s.length, s.start) for s in slices])
+    at, load = cost_table.context, load_of(pieces)
     directions = Direction(at.costs.forward, 1), Direction(at.costs.backward, 2)
 
     def seconds(strategy: CpStrategy) -> float:
@@ -217,13 +232,7 @@ def _laid_out(placed: list[tuple[Chain, int, int]], count: int) -> Block:
     for chain, first, at in placed:
         ranks = tuple(range(first, first + chain.degree))
         for k, piece in enumerate(chain.slices):
-            strategy = chain.strategy
-            micro_batch = MicroBatch((piece,), ranks)
-            if chain.degree > 1:
-                micro_batch = micro_batch._replace(
-                    cp_comm=strategy.cp_comm, ulysses_degree=strategy.ulysses_degree, routed=strategy.routed
-                )
-            rounds[at + k].append(micro_batch)
+            rounds[at + k].append(MicroBatch((piece,), ranks))
     return Block(rounds)
 
 

@@ -58,7 +58,8 @@ def uncut(
     if rounds and limits.num_stages > 1:
         # In an order of the plan's own no stage waits until what it sends has arrived.
         yield in_blocks(incoming, limits, [Block([one]) for one in rounds], "mesh (rounds)")
-    if rounds:
+    traffic = cost_table.context.traffic
+    if rounds and (limits.num_stages == 1 or traffic.waits_for_sends or traffic.overlap_gradients):
         yield step(incoming, limits, [m for one in rounds for m in one], "mesh (rounds)")
 
 

@@ -119,6 +119,26 @@ def test_plans_whose_ranks_would_wait_for_each_other_are_no_candidates() -> None
     assert [one.plan for one in judged([circle, plan], staged.context)] == [plan]
 
 
+def test_a_plan_that_takes_no_less_than_one_that_fits_is_not_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, batch = chain({"mesh": {"max_tokens": 4000}}, dp=2), as_lengths([900, 800, 100])
+    fast, slow = (of.baseline(name, batch) for name in ("cp_1", "stock"))
+    assert outcome_of(fast, of.context).step_s < floor_s(slow, of.context)
+    known = judged([fast], of.context)
+    assert [one.plan for one in known] == [fast]
+    assert judged([slow], of.context, known) == []
+    assert [one.plan for one in judged([slow, fast, slow], of.context)] == [slow, fast], "bars fall on the way"
+    over = [known[0]._replace(missing_bytes=1.0)]
+    assert [one.plan for one in judged([slow], of.context, over)] == [slow], "what does not fit is no bar"
+
+
+def test_a_floor_counts_communication_that_nothing_hides() -> None:
+    of = chain({"mesh": {"max_tokens": 4000}}, dp=2)
+    shared = of.baseline("cp_all", as_lengths([900, 800, 100]))
+    outcome = outcome_of(shared, of.context)
+    assert outcome.exposed_s.max() > 0
+    assert floor_s(shared, of.context) == pytest.approx(outcome.step_s, rel=1e-9), "one pass after the other"
+
+
 LENGTHS = st.lists(st.integers(2, 4000), min_size=2, max_size=40)
 SECTION = {
     "packing": st.fixed_dictionaries(

@@ -71,10 +71,11 @@ def test_a_plan_that_nobody_waits_for_ends_with_the_next_stage() -> None:
 
 def test_in_line_a_rule_runs_where_a_whole_plan_gains_less_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     made, loop = chain("packing", "mesh"), InLine()
+    monkeypatch.setattr(planning, "FREE_S", 0.0)
+    monkeypatch.setattr(planning, "LEARN_EVERY", 2)
     whole = made.plan(BATCH)
     assert loop.plan(made, BATCH).digest == whole.digest, "what planning gains is known after a first plan alone"
     assert loop.gained < 1.0
-    monkeypatch.setattr(planning, "LEARN_EVERY", 2)
     dear = tuple((replace(plugin, work_s=lambda *_: 1e3), config) for plugin, config in made.links)
     plans = [loop.plan(replace(made, links=dear), BATCH) for _ in range(3)]
     assert [plan.digest == whole.digest for plan in plans] == [False, False, True]

@@ -21,7 +21,7 @@ from evenload.plugins.mesh.config import ENGINES as ENGINE_NAMES
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.plan import plan
 from evenload.plugins.mesh.settings import breaks
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 load_plugins()
@@ -74,6 +74,8 @@ ENGINES = st.sampled_from([("ring", "all_gather", "all_to_all", "hybrid"), ("rin
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, LAYOUTS, ENGINES, st.sampled_from([4096, 8192, 1 << 20]), st.sampled_from(["local", "h100"]))
+@example([12, 2398, 6079], (2, (1, None)), ENGINE_NAMES, 8192, "local")  # cp_all is faster here, and does not fit
+@example([1, 1, 1, 1, 8473], (2, (1, None)), ENGINE_NAMES, 8192, "local")
 def test_plans_are_lawful_bounded_and_no_slower_than_the_baselines(
     lengths: list[int], layout: tuple[int, tuple[int, int | None]], engines: tuple[str, ...], cap: int, cluster: str
 ) -> None:
@@ -93,8 +95,7 @@ def test_plans_are_lawful_bounded_and_no_slower_than_the_baselines(
     for name, baseline in BASELINES.items():
         other = check(baseline(bare, made.context, config))
         if f"mesh.{name}" in rivals_of(found):
-            # [12, 2398, 6079] on two ranks is 0.1 % behind cp_all, and why is open.
-            assert taken <= seconds(made, other) * (1 + 2e-3), name
+            assert taken <= seconds(made, other) * (1 + 1e-9), name
 
 
 def heavy_tail(seed: int, count: int, longest: int) -> list[int]:
