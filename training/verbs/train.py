@@ -122,7 +122,7 @@ def _run(
                 validation.prepare(step + 1)
             job.watchdog.at("waiting for the plan", step)
             with underway(job, begun=bool(own.rows)):
-                planned = {OURS: planner.next()}
+                planned = {OURS: planner.next(ahead=recipe.train.steps - 1 - step)}
                 planned |= {name: follower.plan(planned[OURS].draw) for name, follower in followers.items()}
             taken: dict[str, Taken] = {}
             for name in in_turn(list(variants), step):
