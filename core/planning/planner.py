@@ -222,7 +222,8 @@ class Planner:
             start = time.perf_counter()
             why = ""
             try:
-                for plan in stages.run():
+                plan = None
+                for plan in stages.run():  # noqa: B007
                     if sender:
                         sender.stage(stages.best[-1])
                 assert plan is not None

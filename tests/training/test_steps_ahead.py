@@ -1,4 +1,4 @@
-"""Runs of real trainers whose ranks take turns to plan, several steps ahead: they train, stop and go on as others do."""
+"""Runs of real trainers whose ranks take turns to plan, several steps ahead: they stop and go on as others do."""
 
 from __future__ import annotations
 
