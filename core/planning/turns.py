@@ -56,7 +56,7 @@ class Turns(NamedTuple):
 
 
 class _End(NamedTuple):
-    """How planning ended."""
+    """What the rank that plans says when it is done."""
 
     kept: int
     """Number of the plan; -1: it failed."""

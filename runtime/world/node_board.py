@@ -27,7 +27,7 @@ class NodeBoard:
         self._store = store
 
     def put(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+        self._store.set(key, value)  # type: ignore[arg-type]  # bytes are taken too
 
     def take(self, key: str, timeout_s: float | None) -> bytes | None:
         """What is there, awaited so long (None: for ever); None where nothing is."""

@@ -2345,8 +2345,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a step that pads or waits is taken for as good as its plan",
         "core/planning/gains.py",
-        "return stock_s <= (1 + NOTHING) * plan_s",
-        "return stock_s >= plan_s",
+        "return stock if stock_s <= (1 + NOTHING) * plan_s else None",
+        "return stock if stock_s >= plan_s else None",
         "gains",
     ),
 )
