@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planner
-from ..core.planning.turns import Turns, fingerprint
+from ..core.planning.turns import fingerprint
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import shape_of
 from ..core.recipe.traits import trainer_called
@@ -99,10 +99,9 @@ class VerbJob(ABC):
         how: Any = {"budget_s": budget_s, "background": config.background, "exchange": gather_bytes, "first": first}
         if not config.background or config.refit or chain.needs_loads or self.recipe.adapts:
             return Planner(chain, drawing, **how)
-        node = open_board() if chain.staged else None
-        if node:  # who does not plan a step itself would not notice another recipe
+        turns = open_board() if chain.staged else None
+        if turns:  # who does not plan a step itself would not notice another recipe
             agree(fingerprint(chain), "recipes", 0)
-        turns = Turns(*node) if node else None
         steps_ahead = config.steps_ahead or min(MOST_AHEAD, turns.size if turns else 2)
         return Planner(chain, drawing, **how, steps_ahead=steps_ahead, turns=turns)
 

@@ -44,7 +44,7 @@ from evenload.core.planning.chain import STOCK, PlanChain
 from evenload.core.planning.judge import outcome_of
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.planning.stages import Stages
-from evenload.core.planning.turns import Turns, dumped, loaded
+from evenload.core.planning.turns import dumped, loaded
 from evenload.core.recipe.recipe import parse
 from evenload.data.lengths import read_lengths
 from evenload.data.samples.cut import cut
@@ -149,8 +149,7 @@ def arrive(chain: PlanChain, drawn: list[Lengths], budget_s: float | None, slowe
     planning.SHARE *= slower
     left: Iterable[Lengths] = iter(drawn)
     draw = lambda: Draw(np.arange(len(drawn[0])), next(left), {})  # type: ignore[call-overload]  # noqa: E731
-    node = open_board()
-    turns = Turns(*node) if node else None
+    turns = open_board()
     how: Any = {"exchange": gather_bytes, "turns": turns, "steps_ahead": turns.size if turns else 2}
     planner = Planner(chain, draw, budget_s=budget_s and budget_s * slower, **how)
     planner.prepare(len(drawn))

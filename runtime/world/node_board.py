@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import NamedTuple
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ...core.input.bounds import RANKS
+from ...core.planning.turns import Turns
 from .agreement import everyone, rank_and_size
 from .variables import integer
 
@@ -44,17 +44,9 @@ class NodeBoard:
         self._store.delete_key(key)
 
 
-class OnNode(NamedTuple):
-    """A rank among those of its node."""
-
-    board: NodeBoard
-    place: int
-    size: int
-
-
-def open_board() -> OnNode | None:
-    """The board of this node, as torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE describe it; None, on all ranks alike,
-    where any rank is alone on its node or does not reach its board. Collective."""
+def open_board() -> Turns | None:
+    """The turns of this rank on its node, as torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE describe it; None, on all ranks
+    alike, where any rank is alone on its node or does not reach its board. Collective."""
     rank, _ = rank_and_size()
     place, size = integer("LOCAL_RANK", 0, 0, RANKS - 1), integer("LOCAL_WORLD_SIZE", 1, 1, RANKS)
     nodes = everyone((rank - place, size))
@@ -68,7 +60,7 @@ def open_board() -> OnNode | None:
         board = _opened(port)
     if not all(everyone(board is not None)) or board is None:
         return None
-    return OnNode(NodeBoard(board), place, size)
+    return Turns(NodeBoard(board), place, size)
 
 
 def _opened(port: int) -> TCPStore | None:

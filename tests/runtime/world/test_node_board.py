@@ -16,7 +16,6 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning import planner as planner_module
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
-from evenload.core.planning.turns import Turns
 from evenload.core.recipe.recipe import parse
 from evenload.core.registry import get
 from evenload.runtime.world.agreement import gather_bytes
@@ -100,7 +99,7 @@ def plans(bad: int, how: str, budget_s: float, per_node: int) -> list[tuple[str,
         draw,
         budget_s=budget_s,
         exchange=gather_bytes,
-        turns=Turns(*opened),
+        turns=opened,
         steps_ahead=per_node,
     )
     try:
