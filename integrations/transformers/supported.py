@@ -126,7 +126,7 @@ _outer: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
 
 def outer_model(accelerator: Any, model: Any) -> Any:
     """What is inside data parallelism. Accelerate is asked once: it reads the metadata of a package each time, which
-    takes 2 ms."""
+    takes 0.4 ms and more."""
     known = _outer.get(model)
     outer = known and known()
     if outer is None:
