@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planner
+from ..core.planning.turns import fingerprint
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import shape_of
 from ..core.recipe.traits import trainer_called
@@ -31,8 +32,9 @@ from ..runtime.attention.labels import Labels
 from ..runtime.attention.pack import TokensOf
 from ..runtime.files import quiet_when_full
 from ..runtime.watchdog.watchdog import Watchdog, working
-from ..runtime.world.agreement import gather_bytes
+from ..runtime.world.agreement import agree, gather_bytes
 from ..runtime.world.folder_lock import folder_lock
+from ..runtime.world.node_board import open_board
 from ..runtime.world.variables import RESULT
 from ..runtime.world.world import World, close_world, init_world
 from .drawing import Drawing, batch_size
@@ -40,6 +42,9 @@ from .hosts import integration
 from .preflight import preflight
 
 logger = logging.getLogger("evenload")
+
+MOST_AHEAD = 8
+"""Steps ahead that plans are begun where the recipe does not say it."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,17 @@ class VerbJob(ABC):
     def planner(
         self, drawing: Callable[[], Draw], chain: PlanChain | None = None, first: PlanChain | None = None
     ) -> Planner:
-        """A planner over the batches of a drawing; ``first`` plans the first of them."""
-        config = self.recipe.planner
+        """A planner over the batches of a drawing; ``first`` plans the first of them. Collective."""
+        config, chain = self.recipe.planner, chain or self.chain
         budget_s = config.budget_ms and config.budget_ms / 1e3
-        how: Any = {"budget_s": budget_s, "background": config.background, "exchange": gather_bytes}
-        return Planner(chain or self.chain, drawing, **how, first=first)
+        how: Any = {"budget_s": budget_s, "background": config.background, "exchange": gather_bytes, "first": first}
+        if not config.background or config.refit or chain.needs_loads or self.recipe.adapts:
+            return Planner(chain, drawing, **how)
+        turns = open_board() if chain.staged else None
+        if turns:  # who does not plan a step itself would not notice another recipe
+            agree(fingerprint(chain), "recipes", 0)
+        steps_ahead = config.steps_ahead or min(MOST_AHEAD, turns.size if turns else 2)
+        return Planner(chain, drawing, **how, steps_ahead=steps_ahead, turns=turns)
 
     def say_stock(self, verb: str) -> None:
         """Warn where no plugin is switched on, so that evenload does what the trainer does by itself."""

@@ -31,6 +31,7 @@ class Exercised:
         self.plugins: dict[str, str] = {}
         """What no step had of each plugin, in words; empty where one had it, or nothing is known of that."""
         self._steps = self._failed = 0
+        self._noted: StepPlan | None = None
 
     @property
     def idle(self) -> dict[str, str]:
@@ -43,6 +44,9 @@ class Exercised:
         """Take down a step. ``taken``: its branches that the plan does not tell; None: unknown, so that nothing is said
         of planners of layers. ``micro_batch_size``: of the trainer's own micro-batches; None: the chain's."""
         self._steps, self._failed = self._steps + 1, self._failed + bool(failure_of(plan))
+        if plan is self._noted and taken is None:
+            return  # shows what it has shown before
+        self._noted = plan
         plugins = [p for p, _ in (*chain.links, *chain.of_slices, *(chain.of_layers if taken is not None else ()))]
         words = {plugin.name: f"no {' or '.join(plugin.shown_by)}" if plugin.shown_by else "" for plugin in plugins}
         self.plugins = words | self.plugins

@@ -15,10 +15,11 @@ NOTHING = 0.02
 """Share of a step below which a plan's gain is not worth its exchange of samples, its packs and its planning."""
 
 
-def is_stock_as_good(chain: PlanChain, plan: StepPlan) -> bool:
-    """Whether the trainer's own step of the batch is predicted to take as long as the plan's, but for `NOTHING`."""
-    stock_s, plan_s = (judge(one, chain.context).step_s for one in (chain.stock(plan.lengths), plan))
-    return stock_s <= (1 + NOTHING) * plan_s
+def stock_as_good(chain: PlanChain, plan: StepPlan) -> StepPlan | None:
+    """The trainer's own step of the batch where it is predicted to take as long as the plan's, but for `NOTHING`."""
+    stock = chain.stock(plan.lengths)
+    stock_s, plan_s = (judge(one, chain.context).step_s for one in (stock, plan))
+    return stock if stock_s <= (1 + NOTHING) * plan_s else None
 
 
 def gains(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""The planner: one step ahead in a background thread, under a time budget, agreed on by all ranks.
+"""The planner: some steps ahead in background threads, under a time budget, agreed on by all ranks.
 
 A batch is planned in numbered stages (`stages`), each with the best lawful plan so far. Each step every rank tells the
 others whether its plan is ready, the stage it has reached, and its digest (18 bytes). If all are ready and equal, the
 plan runs. If one is late, failed or broke a law, all ranks take the best plan of the least stage that all have, compare
 its digest, and say so in a warning; so a slow host makes the step less good and never makes ranks diverge. If digests
 differ although all have the stage, every rank raises the same error.
+
+Of large batches the ranks of a node take turns to plan (`turns`); a rank that has not received a plan is one whose own
+is late. A rank makes one plan at a time: the next begins when the one before is there or its step has run.
 
 No plan runs that breaks a cap or a setting of the recipe. Where no stage has a lawful one yet, all wait for the first;
 where there is none and a planner failed, the job ends with one message.
@@ -13,8 +16,10 @@ where there is none and a planner failed, the job ends with one message.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -30,6 +35,7 @@ from .chain import PlanChain
 from .judge import outcome_of, wanted_no_more
 from .notes import warn_once
 from .stages import SHARE, Stages
+from .turns import WORTH_S, Received, Sender, Turns
 
 logger = logging.getLogger("evenload")
 
@@ -85,10 +91,13 @@ class Planned:
 class _Begun(NamedTuple):
     draw: Draw
     chain: PlanChain
-    stages: Stages
-    future: Future[tuple[StepPlan, float]]
-    unwanted: threading.Event
-    """Set where its step has run, or never will: its thread then ends."""
+    stages: Stages | Received
+    result: Callable[[float | None], tuple[StepPlan, float]]
+    """The plan, and the seconds of planning; waits so long for it."""
+    over: threading.Event
+    """Set where the plan is there, or its step has run or never will: its thread then ends."""
+    sender: Sender | None = None
+    """Where other ranks of the node read how far it has come."""
 
 
 class Planner:
@@ -99,6 +108,8 @@ class Planner:
         draw: gives the next global batch; its order is the caller's.
         budget_s: how long a step may wait for its plan; None: a share of the predicted step (`SHARE`).
         first: plans the first batch instead, where a resumed run had begun it with other costs than its newest.
+        steps_ahead: how many plans are begun before their steps, at least 1; more than 1 only where `use` is not.
+        turns: of this rank among those of its node; None: it plans every step itself.
     """
 
     def __init__(
@@ -110,6 +121,8 @@ class Planner:
         background: bool = True,
         exchange: Exchange = alone,
         first: PlanChain | None = None,
+        steps_ahead: int = 1,
+        turns: Turns | None = None,
     ) -> None:
         self._chain = chain
         self._draw = draw
@@ -118,48 +131,60 @@ class Planner:
         self._first = first or chain
         self._saved_s = MOST_SAVED_S
         """What this rank may wait beyond a step's share."""
-        self._ahead: _Begun | None = None
+        self._steps_ahead, self._turns = steps_ahead, turns
+        self._ahead = deque[_Begun]()
+        self._latest: _Begun | None = None
+        """The plan that this rank itself began last."""
+        self._before: _Begun | None = None
+        """The plan of the last step."""
+        self._number = 0
+        """Plans that were begun."""
         self._warned: set[str] = set()
         self._policy = EXPERTS_AT_HOME
         """Of the last step: a simpler plan goes on with it."""
         self.step = 0
 
-    def prepare(self) -> None:
-        """Begin to plan the next step already, in the background."""
-        if self._background and self._ahead is None:
-            self._ahead = self._begin(self._chain if self.step else self._first)
+    def prepare(self, follow: int = sys.maxsize) -> None:
+        """Begin to plan the next steps already, in the background; ``follow``: no more than so many come."""
+        while self._background and len(self._ahead) < min(self._steps_ahead, follow):
+            self._ahead.append(self._begin())
 
-    def next(self, *, ahead: bool = True) -> Planned:
+    def next(self, *, ahead: int = sys.maxsize) -> Planned:
         """The plan of the next step, the same on every rank. Collective. Raises RankError if ranks diverge.
 
-        ``ahead``: another step will follow, whose planning begins now. Raises EvenloadError on every rank where nothing
-        in the batch carries loss.
+        ``ahead``: so many more steps may follow; planning of the first of them begins now. Raises EvenloadError on
+        every rank where nothing in the batch carries loss.
         """
         start = time.perf_counter()
-        begun = self._ahead or self._begin(self._chain if self.step else self._first)
+        begun = self._ahead.popleft() if self._ahead else self._begin()
         draw, chain = begun.draw, begun.chain
         if not len(draw.samples):
             detail = f"step {self.step}: {draw.without_target} samples without a token that carries loss"
             do = "check the labels of the data, or raise train.global_batch_size"
             raise EvenloadError("no sequence of the batch has a target", detail, do)
         plan, plan_s = self._agreed(begun)
-        begun.unwanted.set()
+        begun.over.set()
+        # All ranks have told of this step, so none reads of the one before any more.
+        if self._before and self._before.sender:
+            self._before.sender.drop()
+        self._before = begun
         warn_once(plan, self._warned)
         waited_s = time.perf_counter() - start
-        self._saved_s = min(MOST_SAVED_S, max(0.0, self._saved_s + SHARE * outcome_of(plan, chain.context).step_s))
+        step_s = begun.stages.best_s or outcome_of(plan, chain.context).step_s
+        self._saved_s = min(MOST_SAVED_S, max(0.0, self._saved_s + SHARE * step_s))
         self._policy = plan.experts
         self.step += 1
-        self._ahead = self._begin(self._chain) if self._background and ahead else None
+        self.prepare(ahead)
         return Planned(plan, chain, draw, plan_s, waited_s)
 
     def forget(self) -> None:
-        """Drop the plan that was begun ahead: its batch will be drawn anew. On every rank alike."""
-        if self._ahead:
-            self._ahead.unwanted.set()
-        self._ahead = None
+        """Drop the plans that were begun ahead: their batches will be drawn anew. On every rank alike."""
+        for begun in self._ahead:
+            begun.over.set()
+        self._ahead.clear()
 
     def use(self, chain: PlanChain) -> None:
-        """Plan with another chain from the next plan on that is begun; one that is made ahead stays as it is.
+        """Plan with another chain from the next plan on that is begun; those that are made ahead stay as they are.
 
         All ranks must do so after the same step, with chains that plan alike.
         """
@@ -173,41 +198,63 @@ class Planner:
     @property
     def chain_of_next(self) -> PlanChain:
         """What the next plan is made with, or will be."""
-        return self._ahead.chain if self._ahead else self._chain
+        return self._ahead[0].chain if self._ahead else self._chain
 
-    def _begin(self, chain: PlanChain) -> _Begun:
-        """Draw the next batch and start to plan it, in a thread of its own: a late one ends with its next candidate."""
-        draw, future, unwanted = self._draw(), Future[tuple[StepPlan, float]](), threading.Event()
-        stages = Stages(chain, as_lengths(draw.lengths))
+    def _begin(self) -> _Begun:
+        """Draw the next batch, and start to plan it in a thread of its own where no other rank does.
+
+        A late plan ends with its next candidate.
+        """
+        number, self._number = self._number, self._number + 1
+        chain, draw, turns = self._chain if number else self._first, self._draw(), self._turns
+        batch = as_lengths(draw.lengths)
+        if draw.tenants is not None or not chain.staged or chain.work_s(batch) < WORTH_S:
+            turns = None
+        if turns is not None and not turns.is_own(number):
+            received = Received(chain, batch, turns.board, number)
+            return _Begun(draw, chain, received, received.result, threading.Event())
+        stages, future = Stages(chain, batch), Future[tuple[StepPlan, float]]()
+        sender = Sender(turns.board, number) if turns else None
+        begun = _Begun(draw, chain, stages, future.result, threading.Event(), sender)
+        before, self._latest = self._latest, begun
 
         def work() -> None:
             start = time.perf_counter()
+            why = ""
             try:
-                *_, plan = stages.run()
+                plan = None
+                for plan in stages.run():  # noqa: B007
+                    if sender:
+                        sender.stage(stages.best[-1])
                 assert plan is not None
                 future.set_result((chain.with_tenants(plan, _tenants(draw)), time.perf_counter() - start))
             except BaseException as error:
+                why = f"{type(error).__name__}: {error}"
                 future.set_exception(error)
+            if sender and not begun.over.is_set():
+                sender.end(time.perf_counter() - start, why)
 
-        def work_while_wanted() -> None:
-            wanted_no_more.set(unwanted.is_set)
+        def work_in_turn() -> None:
+            if before:
+                before.over.wait()
+            wanted_no_more.set(begun.over.is_set)
             work()
+            begun.over.set()
 
         if self._background:
-            threading.Thread(target=work_while_wanted, name=f"evenload-plan-{self.step}", daemon=True).start()
+            threading.Thread(target=work_in_turn, name=f"evenload-plan-{number}", daemon=True).start()
         else:
             work()
-        return _Begun(draw, chain, stages, future, unwanted)
+        return begun
 
-    def _budget_of(self, stages: Stages) -> float:
+    def _budget_of(self, stages: Stages | Received) -> float:
         """Seconds that this rank waits for a plan [s]."""
-        best = stages.best[-1]
-        return self._saved_s + SHARE * (best.step_s if best else 0.0) if self._budget_s is None else self._budget_s
+        return self._saved_s + SHARE * stages.best_s if self._budget_s is None else self._budget_s
 
     def _wait(self, begun: _Begun, budget_s: float | None) -> tuple[int, StepPlan | None, float, str]:
         """(status, plan, seconds of planning, why there is no plan); a budget of None waits for its end."""
         try:
-            plan, plan_s = begun.future.result(timeout=budget_s)
+            plan, plan_s = begun.result(budget_s)
         except TimeoutError:
             waited_s = budget_s or 0.0
             return LATE, None, waited_s, f"no plan within {1e3 * waited_s:.0f} ms (planner.budget_ms)"
@@ -228,7 +275,7 @@ class Planner:
                 _refuse_divergence([answer[2:] for answer in answers], self.step)
                 return (replace(plan, notes=(*plan.notes, note)) if note else plan), plan_s
             failed = any(answer[0] == FAILED for answer in answers)
-            if failed or begun.stages.best[_least(answers)] is not None:
+            if failed or begun.stages.at(_least(answers)) is not None:
                 return self._less_good(begun, answers, why or "other ranks", "" if failed else note), plan_s
             text = "step %d: planning %s, and no simpler plan may run; the step waits"
             logger.warning(text, self.step, _cause(answers))
@@ -241,7 +288,7 @@ class Planner:
 
     def _wait_for_any(self, begun: _Begun) -> tuple[int, StepPlan | None, float, str]:
         """Wait, as `_wait` does, for the first lawful plan or the end."""
-        while (answer := self._wait(begun, POLL_S))[0] == LATE and begun.stages.best[-1] is None:
+        while (answer := self._wait(begun, POLL_S))[0] == LATE and not begun.stages.best_s:
             pass
         return answer
 
@@ -250,7 +297,7 @@ class Planner:
         cause, stages = _cause(answers), begun.stages
         for name, error in stages.failed:
             logger.warning("step %d: the fallback '%s' failed too: %s", self.step, name, error)
-        best = stages.best[_least(answers)]
+        best = stages.at(_least(answers))
         if best is None:
             raise EvenloadError(
                 "no planner could plan this step under the caps and settings of the recipe",

@@ -45,6 +45,15 @@ class Stages:
         """Number of the last stage that is done."""
         return len(self.best) - 1
 
+    @property
+    def best_s(self) -> float:
+        """Predicted seconds of the best plan so far; 0 where there is none."""
+        return best.step_s if (best := self.best[-1]) else 0.0
+
+    def at(self, stage: int) -> Candidate | None:
+        """The best plan after a stage."""
+        return self.best[stage]
+
     def run(self) -> Iterator[StepPlan | None]:
         """Do a stage after the other; None but for the last, which gives the plan of `PlanChain.plan`."""
         chain = self.chain

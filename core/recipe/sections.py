@@ -259,7 +259,11 @@ class Planner(Section):
     """How long a step may wait for its plan before the best simpler one that is there takes over; null: 5 % of the step
     that is predicted, and what earlier steps left of theirs."""
     background: bool = True
-    """Plan one step ahead in a thread; false plans in line (for debugging)."""
+    """Plan ahead in a thread; false plans in line (for debugging)."""
+    steps_ahead: Annotated[int, Field(ge=1, le=64)] | None = None
+    """How many steps ahead plans are begun; of large batches the ranks of a node take turns, so each has as many steps'
+    time for its plan. null: 8 or as many as a node has ranks, 2 where a rank is alone on its node. It is 1 where plans
+    depend on the steps before: with planner.refit, loads of experts, tenants."""
     refit: bool = False
     """Fit the cost model to the measured steps while training, so that plans follow the hardware."""
 

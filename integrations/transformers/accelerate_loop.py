@@ -43,7 +43,7 @@ from .inside import is_inside
 from .pack_loss import PackLoss
 from .planning import chain_for, gather, read, zero_stage_of
 from .proof import Call, num_targets, prove, windows
-from .supported import unwrapped, virtual_tokens
+from .supported import outer_model, unwrapped, virtual_tokens
 
 log = logging.getLogger("evenload")
 
@@ -131,7 +131,7 @@ def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwa
     accelerator = accelerator_of()
     if accelerator is None or is_inside(accelerator) or not torch.is_grad_enabled():
         return None
-    outer = accelerator.unwrap_model(model)
+    outer = outer_model(accelerator, model)
     # A DeepSpeedEngine sets the mode of the model inside and keeps its own.
     if not outer.training:
         _untrained.add(accelerator)
@@ -195,12 +195,13 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
             "give a Hugging Face causal language model and batches with labels",
         )
     )
-    outer = accelerator.unwrap_model(accelerator._models[0])
+    outer = outer_model(accelerator, accelerator._models[0])
     if fault := virtual_tokens(outer):
         raise fault
     refuse_unsupported(model.config)
     half = accelerator.mixed_precision in ("bf16", "fp16")
-    chain = chain_for(recipe, model, zero_stage=zero_stage_of(accelerator), half=half, whole=True)
+    rows, stage = batch["input_ids"].shape[0], zero_stage_of(accelerator)
+    chain = chain_for(recipe, model, zero_stage=stage, half=half, whole=True, micro_batch_size=rows)
     loop = PlannedModel(
         model, PlannedLoop(NAME, chain), PackLoss(model.loss_function), model.config._attn_implementation
     )
@@ -257,6 +258,9 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
         return None
     loop.hooked = step.hooked
     plan = loop.planning.plan(step.samples.lengths)
+    if stock := loop.planning.stock_instead(step.samples, plan):
+        loop.planning.report(stock)
+        return None
     rows = into_exactly(plan, 1, loop.planning.chain.context.costs)
     tokens = step.exchange(plan)
     (micro_batch,) = rows[rank_and_size()[0]]

@@ -32,7 +32,6 @@ from ...core.errors import EvenloadError, refuse_first
 from ...core.plan.action import Program, dummy
 from ...core.plan.program import lower
 from ...core.plan.step_plan import StepPlan
-from ...core.planning.gains import is_stock_as_good
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
@@ -168,9 +167,9 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         return _run_stock(trainer, model, taken, call)
     rank, size = rank_and_size()
     plan = state.planning.plan(batch.samples.lengths)
-    if batch.samples.is_even(size) and is_stock_as_good(state.planning.chain, plan):
+    if stock := state.planning.stock_instead(batch.samples, plan):
         log.info("step %d: %d samples of one length run as they are", state.planning.steps, len(plan.lengths))
-        state.planning.report(state.planning.chain.stock(plan.lengths))
+        state.planning.report(stock)
         return _run_stock(trainer, model, taken, call)
     _log_step(state.planning.steps, plan, sum(one.inputs["input_ids"].numel() for one in taken))
     if plan.shared and state.plane is None:

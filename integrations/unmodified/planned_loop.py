@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from ...core.errors import EvenloadError, RankError
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
+from ...core.planning.gains import stock_as_good
 from ...core.planning.notes import warn_once
 from ...core.planning.stages import InLine
 from ...runtime.experts.history import learned
@@ -91,6 +94,10 @@ class PlannedLoop:
     """How many steps have been planned."""
     warned: set[str] = field(default_factory=set)
     """Reasons of which rank 0 has warned."""
+    _last: tuple[PlanChain, StepPlan] | None = None
+    """What the last batch was planned with, and its plan."""
+    _stock: tuple[StepPlan, StepPlan | None] | None = None
+    """A plan of even samples, and the stock plan where that is as good."""
 
     def plan(self, lengths: Lengths, planner: Callable[[PlanChain, Lengths], StepPlan] | None = None) -> StepPlan:
         """The plan of the next step. Collective.
@@ -106,7 +113,7 @@ class PlannedLoop:
         self.steps += 1
         refusal: EvenloadError | None = None
         try:
-            plan = planner(self.chain, lengths) if planner else self.in_line.plan(self.chain, lengths)
+            plan = planner(self.chain, lengths) if planner else self._planned(lengths)
         except EvenloadError as error:
             refusal = error
         try:
@@ -117,6 +124,22 @@ class PlannedLoop:
             raise refusal
         if rank_and_size()[0] == 0:
             warn_once(plan, self.warned)
+        return plan
+
+    def stock_instead(self, batch: GlobalBatch[Any], plan: StepPlan) -> StepPlan | None:
+        """The stock plan of a batch of even samples where it is as good as theirs; None: the plan runs."""
+        if not batch.is_even(rank_and_size()[1]):
+            return None
+        if self._stock is None or self._stock[0] is not plan:
+            self._stock = plan, stock_as_good(self.chain, plan)
+        return self._stock[1]
+
+    def _planned(self, lengths: Lengths) -> StepPlan:
+        """The plan of a batch, which is the last one's where lengths and costs are."""
+        if self._last and self._last[0] is self.chain and np.array_equal(self._last[1].lengths, lengths):
+            return self._last[1]
+        plan = self.in_line.plan(self.chain, lengths)
+        self._last = self.chain, plan
         return plan
 
     def report(

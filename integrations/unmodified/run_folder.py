@@ -46,9 +46,14 @@ class RunFolder:
         return cls(Path(name)) if name and os.path.isdir(name) else None
 
     def write_steps(self, rank: int, loops: dict[str, int], plugins: dict[str, str]) -> None:
-        """The planned steps of this process so far, by loop, and what they lack of each plugin; replaces what it wrote
-        before."""
-        self._write(f"steps-{os.getpid()}", {"rank": rank, "loops": loops, "plugins": plugins})
+        """The planned steps of this process so far, by loop, and what they lack of each plugin, over what it wrote
+        before: in one call of some microseconds, since it comes with every step."""
+        content = json.dumps({"rank": rank, "loops": loops, "plugins": plugins}).encode()
+        file = os.open(self.path / f"steps-{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.write(file, content.ljust(os.fstat(file).st_size))
+        finally:
+            os.close(file)
 
     def write_idle(self, idle: Idle) -> bool:
         """Whether this process is the first to say so."""

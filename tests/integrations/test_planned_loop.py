@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
-from evenload.integrations.unmodified.planned_loop import PlannedLoop
+from evenload.integrations.unmodified.planned_loop import GlobalBatch, PlannedLoop
 from evenload.runtime.world import agreement
 from evenload.runtime.world.agreement import rank_and_size
 
@@ -81,3 +83,28 @@ def test_a_warning_is_given_once(caplog):
     for _ in range(2):
         loop.plan(LENGTHS, planner)
     assert sum("a setting" in record.message for record in caplog.records) == 1
+
+
+def test_a_batch_of_the_lengths_of_the_last_one_is_planned_once(monkeypatch):
+    loop, planned = loop_of_rank(64), []
+    plan = loop.in_line.plan
+    monkeypatch.setattr(loop.in_line, "plan", lambda *batch: planned.append(batch) or plan(*batch))
+    first, again = loop.plan(LENGTHS), loop.plan(LENGTHS.copy())
+    assert again is first
+    assert loop.steps == 2
+    other = loop.plan(LENGTHS[::-1].copy())
+    assert other.lengths.tolist() == LENGTHS[::-1].tolist()
+    loop.chain = replace(loop.chain)
+    assert loop.plan(LENGTHS[::-1].copy()) is not other
+    assert len(planned) == 3
+
+
+@pytest.mark.parametrize(("lengths", "as_good"), [([64] * 8, True), ([64, 8] * 4, False)], ids=["even", "ragged"])
+def test_even_samples_stay_where_their_stock_step_is_as_good(lengths, as_good):
+    loop = loop_of_rank(64)
+    batch = GlobalBatch.of([[[length] for length in lengths]], [[None]] * 8, 0)
+    for _ in range(2):
+        plan = loop.plan(batch.lengths)
+        stock = loop.stock_instead(batch, plan)
+        assert (stock is not None) == as_good
+        assert stock is None or stock.made_by == "stock"

@@ -77,7 +77,7 @@ class _Proof:
             job.host.adapters.join(one.number, one.alone.adapter, one.tenant.config.train, one.state)
         planner = job.planner(self._draw)
         for number in numbers:
-            step = ProofStep(job, number, planner.next(ahead=False), self._base)
+            step = ProofStep(job, number, planner.next(ahead=0), self._base)
             self._proven.add(job.chain, step.planned.plan, proven_step(step, self._tenants))
         for one in self._tenants:
             one.state = job.host.adapters.state(one.number)

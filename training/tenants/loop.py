@@ -95,7 +95,7 @@ class TenantLoop:
         if not (self._drawing.more or self._drawing.num_open):
             return None
         self._job.watchdog.at("waiting for the plan", self.step)
-        planned = self._planner.next(ahead=False)
+        planned = self._planner.next(ahead=0)
         if self._drawing.more:
             self._planner.prepare()
         return planned

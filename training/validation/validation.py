@@ -80,7 +80,7 @@ class ValidationRun:
     def prepare(self, done: int) -> None:
         """Begin to plan an evaluation that is due when so many steps have been trained."""
         if self.due(done) and not self._planned:
-            self._planner.prepare()
+            self._planner.prepare(len(self._draws))
 
     def run(self, done: int) -> Validated:
         """Evaluate. Collective. Raises RankError for a loss that is not finite."""
@@ -105,7 +105,7 @@ class ValidationRun:
 
     def _next(self, number: int) -> Planned:
         if number == len(self._planned):
-            self._planned.append(self._planner.next(ahead=number + 1 < len(self._draws)))
+            self._planned.append(self._planner.next(ahead=len(self._draws) - 1 - number))
         return self._planned[number]
 
     def _score(self, planned: Planned, done: int) -> Scores:

@@ -122,7 +122,8 @@ def _run(
                 validation.prepare(step + 1)
             job.watchdog.at("waiting for the plan", step)
             with underway(job, begun=bool(own.rows)):
-                planned = {OURS: planner.next()}
+                # One behind the last: a checkpoint holds what its plan knows.
+                planned = {OURS: planner.next(ahead=max(1, recipe.train.steps - 1 - step))}
                 planned |= {name: follower.plan(planned[OURS].draw) for name, follower in followers.items()}
             taken: dict[str, Taken] = {}
             for name in in_turn(list(variants), step):

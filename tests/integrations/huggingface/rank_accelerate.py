@@ -109,6 +109,13 @@ class WholeEpoch(Loop):
         self.loader = self.accelerator.prepare(DataLoader(rows, batch_size=8, collate_fn=self.collate))
 
 
+class OneLength(Loop):
+    def begin(self) -> None:
+        super().begin()
+        rows = self.trainers.samples_of([24] * 8)
+        self.loader = self.accelerator.prepare(DataLoader(rows, batch_size=2, collate_fn=self.collate))
+
+
 class Resumed(Loop):
     def epoch(self) -> None:
         self.loader = self.accelerator.skip_first_batches(self.loader, 1)
@@ -300,6 +307,7 @@ def _written(loss_of: Callable[[Any, Any], Any]) -> Made:
 VARIANTS: dict[str, Made] = {
     "plain": Loop,
     "evaluating": Evaluating,
+    "one length": OneLength,
     "resumed": Resumed,
     "not training": NotTraining,
     "unprepared loader": Unprepared,

@@ -53,6 +53,15 @@ def test_loops_that_are_planned_train_as_without_evenload(on_ranks):
             assert not ended["said"], (name, ended)
 
 
+def test_batches_of_one_length_run_as_they_are(on_ranks):
+    """Bit by bit the stock step, and it is reported as a plan."""
+    for of_rank in on_ranks(2, "rank_accelerate.variants", names=["one length"]):
+        ended = of_rank["one length"]
+        assert (ended["refused"], ended["said"]) == (None, [])
+        assert (ended["grad"], ended["loss"]) == (0.0, 0.0)
+        assert len(ended["planned"]) == 2
+
+
 def test_loops_that_cannot_be_planned_stay_as_they_are_and_say_why(on_ranks):
     for of_rank in on_ranks(2, "rank_accelerate.variants", names=list(STOCK)):
         for name, ended in of_rank.items():

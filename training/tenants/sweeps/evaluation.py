@@ -94,7 +94,7 @@ class Evaluations:
         if self._plans[0] != numbers:
             self._job.watchdog.at("waiting for the plan of an evaluation", step)
             self._waiting.extend(union_of(due))
-            self._plans = numbers, [self._planner.next(ahead=left > 1) for left in range(len(self._waiting), 0, -1)]
+            self._plans = numbers, [self._planner.next(ahead=left - 1) for left in range(len(self._waiting), 0, -1)]
         return self._plans[1]
 
     def _scored(self, plans: Sequence[Planned], step: int) -> tuple[list[tuple[Draw, Scores]], dict[int, str]]:
