@@ -13,7 +13,6 @@ for them, whoever made it: a plugin, a baseline or the trainer.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -35,15 +34,14 @@ from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_adapters_in_loops
 from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
+from .folded import best_folded, folded
 from .groups import groups_of, refuse_others
 from .judge import Candidate, at_bound, beside, budget_bytes, floor_s, judge, least_s, outcome_of, rivals_of
-from .notes import LEFT_OUT, NO_EFFECT, WARNINGS, unequal_caps
+from .notes import LEFT_OUT, NO_EFFECT, WARNINGS, unequal_caps, warn_of_idle
 from .setting import Setting, context_of, limits_of, refuse_too_many
-from .static_cp import fold_cp, unfold_cp
+from .static_cp import unfold_cp
 from .stock import UNCAPPED, stock_plan
 from .tenants import of_tenants
-
-logger = logging.getLogger("evenload")
 
 STOCK = "stock"
 ALIASES = {"padded": STOCK}
@@ -109,23 +107,8 @@ class PlanChain:
             )
         )
         chain = cls._of_setting(recipe, Setting.of_recipe(recipe, shape, traits), layout)
-        wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
-        slices = "no sample waits for another step there" + ("" if orders else ", and nothing is replayed or in stages")
-        for plugin, config in chain.links:
-            replays = {} if orders else plugin.needs_replays
-            idle = {
-                key: getattr(config, key)
-                for key, off in plugin.needs_host.items()
-                if getattr(config, key) not in off and (whole or key in replays or key not in plugin.needs_order)
-            }
-            idle |= {"enabled": True} if plugin.orders and not orders else {}
-            if idle and warn:
-                logger.warning(
-                    "plugins.%s.%s has no effect in a training loop of your own: %s",
-                    plugin.name,
-                    ", ".join(f"{key}={value}" for key, value in idle.items()),
-                    wholly if whole else f"{slices}; `evenload train` does it",
-                )
+        if warn:
+            warn_of_idle(chain.links, whole=whole, orders=orders)
         if not orders:
             links = tuple((p, c.model_copy(update=p.needs_replays)) for p, c in chain.links if not p.orders)
             chain = replace(chain, links=links)
@@ -165,7 +148,7 @@ class PlanChain:
         ``known``: baselines of the batch that have been judged.
         """
         notes = unequal_caps(self.links, self.limits)
-        plan = self._bounded(self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan))
+        plan = self._bounded(self.under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan))
         if slower := [one.baseline for one in known if one.step_s >= outcome_of(plan, self.context).step_s]:
             plan = beside(plan, map(self._rival, slower))
         return self.with_policy(self._no_slower_than_baselines(plan) if self.links else plan)
@@ -173,7 +156,7 @@ class PlanChain:
     def _bounded(self, plan: StepPlan) -> StepPlan:
         """With what no plan of these settings ends its passes before. Where it fits, only those that do are meant; a
         planner that lets ranks share sequences has a bound of its own, of the costs as they are."""
-        if not self.links or self._cp > 1:
+        if not self.links or self.cp > 1:
             return plan
         context, caps = self.context, self.caps
         shares, fits = any(plugin.shares for plugin, _ in self.links), judge(plan, context).fits
@@ -182,14 +165,14 @@ class PlanChain:
             caps,
             context,
             shares=shares,
-            orders=self._orders,
+            orders=self.orders,
             room_bytes=budget_bytes(caps, context) if fits else math.inf,
         )
-        known_s = 0.0 if self._orders and context.costs.recompute else plan.bound_s
+        known_s = 0.0 if self.orders and context.costs.recompute else plan.bound_s
         return plan.revised(bound_s=max(own_s, known_s))
 
     @property
-    def _orders(self) -> bool:
+    def orders(self) -> bool:
         """Whether plans say themselves what is recomputed."""
         return any(plugin.orders for plugin, _ in self.links)
 
@@ -198,7 +181,7 @@ class PlanChain:
         for plugin, config in self.links:
             if plugin.breaks and (broken := plugin.breaks(plan, config)):
                 raise EvenloadError("this plan does not keep the settings of the recipe", broken, "see the recipe")
-        return self._under_caps(plan)
+        return self.under_caps(plan)
 
     def with_policy(self, plan: StepPlan) -> StepPlan:
         """The plan with what planners of layers say of it. Raises PlanError for a policy that breaks a law."""
@@ -220,10 +203,10 @@ class PlanChain:
 
     def in_turn(self, batch: Lengths) -> Iterator[StepPlan]:
         """The plan after each plugin in turn, last that of all; not yet under the caps. Raises EvenloadError."""
-        refuse_too_many(batch, self.caps, self._cp)
-        return iter([self._best_folded(batch)]) if self._cp > 1 else self._chained(batch)
+        refuse_too_many(batch, self.caps, self.cp)
+        return iter([best_folded(self, batch)]) if self.cp > 1 else self.chained(batch)
 
-    def _chained(self, batch: Lengths) -> Iterator[StepPlan]:
+    def chained(self, batch: Lengths) -> Iterator[StepPlan]:
         placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
         limits = replace(self.limits, max_tokens=self.caps.max_tokens)
         groups = groups_of(batch, self.groups, self.links)
@@ -273,8 +256,8 @@ class PlanChain:
         return check(in_rounds(self._baseline(name, batch)))
 
     def _baseline(self, name: str, batch: Lengths) -> StepPlan:
-        if self._cp > 1:
-            return unfold_cp(self._folded()._baseline(name, batch), self.limits, self._cp)
+        if self.cp > 1:
+            return unfold_cp(folded(self)._baseline(name, batch), self.limits, self.cp)
         if (offer := self.offer(name)) is None:
             return stock_plan(batch, self.limits, self.micro_batch_size)
         incoming = StepPlan(batch, (), self.caps, groups=groups_of(batch, self.groups, self.links))
@@ -323,7 +306,7 @@ class PlanChain:
         if self.least_s(name, ours.lengths) >= bar_s:
             return None
         baseline: Any = offer and offer[0].baselines[name]
-        if offer and self._cp == 1 and isinstance(baseline, Prunable):
+        if offer and self.cp == 1 and isinstance(baseline, Prunable):
             return baseline.below(StepPlan(ours.lengths, (), ours.limits), self.context, offer[1], bar_s)
         return self._baseline(name, ours.lengths)
 
@@ -331,7 +314,7 @@ class PlanChain:
         """A baseline of the batch that may run takes no less [s]; asked before it plans."""
         offer = self.offer(name)
         keeps = offer[0].keeps.get(name) if offer else "whole"
-        return least_s(None if self._cp > 1 else keeps, batch, self.caps, self.context, orders=self._orders)
+        return least_s(None if self.cp > 1 else keeps, batch, self.caps, self.context, orders=self.orders)
 
     def _rival(self, name: str) -> str:
         """A baseline's name together with that of the plugin that offers it."""
@@ -348,7 +331,7 @@ class PlanChain:
         """The host's limits under the caps of all enabled plugins: what the recipe promises of every plan that runs."""
         return reduce(lambda limits, link: link[1].capped(limits), self.links, self.limits)
 
-    def _under_caps(self, plan: StepPlan) -> StepPlan:
+    def under_caps(self, plan: StepPlan) -> StepPlan:
         """The plan, checked under the caps of the recipe, whatever its planner allowed itself. Raises PlanError."""
         groups = groups_of(plan.lengths, self.groups, self.links)
         return check(in_rounds(plan.revised(limits=plan.limits.held_to(self.caps), groups=groups)))
@@ -358,7 +341,7 @@ class PlanChain:
         plan = self._checked_baseline(name, batch)
         if broken := self.breaks(name, plan):
             raise EvenloadError(f"the plan '{name}' does not keep the settings of the recipe", broken, "see the recipe")
-        return self.with_tenants(self._under_caps(plan), tenants)
+        return self.with_tenants(self.under_caps(plan), tenants)
 
     def offer(self, name: str) -> tuple[Plugin, PluginConfig] | None:
         """The first enabled plugin that offers a baseline; None for the stock plan. Raises EvenloadError."""
@@ -368,43 +351,15 @@ class PlanChain:
             raise EvenloadError("there is no such baseline", repr(name), nearest(name, (STOCK, *self.baseline_names)))
         return next(link for link in (*self.links, *self.of_layers) if name in link[0].baselines)
 
-    def _best_folded(self, batch: Lengths) -> StepPlan:
-        """Folded plans know compute alone; so a plan without cuts, whose prefixes travel once, is simulated beside. In
-        a CP group every slice moves the keys and values of its whole prefix, which compute may not hide."""
-        folded = self._folded()
-        uncut = replace(folded, links=tuple((plugin, config.uncut()) for plugin, config in folded.links))
-        *_, own = folded._chained(batch)
-        bound_s = folded._folded_bound_s(batch)
-        plans = [self._under_caps(unfold_cp(own, self.limits, self._cp))]
-        if plans[0].cut:
-            with suppress(EvenloadError):  # a sequence that must be cut
-                *_, own = uncut._chained(batch)
-                plans.append(self._under_caps(unfold_cp(own, self.limits, self._cp)))
-        return min(plans, key=lambda plan: outcome_of(plan, self.context).step_s).revised(bound_s=bound_s)
-
-    def _folded_bound_s(self, batch: Lengths) -> float:
-        """No plan of this chain, whose ranks are CP groups, ends its passes before [s]; 0 where all-to-alls, which
-        are in its costs, would be taken for the head's work."""
-        moves = self.context.traffic.cp_comm == "all_to_all" or self.context.layout.ep > 1
-        if not self.links or (moves and self.limits.num_stages > 1):
-            return 0.0
-        return passes_bound_s(batch, self.caps, self.context, orders=self._orders)
-
     @property
-    def _cp(self) -> int:
+    def cp(self) -> int:
         return self.context.layout.cp
-
-    def _folded(self) -> PlanChain:
-        """The chain of a plane whose ranks are the groups of static context parallelism."""
-        limits, context = fold_cp(self.limits, self.context)
-        links = tuple((plugin, config.folded(self._cp)) for plugin, config in self.links)
-        return replace(self, links=links, limits=limits, context=context)
 
     @property
     def largest_slice(self) -> int:
         """Tokens of a sequence that the caps of all plugins allow in a micro-batch, on all ranks that may share it."""
         caps = [getattr(config, "max_tokens", None) for _, config in self.links]
-        sharers = self.limits.num_ranks if any(plugin.shares for plugin, _ in self.links) else self._cp
+        sharers = self.limits.num_ranks if any(plugin.shares for plugin, _ in self.links) else self.cp
         return sharers * min((cap for cap in caps if cap is not None), default=UNCAPPED)
 
     @property

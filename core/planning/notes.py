@@ -36,3 +36,24 @@ def unequal_caps(links: Iterable[tuple[Plugin, PluginConfig]], limits: Limits) -
         if len(set(own.values())) > 1
         else []
     )
+
+
+def warn_of_idle(links: Iterable[tuple[Plugin, PluginConfig]], *, whole: bool, orders: bool) -> None:
+    """Warn of settings without effect in a training loop that is not ours; `PlanChain.of_model` has the arguments."""
+    wholly = "samples stay whole, each on one rank, none may be longer than a micro-batch, and none waits"
+    slices = "no sample waits for another step there" + ("" if orders else ", and nothing is replayed or in stages")
+    for plugin, config in links:
+        replays = {} if orders else plugin.needs_replays
+        idle = {
+            key: getattr(config, key)
+            for key, off in plugin.needs_host.items()
+            if getattr(config, key) not in off and (whole or key in replays or key not in plugin.needs_order)
+        }
+        idle |= {"enabled": True} if plugin.orders and not orders else {}
+        if idle:
+            logger.warning(
+                "plugins.%s.%s has no effect in a training loop of your own: %s",
+                plugin.name,
+                ", ".join(f"{key}={value}" for key, value in idle.items()),
+                wholly if whole else f"{slices}; `evenload train` does it",
+            )

@@ -1429,7 +1429,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a plan over the caps is trained",
         "core/planning/chain.py",
-        "self._bounded(self._under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan))",
+        "self._bounded(self.under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan))",
         "self._bounded(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
         "caps",
     ),
