@@ -1,6 +1,7 @@
 """Forks the ranks of jobs and of test worlds from one process that has imported a trainer already (see conftest.py).
 
-rank_forge.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal). A request is a line of JSON on stdin, the answer a list of numbers on stdout:
+rank_forge.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal). A request is a line of JSON on
+stdin, the answer a list of numbers on stdout:
 
     {"job": ...}    runs a command or a script as so many ranks: their exit codes, negative for a signal. The content is
                     its folder, the arguments of ``evenload`` or of the script, the ranks, a port, the folder of its

@@ -1,8 +1,8 @@
 """CUDA rehearsed on a machine without it: tensors stay in host memory and are known, by storage, to lie on a device.
 
-`install` makes `torch.cuda.is_available()` true, so Megatron-Core, DeepSpeed, Transformers and evenload take the branches
-that they take on a GPU; gloo and the CPU's kernels do the work underneath. What CUDA, NCCL and the kernels would refuse is
-refused here in the same place; what they would silently get wrong is a wrong number.
+`install` makes `torch.cuda.is_available()` true, so Megatron-Core, DeepSpeed, Transformers and evenload take the
+branches that they take on a GPU; gloo and the CPU's kernels do the work underneath. What CUDA, NCCL and the kernels
+would refuse is refused here in the same place; what they would silently get wrong is a wrong number.
 
     storages  which storages lie on the device
     functions what a program asks of a tensor: its device, a move, a pinned copy (a TorchFunctionMode)

@@ -55,15 +55,27 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:
+            with self:  # what Python runs in the backward asks, too
+                return _backward(*args, **kwargs)
         own = OWN.get(func)
         if own is not None:
             return own(func, *args, **kwargs)
         named = device_named(kwargs.get("device"))
         if named is None and kwargs.get("pin_memory"):
             named = CPU
+        if named is None and func in FACTORIES:
+            with asking(False):
+                return func(*args, **kwargs)
         if named is None or named.type == "meta" or func is torch.Generator:
             return func(*args, **kwargs)
         return made_on(func, named, args, kwargs)
+
+
+def _backward(
+    x: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    torch.autograd.backward(x, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
@@ -192,7 +204,6 @@ def _type(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return answer.replace("torch.", "torch.cuda.") if on_device(x) else answer
 
 
-
 def _getters() -> dict[Any, Callable[..., Any]]:
     """What is read as an attribute: the descriptor's __get__ is what a mode is given."""
     return {
@@ -203,6 +214,13 @@ def _getters() -> dict[Any, Callable[..., Any]]:
         Tensor.is_cpu.__get__: lambda f, x, *_: not on_device(x) and f(x),  # type: ignore[attr-defined]
     }
 
+
+FACTORIES = {
+    torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.linspace, torch.tensor, torch.rand, torch.eye,
+    torch.randn, torch.randint, torch.randperm, torch.empty_strided, torch.as_tensor, torch.from_numpy, torch.asarray,
+    torch.frombuffer, torch.scalar_tensor,
+}  # fmt: skip
+"""What a program makes on the host if it names no device; the zeros of a backward pass are made by torch itself."""
 
 OWN: dict[Any, Callable[..., Any]] = {
     **_getters(),

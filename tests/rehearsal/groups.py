@@ -30,7 +30,6 @@ BETWEEN_TWO = ("send", "recv", "isend", "irecv")
 _backends: dict[int, str] = {}
 _default: list[str] = []
 _local = threading.local()
-_makes_average = (dist.ReduceOp.AVG, "avg")
 
 
 def _backend(group: Any) -> str:
@@ -67,6 +66,10 @@ def _check(name: str, group: Any, args: Any) -> bool:
     return True in sides
 
 
+def _is_average(value: Any) -> bool:
+    return isinstance(value, dist.ReduceOp | type(dist.ReduceOp.AVG)) and value == dist.ReduceOp.AVG
+
+
 def _guarded(name: str) -> Any:
     original = getattr(c10d, name)
 
@@ -78,19 +81,18 @@ def _guarded(name: str) -> Any:
         rest = {key: value for key, value in kwargs.items() if key != "group"}
         on_gpu = _check(name, group, (args, rest))
         average = name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce") and (
-            kwargs.get("op") == dist.ReduceOp.AVG or any(x == dist.ReduceOp.AVG for x in args if not torch.is_tensor(x))
+            any(map(_is_average, (*args, *kwargs.values())))
         )
         _local.inside = True
         try:
             with streams.carried_out():
-                if not average:
-                    return original(*args, **kwargs)
-                args = tuple(dist.ReduceOp.SUM if not torch.is_tensor(x) and x == dist.ReduceOp.AVG else x for x in args)
-                work = original(*args, **({**kwargs, "op": dist.ReduceOp.SUM} if "op" in kwargs else kwargs))
-                if work is not None:
-                    work.wait()
-                args[0].div_(dist.get_world_size(group))
-                return work
+                if average:
+                    # gloo has no mean: the sum of parts that are divided before.
+                    tensor = args[name.startswith("reduce_scatter")] if len(args) > 1 else args[0]
+                    tensor.div_(dist.get_world_size(group))
+                    args = tuple(dist.ReduceOp.SUM if _is_average(x) else x for x in args)
+                    kwargs = {k: dist.ReduceOp.SUM if _is_average(x) else x for k, x in kwargs.items()}
+                return original(*args, **kwargs)
         finally:
             _local.inside = False
             counts["ops"]["collectives on the device" if on_gpu else "collectives on the host"] += 1

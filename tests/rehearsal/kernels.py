@@ -1,7 +1,8 @@
 """Kernels that only CUDA has, by a reference on the CPU, refusing what they refuse.
 
 The flash kernels of torch 2.13 (`aten::_flash_attention_forward` and its backward): half precision, last dimension
-contiguous, head dimension up to 256 and a multiple of 8, heads a multiple of key and value heads, borders int32 on the device.
+contiguous, head dimension up to 256 and a multiple of 8, heads a multiple of key and value heads, borders int32 on the
+device.
 """
 
 from __future__ import annotations

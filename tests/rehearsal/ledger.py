@@ -21,7 +21,7 @@ collectives: dict[str, list[str]] = {}
 """By communicator, in the order in which this rank asked for them."""
 
 
-class Refused(RuntimeError):
+class RefusedError(RuntimeError):
     """What CUDA, NCCL or a kernel would have refused."""
 
 
@@ -59,10 +59,10 @@ def note(kind: str, what: str) -> None:
     counts[kind][f"{what} at {host_line()}"] += 1
 
 
-def refuse(what: str) -> Refused:
+def refuse(what: str) -> RefusedError:
     """Note a fault; what is given is to be raised."""
     note("faults", f"{what} [{threading.current_thread().name}]")
-    return Refused(what)
+    return RefusedError(what)
 
 
 def write() -> None:

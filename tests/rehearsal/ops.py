@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from . import streams
-from .functions import asked, copied
+from .functions import asked, asking, copied
 from .ledger import counts, refuse
-from .storages import is_pinned, key, on_device, put
+from .storages import CPU, is_pinned, key, on_device, put
 
 BOTH = {"copy_", "_to_copy", "set_", "is_same_size", "_has_compatible_shallow_copy_type", "lift_fresh", "detach"}
 """Ops that take tensors of both sides."""
@@ -36,6 +36,9 @@ class Ops(TorchDispatchMode):
         if func.namespace == "c10d":
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
+        if getattr(kwargs.get("device"), "type", "") == "cuda":  # C++ asks without the function mode
+            with asking(True):
+                return self.__torch_dispatch__(func, types, args, {**kwargs, "device": CPU})
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         there = [on_device(t) for t in tensors]
         any_there = any(there)
@@ -49,6 +52,9 @@ class Ops(TorchDispatchMode):
             return _copy(func, args, kwargs)
         to = asked() if (name in MADE or not tensors) else None
         gpu = any_there if to is None else to
+        if to is None and not tensors:
+            # A gradient that nobody gave is filled with zeros where its output lies.
+            gpu = torch._C._current_graph_task_id() != -1
         stream = streams.current()
         if gpu and stream is not streams.Stream.main:
             out = streams.keep(func, args, kwargs, stream)

@@ -2,10 +2,10 @@
 
 Work of the main stream runs at once: what the host asks for, it asks for in order. Work of a side stream is kept and
 runs when something waits for it: an event that was recorded behind it, `wait_stream`, `synchronize`. Until then what it
-writes reads as before, or as noise where it is new; what it reads is read when it runs, so whoever writes there meanwhile
-is seen. Memory that nobody holds any more when kept work runs, and that no `record_stream` keeps for its stream, is
-overwritten first: the main stream may have had it. Copies from page-locked memory on the main stream run late too, as
-far as the host is concerned: who writes there before the host waited is noticed.
+writes reads as before, or as noise where it is new; what it reads is read when it runs, so whoever writes there
+meanwhile is seen. Memory that nobody holds any more when kept work runs, and that no `record_stream` keeps for its
+stream, is overwritten first: the main stream may have had it. Who writes to page-locked memory before the host waited
+for a copy from there is refused.
 """
 
 from __future__ import annotations
