@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from . import streams
-from .ledger import bytes_to_device, host_line, note, refuse
+from .ledger import asker, bytes_to_device, note, refuse
 from .storages import CPU, device, is_pinned, on_device, pin, put
 
 _local = threading.local()
@@ -101,7 +101,7 @@ def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
 def copied(tensor: Tensor, waits: bool) -> None:
     """Note a copy to the device; from memory that is not page-locked, or blocking, the host waits for it."""
     note("to_device", "waits" if waits else "runs beside")
-    bytes_to_device[host_line()] += tensor.numel() * tensor.element_size()
+    bytes_to_device[asker()] += tensor.numel() * tensor.element_size()
 
 
 class Moved(torch.autograd.Function):

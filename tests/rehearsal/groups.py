@@ -11,7 +11,6 @@ import threading
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor

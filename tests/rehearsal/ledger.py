@@ -1,4 +1,4 @@
-"""What a rank did to its device, by the line that asked; written as JSON when the rank ends."""
+"""What a rank did to its device, by the function that asked; written as JSON when the rank ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from types import FrameType
 
 HERE = str(Path(__file__).parent)
 OURS = str(Path(HERE).parents[1])
+PYTHON = str(Path(os.__file__).parent)
+PASSED_OVER = ("/site-packages/torch/", "/typing_extensions.py", "/site-packages/numpy/")
 KINDS = ("faults", "waits", "to_device", "ops")
-"""Of each a count by line: what CUDA would refuse, the host's waits for the device, copies to the device, ops."""
+"""Of each a count by function: what CUDA would refuse, the host's waits for the device, copies to the device, ops."""
 
 counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
 bytes_to_device: Counter[str] = Counter()
@@ -25,38 +27,20 @@ class RefusedError(RuntimeError):
     """What CUDA, NCCL or a kernel would have refused."""
 
 
-def line_of(frame: FrameType | None) -> str:
-    """The innermost line outside of torch and of the rehearsal, as `path:number`."""
-    first = None
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(HERE) and "/torch/" not in path and "/threading.py" not in path and path[0] == "/":
-            place = f"{path.rpartition('site-packages/')[2].removeprefix(OURS + '/')}:{frame.f_lineno}"
-            if "site-packages" not in path and "/lib/python3" not in path:
-                return place
-            first = first or place
-        frame = frame.f_back
-    return first or "?"
-
-
-def asked() -> str:
-    """The line of evenload, or else of the host, that is running."""
-    return line_of(sys._getframe(1))
-
-
-def host_line() -> str:
-    """The innermost line outside of torch, be it evenload's or the host's."""
+def asker() -> str:
+    """The innermost function outside of torch and of Python's own library, evenload's or a host's, as `path:name`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(HERE) and "/torch/" not in path and path[0] == "/":
-            return f"{path.rpartition('site-packages/')[2].removeprefix(OURS + '/')}:{frame.f_lineno}"
+        if path[0] == "/" and not path.startswith((HERE, PYTHON)) and not any(name in path for name in PASSED_OVER):
+            short = path.rpartition("site-packages/")[2].removeprefix(OURS + "/")
+            return f"{short}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return "?"
 
 
 def note(kind: str, what: str) -> None:
-    counts[kind][f"{what} at {host_line()}"] += 1
+    counts[kind][f"{what} at {asker()}"] += 1
 
 
 def refuse(what: str) -> RefusedError:
