@@ -227,8 +227,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "positions of a part of a sample in a loop begin at 0",
         f"{_IN_LOOPS}/reading/samples.py",
-        "positions = [torch.arange(s.start, s.stop) for s in slices]",
-        "positions = [torch.arange(s.stop - s.start) for s in slices]",
+        "positions = [np.arange(s.start, s.stop) for s in slices]",
+        "positions = [np.arange(s.stop - s.start) for s in slices]",
         "mesh in loops",
     ),
     Mutant(
@@ -430,8 +430,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "counts of a shared sequence are taken before all are there",
         "runtime/experts/routing.py",
-        "            if int(counts_E.sum()) == topk * int(self._lengths[sequence]):\n",
-        "            if int(counts_E.sum()) <= topk * int(self._lengths[sequence]):\n",
+        "            if total == topk * int(self._lengths[sequence]):\n",
+        "            if total <= topk * int(self._lengths[sequence]):\n",
         "shared routing",
     ),
     Mutant(

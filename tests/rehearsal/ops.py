@@ -78,7 +78,9 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     stream = streams.current()
     if gpu != from_gpu:
         page_locked = is_pinned(source if gpu else target)
-        if gpu:
+        if gpu and not source.dim():
+            pass  # x[0] = 1.0 is a fill on the device
+        elif gpu:
             copied(source, waits=not (beside and page_locked))
             if beside and page_locked and stream is streams.Stream.main:
                 streams.from_pinned(source)

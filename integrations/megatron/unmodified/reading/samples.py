@@ -134,7 +134,10 @@ def lay_out(
             positions.append(np.repeat(positions[-1][-1:], padding))
         rows.update({name: torch.cat([part[name] for part in parts]) for name in FIELDS})
         target_T = rows["loss_mask"] != 0
-        planned = {"positions_T": np.concatenate(positions), "cu_seqlens": np.array(borders, dtype=np.int32)}
+        planned: dict[str, Any] = {
+            "positions_T": np.concatenate(positions),
+            "cu_seqlens": np.array(borders, dtype=np.int32),
+        }
         return {
             "tokens_T": rows["tokens"],
             "labels_T": torch.where(target_T, rows["labels"], IGNORE),
