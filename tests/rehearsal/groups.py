@@ -11,6 +11,7 @@ import threading
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
@@ -99,17 +100,39 @@ def _guarded(name: str) -> Any:
     return collective
 
 
+class LateWork:
+    """A receive that has come when a stream waits for it, in the order of that stream."""
+
+    def __init__(self, work: Any, target: Tensor, arrived: Tensor) -> None:
+        self._work, self._target, self._arrived = work, target, arrived
+
+    def wait(self, *_: Any) -> bool:
+        self._work.wait()
+        self._target.copy_(self._arrived)
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 def _batched(operations: list[Any]) -> Any:
-    """batch_isend_irecv, checked; all of its sends and receives are one call of the group."""
-    for operation in operations:
-        _check("batched", operation.group, operation.tensor)
+    """batch_isend_irecv, checked; what it receives lies in the target once the stream that waits has got there."""
+    late: dict[int, tuple[Tensor, Tensor]] = {}
+    for place, operation in enumerate(operations):
+        on_gpu = _check("batched", operation.group, operation.tensor)
+        if on_gpu and operation.op in (dist.irecv, _raw_irecv):
+            late[place] = operation.tensor, torch.empty_like(operation.tensor)
+            operation.tensor = late[place][1]
     _local.inside = True
     try:
-        return _batch(operations)
+        works = _batch(operations)
     finally:
         _local.inside = False
+    assert len(works) == len(operations), "gloo gives a work for each"
+    return [LateWork(work, *late[place]) if place in late else work for place, work in enumerate(works)]
 
 
+_raw_irecv = c10d.irecv
 _init, _new, _batch = c10d.init_process_group, c10d.new_group, c10d.batch_isend_irecv
 
 

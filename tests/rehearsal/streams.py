@@ -230,6 +230,9 @@ def keep(func: Any, args: Any, kwargs: Any, stream: Stream) -> Any:
         if tensor.is_floating_point():
             tensor.fill_(NOISE)
 
+    if "empty" in func._schema.name:
+        return out
+
     def run() -> None:
         again = _tensors(func(*args, **kwargs))
         for place, tensor in fresh:
