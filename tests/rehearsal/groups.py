@@ -121,7 +121,7 @@ def _batched(operations: list[Any]) -> Any:
     for place, operation in enumerate(operations):
         on_gpu = _check("batched", operation.group, operation.tensor)
         if on_gpu and operation.op in (dist.irecv, _raw_irecv):
-            late[place] = operation.tensor, torch.empty_like(operation.tensor)
+            late[place] = operation.tensor.detach(), torch.empty_like(operation.tensor)
             operation.tensor = late[place][1]
     _local.inside = True
     try:
@@ -155,6 +155,11 @@ def _config(group: Any = None) -> str:
     return _backend(group)
 
 
+def _object_device(group: Any = None) -> str:
+    """Where Python's objects travel: with NCCL alone they go by the device."""
+    return "cpu" if carries(_backend(group), on_gpu=False) else f"cuda:{torch.cuda.current_device()}"
+
+
 def _name(group: Any = None) -> str:
     backend = _backend(group)
     return "nccl" if "nccl" in backend else backend
@@ -178,6 +183,7 @@ def install() -> None:
     put: dict[str, Any] = {name: _guarded(name) for name in (*COLLECTIVES, *BETWEEN_TWO) if hasattr(c10d, name)}
     put |= {"init_process_group": _init_group, "new_group": _new_group, "batch_isend_irecv": _batched}
     put |= {"get_backend_config": _config, "get_backend": _name, "is_nccl_available": lambda: True}
+    c10d._get_object_coll_device = _object_device
     put |= {"ProcessGroupNCCL": ProcessGroupNCCL}
     for name, value in put.items():
         for module in (c10d, dist):
