@@ -21,7 +21,6 @@ from .....core.plan.step_plan import MicroBatch
 from .....runtime.attention.copy_rows import copy_rows
 from .....runtime.attention.pack import IGNORE, Borders, Pack, Slices, lay_out_pack
 from .....runtime.attention.prefix import PrefixStore
-from .....runtime.world.agreement import wire_device
 from .....runtime.world.exchange import exchange_bytes
 from .....runtime.world.plane import Plane
 from .borders import runs_of
@@ -97,8 +96,8 @@ def exchange(
         lengths: of the sample at each place [tokens].
         like: any sample, for dtypes and device.
     """
-    width, there = sum(like[name].element_size() for name in FIELDS), wire_device(group)
-    packed = {i: pack_bytes(sample, there) for i, sample in own.items()}
+    width = sum(like[name].element_size() for name in FIELDS)
+    packed = {i: pack_bytes(sample) for i, sample in own.items()}
     parts = exchange_bytes(packed, source, targets, [width * length for length in lengths], group)
     return {i: unpack_bytes(part, lengths[i], like) for i, part in parts.items()}
 
@@ -162,9 +161,9 @@ def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     )
 
 
-def pack_bytes(sample: Sample, device: torch.device) -> Tensor:
-    """The fields of a sample behind one another, uint8."""
-    return torch.cat([sample[name].contiguous().view(torch.uint8) for name in FIELDS]).to(device)
+def pack_bytes(sample: Sample) -> Tensor:
+    """The fields of a sample behind one another, uint8, on the host."""
+    return torch.cat([sample[name].contiguous().view(torch.uint8) for name in FIELDS]).cpu()
 
 
 def unpack_bytes(data: Tensor, length: int, like: Sample) -> Sample:
