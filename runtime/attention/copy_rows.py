@@ -34,3 +34,10 @@ def copy_rows(rows: Mapping[str, npt.NDArray[Any]], device: torch.device | str) 
         name: there[first : first + row.nbytes].view(torch.from_numpy(row).dtype).view(row.shape)
         for (name, row), first in zip(rows.items(), borders, strict=False)
     }
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, to which it goes as rows do where it lies on the host."""
+    if device.type != "cuda" or tensor.device.type == "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

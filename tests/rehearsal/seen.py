@@ -9,7 +9,19 @@ from typing import NamedTuple
 
 from .groups import unlike
 
-HOSTS = ("megatron/", "deepspeed/", "transformers/", "accelerate/", "torch/", "trl/", "peft/", "?", "/")
+HOSTS = (
+    "tests/scripts/",
+    "safetensors/",
+    "megatron/",
+    "deepspeed/",
+    "transformers/",
+    "accelerate/",
+    "torch/",
+    "trl/",
+    "peft/",
+    "?",
+    "/",
+)
 
 
 class Seen(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from .seen import seen_in
+from .seen import each_step, seen_in
 
 pytestmark = pytest.mark.slow
 
@@ -18,6 +18,14 @@ SCRIPTS = ROOT / "tests" / "scripts"
 ON = "trainer: {trainer}\nplugins: {{packing: {{enabled: true, max_tokens: 128}}}}\n"
 SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=4", "data.max_length=256")
 SHORT = (*SMALL, "model.num_query_groups=2", "train.global_batch_size=8", "train.dtype=bf16")
+
+READS = {
+    "a copy to the host at integrations/transformers/planning.py:read.<locals>.<dictcomp>": "batches come on devices",
+    "_local_scalar_dense at integrations/transformers/planning.py:read": "what the loop divides by, beside them",
+    "_local_scalar_dense at integrations/transformers/proof.py:_WithoutDropout.__torch_function__": "once, before all",
+}
+"""Waits of ours in a Trainer: the first of a step waits for the update before it, and the device is idle in the others,
+since nobody can plan before lengths are known."""
 
 
 def enabling(folder: Path, trainer: str) -> str:
@@ -36,7 +44,11 @@ def test_a_loop_of_megatron(forge: Any, tmp_path: Path, layout: tuple[str, ...])
         script = SCRIPTS / "megatron_script.py"
         done = forge("cuda+megatron").run(tmp_path / name, words, 2, planted, script)
         assert done.returncode == 0, done.stderr[-3000:]
-        seen_in(done.outputs).check()
+        seen = seen_in(done.outputs)
+        seen.check()
+        for waits, to_device in zip(seen.waits, seen.to_device, strict=True):
+            assert not each_step(waits, 3), "the loop waits for its loss and its norm; we for nothing"
+            assert not [what for what in each_step(to_device, 3) if what.startswith("waits")]
         results[name] = [torch.load(tmp_path / name / f"fp32.rank{rank}.pt", map_location="cpu") for rank in range(2)]
     for stock, planned in zip(results["stock"], results["planned"], strict=True):
         assert planned["shapes"] != stock["shapes"], "nothing was planned"
@@ -55,7 +67,10 @@ def test_a_script_of_transformers(forge: Any, tmp_path: Path) -> None:
         done = forge("cuda+huggingface").run(tmp_path, (str(tmp_path / name),), 2, planted, script)
         assert done.returncode == 0, done.stderr[-3000:]
         assert "came to its end" in done.stdout
-        seen_in(done.outputs).check()
+        seen = seen_in(done.outputs)
+        seen.check()
+        for waits in seen.waits:
+            assert not each_step(waits, 2).keys() - READS.keys()
         state = json.loads((tmp_path / name / "checkpoint-2" / "trainer_state.json").read_text())
         losses[name] = [row["loss"] for row in state["log_history"] if "loss" in row]
     assert losses["planned"] == pytest.approx(losses["stock"], rel=2e-2)
