@@ -19,6 +19,8 @@ ON = "trainer: {trainer}\nplugins: {{packing: {{enabled: true, max_tokens: 128}}
 SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=4", "data.max_length=256")
 SHORT = (*SMALL, "model.num_query_groups=2", "train.global_batch_size=8", "train.dtype=bf16")
 
+FIRST = {"_local_scalar_dense at integrations/megatron/unmodified/running/objective.py:refuse_loss"}
+"""Waits of the first step alone, in which the loop's loss is looked at."""
 READS = {
     "a copy to the host at integrations/transformers/planning.py:read.<locals>.<dictcomp>": "batches come on devices",
     "_local_scalar_dense at integrations/transformers/planning.py:read": "what the loop divides by, beside them",
@@ -47,7 +49,7 @@ def test_a_loop_of_megatron(forge: Any, tmp_path: Path, layout: tuple[str, ...])
         seen = seen_in(done.outputs)
         seen.check()
         for waits, to_device in zip(seen.waits, seen.to_device, strict=True):
-            assert not each_step(waits, 3), "the loop waits for its loss and its norm; we for nothing"
+            assert not each_step(waits, 3).keys() - FIRST, "the loop waits for its loss and its norm; we for nothing"
             assert not [what for what in each_step(to_device, 3) if what.startswith("waits")]
         results[name] = [torch.load(tmp_path / name / f"fp32.rank{rank}.pt", map_location="cpu") for rank in range(2)]
     for stock, planned in zip(results["stock"], results["planned"], strict=True):
