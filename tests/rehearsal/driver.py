@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import groups, kernels, ledger, streams
+from . import functions, groups, kernels, ledger, streams
 from .functions import Functions, asking
 from .ops import Ops
 from .storages import device, on_device, put_storage, storage_on_device
@@ -96,7 +96,7 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *_, **__: None)
     torch.backends.cuda.is_flash_attention_available = lambda: True
-    torch.Tensor.record_stream = streams.recorded  # type: ignore[method-assign, assignment]
+    functions.install()
     _storages()
     _autocast()
     kernels.install()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ def asked() -> bool | None:
     """Whether the call that runs asked for the device; None: it did not say."""
     stack = getattr(_local, "asked", None)
     return stack[-1] if stack else None
+
+
+def inside() -> bool:
+    """Whether a function of tensors on the device runs, whose own masks and zeros lie beside them."""
+    return getattr(_local, "inside", 0) > 0
 
 
 @contextmanager
@@ -58,9 +64,6 @@ class Functions(TorchFunctionMode):
         if func is Tensor.backward:
             with self:  # what Python runs in the backward asks, too
                 return _backward(*args, **kwargs)
-        own = OWN.get(func)
-        if own is not None:
-            return own(func, *args, **kwargs)
         named = device_named(kwargs.get("device"))
         if named is None and kwargs.get("pin_memory"):
             named = CPU
@@ -68,7 +71,13 @@ class Functions(TorchFunctionMode):
             with asking(False):
                 return func(*args, **kwargs)
         if named is None or named.type == "meta" or func is torch.Generator:
-            return func(*args, **kwargs)
+            if not any(isinstance(x, Tensor) and on_device(x) for x in args):
+                return func(*args, **kwargs)
+            _local.inside = getattr(_local, "inside", 0) + 1
+            try:
+                return func(*args, **kwargs)
+            finally:
+                _local.inside -= 1
         return made_on(func, named, args, kwargs)
 
 
@@ -180,6 +189,7 @@ def _numpy(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _tolist(func: Any, x: Tensor) -> Any:
     if on_device(x):
         streams.host_waits("tolist")
+        streams.current().run_to(streams.current().asked)
     return func(x)
 
 
@@ -204,17 +214,6 @@ def _type(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return answer.replace("torch.", "torch.cuda.") if on_device(x) else answer
 
 
-def _getters() -> dict[Any, Callable[..., Any]]:
-    """What is read as an attribute: the descriptor's __get__ is what a mode is given."""
-    return {
-        Tensor.device.__get__: lambda f, x, *_: (  # type: ignore[attr-defined]
-            device() if on_device(x) else f(x)
-        ),
-        Tensor.is_cuda.__get__: lambda f, x, *_: on_device(x),  # type: ignore[attr-defined]
-        Tensor.is_cpu.__get__: lambda f, x, *_: not on_device(x) and f(x),  # type: ignore[attr-defined]
-    }
-
-
 FACTORIES = {
     torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.linspace, torch.tensor, torch.rand, torch.eye,
     torch.randn, torch.randint, torch.randperm, torch.empty_strided, torch.as_tensor, torch.from_numpy, torch.asarray,
@@ -222,17 +221,52 @@ FACTORIES = {
 }  # fmt: skip
 """What a program makes on the host if it names no device; the zeros of a backward pass are made by torch itself."""
 
-OWN: dict[Any, Callable[..., Any]] = {
-    **_getters(),
-    Tensor.to: _to,
-    Tensor.cuda: _cuda,
-    Tensor.cpu: _cpu,
-    Tensor.numpy: _numpy,
-    Tensor.__array__: _numpy,
-    Tensor.tolist: _tolist,
-    Tensor.pin_memory: _pin,
-    Tensor.new_tensor: _new_tensor,
-    Tensor.is_pinned: lambda f, x, *_, **__: is_pinned(x),
-    Tensor.type: _type,
-    Tensor.get_device: lambda f, x: device().index if on_device(x) else f(x),
+METHODS: dict[str, Callable[..., Any]] = {
+    "to": _to,
+    "cuda": _cuda,
+    "cpu": _cpu,
+    "numpy": _numpy,
+    "__array__": _numpy,
+    "tolist": _tolist,
+    "pin_memory": _pin,
+    "new_tensor": _new_tensor,
+    "is_pinned": lambda f, x, *_, **__: is_pinned(x),
+    "type": _type,
+    "get_device": lambda f, x: device().index if on_device(x) else f(x),
+    "record_stream": lambda f, x, stream: streams.recorded(x, stream),
 }
+PROPERTIES: dict[str, Callable[..., Any]] = {
+    "device": lambda f, x: device() if on_device(x) else f(x),
+    "is_cuda": lambda f, x: on_device(x),
+    "is_cpu": lambda f, x: not on_device(x) and f(x),
+}
+
+
+def install() -> None:
+    """Let tensors answer, also where torch calls Python from within a function and modes are off: hooks, backwards."""
+    for name, own in METHODS.items():
+        setattr(Tensor, name, _method(getattr(Tensor, name), own))
+    for factory in FACTORIES:
+        setattr(torch, factory.__name__, _made(factory))
+    for name, own in PROPERTIES.items():
+        setattr(Tensor, name, property(partial(own, getattr(Tensor, name).__get__)))
+
+
+def _method(original: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(original, self, *args, **kwargs)
+
+    return method
+
+
+def _made(factory: Any) -> Callable[..., Any]:
+    """A factory of torch for code that runs where modes are off, such as an operator of torch's own."""
+
+    @wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        named, pinned = device_named(kwargs.get("device")), kwargs.get("pin_memory")
+        if torch._C._len_torch_function_stack() or not (pinned or (named and named.type == "cuda")):
+            return factory(*args, **kwargs)
+        return made_on(factory, named or CPU, args, kwargs)
+
+    return make

@@ -32,18 +32,20 @@ _default: list[str] = []
 _local = threading.local()
 
 
+LONG = {"nccl": "cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}
+"""What torch makes of a backend's name."""
+
+
 def _backend(group: Any) -> str:
-    if group is None or group is dist.group.WORLD:
-        return _default[-1] if _default else "gloo"
-    return _backends.get(id(group), _default[-1] if _default else "gloo")
+    default = _default[-1] if _default else "gloo"
+    given = default if group is None or group is dist.group.WORLD else _backends.get(id(group), default)
+    return LONG.get(given, given)
 
 
 def carries(backend: str, on_gpu: bool) -> bool:
     """Whether a group of such a backend carries a tensor there."""
-    parts = dict(part.split(":") for part in backend.split(",") if ":" in part)
-    if parts:
-        return ("cuda" if on_gpu else "cpu") in parts
-    return on_gpu == (backend == "nccl")
+    parts = dict(part.split(":") for part in backend.split(","))
+    return parts.get("cuda") == "nccl" if on_gpu else "cpu" in parts
 
 
 def _check(name: str, group: Any, args: Any) -> bool:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from . import streams
-from .functions import asked, asking, copied
+from .functions import asked, asking, copied, inside
 from .ledger import counts, refuse
 from .storages import CPU, is_pinned, key, on_device, put
 
@@ -48,13 +48,16 @@ class Ops(TorchDispatchMode):
             counts["ops"]["on the device"] += 1
             if name in WAITS or (name == "index" and _by_mask(args)):
                 streams.host_waits(name)
+                streams.current().run_to(streams.current().asked)
+                with streams.carried_out():
+                    return _on_device(func(*args, **kwargs), tensors)
         if name == "copy_":
             return _copy(func, args, kwargs)
         to = asked() if (name in MADE or not tensors) else None
         gpu = any_there if to is None else to
         if to is None and not tensors:
             # A gradient that nobody gave is filled with zeros where its output lies.
-            gpu = torch._C._current_graph_task_id() != -1
+            gpu = inside() or torch._C._current_graph_task_id() != -1
         stream = streams.current()
         if gpu and stream is not streams.Stream.main:
             out = streams.keep(func, args, kwargs, stream)
@@ -62,12 +65,16 @@ class Ops(TorchDispatchMode):
                 return args[0] if func._schema.returns else None
         else:
             out = func(*args, **kwargs)
-        if gpu:
-            known = {key(t) for t in tensors}
-            for tensor in tree_iter(out):
-                if isinstance(tensor, Tensor) and key(tensor) not in known:
-                    put(tensor)
-        return out
+        return _on_device(out, tensors) if gpu else out
+
+
+def _on_device(out: Any, tensors: list[Tensor]) -> Any:
+    """A result that lies on the device, but for what was there before."""
+    known = {key(t) for t in tensors}
+    for tensor in tree_iter(out):
+        if isinstance(tensor, Tensor) and key(tensor) not in known:
+            put(tensor)
+    return out
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:

@@ -124,7 +124,7 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.stream: Stream | None = None
-        self._number, self._time = 0, 0.0
+        self._number, self._time, self._polls = 0, 0.0, 0
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or current()
@@ -138,7 +138,13 @@ class Event:
             self.stream.run_to(self._number)
 
     def query(self) -> bool:
-        return self.stream is None or self.stream.done >= self._number or self.stream is Stream.main
+        """Whether it has passed: not yet where it is asked first, as who polls must be able to bear."""
+        if self.stream is None or self.stream is Stream.main or self.stream.done >= self._number:
+            return True
+        self._polls += 1
+        if self._polls > 1:
+            self.pass_()
+        return self._polls > 1
 
     def synchronize(self) -> None:
         host_waits("Event.synchronize")
@@ -212,9 +218,13 @@ def _overwrite_if_freed(x: Tensor, stream: Stream) -> None:
         x.fill_(NOISE)
 
 
+SHAPES = {"set_", "resize_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_"}
+"""What changes a tensor and no memory, so the host does it at once."""
+
+
 def keep(func: Any, args: Any, kwargs: Any, stream: Stream) -> Any:
     """An op on a side stream: its result as noise, the op itself kept."""
-    if is_view(func):
+    if is_view(func) or func._schema.name.partition("::")[2] in SHAPES:
         return func(*args, **kwargs)
     # By other tensors of the same storages, so that it can be told whether anybody else holds these.
     args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))

@@ -19,11 +19,14 @@ ACTS: dict[str, tuple[str, str]] = {
     "an index of the device on the host": ("torch.ones(3)[torch.zeros(1, dtype=torch.int64, device='cuda')]", "both"),
     "NumPy of a tensor on the device": ("gpu.numpy()", "can't convert cuda"),
     "a device of another rank": ("torch.ones(3, device='cuda:1')", "another rank's"),
-    "a host tensor in a group of nccl": (
+    "a host tensor in a group of cuda:nccl": (
         "dist.all_reduce(torch.ones(3), group=nccl)",
-        "on the host in a group of nccl",
+        "on the host in a group of cuda:nccl",
     ),
-    "a device tensor in a group of gloo": ("dist.all_reduce(gpu, group=gloo)", "on the device in a group of gloo"),
+    "a device tensor in a group of cpu:gloo": (
+        "dist.all_reduce(gpu, group=gloo)",
+        "on the device in a group of cpu:gloo,cuda:gloo",
+    ),
     "flash attention in float32": ("flash(torch.float32, 16)", "q of torch.float32"),
     "flash attention of an odd head": ("flash(torch.bfloat16, 12)", "head dimension 12"),
     "flash attention of a stride": ("flash(torch.bfloat16, 16, strided=True)", "not contiguous"),
