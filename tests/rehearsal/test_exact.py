@@ -15,7 +15,7 @@ import pytest
 
 from .conftest import TESTS, module_at
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cuda]
 
 TWO = {"model__num_layers": 2}
 PROGRAM = """

@@ -73,7 +73,13 @@ def allowed(case: str) -> dict[str, float]:
     return {what: number for what, (number, _) in rows.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("slices", "moe")
+"""Cases that `make test` runs."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.cuda) for case in CASES]
+)
 def test_a_recipe_runs_on_a_gpu(case: str, forge: Any, tmp_path: Path) -> None:
     recipe = RECIPES / f"{case.partition(',')[0]}.yaml"
     loaded = load_recipe(recipe, CASES[case])

@@ -37,7 +37,9 @@ def enabling(folder: Path, trainer: str) -> str:
     return f"import evenload; evenload.enable({str(recipe)!r})"
 
 
-@pytest.mark.parametrize("layout", [("--overlap",), ("--pp", "2")], ids=["dp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(("--overlap",), id="dp2"), pytest.param(("--pp", "2"), id="pp2", marks=pytest.mark.cuda)]
+)
 def test_a_loop_of_megatron(forge: Any, tmp_path: Path, layout: tuple[str, ...]) -> None:
     results = {}
     for name, planted in (("stock", ""), ("planned", enabling(tmp_path, "megatron"))):
@@ -59,6 +61,7 @@ def test_a_loop_of_megatron(forge: Any, tmp_path: Path, layout: tuple[str, ...])
             assert tokens == wanted_tokens
 
 
+@pytest.mark.cuda
 def test_a_script_of_transformers(forge: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     text = (SCRIPTS / "trainer_script.py").read_text()
@@ -78,6 +81,7 @@ def test_a_script_of_transformers(forge: Any, tmp_path: Path) -> None:
     assert losses["planned"] == pytest.approx(losses["stock"], rel=2e-2)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("recipe", ["slices", "pipeline", "moe", "deepspeed"])
 def test_verify(forge: Any, tmp_path: Path, recipe: str) -> None:
     trainer = "deepspeed" if recipe == "deepspeed" else "megatron"
@@ -88,6 +92,7 @@ def test_verify(forge: Any, tmp_path: Path, recipe: str) -> None:
     seen_in(done.outputs).check()
 
 
+@pytest.mark.cuda
 def test_a_run_that_is_resumed(forge: Any, tmp_path: Path) -> None:
     arguments = (
         "train",
