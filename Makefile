@@ -1,5 +1,6 @@
 # make train   a small GPT on this machine, stock and evenly, in one run     make check     quick feedback
 # make test    every test that needs no GPU                                  make explore   its drawn tests, drawn anew
+# make check-cuda    more of them on a GPU that is rehearsed
 # make mutants faults planted one by one, each to be noticed (PART=3/10: a tenth)            make docs      generated pages
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
 # make site    the documents as web pages, into build/site; a warning is an error
@@ -15,7 +16,7 @@ PYTEST := $(BIN)/pytest $(SPREAD)
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test test-newest check-newest test-older check explore mutants lint types contracts docs site clean
+.PHONY: train test check-cuda test-newest check-newest test-older check explore mutants lint types contracts docs site clean
 
 train: $(READY)
 	mkdir -p runs/quickstart
@@ -23,7 +24,11 @@ train: $(READY)
 	    --plot runs/quickstart/steps.png --report runs/quickstart/report.html
 
 test: $(READY)
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not cuda"
+
+# The recipes, scripts and proofs that `make test` leaves out, on a rehearsed GPU: see tests/rehearsal.
+check-cuda: $(READY)
+	$(PYTEST) -m cuda -q tests/rehearsal
 
 # The same tests on other versions of the hosts.
 NEWEST := integrations/megatron training/proof/test_compare.py commands/test_train.py patches

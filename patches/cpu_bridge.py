@@ -4,8 +4,9 @@ Megatron-Core runs on gloo, but names CUDA all over: it asks for the current dev
 generator there, waits for streams and asserts on type strings. The rows answer these questions for the CPU. They come
 in the order in which they must go on: torch's first, since Megatron reads some of them while it is imported.
 
-Where CUDA is available no row applies. Torch itself is left alone but for `torch.cuda` calls that can only raise on
-such a machine, and for `Tensor.type` and `Tensor.cuda`, which answer differently to Megatron's own modules alone.
+Where CUDA is available no row applies but that for a missing Transformer Engine. Torch itself is left alone but for
+`torch.cuda` calls that can only raise on such a machine, and for `Tensor.type` and `Tensor.cuda`, which answer
+differently to Megatron's own modules alone.
 
 Not bridged, since nothing on a CPU can stand in for it: Transformer Engine, sequence parallelism with torch's norms,
 grouped GEMM, DeepEP and HybridEP, CUDA graphs, fine-grained offloading.
@@ -38,6 +39,11 @@ def no_cuda() -> bool:
     import torch
 
     return not torch.cuda.is_available()
+
+
+def no_transformer_engine() -> bool:
+    """Whether Megatron-Core does without Transformer Engine here, be there CUDA or not."""
+    return not find_spec("transformer_engine")
 
 
 def no_triton() -> bool:
@@ -183,6 +189,7 @@ _EXPERT_ROWS = (
         why="Upstream fault: without Transformer Engine the name is never bound, and the router's gating raises "
         "NameError. None is what the code tests for.",
         replace=lambda _: None,
+        when=no_transformer_engine,
         fills_gap=True,
         reach=(),
     ),

@@ -162,7 +162,9 @@ class Forge:
         codes = self.ask("job", job)
         code = next((c for c in sorted(codes, reverse=True) if c > 0), min(codes))
         said = "".join((outputs / f"err.{rank}").read_text() for rank in range(ranks))
-        return Done(list(arguments), code, (outputs / "out.0").read_text(), said)
+        done = Done(list(arguments), code, (outputs / "out.0").read_text(), said)
+        done.outputs = outputs
+        return done
 
     def start(self, script: Path, *arguments: object, environment: dict[str, str]) -> Started:
         """Start a script as one rank with this environment alone."""

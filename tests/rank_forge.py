@@ -1,6 +1,7 @@
 """Forks the ranks of jobs and of test worlds from one process that has imported a trainer already (see conftest.py).
 
-rank_forge.py TRAINER. A request is a line of JSON on stdin, the answer a list of numbers on stdout:
+rank_forge.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal). A request is a line of JSON on
+stdin, the answer a list of numbers on stdout:
 
     {"job": ...}    runs a command or a script as so many ranks: their exit codes, negative for a signal. The content is
                     its folder, the arguments of ``evenload`` or of the script, the ranks, a port, the folder of its
@@ -60,6 +61,11 @@ MODULES = {
 
 def warm(trainer: str) -> None:
     """Import what a rank imports, and start neither a thread nor a group; "torch": that and nothing of ours."""
+    on_gpu, _, trainer = trainer.rpartition("+")
+    if on_gpu:
+        import rehearsal
+
+        rehearsal.install()
     if trainer != "torch":
         from evenload.api import load_plugins
         from evenload.cli import main  # noqa: F401
@@ -134,6 +140,7 @@ def act_of_job(job: dict[str, Any], rank: int) -> None:
         "LOCAL_WORLD_SIZE": str(job["ranks"]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(job["port"]),
+        "REHEARSAL_OUT": job["outputs"],
     }
     sys.argv = [job["script"] or "evenload", *job["arguments"]]
     if job["planted"]:

@@ -38,16 +38,17 @@ def run(file: str, function: str, arguments: list[Any]) -> tuple[bool, Any]:
 
 def serve(folder: str, door: str, rank: int, size: int) -> None:
     """Join the world whose store is in a folder, and answer the cases of the socket `door` until it is closed."""
+    import torch
     import torch.distributed as dist
 
     faulthandler.enable()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(door)
         connection = Connection(client.detach())
     connection.send(rank)
     dist.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,

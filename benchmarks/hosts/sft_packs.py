@@ -154,9 +154,9 @@ def stock_attention() -> Any:
             borders = packed_seq_params.cu_seqlens_q.tolist()
             lengths = [b - a for a, b in pairwise(borders)]
             empty = torch.zeros(borders[-1], dtype=torch.int64)
-            pack = Pack.of(
-                lengths, tuple(borders), tokens_T=empty, labels_T=empty, positions_T=empty, num_targets=0, slices=()
-            )
+            rows = {"tokens_T": empty, "labels_T": empty, "positions_T": empty}
+            rows["cu_seqlens"] = packed_seq_params.cu_seqlens_q.int()
+            pack = Pack.of(lengths, tuple(borders), **rows, num_targets=0, slices=())
             packed_seq_params.pack_of_benchmark = pack
         return packed_attention(query, key, value, pack, core.layer_number, core.softmax_scale).flatten(1)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from ...core.aliases import Floats, Ints
 from ...core.plan.step_plan import Lengths
+from ...runtime.attention.copy_rows import copy_rows
 from ...runtime.attention.pack import IGNORE, Pack, slice_losses
 from ...runtime.world.agreement import everyone
 
@@ -57,8 +59,9 @@ class LossCollector(Collector):
 
     def add(self, values: Tensor, pack: Pack) -> None:
         sums, counts = slice_losses(values.double(), pack)
-        sequences = torch.tensor([s.sequence for s in pack.slices], dtype=torch.int64, device=values.device)
-        self._sums_2N.index_add_(1, sequences, torch.stack([sums, counts.double()]))
+        sequences = np.array([s.sequence for s in pack.slices], dtype=np.int64)
+        places = copy_rows({"sequences": sequences}, values.device)["sequences"]
+        self._sums_2N.index_add_(1, places, torch.stack([sums, counts.double()]))
 
     def scores(self) -> Scores:
         """The scores of all ranks. Collective."""

@@ -140,7 +140,7 @@ def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str,
     """
     weights_T = pack.labels_T != IGNORE
     loss = (losses_1T.view(-1) * weights_T).sum(dtype=torch.float64)
-    num_targets = torch.tensor(pack.num_targets, dtype=torch.int32, device=loss.device)
+    num_targets = loss.new_full((), pack.num_targets, dtype=torch.int32)
     return loss, num_targets, {"loss_sum": loss.detach(), "num_targets": num_targets}
 
 

@@ -87,8 +87,8 @@ class Reduction:
 
 
 def _sum_over_world(loss_sum: Any, num_targets: int, device: torch.device) -> tuple[float, int]:
-    totals = torch.tensor([0.0, num_targets], dtype=torch.float64, device=device)
-    totals[0] += loss_sum
+    totals = torch.full((2,), num_targets, dtype=torch.float64, device=device)
+    totals[0] = loss_sum
     dist.all_reduce(totals)
     loss, count = totals.tolist()
     return loss, round(count)

@@ -164,9 +164,9 @@ class Adapters:
 
     def _whole(self, tenant: TenantAdapter, buffers: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """Whole tensors of buffers that lie as the tenant's does. Collective over the model."""
-        by_name = [tenant.unpacked(flat) for flat in buffers]
+        by_name = [tenant.unpacked(flat.cpu()) for flat in buffers]
         parts = [
-            (matrix.name, matrix.kind, matrix.place, [views[matrix.name].cpu().clone() for views in by_name])
+            (matrix.name, matrix.kind, matrix.place, [views[matrix.name].clone() for views in by_name])
             for matrix in tenant.matrices
         ]
         whole: list[dict[str, Tensor]] = [{} for _ in buffers]

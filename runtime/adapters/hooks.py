@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..attention.copy_rows import copy_rows
 from ..attention.pack import Pack
 from .dropout import kept
 from .places import AdaptedBlock, Place, Site
@@ -89,8 +91,7 @@ class Hooks:
         sizes = [stop - first for first, stop in pairwise(pack.segments)]
         numbers = [self._numbers[piece.sequence] for piece in pack.slices]
         numbers += [0] * (len(sizes) - len(numbers))
-        device = pack.positions_T.device
-        samples_T = torch.repeat_interleave(torch.tensor(numbers, device=device), torch.tensor(sizes, device=device))
+        samples_T = copy_rows({"samples": np.repeat(numbers, sizes)}, pack.positions_T.device)["samples"]
         of_spans = [span.size for span in spans]
         samples, positions = torch.split(samples_T, of_spans), torch.split(pack.positions_T, of_spans)
         masks: dict[tuple[str, int], Tensor] = {}  # until the backward: a mask costs three times what it masks does

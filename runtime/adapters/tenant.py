@@ -115,12 +115,15 @@ class TenantAdapter:
 
     @torch.no_grad()
     def _begin(self, state: AdapterState | None) -> None:
-        for name, kind, place, value, _ in self.matrices:
-            if state is None:
-                whole = drawn(place, kind, self.adapter.rank_of(place.name), self.train.seed)
-            else:
-                whole = state.weights[name]
-            value.copy_(place.part_of(whole, kind))
+        weights = (
+            state.weights
+            if state is not None
+            else {
+                name: drawn(place, kind, self.adapter.rank_of(place.name), self.train.seed)
+                for name, kind, place, *_ in self.matrices
+            }
+        )
+        self.values.copy_(self._packed(weights))
         if state is not None and state.steps:
             first, second = (self._packed(whole)[self.run].clone() for whole in (state.first, state.second))
             step, self.steps = torch.tensor(float(state.steps)), state.steps
@@ -128,11 +131,11 @@ class TenantAdapter:
 
     def _packed(self, whole: Mapping[str, Tensor]) -> Tensor:
         """This rank's parts of whole tensors, laid out as the buffer is; zeros of no tensors."""
-        flat = torch.zeros_like(self.values)
+        flat = torch.zeros_like(self.values, device="cpu")
         parts = self.unpacked(flat)
         for name, kind, place, *_ in self.matrices if whole else ():
             parts[name].copy_(place.part_of(whole[name], kind))
-        return flat
+        return flat.to(self.values.device)
 
     def unpacked(self, flat: Tensor) -> dict[str, Tensor]:
         """This rank's parts by name, of what lies as the buffer does: views."""

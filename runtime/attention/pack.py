@@ -28,6 +28,7 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import MicroBatch, Slice
 from ..world.plane import Plane
+from .copy_rows import copy_rows
 from .prefix import PrefixStore
 from .sharing.shared import PiecesOf, Shared, token_layout
 
@@ -92,13 +93,10 @@ class Pack:
     """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], segments: tuple[int, ...], *, positions_T: Tensor, **fields: Any) -> Pack:
-        """A pack whose segments hold so many tokens and then padding; borders lie where ``positions_T`` does."""
+    def of(cls, lengths: Sequence[int], segments: tuple[int, ...], **fields: Any) -> Pack:
+        """A pack whose segments hold so many tokens and then padding."""
         padding = tuple(end - first - n for (first, end), n in zip(pairwise(segments), lengths, strict=True))
-        borders = list(accumulate(lengths, initial=0))
         return cls(
-            positions_T=positions_T,
-            cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=positions_T.device),
             segments=segments,
             max_seqlen=max(lengths),
             padding=padding if any(padding) else (),
@@ -119,7 +117,9 @@ class Pack:
     @cached_property
     def cu_seqlens_padded(self) -> Tensor:
         """`segments` as int32 [S + 1] on the pack's device."""
-        return torch.tensor(self.segments, dtype=torch.int32, device=self.cu_seqlens.device)
+        if not self.padding:
+            return self.cu_seqlens
+        return self._on_device(self.segments)
 
     @cached_property
     def sequence_ids_T(self) -> Tensor:
@@ -127,7 +127,7 @@ class Pack:
         ids = np.full(self.num_padded_tokens, PADDING, dtype=np.int64)
         for piece, first in zip(self.slices, self.segments, strict=False):
             ids[first : first + piece.length] = piece.sequence
-        return torch.from_numpy(ids).to(self.tokens_T.device)
+        return copy_rows({"ids": ids}, self.tokens_T.device)["ids"]
 
     @cached_property
     def layout(self) -> tuple[tuple[SegmentRun, ...], tuple[SlotSpan, ...]]:
@@ -146,9 +146,15 @@ class Pack:
             borders = tuple(accumulate(of_run, initial=0))
             cut = tuple(piece for i in places if (piece := pieces[i]))
             alone = Shared.alone(cut, self.prefix, borders) if cut and self.prefix else None
-            runs.append(SegmentRun(of_run, borders, self.cu_seqlens.new_tensor(borders), alone))
+            runs.append(SegmentRun(of_run, borders, self._on_device(borders), alone))
         solid = groupby((span for span in spans if span.size), key=lambda span: span.run)
         return tuple(runs), tuple(SlotSpan(sum(span.size for span in row), run) for run, row in solid)
+
+    def _on_device(self, borders: Borders) -> Tensor:
+        """Borders of some of the segments as int32, without another copy where they are those of all."""
+        if borders == tuple(accumulate(self.lengths, initial=0)):
+            return self.cu_seqlens
+        return copy_rows({"borders": np.array(borders, dtype=np.int32)}, self.cu_seqlens.device)["borders"]
 
     def _cut_piece(self, place: int) -> Slice | None:
         """The slice in a segment, where its sequence is cut."""
@@ -207,10 +213,11 @@ def build_pack(
             plane, or a cp_comm that only predictions know.
     """
 
-    def fill(slices: Slices, segments: Borders) -> dict[str, Any]:
+    def fill(slices: Slices, segments: Borders, borders: Borders) -> dict[str, Any]:
         rows = _fill(slices, segments, tokens_of, labels_of or tokens_of)
         num_targets = int(np.count_nonzero(rows["labels_T"] != IGNORE))
-        return {name: torch.from_numpy(row).to(device) for name, row in rows.items()} | {"num_targets": num_targets}
+        rows["cu_seqlens"] = np.array(borders, dtype=np.int32)
+        return {**copy_rows(rows, device), "num_targets": num_targets}
 
     multiples = segment_multiple, pack_multiple
     return lay_out_pack(micro_batch, fill, prefix, plane=plane, multiples=multiples)
@@ -218,7 +225,7 @@ def build_pack(
 
 def lay_out_pack(
     micro_batch: MicroBatch,
-    fill: Callable[[Slices, Borders], dict[str, Any]],
+    fill: Callable[[Slices, Borders, Borders], dict[str, Any]],
     prefix: PrefixStore | None = None,
     *,
     plane: Plane | None = None,
@@ -227,8 +234,9 @@ def lay_out_pack(
     """The pack of a micro-batch, or of what this rank has of a shared one; `build_pack` has the other arguments.
 
     Args:
-        fill: gives tokens, labels, positions and the number of targets of slices, by their names in `Pack`; the slots
-            of each lie between two of the borders, and one slot is a dummy's.
+        fill: gives tokens, labels, positions, borders and the number of targets of slices, by their names in `Pack`;
+            the slots of each lie between two of the first borders, without padding between two of the second, and one
+            slot is a dummy's.
         multiples: of segments and of the pack; see `padded_borders`.
     """
     pieces_of = _pieces_of_ranks(micro_batch, plane)
@@ -238,7 +246,8 @@ def lay_out_pack(
     shared = None
     if plane and pieces_of:
         shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
-    return Pack.of(lengths, segments, slices=slices, prefix=prefix, shared=shared, **fill(slices, segments))
+    fields = fill(slices, segments, tuple(accumulate(lengths, initial=0)))
+    return Pack.of(lengths, segments, slices=slices, prefix=prefix, shared=shared, **fields)
 
 
 def _pieces_of_ranks(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf | None:
@@ -254,7 +263,7 @@ def _pieces_of_ranks(micro_batch: MicroBatch, plane: Plane | None) -> PiecesOf |
     return token_layout(micro_batch, plane)
 
 
-def _fill(slices: Slices, segments: Borders, tokens_of: TokensOf, labels_of: TokensOf) -> dict[str, Tokens]:
+def _fill(slices: Slices, segments: Borders, tokens_of: TokensOf, labels_of: TokensOf) -> dict[str, npt.NDArray[Any]]:
     """int64 [T] each: tokens, labels and positions of slices that begin at these slots."""
     tokens_T = np.zeros(segments[-1], dtype=np.int64)
     labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)

@@ -29,6 +29,7 @@ from ...core.errors import PlanError
 from ...core.experts.quotas import LayerPlanner, at_home, check_quotas, copies_of, imbalance_of
 from ...core.experts.sources import received_by, sent_by
 from ...core.plan.expert_policy import AT_HOME, EXPERTS_AT_HOME, ExpertPolicy, LayerCopies
+from ..attention.copy_rows import copy_rows
 from .copies import Fetch, Journey
 from .owners import Owner
 
@@ -106,8 +107,8 @@ class Shares:
     def _slots_in_order(self, length: int, device: torch.device) -> Tensor:
         """Slots of this rank's tokens, by expert and, for an expert, by the tokens' order [length]."""
         sent_ER = sent_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)
-        slots_ER, counts_ER = (torch.from_numpy(each).flatten().to(device) for each in (self._slot_ER, sent_ER))
-        return slots_ER.repeat_interleave(counts_ER, output_size=length)
+        there = copy_rows({"slots": self._slot_ER.ravel(), "counts": sent_ER.ravel()}, device)
+        return there["slots"].repeat_interleave(there["counts"], output_size=length)
 
     @cached_property
     def _slot_ER(self) -> Ints:

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from ...core.aliases import Ints, Ranks
 from ...core.errors import RankError
 from ...core.experts.quotas import LayerPlanner
 from ...core.plan.expert_policy import ExpertPolicy
+from ..attention.copy_rows import copy_rows
 from ..measure.busy import cpu_clock
 from .balance import CopyReport, ExpertBalance, Shares
 
@@ -131,8 +133,9 @@ class ExpertGate:
         ``sent_E``: tokens for each expert; ``counted_E``: those among them that are no padding and no dummies.
         """
         digest = struct.unpack("<qq", self._digest.ljust(16, b"\0")[:16])
-        header = [*digest, self._number, layer, self._balance.checksum]
-        return torch.cat([torch.tensor(header, dtype=sent_E.dtype, device=sent_E.device), sent_E, counted_E])
+        header = np.array([*digest, self._number, layer, self._balance.checksum], dtype=np.int64)
+        there = copy_rows({"header": header}, sent_E.device)["header"]
+        return torch.cat([there.to(sent_E.dtype), sent_E, counted_E])
 
     def checked_counts(self, rows: Tensor, *, record: bool) -> Tensor:
         """What all ranks of the group send [R, E], from what `with_header` gives on each [R, 5 + 2 E].

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...core.aliases import Floats
 from ...core.errors import EvenloadError
-from ...core.plan.step_plan import Lengths
+from ...core.plan.step_plan import Lengths, Slice
 from ..attention.labels import Labels, count_targets
 from ..attention.pack import PADDING, Pack
 from ..world.plane import FIRST_TAG
@@ -63,7 +63,7 @@ class Routed(NamedTuple):
     def counts(self) -> Tensor:
         """How often each expert is among the choices of the pack's tokens [E]."""
         choices = torch.where(is_token(self.pack)[:, None], self.choices_TK, self.num_experts).flatten()
-        return torch.bincount(choices, minlength=self.num_experts + 1)[:-1]
+        return _how_often(choices, self.num_experts + 1)[:-1]
 
 
 class StepRouting:
@@ -89,6 +89,8 @@ class StepRouting:
         self.per_sequence = targets / max(1, len(lengths))
         """What a sum over tokens, or over sequences, is multiplied by to be a mean times the number of targets."""
         self._choices: Routes = {}
+        self._known: dict[tuple[int, int], set[Slice]] = {}
+        """By layer and sequence: what of it has had a forward here."""
         self._counts: dict[tuple[int, int], Tensor] = {}
         """By layer and sequence: complete counts of sequences that ranks share [E]."""
 
@@ -164,6 +166,8 @@ class StepRouting:
         """Note the choices of the pack's tokens, a second time where a pass runs again; ranks that share it exchange
         their counts."""
         self._write(self._choices, routed.pack, routed.layer, routed.choices_TK)
+        for piece in routed.pack.slices:
+            self._known.setdefault((routed.layer, piece.sequence), set()).add(piece)
         if routed.pack.shared is not None:
             self._exchange(routed)
 
@@ -185,8 +189,8 @@ class StepRouting:
         receives = [(rank, torch.empty_like(own_SE)) for rank in peers]
         theirs = shared.plane.post([(rank, own_SE) for rank in peers], receives, COUNTS_TAG).wait()
         total_SE = own_SE + sum(theirs.values())
-        for sequence, counts_E in zip(sequences, total_SE, strict=True):
-            if int(counts_E.sum()) == topk * int(self._lengths[sequence]):
+        for sequence, counts_E, total in zip(sequences, total_SE, total_SE.sum(dim=1).tolist(), strict=True):
+            if total == topk * int(self._lengths[sequence]):
                 self._counts[routed.layer, sequence] = counts_E
 
     def _own_counts(self, routed: Routed, sequence: int) -> Tensor:
@@ -194,21 +198,27 @@ class StepRouting:
         choices = self._choices.get((routed.layer, sequence))
         if choices is None:
             return torch.zeros(routed.num_experts, dtype=torch.int64, device=routed.choices_TK.device)
-        known = choices[choices != UNKNOWN].long()
-        return torch.bincount(known, minlength=routed.num_experts)
+        return _how_often(choices.flatten().long() - UNKNOWN, routed.num_experts + 1)[1:]
 
     def _complete_counts(self, routed: Routed, sequence: int) -> Tensor:
         counts_E = self._counts.get((routed.layer, sequence))
         if counts_E is None:
             counts_E = self._own_counts(routed, sequence)
-            wanted = routed.choices_TK.shape[1] * int(self._lengths[sequence])
-            if int(counts_E.sum()) != wanted:
+            known = sum(piece.length for piece in self._known.get((routed.layer, sequence), ()))
+            if known != self._lengths[sequence]:
                 raise EvenloadError(
                     "a backward begins before all tokens of its sequence have had a forward",
-                    f"sequence {sequence}, layer {routed.layer}: {int(counts_E.sum())} of {wanted} choices are known",
+                    f"sequence {sequence}, layer {routed.layer}: {known} of {self._lengths[sequence]} tokens had one",
                     "this is a fault of evenload's schedule; please report it with the plan (evenload plan --out)",
                 )
         return counts_E
+
+
+def _how_often(numbers: Tensor, count: int) -> Tensor:
+    """How often each of the first numbers is there, int64 [count]; `torch.bincount` would wait for the device."""
+    return torch.zeros(count, dtype=torch.int64, device=numbers.device).scatter_add_(
+        0, numbers.long(), torch.ones_like(numbers, dtype=torch.int64)
+    )
 
 
 def is_token(pack: Pack) -> Tensor:

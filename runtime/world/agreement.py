@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ...core.aliases import Ranks
 from ...core.errors import EvenloadError, RankError
+from ..attributes import with_attributes
 
 Group = dist.ProcessGroup | None
 Value = TypeVar("Value")
@@ -38,11 +40,11 @@ def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     if not dist.is_initialized():
         return [payload]
     _begin()
-    device = wire_device(group)
-    own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
-    everyone = torch.empty(dist.get_world_size(group), len(payload), dtype=torch.uint8, device=device)
+    group = on_host(group)
+    own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    everyone = torch.empty(dist.get_world_size(group), len(payload), dtype=torch.uint8)
     dist.all_gather(list(everyone.unbind()), own, group=group)
-    return [row.tobytes() for row in everyone.cpu().numpy()]
+    return [row.tobytes() for row in everyone.numpy()]
 
 
 def agree(digest: bytes, what: str, step: int) -> None:
@@ -87,7 +89,7 @@ def everyone(value: Value, group: Group = None) -> list[Value]:
         return [value]
     _begin()
     values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=on_host(group))
     return values
 
 
@@ -123,10 +125,31 @@ def from_first(work: Callable[[], Value], group: Group = None) -> Value:
     outcome = [result, error]
     if dist.is_initialized():
         _begin()
-        dist.broadcast_object_list(outcome, src=0, group=group)
+        dist.broadcast_object_list(outcome, src=0, group=on_host(group))
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]  # type: ignore[no-any-return]
+
+
+_on_host: dict[tuple[int, Ranks], dist.ProcessGroup] = {}
+"""Groups on the host by their world and its ranks."""
+
+
+def on_host(group: Group = None) -> Group:
+    """The group, or where it carries CUDA's tensors alone one of the same ranks over gloo. Collective the first time.
+
+    What ranks tell each other must not wait for what their devices compute, nor a device for it.
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    key = id(dist.group.WORLD), ranks
+    if key not in _on_host:
+        # Torch names a group that its members alone make by how many groups each is in: ranks that are in unequally
+        # many would wait for each other under unlike names.
+        with with_attributes(distributed_c10d, _hash_ranks_to_str=lambda _: f"evenload on host {ranks}"):
+            _on_host[key] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _on_host[key]
 
 
 def wire_device(group: Group = None) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Group, wire_device
+from .agreement import Group, on_host
 
 
 def exchange_bytes(
@@ -18,7 +18,7 @@ def exchange_bytes(
     sizes: Sequence[int],
     group: Group = None,
 ) -> dict[int, Tensor]:
-    """The samples that this rank computes, by their number in the global batch, uint8.
+    """The samples that this rank computes, by their number in the global batch, uint8, on the host.
 
     One all-to-all; every size follows from the arguments, which are the same on all ranks of ``group``, but for `own`.
 
@@ -30,11 +30,12 @@ def exchange_bytes(
     """
     if not dist.is_initialized():
         return dict(own)
+    group = on_host(group)
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     leaving = [[i for i in own if other in targets[i]] for other in ranks]
     coming = [[i for i, there in enumerate(targets) if rank in there and source[i] == other] for other in ranks]
-    nothing = torch.empty(0, dtype=torch.uint8, device=wire_device(group))
-    sent = torch.cat([nothing, *(own[i].to(nothing.device) for numbers in leaving for i in numbers)])
+    nothing = torch.empty(0, dtype=torch.uint8)
+    sent = torch.cat([nothing, *(own[i].cpu() for numbers in leaving for i in numbers)])
     to_come, to_leave = ([sum(sizes[i] for i in numbers) for numbers in one] for one in (coming, leaving))
     received = sent.new_empty(sum(to_come))
     dist.all_to_all_single(received, sent, to_come, to_leave, group=group)

@@ -121,9 +121,9 @@ def run(data, model, shapes, **more):
         micro_batch_size=MICRO_BATCH,
         **more,
     )
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
     for report in reports:
-        total += report["lm loss"].cpu()
+        total += report["lm loss"]
     torch.distributed.all_reduce(total)
     return total
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 from torch.func import functional_call
 
+from ....runtime.attention.copy_rows import copy_rows
 from ....runtime.attributes import with_attributes
 from ....runtime.experts.copies import Fetch
 from ....runtime.experts.gate import ExpertGate
@@ -83,7 +84,8 @@ class _GatedLayer:
             owner: Owner = self._experts.owner() if self._sharded else HomeOwner(list(homes))
             self._fetch = shares.fetch(self._dispatcher.ep_group, owner)
         if shares is not None and any(shares.copies):
-            counts = torch.from_numpy(shares.counts_of_slots).to(counts).flatten()
+            rows = {"counts": shares.counts_of_slots.ravel()}
+            counts = copy_rows(rows, counts.device)["counts"].to(counts.dtype)
             routing_map, probs = shares.spread(routing_map, probs)
         self.lay_out(self._own if shares is None else shares.slots)
         if self._gate.once_ranks:

@@ -45,6 +45,7 @@ def routed(start: int, stop: int, choices: list[int], theirs: int, *more: Slice)
         tokens_T=torch.zeros(borders[-1], dtype=torch.int64),
         labels_T=torch.zeros(borders[-1], dtype=torch.int64),
         positions_T=torch.arange(borders[-1]),
+        cu_seqlens=torch.tensor(borders, dtype=torch.int32),
         num_targets=borders[-1],
         slices=slices,
         shared=SimpleNamespace(plane=plane, micro_batch=micro_batch),
@@ -63,7 +64,7 @@ def test_counts_of_a_shared_sequence_are_taken_when_all_its_tokens_are_counted()
     forward(step, begun)
     with pytest.raises(EvenloadError, match="before all tokens of its sequence") as caught:
         step.gradient(begun, 1.0)
-    assert "2 of 6 choices are known" in caught.value.found
+    assert "2 of 6 tokens had one" in caught.value.found
     forward(step, rest)
     assert rest.pack.shared.plane.sent == [[[1, 2, 0]]], "all that this rank has seen of it"
     factor = step.per_sequence * EXPERTS / LENGTH**2

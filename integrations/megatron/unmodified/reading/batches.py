@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from .....core.errors import EvenloadError
-from .....runtime.world.agreement import everyone, wire_device
+from .....runtime.world.agreement import everyone, on_host
 from .context_parallel import refuse_form, targets_of_columns
 from .form import FIELDS, Form, form_of
 from .rows import holds_rows
@@ -149,14 +149,14 @@ def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], Batches]:
 
 def _spread(samples: Sequence[Sequence[Sample]], head: Batches, source: int) -> Sequence[Sequence[Sample]]:
     """The samples of the tensor-parallel rank ``source`` (its rank in the world), on all of them."""
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = on_host(parallel_state.get_tensor_model_parallel_group())
     lengths = [length for one in head.lengths for length in one]
     width = sum(dtype.itemsize for dtype in head.dtypes.values())
     if dist.get_rank() == source:
-        flat = torch.cat([pack_bytes(sample, wire_device(group)) for one in samples for sample in one])
+        flat = torch.cat([pack_bytes(sample) for one in samples for sample in one])
         dist.broadcast(flat, source, group=group)
         return samples
-    flat = torch.empty(width * sum(lengths), dtype=torch.uint8, device=wire_device(group))
+    flat = torch.empty(width * sum(lengths), dtype=torch.uint8)
     dist.broadcast(flat, source, group=group)
     like = {name: torch.empty(0, dtype=dtype) for name, dtype in head.dtypes.items()}
     parts = iter(torch.split(flat, [width * length for length in lengths]))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .....core.errors import EvenloadError
-from .....runtime.world.agreement import wire_device
+from .....runtime.world.agreement import on_host
 
 INPUT = "input_ids"
 MASK = "attention_mask"
@@ -120,17 +120,17 @@ def exchange_objects(
         own: what this rank has, by place: picklable, with tensors on the CPU.
         source, target: rank in ``group`` that has, and that is to have, what belongs to each place; the same on all.
     """
+    group = on_host(group)
     me, ranks = dist.get_rank(group), range(dist.get_world_size(group))
-    there = wire_device(group)
     parcels = [pickle.dumps({i: own[i] for i in own if target[i] == rank != me}) for rank in ranks]
-    sizes = torch.tensor([len(parcel) for parcel in parcels], device=there)
+    sizes = torch.tensor([len(parcel) for parcel in parcels])
     coming = torch.empty_like(sizes)
     dist.all_to_all_single(coming, sizes, group=group)
-    sent = torch.frombuffer(bytearray(b"".join(parcels)), dtype=torch.uint8).to(there)
+    sent = torch.frombuffer(bytearray(b"".join(parcels)), dtype=torch.uint8)
     received = sent.new_empty(int(coming.sum()))
     dist.all_to_all_single(received, sent, coming.tolist(), sizes.tolist(), group=group)
     values = {i: own[i] for i in own if target[i] == me}
-    for part in torch.split(received.cpu(), coming.tolist()):
+    for part in torch.split(received, coming.tolist()):
         values |= pickle.loads(part.numpy().tobytes())
     assert values.keys() == {i for i, rank in enumerate(target) if rank == me}, (sorted(values), source)
     return values

@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .....core.errors import EvenloadError
 from .....core.plan.step_plan import MicroBatch
+from .....runtime.attention.copy_rows import copy_rows
 from .....runtime.attention.pack import IGNORE, Borders, Pack, Slices, lay_out_pack
 from .....runtime.attention.prefix import PrefixStore
-from .....runtime.world.agreement import wire_device
 from .....runtime.world.exchange import exchange_bytes
 from .....runtime.world.plane import Plane
 from .borders import runs_of
@@ -95,8 +96,8 @@ def exchange(
         lengths: of the sample at each place [tokens].
         like: any sample, for dtypes and device.
     """
-    width, there = sum(like[name].element_size() for name in FIELDS), wire_device(group)
-    packed = {i: pack_bytes(sample, there) for i, sample in own.items()}
+    width = sum(like[name].element_size() for name in FIELDS)
+    packed = {i: pack_bytes(sample) for i, sample in own.items()}
     parts = exchange_bytes(packed, source, targets, [width * length for length in lengths], group)
     return {i: unpack_bytes(part, lengths[i], like) for i, part in parts.items()}
 
@@ -121,21 +122,25 @@ def lay_out(
     """
     like, rows = form.like, dict[str, Tensor]()
 
-    def fill(slices: Slices, segments: Borders) -> dict[str, Any]:
+    def fill(slices: Slices, segments: Borders, borders: Borders) -> dict[str, Any]:
         parts = [{name: samples[s.sequence][name][s.start : s.stop] for name in FIELDS} for s in slices]
         parts = parts or [{name: like[name].new_zeros(1) for name in FIELDS}]
-        positions = [torch.arange(s.start, s.stop) for s in slices] or [torch.zeros(1, dtype=torch.int64)]
+        positions = [np.arange(s.start, s.stop) for s in slices] or [np.zeros(1, dtype=np.int64)]
         if padding := segments[-1] - sum(map(len, positions)):
             # The last position is repeated, so that a table of learned positions is never overrun.
             parts.append({name: like[name].new_zeros(padding) for name in FIELDS})
             parts[-1]["position_ids"] += parts[-2]["position_ids"][-1]
-            positions.append(positions[-1][-1:].expand(padding))
+            positions.append(np.repeat(positions[-1][-1:], padding))
         rows.update({name: torch.cat([part[name] for part in parts]) for name in FIELDS})
         target_T = rows["loss_mask"] != 0
+        planned: dict[str, Any] = {
+            "positions_T": np.concatenate(positions),
+            "cu_seqlens": np.array(borders, dtype=np.int32),
+        }
         return {
             "tokens_T": rows["tokens"],
             "labels_T": torch.where(target_T, rows["labels"], IGNORE),
-            "positions_T": torch.cat(positions).to(form.device or like["tokens"].device),
+            **copy_rows(planned, form.device or like["tokens"].device),
             "num_targets": int(target_T.sum()),
         }
 
@@ -156,9 +161,9 @@ def one_batch(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     )
 
 
-def pack_bytes(sample: Sample, device: torch.device) -> Tensor:
-    """The fields of a sample behind one another, uint8."""
-    return torch.cat([sample[name].contiguous().view(torch.uint8) for name in FIELDS]).to(device)
+def pack_bytes(sample: Sample) -> Tensor:
+    """The fields of a sample behind one another, uint8, on the host."""
+    return torch.cat([sample[name].contiguous().view(torch.uint8) for name in FIELDS]).cpu()
 
 
 def unpack_bytes(data: Tensor, length: int, like: Sample) -> Sample:

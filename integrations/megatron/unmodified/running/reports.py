@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .....runtime.attention.copy_rows import copy_rows, sent
 from .....runtime.world.agreement import everyone, wire_device
 from ..reading.context_parallel import CpShards
 from ..reading.samples import UserPack
@@ -48,7 +50,7 @@ class Reports:
 
     def add(self, packed: UserPack, losses: Tensor, answer: Sequence[Any]) -> None:
         """Take note of a pack: its token losses [1, T] (another shape: not known) and what its function returned."""
-        loss_mask = packed.fields["loss_mask"].to(losses.device)
+        loss_mask = sent(packed.fields["loss_mask"], losses.device)
         if losses.shape != loss_mask.shape:
             self._known = False
             return
@@ -58,11 +60,9 @@ class Reports:
         starts = zip(packed.pack.slices, packed.pack.segments, strict=False)
         parts = [(c, part, first + part.start - s.start) for s, first in starts for c, part in self._cp_shards.of(s)]
         if parts:
-            ids = torch.tensor([c for c, _, _ in parts]).repeat_interleave(
-                torch.tensor([p.length for _, p, _ in parts])
-            )
+            ids = np.repeat([c for c, _, _ in parts], [p.length for _, p, _ in parts])
             own_T = torch.cat([masked_T[first : first + part.length] for _, part, first in parts])
-            self._sums.index_add_(0, ids.to(own_T.device), own_T)
+            self._sums.index_add_(0, copy_rows({"ids": ids}, own_T.device)["ids"], own_T)
         self._packs.append((masked_T.sum(), loss_mask.double().sum(), _kept(answer[-1])))
         self._shares |= _same_storage(answer[0], answer[-1])
 

@@ -1,0 +1,128 @@
+"""What runs: every op of torch, forward and backward, with the device that CUDA would run it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from . import streams
+from .functions import asked, asking, copied, inside
+from .ledger import counts, refuse
+from .storages import CPU, is_pinned, key, on_device, put
+
+BOTH = {"copy_", "_to_copy", "set_", "is_same_size", "_has_compatible_shallow_copy_type", "lift_fresh", "detach"}
+"""Ops that take tensors of both sides."""
+INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+"""Ops whose indices may lie on the host."""
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal"} | {
+    "is_nonzero", "bincount", "repeat_interleave", "histc", "allclose",
+}  # fmt: skip
+"""Ops whose result, or its size, the host needs."""
+MADE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "_to_copy"} | {
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "scalar_tensor",
+}  # fmt: skip
+"""Ops that can be asked for a device."""
+
+
+class Ops(TorchDispatchMode):
+    """Runs each op with its rules."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if getattr(kwargs.get("device"), "type", "") == "cuda":  # C++ asks without the function mode
+            with asking(True):
+                return self.__torch_dispatch__(func, types, args, {**kwargs, "device": CPU})
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        there = [on_device(t) for t in tensors]
+        any_there = any(there)
+        if any_there and not all(there):
+            _check_mixed(name, args, tensors, there)
+        if any_there:
+            counts["ops"]["on the device"] += 1
+            if name in WAITS or (name == "index" and _by_mask(args)):
+                streams.host_waits(name)
+                streams.current().run_to(streams.current().asked)
+                with streams.carried_out():
+                    return _on_device(func(*args, **kwargs), tensors)
+        if name == "copy_":
+            return _copy(func, args, kwargs)
+        to = asked() if (name in MADE or not tensors) else None
+        gpu = any_there if to is None else to
+        if to is None and not tensors:
+            # A gradient that nobody gave is filled with zeros where its output lies.
+            gpu = inside() or torch._C._current_graph_task_id() != -1
+        stream = streams.current()
+        if gpu and stream is not streams.Stream.main:
+            out = streams.keep(func, args, kwargs, stream)
+            if out is streams.MUTATED:
+                return args[0] if func._schema.returns else None
+        else:
+            out = func(*args, **kwargs)
+        return _on_device(out, tensors) if gpu else out
+
+
+def _on_device(out: Any, tensors: list[Tensor]) -> Any:
+    """A result that lies on the device, but for what was there before."""
+    known = {key(t) for t in tensors}
+    for tensor in tree_iter(out):
+        if isinstance(tensor, Tensor) and key(tensor) not in known:
+            put(tensor)
+    return out
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """A copy between tensors, of which each may lie on either side."""
+    target, source = args[0], args[1]
+    beside = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+    gpu, from_gpu = on_device(target), on_device(source)
+    stream = streams.current()
+    if gpu != from_gpu:
+        page_locked = is_pinned(source if gpu else target)
+        if gpu and not source.dim():
+            pass  # x[0] = 1.0 is a fill on the device
+        elif gpu:
+            copied(source, waits=not (beside and page_locked))
+            if beside and page_locked and stream is streams.Stream.main:
+                streams.from_pinned(source)
+        elif not (beside and page_locked):
+            streams.host_waits("a copy to the host")
+            stream.run_to(stream.asked)
+        if not (beside and page_locked):
+            stream = streams.Stream.main
+    if (gpu or from_gpu) and stream is not streams.Stream.main:
+        streams.keep(func, args, kwargs, stream)
+        return target
+    return func(*args, **kwargs)
+
+
+def _by_mask(args: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1] or ())
+
+
+def _check_mixed(name: str, args: Any, tensors: list[Tensor], there: list[bool]) -> None:
+    """Refuse an op that CUDA refuses: tensors of both sides, but for numbers and for indices on the host."""
+    if name in BOTH:
+        return
+    if name.startswith("_foreach_") or name.startswith("_fused_"):
+        lists = [x for x in args if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
+        rows = zip(*lists, strict=False)
+        if all(len({on_device(t) for t in row if t.dim()}) <= 1 for row in rows):
+            return
+    if name in INDEXED:
+        indices = {id(x) for x in args[1] if isinstance(x, Tensor)}
+        if on_device(args[0]):
+            tensors, there = zip(
+                *((t, g) for t, g in zip(tensors, there, strict=True) if id(t) not in indices), strict=True
+            )
+    if any(not g and t.dim() for t, g in zip(tensors, there, strict=True)) or not any(there):
+        shapes = ", ".join(f"{'cuda' if g else 'cpu'}{list(t.shape)}" for t, g in zip(tensors, there, strict=True))
+        raise refuse(f"{name} of tensors on both sides: {shapes}")
+    if len(tensors) > 0 and not there[0] and not tensors[0].dim() and name.endswith("_") and not name.startswith("_"):
+        raise refuse(f"{name} writes to a number on the host")

@@ -1,0 +1,69 @@
+"""The table of the rehearsal: each recipe's ops, faults, waits and copies to the device a step, of its first rank.
+
+    python tests/rehearsal/report.py [CASE ...]
+
+A wait is where the host stands still until the device has come so far; "ours" are evenload's own lines, "host's" the
+trainer's. Copies are those from the host to the device; all of ours run beside.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import conftest
+from evenload.api import load_recipe
+
+from rehearsal import seen as seeing
+
+
+def main() -> None:
+    spec = importlib.util.spec_from_file_location("rehearsal.test_recipes", Path(__file__).with_name("test_recipes.py"))
+    cases = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cases)
+    table = Table("case", "ops", "faults", "waits a step, ours", "host's", "copies to the device a step", "KiB", "s")
+    forges: dict[str, conftest.Forge] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for case in sys.argv[1:] or cases.CASES:
+            path = cases.RECIPES / f"{case.partition(',')[0]}.yaml"
+            recipe = load_recipe(path, cases.CASES[case])
+            place = Path(tempfile.mkdtemp(dir=folder))
+            if recipe.trainer not in forges:
+                forges[recipe.trainer] = conftest.Forge(f"cuda+{recipe.trainer}", place)
+            start = time.monotonic()
+            words = ("train", str(path), *cases.CASES[case])
+            done = forges[recipe.trainer].run(place, words, recipe.min_world_size)
+            seconds, steps = time.monotonic() - start, cases.STEPS_OF.get(case, cases.STEPS)
+            seen = seeing.seen_in(done.outputs)
+            first = json.loads(min(done.outputs.glob("rank.*.json")).read_text())
+            own = sum(seeing.each_step(seen.waits[0], steps).values())
+            every = sum(n / steps for what, n in seen.waits[0].items() if n >= steps and not cases.is_setup(what))
+            beside = Counter({k: n for k, n in seen.to_device[0].items() if k.startswith("runs beside")})
+            moved = sum(n for what, n in first["bytes_to_device"].items() if "copy_rows" in what)
+            table.add_row(
+                case,
+                f"{first['ops']['on the device']:,}",
+                str(sum(seen.faults.values())),
+                f"{own:.1f}",
+                f"{every - own:.1f}",
+                f"{sum(beside.values()) / steps:.1f}",
+                f"{moved / steps / 1024:.0f}",
+                f"{seconds:.0f}",
+            )
+        Console(width=120).print(table)
+        for forge in forges.values():
+            forge.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Every recipe on a rehearsed GPU: nothing that CUDA refuses, and no more waiting than the tables below allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.api import load_recipe
+
+from .seen import each_step, seen_in
+
+pytestmark = pytest.mark.slow
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+STEPS = 3
+SMALL = (
+    "model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4", "model.num_query_groups=2",
+    "data.max_length=512", "train.global_batch_size=8", f"train.steps={STEPS}", "train.dtype=bf16",
+)  # fmt: skip
+WEIGHTS = (f"train.steps={STEPS}", "train.dtype=bf16", "train.global_batch_size=16")
+CASES: dict[str, tuple[str, ...]] = {
+    "slices": SMALL,
+    "mesh": (*SMALL, "parallel.dp=2", "costs=cpu"),
+    "pipeline": SMALL,
+    "moe": SMALL,
+    "megatron-4-ranks": SMALL,
+    "finetune": (*WEIGHTS, "train.export_prompts=0", "data.validation=null"),
+    "lora": (f"train.steps={STEPS}", "train.dtype=bf16"),
+    "deepspeed": (*SMALL, "deepspeed.zero_stage=0"),
+    "deepspeed, ZeRO 1": SMALL,
+    "deepspeed, ZeRO 2": (*SMALL, "deepspeed.zero_stage=2"),
+    "deepspeed, ZeRO 3": (*SMALL, "deepspeed.zero_stage=3"),
+}
+
+
+STEPS_OF = {"lora": 80}
+"""Steps of a run whose end its tenants decide."""
+TOTALS = "tolist at integrations/megatron/reduction.py:_sum_over_world"
+NORM = "_local_scalar_dense at megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32"
+CLOCK = "Event.synchronize at runtime/measure/busy.py:BusyClock._wait"
+WAITS: dict[str, dict[str, tuple[float, str]]] = {
+    "megatron": {
+        TOTALS: (1, "the loss that is logged, and the divisor of the gradient: Megatron's loop reads the first, too"),
+        CLOCK: (1, "seconds of the passes; they have ended by then, so nobody waits"),
+    },
+    "moe": {
+        "tolist at runtime/experts/gate.py:ExpertGate.checked_counts": (
+            4,
+            "a layer and micro-batch: ranks compare what they run; Megatron's dispatcher waits next",
+        ),
+        "a copy to the host at runtime/experts/gate.py:ExpertGate.loads": (1, "loads of experts for the next plan"),
+    },
+    "lora": {
+        "a copy to the host at integrations/host/scoring.py:LossCollector.scores": (1.6, "losses, also of validation"),
+        "tolist at runtime/adapters/adapters.py:Adapters.norms": (1, "norms, by which tenants are clipped"),
+        CLOCK: (1, "seconds of the passes"),
+    },
+    "deepspeed": {
+        "_local_scalar_dense at integrations/deepspeed/engine/engine_host.py:EngineWeights.run": (1, "the loss"),
+        "_local_scalar_dense at integrations/deepspeed/engine/engine_host.py:EngineWeights.update": (1, "the norm"),
+        "_local_scalar_dense at integrations/reference/textbook.py:norm_of": (1, "the norm, of ZeRO 0"),
+        CLOCK: (1, "seconds of the passes"),
+    },
+}
+"""Waits of ours in a step and what each is for. All others are faults: a wait is a gap in what the device does."""
+SETUP = ("weights.py", "host.py:MegatronHost._build", "transfer.py", "tenant.py:TenantAdapter")
+"""Where weights come in before the first step, or go out behind the last."""
+
+
+def allowed(case: str) -> dict[str, float]:
+    rows = WAITS["deepspeed" if case.startswith("deepspeed") else "megatron"] | WAITS.get(case, {})
+    return {what: number for what, (number, _) in rows.items()}
+
+
+QUICK = ("slices", "moe")
+"""Cases that `make test` runs."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.cuda) for case in CASES]
+)
+def test_a_recipe_runs_on_a_gpu(case: str, forge: Any, tmp_path: Path) -> None:
+    recipe = RECIPES / f"{case.partition(',')[0]}.yaml"
+    loaded = load_recipe(recipe, CASES[case])
+    done = forge(f"cuda+{loaded.trainer}").run(tmp_path, ("train", str(recipe), *CASES[case]), loaded.min_world_size)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = seen_in(done.outputs)
+    seen.check()
+    steps = STEPS_OF.get(case, STEPS)
+    for waits, to_device in zip(seen.waits, seen.to_device, strict=True):
+        more = {
+            what: n
+            for what, n in each_step(waits, steps).items()
+            if n > allowed(case).get(what, 0) and not is_setup(what)
+        }
+        assert not more, "ours wait more often than the table says"
+        blocking = [what for what in each_step(to_device, steps) if what.startswith("waits") and not is_setup(what)]
+        assert not blocking, "the host waits for what it sends to the device"
+
+
+def is_setup(what: str) -> bool:
+    return any(place in what for place in SETUP)
