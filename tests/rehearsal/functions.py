@@ -249,10 +249,22 @@ def install() -> None:
     for factory in FACTORIES:
         setattr(torch, factory.__name__, _made(factory))
     for name, own in PROPERTIES.items():
-        setattr(Tensor, name, property(partial(own, getattr(Tensor, name).__get__)))
+        setattr(Tensor, name, property(partial(own, _plain(getattr(Tensor, name).__get__))))
+
+
+def _plain(original: Any) -> Callable[..., Any]:
+    """Torch's own, to which no mode is asked: a mode would be handed what stands in its place now."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return original(*args, **kwargs)
+
+    return call
 
 
 def _method(original: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    original = _plain(original)
+
     def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         return own(original, self, *args, **kwargs)
 
