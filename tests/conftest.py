@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,15 @@ PLANNING, PATIENT = ("train", "bench", "verify"), "planner.budget_ms=60000"
 bit."""
 
 
+def free_port() -> int:
+    """A port that nobody has, of those that the system gives nobody who does not ask for it: it stays free."""
+    while True:
+        port = random.SystemRandom().randrange(12000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Forge:
     """One process that has imported one trainer, and forks the ranks of jobs and of worlds."""
 
@@ -154,9 +165,7 @@ class Forge:
             arguments = (*arguments, PATIENT)
         outputs = self._outputs()
         (outputs / "planted.py").write_text(planted)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         job = {"place": str(place), "arguments": arguments, "ranks": ranks, "port": port, "outputs": str(outputs)}
         job |= {"planted": bool(planted), "script": str(script or ""), "limit_s": limit_s}
         codes = self.ask("job", job)

@@ -153,6 +153,7 @@ def fingerprint(chain: PlanChain) -> bytes:
 def dumped(best: Candidate) -> bytes:
     """A plan and what it comes to, without its batch and what all plans of a chain take of memory."""
     values = {name: getattr(best.plan, name) for name in _SENT}
+    values["groups"] = best.plan.groups.tolist()
     limits = {name: getattr(best.plan.limits, name) for name in _SENT_OF_LIMITS}
     return pickle.dumps((values, limits, tuple(best[1:])), protocol=5)
 

@@ -207,7 +207,7 @@ def test_planners_that_failed_are_not_exact_however_well_the_simpler_plan_ran(ve
     assert result["exact"] is False
     assert result["over"] == []
     assert "experts of layer 0 stay at home, as 'clone' failed: quotas lose tokens" in result["planners_failed"][0]
-    assert result["not_exercised"] == {"moe": "no copies of experts"}
+    assert result["not_exercised"] == {"moe": "no copies of experts or tokens once to a node"}
 
 
 def test_a_plugin_that_did_nothing_is_named_and_the_rest_is_exact(verify: Verify) -> None:

@@ -80,7 +80,7 @@ def test_plugins_without_effect_are_told_of_planners_of_layers_where_loads_are_k
     for copies in (0, 2):
         loads = [Load(0, 0, (1, 1), 1.5, 1.0, copies)]
         planned_runs.report_step("Megatron-Core", planned, planned.plan(as_lengths(LENGTHS)), loads=loads)
-        assert folder.plugins["moe"] == ("" if copies else "no copies of experts")
+        assert folder.plugins["moe"] == ("" if copies else "no copies of experts or tokens once to a node")
 
 
 def test_outside_a_run_a_report_writes_nothing(folder, monkeypatch):
