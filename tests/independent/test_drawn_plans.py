@@ -72,6 +72,9 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "asymmetric": st.booleans(),
         "activation_gib": GIB,
         "max_delay_steps": st.sampled_from([0, 1, HUGE]),
+        "group_size": st.sampled_from([0] * 9 + [2]),
+        "groups_in": st.sampled_from(["rank", "rank", "micro_batch"]),
+        "equal_size": st.sampled_from([False] * 9 + [True]),
     },
     "mesh": {
         "max_tokens": st.one_of(st.none(), CAPS),
