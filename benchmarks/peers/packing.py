@@ -68,15 +68,15 @@ def verl(lengths: Lengths, ranks: int, cap: int, *, equal: bool = False, group: 
 def first_fit_decreasing(lengths: Lengths, cap: int) -> list[list[int]]:
     """Bins of at most ``cap`` tokens: longest first into the first that has room."""
     bins: list[list[int]] = []
-    room = np.zeros(len(lengths), dtype=np.int64)
+    free = np.zeros(len(lengths), dtype=np.int64)
     for i in np.argsort(-lengths, kind="stable").tolist():
-        place = int((room[: len(bins)] >= lengths[i]).argmax()) if bins else 0
-        if not bins or room[place] < lengths[i]:
+        place = int((free[: len(bins)] >= lengths[i]).argmax()) if bins else 0
+        if not bins or free[place] < lengths[i]:
             place = len(bins)
             bins.append([])
-            room[place] = cap
+            free[place] = cap
         bins[place].append(i)
-        room[place] -= lengths[i]
+        free[place] -= lengths[i]
     return bins
 
 
@@ -124,13 +124,13 @@ def case_of(name: str, lengths: Lengths, kind: str, words: Any) -> list[Row]:
     for batch in batches(lengths, cap, words.samples, words.batches):
         plan, plan_s = timed(lambda batch=batch: chain.plan(batch))
         rows.setdefault("evenload", []).append(row_of(plan, chain, cap, plan_s))
-        made = {one: (lambda rule=rule, batch=batch: rule(batch)) for one, rule in rules(kind, ranks, cap).items()}
-        for one, work in made.items():
+        others = {one: (lambda rule=rule, batch=batch: rule(batch)) for one, rule in rules(kind, ranks, cap).items()}
+        for one, work in others.items():
             packs, plan_s = timed(work, 1)
             most = max(int(batch[pack].sum()) for of_rank in packs for pack in of_rank)
             limits = replace(chain.limits, max_tokens=max(cap, most))
-            bare = StepPlan(batch, (), limits)
-            rows.setdefault(one, []).append(row_of(uncut(bare, limits, packs, one), chain, cap, plan_s))
+            unplanned = StepPlan(batch, (), limits)
+            rows.setdefault(one, []).append(row_of(uncut(unplanned, limits, packs, one), chain, cap, plan_s))
         if kind == "free":
             plan, plan_s = timed(lambda batch=batch: chain.baseline("dp_balanced", batch))
             rows.setdefault("Megatron DpBalanced", []).append(row_of(plan, chain, cap, plan_s))

@@ -77,11 +77,11 @@ def rounds_of(lengths: Ints, num_ranks: int, cap: int) -> list[list[_Group]]:
 
 
 def next_round(
-    items: list[int], tokens: list[int], num_ranks: int, cap: int, slack: float = _SLACK, room: float | None = None
+    items: list[int], tokens: list[int], num_ranks: int, cap: int, slack: float = _SLACK, held: float | None = None
 ) -> tuple[list[_Group], list[int]]:
     """The groups of the next micro-batch, and the sequences that are left, bucket by bucket.
 
-    ``room``: tokens that a rank may hold of a pack; None: the cap.
+    ``held``: tokens that a rank may hold of a pack; None: the cap.
     """
     most = 1 << (num_ranks.bit_length() - 1)
     degrees = {i: min(most, 1 << (-(-tokens[i] // cap) - 1).bit_length()) for i in items}
@@ -99,7 +99,7 @@ def next_round(
         item = bucket[0]
         degree = degrees[item]
         each = tokens[item] / degree
-        open_ = [g for g in groups if g.degree == degree and g.tokens + each <= (cap if room is None else room)]
+        open_ = [g for g in groups if g.degree == degree and g.tokens + each <= (cap if held is None else held)]
         if free >= degree:
             open_ = [_Group(degree)]
             groups += open_

@@ -24,7 +24,7 @@ def test_without_packing_it_places_as_the_wheel_does() -> None:
         theirs = sorted(enumerate(lengths), key=lambda one: -one[1])
         while theirs:
             items = [number for number, _ in theirs]
-            groups, left = next_round(items, lengths, ranks, cap, slack=1.0, room=float("inf"))
+            groups, left = next_round(items, lengths, ranks, cap, slack=1.0, held=float("inf"))
             _, theirs, _, placed = scheduler.next_hdp_group(theirs, scheduler.get_total_workload, ranks, delta=1.0)
             own = {rank: group.items for group, of in zip(groups, ranks_of(groups), strict=True) for rank in of}
             assert [own[rank] for rank in range(ranks)] == placed
