@@ -130,7 +130,7 @@ def best_folded(chain: Any, batch: Lengths) -> StepPlan:
         with suppress(EvenloadError):  # a sequence that must be cut
             *_, own = uncut.chained(batch)
             plans.append(chain.under_caps(unfold_cp(own, chain.limits, chain.cp)))
-    best = min(plans, key=lambda plan: outcome_of(plan, chain.context).step_s)
+    best: StepPlan = min(plans, key=lambda plan: outcome_of(plan, chain.context).step_s)
     return best.revised(bound_s=_bound_s(groups, batch))
 
 

@@ -128,6 +128,7 @@ def chain_of(plugins: str, *, stages: int, tp: int, recompute: bool = False, mem
     return replace(chain, context=replace(context, costs=costs, cluster=cluster.model_copy(update=memory)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", SETTINGS)
 @pytest.mark.parametrize(("stages", "tp"), [(1, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("recompute", [False, True])
