@@ -23,12 +23,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ...core.aliases import Floats
 from ...core.errors import EvenloadError
-from ...core.plan.step_plan import Lengths, Slice
+from ...core.plan.step_plan import Lengths
 from ..attention.labels import Labels, count_targets
 from ..attention.pack import PADDING, Pack
 from ..world.plane import FIRST_TAG
@@ -89,8 +91,8 @@ class StepRouting:
         self.per_sequence = targets / max(1, len(lengths))
         """What a sum over tokens, or over sequences, is multiplied by to be a mean times the number of targets."""
         self._choices: Routes = {}
-        self._known: dict[tuple[int, int], set[Slice]] = {}
-        """By layer and sequence: what of it has had a forward here."""
+        self._known: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
+        """By layer and sequence: which of its tokens have had a forward here [L], on the host."""
         self._counts: dict[tuple[int, int], Tensor] = {}
         """By layer and sequence: complete counts of sequences that ranks share [E]."""
 
@@ -167,7 +169,9 @@ class StepRouting:
         their counts."""
         self._write(self._choices, routed.pack, routed.layer, routed.choices_TK)
         for piece in routed.pack.slices:
-            self._known.setdefault((routed.layer, piece.sequence), set()).add(piece)
+            key = routed.layer, piece.sequence
+            self._known.setdefault(key, np.zeros(self._lengths[piece.sequence], dtype=np.bool_))
+            self._known[key][piece.start : piece.stop] = True
         if routed.pack.shared is not None:
             self._exchange(routed)
 
@@ -204,8 +208,8 @@ class StepRouting:
         counts_E = self._counts.get((routed.layer, sequence))
         if counts_E is None:
             counts_E = self._own_counts(routed, sequence)
-            known = sum(piece.length for piece in self._known.get((routed.layer, sequence), ()))
-            if known != self._lengths[sequence]:
+            known = int(self._known[routed.layer, sequence].sum())
+            if known < self._lengths[sequence]:
                 raise EvenloadError(
                     "a backward begins before all tokens of its sequence have had a forward",
                     f"sequence {sequence}, layer {routed.layer}: {known} of {self._lengths[sequence]} tokens had one",
