@@ -41,7 +41,7 @@ def main() -> None:
             if recipe.trainer not in forges:
                 forges[recipe.trainer] = conftest.Forge(f"cuda+{recipe.trainer}", place)
             start = time.monotonic()
-            words = ("train", str(path), *cases.CASES[case])
+            words = ("train", str(path), *cases.words_of(case, place))
             done = forges[recipe.trainer].run(place, words, recipe.min_world_size)
             seconds, steps = time.monotonic() - start, cases.STEPS_OF.get(case, cases.STEPS)
             seen = seeing.seen_in(done.outputs)
