@@ -34,10 +34,9 @@ from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_adapters_in_loops
 from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
-from .groups import groups_of, refuse_others
 from .judge import Candidate, at_bound, beside, budget_bytes, floor_s, judge, least_s, outcome_of, rivals_of
 from .notes import LEFT_OUT, NO_EFFECT, WARNINGS, unequal_caps, warn_of_idle
-from .setting import Setting, context_of, limits_of, refuse_too_many
+from .setting import Setting, context_of, groups_of, limits_of, refuse_others, refuse_too_many
 from .static_cp import best_folded, folded, unfold_cp
 from .stock import UNCAPPED, stock_plan
 from .tenants import of_tenants

@@ -1,8 +1,12 @@
-"""What planners need of a recipe or a live model: the cluster, the costs of one stage, and the limits of every plan."""
+"""What planners need of a recipe or a live model: the cluster, the costs of one stage, the limits of every plan, and
+which samples stay together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ..costs import costs as cost_models
 from ..costs.context import ExpertContext, PlanningContext, Traffic
@@ -11,10 +15,11 @@ from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import Shape
 from ..plan.limits import Limits
-from ..plan.step_plan import Lengths
+from ..plan.step_plan import Lengths, as_lengths
 from ..recipe.recipe import RECIPES, Recipe
 from ..recipe.sizes import shape_of
 from ..recipe.traits import TrainerTraits, frozen, trainer_called
+from ..registry import Plugin, PluginConfig
 from .stock import UNCAPPED
 
 
@@ -197,4 +202,21 @@ def refuse_too_many(batch: Lengths, caps: Limits, cp: int) -> None:
             "a batch is too many micro-batches to be planned",
             f"{fewest} of {cap} tokens at each of {stages} stages, {MOST_PASSES} may be planned over all stages",
             "raise max_tokens, lower train.global_batch_size, or shorten the samples (data.max_length)",
+        )
+
+
+def groups_of(batch: Lengths, said: Lengths, links: Sequence[tuple[Plugin, PluginConfig]]) -> Lengths:
+    """The group of each sequence [S]: as somebody said, or so many neighbours as a setting says; empty: no groups."""
+    size = max((getattr(config, "group_size", 0) for _, config in links), default=0)
+    return as_lengths(np.arange(len(batch)) // size) if size and not len(said) else said
+
+
+def refuse_others(asked: bool, links: Sequence[tuple[Plugin, PluginConfig]]) -> None:
+    """Raise EvenloadError where sequences are to stay together, or in equal counts, and not all planners keep them."""
+    others = [plugin.name for plugin, _ in links if not plugin.keeps_groups]
+    if asked and (others or not links):
+        raise EvenloadError(
+            "not every enabled plugin keeps samples of a group together, or ranks at equal counts of them",
+            f"enabled are {', '.join(plugin.name for plugin, _ in links) or 'none'}",
+            f"disable {', '.join(others)}, or ask for no groups" if others else "enable plugins.packing",
         )
