@@ -267,11 +267,13 @@ def table(result: Row) -> Any:
     return Group(first, grid("Ragged lengths, TP 8, H200 (predicted)", head, rows, "planning measured"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(description: str | None, few: str, benchmark: Callable[..., Any], table: Callable[[Any], Any]) -> None:
+    """A benchmark on two files of lengths, as the command line asks for it; ``few``: what is left of it in a quick
+    one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wikipedia", type=Path, help="File of lengths; default: a stand-in.")
     parser.add_argument("--mooncake", type=Path, help="File of lengths; default: a stand-in.")
-    parser.add_argument("--quick", action="store_true", help="Few rows.")
+    parser.add_argument("--quick", action="store_true", help=few)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the tables.")
     parser.add_argument("--out", type=Path, help="Write the JSON here too.")
     arguments = parser.parse_args()
@@ -282,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "Few rows.", benchmark, table)

@@ -17,16 +17,14 @@ once, which favours the V slightly.
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
 import math
 import sys
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evenload.commands.tables.show import emit, grid
+from evenload.commands.tables.show import grid
 from evenload.core.errors import EvenloadError
 from evenload.core.input.format import GIB
 from evenload.core.plan.step_plan import StepPlan
@@ -40,7 +38,7 @@ from evenload.plugins.pipeline.settings import limits_for
 
 sys.path.append(str(Path(__file__).parent))
 from games import Game, Rows, Table, game_of, played
-from pipelines import TOKENS, Batch, batch_of, bodies_of, chain_of, ranks_of
+from pipelines import TOKENS, Batch, batch_of, bodies_of, chain_of, ranks_of, run
 
 ROWS = (("wiki", 8, 64), ("wiki", 4, 64), ("wiki", 16, 64), ("mooncake", 8, 32))
 """Lengths, stages, sequences."""
@@ -244,19 +242,5 @@ def table(result: Row) -> Any:
     return grid("Two parts of a stage on each rank (predicted)", head, rows, "H200, TP 8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wikipedia", type=Path, help="File of lengths; default: a stand-in.")
-    parser.add_argument("--mooncake", type=Path, help="File of lengths; default: a stand-in.")
-    parser.add_argument("--quick", action="store_true", help="One row.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = parser.parse_args()
-    result = benchmark(arguments.wikipedia, arguments.mooncake, arguments.quick)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, arguments.json, table)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, "One row.", benchmark, table)
