@@ -21,10 +21,13 @@ SMALL = (
 )  # fmt: skip
 WEIGHTS = (f"train.steps={STEPS}", "train.dtype=bf16", "train.global_batch_size=16")
 CASES: dict[str, tuple[str, ...]] = {
+    "quickstart": SMALL,
     "slices": SMALL,
     "mesh": (*SMALL, "parallel.dp=2", "costs=cpu"),
     "pipeline": SMALL,
     "moe": SMALL,
+    "gpu-node": (*SMALL, "parallel.dp=2"),
+    "gpu-node, TP 2": (*SMALL, "parallel.dp=1", "parallel.tp=2"),
     "megatron-4-ranks": SMALL,
     "finetune": (*WEIGHTS, "train.export_prompts=0", "data.validation=null"),
     "lora": (f"train.steps={STEPS}", "train.dtype=bf16"),
@@ -72,6 +75,14 @@ SETUP = ("weights.py", "host.py:MegatronHost._build", "transfer.py", "tenant.py:
 def allowed(case: str) -> dict[str, float]:
     rows = WAITS["deepspeed" if case.startswith("deepspeed") else "megatron"] | WAITS.get(case, {})
     return {what: number for what, (number, _) in rows.items()}
+
+
+LEFT_OUT = {"hf-trainer"}
+"""Recipes for scripts that somebody else wrote, of which test_scripts.py runs some."""
+
+
+def test_no_recipe_is_forgotten() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {case.partition(",")[0] for case in CASES} | LEFT_OUT
 
 
 QUICK = ("slices", "moe")
