@@ -131,24 +131,29 @@ def from_first(work: Callable[[], Value], group: Group = None) -> Value:
     return outcome[0]  # type: ignore[no-any-return]
 
 
-_on_host: dict[tuple[int, Ranks], dist.ProcessGroup] = {}
+_on_host: dict[tuple[Group, Ranks], dist.ProcessGroup] = {}
 """Groups on the host by their world and its ranks."""
 
 
 def on_host(group: Group = None) -> Group:
     """The group, or where it carries CUDA's tensors alone one of the same ranks over gloo. Collective the first time.
 
-    What ranks tell each other must not wait for what their devices compute, nor a device for it.
+    What ranks tell each other must not wait for what their devices compute, nor a device for it. Raises RankError where
+    gloo does not reach the others.
     """
     if "cpu:" in dist.get_backend_config(group):
         return group
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-    key = id(dist.group.WORLD), ranks
+    key = dist.group.WORLD, ranks
     if key not in _on_host:
         # Torch names a group that its members alone make by how many groups each is in: ranks that are in unequally
         # many would wait for each other under unlike names.
         with with_attributes(distributed_c10d, _hash_ranks_to_str=lambda _: f"evenload on host {ranks}"):
-            _on_host[key] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            try:
+                _on_host[key] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            except RuntimeError as error:
+                what = "ranks do not reach each other over gloo, by which they compare their plans"
+                raise RankError(what, str(error), "set GLOO_SOCKET_IFNAME to the network of the nodes") from error
     return _on_host[key]
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from evenload.core.errors import RankError
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from evenload.runtime.world.agreement import agree, first_error, gather_bytes, name_ranks
+from evenload.runtime.world.agreement import agree, first_error, gather_bytes, name_ranks, on_host
 from evenload.runtime.world.plane import own_group
 
 
@@ -120,3 +120,16 @@ def test_alone_everything_agrees():
 )
 def test_ranks_are_named_in_runs(ranks, name):
     assert name_ranks(ranks) == name
+
+
+def test_who_cannot_meet_over_gloo_is_told_which_network_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda _=None: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(dist, "new_group", refuses)
+    with pytest.raises(RankError, match="over gloo") as caught:
+        on_host()
+    assert "connectFullMesh" in caught.value.found
+    assert "GLOO_SOCKET_IFNAME" in caught.value.do
