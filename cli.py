@@ -305,6 +305,7 @@ def _run_ranks(verb: str, recipe: Recipe, nproc: str | None, as_json: bool, **ar
     """Do the verb's work if this is a rank; else start the ranks, and show rank 0's result."""
     from .commands.tables.progress import progress_shown
     from .commands.tables.show import stdout_aside
+    from .training.early_end import ASK_AGAIN
     from .training.launching.launch import is_rank, on_ranks
 
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
@@ -314,3 +315,5 @@ def _run_ranks(verb: str, recipe: Recipe, nproc: str | None, as_json: bool, **ar
         _show(verb, result, as_json)
         if result.get("exact") is False:
             raise SystemExit(1)
+        if result.get("ended_early"):
+            raise SystemExit(ASK_AGAIN)

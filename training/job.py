@@ -142,6 +142,8 @@ class Job(VerbJob):
                 logger.warning("log.%s has no effect in %s: train alone writes it", name, verb)
         if self.held_out is not None:
             logger.warning("data.validation has no effect in %s: train alone evaluates", verb)
+        if self.recipe.train.max_minutes is not None:
+            logger.warning("train.max_minutes has no effect in %s: train alone ends early", verb)
         if self.recipe.train.export is not None:
             logger.warning("train.export has no effect in %s: train alone writes a folder at its end", verb)
 

@@ -24,6 +24,7 @@ from ..core.recipe.tenant import TenantTrain
 from ..core.simulate.step import Span
 from ..integrations.host.host import Rates
 from ..runtime.world.agreement import everyone
+from .early_end import EarlyEnd, reason_of
 from .expert_loads import metrics_of
 from .job import VerbJob
 from .metrics import Taken
@@ -48,8 +49,17 @@ class Follower:
         return replace(self.planner.next(), waited_s=0.0)
 
 
-def measure_step(job: VerbJob, planned: Planned, step: int, *, record: bool, rates: Rates | None = None) -> Taken:
-    """Train one step with all ranks, which line up before it if it is recorded; ``rates``: of tenants. Collective."""
+def measure_step(
+    job: VerbJob,
+    planned: Planned,
+    step: int,
+    *,
+    record: bool,
+    rates: Rates | None = None,
+    ending: EarlyEnd | None = None,
+) -> Taken:
+    """Train one step with all ranks, which line up before it if it is recorded; ``rates``: of tenants; ``ending``: why
+    the run may have to end with it. Collective."""
     if record:
         job.watchdog.at("lining up", step, waits=True)
         job.gather(0.0)
@@ -64,12 +74,14 @@ def measure_step(job: VerbJob, planned: Planned, step: int, *, record: bool, rat
     )
     step_s = time.perf_counter() - start + planned.waited_s
     job.watchdog.at("comparing times", step, waits=True)
-    rows = job.gather(step_s, planned.plan_s, planned.waited_s, result.busy_s, result.forward_s)
-    slowest_s, plan_s, wait_s = rows[:, :3].max(axis=0).tolist()
-    seconds = job.of_stages(rows[:, 3:])
+    heard = ending.heard(step_s) if ending else 0
+    rows = job.gather(step_s, planned.plan_s, planned.waited_s, heard, result.busy_s, result.forward_s)
+    slowest_s, plan_s, wait_s, heard = rows[:, :4].max(axis=0).tolist()
+    seconds = job.of_stages(rows[:, 4:])
     spans = gather_spans(result.spans) if record else []
     moe = metrics_of(result) if job.has_experts else None
-    return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1], moe, spans)
+    ends = reason_of(heard)
+    return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1], moe, spans, ends)
 
 
 def in_turn(names: Sequence[str], turn: int) -> list[str]:

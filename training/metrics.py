@@ -106,6 +106,8 @@ class Taken:
     """`StepRow.moe`."""
     spans: Sequence[Span] = ()
     """What all ranks did when (`StepResult.spans`), of tensor-parallel peers the first; empty unless recorded."""
+    ends: str = ""
+    """Why the run ends with this step, though it is not the last one; empty where it goes on."""
 
 
 def summary(rows: list[StepRow]) -> dict[str, Any]:

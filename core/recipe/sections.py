@@ -186,6 +186,9 @@ class Train(Updates):
     """Instead of steps: as many as draw so many tokens; the last one reaches them."""
     epochs: bounds.Count | None = None
     """Instead of steps: as many as draw each sample so many times; the last one of an epoch takes what is left."""
+    max_minutes: bounds.Amount | None = None
+    """The run ends early, with a checkpoint and exit code 75, behind the step after which one more might not be done
+    within so many minutes of the command; the same command goes on. Null: no limit."""
     global_batch_size: bounds.SequenceCount = 64
     """Samples per optimizer step, over all ranks; null leaves it out."""
     global_batch_tokens: bounds.TokenCount | None = None

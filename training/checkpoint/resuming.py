@@ -101,9 +101,11 @@ def keep(
 
 class Keep(Protocol):
     """Does what is due after a step. ``state``: gives what a checkpoint keeps of the run; ``best``: the step has the
-    lowest validation loss so far. Collective."""
+    lowest validation loss so far; ``last``: the run ends early with it. Collective."""
 
-    def __call__(self, step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool) -> None: ...
+    def __call__(
+        self, step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool, last: bool
+    ) -> None: ...
 
 
 @contextmanager
@@ -113,11 +115,13 @@ def keeping(job: Job) -> Iterator[Keep]:
     in_background = config.background and config.dir is not None
     with Background(job) if in_background else nullcontext() as background:
 
-        def after(step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool) -> None:
+        def after(
+            step: int, planned: Planned, state: Callable[[], Mapping[str, Any]], *, best: bool, last: bool
+        ) -> None:
             if background:
                 background.look()
             done = step + 1
-            due = done % config.every == 0 or done == steps
+            due = last or done % config.every == 0 or done == steps
             if config.dir and config.best and best:
                 keep(job, config.dir / BEST, step, planned, state(), background, most=1)
             if config.dir and due:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ...core.errors import EvenloadError, RankError
 from ...core.input.bounds import LOCAL_RANKS
@@ -32,6 +32,7 @@ from ...runtime.watchdog import marks
 from ...runtime.watchdog.orphans import die_with_parent
 from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
 from ...runtime.world.variables import RESULT, job_variables
+from ..early_end import AT_ONCE_S, SIGNALS
 from ..preflight import preflight
 from ..progress import PROGRESS_SOCKET, Progress, inherited_progress, pass_on_progress, progress_sockets, silent
 from ..tenants.arrivals.preflight import preflight as preflight_of_tenants
@@ -97,11 +98,13 @@ def _checked(verb: str, recipe: Recipe, num_ranks: int | None, against: tuple[st
 def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: Progress = silent) -> dict[str, Any]:
     """Run ``python -m evenload ARGUMENTS`` on ``num_ranks`` local ranks and return rank 0's result.
 
-    Raises RanksFailed where the ranks have said themselves what went wrong, else RankError.
+    Raises RanksFailed where the ranks have said themselves what went wrong, or where they were told to end before their
+    first step, else RankError.
     """
     memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+    ranks: list[subprocess.Popen[bytes]] = []
     with (
-        _terminable(),
+        _terminable(ranks) as passed_on,
         tempfile.TemporaryDirectory(prefix="evenload-") as folder,
         tempfile.TemporaryDirectory(prefix="evenload-", dir=memory) as places,
     ):
@@ -110,7 +113,7 @@ def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: P
         own_end, other_end = progress_sockets()
         with bound() as store, other_end:
             of_first = {STORE_SOCKET: store, PROGRESS_SOCKET: other_end}
-            ranks = [_start(arguments, rank, num_ranks, shared, of_first) for rank in range(num_ranks)]
+            ranks += [_start(arguments, rank, num_ranks, shared, of_first) for rank in range(num_ranks)]
         try:
             verdict = _wait(ranks, Path(places), safety, partial(pass_on_progress, own_end, progress))
         finally:
@@ -120,6 +123,8 @@ def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: P
             for rank in ranks:
                 with suppress(subprocess.TimeoutExpired):
                     rank.wait(_REAP_S)
+        if verdict and passed_on:
+            raise RanksFailed(128 + passed_on[0])
         if isinstance(verdict, RankError):
             raise verdict
         if verdict:
@@ -130,20 +135,36 @@ def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: P
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
-    """A job that is told to end (a scheduler's SIGTERM, a terminal that closes) ends its ranks and leaves no file."""
+def _terminable(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """A job that is told to end (a scheduler's signal, a terminal that closes) ends its ranks and leaves no file.
 
-    def end(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
+    Gives the signals that were passed on: the ranks end as `early_end` says. A second one, or a terminal that
+    closes, ends them at once.
+    """
+    passed_on: list[int] = []
+    passed_s = 0.0
+
+    def tell(number: int, _: object) -> None:
+        nonlocal passed_s
+        if number not in SIGNALS or not ranks:
+            raise SystemExit(128 + number)
+        if passed_on:
+            if time.monotonic() - passed_s < AT_ONCE_S:
+                return
+            raise SystemExit(128 + number)
+        passed_s = time.monotonic()
+        passed_on.append(number)
+        for rank in ranks:
+            rank.send_signal(number)
 
     # What is ignored stays so: nohup.
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    numbers = [n for n in (*SIGNALS, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
         numbers = []  # it alone may handle signals
     for number in numbers:
-        signal.signal(number, end)
+        signal.signal(number, tell)
     try:
-        yield
+        yield passed_on
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)

@@ -19,6 +19,7 @@ from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned, Planner
 from ...core.recipe.sizes import shape_of
 from ..drawing import num_waiting
+from ..early_end import EarlyEnd
 from ..job import Job, VerbJob
 from ..learning import LoadHistory, PredictedStep, Refitting, predict_step
 from ..measuring import OURS, compare, learning_rate, measure_step
@@ -42,13 +43,13 @@ class Variant:
         self._shape = shape_of(job.recipe.model)
 
     def step(
-        self, planned: Planned, step: int, executor: Executor, *, record: bool
+        self, planned: Planned, step: int, executor: Executor, ending: EarlyEnd, *, record: bool
     ) -> tuple[Taken, PredictedStep | None]:
         """Train one step and note what it took; the prediction of its plan on the rank that reports. Collective."""
         # Beside the step: large plans take the simulator a second.
         future = executor.submit(predict_step, planned, refits=self.refitting.on) if self.job.leads else None
         with underway(self.job, begun=bool(self.rows)):
-            taken = take(self.job, planned, step, record=record)
+            taken = take(self.job, planned, step, ending, record=record)
         predicted_step = future.result() if future else None
         self.rows.append(self._row(planned, taken, step, predicted_step))
         if self.job.leads:
@@ -120,9 +121,9 @@ def underway(job: VerbJob, *, begun: bool) -> Iterator[None]:
         raise RankError(f"rank {job.world.rank}: {error.what}", error.found, error.do) from error
 
 
-def take(job: Job, planned: Planned, step: int, *, record: bool) -> Taken:
+def take(job: Job, planned: Planned, step: int, ending: EarlyEnd, *, record: bool) -> Taken:
     """Train a step on all ranks. Collective. Raises RankError for a loss or a gradient that is not finite."""
-    taken = measure_step(job, planned, step, record=record)
+    taken = measure_step(job, planned, step, record=record, ending=ending)
     # DeepSpeed tells a norm of -1 where a gradient is not finite. The update is done, but no checkpoint holds it yet.
     if not (math.isfinite(taken.result.loss) and 0 <= taken.result.grad_norm < math.inf):
         detail = f"loss {taken.result.loss}, gradient norm {taken.result.grad_norm} at step {step}"

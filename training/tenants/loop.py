@@ -15,6 +15,7 @@ from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned
 from ...integrations.host.trained import TenantResult
 from ...runtime.world.agreement import everyone
+from ..early_end import EarlyEnd, reason_of, say_ended
 from ..job import logger
 from ..measuring import measure_step
 from ..metrics import Taken
@@ -42,16 +43,19 @@ class Change(NamedTuple):
     news: News
     faults: Mapping[int, str]
     """What is wrong with the data of tenants, by their numbers."""
+    ends: str
+    """Why the job ends now, where a signal or its minutes say so."""
 
     def __bool__(self) -> bool:
-        return bool(self.news or self.faults)
+        return bool(self.news or self.faults or self.ends)
 
 
 class TenantLoop:
     """See the module. ``saved``: the checkpoint to go on from."""
 
-    def __init__(self, job: TenantJob, saved: Saved | None, write: Write, live: Live) -> None:
+    def __init__(self, job: TenantJob, saved: Saved | None, write: Write, live: Live, ending: EarlyEnd) -> None:
         self._job = job
+        self._ending = ending
         self._write = write
         self._live = live
         self._folder = Folder(job.folder) if job.leads else None
@@ -65,6 +69,8 @@ class TenantLoop:
         self.step = saved.step if saved else 0
         """Steps of the job so far."""
         self.rows: list[JobRow] = []
+        self.ended_early = ""
+        """Why, where a signal or the job's minutes ended it."""
         self._stops = self._idles = False
         self._exercised = Exercised()
 
@@ -105,8 +111,10 @@ class TenantLoop:
         faults = self._job.samples.read(planned, self._job.host.dp_cp_rank) if planned else {}
         news = self._folder.look() if self._folder else News()
         self._job.watchdog.at("agreeing on tenants", self.step, waits=True)
-        reports = everyone((news, faults))
-        return Change(reports[0][0], {number: text for _, rank in reversed(reports) for number, text in rank.items()})
+        step_s = self.rows[-1].step_s if self.rows else 0.0
+        reports = everyone((news, faults, self._ending.heard(step_s)))
+        by_number = {number: text for _, rank, _ in reversed(reports) for number, text in rank.items()}
+        return Change(reports[0][0], by_number, reason_of(max(heard for _, _, heard in reports)))
 
     def _apply(self, change: Change) -> None:
         """Let the members change. Collective."""
@@ -117,8 +125,8 @@ class TenantLoop:
         self.sweeps.race()
         self.members.evict()
         self._seat()
-        if change.news.stop:
-            self._stop()
+        if change.news.stop or change.ends:
+            self._stop(change.ends)
 
     def _train(self, planned: Planned) -> None:
         """One step of all who take part. Collective."""
@@ -205,9 +213,12 @@ class TenantLoop:
             time.sleep(_LOOK_AGAIN_S)
         return self._job.stays
 
-    def _stop(self) -> None:
+    def _stop(self, ends: str) -> None:
         """End the job as it is: whoever takes part goes on when it is started again. Collective."""
         self._keep()
         for tenant in self.members.here:
-            self.members.end(tenant, "waiting", f"the job was ended by the file {STOP}")
+            self.members.end(tenant, "waiting", f"the job was ended by {ends or f'the file {STOP}'}")
+        if ends:
+            say_ended(ends, self.step, self._job.recipe)
+        self.ended_early = ends
         self._stops = True

@@ -11,6 +11,7 @@ from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.folder_lock import folder_lock
 from ...runtime.world.world import World
 from ..checkpoint.checkpoints import last_good
+from ..early_end import listening
 from ..job import in_world, logger
 from ..progress import Progress
 from ..run.writers import writer
@@ -37,8 +38,9 @@ def train_tenants(recipe: Recipe, against: tuple[str, ...], progress: Progress) 
 
 def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
     saved = saving.resume(job)
-    with writer(job.recipe, leads=job.leads, first=saved.step if saved else 0) as write:
-        loop = TenantLoop(job, saved, write, Live(progress))
+    first = saved.step if saved else 0
+    with writer(job.recipe, leads=job.leads, first=first) as write, listening(job.recipe) as ending:
+        loop = TenantLoop(job, saved, write, Live(progress), ending)
         loop.run()
     _refuse_nobody(loop)
     members, root = loop.members, job.recipe.checkpoint.dir
@@ -47,6 +49,7 @@ def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
         "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
         "host": job.host.describe(),
         "summary": {**totals(loop.rows), "checkpoint": str(checkpoint) if checkpoint else None, "out": str(job.out)},
+        "ended_early": loop.ended_early,
         "tenants": [*members.past.values(), *(tenant.status() for tenant in members.tenants)],
         "refused": {name: str(error) for name, error in members.bad.items()},
         "sweeps": list(loop.sweeps.rankings.values()),

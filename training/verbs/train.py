@@ -17,6 +17,7 @@ from typing import Any
 from ...core.recipe.recipe import Recipe
 from ..checkpoint.checkpoints import last_good
 from ..checkpoint.resuming import drawing_after, keeping, resume
+from ..early_end import listening, say_ended
 from ..expert_loads import loads_writer, say_without_copies
 from ..job import Job, logger, open_host, run_rank
 from ..measuring import OURS, Follower, in_turn
@@ -62,9 +63,9 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress:
         variants[OURS] = Variant(job, OURS, state)
         recording = Recording(job, first, pictures)
         validation = ValidationRun(job, state) if job.held_out is not None else None
-        _run(job, variants, state, recording, validation, progress)
+        ends = _run(job, variants, state, recording, validation, progress)
         exported = None
-        if recipe.train.export:
+        if recipe.train.export and not ends:
             from ..checkpoint.exporting import write_export  # and Transformers
 
             exported = write_export(job, recipe.train.export, progress)
@@ -78,6 +79,7 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress:
         "host": job.host.describe(),
         "data": job.source.report(),
         "summary": totals(own.rows, last_good(root) if (root := job.recipe.checkpoint.dir) else None),
+        "ended_early": ends,
         "steps": [asdict(row) for row in own.rows],
         "validation": [asdict(row) for row in validation.rows] if validation else [],
         **results[OURS],
@@ -98,10 +100,11 @@ def _run(
     recording: Recording,
     validation: ValidationRun | None,
     progress: Progress,
-) -> None:
-    """All steps, every variant in its turn; only evenload's own run is logged and saved."""
+) -> str:
+    """All steps, every variant in its turn; only evenload's own run is logged and saved. Why it ended early, if so."""
     recipe, own = job.recipe, variants[OURS]
     first, drawing = (state["step"], drawing_after(job, state)) if state else (0, job.drawing())
+    ends = ""
     planner = job.planner(drawing, *own.chains)
     followers = {name: Follower(*variant.chains) for name, variant in variants.items() if variant is not own}
     planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
@@ -113,6 +116,7 @@ def _run(
         write = opened.enter_context(writer(recipe, leads=job.leads, first=first))
         write_loads = opened.enter_context(loads_writer(job, goes_on=first > 0))
         keep = opened.enter_context(keeping(job))
+        ending = opened.enter_context(listening(recipe))
         for name in variants:
             progress(name, 0, recipe.train.steps - first, "")
         if validation and not first:
@@ -128,7 +132,8 @@ def _run(
             taken: dict[str, Taken] = {}
             for name in in_turn(list(variants), step):
                 variant = variants[name]
-                taken[name], predicted_step = variant.step(planned[name], step, executor, record=recording.wants(step))
+                recorded = recording.wants(step)
+                taken[name], predicted_step = variant.step(planned[name], step, executor, ending, record=recorded)
                 variant.same_plans &= planned[name].plan.digest == planned[OURS].plan.digest
                 variant.learn(planners[name], planned[name], taken[name], predicted_step)
                 progress(name, step + 1 - first, recipe.train.steps - first, variant.said)
@@ -140,8 +145,14 @@ def _run(
                 with underway(job, begun=True):
                     write(entry_of_validation(validation.run(done)))
             best = validation is not None and validation.is_best(done)
-            keep(step, planned[OURS], state_now, best=best)
+            if done < recipe.train.steps:
+                ends = next(filter(None, (one.ends for one in taken.values())), "")
+            keep(step, planned[OURS], state_now, best=best, last=bool(ends))
+            if ends:
+                say_ended(ends, done, recipe)
+                break
     _say_untrained(own, recipe)
+    return ends
 
 
 def _say_untrained(own: Variant, recipe: Recipe) -> None:

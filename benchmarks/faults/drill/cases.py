@@ -14,6 +14,9 @@ SMALL = (
 )
 LEFT_BYTES = 20_000
 """Of a disk that is filled: less than a checkpoint."""
+BEFORE_STEPS = ("start", "meeting", "data", "build", "resume")
+"""Phases in which nobody listens to signals."""
+TERMINATED = (*BEFORE_STEPS, "plan", "load", "forward", "backward", "gradient sum", "update", "compare", "save")
 FAULTY_STEP = 3
 """Counted from 0: one checkpoint is there, of two steps, and the next is due after this step."""
 
@@ -106,6 +109,14 @@ class Case:
         """Whether the job cannot go on."""
         return self.how != "slow" and self.phase.name != "log"
 
+    @property
+    def ended_after(self) -> tuple[int, ...]:
+        """Steps after which a job may end that is told to in this phase, as a signal takes its time; none: at once."""
+        if self.phase.name in BEFORE_STEPS:
+            return ()
+        first = FAULTY_STEP + (2 if self.phase.name == "save" else 1)
+        return first, first + 1
+
     def fault(self, stamp: str, disk: str) -> dict[str, Any]:
         phase = self.phase
         place = {"rank": self.victim, "how": self.how, "at": phase.at, "where": phase.where, "step": phase.step}
@@ -144,6 +155,9 @@ def cases_of(setting: Setting, collectives: Iterable[str]) -> Iterator[Case]:
         yield Case(setting, BY_NAME[name], "disk", 0)
     for name, how, victim in (("forward", "stop", 0), ("update", "kill", 1)):
         yield Case(setting, BY_NAME[name], how, victim, launched=True)
+    for name in TERMINATED:
+        if name in _phases(setting):
+            yield Case(setting, BY_NAME[name], "terminate", 0, launched=True)
     for name in collectives:
         phase = Phase(f"in {name}", "call", name)
         yield from (Case(setting, phase, "kill", 1), Case(setting, phase, "stop", 0))
@@ -156,6 +170,7 @@ QUICK = (
     ("megatron mesh", "ring", "kill", 1),
     ("megatron pipeline", "hand-over", "stop", 0),
     ("zero 3 packing", "convert, later", "kill", 0),
+    ("zero 1 packing", "forward", "terminate", 0, True),
 )
 
 

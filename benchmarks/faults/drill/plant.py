@@ -3,7 +3,8 @@
 `Watchdog.at` and torch's collectives are wrapped. A fault is a JSON object, in the environment as ``EVENLOAD_FAULT``:
 
     rank         the victim
-    how          kill | stop | raise | hang | slow | nan | disk, or trace: nothing but a list of the collectives called
+    how          kill | stop | raise | hang | slow | nan | disk, terminate: SIGTERM to the launcher, as of a scheduler;
+                 or trace: nothing but a list of the collectives called
     at, where    "mark": when the victim marks a place that begins so; "call": when it is about to call this function of
                  torch.distributed, or "Plane.post", "Source.tokens"; "start": at its first line
     step         not before this optimizer step
@@ -109,6 +110,7 @@ def fill(fault: dict[str, Any]) -> None:
 
 ACTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda _: os.kill(os.getppid(), signal.SIGTERM),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": fail,
     "hang": lambda _: time.sleep(NEVER_S),

@@ -236,6 +236,12 @@ def faults_of(case: Case, row: Row) -> list[str]:
     checks += [(row["lost"] > 0, "samples lost"), (row["repeated"] > 0, "samples repeated")]
     rounding = CONVERTED if case.phase.begins == "convert" else 0.0
     checks += [((row["loss_apart"] or 0.0) > rounding, "losses differ")]
+    if case.how == "terminate":
+        kept = int((row["last_good"] or "0").removeprefix("step"))
+        begun = 0 if case.phase.begins == "fresh" else FAULTY_STEP - 1
+        checks += [(row["code"] != (75 if case.ended_after else 143), f"exit code {row['code']}")]
+        checks += [(bool(row["messages"]), "a message"), (kept not in (case.ended_after or (begun,)), f"kept {kept}")]
+        return [text for wrong, text in checks if wrong]
     if not case.ends:
         checks += [(row["code"] != 0, f"exit code {row['code']}"), (bool(row["messages"]), "a message")]
         return [text for wrong, text in checks if wrong]

@@ -80,6 +80,16 @@ def test_a_slow_rank_must_change_nothing(drill: Any) -> None:
     assert drill.faults_of(case, row_of(case, messages=["evenload: rank 1 of 2 is gone"])) == ["a message"]
 
 
+def test_a_job_that_is_told_to_end_keeps_the_step_that_ran(drill: Any) -> None:
+    case = case_of(drill, "terminate")
+    ended = row_of(case, code=75, messages=[], last_good="step00000004")
+    assert drill.faults_of(case, ended) == []
+    assert drill.faults_of(case, {**ended, "code": 143}) == ["exit code 143"]
+    assert drill.faults_of(case, {**ended, "last_good": "step00000002"}) == ["kept 2"]
+    early = case_of(drill, "terminate", "build")
+    assert drill.faults_of(early, {**ended, "code": 143, "last_good": None}) == []
+
+
 def test_messages_are_separated_from_what_is_logged(drill: Any) -> None:
     text = (
         'evenload: {"trainer": "megatron"}\n'
@@ -107,5 +117,5 @@ def test_jobs_that_fail_end_with_one_message_and_lose_nothing(tmp_path: Path) ->
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)["cases"]
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert [row for row in rows if row["faults"]] == []

@@ -1,35 +1,72 @@
 """The launcher is told to end."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
+from evenload.training.launching import launch
 from evenload.training.launching.launch import _terminable
 
 
-def tell(number: int) -> None:
+class RankOfTest:
+    """What the launcher sees of a rank."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.sent.append(number)
+
+
+def tell(number: int, wait_s: float = 10.0) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(10)
+    time.sleep(wait_s)
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Any:
+    """As in a process of its own; under nohup a hang-up is ignored from the start."""
+    before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_end_unwinds_the_launcher_so_that_it_ends_its_ranks(number: int) -> None:
-    before = signal.signal(number, signal.SIG_DFL)  # under nohup a hang-up is ignored from the start
-    try:
-        with pytest.raises(SystemExit) as ended, _terminable():
-            tell(number)
-        assert ended.value.code == 128 + number
-        assert signal.getsignal(number) == signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
+def test_a_signal_before_there_are_ranks_unwinds_the_launcher(number: int) -> None:
+    with pytest.raises(SystemExit) as ended, _terminable([]):
+        tell(number)
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_ranks_are_told_once_and_a_later_signal_unwinds_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "AT_ONCE_S", 0.2)
+    ranks: list[Any] = [RankOfTest(), RankOfTest()]
+    with _terminable(ranks) as passed_on:
+        tell(signal.SIGUSR1, 0.05)
+        tell(signal.SIGTERM, 0.3)  # the same request
+        assert passed_on == [signal.SIGUSR1]
+        assert [rank.sent for rank in ranks] == [[signal.SIGUSR1]] * 2
+        with pytest.raises(SystemExit) as ended:
+            tell(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_a_terminal_that_closes_ends_at_once() -> None:
+    ranks: list[Any] = [RankOfTest()]
+    with pytest.raises(SystemExit) as ended, _terminable(ranks):
+        tell(signal.SIGHUP)
+    assert ended.value.code == 128 + signal.SIGHUP
+    assert ranks[0].sent == []
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with _terminable():
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with _terminable([]):
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

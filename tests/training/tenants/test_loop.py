@@ -441,3 +441,14 @@ def test_bench_which_trains_one_model_is_refused(place: Place, forged: Forged) -
     done = forged(place.path, "bench", "r.yaml")
     assert done.returncode == 2
     assert "bench trains one model by several plans, and no tenants" in done.stderr
+
+
+def test_a_job_that_a_scheduler_ends_keeps_all_tenants_where_they_were(place: Place, whole: Place) -> None:
+    place.put(**ALL)
+    ended = place.run(happens="    if step == 3: os.kill(os.getpid(), signal.SIGTERM)\n")
+    assert ended.returncode == 75, ended.stderr
+    result = json.loads(ended.stdout)
+    assert (result["ended_early"], set(states(result).values())) == ("SIGTERM", {("waiting", 4)})
+    place.trained("parallel.dp=2")
+    for name, steps in (("acme", 6), ("bolt", 8), ("core", 5)):
+        place.same_as(whole, name, steps)
