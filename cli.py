@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -208,6 +209,18 @@ def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar
     raise SystemExit(work(recipe, command))
 
 
+@app.command()
+def env(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    export: Annotated[str, typer.Option("--export", help="shell, json, dotenv or k8s.")] = "shell",
+) -> None:
+    """The variables that `evenload run` sets, for launchers that start processes on other machines."""
+    from .commands.env import env as work
+
+    print(work(load_recipe(recipe, overrides or ()), export))
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def check(
     recipe: RecipePath,
@@ -305,9 +318,11 @@ def _run_ranks(verb: str, recipe: Recipe, nproc: str | None, as_json: bool, **ar
     """Do the verb's work if this is a rank; else start the ranks, and show rank 0's result."""
     from .commands.tables.progress import progress_shown
     from .commands.tables.show import stdout_aside
+    from .runtime.world.schedulers import adopt
     from .training.early_end import ASK_AGAIN
     from .training.launching.launch import is_rank, on_ranks
 
+    adopt(os.environ)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     with stdout_aside() if is_rank() else nullcontext(), progress_shown() as progress:
         result = on_ranks(verb, recipe, sys.argv[1:], num_ranks, progress, **arguments)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..api import load_recipe
+from ..core.recipe.carried import CHECK
 from ..core.recipe.recipe import Recipe
-from ..integrations.unmodified.planned_runs import CHECK
 from ..integrations.unmodified.run_folder import RunFolder
 from .run import planned_steps, run_in, why_nothing
 
@@ -26,7 +26,7 @@ def check(recipe: str | Path, command: Sequence[str]) -> dict[str, Any]:
     chosen = load_recipe(recipe)
     with tempfile.TemporaryDirectory(prefix="evenload-") as path:
         folder = RunFolder(Path(path))
-        code = run_in(folder, recipe, chosen, command, **{CHECK: "1"})
+        code = run_in(folder, chosen, command, **{CHECK: "1"})
         return _result(folder, chosen, code)
 
 

@@ -3,7 +3,8 @@
 A folder of evenload's own (`startup`) goes on PYTHONPATH, in front. Python looks there for ``sitecustomize`` when it
 starts, whoever starts it: torchrun, the deepspeed launcher, a shell script, ``python -m``. The command line need not be
 understood or rewritten for that, which would reach no further than the first process. The folder is part of the
-installed package and not a temporary one, so that other nodes have it too. Python started without PYTHONPATH
+installed package and not a temporary one, so that other nodes have it too; the recipe travels in a variable (`env`
+prints both). Python started without PYTHONPATH
 (``-I``, ``-E``, ``-S``) is not reached.
 
 The last line on stderr says what was planned; where nothing was, why, and which line to change.
@@ -23,13 +24,11 @@ from types import FrameType
 
 from ..api import load_recipe
 from ..core.errors import EvenloadError
-from ..core.recipe.recipe import Recipe, file_of
-from ..core.recipe.rules import refuse_adapters_in_loops
+from ..core.recipe.recipe import Recipe
 from ..core.recipe.traits import trainer_called
 from ..integrations.unmodified.run_folder import VARIABLE, RunFolder
-from ..training.hosts import require
+from .env import variables
 
-STARTUP = Path(__file__).parent / "startup"
 _OF_OUR_LOOP = ("model", "data", "parallel", "train", "planner", "checkpoint", "log", "safety")
 """Sections of a recipe that a script of one's own answers itself."""
 _PLANNED_WITH = ("train.recompute", "train.micro_batch_size")
@@ -47,17 +46,16 @@ def run(recipe: str | Path, command: Sequence[str]) -> int:
     chosen = load_recipe(recipe)
     with tempfile.TemporaryDirectory(prefix="evenload-") as path:
         folder = RunFolder(Path(path))
-        code = run_in(folder, recipe, chosen, command)
+        code = run_in(folder, chosen, command)
         planned = f"planned {planned_steps(folder)}"
         nothing = f"warning: nothing was planned: {why_nothing(folder, chosen, code)}"
         print(f"evenload: {planned if folder.steps else nothing}", file=sys.stderr)
     return code
 
 
-def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequence[str], **variables: str) -> int:
-    """`run` without its last line: the processes write into the folder and have further variables."""
-    refuse_adapters_in_loops(recipe)
-    require(recipe.trainer)
+def run_in(folder: RunFolder, recipe: Recipe, command: Sequence[str], **more: str) -> int:
+    """`run` without its last line: the processes write into the folder and have ``more`` variables."""
+    own = variables(recipe, os.environ.get("PYTHONPATH", ""))
     if not command or shutil.which(command[0]) is None:
         do = "write e.g. evenload run recipe.yaml -- torchrun --nproc-per-node 2 train.py"
         raise EvenloadError("there is no such command", repr(command[0]) if command else "nothing behind --", do)
@@ -65,15 +63,7 @@ def run_in(folder: RunFolder, path: str | Path, recipe: Recipe, command: Sequenc
         keys = ", ".join(idle[:_SHOWN]) + (f" and {len(idle) - _SHOWN} more" if len(idle) > _SHOWN else "")
         why = "the script says what is trained, on what and how; `evenload train` honours them"
         print(f"evenload: warning: the recipe's {keys} have no effect here: {why}", file=sys.stderr)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "EVENLOAD_RECIPE": str(Path(file_of(path)).absolute()),
-        "EVENLOAD_TRAINER": ",".join(trainer_called(recipe.trainer).first_imports),
-        VARIABLE: str(folder.path),
-        **variables,
-    }
-    return _wait(subprocess.Popen(list(command), env=environment))
+    return _wait(subprocess.Popen(list(command), env={**os.environ, **own, VARIABLE: str(folder.path), **more}))
 
 
 def without_effect(recipe: Recipe) -> list[str]:

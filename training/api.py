@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..api import load_recipe
 from ..core.errors import RankError
 from ..core.input.bounds import LOCAL_RANKS, REPEATS, whole_number
 from ..core.recipe.recipe import Recipe
+from ..runtime.world.schedulers import adopt
 from .launching.launch import RanksFailed, on_ranks
 from .progress import Progress, silent
 
@@ -57,6 +59,7 @@ def _answer(
     verb: str, recipe: Recipe | str | Path, nproc: int | None, progress: Progress, words: Sequence[str], **more: Any
 ) -> dict[str, Any] | None:
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    adopt(os.environ)
     num_ranks = None if nproc is None else whole_number(nproc, "nproc", LOCAL_RANKS)
     with tempfile.TemporaryDirectory(prefix="evenload-") as folder:
         path = Path(folder) / "recipe.yaml"

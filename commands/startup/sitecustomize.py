@@ -1,14 +1,18 @@
 """Found by every Python process that `evenload run` has started: switches evenload on when a trainer is imported.
 
-EVENLOAD_TRAINER holds the names of packages, with commas between; the first of them that is imported is the trainer's.
+PYTHON_EVENLOAD holds the recipe and the names of packages (`core/recipe/carried.py` writes it); the first of them that
+is imported is the trainer's.
 
 This folder is on PYTHONPATH for that command's processes alone. Nothing but the standard library runs here, so a
 process that never imports the trainer (torchrun's agent, a shell's helper) is left as it is. The user's own
 sitecustomize, which this one hides, is run first.
 """
 
+import base64
+import json
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -32,8 +36,8 @@ def _run_hidden() -> None:
 class _Starter(MetaPathFinder):
     """Enables the recipe right before the trainer's first line; a mere look for its spec does nothing."""
 
-    def __init__(self, names: Sequence[str], recipe: str) -> None:
-        self._names, self._recipe = names, recipe
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._names, self._content = content["before"], content
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -71,9 +75,19 @@ class _Starter(MetaPathFinder):
                 f"evenload run: evenload is not installed for {sys.executable}, which imports {trainer}"
             ) from error
         import_module("evenload.integrations.unmodified.planned_runs").watch_process()
-        evenload.enable(self._recipe)
+        import_module("evenload.api").load_plugins()
+        evenload.enable(import_module("evenload.core.recipe.carried").recipe_in(self._content))
+
+
+def _content() -> dict[str, Any] | None:
+    text = os.environ.get("PYTHON_EVENLOAD")
+    try:
+        return json.loads(zlib.decompress(base64.urlsafe_b64decode(text))) if text else None
+    except (ValueError, zlib.error):
+        print("evenload: PYTHON_EVENLOAD is not what evenload has written; nothing is switched on", file=sys.stderr)
+        return None
 
 
 _run_hidden()
-if "EVENLOAD_RECIPE" in os.environ and "EVENLOAD_TRAINER" in os.environ:
-    sys.meta_path.insert(0, _Starter(os.environ["EVENLOAD_TRAINER"].split(","), os.environ["EVENLOAD_RECIPE"]))
+if (content := _content()) is not None:
+    sys.meta_path.insert(0, _Starter(content))

@@ -4,7 +4,7 @@ Megatron's schedule, DeepSpeed's engine and Hugging Face's Trainer call the func
 evenload on. `evenload run` and `evenload check` read what is left in their folder (`run_folder`); without one, and
 outside check mode, a report costs nothing.
 
-In check mode (EVENLOAD_CHECK=1) the first step is planned and run, rank 0 records what the plan is predicted to gain,
+In check mode (PYTHON_EVENLOAD_CHECK=1) the first step is planned and run, rank 0 records what it is predicted to gain,
 and all processes end before the optimizer's update: nothing is trained, and nothing is saved.
 """
 
@@ -25,12 +25,10 @@ from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
 from ...core.planning.gains import gains
+from ...core.recipe.carried import CHECK
 from .run_folder import Idle, RunFolder
 
 log = logging.getLogger("evenload")
-
-CHECK = "EVENLOAD_CHECK"
-"""1 in the processes of `evenload check`."""
 
 _steps: Counter[str] = Counter()
 """Planned steps of this process, by loop."""

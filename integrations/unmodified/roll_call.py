@@ -8,7 +8,9 @@ group is made, long before its first planned step, and looks there for that of a
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ...core.errors import RankError
+from ...core.recipe.carried import VARIABLE
 from ...core.recipe.recipe import Recipe
 from ...runtime.watchdog.store_client import read_all
 from ...runtime.world import agreement
@@ -26,10 +29,15 @@ from .planned_runs import on_release
 _WAIT_S = 15.0
 """Ranks leave `init_process_group` together, so those that come later than this do not come."""
 _LOOK_S = 0.1
-_DO = (
-    "start the command of every node by `evenload run` with the same recipe and version; where one launcher starts all "
-    "nodes, let it pass PYTHONPATH and the variables EVENLOAD_* on"
-)
+_DO = "start the command of every node by `evenload run` with the same recipe and version"
+_CARRIED = f"PYTHONPATH and {VARIABLE}"
+_CARRIERS = {
+    "OMPI_COMM_WORLD_RANK": f"let mpirun carry {_CARRIED}: mpirun -x PYTHONPATH -x {VARIABLE}",
+    "PMI_RANK": f"let mpirun carry {_CARRIED}: mpirun -genvlist PYTHONPATH,{VARIABLE}",
+    "SLURM_PROCID": f"let srun carry {_CARRIED}: srun --export=ALL",
+}
+"""What to do, by the variable that a launcher leaves in its processes."""
+_ON_EACH = f"where one launcher starts all nodes, let it carry {_CARRIED}, which `evenload env` prints"
 
 
 def init_process_group(wrapped: Any, _: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
@@ -59,11 +67,16 @@ def _await_all(word: str) -> None:
     if missing := [rank for rank, other in enumerate(words) if not other]:
         runs = "run" if len(missing) > 1 else "runs"
         what, detail = f"{agreement.name_ranks(missing)} of {size} {runs} without evenload", f"no word in {_WAIT_S:g} s"
-        raise RankError(what, detail, _DO)
+        raise RankError(what, detail, f"{_DO}; {_how_to_carry(os.environ)}")
     if set(words) != {word}:
         sides = {one: agreement.name_ranks(r for r, other in enumerate(words) if other == one) for one in words}
         detail = "; ".join(f"{ranks}: {one}" for one, ranks in sides.items())
         raise RankError("the ranks run different versions of evenload, or recipes with other plugins", detail, _DO)
+
+
+def _how_to_carry(environment: Mapping[str, str]) -> str:
+    """What lets the launcher of these processes switch evenload on in all of them."""
+    return next((do for name, do in _CARRIERS.items() if name in environment), _ON_EACH)
 
 
 def _key(rank: int) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
-from evenload.commands.run import STARTUP
+from evenload.commands.env import STARTUP
 from evenload.commands.run import run as run_command
 from evenload.core.errors import EvenloadError
 
@@ -27,6 +29,10 @@ def recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("trainer: megatron\nplugins: {packing: {enabled: true}}\n")
     return path
+
+
+def text_of(content: dict[str, object]) -> str:
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(content).encode())).decode()
 
 
 def start(recipe: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -88,15 +94,16 @@ def test_the_trainers_import_switches_on_and_is_asked_once(recipe, tmp_path):
     """With a stand-in for the session: what is tested here is the startup file."""
     for package, text in {
         "megatron/core/__init__.py": "import evenload\nSEEN = evenload.CALLS[:]\n",
-        "evenload/__init__.py": "CALLS = []\ndef enable(recipe): CALLS.append(recipe)\n",
+        "evenload/__init__.py": ("CALLS = []\ndef enable(recipe): CALLS.append(recipe)\n"),
+        "evenload/api.py": "def load_plugins(): pass\n",
+        "evenload/core/recipe/carried.py": "def recipe_in(content): return content['recipe']\n",
         "evenload/integrations/unmodified/planned_runs.py": "def watch_process(): pass\n",
     }.items():
         (tmp_path / package).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / package).write_text(text)
     environment = {
         "PYTHONPATH": os.pathsep.join([str(STARTUP), str(tmp_path)]),
-        "EVENLOAD_RECIPE": str(recipe),
-        "EVENLOAD_TRAINER": "absent,megatron.core",
+        "PYTHON_EVENLOAD": text_of({"before": ["absent", "megatron.core"], "recipe": str(recipe)}),
         "EVENLOAD_STARTED": str(tmp_path),
     }
     code = (

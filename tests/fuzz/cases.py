@@ -649,7 +649,7 @@ OTHERS = {
     "FORCE_COLOR": ["1", ""],
     "HOME": ["", "/nope", "/dev/null"],
     "LOCAL_WORLD_SIZE": PLACES,
-    "EVENLOAD_RECIPE": ["x"],
+    "PYTHON_EVENLOAD": ["x", "eJw="],
     "TORCHELASTIC_RESTART_COUNT": ["x"],
 }
 

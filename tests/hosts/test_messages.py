@@ -75,7 +75,7 @@ def test_a_rank_without_evenload_is_named_and_not_waited_for(
     ended = forged_run(script, words, tmp_path / "recipe.yaml", one_sided=True)
     assert ended.code == 1, ended.output[-3000:]
     assert ended.output.count("RankError: rank 1 of 2 runs without evenload") == 1, ended.output[-3000:]
-    assert "let it pass PYTHONPATH and the variables EVENLOAD_* on" in ended.output
+    assert "where one launcher starts all nodes, let it carry PYTHONPATH and PYTHON_EVENLOAD" in ended.output
 
 
 @pytest.mark.parametrize("case", [WINDOW, LOOP, NO_STEP], ids=lambda case: f"{case.script} {case.model}")

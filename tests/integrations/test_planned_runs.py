@@ -157,7 +157,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_a_check_ends_before_the_update_and_nothing_else_does():
     code = "try: p.end_of_check(); print('updated')\nfinally: print('saved')\n"
     assert run(code).stdout.split("\n")[:2] == ["updated", "saved"]
-    ended = run("print('before')\n" + code, EVENLOAD_CHECK="1")
+    ended = run("print('before')\n" + code, PYTHON_EVENLOAD_CHECK="1")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "before\n", "")
 
 
@@ -167,7 +167,7 @@ def test_a_check_ends_before_any_optimizer_of_torch_updates(tmp_path):
         "p.watch_process()\nimport torch\n"
         "w = torch.nn.Parameter(torch.ones(1)); w.sum().backward(); torch.optim.AdamW([w]).step(); print('updated')\n"
     )
-    environment = {VARIABLE: str(tmp_path), "EVENLOAD_CHECK": "1"}
+    environment = {VARIABLE: str(tmp_path), "PYTHON_EVENLOAD_CHECK": "1"}
     ended = run(code, **environment)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
     assert "no loop that evenload knows" in RunFolder(tmp_path).idle[0].why

@@ -1,0 +1,35 @@
+"""A recipe in one variable of the environment, for processes on other machines, whoever starts them.
+
+Launchers carry some variables to other machines and drop the rest: one by pdsh passes those on whose names begin with
+PYTHON, mpirun those that it is told. So there is one name, which begins so, and in it the whole recipe and not the path
+of a file that the other machine may lack; in letters, digits, ``-``, ``_`` and ``=``, which no shell takes for its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+
+from .recipe import Recipe, parse
+from .traits import trainer_called
+
+VARIABLE = "PYTHON_EVENLOAD"
+CHECK = "PYTHON_EVENLOAD_CHECK"
+"""Set where one step is checked and nothing updated (`integrations.unmodified.planned_runs`)."""
+
+
+def carried(recipe: Recipe) -> str:
+    """The recipe and the packages before which it is switched on; `commands/startup/sitecustomize.py` reads these."""
+    content = {
+        "before": trainer_called(recipe.trainer).first_imports,
+        "recipe": recipe.model_dump(mode="json", exclude_unset=True),
+    }
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(content).encode(), 9)).decode()
+
+
+def recipe_in(content: dict[str, object]) -> Recipe:
+    """The recipe of what `carried` was given. Raises EvenloadError."""
+    recipe = content["recipe"]
+    assert isinstance(recipe, dict)
+    return parse(recipe)
