@@ -23,8 +23,8 @@ from .samples import Sample, spans_of
 ABSENT = -1
 """In the place of a token, where a sample has more labels than tokens."""
 
-_LIKE_TOKENS = ("attention_mask", "position_ids", "token_type_ids")
-"""What a batch may have for each token beside tokens and labels."""
+_BESIDE = ("attention_mask", "position_ids", "token_type_ids", "decoder_input_ids")
+"""What a batch may have beside tokens and labels."""
 
 
 class RowForm(NamedTuple):
@@ -36,21 +36,21 @@ class RowForm(NamedTuple):
     """Padding stands before the tokens."""
     fill: int
     """The token of padding."""
-    pairs: bool
-    """Labels have a length of their own."""
+    start: int | None
+    """Of an encoder-decoder, whose labels have a length of their own, the token before the first label; else None."""
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], config: Any) -> RowForm:
         """The form of one batch; of one without padding the right side and the model's padding token."""
         mask_BT, tokens_BT = batch.get("attention_mask"), batch["input_ids"]
-        keys = frozenset(key for key in _LIKE_TOKENS if batch.get(key) is not None)
+        keys = frozenset(key for key in _BESIDE if batch.get(key) is not None)
         own = getattr(config, "pad_token_id", None)
         left, fill = False, own if isinstance(own, int) and own >= 0 else 0
         if mask_BT is not None and mask_BT.shape == tokens_BT.shape:
             padding_BT = mask_BT == 0
             left = bool(padding_BT[:, 0].any())
             fill = int(tokens_BT[padding_BT][0]) if bool(padding_BT.any()) else fill
-        return cls(keys, left, fill, bool(getattr(config, "is_encoder_decoder", False)))
+        return cls(keys, left, fill, _start(config))
 
 
 def rows_of(pack: Pack, form: RowForm) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def rows_of(pack: Pack, form: RowForm) -> dict[str, Any]:
     tokens_BT, shifted_BT = pack.tokens_T.view(count, -1), pack.labels_T.view(count, -1)
     real_BT = (pack.sequence_ids_T >= 0).view(count, -1) & (tokens_BT != ABSENT)
     real_BT = real_BT if pack.slices else torch.ones_like(real_BT)
-    if form.pairs:
+    if form.start is not None:
         length, targets = int(real_BT.sum(1).max()), int((shifted_BT != IGNORE).int().sum(0).count_nonzero())
         tokens_BT, real_BT, labels_BT = tokens_BT[:, :length], real_BT[:, :length], shifted_BT[:, : max(1, targets)]
     else:
@@ -70,6 +70,7 @@ def rows_of(pack: Pack, form: RowForm) -> dict[str, Any]:
         "attention_mask": real_BT.long(),
         "position_ids": torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT),
         "token_type_ids": torch.zeros_like(tokens_BT),
+        "decoder_input_ids": _behind_start(labels_BT, form.start or 0, form.fill),
     }
     if form.left:
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -100,7 +101,8 @@ def split_pairs(batch: Mapping[str, Any], config: Any) -> list[Sample]:
         )
     )
     tokens_BT, labels_BD, given = batch["input_ids"], batch["labels"], batch.get("decoder_input_ids")
-    if given is not None and not torch.equal(given, _shifted(labels_BD, config)):
+    made_BD = _behind_start(labels_BD, _start(config) or 0, getattr(config, "pad_token_id", None) or 0)
+    if given is not None and not torch.equal(given, made_BD):
         raise EvenloadError(
             "decoder_input_ids are not the labels, one place to the right",
             f"a batch of decoder_input_ids {list(given.shape)}",
@@ -128,7 +130,14 @@ def _last(labels_D: Tensor) -> int:
     return int(places.max()) if len(places) else -1
 
 
-def _shifted(labels_BD: Tensor, config: Any) -> Tensor:
-    start = getattr(config, "decoder_start_token_id", None)
-    shifted_BD = pad(labels_BD[:, :-1], (1, 0), value=0 if start is None else start)
-    return shifted_BD.where(shifted_BD != IGNORE, getattr(config, "pad_token_id", None) or 0)
+def _start(config: Any) -> int | None:
+    """The token with which an encoder-decoder begins an answer; None: it is none."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return None
+    return getattr(config, "decoder_start_token_id", None) or 0
+
+
+def _behind_start(labels_BD: Tensor, start: int, fill: int) -> Tensor:
+    """What a decoder reads to predict these labels."""
+    shifted_BD = pad(labels_BD[:, :-1], (1, 0), value=start)
+    return shifted_BD.where(shifted_BD != IGNORE, fill)

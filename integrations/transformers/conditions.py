@@ -30,11 +30,15 @@ def embedded(model: Any) -> Iterator[list[Tensor]]:
         leaves.append(output.detach().requires_grad_())
         return leaves[-1]
 
-    hook = model.get_input_embeddings().register_forward_hook(cut)
+    table = model.get_input_embeddings()
+    # An encoder and a decoder may have modules of their own for one table.
+    others = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is table.weight]
+    hooks = [module.register_forward_hook(cut) for module in {table, *others}]
     try:
         yield leaves
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

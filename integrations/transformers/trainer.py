@@ -241,7 +241,7 @@ def _measured(
     model, may_cut = inner_model(trainer), False
     fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else None)
     if fault is None:
-        samples = windows([*batch.samples.own.values()], from_start=batch.rows.pairs)
+        samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
         kind = None if form.packs else rows_like(batch.rows)
         fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind)
     if fault is not None:

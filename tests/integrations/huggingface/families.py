@@ -57,14 +57,16 @@ _SETTINGS = {name: size for size, names in _SIZES.items() for name in names.spli
 _SETTINGS |= dict.fromkeys(_OFF.split(), 0.0) | {"is_decoder": True, "initializer_range": 0.25, "init_std": 0.25}
 
 
-def tiny(family: str) -> Any:
-    """A float64 model of the family. Raises what its config or its class does of sizes that do not go together."""
+def tiny(family: str, **own: Any) -> Any:
+    """A float64 model of the family, with these fields in its config. Raises what its config or its class does of sizes
+    that do not go together."""
     kind = CONFIG_MAPPING[family]
     base = kind()
     if base.get_text_config() is not base:
         raise ValueError("a config of several models")
     wanted = {name: value for name, value in _SETTINGS.items() if getattr(base, name, None) is not None}
     wanted |= {name: _SETTINGS[name] for name in ("pad_token_id", "eos_token_id", "is_decoder") if hasattr(base, name)}
+    wanted |= own
     errors: list[Exception] = []
     layers = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
     changes: list[dict[str, Any]] = [{}, {"num_key_value_heads": 4}]
@@ -89,7 +91,8 @@ _MOST = 2_000_000
 
 
 def _built(config: Any) -> Any:
-    if getattr(config, "layer_types", None):
+    # Of some configs it follows from other fields.
+    if getattr(config, "layer_types", None) and "layer_types" in vars(config):
         config.layer_types = list(config.layer_types)[: config.num_hidden_layers]
     if getattr(config, "dropout", None):
         config.dropout = 0.0
