@@ -163,9 +163,8 @@ def _padded(plan: StepPlan) -> None:
         cut = next((s.sequence for s in m.slices if s.sequence in plan.cut), None)
         if cut is not None:
             raise PlanError("a row holds a part of a sequence", f"{name}: sequence {cut}", "disable slices")
-        if len(m.ranks) > 1 or (not m.pad_to and len({s.length for s in m.slices}) > 1):
-            detail = f"{name}: {len(m.slices)} sequences on {len(m.ranks)} ranks, pad_to {m.pad_to}"
-            raise PlanError("a micro-batch is not rows of one length on one rank", detail)
+        if not m.pad_to and len({s.length for s in m.slices}) > 1:
+            raise PlanError("the rows of a micro-batch have several lengths", f"{name}: pad_to 0", "pad them")
 
 
 def _sharing(plan: StepPlan) -> None:

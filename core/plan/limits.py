@@ -120,8 +120,8 @@ class Limits:
     groups_in_micro_batch: bool = False
     """A group of sequences is in one micro-batch, and not just on the same ranks."""
     padded: bool = False
-    """The model keeps apart what stands in different rows alone: the sequences of a micro-batch are whole, and padded to
-    one length."""
+    """The model keeps apart only what stands in different rows: the sequences of a micro-batch are whole, and padded
+    to one length."""
 
     def under(self, max_tokens: int | None, activation_gib: float | None = None) -> Limits:
         """These limits under further caps on tokens and activations [GiB]; None caps nothing."""

@@ -86,8 +86,8 @@ class _WithoutDropout(TorchFunctionMode):
 @contextmanager
 def as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
     """Inside, the model trains, drops nothing, and recomputes no layer: PyTorch's older checkpoints give no gradient at
-    an activation. Afterwards it is in the mode it was in, its buffers are what they were, and random numbers go on as if
-    nothing had been drawn."""
+    an activation. Afterwards its mode and its buffers are what they were, and random numbers go on as if nothing had
+    been drawn."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     modes = [(module, module.training) for module in model.modules()]

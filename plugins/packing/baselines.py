@@ -11,8 +11,8 @@ dp_balanced     the same, but where packs do not go round, the last sequences of
 best_fit        best-fit-decreasing bins over the whole batch, dealt out in turn (TRL's packing_strategy "bfd")
 group_by_length sorted by length, equally many padded rows in each micro-batch, dealt out in turn (what Transformers'
                 train_sampling_strategy "group_by_length" does, here inside the batch that it would otherwise change)
-token_budget    sorted by length, micro-batches of equal padded tokens, dealt out in turn (online dynamic batching, arXiv
-                2606.19989, inside the batch; so many as are predicted to take least)
+token_budget    sorted by length, micro-batches of equal padded tokens, dealt out in turn (online dynamic batching,
+                arXiv 2606.19989, inside the batch; so many as are predicted to take least)
 karmarkar_karp  sequences to ranks, then to micro-batches, by largest differencing on predicted cost (verl's
                 seqlen_balancing.get_seqlen_balanced_partitions and rearrange_micro_batches)
 
@@ -20,8 +20,8 @@ Equal numbers of packs on every rank, by halving the widest, are this module's a
 stronger baselines than packs dealt as they come. None of them changes the batch, and none but ``chunks`` cuts a
 sequence: where one is longer than ``max_tokens`` they get a cap that holds it. All are run by the same code as
 evenload's own plans. Where samples stay together (``group_size``) or ranks get equal counts (``equal_size``), whole,
-chunks and karmarkar_karp keep to it, the latter as verl's partitions of equal size do; the others do not. Where sequences
-are rows of padded micro-batches, all others pad what they pack, under a cap that holds it.
+chunks and karmarkar_karp keep to it, the latter as verl's partitions of equal size do; the others do not. Where
+sequences are rows of padded micro-batches, all pad what they put together, under a cap that holds it.
 """
 
 from __future__ import annotations

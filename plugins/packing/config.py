@@ -73,7 +73,7 @@ class PackingConfig(PluginConfig):
     def _rows_are_free(self) -> PackingConfig:
         if self.padded and (self.group_size or self.equal_size or self.slices == "even"):
             raise ValueError(
-                "padded rows are whole samples, each by itself: set group_size 0, equal_size false and slices auto or off"
+                "padded rows are whole samples, each by itself: set group_size 0, equal_size false, slices auto or off"
             )
         return self
 

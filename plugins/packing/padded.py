@@ -1,13 +1,14 @@
-"""Even padded groups: whole sequences as rows of one length, for models that keep apart only what stands in other rows.
+"""Even padded groups: whole sequences as rows of one length, for models that keep apart only what is in other rows.
 
-A micro-batch of k rows whose longest has n tokens costs launch + k c(n), c a sequence's seconds, and may hold k n <= cap
-tokens. Let rows be sorted, longest first. Any micro-batches can be exchanged for runs of neighbours of the same sizes,
-none of them longer and so none dearer, so runs are enough, and the least total is that of a shortest path:
+A micro-batch of k rows whose longest has n tokens costs launch + k c(n), c a sequence's seconds, and may hold k n
+tokens up to a cap. Let rows be sorted, longest first. Any micro-batches can be exchanged for runs of neighbours of the
+same sizes, none of them longer and so none dearer, so runs are enough, and the least total is that of a shortest path:
 
     T(i) = min over k of  launch + k c(n_i) + T(i + k)                                    T(K) = 0
 
-T(0) over the number of ranks bounds every plan. Ranks that wait for each other in every pass run rounds, whose costliest
-micro-batch all wait for. A round from row i on within b seconds is filled greedily, a run for each rank, up to e(i, b):
+T(0) over the number of ranks bounds every plan. Ranks that wait for each other in every pass run rounds, whose
+costliest micro-batch all wait for. A round from row i on within b seconds is filled greedily, a run for each rank, up
+to e(i, b):
 
     V(i) = min over b of  launch + b + V(e(i, b))                                         V(K) = 0
 
@@ -45,7 +46,7 @@ _MORE_ROUNDS = 4
 """Rounds tried beyond the fewest."""
 _HALVINGS = 40
 _STARTS, _POLISHED = 3, 1 << 17
-"""Plans that are polished, and runs compared for each: about a tenth of a microsecond a run."""
+"""Plans that are polished, and how many runs may be looked at for each."""
 
 Stops = list[int]
 """Where each run begins among the rows, and the number of rows at the end."""
@@ -156,20 +157,21 @@ def rounds_of_neighbours(rows: Rows, size: int) -> Stops:
     count = len(rows.tokens)
     grid = _GRID[:: max(1, -(-len(_GRID) * size * count // _MOST_WORK))]
     seconds, most = np.append(rows.seconds, 1.0), np.append(rows.most, 0)
-    budgets_BK = grid[:, None] * rows.seconds
-    at_BK, longest_BK = np.broadcast_to(np.arange(count), budgets_BK.shape).copy(), np.zeros(budgets_BK.shape)
+    # Of each budget and row, [B, K].
+    budgets = grid[:, None] * rows.seconds
+    at, longest = np.broadcast_to(np.arange(count), budgets.shape).copy(), np.zeros(budgets.shape)
     for _ in range(min(size, count)):
-        filled = np.minimum((budgets_BK / seconds[at_BK] + 1e-9).astype(np.int64), most[at_BK])
-        longest_BK = np.maximum(longest_BK, filled * seconds[at_BK])
-        at_BK += filled
+        filled = np.minimum((budgets / seconds[at] + 1e-9).astype(np.int64), most[at])
+        longest = np.maximum(longest, filled * seconds[at])
+        at += filled
     total, chosen = np.zeros(count + 1), np.zeros(count, dtype=np.int64)
     for i in range(count - 1, -1, -1):
-        tried = longest_BK[:, i] + total[at_BK[:, i]]
+        tried = longest[:, i] + total[at[:, i]]
         chosen[i] = tried.argmin()
         total[i] = rows.launch_s + tried[chosen[i]]
     stops = [0]
-    for first, end in pairwise(walked(lambda i: int(at_BK[chosen[i], i]), count)):
-        stops += greedy(rows, float(budgets_BK[chosen[first], first]), first, end)[1:]
+    for first, end in pairwise(walked(lambda i: int(at[chosen[i], i]), count)):
+        stops += greedy(rows, float(budgets[chosen[first], first]), first, end)[1:]
     return stops
 
 
@@ -255,10 +257,11 @@ def _in_turn(incoming: StepPlan, limits: Limits, rows: Rows, tried: list[Stops],
 
     def step_s(stops: Stops) -> float:
         cost = rows.costs(stops)
-        cost_RM = np.array(cost + [0.0] * (-len(cost) % ranks)).reshape(-1, ranks)
-        return float(cost_RM.max(axis=1).sum() if limits.together > 1 else cost_RM.sum(axis=0).max())
+        rounds = np.array(cost + [0.0] * (-len(cost) % ranks)).reshape(-1, ranks)
+        return float(rounds.max(axis=1).sum() if limits.together > 1 else rounds.sum(axis=0).max())
 
-    runs = [rows.order[a:b].tolist() for a, b in pairwise(min(tried, key=step_s, default=[]))]
+    best: Stops = min(tried, key=step_s) if tried else []
+    runs = [rows.order[a:b].tolist() for a, b in pairwise(best)]
     return with_rows(uncut(incoming, limits, [runs[rank::ranks] for rank in range(ranks)], made_by))
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a test world run: families that run no packs, under the real Trainer, stock and in padded groups."""
+"""What the ranks of a test world run: families that run no packs under the real Trainer, stock and in padded groups."""
 
 from __future__ import annotations
 
@@ -121,7 +121,11 @@ def _train(model: Any, family: str, size: int, accumulate: int, **more: Any) -> 
     arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0, "seed": 1}
     arguments |= {"per_device_train_batch_size": count, "gradient_accumulation_steps": accumulate, "logging_steps": 1}
     arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "sgd", **more}
-    data = {"train_dataset": rows_of(family), "data_collator": collator(left, answers=loss is not None), "callbacks": [keep]}
+    data = {
+        "train_dataset": rows_of(family),
+        "data_collator": collator(left, answers=loss is not None),
+        "callbacks": [keep],
+    }
     data |= {"compute_loss_func": loss} if loss else {}
     trainer = Keep(model, TrainingArguments(**arguments), **data)
     trainer.train()
