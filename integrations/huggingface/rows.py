@@ -77,7 +77,9 @@ def rows_of(pack: Pack, form: RowForm) -> dict[str, Any]:
         from_BT = (places_T - (~real_BT).sum(1, keepdim=True)) % tokens_BT.shape[1]
         moved = {key: value.gather(1, from_BT) for key, value in rows.items() if key != "position_ids"}
         rows |= moved | {"position_ids": from_BT.where(moved["attention_mask"].bool(), 0)}
-    return {key: value for key, value in rows.items() if key in form.keys or key in ("input_ids", "labels")}
+    wanted = (*form.keys, "input_ids", "labels")
+    # As a collator makes them: some models take views.
+    return {key: value.contiguous() for key, value in rows.items() if key in wanted}
 
 
 def split_pairs(batch: Mapping[str, Any], config: Any) -> list[Sample]:

@@ -16,7 +16,7 @@ from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
-from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
@@ -71,7 +71,7 @@ def rows_of(family: str, lengths: Any = LENGTHS) -> list[dict[str, list[int]]]:
         draw = np.random.default_rng(number)
         tokens, labels = draw.integers(3, 96, length), draw.integers(3, 96, 4 + (length * 3 if number % 2 else 1) % 50)
         if family != "t5":
-            labels = np.where(np.arange(length) < (length // 2 if number % 3 else 0), -100, tokens)
+            labels = np.where(np.arange(length) < (length // 2 if number % 3 else 1), -100, tokens)
         rows.append({"input_ids": tokens.tolist(), "labels": labels.tolist()})
     return rows
 
@@ -95,10 +95,19 @@ def collator(left: bool = False, answers: bool = False) -> Any:
     return collate
 
 
-class Keep(Trainer):
-    """Keeps the gradients right before the update, and what its model computed."""
+class Gradients(TrainerCallback):
+    """Right before the update, of all that has one."""
 
-    gradients: dict[str, torch.Tensor]
+    def __init__(self) -> None:
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Counting(Trainer):
+    """Counts the slots that its model computed."""
+
     slots = 0
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -115,8 +124,7 @@ class Keep(Trainer):
 def _train(model: Any, family: str, size: int, accumulate: int, **more: Any) -> Any:
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
-    rank_trainer = more.pop("rank_trainer")
-    keep, left, loss = rank_trainer.Keep(), more.pop("left", False), more.pop("loss", None)
+    keep, left, loss = Gradients(), more.pop("left", False), more.pop("loss", None)
     count = len(LENGTHS) // size // accumulate
     arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0, "seed": 1}
     arguments |= {"per_device_train_batch_size": count, "gradient_accumulation_steps": accumulate, "logging_steps": 1}
@@ -127,9 +135,9 @@ def _train(model: Any, family: str, size: int, accumulate: int, **more: Any) -> 
         "callbacks": [keep],
     }
     data |= {"compute_loss_func": loss} if loss else {}
-    trainer = Keep(model, TrainingArguments(**arguments), **data)
+    trainer = Counting(model, TrainingArguments(**arguments), **data)
     trainer.train()
-    return trainer.state.log_history[0]["loss"], keep.gradients, trainer.slots
+    return trainer.state.log_history[0]["loss"], keep.kept, trainer.slots
 
 
 def errors(
@@ -154,7 +162,7 @@ def errors(
 
             model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
         weights = {name: value.clone() for name, value in model.state_dict().items()}
-        own = {**more, "rank_trainer": rank_trainer}
+        own = dict(more)
         own |= {"loss": _token_sum} if family == "t5" and not mean else {}
         plans: list[Any] = []
         report = {"report_step": lambda _, chain, plan, plans=plans, **__: plans.append(plan)}
