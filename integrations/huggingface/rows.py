@@ -27,7 +27,7 @@ _BESIDE = ("attention_mask", "position_ids", "token_type_ids", "decoder_input_id
 """What a batch may have beside tokens and labels."""
 
 
-class RowForm(NamedTuple):
+class PaddedForm(NamedTuple):
     """How the rows of a loop's batches look."""
 
     keys: frozenset[str]
@@ -40,7 +40,7 @@ class RowForm(NamedTuple):
     """Of an encoder-decoder, whose labels have a length of their own, the token before the first label; else None."""
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], config: Any) -> RowForm:
+    def of(cls, batch: Mapping[str, Any], config: Any) -> PaddedForm:
         """The form of one batch; of one without padding the right side and the model's padding token."""
         mask_BT, tokens_BT = batch.get("attention_mask"), batch["input_ids"]
         keys = frozenset(key for key in _BESIDE if batch.get(key) is not None)
@@ -53,7 +53,7 @@ class RowForm(NamedTuple):
         return cls(keys, left, fill, _start(config))
 
 
-def rows_of(pack: Pack, form: RowForm) -> dict[str, Any]:
+def rows_of(pack: Pack, form: PaddedForm) -> dict[str, Any]:
     """A pack of whole samples as a batch of padded rows [B, T]; a dummy is one row of one token without a target."""
     count = max(1, len(pack.slices))
     tokens_BT, shifted_BT = pack.tokens_T.view(count, -1), pack.labels_T.view(count, -1)

@@ -23,7 +23,7 @@ from ...runtime.world.exchange import exchange_bytes
 from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, refuse_reach, shape_near, shape_of
 from ..huggingface.refusals import raise_together
-from ..huggingface.rows import RowForm, split_pairs
+from ..huggingface.rows import PaddedForm, split_pairs
 from ..huggingface.samples import reach, split
 from ..unmodified.planned_loop import GlobalBatch
 from .supported import inner_model
@@ -40,7 +40,7 @@ class StepBatch:
     """int64 [2, L] each, tokens and labels."""
     has_mask: bool
     """The script's batches have an ``attention_mask``."""
-    rows: RowForm
+    rows: PaddedForm
     """How the rows of the script's batches look."""
     flattened: bool
     """Some rows hold several samples."""
@@ -67,7 +67,7 @@ class Read(NamedTuple):
     reach: int
     """Positions that a stock run of the batch has."""
     has_mask: bool
-    rows: RowForm | None
+    rows: PaddedForm | None
     """How its rows look; None where it has none."""
     flattened: bool
     """Some rows hold several samples."""
@@ -90,7 +90,7 @@ def read(batch: Any, config: Any, num_items: Any) -> Read:
         own = split_pairs(here, config) if pairs else split(here, rotary=is_rotary(config))
     except EvenloadError as error:
         return Read((), 0, has_mask, None, False, divisor, error)
-    samples, rows = [torch.stack([*sample]) for sample in own], RowForm.of(here, config)
+    samples, rows = [torch.stack([*sample]) for sample in own], PaddedForm.of(here, config)
     return Read(samples, reach(here), has_mask, rows, len(samples) > len(here["input_ids"]), divisor, None)
 
 

@@ -144,7 +144,7 @@ def prove_trainer(
     return prove(inner_model(trainer), samples, row, compute, half=half, kind=kind)
 
 
-class Run(NamedTuple):
+class ProofRun(NamedTuple):
     """What one forward and its backward gave."""
 
     loss: float
@@ -206,7 +206,7 @@ class Measurement:
         micro_batch = MicroBatch(slices, (rank_and_size()[0],), pad_to)
         return build_pack(micro_batch, of_token.__getitem__, self._device, labels_of=of_label.__getitem__)
 
-    def _run(self, batch: dict[str, Any], targets: float = 1.0, *, backward: bool = True) -> Run:
+    def _run(self, batch: dict[str, Any], targets: float = 1.0, *, backward: bool = True) -> ProofRun:
         with ExitStack() as stack:
             leaves = stack.enter_context(embedded(self._model))
             calls = stack.enter_context(counted(self._model, planned=attention.PACK in batch))
@@ -214,7 +214,7 @@ class Measurement:
             loss, outputs = self._compute(batch, targets)
             gradients = list(torch.autograd.grad(loss, leaves)) if backward else []
         logits = getattr(outputs, "logits", None)
-        return Run(
+        return ProofRun(
             float(loss.detach()),
             logits.detach() if isinstance(logits, Tensor) and logits.dim() > 1 else None,
             gradients,
@@ -230,7 +230,7 @@ class Measurement:
         """How far tokens are from what they are alone."""
         return _difference(self._parts(together, alone), torch.cat([one.flatten(0, 1) for one in alone]))
 
-    def _refuse_other_attention(self, packed: Run) -> None:
+    def _refuse_other_attention(self, packed: ProofRun) -> None:
         config = self._model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1
         if packed.attention_calls != layers * packed.forwards:
@@ -240,14 +240,14 @@ class Measurement:
                 f"{layers} layers",
             )
 
-    def _refuse_other_tokens(self, alone: list[Run], packed: Run) -> None:
+    def _refuse_other_tokens(self, alone: list[ProofRun], packed: ProofRun) -> None:
         logits = [one.logits for one in alone if one.logits is not None]
         if packed.logits is not None and len(logits) == len(alone):
             off = self._off(packed.logits, logits)
             if not off <= self._tolerance:
                 raise self._other_tokens(packed, "logits", off)
 
-    def _other_tokens(self, packed: Run, what: str, off: float) -> EvenloadError:
+    def _other_tokens(self, packed: ProofRun, what: str, off: float) -> EvenloadError:
         """Why tokens of a pack are computed otherwise than alone: whether the second sample feels the tokens of the
         first."""
         (tokens, labels), second = self._samples
@@ -264,7 +264,7 @@ class Measurement:
             f"{what} of a {type(self._model).__name__} off by {off:.1e}, {self._tolerance:g} is rounding",
         )
 
-    def _refuse_other_losses(self, alone: list[Run], packed: Run, *, is_divided: bool) -> None:
+    def _refuse_other_losses(self, alone: list[ProofRun], packed: ProofRun, *, is_divided: bool) -> None:
         name, total = type(self._model).__name__, sum(one.loss for one in alone)
         if not is_divided:
             raise EvenloadError(
@@ -281,7 +281,7 @@ class Measurement:
         if not off <= self._tolerance:
             raise self._other_tokens(packed, "gradients at the embeddings", off)
 
-    def _may_cut(self, packed: Run) -> bool:
+    def _may_cut(self, packed: ProofRun) -> bool:
         """Whether samples may be cut: the target of a slice's last token stands in ``shift_labels`` alone, and only
         Transformers' own models are known to look at earlier tokens by attention alone."""
         if not type(self._model).forward.__module__.startswith("transformers."):
@@ -291,7 +291,7 @@ class Measurement:
         except Exception:  # of code that nobody here has seen
             return False
 
-    def _halves(self, packed: Run, **others: int) -> bool:
+    def _halves(self, packed: ProofRun, **others: int) -> bool:
         """Whether the loss of the pack halves where the batch has twice as many targets, other tensors of the batch
         overwritten."""
         batch = self._together(self._samples)
@@ -303,7 +303,7 @@ class Measurement:
 def _window(sample: Tensor, most: int, which: int) -> Tensor:
     """At most so many tokens of a sample [2, L] around one of its targets."""
     target = int((sample[1, 1:] != IGNORE).nonzero().flatten()[which]) + 1
-    first = max(0, target - most // 2)
+    first = max(0, min(target - most // 2, sample.shape[1] - most))
     return sample[:, first : first + most]
 
 

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError
-from ..huggingface.rows import RowForm, rows_of
-from .proof import Measurement, Run
+from ..huggingface.rows import PaddedForm, rows_of
+from .proof import Measurement, ProofRun
+
+_PADDING = 3
+"""Slots beyond the longer sample, so that both have padding."""
 
 
-def rows_like(form: RowForm) -> type[Measurement]:
+def rows_like(form: PaddedForm) -> type[Measurement]:
     """What measures padded rows of a form."""
 
     class OfRows(Measurement):
@@ -25,23 +28,29 @@ def rows_like(form: RowForm) -> type[Measurement]:
 
         noun = "padded rows"
 
+        def __init__(self, model: Any, samples: list[list[list[int]]], *others: Any) -> None:
+            first, second = samples
+            if len(first[0]) == len(second[0]) > 2:  # rows of one length would hide what padding and means do
+                second = [of_kind[:-1] for of_kind in second]
+            super().__init__(model, [first, second], *others)
+
         def _alone(self, index: int) -> dict[str, Any]:
             return rows_of(self._pack([self._samples[index]]), form)
 
         def _together(self, samples: list[list[list[int]]]) -> dict[str, Any]:
-            return rows_of(self._pack(samples, max(len(tokens) for tokens, _ in samples)), form)
+            return rows_of(self._pack(samples, _PADDING + max(len(tokens) for tokens, _ in samples)), form)
 
         def _parts(self, together: Tensor, alone: list[Tensor]) -> Tensor:
             rows = zip(together, (one.shape[1] for one in alone), strict=True)
             return torch.cat([row[len(row) - length :] if form.left else row[:length] for row, length in rows])
 
-        def _refuse_other_attention(self, packed: Run) -> None:
+        def _refuse_other_attention(self, packed: ProofRun) -> None:
             """Rows attend as the model does."""
 
-        def _may_cut(self, packed: Run) -> bool:
+        def _may_cut(self, packed: ProofRun) -> bool:
             return False
 
-        def _other_tokens(self, packed: Run, what: str, off: float) -> EvenloadError:
+        def _other_tokens(self, packed: ProofRun, what: str, off: float) -> EvenloadError:
             return EvenloadError(
                 "a sample is computed otherwise beside other rows and padding than alone",
                 f"{what} of a {type(self._model).__name__} off by {off:.1e}, {self._tolerance:g} is rounding",

@@ -78,7 +78,7 @@ class StepWindow:
     taken: list[TakenBatch] = field(default_factory=list)
 
 
-class Form(NamedTuple):
+class StepForm(NamedTuple):
     """What the micro-batches of planned steps are."""
 
     packs: bool
@@ -94,7 +94,7 @@ class PlannedTrainer:
     recipe: Recipe
     planning: PlannedLoop | None = None
     """None until a form is measured to be exact, in the first step."""
-    measured: dict[Form, PlanChain | EvenloadError] = field(default_factory=dict)
+    measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
     """What plans micro-batches of a form, or why they are not exact."""
     stays: bool = False
     """Its batches stay as they are: nothing is exact for it."""
@@ -207,13 +207,13 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     return stage.loss
 
 
-def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> Form | None:
+def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> StepForm | None:
     """What the micro-batches of a step are: packs, where the model computes them, else padded groups; None where
     neither is exact, which is said once. Measured before the first step of a form. Collective."""
     faults: list[EvenloadError] = [] if batch.windows is None else [batch.windows]
-    forms = [Form(True)] if batch.windows is None else []
+    forms = [StepForm(True)] if batch.windows is None else []
     # What a model makes of several samples in a row without their borders is its own affair.
-    forms += [] if batch.flattened else [Form(False, batch.rows.left)]
+    forms += [] if batch.flattened else [StepForm(False, batch.rows.left)]
     for form in forms:
         if form not in state.measured:
             state.measured[form] = _measured(state, trainer, batch, taken, form)
@@ -235,7 +235,7 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
 
 
 def _measured(
-    state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch, form: Form
+    state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch, form: StepForm
 ) -> PlanChain | EvenloadError:
     """What plans a Trainer's steps in this form, or why it is not exact. Collective."""
     model, may_cut = inner_model(trainer), False
@@ -255,7 +255,7 @@ def _measured(
         return error
 
 
-def _inputs_of(batch: StepBatch, form: Form) -> Callable[[Pack], dict[str, Any]]:
+def _inputs_of(batch: StepBatch, form: StepForm) -> Callable[[Pack], dict[str, Any]]:
     """The arguments of the model's call for a micro-batch of a step."""
     if form.packs:
         return lambda pack: inputs_of(pack, with_mask=batch.has_mask)

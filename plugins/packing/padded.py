@@ -41,7 +41,7 @@ from .candidates import uncut
 _GRID = np.unique(np.concatenate([np.arange(1.0, 8.0, 0.25), 8.0 * 1.04 ** np.arange(120)]))
 """Budgets of a round, over the seconds of its longest row."""
 _MOST_WORK = 1 << 26
-"""Rows x budgets x ranks up to which rounds of neighbours are searched for on the whole grid."""
+"""SortedRows x budgets x ranks up to which rounds of neighbours are searched for on the whole grid."""
 _MORE_ROUNDS = 4
 """Rounds tried beyond the fewest."""
 _HALVINGS = 40
@@ -52,7 +52,7 @@ Stops = list[int]
 """Where each run begins among the rows, and the number of rows at the end."""
 
 
-class Rows(NamedTuple):
+class SortedRows(NamedTuple):
     """The sequences of a batch as rows, the longest first."""
 
     order: Ints
@@ -63,10 +63,10 @@ class Rows(NamedTuple):
     """Of a row of so many tokens, float64 [K]."""
     launch_s: float
     most: Ints
-    """Rows of a micro-batch that begins with each row, under the token cap, int64 [K]."""
+    """SortedRows of a micro-batch that begins with each row, under the token cap, int64 [K]."""
 
     @classmethod
-    def of(cls, lengths: Ints, limits: Limits, context: PlanningContext, price: PassCost | None = None) -> Rows:
+    def of(cls, lengths: Ints, limits: Limits, context: PlanningContext, price: PassCost | None = None) -> SortedRows:
         """``price``: of a micro-batch; None: forward and backward."""
         price = price or context.costs.both
         order = np.argsort(-lengths, kind="stable")
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
         return cls(order, tokens, np.asarray(price.seconds(tokens.astype(np.float64))), launch_s, most)
 
     def costs(self, stops: Stops) -> list[float]:
-        """Seconds of each run."""
+        """Seconds of each run of these, in their order."""
         return [self.cost(a, b) for a, b in pairwise(stops)]
 
     def cost(self, start: int, stop: int) -> float:
@@ -85,7 +85,7 @@ class Rows(NamedTuple):
 
 def portfolio(incoming: StepPlan, limits: Limits, context: PlanningContext) -> Iterator[StepPlan]:
     """Plans of padded groups, the fastest first."""
-    rows, ranks = Rows.of(incoming.lengths, limits, context), limits.num_ranks
+    rows, ranks = SortedRows.of(incoming.lengths, limits, context), limits.num_ranks
     fewest = -(-(len(greedy(rows, np.inf)) - 1) // ranks)
     tried = [rounds_of_neighbours(rows, limits.together), least_total(rows)[1]]
     tried += [equal_runs(rows, (fewest + more) * ranks) for more in range(_MORE_ROUNDS + 1)] if len(rows.tokens) else []
@@ -104,7 +104,7 @@ def bound_s(lengths: Ints, limits: Limits, context: PlanningContext) -> float:
     costs = context.costs
     # A host that replays need not run a forward for its output alone.
     price = costs.backward if costs.recompute and not limits.whole_sequences else costs.both
-    rows = Rows.of(lengths, limits, context, price)
+    rows = SortedRows.of(lengths, limits, context, price)
     alone_s = float(price.at_experts(1.0 / costs.ep).seconds(float(rows.tokens[0]))) + rows.launch_s
     return max(least_total(rows)[0] / limits.num_ranks, alone_s)
 
@@ -123,7 +123,7 @@ def passes_s(costs: list[float], limits: Limits) -> float:
     return max(ends) + (limits.num_stages - 1) * max(rounds, default=0.0)
 
 
-def least_total(rows: Rows) -> tuple[float, Stops]:
+def least_total(rows: SortedRows) -> tuple[float, Stops]:
     """The least seconds of all micro-batches together, and these: T(0) above."""
     count = len(rows.tokens)
     total, best = np.zeros(count + 1), np.ones(count, dtype=np.int64)
@@ -136,7 +136,7 @@ def least_total(rows: Rows) -> tuple[float, Stops]:
     return float(total[0]), walked(lambda i: i + int(best[i]), count)
 
 
-def equal_runs(rows: Rows, count: int) -> Stops:
+def equal_runs(rows: SortedRows, count: int) -> Stops:
     """At most so many micro-batches, of which the costliest costs least; more where the token cap asks for them."""
     low, high = float(rows.seconds[0]), float(rows.seconds.sum() + rows.seconds[0] * len(rows.seconds))
     best = greedy(rows, high)
@@ -152,7 +152,7 @@ def equal_runs(rows: Rows, count: int) -> Stops:
     return best
 
 
-def rounds_of_neighbours(rows: Rows, size: int) -> Stops:
+def rounds_of_neighbours(rows: SortedRows, size: int) -> Stops:
     """Micro-batches of rounds of ``size`` ranks, one of which begins where the one before it ends: V(0) above."""
     count = len(rows.tokens)
     grid = _GRID[:: max(1, -(-len(_GRID) * size * count // _MOST_WORK))]
@@ -175,7 +175,7 @@ def rounds_of_neighbours(rows: Rows, size: int) -> Stops:
     return stops
 
 
-def polished(rows: Rows, stops: Stops, limits: Limits) -> Stops:
+def polished(rows: SortedRows, stops: Stops, limits: Limits) -> Stops:
     """These runs after moves of a border, joins and partings, each of which makes the step shorter."""
     best_s, left, at = passes_s(rows.costs(stops), limits), _POLISHED, 0
     unchanged = 0
@@ -189,7 +189,7 @@ def polished(rows: Rows, stops: Stops, limits: Limits) -> Stops:
     return stops
 
 
-def _neighbours(rows: Rows, stops: Stops, at: int) -> Iterator[Stops]:
+def _neighbours(rows: SortedRows, stops: Stops, at: int) -> Iterator[Stops]:
     """Runs that differ around one border, each under the token cap."""
     before, behind, here = stops[:at], stops[at + 1 :], stops[at]
     middles: list[list[int]] = []
@@ -204,7 +204,7 @@ def _neighbours(rows: Rows, stops: Stops, at: int) -> Iterator[Stops]:
             yield [*before, *middle, *behind]
 
 
-def of_runs(incoming: StepPlan, limits: Limits, rows: Rows, stops: Stops) -> StepPlan:
+def of_runs(incoming: StepPlan, limits: Limits, rows: SortedRows, stops: Stops) -> StepPlan:
     """The plan of these micro-batches: the costliest of neighbouring ranks run at once, rounds are dealt longest first
     over groups of ranks that need not wait for each other."""
     size, groups, cost = limits.together, limits.num_ranks // limits.together, rows.costs(stops)
@@ -238,21 +238,21 @@ def widened(plan: StepPlan) -> StepPlan:
 
 def group_by_length(incoming: StepPlan, context: PlanningContext, limits: Limits) -> StepPlan:
     """Sorted, equally many rows in each micro-batch, dealt out in turn; so many as are predicted to take least."""
-    rows = Rows.of(incoming.lengths, limits, context)
+    rows = SortedRows.of(incoming.lengths, limits, context)
     sizes, count = range(1, int(rows.most.max(initial=0) and rows.most[0]) + 1), len(rows.tokens)
     return _in_turn(incoming, limits, rows, [[*range(0, count, size), count] for size in sizes], "group_by_length")
 
 
 def token_budget(incoming: StepPlan, context: PlanningContext, limits: Limits) -> StepPlan:
     """Sorted, micro-batches of equal padded tokens, dealt out in turn; so many as are predicted to take least."""
-    rows, ranks = Rows.of(incoming.lengths, limits, context), limits.num_ranks
+    rows, ranks = SortedRows.of(incoming.lengths, limits, context), limits.num_ranks
     by_tokens = rows._replace(seconds=rows.tokens.astype(np.float64))
     fewest = -(-(len(greedy(rows, np.inf)) - 1) // ranks)
     counts = [(fewest + more) * ranks for more in range(_MORE_ROUNDS + 1)] if len(rows.tokens) else []
     return _in_turn(incoming, limits, rows, [equal_runs(by_tokens, count) for count in counts], "token_budget")
 
 
-def _in_turn(incoming: StepPlan, limits: Limits, rows: Rows, tried: list[Stops], made_by: str) -> StepPlan:
+def _in_turn(incoming: StepPlan, limits: Limits, rows: SortedRows, tried: list[Stops], made_by: str) -> StepPlan:
     ranks = limits.num_ranks
 
     def step_s(stops: Stops) -> float:
@@ -265,7 +265,7 @@ def _in_turn(incoming: StepPlan, limits: Limits, rows: Rows, tried: list[Stops],
     return with_rows(uncut(incoming, limits, [runs[rank::ranks] for rank in range(ranks)], made_by))
 
 
-def greedy(rows: Rows, budget_s: float, first: int = 0, stop: int | None = None) -> Stops:
+def greedy(rows: SortedRows, budget_s: float, first: int = 0, stop: int | None = None) -> Stops:
     """Runs from a row on, each of as many rows as cost no more than the budget beside the launch, and fit under the
     cap; one at least."""
     end = len(rows.tokens) if stop is None else stop

@@ -203,8 +203,8 @@ LONGEST = 8192
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 _HEAD = f"""# Models
 
-What Transformers' Trainer trains under evenload, of all {{count}} families of causal language models that Transformers
-{{version}} has. `python tests/integrations/huggingface/families.py --page` writes this page, and a test holds it.
+This page gives what Transformers' Trainer trains under evenload, of all {{count}} families of causal language models
+that Transformers {{version}} has. `python tests/integrations/huggingface/families.py --page` writes it.
 
 - *packs*: samples lie behind each other in one row without padding, each attends to itself alone
 - *padded groups*: the samples of a global batch are regrouped as rows of like length, with the divisor of the whole;

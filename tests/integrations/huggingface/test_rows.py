@@ -17,7 +17,7 @@ def test_padded_groups_are_exact_in_double_and_single_precision(on_ranks):
                 assert one["padded"] == [True], (family, one)
                 assert one["grad"] < most, (family, one)
                 assert one["loss"] < 1e-6, (family, one)
-                assert one["slots"] < 0.9 * one["stock_slots"], (family, one)
+                assert one["slots"] < 0.95 * one["stock_slots"], (family, one)
 
 
 def test_adapters_and_left_padding_are_exact_too(on_ranks):

@@ -36,7 +36,7 @@ def drawn(count: int, seed: int) -> np.ndarray:
     return as_lengths(np.random.default_rng(seed).lognormal(5, 1, count).clip(16, 1024).astype(int))
 
 
-def least_s(rows: padded.Rows, made: PlanChain) -> float:
+def least_s(rows: padded.SortedRows, made: PlanChain) -> float:
     """Of all runs of neighbours, tried one by one."""
     count = len(rows.tokens)
     every = ([0, *cuts, count] for k in range(count) for cuts in combinations(range(1, count), k))
@@ -48,7 +48,7 @@ def least_s(rows: padded.Rows, made: PlanChain) -> float:
 def test_small_batches_are_planned_next_to_the_best_of_all_plans(dp, zero):
     for seed in range(3):
         made, lengths = chain(dp, zero), drawn(11, seed)
-        rows = padded.Rows.of(lengths, made.caps, made.context)
+        rows = padded.SortedRows.of(lengths, made.caps, made.context)
         costs = [
             rows.launch_s + len(m.slices) * float(made.context.costs.sequence_s([max(s.length for s in m.slices)])[0])
             for m in made.plan(lengths).micro_batches
