@@ -1050,11 +1050,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "padded rows",
     ),
     Mutant(
-        "a row is computed twice",
+        "a row of a padded group has another one's labels",
         "integrations/huggingface/rows.py",
         '        "labels": labels_BT,\n',
         '        "labels": labels_BT[:1].expand_as(labels_BT),\n',
         "padded rows",
+    ),
+    Mutant(
+        "a row is in two padded groups",
+        "plugins/packing/padded.py",
+        "rows.order[stops[k] : stops[k + 1]].tolist()",
+        "rows.order[stops[k] : stops[k + 1] + 1].tolist()",
+        "padded groups",
     ),
     Mutant(
         "rows of several lengths pass for rows",
