@@ -52,6 +52,7 @@ def _keeps_every_law(plan: StepPlan, limits: Limits) -> bool:
         _every_token_once,
         _ranks_exist,
         _together,
+        _padded,
         _sharing,
         _caps,
         _slices_ascend,
@@ -154,6 +155,16 @@ def _together(plan: StepPlan) -> None:
         counts = sorted(map(len, own))
         if counts[-1] - counts[0] > 1:  # by one only where their number cannot be divided
             raise PlanError("ranks have unequal numbers of sequences", f"between {counts[0]} and {counts[-1]}")
+
+
+def _padded(plan: StepPlan) -> None:
+    """Where sequences are kept apart by rows alone, they are whole, and those of a micro-batch have one length."""
+    for name, m in _both(plan) if plan.limits.padded else ():
+        cut = next((s.sequence for s in m.slices if s.sequence in plan.cut), None)
+        if cut is not None:
+            raise PlanError("a row holds a part of a sequence", f"{name}: sequence {cut}", "disable slices")
+        if not m.pad_to and len({s.length for s in m.slices}) > 1:
+            raise PlanError("the rows of a micro-batch have several lengths", f"{name}: pad_to 0", "pad them")
 
 
 def _sharing(plan: StepPlan) -> None:

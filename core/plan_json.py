@@ -72,7 +72,7 @@ _OF_NAME: dict[str, Any] = {
     "layers_per_stage": Layers,
     "max_activation_bytes": Amount | None,
 }
-_OPTIONAL = ("equal_size", "groups_in_micro_batch")
+_OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded")
 """Limits that files say where they hold, as those of before do not know them."""
 _SCALARS = [f for f in fields(Limits) if f.name != "memory"]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}

@@ -35,6 +35,10 @@ class PluginConfig(Frozen):
         """Settings where no sequence may be cut."""
         return self
 
+    def in_rows(self) -> PluginConfig | None:
+        """Settings where a model keeps apart only what stands in rows of its own; None: nothing is planned then."""
+        return None
+
     def capped(self, limits: Limits) -> Limits:
         """The limits with the caps of this section, none raised: they hold for what every plugin plans."""
         return limits

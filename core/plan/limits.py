@@ -119,6 +119,9 @@ class Limits:
     where their number cannot be divided."""
     groups_in_micro_batch: bool = False
     """A group of sequences is in one micro-batch, and not just on the same ranks."""
+    padded: bool = False
+    """The model keeps apart only what stands in different rows: the sequences of a micro-batch are whole, and padded
+    to one length."""
 
     def under(self, max_tokens: int | None, activation_gib: float | None = None) -> Limits:
         """These limits under further caps on tokens and activations [GiB]; None caps nothing."""
@@ -137,6 +140,7 @@ class Limits:
             max_activation_bytes=min(self.max_activation_bytes, caps.max_activation_bytes),
             equal_size=caps.equal_size,
             groups_in_micro_batch=caps.groups_in_micro_batch,
+            padded=caps.padded,
         )
 
     @property

@@ -112,6 +112,19 @@ class PlanChain:
             chain = replace(chain, links=links)
         return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
 
+    def in_rows(self) -> PlanChain:
+        """The chain where the model keeps apart only what stands in rows of its own. Raises EvenloadError where no
+        enabled plugin plans padded groups."""
+        rows = [(plugin, config.in_rows()) for plugin, config in self.links if plugin.places]
+        links = tuple((plugin, config) for plugin, config in rows if config is not None)
+        if not links:
+            raise EvenloadError(
+                "the model runs no packs, and nothing plans padded groups of single samples",
+                f"enabled are {', '.join(plugin.name for plugin, _ in self.links) or 'none'}",
+                "enable plugins.packing, without group_size and equal_size",
+            )
+        return replace(self, links=links)
+
     def stock(self, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """What the trainer would do by itself."""
         return of_tenants(self._baseline(STOCK, batch), tenants, self.context, self.of_slices)
@@ -208,7 +221,7 @@ class PlanChain:
         placing = [place for place, (plugin, _) in enumerate(self.links) if plugin.places]
         limits = replace(self.limits, max_tokens=self.caps.max_tokens)
         groups = groups_of(batch, self.groups, self.links)
-        refuse_others(len(groups) > 0 or self.caps.equal_size, (*self.links, *self.of_slices))
+        refuse_others(len(groups) > 0 or self.caps.equal_size, self.caps.padded, (*self.links, *self.of_slices))
         plan = StepPlan(batch, (), limits, groups=groups) if 0 in placing else self._baseline(STOCK, batch)
         notes: list[str] = []
         for place, (plugin, config) in enumerate(self.links):

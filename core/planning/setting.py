@@ -211,9 +211,16 @@ def groups_of(batch: Lengths, said: Lengths, links: Sequence[tuple[Plugin, Plugi
     return as_lengths(np.arange(len(batch)) // size) if size and not len(said) else said
 
 
-def refuse_others(asked: bool, links: Sequence[tuple[Plugin, PluginConfig]]) -> None:
-    """Raise EvenloadError where sequences are to stay together, or in equal counts, and not all planners keep them."""
+def refuse_others(asked: bool, padded: bool, links: Sequence[tuple[Plugin, PluginConfig]]) -> None:
+    """Raise EvenloadError where sequences are to stay together, in equal counts or in padded rows, and not all planners
+    keep them so."""
     others = [plugin.name for plugin, _ in links if not plugin.keeps_groups]
+    if padded and others:
+        raise EvenloadError(
+            "not every enabled plugin keeps the rows of a padded micro-batch",
+            f"enabled are {', '.join(plugin.name for plugin, _ in links)}",
+            f"disable {', '.join(others)}, or set plugins.packing.padded=false",
+        )
     if asked and (others or not links):
         raise EvenloadError(
             "not every enabled plugin keeps samples of a group together, or ranks at equal counts of them",

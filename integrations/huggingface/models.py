@@ -19,7 +19,7 @@ _WINDOW_OF = {"sliding_attention": "sliding_window", "chunked_attention": "atten
 _PLAIN = ("full_attention", "sparse", "dense")
 """Layer types without a say in this: causal attention over the whole sequence, and kinds of MLP."""
 
-_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 _NOT_GATED = ("gpt_neox", "gpt2")
 
@@ -43,6 +43,13 @@ def shape_of(config: Any) -> Shape:
     return shape_in(fields)._replace(gated=config.model_type not in _NOT_GATED)
 
 
+def shape_near(model: Any) -> Shape:
+    """About the sizes of a live model whose config does not name them: its weights, all in one layer, without pairs."""
+    vocab_size, hidden_size = model.get_input_embeddings().weight.shape
+    weights = sum(parameter.numel() for parameter in model.parameters()) - vocab_size * hidden_size
+    return Shape(1, hidden_size, max(1, weights // (2 * hidden_size)), 1, 1, vocab_size, gated=False)
+
+
 def refuse_unsupported(config: Any, longest: int | None = None) -> None:
     """Raise EvenloadError if the model does something else than causal attention over each whole sequence.
 
@@ -50,7 +57,11 @@ def refuse_unsupported(config: Any, longest: int | None = None) -> None:
         config: a Hugging Face config; of a model with several parts, that of its text is read.
         longest: what the recipe says of the longest sequence that will come; None: `refuse_lengths` is asked later.
     """
-    _raise(config, _fault(_text(config)))
+    try:
+        fault = _fault(_text(config))
+    except Exception as error:  # of code that nobody here has seen
+        fault = f"its config raises {type(error).__name__}", "use a causal language model whose layers are alike"
+    _raise(config, fault)
     if longest is not None:
         refuse_lengths(config, longest, longest, LengthWords("data.max_length", "data.max_length"))
 
@@ -62,7 +73,13 @@ def refuse_lengths(config: Any, longest: int, reach: int, words: LengthWords) ->
         longest: tokens of the longest sequence.
         reach: positions that stock runs have, padding included.
     """
-    _raise(config, _fault_of_lengths(_text(config), longest, reach, words))
+    refuse_reach(config, longest, reach, words)
+    _raise(config, _fault_of_windows(_text(config), longest, words))
+
+
+def refuse_reach(config: Any, longest: int, reach: int, words: LengthWords) -> None:
+    """Raise EvenloadError if the model has other rotary tables in a stock run; arguments as of `refuse_lengths`."""
+    _raise(config, _fault_of_reach(_text(config), longest, reach, words))
 
 
 def _text(config: Any) -> Any:
@@ -110,7 +127,7 @@ def _fault(config: Any) -> tuple[str, str]:
     """What was found and what to do about it; empty if nothing is wrong."""
     if getattr(config, "num_attention_heads", None) is None:
         return "no num_attention_heads: it has no attention layers", "use a transformer with causal attention"
-    for key in _ATTENTION_DROPOUT:
+    for key in ATTENTION_DROPOUT:
         if getattr(config, key, None):
             return f"{key} = {getattr(config, key):g}", f"set {key} to 0 in the model's config"
     if getattr(config, "is_causal", True) is False:
@@ -131,12 +148,16 @@ def _fault(config: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _fault_of_lengths(config: Any, longest: int, reach: int, words: LengthWords) -> tuple[str, str]:
+def _fault_of_reach(config: Any, longest: int, reach: int, words: LengthWords) -> tuple[str, str]:
     own_reach = rotary_reach(config)
     if own_reach is not None and own_reach < reach:
         padded = "" if reach == longest else f", padded to {reach}"
         detail = f"rotary tables that beyond {own_reach} tokens depend on the pack, {words.longest} = {longest}{padded}"
         return detail, f"lower {words.setting} to {own_reach}, or take a model without dynamic or longrope tables"
+    return "", ""
+
+
+def _fault_of_windows(config: Any, longest: int, words: LengthWords) -> tuple[str, str]:
     types = set(getattr(config, "layer_types", None) or ())
     for kind, key in _WINDOW_OF.items():
         window = getattr(config, key, None)

@@ -62,7 +62,7 @@ def split(batch: Mapping[str, Any], *, rotary: bool) -> list[Sample]:
     if mask_BT is None:
         spans = [(0, tokens_BT.shape[1])] * len(tokens_BT)
     else:
-        spans = _spans(mask_BT)
+        spans = spans_of(mask_BT)
         refuse_labels_on_padding(labels_BT, mask_BT)
         refuse_left_padding(labels_BT, spans, moves=not rotary and batch.get("position_ids") is None)
     borders = [_borders(batch, row, span) for row, span in enumerate(spans)]
@@ -81,7 +81,7 @@ def reach(batch: Mapping[str, Any]) -> int:
     return int(batch["input_ids"].shape[1] if positions_BT is None else positions_BT.max() + 1)
 
 
-def _spans(mask_BT: Tensor) -> list[tuple[int, int]]:
+def spans_of(mask_BT: Tensor) -> list[tuple[int, int]]:
     """(first, stop) of the tokens of each row. Raises EvenloadError for rows without tokens and masks with holes."""
     real_BT = mask_BT.bool()
     counts = real_BT.sum(1).tolist()

@@ -41,7 +41,7 @@ from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
 from .pack_loss import PackLoss
-from .planning import chain_for, gather, read, zero_stage_of
+from .planning import StepBatch, chain_for, gather, read, zero_stage_of
 from .proof import Call, num_targets, prove, windows
 from .supported import outer_model, unwrapped, virtual_tokens
 
@@ -218,7 +218,7 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
 
 def _prove(loop: PlannedModel, outer: Any, batch: Mapping[str, Any], *, half: bool) -> None:
     """Raise EvenloadError, the same on all ranks, unless packs give each sample's own loss. Collective."""
-    first = gather([read(batch, loop.model.config, None)], loop.model.config)
+    first = _gathered(batch, loop, None)
     if first is None:
         raise EvenloadError("no token of the first batch has a target", "labels that are all -100", "give it others")
     samples = windows([*first.samples.own.values()])
@@ -247,10 +247,9 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     Args:
         num_items: what the loop has the model divide by; None: nothing.
     """
-    config = loop.model.config
     loop.hooked = loop.hooks.watch(loop.model)
     try:
-        step = gather([read(batch, config, num_items)], config, hooked=loop.hooked)
+        step = _gathered(batch, loop, num_items)
     except EvenloadError as error:
         _leave(loop, error)
         return None
@@ -269,6 +268,15 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     like = torch.zeros((), dtype=torch.float64, device=pack.tokens_T.device)
     loop.loss.weights_1T, loop.loss.plan = of_slots(1.0 / np.array(step.divisors), pack, like)[None], plan
     return inputs_of(pack, with_mask=step.has_mask)
+
+
+def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> StepBatch | None:
+    """The samples of all ranks' batches. Collective. Raises EvenloadError for those of which no pack can be made."""
+    config = loop.model.config
+    step = gather([read(batch, config, num_items)], config, hooked=loop.hooked)
+    if step is not None and step.windows is not None:
+        raise step.windows
+    return step
 
 
 def _leave(loop: PlannedModel, error: EvenloadError) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError, refuse_first
 from ...core.machine.layout import Layout
+from ...core.machine.shape import Shape
 from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import ranks_of_samples
 from ...core.planning.chain import PlanChain
@@ -20,8 +21,9 @@ from ...runtime.attention.pack import IGNORE
 from ...runtime.world.agreement import everyone, rank_and_size
 from ...runtime.world.exchange import exchange_bytes
 from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
-from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, shape_of
+from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, refuse_reach, shape_near, shape_of
 from ..huggingface.refusals import raise_together
+from ..huggingface.rows import PaddedForm, split_pairs
 from ..huggingface.samples import reach, split
 from ..unmodified.planned_loop import GlobalBatch
 from .supported import inner_model
@@ -38,6 +40,12 @@ class StepBatch:
     """int64 [2, L] each, tokens and labels."""
     has_mask: bool
     """The script's batches have an ``attention_mask``."""
+    rows: PaddedForm
+    """How the rows of the script's batches look."""
+    flattened: bool
+    """Some rows hold several samples."""
+    windows: EvenloadError | None
+    """Why the model does not see the whole of each sample; None: it does."""
     divisors: tuple[float, ...]
     """What a stock run divides the loss of each sample by."""
     hooked: bool
@@ -59,6 +67,10 @@ class Read(NamedTuple):
     reach: int
     """Positions that a stock run of the batch has."""
     has_mask: bool
+    rows: PaddedForm | None
+    """How its rows look; None where it has none."""
+    flattened: bool
+    """Some rows hold several samples."""
     divisor: float | None
     """What the loop divides the loss of the batch by; None: the number of its targets."""
     error: EvenloadError | None
@@ -74,10 +86,24 @@ def read(batch: Any, config: Any, num_items: Any) -> Read:
     here = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
     divisor, has_mask = None if num_items is None else float(num_items), "attention_mask" in batch
     try:
-        samples = [torch.stack([*sample]) for sample in split(here, rotary=is_rotary(config))]
+        pairs = getattr(config, "is_encoder_decoder", False)
+        own = split_pairs(here, config) if pairs else split(here, rotary=is_rotary(config))
     except EvenloadError as error:
-        return Read((), 0, has_mask, divisor, error)
-    return Read(samples, reach(here), has_mask, divisor, None)
+        return Read((), 0, has_mask, None, False, divisor, error)
+    samples, rows = [torch.stack([*sample]) for sample in own], PaddedForm.of(here, config)
+    return Read(samples, reach(here), has_mask, rows, len(samples) > len(here["input_ids"]), divisor, None)
+
+
+class _Brought(NamedTuple):
+    """What a rank tells the others of its batches."""
+
+    errors: list[EvenloadError | None]
+    lengths: list[list[int]]
+    divisors: list[float]
+    reach: int
+    hooked: bool
+    left: bool
+    flattened: bool
 
 
 def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> StepBatch | None:
@@ -90,23 +116,34 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         hooked: hooks of this rank may change gradients.
 
     Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where the
-    model does not see the whole of one.
+    model's rotary tables depend on what a sample stands beside.
     """
     own = [[sample for sample in one.samples if _is_computed(sample)] for one in batches]
     divisors = [sum(map(_num_targets, one.samples)) if one.divisor is None else one.divisor for one in batches]
     lengths, errors = [[sample.shape[1] for sample in samples] for samples in own], [one.error for one in batches]
-    of_ranks = everyone((errors, lengths, divisors, max((one.reach for one in batches), default=0), hooked))
-    raise_together(error for errors, *_ in of_ranks for error in errors if error is not None)
+    forms = [one.rows for one in batches if one.rows is not None]
+    far, left = max((one.reach for one in batches), default=0), any(form.left for form in forms)
+    own_flat = any(one.flattened for one in batches)
+    of_ranks = [_Brought(*row) for row in everyone((errors, lengths, divisors, far, hooked, left, own_flat))]
+    raise_together(error for one in of_ranks for error in one.errors if error is not None)
     rank, _ = rank_and_size()
-    samples = GlobalBatch.of([lengths for _, lengths, *_ in of_ranks], own, rank)
+    samples = GlobalBatch.of([one.lengths for one in of_ranks], own, rank)
     if not samples.places:
         return None
-    refuse_lengths(config, int(samples.lengths.max()), max(positions for *_, positions, _ in of_ranks), _LENGTHS)
+    longest, windows = int(samples.lengths.max()), None
+    refuse_reach(config, longest, max(one.reach for one in of_ranks), _LENGTHS)
+    try:
+        refuse_lengths(config, longest, longest, _LENGTHS)
+    except EvenloadError as error:
+        windows = error
     return StepBatch(
         samples,
         any(one.has_mask for one in batches),
-        tuple(of_ranks[rank][2][k] for rank, k, _ in samples.places),
-        any(hooked for *_, hooked in of_ranks),
+        forms[-1]._replace(left=any(one.left for one in of_ranks)),
+        any(one.flattened for one in of_ranks),
+        windows,
+        tuple(of_ranks[rank].divisors[k] for rank, k, _ in samples.places),
+        any(one.hooked for one in of_ranks),
     )
 
 
@@ -119,9 +156,9 @@ def _num_targets(sample: Tensor) -> int:
     return int((sample[1, 1:] != IGNORE).sum())
 
 
-def chain_of(recipe: Recipe, trainer: Any, *, whole: bool) -> PlanChain:
-    """The planners of a recipe for the model, the precision and the ranks of a Trainer; ``whole``: samples stay whole.
-    Raises EvenloadError."""
+def chain_of(recipe: Recipe, trainer: Any, *, whole: bool, rows: bool = False) -> PlanChain:
+    """The planners of a recipe for the model, the precision and the ranks of a Trainer; ``whole``: samples stay whole;
+    ``rows``: as rows of padded groups. Raises EvenloadError."""
     args = trainer.args
     return chain_for(
         recipe,
@@ -129,12 +166,20 @@ def chain_of(recipe: Recipe, trainer: Any, *, whole: bool) -> PlanChain:
         zero_stage=zero_stage_of(trainer.accelerator),
         half=args.bf16 or args.fp16,
         whole=whole,
+        rows=rows,
         micro_batch_size=args.per_device_train_batch_size,
     )
 
 
 def chain_for(
-    recipe: Recipe, model: Any, *, zero_stage: int, half: bool, whole: bool, micro_batch_size: int = 1
+    recipe: Recipe,
+    model: Any,
+    *,
+    zero_stage: int,
+    half: bool,
+    whole: bool,
+    rows: bool = False,
+    micro_batch_size: int = 1,
 ) -> PlanChain:
     """The planners of a recipe for a Hugging Face model on all ranks of this job.
 
@@ -142,6 +187,7 @@ def chain_for(
         zero_stage: how weights and states are divided; 3 also for FSDP.
         half: passes run in half precision; also read off the model's weights.
         whole: samples stay whole.
+        rows: samples are rows of padded groups.
         micro_batch_size: rows of a stock batch, which plans are compared with.
     """
     refuse_first(rule_of_layers(recipe))
@@ -149,9 +195,20 @@ def chain_for(
     rank, size = rank_and_size()
     traits = traits_of(zero_stage, "bf16" if half else "fp32")
     chain = PlanChain.of_model(
-        recipe, shape_of(model.config), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
+        recipe, _shape(model, rows=rows), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
     )
-    return replace(chain, micro_batch_size=micro_batch_size)
+    chain = replace(chain, micro_batch_size=micro_batch_size)
+    return chain.in_rows() if rows else chain
+
+
+def _shape(model: Any, *, rows: bool) -> Shape:
+    """The model's sizes; of one whose config does not say them all, as many an architecture of rows, about those."""
+    try:
+        return shape_of(model.config)
+    except Exception:  # of configs that nobody here has seen
+        if not rows:
+            raise
+        return shape_near(model)
 
 
 def recipe_for(trainer: Any, recipe: Recipe) -> Recipe:

@@ -15,28 +15,26 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from transformers.modeling_utils import AttentionInterface
 
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import MicroBatch, Slice
-from ...runtime.attention.pack import IGNORE, build_pack
-from ...runtime.attributes import with_attributes
+from ...runtime.attention.pack import IGNORE, Pack, build_pack
 from ...runtime.world.agreement import everyone, rank_and_size
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
+from .conditions import UNREACHED, as_if_without_dropout, counted, embedded
 from .supported import inner_model
 
 LENGTHS = (7, 12)
 """Tokens of the two samples at most: unlike, and short enough to cost little on any model."""
 
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest relative difference of a token's logits or gradient that is rounding: Transformers computes norms and losses
 of float64 models in float32, and half precision differs by as much between two kernels of attention."""
 _LINEAR = 1e-4
@@ -44,7 +42,6 @@ _LINEAR = 1e-4
 
 _SMALL = 1000
 """Entries of a container that is copied."""
-_UNREACHED = "attention that packs do not reach: the model does not leave it to Transformers' AttentionInterface"
 _STOCK = "nothing needs to be done: the script runs as it is, without plans"
 
 
@@ -68,21 +65,30 @@ class Proof(NamedTuple):
     """The loss goes by ``shift_labels``, so that a target may lie behind the end of a slice."""
 
 
-def windows(samples: Sequence[Tensor]) -> list[list[list[int]]]:
+def windows(samples: Sequence[Tensor], *, from_start: bool = False) -> list[list[list[int]]]:
     """Tokens and labels of two short samples with targets, out of those of all ranks. Collective.
 
     Args:
         samples: int64 [2, L] of this rank; of all ranks at least one has a target.
+        from_start: they begin where the samples do.
     """
     samples = [one for one in samples if bool((one[1, 1:] != IGNORE).any())]
     # Of a single sample both its beginning and its end.
     pairs = zip((*samples[:2], *samples[:1]), LENGTHS, (0, -1), strict=False)
-    own = [_window(sample, most, which).tolist() for sample, most, which in pairs]
+    own = [(sample[:, :most] if from_start else _window(sample, most, which)).tolist() for sample, most, which in pairs]
     of_all = sorted(everyone(own), key=len, reverse=True)
     return of_all[0]
 
 
-def prove(model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], compute: Compute, *, half: bool) -> Proof:
+def prove(
+    model: Any,
+    samples: list[list[list[int]]],
+    row: Mapping[str, Any],
+    compute: Compute,
+    *,
+    half: bool,
+    kind: type[Measurement] | None = None,
+) -> Proof:
     """Measure packs of these samples against each of them alone. Collective where the model's forward is.
 
     Args:
@@ -91,28 +97,37 @@ def prove(model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], co
         row: a batch of the script's own, whose keys the rows of single samples have.
         compute: the loop's own loss of a batch.
         half: passes run in half precision, whatever the weights are kept in.
+        kind: what is measured instead of packs.
 
     A model or a loss that raises cannot be measured, which is a fault as well. On every rank the same fault.
     """
     try:
-        proof = _Measurement(model, samples, row, compute, half).proof()
+        proof = (kind or Measurement)(model, samples, row, compute, half).proof()
     except Exception as error:  # of code that nobody here has seen
         if isinstance(error, EvenloadError):
             what, detail = error.what, error.found
         else:
-            what, detail = "the model or its loss cannot run a pack", f"{type(error).__name__}: {error}"
+            noun = (kind or Measurement).noun
+            what, detail = f"the model or its loss cannot run {noun}", f"{type(error).__name__}: {error}"
         proof = Proof(EvenloadError(what, detail, _STOCK))
     faults = [one for one in everyone(proof.fault) if one is not None]
     return Proof(faults[0]) if faults else proof
 
 
-def prove_trainer(trainer: Any, samples: list[list[list[int]]], row: Mapping[str, Any], num_items: Any) -> Proof:
+def prove_trainer(
+    trainer: Any,
+    samples: list[list[list[int]]],
+    row: Mapping[str, Any],
+    num_items: Any,
+    kind: type[Measurement] | None = None,
+) -> Proof:
     """Measure packs of a Trainer's model by its ``compute_loss``. Collective.
 
     The method runs on a copy of the Trainer that logs nothing, so that what it counts begins with the first step.
 
     Args:
         num_items: targets of the step as the Trainer counts them, of the type it does.
+        kind: what is measured instead of packs.
     """
     twin, model = _twin(trainer), trainer.accelerator.unwrap_model(trainer.model)
     targets = sum(map(num_targets, samples))
@@ -126,20 +141,26 @@ def prove_trainer(trainer: Any, samples: list[list[list[int]]], row: Mapping[str
         return Call(*result) if isinstance(result, tuple) else Call(result, None)
 
     half = trainer.args.bf16 or trainer.args.fp16
-    return prove(inner_model(trainer), samples, row, compute, half=half)
+    return prove(inner_model(trainer), samples, row, compute, half=half, kind=kind)
 
 
-class _Run(NamedTuple):
+class ProofRun(NamedTuple):
+    """What one forward and its backward gave."""
+
     loss: float
     logits: Tensor | None
-    """[T, ...]"""
-    gradient: Tensor
-    """[T, H]"""
+    """[B, T, ...]"""
+    gradients: list[Tensor]
+    """[B, T, H], of each call of the embeddings."""
     attention_calls: int
     forwards: int
 
 
-class _Measurement:
+class Measurement:
+    """Two samples in one pack against each alone."""
+
+    noun = "a pack"
+
     def __init__(
         self, model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], compute: Compute, half: bool
     ) -> None:
@@ -156,9 +177,9 @@ class _Measurement:
 
     def proof(self) -> Proof:
         with ExitStack() as stack:
-            stack.enter_context(_as_if_without_dropout(self._model, self._device))
+            stack.enter_context(as_if_without_dropout(self._model, self._device))
             alone = [self._run(self._alone(i)) for i in range(2)]
-            packed = self._run(self._packed(self._samples))
+            packed = self._run(self._together(self._samples))
             self._refuse_other_attention(packed)
             self._refuse_other_tokens(alone, packed)
             may_cut = self._may_cut(packed)
@@ -170,55 +191,72 @@ class _Measurement:
         tokens, labels = (torch.tensor([one], device=self._device) for one in self._samples[index])
         extra = {
             "attention_mask": torch.ones_like(tokens),
+            "token_type_ids": torch.zeros_like(tokens),
             "position_ids": torch.arange(tokens.shape[1], device=self._device)[None],
         }
         return {"input_ids": tokens, "labels": labels, **{k: v for k, v in extra.items() if k in self._row}}
 
-    def _packed(self, samples: list[list[list[int]]]) -> dict[str, Any]:
+    def _together(self, samples: list[list[list[int]]]) -> dict[str, Any]:
+        """Samples as a planned step has them."""
+        return inputs_of(self._pack(samples), with_mask="attention_mask" in self._row)
+
+    def _pack(self, samples: list[list[list[int]]], pad_to: int = 0) -> Pack:
         of_token, of_label = ([torch.tensor(one[k]).numpy() for one in samples] for k in range(2))
         slices = tuple(Slice(i, 0, len(one[0])) for i, one in enumerate(samples))
-        micro_batch = MicroBatch(slices, (rank_and_size()[0],))
-        pack = build_pack(micro_batch, of_token.__getitem__, self._device, labels_of=of_label.__getitem__)
-        return inputs_of(pack, with_mask="attention_mask" in self._row)
+        micro_batch = MicroBatch(slices, (rank_and_size()[0],), pad_to)
+        return build_pack(micro_batch, of_token.__getitem__, self._device, labels_of=of_label.__getitem__)
 
-    def _run(self, batch: dict[str, Any], targets: float = 1.0, *, backward: bool = True) -> _Run:
+    def _run(self, batch: dict[str, Any], targets: float = 1.0, *, backward: bool = True) -> ProofRun:
         with ExitStack() as stack:
-            leaves = stack.enter_context(_embedded(self._model))
-            calls = stack.enter_context(_counted(self._model, planned=attention.PACK in batch))
+            leaves = stack.enter_context(embedded(self._model))
+            calls = stack.enter_context(counted(self._model, planned=attention.PACK in batch))
             stack.enter_context(torch.set_grad_enabled(backward))
             loss, outputs = self._compute(batch, targets)
-            gradients = torch.autograd.grad(loss, leaves) if backward else [torch.zeros(1, 1)]
+            gradients = list(torch.autograd.grad(loss, leaves)) if backward else []
         logits = getattr(outputs, "logits", None)
-        return _Run(
+        return ProofRun(
             float(loss.detach()),
-            logits[0].detach() if isinstance(logits, Tensor) and logits.dim() > 1 else None,
-            torch.cat([one.reshape(-1, one.shape[-1]) for one in gradients], dim=1),
+            logits.detach() if isinstance(logits, Tensor) and logits.dim() > 1 else None,
+            gradients,
             calls["attention"],
             calls["forwards"],
         )
 
-    def _refuse_other_attention(self, packed: _Run) -> None:
+    def _parts(self, together: Tensor, alone: list[Tensor]) -> Tensor:
+        """What belongs to the samples, as it lies in both behind each other [T, ...]."""
+        return together.flatten(0, 1)
+
+    def _off(self, together: Tensor, alone: list[Tensor]) -> float:
+        """How far tokens are from what they are alone."""
+        return _difference(self._parts(together, alone), torch.cat([one.flatten(0, 1) for one in alone]))
+
+    def _refuse_other_attention(self, packed: ProofRun) -> None:
         config = self._model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1
         if packed.attention_calls != layers * packed.forwards:
             raise EvenloadError(
-                _UNREACHED,
+                UNREACHED,
                 f"{packed.attention_calls} calls in {packed.forwards} forward of a {type(self._model).__name__} with "
                 f"{layers} layers",
             )
 
-    def _refuse_other_tokens(self, alone: list[_Run], packed: _Run) -> None:
-        if packed.logits is not None and all(one.logits is not None for one in alone):
-            off = _difference(packed.logits, torch.cat([one.logits for one in alone if one.logits is not None]))
+    def _refuse_other_tokens(self, alone: list[ProofRun], packed: ProofRun) -> None:
+        logits = [one.logits for one in alone if one.logits is not None]
+        if packed.logits is not None and len(logits) == len(alone):
+            off = self._off(packed.logits, logits)
             if not off <= self._tolerance:
                 raise self._other_tokens(packed, "logits", off)
 
-    def _other_tokens(self, packed: _Run, what: str, off: float) -> EvenloadError:
+    def _other_tokens(self, packed: ProofRun, what: str, off: float) -> EvenloadError:
         """Why tokens of a pack are computed otherwise than alone: whether the second sample feels the tokens of the
         first."""
         (tokens, labels), second = self._samples
-        moved_TH = self._run(self._packed([[tokens[::-1], labels], second])).gradient[len(tokens) :]
-        crosses = _difference(moved_TH, packed.gradient[len(tokens) :]) > self._tolerance
+        moved = self._run(self._together([[tokens[::-1], labels], second])).gradients
+        both = (
+            tuple(one.flatten(0, 1)[len(tokens) :] for one in pair)
+            for pair in zip(moved, packed.gradients, strict=True)
+        )
+        crosses = any(_difference(own, wanted) > self._tolerance for own, wanted in both)
         return EvenloadError(
             "attention that looks across the samples of a pack"
             if crosses
@@ -226,7 +264,7 @@ class _Measurement:
             f"{what} of a {type(self._model).__name__} off by {off:.1e}, {self._tolerance:g} is rounding",
         )
 
-    def _refuse_other_losses(self, alone: list[_Run], packed: _Run, *, is_divided: bool) -> None:
+    def _refuse_other_losses(self, alone: list[ProofRun], packed: ProofRun, *, is_divided: bool) -> None:
         name, total = type(self._model).__name__, sum(one.loss for one in alone)
         if not is_divided:
             raise EvenloadError(
@@ -236,13 +274,14 @@ class _Measurement:
         if abs(packed.loss - total) > self._tolerance / 5 * abs(total):
             raise EvenloadError(
                 "a loss that is not the sum of its samples'",
-                f"{packed.loss:.6g} of a pack of two samples of a {name}, {total:.6g} of both alone",
+                f"{packed.loss:.6g} of {self.noun} of two samples of a {name}, {total:.6g} of both alone",
             )
-        off = _difference(packed.gradient, torch.cat([one.gradient for one in alone]))
+        each = zip(packed.gradients, *(one.gradients for one in alone), strict=True)
+        off = max(self._off(together, parts) for together, *parts in each)
         if not off <= self._tolerance:
             raise self._other_tokens(packed, "gradients at the embeddings", off)
 
-    def _may_cut(self, packed: _Run) -> bool:
+    def _may_cut(self, packed: ProofRun) -> bool:
         """Whether samples may be cut: the target of a slice's last token stands in ``shift_labels`` alone, and only
         Transformers' own models are known to look at earlier tokens by attention alone."""
         if not type(self._model).forward.__module__.startswith("transformers."):
@@ -252,10 +291,10 @@ class _Measurement:
         except Exception:  # of code that nobody here has seen
             return False
 
-    def _halves(self, packed: _Run, **others: int) -> bool:
+    def _halves(self, packed: ProofRun, **others: int) -> bool:
         """Whether the loss of the pack halves where the batch has twice as many targets, other tensors of the batch
         overwritten."""
-        batch = self._packed(self._samples)
+        batch = self._together(self._samples)
         batch |= {name: torch.full_like(batch[name], value) for name, value in others.items()}
         halved = self._run(batch, 2.0, backward=False).loss
         return abs(2 * halved - packed.loss) <= _LINEAR * abs(packed.loss)
@@ -264,7 +303,7 @@ class _Measurement:
 def _window(sample: Tensor, most: int, which: int) -> Tensor:
     """At most so many tokens of a sample [2, L] around one of its targets."""
     target = int((sample[1, 1:] != IGNORE).nonzero().flatten()[which]) + 1
-    first = max(0, target - most // 2)
+    first = max(0, min(target - most // 2, sample.shape[1] - most))
     return sample[:, first : first + most]
 
 
@@ -299,81 +338,3 @@ def _is_plain(value: Any) -> bool:
         inner = value.values() if isinstance(value, dict) else value
         return len(value) <= _SMALL and all(map(_is_plain, inner))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-@contextmanager
-def _embedded(model: Any) -> Iterator[list[Tensor]]:
-    """Inside, the embeddings of the tokens are leaves of the graph; gives them as they come into being. Forwards that
-    have no graph, which metrics take, have none."""
-    leaves: list[Tensor] = []
-
-    def cut(module: Any, args: Any, output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
-
-    hook = model.get_input_embeddings().register_forward_hook(cut)
-    try:
-        yield leaves
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def _counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
-    """Inside, a planned model attends inside packs; counts its forwards and its calls of packed attention."""
-    calls = {"attention": 0, "forwards": 0}
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls["attention"] += 1
-        if attention.PACK not in kwargs:
-            raise EvenloadError(
-                _UNREACHED, f"{type(args[0]).__name__} hands no keyword arguments of the model's call on"
-            )
-        return attention.attention(*args, **kwargs)
-
-    def forward(*_: Any) -> None:
-        calls["forwards"] += 1
-
-    hook, stock = model.register_forward_pre_hook(forward), model.config._attn_implementation
-    # What stands there is the session's own, or nothing where no session is on.
-    before = AttentionInterface._global_mapping.get(attention.NAME)
-    try:
-        if planned:
-            AttentionInterface.register(attention.NAME, counting)
-            model.set_attn_implementation(attention.NAME)
-        yield calls
-    finally:
-        hook.remove()
-        if planned:
-            model.set_attn_implementation(stock)
-            attention.unregister()
-            if before is not None:
-                AttentionInterface.register(attention.NAME, before)
-
-
-class _WithoutDropout(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.nn.functional.dropout, torch.dropout, torch.dropout_):
-            return args[0] if args else (kwargs or {})["input"]
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
-    """Inside, the model trains, drops nothing, and recomputes no layer: PyTorch's older checkpoints give no gradient at
-    an activation. Afterwards it is in the mode it was in, and random numbers go on as if nothing had been drawn."""
-    checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    modes = [(module, module.training) for module in model.modules()]
-    with ExitStack() as stack:
-        for module in checkpointed:
-            stack.enter_context(with_attributes(module, gradient_checkpointing=False))
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(_WithoutDropout())
-        model.train()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode

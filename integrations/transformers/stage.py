@@ -13,15 +13,14 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...core.plan.action import Action
 from ...core.plan.step_plan import MicroBatch
-from ...runtime.attention.pack import build_pack
+from ...runtime.attention.pack import Pack, build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.attributes import with_attributes
 from ...runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ...runtime.world.plane import Plane
-from ..huggingface.inputs import inputs_of
 
 _TENSORS = ("input_ids", "position_ids", "shift_labels")
-"""What a model computes a pack from."""
+"""What a model computes a micro-batch from."""
 
 
 def _reduction(engine: Any, num_backwards: int) -> Any:
@@ -39,7 +38,7 @@ class TrainerStage(StageTrainer):
         call: its ``training_step`` with a batch as the one argument: forward, loss, then ``accelerator.backward``.
         samples: tokens and labels [2, L] of what this rank computes, by its place in the global batch.
         num_backwards: of this rank in the step; gradients are summed over ranks in the last one.
-        with_mask: the script's batches have an ``attention_mask``.
+        inputs_of: the arguments of the model's call for a micro-batch.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class TrainerStage(StageTrainer):
         samples: Mapping[int, Any],
         plane: Plane | None,
         num_backwards: int,
-        with_mask: bool,
+        inputs_of: Callable[[Pack], dict[str, Any]],
     ) -> None:
         super().__init__([], trainer.args.device)
         self._trainer = trainer
@@ -59,7 +58,7 @@ class TrainerStage(StageTrainer):
         self._call = call
         self._samples = samples
         self._plane = plane
-        self._left, self._with_mask = num_backwards, with_mask
+        self._left, self._inputs_of = num_backwards, inputs_of
         engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
         self._reduction = None if engine is None else _reduction(engine.engine, num_backwards)
         self._backward_arguments: dict[str, Any] = {}
@@ -83,8 +82,8 @@ class TrainerStage(StageTrainer):
             losses.append(loss)
             self._backward_arguments = arguments
 
-        self._inputs = inputs_of(loaded.pack, with_mask=self._with_mask)
-        self._versions = {key: self._inputs[key]._version for key in _TENSORS}
+        self._inputs = self._inputs_of(loaded.pack)
+        self._versions = {key: self._inputs[key]._version for key in _TENSORS if key in self._inputs}
         with with_attributes(accelerator, backward=hold), reducing(accelerator, self._model, self._left == 1):
             booked = self._call(dict(self._inputs))
         if action.kind != "forward_kv":
@@ -112,7 +111,7 @@ class TrainerStage(StageTrainer):
             hook.remove()
 
     def _refuse_other_pack(self, model: Any, args: Any, kwargs: Any) -> None:
-        for key in _TENSORS:
+        for key in self._versions:
             if kwargs.get(key) is not self._inputs[key] or kwargs[key]._version != self._versions[key]:
                 raise EvenloadError(
                     "batches are changed behind Trainer.training_step, where they are packs",

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from ...core.errors import EvenloadError, Rule, refuse_first
-from ..huggingface.models import refuse_unsupported
+from ..huggingface.models import ATTENTION_DROPOUT, refuse_unsupported
 
 log = logging.getLogger("evenload")
 
@@ -37,7 +37,6 @@ def refuse_trainer(trainer: Any, num_items: Any) -> None:
             f"a model of type {type(model).__name__}",
             "give a Hugging Face causal language model",
         )
-    refuse_unsupported(model.config)
 
 
 def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
@@ -135,6 +134,15 @@ def outer_model(accelerator: Any, model: Any) -> Any:
     return outer
 
 
+def packs_fault(model: Any) -> EvenloadError | None:
+    """What keeps the model from computing packs, by its config."""
+    try:
+        refuse_unsupported(model.config)
+    except EvenloadError as error:
+        return error
+    return None
+
+
 def virtual_tokens(model: Any) -> EvenloadError | None:
     """What is wrong where a method of PEFT puts learned tokens in front of every row."""
     adapter = getattr(model, "active_peft_config", None)
@@ -151,5 +159,6 @@ def warn_of_dropout(model: Any) -> None:
     """Say that dropout draws other masks than in a run without evenload."""
     layers = [(name, layer) for name, layer in model.named_modules() if type(layer).__name__.startswith("Dropout")]
     dropped = [name for name, layer in layers if getattr(layer, "p", 0.0)]
+    dropped += [key for key in ATTENTION_DROPOUT if getattr(model.config, key, None)]
     if dropped:
         log.warning("dropout (%s and %d more) draws other masks than without evenload", dropped[0], len(dropped) - 1)

@@ -19,8 +19,8 @@ ZeRO 3) and metrics (TRL) are gathered in every one of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,22 +32,26 @@ from ...core.errors import EvenloadError, refuse_first
 from ...core.plan.action import Program, dummy
 from ...core.plan.program import lower
 from ...core.plan.step_plan import StepPlan
+from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
+from ...runtime.attention.pack import Pack
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
 from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..host.step import Position, run_program
 from ..huggingface import attention
-from ..huggingface.inputs import without_unread
+from ..huggingface.inputs import inputs_of, without_unread
+from ..huggingface.rows import rows_of
 from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside
 from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
 from .proof import prove_trainer, windows
+from .proof_rows import rows_like
 from .stage import TrainerStage, reducing
-from .supported import inner_model, refuse_trainer, virtual_tokens, warn_of_dropout
+from .supported import inner_model, packs_fault, refuse_trainer, virtual_tokens, warn_of_dropout
 
 log = logging.getLogger("evenload")
 
@@ -74,15 +78,26 @@ class StepWindow:
     taken: list[TakenBatch] = field(default_factory=list)
 
 
+class StepForm(NamedTuple):
+    """What the micro-batches of planned steps are."""
+
+    packs: bool
+    """Else padded groups."""
+    left: bool = False
+    """Rows of these are padded on the left."""
+
+
 @dataclass(eq=False)
 class PlannedTrainer:
     """What evenload keeps for one Trainer."""
 
     recipe: Recipe
     planning: PlannedLoop | None = None
-    """None until packs are measured, in the first step."""
+    """None until a form is measured to be exact, in the first step."""
+    measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
+    """What plans micro-batches of a form, or why they are not exact."""
     stays: bool = False
-    """Its batches stay as they are: no pack is exact for it."""
+    """Its batches stay as they are: nothing is exact for it."""
     plane: Plane | None = None
     """What ranks share micro-batches over; made for the first plan that shares one."""
     window: StepWindow | None = None
@@ -161,9 +176,8 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         return _run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items
     _refuse_divisors(batch, num_items)
-    if state.planning is None:
-        _open(state, trainer, batch, taken[-1])
-    if state.planning is None:
+    form = _form(state, trainer, batch, taken[-1])
+    if form is None or state.planning is None:
         return _run_stock(trainer, model, taken, call)
     rank, size = rank_and_size()
     plan = state.planning.plan(batch.samples.lengths)
@@ -183,9 +197,9 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         samples=batch.exchange(plan),
         plane=plane,
         num_backwards=sum(action.kind == "backward" for action in program),
-        with_mask=batch.has_mask,
+        inputs_of=_inputs_of(batch, form),
     )
-    with _attention(inner), stage.guarded(inner):
+    with _attention(inner) if form.packs else nullcontext(), stage.guarded(inner):
         run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
     if batch.hooked:
         state.hooks.refuse_unlike()
@@ -193,18 +207,59 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     return stage.loss
 
 
-def _open(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> None:
-    """Measure whether packs are exact for a Trainer; one for which they are not stays as it is, once said why.
-    Collective."""
-    fault, may_cut = virtual_tokens(trainer.model), False
+def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> StepForm | None:
+    """What the micro-batches of a step are: packs, where the model computes them, else padded groups; None where
+    neither is exact, which is said once. Measured before the first step of a form. Collective."""
+    faults: list[EvenloadError] = [] if batch.windows is None else [batch.windows]
+    forms = [StepForm(True)] if batch.windows is None else []
+    # What a model makes of several samples in a row without their borders is its own affair.
+    forms += [] if batch.flattened else [StepForm(False, batch.rows.left)]
+    for form in forms:
+        if form not in state.measured:
+            state.measured[form] = _measured(state, trainer, batch, taken, form)
+        chain = state.measured[form]
+        if isinstance(chain, EvenloadError):
+            faults.append(chain)
+            continue
+        if state.planning is None:
+            state.planning = PlannedLoop(NAME, chain)
+        if faults and faults[0].found not in state.planning.warned:
+            state.planning.warned.add(faults[0].found)
+            log.info("samples are regrouped as padded rows: %s (%s)", faults[0].what, faults[0].found)
+        state.planning.chain = chain
+        return form
+    state.stays = batch.windows is None and not batch.flattened
+    why = "; padded groups: ".join(f"{one.what} ({one.found})" for one in faults)
+    report_idle(NAME, why, faults[-1].do)
+    return None
+
+
+def _measured(
+    state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch, form: StepForm
+) -> PlanChain | EvenloadError:
+    """What plans a Trainer's steps in this form, or why it is not exact. Collective."""
+    model, may_cut = inner_model(trainer), False
+    fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else None)
     if fault is None:
-        fault, may_cut = prove_trainer(trainer, windows([*batch.samples.own.values()]), taken.inputs, taken.num_items)
-    if fault is None:
-        warn_of_dropout(trainer.model)
-        state.planning = PlannedLoop(NAME, chain_of(state.recipe, trainer, whole=not may_cut))
-    else:
-        state.stays = True
-        report_idle(NAME, f"{fault.what} ({fault.found})", fault.do)
+        samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
+        kind = None if form.packs else rows_like(batch.rows)
+        fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind)
+    if fault is not None:
+        return fault
+    warn_of_dropout(model)
+    try:
+        return chain_of(state.recipe, trainer, whole=not may_cut, rows=not form.packs)
+    except EvenloadError as error:
+        if form.packs:
+            raise
+        return error
+
+
+def _inputs_of(batch: StepBatch, form: StepForm) -> Callable[[Pack], dict[str, Any]]:
+    """The arguments of the model's call for a micro-batch of a step."""
+    if form.packs:
+        return lambda pack: inputs_of(pack, with_mask=batch.has_mask)
+    return lambda pack: rows_of(pack, batch.rows)
 
 
 def _run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:

@@ -9,6 +9,10 @@ in_order        pack in the order of the batch up to the cap, deal the packs out
 dp_balanced     the same, but where packs do not go round, the last sequences of the last packs become packs of their
                 own (Megatron-Core's DpBalancedScheduler, core/datasets/data_schedule.py on main, which balances counts)
 best_fit        best-fit-decreasing bins over the whole batch, dealt out in turn (TRL's packing_strategy "bfd")
+group_by_length sorted by length, equally many padded rows in each micro-batch, dealt out in turn (what Transformers'
+                train_sampling_strategy "group_by_length" does, here inside the batch that it would otherwise change)
+token_budget    sorted by length, micro-batches of equal padded tokens, dealt out in turn (online dynamic batching,
+                arXiv 2606.19989, inside the batch; so many as are predicted to take least)
 karmarkar_karp  sequences to ranks, then to micro-batches, by largest differencing on predicted cost (verl's
                 seqlen_balancing.get_seqlen_balanced_partitions and rearrange_micro_batches)
 
@@ -16,7 +20,8 @@ Equal numbers of packs on every rank, by halving the widest, are this module's a
 stronger baselines than packs dealt as they come. None of them changes the batch, and none but ``chunks`` cuts a
 sequence: where one is longer than ``max_tokens`` they get a cap that holds it. All are run by the same code as
 evenload's own plans. Where samples stay together (``group_size``) or ranks get equal counts (``equal_size``), whole,
-chunks and karmarkar_karp keep to it, the latter as verl's partitions of equal size do; the others do not.
+chunks and karmarkar_karp keep to it, the latter as verl's partitions of equal size do; the others do not. Where
+sequences are rows of padded micro-batches, all pad what they put together, under a cap that holds it.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from ...core.registry import Keeps
 from .candidates import chunked, uncut
 from .candidates import whole as whole_plan
 from .config import PackingConfig
+from .padded import group_by_length, token_budget, widened
 from .replay import ReplayCapError, fit_memory
 from .whole import units_of
 
@@ -49,7 +55,7 @@ def whole(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -
 
 def chunks(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
     limits = config.capped(incoming.limits)
-    if limits.groups_in_micro_batch:
+    if limits.groups_in_micro_batch or limits.padded:
         return whole(incoming, context, config)
     if limits.whole_sequences:
         limits = replace(limits, max_tokens=_holding_longest(incoming, config).max_tokens)
@@ -102,13 +108,30 @@ def differencing(incoming: StepPlan, context: PlanningContext, config: PackingCo
     return uncut(incoming, limits, packs, "karmarkar_karp")
 
 
-BASELINES: dict[str, Callable[[StepPlan, PlanningContext, PackingConfig], StepPlan]] = {
-    "whole": whole,
-    "chunks": chunks,
-    "in_order": in_order,
-    "dp_balanced": dp_balanced,
-    "best_fit": best_fit,
-    "karmarkar_karp": differencing,
+Baseline = Callable[[StepPlan, PlanningContext, PackingConfig], StepPlan]
+
+
+def _padding(baseline: Baseline) -> Baseline:
+    def planned(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
+        plan = baseline(incoming, context, config)
+        return widened(plan) if plan.limits.padded else plan
+
+    return planned
+
+
+def _in_rows(of_rows: Callable[[StepPlan, PlanningContext, Limits], StepPlan]) -> Baseline:
+    return lambda incoming, context, config: of_rows(incoming, context, _holding_longest(incoming, config))
+
+
+BASELINES: dict[str, Baseline] = {
+    "whole": _padding(whole),
+    "chunks": _padding(chunks),
+    "in_order": _padding(in_order),
+    "dp_balanced": _padding(dp_balanced),
+    "best_fit": _padding(best_fit),
+    "karmarkar_karp": _padding(differencing),
+    "group_by_length": _in_rows(group_by_length),
+    "token_budget": _in_rows(token_budget),
 }
 KEEPS: dict[str, Keeps] = {name: "on one rank" if name == "chunks" else "whole" for name in BASELINES}
 

@@ -48,6 +48,9 @@ class PackingConfig(PluginConfig):
     equal_size: bool = False
     """As many groups on every data-parallel rank as on the others, or as many samples where there are no groups; one
     more where their number cannot be divided."""
+    padded: bool = False
+    """Sequences stay whole and are rows, padded to the longest of their micro-batch: for models that cannot keep apart
+    several in one row. Transformers' Trainer sets it by itself where a model cannot run packs."""
     polish_nodes: Effort = 0
     """Without effect, kept for older recipes: an integer program after the greedy gained at most 0.0003."""
 
@@ -66,6 +69,14 @@ class PackingConfig(PluginConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rows_are_free(self) -> PackingConfig:
+        if self.padded and (self.group_size or self.equal_size or self.slices == "even"):
+            raise ValueError(
+                "padded rows are whole samples, each by itself: set group_size 0, equal_size false, slices auto or off"
+            )
+        return self
+
     def folded(self, num_ranks: int) -> PackingConfig:
         # What ranks share runs backward in the groups of its forward.
         asymmetric = self.asymmetric and num_ranks == 1
@@ -73,7 +84,13 @@ class PackingConfig(PluginConfig):
 
     def capped(self, limits: Limits) -> Limits:
         capped = limits.under(self.max_tokens, self.activation_gib)
-        return replace(capped, equal_size=self.equal_size, groups_in_micro_batch=self.groups_in == "micro_batch")
+        together = self.groups_in == "micro_batch"
+        return replace(capped, equal_size=self.equal_size, groups_in_micro_batch=together, padded=self.padded)
+
+    def in_rows(self) -> PackingConfig | None:
+        if self.group_size or self.equal_size:
+            return None
+        return self.model_copy(update={"padded": True, "slices": "off"})
 
     def uncut(self) -> PackingConfig:
         return self.model_copy(update={"slices": "off"})

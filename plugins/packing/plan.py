@@ -28,6 +28,7 @@ from ...core.plan.step_plan import StepPlan
 from ...core.planning.judge import Candidate, Preference, best, budget_bytes, judge, outcome_of
 from ...core.planning.parts import parts_of
 from ...core.simulate.predict import micro_batch_imbalance
+from . import padded
 from .candidates import portfolio, whole
 from .config import PackingConfig
 from .replay import ReplayCapError, fit_memory
@@ -44,21 +45,30 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
     """The packed plan of the same batch. Raises EvenloadError for what no setting here can plan."""
     lengths = incoming.lengths
     limits = limits_for(incoming, config)
-    cuts = config.slices != "off" and not limits.whole_sequences and not limits.groups_in_micro_batch
+    whole_only = limits.whole_sequences or limits.groups_in_micro_batch or limits.padded
+    cuts = config.slices != "off" and not whole_only
     if not cuts:
         refuse_longer(lengths, limits, config)
     if limits.groups_in_micro_batch:
         _refuse_larger_groups(incoming, limits, context.costs, config)
     costs, bound_s = context.costs, lower_bound_s(lengths, limits, context.costs, context.head_frac)
-    if parts := parts_of(lengths, limits, context):
+    if limits.padded:
+        bound_s = max(bound_s, padded.bound_s(lengths, limits, context))
+        incoming = incoming.revised(bound_s=bound_s)
+    elif parts := parts_of(lengths, limits, context):
         part_limits, part_context = parts.plane(limits, context)
         own = plan(StepPlan(parts.lengths, (), part_limits), part_context, config)
         if (joined := parts.joined(own, incoming, limits, config.block_tokens)) is not None:
             return joined.revised(bound_s=bound_s)
-    drafts = portfolio(incoming, limits, costs, config, bound_s)
+    if cuts:
+        drafts = portfolio(incoming, limits, costs, config, bound_s)
+    elif limits.padded:
+        drafts = padded.portfolio(incoming, limits, context)
+    else:
+        drafts = iter([whole(incoming, limits, costs, bound_s)])
     candidates: list[Candidate] = []
     problem: ReplayCapError | None = None
-    for draft in drafts if cuts else [whole(incoming, limits, costs, bound_s)]:
+    for draft in drafts:
         try:
             candidate = judge(fit_memory(draft), context)
         except ReplayCapError as error:
@@ -68,7 +78,8 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
             candidate = _replayed(candidate, context)
         candidates.append(candidate)
         margin = EVENNESS_COSTS if candidate.plan.cut else WORTH_A_CUT
-        if candidate.fits and outcome_of(candidate.plan, context).working_s <= bound_s * (1 + margin):
+        at_bound = candidate.fits and outcome_of(candidate.plan, context).working_s <= bound_s * (1 + margin)
+        if at_bound or (limits.padded and candidate.fits):
             break  # no later one could be better by more than that
     evenest = Preference(slack=EVENNESS_COSTS, key=lambda one: round(max(micro_batch_imbalance(one.plan, costs)), 3))
     chosen = best(candidates, (UNCUT, evenest) if config.slices == "auto" else (evenest,))

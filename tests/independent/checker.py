@@ -48,6 +48,8 @@ class Facts:
     """Weight gradients may be passes of their own."""
     whole: bool = False
     """Sequences stay whole, and run backward as they ran forward."""
+    padded: bool = False
+    """The sequences of a micro-batch are whole, and of one length or padded to one."""
     layer_bytes: float = 0.0
     """What a kept token leaves in a layer at the least, where layers are kept whole."""
     input_bytes: float = 0.0
@@ -72,6 +74,7 @@ def facts_of(recipe: dict[str, Any]) -> Facts:
         in_step=deepspeed and recipe.get("deepspeed", {}).get("zero_stage", 1) == 3,
         together=parallel.get("ep") or 1,
         splits=not deepspeed or pp > 1,
+        padded=bool(sections.get("packing", {}).get("padded")),
     )
 
 
@@ -174,6 +177,9 @@ def _refuse_micro_batch(name: str, m: MicroBatch, lengths: list[int], cut: set[i
     require(len({i for i, _, _ in slices if i in cut}) == sum(i in cut for i, _, _ in slices), name, "two of a chain")
     pad = m.get("pad_to", 0)
     require(not pad or all(b - a <= pad for _, a, b in slices), name, "is padded to less than it holds")
+    if facts.padded:
+        require(all(b - a == lengths[i] for i, a, b in slices), name, "has a part of a sequence in a row")
+        require(bool(pad) or len({b - a for _, a, b in slices}) <= 1, name, "has rows of several lengths")
     if len(ranks) > 1 or m.get("homes"):
         _refuse_homes(name, m, cut, facts)
     tokens = tokens_of(m)

@@ -75,6 +75,7 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "group_size": st.sampled_from([0] * 9 + [2]),
         "groups_in": st.sampled_from(["rank", "rank", "micro_batch"]),
         "equal_size": st.sampled_from([False] * 9 + [True]),
+        "padded": st.sampled_from([False] * 4 + [True]),
     },
     "mesh": {
         "max_tokens": st.one_of(st.none(), CAPS),

@@ -1,6 +1,7 @@
 """Every family of causal language models of the installed Transformers, tiny and in float64, under the real Trainer.
 
     python families.py [NAME ...] [--list]      what becomes of each under evenload, a line a family; as families.txt
+    python families.py --page                   docs/models.md, of families.txt
 
 Weights are drawn with a deviation of 0.25: near 0, as configs have them, attention across samples hardly shows.
 """
@@ -11,14 +12,17 @@ import logging
 import sys
 import tempfile
 import warnings
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.huggingface.models import refuse_unsupported
-from evenload.integrations.unmodified import planned_runs
+from evenload.integrations.unmodified import planned_loop, planned_runs
 from evenload.patches.session import enabled
+from evenload.runtime.attributes import with_attributes
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -57,14 +61,16 @@ _SETTINGS = {name: size for size, names in _SIZES.items() for name in names.spli
 _SETTINGS |= dict.fromkeys(_OFF.split(), 0.0) | {"is_decoder": True, "initializer_range": 0.25, "init_std": 0.25}
 
 
-def tiny(family: str) -> Any:
-    """A float64 model of the family. Raises what its config or its class does of sizes that do not go together."""
+def tiny(family: str, **own: Any) -> Any:
+    """A float64 model of the family, with these fields in its config. Raises what its config or its class does of sizes
+    that do not go together."""
     kind = CONFIG_MAPPING[family]
     base = kind()
     if base.get_text_config() is not base:
         raise ValueError("a config of several models")
     wanted = {name: value for name, value in _SETTINGS.items() if getattr(base, name, None) is not None}
     wanted |= {name: _SETTINGS[name] for name in ("pad_token_id", "eos_token_id", "is_decoder") if hasattr(base, name)}
+    wanted |= own
     errors: list[Exception] = []
     layers = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
     changes: list[dict[str, Any]] = [{}, {"num_key_value_heads": 4}]
@@ -89,7 +95,8 @@ _MOST = 2_000_000
 
 
 def _built(config: Any) -> Any:
-    if getattr(config, "layer_types", None):
+    # Of some configs it follows from other fields.
+    if getattr(config, "layer_types", None) and "layer_types" in vars(config):
         config.layer_types = list(config.layer_types)[: config.num_hidden_layers]
     if getattr(config, "dropout", None):
         config.dropout = 0.0
@@ -154,8 +161,8 @@ def planned() -> Any:
 
 def outcome(family: str) -> tuple[str, float]:
     """What becomes of a family, and the largest relative error of a gradient against the stock Trainer's where it is
-    planned: "planned"; "stock: WHY", left as it is with a word; "refused: WHY"; "none: WHY", where Transformers' own
-    step does not run at this size."""
+    planned: "planned", "padded groups" where it runs no packs; "stock: WHY", left as it is with a word; "refused: WHY";
+    "none: WHY", where Transformers' own step does not run at this size."""
     planned_runs._idle.clear()
     before = planned_runs._steps.copy()
     try:
@@ -163,11 +170,12 @@ def outcome(family: str) -> tuple[str, float]:
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         stock = gradients_of(model)
     except Exception as error:
-        return _by_config(family) or f"none: {_first_line(error)}", 0.0
+        return f"none: {_first_line(error)}", 0.0
     model.load_state_dict(weights)
     model.zero_grad()
+    plans: list[Any] = []
     try:
-        with planned():
+        with planned(), with_attributes(planned_loop, report_step=_reporting(plans)):
             own = gradients_of(model)
     except EvenloadError as error:
         return f"refused: {error.found}", 0.0
@@ -175,19 +183,72 @@ def outcome(family: str) -> tuple[str, float]:
         (idle,) = planned_runs._idle
         return f"stock: {idle.why.split(' (')[0]}", _error(own, stock)
     assert planned_runs._steps != before, "neither planned nor a word"
-    error_of_step = _error(own, stock)
-    return "planned" if error_of_step < DOUBLE else "planned, computes in float32", error_of_step
+    error_of_step, said = _error(own, stock), "padded groups" if plans[-1].limits.padded else "planned"
+    return said if error_of_step < DOUBLE else f"{said}, computes in float32", error_of_step
 
 
-def _by_config(family: str) -> str:
-    """What the config alone tells of a family that cannot be run at this size."""
+def _reporting(plans: list[Any]) -> Any:
+    """`report_step`, which keeps the plans."""
+    report = planned_loop.report_step
+
+    def keeping(name: str, chain: Any, plan: Any, **more: Any) -> None:
+        plans.append(plan)
+        report(name, chain, plan, **more)
+
+    return keeping
+
+
+LONGEST = 8192
+"""Tokens of a sample that docs/models.md asks for."""
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+_HEAD = f"""# Models
+
+This page gives what Transformers' Trainer trains under evenload, of all {{count}} families of causal language models
+that Transformers {{version}} has. `python tests/integrations/huggingface/families.py --page` writes it.
+
+- *packs*: samples lie behind each other in one row without padding, each attends to itself alone
+- *padded groups*: the samples of a global batch are regrouped as rows of like length, with the divisor of the whole;
+  see [Packing](packing.md)
+- *as it is*: neither is exact, so the script runs without plans and evenload says why
+
+First stands what is measured, then what the family's default config says of packs with samples of {LONGEST:,} tokens;
+where it says no, padded groups are tried. For the measurement a tiny model of the family, with windows of 512 tokens,
+is trained by the real Trainer for a step, and its gradients are compared with the stock Trainer's in float64. What
+counts for a model of yours is measured before its first update, on the model itself ([Hugging Face](huggingface.md)).
+
+"""
+_WORDS = {"planned": "packs", "padded groups": "padded groups", "stock": "as it is", "refused": "refused"}
+
+
+def page(lines: list[str]) -> str:
+    """docs/models.md, by what became of every family."""
+    import transformers
+
+    head = _HEAD.format(count=len(lines), version=transformers.__version__)
+    return head + "".join(
+        fill(_row(line), 120, subsequent_indent="  ", break_on_hyphens=False) + "\n" for line in lines
+    )
+
+
+def _row(line: str) -> str:
+    family, _, said = line.partition(": ")
+    end = said.split(" | ")[0]
+    kind, _, why = end.replace(", computes in float32", "").partition(": ")
+    measured = _WORDS.get(kind, "not run at this size") + (f": {why}" if kind in ("stock", "refused") else "")
+    return f"- `{family}`: **{measured}**; packs by default config: {by_config(family)}"
+
+
+def by_config(family: str) -> str:
+    """Whether a family's default config lets it run packs of `LONGEST` tokens, and if not why."""
     try:
-        refuse_unsupported(CONFIG_MAPPING[family]())
+        config = CONFIG_MAPPING[family]()
+    except Exception as error:  # Transformers' own
+        return f"there is none ({type(error).__name__})"
+    try:
+        refuse_unsupported(config, LONGEST)
     except EvenloadError as error:
-        return f"refused: {error.found}"
-    except Exception:
-        pass
-    return ""
+        return f"no: {error.found}"
+    return "yes"
 
 
 def _error(own: Any, stock: Any) -> float:
@@ -207,6 +268,9 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     load_plugins()
+    if "--page" in sys.argv:
+        PAGE.write_text(page(Path(__file__).with_name("families.txt").read_text().splitlines()))
+        sys.exit()
     for name in [word for word in sys.argv[1:] if word != "--list"] or FAMILIES:
         said, error = outcome(name)
         print(f"{name}: {said}" if "--list" in sys.argv else f"{name:26} {error:.1e} {said}", flush=True)

@@ -56,7 +56,6 @@ def train(classes: Any, folder: Any, kind: str = "Trainer", config: Any = None, 
 REFUSED = {
     "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha = 5.0", "neftune"),
     "compiled": ({"torch_compile": True}, "torch_compile", "torch_compile=False"),
-    "attention dropout": ({"config": {"attention_dropout": 0.1}}, "attention_dropout = 0.1", "set attention_dropout"),
 }
 
 

@@ -1,0 +1,107 @@
+"""What a proof runs under: embeddings as leaves, attention that is counted, no dropout, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_utils import AttentionInterface
+
+from ...core.errors import EvenloadError
+from ...runtime.attributes import with_attributes
+from ..huggingface import attention
+
+UNREACHED = "attention that packs do not reach: the model does not leave it to Transformers' AttentionInterface"
+
+
+@contextmanager
+def embedded(model: Any) -> Iterator[list[Tensor]]:
+    """Inside, the embeddings of the tokens are leaves of the graph; gives them as they come into being. Forwards that
+    have no graph, which metrics take, have none."""
+    leaves: list[Tensor] = []
+
+    def cut(module: Any, args: Any, output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    table = model.get_input_embeddings()
+    # An encoder and a decoder may have modules of their own for one table.
+    others = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is table.weight]
+    hooks = [module.register_forward_hook(cut) for module in {table, *others}]
+    try:
+        yield leaves
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
+    """Inside, a planned model attends inside packs; counts its forwards and its calls of packed attention."""
+    calls = {"attention": 0, "forwards": 0}
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls["attention"] += 1
+        if attention.PACK not in kwargs:
+            raise EvenloadError(
+                UNREACHED, f"{type(args[0]).__name__} hands no keyword arguments of the model's call on"
+            )
+        return attention.attention(*args, **kwargs)
+
+    def forward(*_: Any) -> None:
+        calls["forwards"] += 1
+
+    hook, stock = model.register_forward_pre_hook(forward), model.config._attn_implementation
+    # What stands there is the session's own, or nothing where no session is on.
+    before = AttentionInterface._global_mapping.get(attention.NAME)
+    try:
+        if planned:
+            AttentionInterface.register(attention.NAME, counting)
+            model.set_attn_implementation(attention.NAME)
+        yield calls
+    finally:
+        hook.remove()
+        if planned:
+            model.set_attn_implementation(stock)
+            attention.unregister()
+            if before is not None:
+                AttentionInterface.register(attention.NAME, before)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and "dropout_p" in (kwargs or {}):
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        if func in (torch.nn.functional.dropout, torch.dropout, torch.dropout_):
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
+    """Inside, the model trains, drops nothing, and recomputes no layer: PyTorch's older checkpoints give no gradient at
+    an activation. Afterwards its mode and its buffers are what they were, and random numbers go on as if nothing had
+    been drawn."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    modes = [(module, module.training) for module in model.modules()]
+    with ExitStack() as stack:
+        for module in checkpointed:
+            stack.enter_context(with_attributes(module, gradient_checkpointing=False))
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(_WithoutDropout())
+        model.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
