@@ -264,8 +264,8 @@ class Costs(Frozen):
         return holding.model_copy(update={"backward": PassCost(**less), "recompute": False})
 
     def of_stage(self, layout: Layout) -> Costs:
-        """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * stages, launches by stages,
-        and the update by devices."""
+        """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * stages, launches by
+        stages, and the update is that of a device."""
         compute, launch = 1.0 / (layout.tp * layout.num_stages), 1.0 / layout.num_stages
         forward, backward = self.forward.scaled(compute, launch), self.backward.scaled(compute, launch)
         update_s = self.update_s * (1.0 / (layout.tp * layout.pp))
