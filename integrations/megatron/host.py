@@ -42,8 +42,9 @@ from .batch import Batch, ForwardStep, PlannedBatches, collecting, run_batch, ru
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
-from .model.gpt import DTYPES, build_model, build_optimizer, transformer_config, wrap_model
+from .model.gpt import DTYPES, build_optimizer, build_stages, transformer_config, wrap_model
 from .model.sharded_experts import shard_experts
+from .model.v_shape import VShaped, stages_of
 from .model.weights import global_gradients, global_parameters, global_tensors, initialise
 from .pretrained.transfer import Exported, exported, read_pretrained
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
@@ -86,9 +87,6 @@ class MegatronHost(Host):
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
-        last = parallel_state.is_pipeline_last_stage()
-        self.collects: bool = last and self.tp_rank == 0
-        """Whether this rank takes losses down: one tensor-parallel rank of the last stage does."""
         # With one tensor-parallel rank these are the pipeline stages of all expert-parallel ranks.
         of_dense = parallel_state.get_pipeline_model_parallel_group
         of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group
@@ -96,8 +94,9 @@ class MegatronHost(Host):
 
         config = transformer_config(recipe, self.layout)
         self.norm_epsilon = config.layernorm_epsilon
-        first = parallel_state.is_pipeline_first_stage()
-        self.model: Any = build_model(recipe, config, first=first, last=last).to(device)
+        self.model: Any = build_stages(recipe, config, self.layout, self.pipeline_stage).to(device)
+        self.collects: bool = stages_of(self.model)[-1].post_process and self.tp_rank == 0
+        """Whether this rank takes losses down: one tensor-parallel rank of the last stage does."""
         if recipe.model.weights is None:
             initialise(self.model, config, recipe.train.seed, self.tp_rank)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def join_groups(layout: Layout, seed: int) -> bool:
     is_ours = not parallel_state.model_parallel_is_initialized()
     if is_ours:
         parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
-    there = current_layout()
+    there = replace(current_layout(), v_shape=layout.v_shape)
     if there != layout:
         raise EvenloadError(
             "Megatron's process groups were made for another layout",
