@@ -54,7 +54,7 @@ class PipelineHost(EngineHost):
         grid = self.engine.grid
         self.dp_cp_rank = int(grid.data_parallel_id)
         self._stages = grid.get_pipe_parallel_group()
-        self._links = StageLinks(rows_of_all(grid.pp_group))
+        self._links = (StageLinks(rows_of_all(grid.pp_group)),)
         self._rows = rows_of_all(grid.dp_group)
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
@@ -100,7 +100,7 @@ class PipelineHost(EngineHost):
         refuse_foreign(step.plan, self.layout.dp, self.layout.pp)
         program = lower_forwards(step.plan, self.pipeline_stage, self.dp_cp_rank)
         with evaluating(self.module):
-            self.execute(step, program, PipelineStage(self, step, collector=collector))
+            self.execute(step, (program, PipelineStage(self, step, collector=collector)))
 
     def _open_plane(self) -> Plane:
         return Plane.make(self._rows)
@@ -120,7 +120,7 @@ class PipelineWeights(EngineWeights):
     def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
         host = self._host
         program, trainer = host.program_of(step.plan), PipelineStage(host, step, weight=1 / num_targets)
-        executed = host.execute(step, program, trainer)
+        executed = host.execute(step, (program, trainer))
         step.mark("gradient reduction")
         with step.clock.noting("G"):
             trainer.reduce()
