@@ -33,6 +33,10 @@ class Layout:
     def dp_cp_size(self) -> int:
         return self.dp * self.cp
 
+    def stages_of_device(self, device: int) -> tuple[int, ...]:
+        """The stages that a device of a pipeline has, ascending."""
+        return (device, self.num_stages - 1 - device) if self.v_shape else (device,)
+
     def world_ranks(self, stage: int, plane_ranks: Iterable[int]) -> list[int]:
         """Ranks of the world at a stage for ranks of the plane, the first tensor-parallel one of each.
 

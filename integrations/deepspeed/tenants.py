@@ -117,7 +117,7 @@ class PipelineTenants(Tenants):
             module.forward_funcs[0].register_forward_hook(need_gradient)
 
     def passes(self, step: Step, collector: LossCollector) -> Passed:
-        program = self._host.program_of(step.plan)
+        ((_, program),) = self._host.programs_of(step.plan)
         return Passed(self._host.execute(step, (program, FrozenPipelineStage(self._host, step, collector))))
 
 

@@ -223,8 +223,7 @@ class Host(ABC):
     @property
     def stages(self) -> tuple[int, ...]:
         """The pipeline stages of this rank, ascending."""
-        first = self.pipeline_stage
-        return (first, self.layout.num_stages - 1 - first) if self.layout.v_shape else (first,)
+        return self.layout.stages_of_device(self.pipeline_stage)
 
     def execute(self, step: Step, *parts: tuple[Program, StageTrainer]) -> tuple[Slice, ...]:
         """Carry out what this rank does in a step at each of its stages; the slices that it ran."""

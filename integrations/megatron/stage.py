@@ -38,7 +38,7 @@ class FixedShape(NamedTuple):
 
 
 class MegatronStage(StageTrainer):
-    """The passes of the stage's ``gpt``, called as ``model``: in Megatron's DistributedDataParallel, or as `VShaped` says.
+    """The passes of the stage's ``gpt``, called as ``model``: in Megatron's DDP, or as `VShaped` has it.
 
     Args:
         load: a micro-batch in the form that ``step`` takes.

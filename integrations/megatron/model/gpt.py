@@ -125,10 +125,10 @@ def build_stages(recipe: Recipe, config: TransformerConfig, layout: Layout, devi
     last = layout.num_stages - 1
     if not layout.v_shape:
         return build_model(recipe, config, first=device == 0, last=device == last)
-    places = [Place(stage, layout.num_stages) for stage in (device, last - device)]
-    ends = ({"first": stage == 0, "last": stage == last} for stage, _ in places)
-    parts = (build_model(recipe, config, **end, pg_collection=p.groups()) for p, end in zip(places, ends, strict=True))
-    return VShaped(*parts)
+    groups = [(stage, Place(stage, layout.num_stages).groups()) for stage in layout.stages_of_device(device)]
+    return VShaped(
+        *(build_model(recipe, config, first=stage == 0, last=stage == last, pg_collection=g) for stage, g in groups)
+    )
 
 
 def wrap_model(recipe: Recipe, config: TransformerConfig, model: nn.Module) -> DistributedDataParallel:
