@@ -208,8 +208,10 @@ class Host(ABC):
         """Release what the host holds; the process group stays."""
         if hasattr(self, "trained"):
             self.trained.close()
-        for groups in (*self._links, *([self._plane] if self._plane else [])):
-            groups.close()
+        for links in self._links:
+            links.close()
+        if self._plane is not None:
+            self._plane.close()
         self._links, self._plane = (), None
 
     @abstractmethod

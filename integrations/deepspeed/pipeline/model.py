@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import io
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import deepspeed
 import torch
@@ -100,7 +100,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
             recomputed: so many of the stage's decoder layers, the first ones, keep their inputs alone.
         """
         embedding, blocks, ends = self.stages[part]
-        hidden_1TC: Any = received_1TC if embedding is None else embedding(pack.tokens_T[None])
+        hidden_1TC = cast(Tensor, received_1TC if embedding is None else embedding(pack.tokens_T[None]))
         positions_1T = pack.positions_T[None]
         tables = self.rotary(hidden_1TC, positions_1T)
         with recomputing(blocks, recomputed):
@@ -117,7 +117,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
             hidden_1TC = layer(hidden_1TC)
         return hidden_1TC
 
-    def _partition_layers(self, method: list[int]) -> None:  # type: ignore[override]
+    def _partition_layers(self, method: list[int]) -> None:
         """As ``method`` says, whatever DeepSpeed would count: the first layers of the devices."""
         device = self._topo.get_coord(self.global_rank).pipe
         self.parts = method

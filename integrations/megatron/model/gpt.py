@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +124,7 @@ def build_stages(recipe: Recipe, config: TransformerConfig, layout: Layout, devi
     `build_model`."""
     last = layout.num_stages - 1
     if not layout.v_shape:
-        return build_model(recipe, config, first=device == 0, last=device == last)
+        return cast(nn.Module, build_model(recipe, config, first=device == 0, last=device == last))
     groups = [(stage, Place(stage, layout.num_stages).groups()) for stage in layout.stages_of_device(device)]
     return VShaped(
         *(build_model(recipe, config, first=stage == 0, last=stage == last, pg_collection=g) for stage, g in groups)

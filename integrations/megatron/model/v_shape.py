@@ -56,7 +56,7 @@ class VShaped(nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", **how: Any) -> dict[str, Any]:
         """As Megatron's modules have it: by the names in `state_dict`, what is stored by those in the whole model."""
-        states = [part.sharded_state_dict(**how) for part in self.parts]
+        states = [part.sharded_state_dict(**how) for part in stages_of(self)]
         return {f"{prefix}parts.{i}.{key}": value for i, state in enumerate(states) for key, value in state.items()}
 
 
