@@ -25,6 +25,7 @@ from .plan.token_layout import CpGroup, attended, cp_group_of, tokens_of_ranks
 from .simulate.events import play
 
 _CP_COMMS = get_args(CpComm)
+_NO_V = "set plugins.pipeline.v_shape=false"
 
 
 def check(plan: StepPlan) -> StepPlan:
@@ -43,7 +44,7 @@ def check(plan: StepPlan) -> StepPlan:
 
 
 @fact_of_plan(
-    *("lengths", "micro_batches", "backward", "replayed", "order", "recompute", "offload"),
+    *("lengths", "micro_batches", "backward", "replayed", "order", "merge", "recompute", "offload"),
     *("limits", "tenants", "experts", "groups"),
 )
 def _keeps_every_law(plan: StepPlan, limits: Limits) -> bool:
@@ -58,6 +59,7 @@ def _keeps_every_law(plan: StepPlan, limits: Limits) -> bool:
         _slices_ascend,
         _backward_groups,
         _order_is_complete,
+        _devices_take_all,
         _slices_keep_their_prefix,
         _links_keep_their_order,
         _all_in_step,
@@ -365,6 +367,32 @@ def _order_is_complete(plan: StepPlan) -> None:
         for index, forward in (*kept, *replayed):
             if place[Op("B", index)] < place[Op("F", forward)]:
                 raise PlanError("backward runs before forward", f"stage {stage}, micro-batch {index}")
+
+
+def _devices_take_all(plan: StepPlan) -> None:
+    """A device with two stages runs each of their passes once, in the order that the plan says."""
+    limits, merge = plan.limits, plan.merge
+    if not limits.v_shape:
+        if merge:
+            raise PlanError(
+                "a plan merges the passes of stages that have devices of their own", f"{len(merge)} devices"
+            )
+        return
+    if limits.num_stages % 2 or limits.num_stages < 4:
+        raise PlanError("a V of pipeline stages has two stages on each of two devices or more", f"{limits.num_stages}")
+    if plan.shared or limits.together > 1:
+        detail = "a shared micro-batch" if plan.shared else f"{limits.together} ranks in step"
+        raise PlanError("ranks wait for each other in a pass, on devices that have two stages", detail, _NO_V)
+    if not plan.micro_batches:
+        return
+    if len(merge) != limits.num_devices or not plan.order:
+        detail = f"{len(merge)} merges of {limits.num_devices} devices, {len(plan.order)} orders"
+        raise PlanError("a plan does not say in which order devices take the passes of their two stages", detail)
+    for device, row in enumerate(merge):
+        wanted = sorted(stage for stage in limits.stages_of_device(device) for _ in plan.order[stage])
+        if sorted(row) != wanted:
+            detail = f"device {device} lists {len(row)} passes of {len(wanted)}"
+            raise PlanError("a device does not take every pass of its stages exactly once", detail)
 
 
 def _weight_gradients(plan: StepPlan, stage: int, place: dict[Op, int]) -> None:

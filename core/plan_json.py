@@ -72,7 +72,7 @@ _OF_NAME: dict[str, Any] = {
     "layers_per_stage": Layers,
     "max_activation_bytes": Amount | None,
 }
-_OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded")
+_OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded", "v_shape")
 """Limits that files say where they hold, as those of before do not know them."""
 _SCALARS = [f for f in fields(Limits) if f.name != "memory"]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
@@ -106,6 +106,7 @@ class _Step(_Form):
     limits: dict[str, Any] | None = None
     micro_batches: list[_MicroBatch]
     order: list[list[tuple[PassKind, Whole]]] = []
+    merge: list[list[Whole]] = []
     recompute: list[list[Whole]] = []
     offload: list[Amount] = []
     backward: list[_MicroBatch] = []
@@ -150,6 +151,8 @@ def step_json(plan: StepPlan) -> dict[str, Any]:
         row["tenants"] = plan.tenants.tolist()
     if len(plan.groups):
         row["groups"] = plan.groups.tolist()
+    if plan.merge:
+        row["merge"] = [list(stages) for stages in plan.merge]
     if plan.experts != EXPERTS_AT_HOME:
         copies = [[list(experts) for experts in of_layer] for of_layer in plan.experts.copies]
         row["experts"] = {**plan.experts._asdict(), "copies": copies}
@@ -209,6 +212,7 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
         micro_batches=tuple(map(_micro_batch, row.micro_batches)),
         limits=held_to,
         order=tuple(tuple(Op(kind, number) for kind, number in stage) for stage in row.order),
+        merge=tuple(map(tuple, row.merge)),
         recompute=tuple(map(tuple, row.recompute)),
         made_by=row.made_by,
         bound_s=row.bound_s,

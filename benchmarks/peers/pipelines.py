@@ -99,12 +99,15 @@ def ranks_of(stages: int, second: int) -> list[int]:
     return ranks + (ranks[::second] if second else [])
 
 
-def chain_of(stages: int, ranks: int, samples: int, cap: int, **pipeline: Any) -> PlanChain:
-    """The pipeline plugin on H200s with tensor parallelism of a node, gradient sums left out. ``samples``: of all."""
+def chain_of(
+    stages: int, ranks: int, samples: int, cap: int, model: dict[str, Any] | None = None, **pipeline: Any
+) -> PlanChain:
+    """The pipeline plugin on H200s with tensor parallelism of a node, gradient sums left out. ``samples``: of all;
+    ``model``: what is other than in the model of so many stages."""
     load_plugins()
     recipe = parse(
         {
-            "model": {"vocab_size": 32000, **MODELS["llama-70b" if stages == 16 else "llama-13b"]},
+            "model": {"vocab_size": 32000, **MODELS["llama-70b" if stages == 16 else "llama-13b"], **(model or {})},
             "parallel": {"pp": stages, "dp": ranks, "tp": 8},
             "train": {"dtype": "bf16", "global_batch_size": samples},
             "cluster": "h200",

@@ -264,10 +264,12 @@ class Costs(Frozen):
         return holding.model_copy(update={"backward": PassCost(**less), "recompute": False})
 
     def of_stage(self, layout: Layout) -> Costs:
-        """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * pp, launches by pp."""
-        compute, launch = 1.0 / (layout.tp * layout.pp), 1.0 / layout.pp
+        """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * stages, launches by
+        stages, and the update is that of a device."""
+        compute, launch = 1.0 / (layout.tp * layout.num_stages), 1.0 / layout.num_stages
         forward, backward = self.forward.scaled(compute, launch), self.backward.scaled(compute, launch)
-        changes = {"memory": self.memory.of_stage(layout), "update_s": self.update_s * compute, "ep": layout.ep}
+        update_s = self.update_s * (1.0 / (layout.tp * layout.pp))
+        changes = {"memory": self.memory.of_stage(layout), "update_s": update_s, "ep": layout.ep}
         return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
     def at_experts(self, share: float) -> Costs:

@@ -94,7 +94,7 @@ def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens
         (first,) = layout.world_ranks(stage, (rank,))
         link = cluster.link_among(range(first, first + layout.tp))
         # The embedding's forward on the first stage, the output layer's backward on the last.
-        ends = stage == (0 if passes == 1 else layout.pp - 1)
+        ends = stage == (0 if passes == 1 else layout.num_stages - 1)
         state_bytes = tokens * traffic.state_bytes_per_token
         total = total + (2 * traffic.layers + ends) * link.all_reduce_s(state_bytes, layout.tp)
     if layout.ep > 1 and traffic.expert_bytes_per_token:

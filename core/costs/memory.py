@@ -7,6 +7,8 @@
                        slice, with its last one - K, V, dK and dV; with a step's first one + gradients that come late
     backward, split    + inputs of linear layers and gradients of their outputs, until its weight gradients are computed
 
+A device of two stages holds what both do (`StepPlan.merge`): in each pass of one also what the other has kept.
+
 A backward is highest where it begins (the head's working bytes), at its first layer or at its last one: a layer that is
 recomputed, and what a layer's MLP or its attention takes while it runs. Head: final norm, output layer and loss.
 
@@ -30,7 +32,7 @@ from typing import Any
 
 from ..machine.cluster import Cluster
 from ..plan.limits import Limits, MemoryCost
-from ..plan.order import orders_of_stage
+from ..plan.order import orders_of_device, orders_of_stage
 from ..plan.step_plan import Op, StepPlan
 from .memory_walk import Walk, kept_share, parts_of
 
@@ -52,7 +54,7 @@ def fixed_bytes(memory: MemoryCost, limits: Limits) -> float:
 
 
 def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float, Op]:
-    """Largest number of bytes that a plane rank of a stage holds, and the pass at which it does."""
+    """Largest number of bytes that a plane rank holds in passes of a stage, and the pass at which it does."""
     return peaks_of_stage(plan, stage, [rank])[0]
 
 
@@ -74,7 +76,25 @@ def _walks(plan: StepPlan, stage: int, ranks: Iterable[int] | None) -> Iterator[
     orders = orders_of_stage(plan, stage)
     for rank in range(len(orders)) if ranks is None else ranks:
         ops = orders[rank]
-        yield ops, Walk(plan, stage).levels(ops, parts_of(plan, ops, rank))
+        if plan.merge:
+            yield ops, _levels_beside_other(plan, stage, rank)
+        else:
+            yield ops, Walk(plan, stage).levels(ops, parts_of(plan, ops, rank))
+
+
+def _levels_beside_other(plan: StepPlan, stage: int, rank: int) -> list[float]:
+    """What the device of a stage holds in each pass of this one: what the pass holds, and what its other stage does."""
+    device = plan.limits.device_of_stage(stage)
+    walks = {own: Walk(plan, own) for own in plan.limits.stages_of_device(device)}
+    (other,) = (walk for own, walk in walks.items() if own != stage)
+    levels = []
+    rows = {own: orders_of_stage(plan, own)[rank] for own in walks}
+    levels_of = {own: walk.passes(rows[own], parts_of(plan, rows[own], rank)) for own, walk in walks.items()}
+    for own, _ in orders_of_device(plan, device)[rank]:
+        level = next(levels_of[own])
+        if own == stage:
+            levels.append(level + other.held_bytes)
+    return levels
 
 
 def offloaded_bytes(plan: StepPlan, stage: int, number: int, tokens: Any) -> Any:

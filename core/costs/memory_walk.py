@@ -3,6 +3,7 @@ of them (`core.costs.memory`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,15 +122,25 @@ class Walk:
         self._live_bytes = 0.0
         self._sequences: dict[int, _Stored] = {}
 
+    @property
+    def held_bytes(self) -> float:
+        """What the rank holds behind the passes that have run."""
+        return self._live_bytes
+
     def levels(self, ops: list[Op], parts: list[Part]) -> list[float]:
         """The most that the rank holds in each of its passes [bytes]; ``parts``: what it has of their micro-batches."""
+        return list(self.passes(ops, parts))
+
+    def passes(self, ops: list[Op], parts: list[Part]) -> Iterator[float]:
+        """`levels`, one after the other."""
         for op, part in zip(ops, parts, strict=True) if self._plan.cut else ():
             for number, tokens, own in part.cut if op.kind == "F" else ():
                 sequence = self._sequences.setdefault(number, _Stored())
                 sequence.tokens += tokens
                 sequence.own += own
         passes = {"F": self._forward, "B": self._backward, "W": self._weights}
-        return [passes[op.kind](op.micro_batch, part) for op, part in zip(ops, parts, strict=True)]
+        for op, part in zip(ops, parts, strict=True):
+            yield passes[op.kind](op.micro_batch, part)
 
     def _forward(self, number: int, part: Part) -> float:
         layer, _, kept, _ = self._bytes_of(part, number, number)

@@ -17,6 +17,13 @@ class Layout:
     cp: int = 1
     ep: int = 1
     dp: int = 1
+    v_shape: bool = False
+    """Each of ``pp`` devices has two stages, the model's layers lie on them down and up again (Limits.v_shape)."""
+
+    @property
+    def num_stages(self) -> int:
+        """Parts in which a pipeline has the layers."""
+        return 2 * self.pp if self.v_shape else self.pp
 
     @property
     def world_size(self) -> int:
@@ -26,16 +33,23 @@ class Layout:
     def dp_cp_size(self) -> int:
         return self.dp * self.cp
 
+    def stages_of_device(self, device: int) -> tuple[int, ...]:
+        """The stages that a device of a pipeline has, ascending."""
+        return (device, self.num_stages - 1 - device) if self.v_shape else (device,)
+
     def world_ranks(self, stage: int, plane_ranks: Iterable[int]) -> list[int]:
         """Ranks of the world at a stage for ranks of the plane, the first tensor-parallel one of each.
 
-        Trainers number tensor-parallel ranks fastest, then the plane, pipeline stages slowest.
+        Trainers number tensor-parallel ranks fastest, then the plane, devices of a pipeline slowest.
         """
-        first = stage * self.dp_cp_size
+        device = min(stage, self.num_stages - 1 - stage) if self.v_shape else stage
+        first = device * self.dp_cp_size
         return [(first + rank) * self.tp for rank in plane_ranks]
 
     @classmethod
-    def of_world(cls, world_size: int, *, tp: int, pp: int, cp: int, ep: int, dp: int | None = None) -> Layout:
+    def of_world(
+        cls, world_size: int, *, tp: int, pp: int, cp: int, ep: int, dp: int | None = None, v_shape: bool = False
+    ) -> Layout:
         """The layout of ``world_size`` processes; ``dp`` takes what the others leave. Raises EvenloadError."""
         inner = tp * pp * cp
         if world_size % inner or (dp is not None and dp * inner != world_size):
@@ -45,7 +59,7 @@ class Layout:
                 f"{world_size} processes for {wanted}",
                 f"start {inner * (dp or 1)} processes (--nproc {inner * (dp or 1)}) or change parallel.*",
             )
-        layout = cls(tp, pp, cp, ep, world_size // inner)
+        layout = cls(tp, pp, cp, ep, world_size // inner, v_shape)
         if layout.dp_cp_size % ep:
             raise EvenloadError(
                 "parallel.ep does not divide the data-parallel ranks",

@@ -60,11 +60,13 @@ class MemoryCost(Frozen):
     """Mean absolute relative error of predicted peaks over the plans that were measured."""
 
     def of_stage(self, layout: Layout) -> MemoryCost:
-        """One pipeline stage of one tensor-parallel rank; head and single layers are those of their stage, whole.
+        """One pipeline stage of one tensor-parallel rank; head and single layers are those of their stage, whole, and
+        what is there between steps or in the update is that of all stages of a device.
 
         Weights are taken to be spread evenly over stages, and all activations to be split by tensor parallelism.
         """
-        parts = {name: layout.tp * (1 if name in NOT_OF_ALL_LAYERS else layout.pp) for name in AMOUNTS}
+        of_all = {name: layout.pp if name in OF_DEVICE else layout.num_stages for name in AMOUNTS}
+        parts = {name: layout.tp * (1 if name in NOT_OF_ALL_LAYERS else of_all[name]) for name in AMOUNTS}
         return self.model_copy(update={name: getattr(self, name) / count for name, count in parts.items()})
 
     def folded(self, layout: Layout) -> MemoryCost:
@@ -83,6 +85,8 @@ AMOUNTS = tuple(name for name in MemoryCost.model_fields if name != "fit_error")
 _SINGLE = ("head", "head_working", "working", "input")
 NOT_OF_ALL_LAYERS = frozenset({"pass_bytes", *(f"{name}_bytes_per_token" for name in _SINGLE)})
 """The fields whose bytes are those of one layer, or of the head."""
+OF_DEVICE = frozenset({"fixed_bytes", "sharded_bytes", "gathered_bytes", "update_bytes"})
+"""The fields whose bytes are those of a device, however many stages it has."""
 COUNTED = frozenset(f"{name}_bytes_per_token" for name in ("kv_grad", "input", "deferred", "expert"))
 """The fields that no cost model gives, since a recipe's shape and precision say them."""
 NO_MEMORY = MemoryCost()
@@ -122,6 +126,8 @@ class Limits:
     padded: bool = False
     """The model keeps apart only what stands in different rows: the sequences of a micro-batch are whole, and padded
     to one length."""
+    v_shape: bool = False
+    """Each device of a pipeline has two stages, device r the stages r and num_stages - 1 - r (`v_shape`)."""
 
     def under(self, max_tokens: int | None, activation_gib: float | None = None) -> Limits:
         """These limits under further caps on tokens and activations [GiB]; None caps nothing."""
@@ -147,6 +153,19 @@ class Limits:
     def together(self) -> int:
         """So many neighbouring ranks wait for each other in every pass, for whatever reason."""
         return self.num_ranks if self.all_in_step else self.in_step
+
+    @property
+    def num_devices(self) -> int:
+        """Of a pipeline."""
+        return self.num_stages // 2 if self.v_shape else self.num_stages
+
+    def stages_of_device(self, device: int) -> tuple[int, ...]:
+        """The stages that a device of a pipeline has, ascending."""
+        return (device, self.num_stages - 1 - device) if self.v_shape else (device,)
+
+    def device_of_stage(self, stage: int) -> int:
+        """The device of a pipeline that has a stage."""
+        return min(stage, self.num_stages - 1 - stage) if self.v_shape else stage
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -8,6 +8,9 @@ from typing import TypeVar
 
 from .step_plan import Op, PassKind, StepPlan, fact_of_plan
 
+StagedOp = tuple[int, Op]
+"""A stage, and one of its passes."""
+
 DIRECTIONS: tuple[PassKind, ...] = ("F", "B")
 Item = TypeVar("Item")
 PASS_KINDS: tuple[PassKind, ...] = (*DIRECTIONS, "W")
@@ -24,6 +27,21 @@ def orders_of_stage(plan: StepPlan, stage: int) -> list[list[Op]]:
     for op in plan.order[stage]:
         for rank in ranks[op.kind][op.micro_batch]:
             lists[rank].append(op)
+    return lists
+
+
+@fact_of_plan("micro_batches", "backward", "order", "merge", "limits")
+def orders_of_device(plan: StepPlan, device: int) -> list[list[StagedOp]]:
+    """The passes of every plane rank at a device of its pipeline, whatever their stages: ``result[rank]``."""
+    if not plan.merge:
+        return [[(device, op) for op in ops] for ops in orders_of_stage(plan, device)]
+    lists: list[list[StagedOp]] = [[] for _ in range(plan.limits.num_ranks)]
+    ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in PASS_KINDS}
+    next_of = {stage: iter(plan.order[stage]) for stage in plan.limits.stages_of_device(device)}
+    for stage in plan.merge[device]:
+        op = next(next_of[stage])
+        for rank in ranks[op.kind][op.micro_batch]:
+            lists[rank].append((stage, op))
     return lists
 
 

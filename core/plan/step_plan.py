@@ -194,6 +194,9 @@ class StepPlan:
     """Where experts may run in the layers of this step."""
     groups: Lengths = field(default_factory=lambda: NO_GROUPS)
     """Number of each sequence's group, int64 [S]: those of one stay together; empty: each may be anywhere."""
+    merge: tuple[tuple[int, ...], ...] = ()
+    """For each device of a pipeline that has two stages (`Limits.v_shape`) the stage of each of its passes: the k-th
+    mention of a stage is the k-th pass of that stage's list in ``order``. Empty where each device has one stage."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", as_lengths(self.groups))
@@ -240,7 +243,7 @@ class StepPlan:
             raise PlanError("a plan has no field of this name", ", ".join(unknown), f"change one of {fields}")
         other = replace(self, **changes)
         changed = set(changes)
-        if self.limits.shape == other.limits.shape:
+        if self.limits.shape == other.limits.shape and self.limits.v_shape == other.limits.v_shape:
             changed.discard("limits")
         for name in _FACTS.keys() & vars(self).keys():
             if _FACTS[name].isdisjoint(changed):
@@ -331,6 +334,8 @@ class StepPlan:
             digest.update(repr(tuple(self.experts)).encode())
         if len(self.groups):
             arrays["groups"] = self.groups
+        if self.merge:
+            digest.update(repr(self.merge).encode())
         for name, array in arrays.items():
             digest.update(f"{name}:{array.shape};".encode())
             digest.update(array.tobytes())

@@ -34,6 +34,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_adapters_in_loops
 from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
+from ..simulate.v_shape import merged
 from .judge import Candidate, at_bound, beside, budget_bytes, floor_s, judge, least_s, outcome_of, rivals_of
 from .notes import LEFT_OUT, NO_EFFECT, WARNINGS, unequal_caps, warn_of_idle
 from .setting import Setting, context_of, groups_of, limits_of, refuse_others, refuse_too_many
@@ -264,7 +265,7 @@ class PlanChain:
             plan = offer[0].baselines[name](replace(self, instead="")._planned(batch), self.context, offer[1])
             check_policy(plan)
             return plan
-        return check(in_rounds(self._baseline(name, batch)))
+        return check(merged(in_rounds(self._baseline(name, batch))))
 
     def _baseline(self, name: str, batch: Lengths) -> StepPlan:
         if self.cp > 1:
@@ -345,7 +346,7 @@ class PlanChain:
     def under_caps(self, plan: StepPlan) -> StepPlan:
         """The plan, checked under the caps of the recipe, whatever its planner allowed itself. Raises PlanError."""
         groups = groups_of(plan.lengths, self.groups, self.links)
-        return check(in_rounds(plan.revised(limits=plan.limits.held_to(self.caps), groups=groups)))
+        return check(merged(in_rounds(plan.revised(limits=plan.limits.held_to(self.caps), groups=groups))))
 
     def rule(self, name: str, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """The plan of a baseline that may run. Raises EvenloadError."""

@@ -29,6 +29,7 @@ from ..registry import Keeps
 from ..simulate.passes import PassTimes
 from ..simulate.predict import busy_seconds
 from ..simulate.step import Simulation, after_passes_s, simulate
+from ..simulate.v_shape import merged
 
 SMALL = 1 << 14
 """Sequences x ranks of a batch up to which every baseline is weighed against a plan that is not at its bound."""
@@ -85,7 +86,7 @@ class _Identity:
         return isinstance(other, _Identity) and other.context is self.context
 
 
-_DEPENDS_ON = ("lengths", "micro_batches", "backward", "replayed", "order", "recompute", "offload", "limits")
+_DEPENDS_ON = ("lengths", "micro_batches", "backward", "replayed", "order", "merge", "recompute", "offload", "limits")
 """What a simulation depends on. Caps, the only other numbers of the limits that plans of a batch differ in, change
 nothing in it."""
 
@@ -116,7 +117,7 @@ def judge(plan: StepPlan, context: PlanningContext, baseline: str = "") -> Candi
     Raises PlanError for one whose ranks would wait for each other.
     """
     check_wanted()
-    plan = in_rounds(plan)
+    plan = merged(in_rounds(plan))
     outcome = outcome_of(plan, context)
     missing_bytes = float(outcome.activation_bytes.max()) - budget_bytes(plan.limits, context)
     peak_bytes = float(outcome.peak_bytes.max())
@@ -252,7 +253,7 @@ def judged(plans: Iterable[StepPlan], context: PlanningContext, known: Iterable[
     bar_s, candidates = fitting_s(known), []
     for plan in plans:
         try:
-            if floor_s(plan := in_rounds(plan), context, bar_s) >= bar_s:
+            if floor_s(plan := merged(in_rounds(plan)), context, bar_s) >= bar_s:
                 continue
             candidate = judge(plan, context)
         except PlanError:

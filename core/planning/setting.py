@@ -100,7 +100,7 @@ def stage_costs(setting: Setting, costs: cost_models.Costs, layout: Layout) -> c
         costs = costs.recomputed(shape.num_layers * shape.hidden_size * value_bytes)
     costs = _with_own_experts(setting, costs.of_stage(layout), layout)
     deferred_bytes = _layers_per_stage(setting, layout) * shape.linear_values(layout.tp) * value_bytes
-    expert_bytes = shape.values_at_experts * value_bytes / (layout.tp * layout.pp) if layout.ep > 1 else 0.0
+    expert_bytes = shape.values_at_experts * value_bytes / (layout.tp * layout.num_stages) if layout.ep > 1 else 0.0
     # Tokens that go to other ranks are copied to be sent, and copied to be sorted by expert where they arrive.
     copies = 2 * shape.experts.topk if shape.experts and layout.ep > 1 else 0
     whole_bytes = costs.memory.replay_bytes_per_token or costs.memory.activation_bytes_per_token
@@ -168,7 +168,7 @@ def limits_of(setting: Setting, context: PlanningContext) -> Limits:
     return Limits(
         num_ranks=layout.dp_cp_size,
         max_tokens=UNCAPPED,
-        num_stages=layout.pp,
+        num_stages=layout.num_stages,
         layers_per_stage=_layers_per_stage(setting, layout),
         in_step=layout.dp_cp_size if traits.all_in_step and layout.ep > 1 else layout.ep,
         all_in_step=traits.all_in_step and layout.ep == 1,
@@ -177,6 +177,7 @@ def limits_of(setting: Setting, context: PlanningContext) -> Limits:
         node_ranks=max(1, context.cluster.ranks_per_node // layout.tp),
         # Where no weight has a gradient, there is nothing to put off.
         splits_backward=layout.pp >= traits.fewest_stages_that_split and not setting.frozen,
+        v_shape=layout.v_shape,
     )
 
 
@@ -186,7 +187,7 @@ def _kv_grad_frac(setting: Setting) -> float:
 
 
 def _layers_per_stage(setting: Setting, layout: Layout) -> int:
-    return max(1, setting.shape.num_layers // layout.pp)
+    return max(1, setting.shape.num_layers // layout.num_stages)
 
 
 MOST_PASSES = 1 << 21

@@ -73,6 +73,11 @@ class Recipe(Section):
         """Whether adapters of tenants are trained, and the model stays as it is."""
         return any(p.adapts for p in self.enabled())
 
+    @property
+    def v_shape(self) -> bool:
+        """Whether each device of a pipeline has two stages, in a V."""
+        return any(getattr(self.config_of(p.name), "v_shape", False) for p in self.enabled())
+
     @cached_property
     def min_world_size(self) -> int:
         p = self.parallel
@@ -83,7 +88,7 @@ class Recipe(Section):
         p = self.parallel
         wanted = self.min_world_size if world_size is None else world_size
         size = whole_number(wanted, "the number of processes", RANKS)
-        return Layout.of_world(size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp)
+        return Layout.of_world(size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp, v_shape=self.v_shape)
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
         """A copy of the recipe with dotted keys changed, validated again."""

@@ -55,6 +55,7 @@ def refuse_impossible(recipe: Any) -> None:
             f"pp {p.pp}, {model.num_layers} layers",
             "choose a pp that divides the number of layers",
         ),
+        *_rules_of_v_shape(recipe),
         *_rules_of_extent(recipe.train),
         *_rules_of_experts(recipe),
         *_rules_of_copies(recipe),
@@ -71,6 +72,32 @@ def refuse_impossible(recipe: Any) -> None:
     )
     if not recipe.adapts:
         refuse_idle_ranks(recipe.train, p.dp or 1)
+
+
+def _rules_of_v_shape(recipe: Any) -> list[Rule]:
+    """What two stages a device need, and what they do not go with yet."""
+    p, layers, parts = recipe.parallel, recipe.model.num_layers, 2 * recipe.parallel.pp
+    if not recipe.v_shape:
+        return []
+    other = next((plugin.name for plugin in recipe.enabled() if plugin.shares or plugin.adapts), "")
+    what, do = "does not go with two stages on each device", "set plugins.pipeline.v_shape=false"
+    return [
+        (
+            p.pp == 1,
+            "a V of pipeline stages needs two devices or more",
+            "plugins.pipeline.v_shape true, parallel.pp 1",
+            "raise parallel.pp, or set plugins.pipeline.v_shape=false",
+        ),
+        (
+            layers % parts != 0,
+            "two stages on each device do not divide model.num_layers",
+            f"plugins.pipeline.v_shape true, parallel.pp {p.pp}, {layers} layers",
+            f"choose a number of layers that {parts} divides, another parallel.pp, or v_shape=false",
+        ),
+        (p.ep > 1, f"parallel.ep {what}", f"parallel.ep {p.ep}, plugins.pipeline.v_shape true", do),
+        (p.cp > 1, f"parallel.cp {what}", f"parallel.cp {p.cp}, plugins.pipeline.v_shape true", do),
+        (bool(other), f"plugins.{other} {what}", f"plugins.{other}.enabled true, plugins.pipeline.v_shape true", do),
+    ]
 
 
 def _rules_of_extent(train: Train) -> list[Rule]:

@@ -1,6 +1,7 @@
 """Plays the orders of all stages and ranks against each other: when every pass starts and ends.
 
-A rank of a stage runs one pass at a time, in its order. A pass on several ranks starts when all are free. Forward
+A rank of a stage runs one pass at a time, in its order; where a device has two stages, it runs one of both in the
+order of the plan's merge. A pass on several ranks starts when all are free. Forward
 waits for the stage before and backward for the stage behind, and for what travels between them; a link carries one
 tensor of a direction at a time. Weight gradients that are a pass of their own concern nobody but their rank. The k-th
 passes of ranks that run in step (a group that shares experts, or all ranks) start together and take as long as the
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from ..aliases import Ranks
 from ..errors import PlanError
 from ..plan.grid import render
-from ..plan.order import DIRECTIONS, PASS_KINDS, orders_of_stage
+from ..plan.order import DIRECTIONS, PASS_KINDS, orders_of_device, orders_of_stage
 from ..plan.program import lower
 from ..plan.step_plan import Op, PassKind, StepPlan
 
@@ -71,29 +72,31 @@ def _walk(
 ) -> Iterator[Event]:
     """Every pass that can run; adds to ``stuck`` stage, rank and pass of those that wait for ever."""
     num_ranks, num_stages, size = plan.limits.shape
-    orders = [orders_of_stage(plan, stage) for stage in range(num_stages)]
+    orders, stages = _rows_of_devices(plan)
+    device_of = [plan.limits.device_of_stage(stage) for stage in range(num_stages)]
     ranks = {kind: [m.ranks for m in plan.passes(kind)] for kind in PASS_KINDS}
     at = [[0] * num_ranks for _ in orders]
     free = [[0.0] * num_ranks for _ in orders]
-    arrives: list[dict[Op, float]] = [{} for _ in orders]
-    link_free = [{kind: [0.0] * num_ranks for kind in DIRECTIONS} for _ in orders]
-    ready = [(stage, rank) for stage, rows in enumerate(orders) for rank in range(len(rows))]
+    arrives: list[dict[Op, float]] = [{} for _ in device_of]
+    # By the way from device to device, which is none where a device hands over to itself.
+    link_free = [{way: [0.0] * num_ranks for way in (-1, 0, 1)} for _ in orders]
+    ready = [(device, rank) for device, rows in enumerate(orders) for rank in range(len(rows))]
     left = sum(len(row) for rows in orders for row in rows)
     while ready:
-        stage, rank = ready.pop()
-        row, place = orders[stage][rank], at[stage][rank]
+        device, rank = ready.pop()
+        row, place = orders[device][rank], at[device][rank]
         if place == len(row):
             continue
-        op = row[place]
+        op, stage = row[place], stages[device][rank][place] if stages else device
         ahead = AHEAD[op.kind]
-        together = _together(rank, orders[stage], at[stage], ranks, size) if ahead else {op: (rank,)}
+        together = _together(rank, orders[device], at[device], ranks, size) if ahead else {op: (rank,)}
         if not together:
             continue
         source, target = stage - ahead, stage + ahead
         comes = ahead and 0 <= source < num_stages
         if comes and any(other not in arrives[stage] for other in together):
             continue
-        start = max(free[stage][r] for members in together.values() for r in members)
+        start = max(free[device][r] for members in together.values() for r in members)
         if comes:
             start = max(start, *(arrives[stage][other] for other in together))
         each = {other: seconds(stage, other) for other in together}
@@ -101,25 +104,36 @@ def _walk(
         for other, members in together.items():
             goes_on = end
             if ahead and 0 <= target < num_stages:
-                links = link_free[stage][other.kind]
+                to = device_of[target]
+                links = link_free[device][to - device]
                 arrival = max([end, *(links[r] for r in members)]) + hand_over(min(stage, target), other)
                 arrives[target][other] = arrival
                 for r in members:
                     links[r] = arrival
-                ready += [(target, r) for r in members]
+                ready += [(to, r) for r in members]
                 goes_on = arrival if waits else end
             for r in members:
-                free[stage][r] = goes_on
-                at[stage][r] += 1
-                ready.append((stage, r))
+                free[device][r] = goes_on
+                at[device][r] += 1
+                ready.append((device, r))
             left -= len(members)
             yield Event(stage, other, members, start, start + each[other], end, goes_on)
     stuck += [
-        (stage, rank, row[at[stage][rank]])
-        for stage, rows in enumerate(orders if left else ())
+        (stages[device][rank][at[device][rank]] if stages else device, rank, row[at[device][rank]])
+        for device, rows in enumerate(orders if left else ())
         for rank, row in enumerate(rows)
-        if at[stage][rank] < len(row)
+        if at[device][rank] < len(row)
     ]
+
+
+def _rows_of_devices(plan: StepPlan) -> tuple[list[list[list[Op]]], list[list[list[int]]]]:
+    """The passes of every rank at every device, and of each its stage; no stages where each device has one."""
+    devices = range(plan.limits.num_devices)
+    if not plan.merge:
+        return [orders_of_stage(plan, device) for device in devices], []
+    rows = [orders_of_device(plan, device) for device in devices]
+    passes = [[[op for _, op in row] for row in ranks] for ranks in rows]
+    return passes, [[[stage for stage, _ in row] for row in ranks] for ranks in rows]
 
 
 def _together(

@@ -227,8 +227,9 @@ class PassTimes:
         return self._first_linked[stage]
 
     def hand_over(self, stage: int, op: Op) -> float:
-        """Between ``stage`` and the next, in either direction."""
-        if op.kind == "B" and self._at.forward_only:
+        """Between ``stage`` and the next, in either direction; no time inside a device."""
+        device_of = self._plan.limits.device_of_stage
+        if (op.kind == "B" and self._at.forward_only) or device_of(stage) == device_of(stage + 1):
             return 0.0
         key = self._first_linked[stage], op
         if key not in self._sent:

@@ -1,9 +1,9 @@
 """Runs a plan in simulated time: every pass of every rank at every stage, what moves between them, what they hold.
 
 When passes start and end is `events`, what they take `passes`, what moves and what hides it `costs.exposed`, what is
-held `costs.memory`. The gradient sum of a stage starts when its last rank has finished, or with the last backward where
-the host overlaps the two; the update starts when all stages have theirs. Left out: contention between links and between
-the ranks of a host, and the data loader.
+held `costs.memory`. The gradient sum of a device starts when its last rank has finished, or with the last backward
+where the host overlaps the two; the update starts when all devices have theirs. Left out: contention between links and
+between the ranks of a host, and the data loader.
 
 O(passes x stages); 1,024 ranks of 64 micro-batches take about a second (benchmarks/planning/simulator.py).
 """
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Predicted seconds and bytes of one step; arrays are [stages, plane ranks]."""
+    """Predicted seconds and bytes of one step; arrays are [devices of a pipeline, plane ranks]."""
 
     step_s: float
     passes_s: float
@@ -97,27 +97,33 @@ def simulate(
 ) -> Simulation:
     """Run a lawful plan in simulated time; ``record`` keeps the spans, ``times`` are those of its passes if known."""
     work = times or PassTimes(plan, context)
-    shape = (plan.limits.num_stages, plan.limits.num_ranks)
+    shape = (plan.limits.num_devices, plan.limits.num_ranks)
+    device_of = [plan.limits.device_of_stage(stage) for stage in range(plan.limits.num_stages)]
     exposed, free, last_backward = np.zeros(shape), np.zeros(shape).tolist(), [0.0] * shape[0]
     spans: list[Span] = []
     waits = context.traffic.waits_for_sends and plan.in_host_schedule
     for event in play(plan, work.seconds, work.hand_over, waits=waits):
         stage, op, ranks, start_s, _, slowest_s, free_s = event
+        device = device_of[stage]
         for rank in ranks:
-            free[stage][rank] = free_s
+            free[device][rank] = free_s
             if work.talks or waits:
-                exposed[stage, rank] += work.exposed_s(stage, op, rank) + (free_s - slowest_s if waits else 0.0)
+                exposed[device, rank] += work.exposed_s(stage, op, rank) + (free_s - slowest_s if waits else 0.0)
             if record:
                 spans += _spans_of(event, rank, work.parts(stage, op, rank))
         if op.kind == "B":
-            last_backward[stage] = max(last_backward[stage], start_s)
+            last_backward[device] = max(last_backward[device], start_s)
     step_s = _end_of_step(plan, context, np.array(free), exposed, last_backward, spans if record else None)
-    peaks = np.array([[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(shape[0])])
+    stages = [plan.limits.stages_of_device(device) for device in range(shape[0])]
+    peaks_at = [[peak for peak, _ in peaks_of_stage(plan, stage)] for stage in range(len(device_of))]
+    peaks = np.array([np.max([peaks_at[stage] for stage in own], axis=0) for own in stages])
+    busy_at = work.busy_s()
+    busy = np.array([busy_at[list(own)].sum(axis=0) for own in stages])
     memory = context.costs.memory
     held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
     spans.sort(key=lambda span: span[:2] + span[4:])
     passes_s = max(map(max, free))
-    return Simulation(step_s, passes_s, work.busy_s(), exposed, _update_s(context), held, peaks, tuple(spans))
+    return Simulation(step_s, passes_s, busy, exposed, _update_s(context), held, peaks, tuple(spans))
 
 
 def _spans_of(event: Event, rank: int, parts: Iterable[tuple[SpanKind, float]]) -> list[Span]:
@@ -136,8 +142,8 @@ def _end_of_step(
     last_backward: list[float],
     spans: list[Span] | None,
 ) -> float:
-    """Gradient sum of every stage, then the update of all: the end of the step. Adds to ``exposed`` and ``spans``.
-    ``last_backward``: when the last backward of each stage begins, from which on a sum that overlaps can run."""
+    """Gradient sum of every device, then the update of all: the end of the step. Adds to ``exposed`` and ``spans``.
+    ``last_backward``: when the last backward of each device begins, from which on a sum that overlaps can run."""
     traffic = context.traffic
     ends: list[tuple[float, float]] = []
     # A host overlaps in the trainer's own schedule alone, and where every rank has a backward.

@@ -73,7 +73,7 @@ class DataParallelTenants(Tenants):
 
     def passes(self, step: Step, collector: LossCollector) -> Passed:
         program, branches = self._host.program_of(step.plan, "none")
-        return Passed(self._host.execute(step, program, FrozenStage(self._host, step, collector)), branches)
+        return Passed(self._host.execute(step, (program, FrozenStage(self._host, step, collector))), branches)
 
 
 class FrozenStage(EngineStage):
@@ -117,8 +117,8 @@ class PipelineTenants(Tenants):
             module.forward_funcs[0].register_forward_hook(need_gradient)
 
     def passes(self, step: Step, collector: LossCollector) -> Passed:
-        program = self._host.program_of(step.plan)
-        return Passed(self._host.execute(step, program, FrozenPipelineStage(self._host, step, collector)))
+        ((_, program),) = self._host.programs_of(step.plan)
+        return Passed(self._host.execute(step, (program, FrozenPipelineStage(self._host, step, collector))))
 
 
 class FrozenPipelineStage(PipelineStage):

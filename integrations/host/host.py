@@ -7,7 +7,7 @@ loop, verify and bench know nothing else of them. One Host lives in each process
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
 from .scoring import Collector, LogitCollector, LossCollector, Scores
-from .step import Mark, Position, Step, no_mark, run_program
+from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
 from .trained import StepResult, Trained, Weights
 
@@ -57,6 +57,7 @@ class Host(ABC):
     layout: Layout
     dp_cp_rank: int
     pipeline_stage: int
+    """Of a rank with one stage that stage; the device of its pipeline."""
     device: torch.device
     norm_epsilon: float | None = None
     """What norms add to the variance where the recipe does not say; None: as Transformers has it."""
@@ -70,8 +71,8 @@ class Host(ABC):
     _stages: Any = None
     """Process group of the pipeline stages, and expert-parallel ranks, that hold the whole model together; only needed
     where there are several."""
-    _links: StageLinks | None = None
-    """To the neighbouring stages."""
+    _links: Sequence[StageLinks] = ()
+    """To the neighbouring stages, of each of `stages`; empty where there is one stage in all."""
     _plane: Plane | None = None
     """What ranks share micro-batches over; made, by all ranks together, for the first plan that needs it."""
 
@@ -207,10 +208,11 @@ class Host(ABC):
         """Release what the host holds; the process group stays."""
         if hasattr(self, "trained"):
             self.trained.close()
-        for groups in (self._links, self._plane):
-            if groups is not None:
-                groups.close()
-        self._links = self._plane = None
+        for links in self._links:
+            links.close()
+        if self._plane is not None:
+            self._plane.close()
+        self._links, self._plane = (), None
 
     @abstractmethod
     def _forwards(self, step: Step, collector: Collector) -> None:
@@ -220,10 +222,17 @@ class Host(ABC):
     def _open_plane(self) -> Plane:
         """The plane of this rank."""
 
-    def execute(self, step: Step, program: Program, trainer: StageTrainer) -> tuple[Slice, ...]:
-        """Carry out what this rank does in a step; the slices that it ran."""
-        position = Position(self.pipeline_stage, self.dp_cp_rank, self._links, self.plane_of(step.plan))
-        return run_program(step.plan, program, trainer, position, step.clock, step.mark)
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The pipeline stages of this rank, ascending."""
+        return self.layout.stages_of_device(self.pipeline_stage)
+
+    def execute(self, step: Step, *parts: tuple[Program, StageTrainer]) -> tuple[Slice, ...]:
+        """Carry out what this rank does in a step at each of its stages; the slices that it ran."""
+        plane, links = self.plane_of(step.plan), self._links or (None,)
+        places = [Position(stage, self.dp_cp_rank, link, plane) for stage, link in zip(self.stages, links, strict=True)]
+        placed = [(*part, place) for part, place in zip(parts, places, strict=True)]
+        return run_programs(step.plan, placed, step.clock, step.mark)
 
     def plane_of(self, plan: StepPlan) -> Plane | None:
         """What the micro-batches of a plan are shared over; None where it shares none."""

@@ -7,7 +7,7 @@ no host can run; the tables here say what this one cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from ...core.plan.step_plan import Slice, StepPlan
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.measure.busy import BusyClock
-from ...runtime.stage.executor import Executor, StageTrainer
+from ...runtime.stage.executor import Executor, StageTrainer, run_stages
 from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.plane import Plane
 
@@ -61,21 +61,40 @@ def run_program(
     clock: BusyClock,
     mark: Mark = no_mark,
 ) -> tuple[Slice, ...]:
-    """Carry out what a rank does in a step; the slices that it ran."""
-    stage, rank, links, plane = position
-    executor = Executor(plan, stage, rank, program, trainer, links=links, plane=plane, clock=clock, mark=mark)
-    executor.run()
-    return tuple(executor.executed)
+    """Carry out what a rank with one stage does in a step; the slices that it ran."""
+    return run_programs(plan, [(program, trainer, position)], clock, mark)
+
+
+def run_programs(
+    plan: StepPlan,
+    parts: Sequence[tuple[Program, StageTrainer, Position]],
+    clock: BusyClock,
+    mark: Mark = no_mark,
+) -> tuple[Slice, ...]:
+    """Carry out what a rank does in a step at its stages, ascending; the slices that it ran at the last of them."""
+    executors = [
+        Executor(plan, stage, rank, program, trainer, links=links, plane=plane, clock=clock, mark=mark)
+        for program, trainer, (stage, rank, links, plane) in parts
+    ]
+    run_stages(executors)
+    return tuple(executors[-1].executed)
 
 
 def refuse_foreign(
-    plan: StepPlan, num_ranks: int, num_stages: int, *, host_schedule: bool = False, splits_backward: bool = True
+    plan: StepPlan,
+    num_ranks: int,
+    num_stages: int,
+    *,
+    host_schedule: bool = False,
+    splits_backward: bool = True,
+    v_shape: bool = False,
 ) -> None:
     """Raise EvenloadError for a plan that a host of so many dp_cp ranks and pipeline stages cannot run.
 
     Args:
         host_schedule: the trainer's own schedule will run it, which has no need of the plan's stages.
         splits_backward: the host runs weight gradients as passes of their own.
+        v_shape: each device has two of the stages.
     """
     stages = num_stages if host_schedule else len(plan.order or plan.recompute) or plan.limits.num_stages
     grouped = (*plan.micro_batches, *plan.backward)
@@ -93,6 +112,12 @@ def refuse_foreign(
             "the plan was made for another number of pipeline stages",
             f"a plan for {stages} stages, {num_stages} in the job",
             layout,
+        ),
+        (
+            bool(plan.merge) != v_shape,
+            f"the plan does not say what runs on devices of {1 + v_shape} pipeline stages each",
+            f"made by {plan.made_by or 'hand'}, for {1 + bool(plan.merge)}",
+            "plan with the plugins.pipeline.v_shape of this job",
         ),
         (
             static is not None,

@@ -18,7 +18,7 @@ from ...core.plan.action import Program
 from ...core.plan.branches import COPIED
 from ...core.plan.forwards import lower_forwards
 from ...core.plan.program import lower
-from ...core.plan.step_plan import MicroBatch, Slice
+from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
 from ...runtime.attention.kernels import choose_kernel
@@ -36,14 +36,15 @@ from ..host.scoring import Collector, evaluating
 from ..host.step import Step, refuse_foreign
 from ..host.trained import Snapshots, StepResult, Trained, freeze
 from ..reference.textbook import AdamState
-from .base.plane import join_groups, leave_groups, open_plane, stage_links
+from .base.plane import join_groups, leave_groups, links_of_device, open_plane
 from .base.setup import check_host, check_recipe
 from .batch import Batch, ForwardStep, PlannedBatches, collecting, run_batch, run_for_logits, run_stock
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
-from .model.gpt import DTYPES, build_model, build_optimizer, transformer_config, wrap_model
+from .model.gpt import DTYPES, build_optimizer, build_stages, transformer_config, wrap_model
 from .model.sharded_experts import shard_experts
+from .model.v_shape import stages_of
 from .model.weights import global_gradients, global_parameters, global_tensors, initialise
 from .pretrained.transfer import Exported, exported, read_pretrained
 from .reduction import Reduction, gather_shards, gradient_norm, move_biases
@@ -86,9 +87,6 @@ class MegatronHost(Host):
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
-        last = parallel_state.is_pipeline_last_stage()
-        self.collects: bool = last and self.tp_rank == 0
-        """Whether this rank takes losses down: one tensor-parallel rank of the last stage does."""
         # With one tensor-parallel rank these are the pipeline stages of all expert-parallel ranks.
         of_dense = parallel_state.get_pipeline_model_parallel_group
         of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group
@@ -96,8 +94,9 @@ class MegatronHost(Host):
 
         config = transformer_config(recipe, self.layout)
         self.norm_epsilon = config.layernorm_epsilon
-        first = parallel_state.is_pipeline_first_stage()
-        self.model: Any = build_model(recipe, config, first=first, last=last).to(device)
+        self.model: Any = build_stages(recipe, config, self.layout, self.pipeline_stage).to(device)
+        self.collects: bool = stages_of(self.model)[-1].post_process and self.tp_rank == 0
+        """Whether this rank takes losses down: one tensor-parallel rank of the last stage does."""
         if recipe.model.weights is None:
             initialise(self.model, config, recipe.train.seed, self.tp_rank)
         else:
@@ -144,12 +143,17 @@ class MegatronHost(Host):
 
     def _forwards(self, step: Step, collector: Collector) -> None:
         plan = step.plan
-        refuse_foreign(plan, self.layout.dp_cp_size, self.layout.pp)
+        self.refuse_foreign(plan)
         self.begin_experts(step)
-        program = lower_forwards(plan, self.pipeline_stage, self.dp_cp_rank)
         with evaluating(self.ddp):
-            self.carry_out(step, program, self.forward_into(collector), StepRouting(plan.lengths))
-        forget_tokens(self.model)
+            self.carry_out(step, lower_forwards, self.forward_into(collector), StepRouting(plan.lengths))
+        for gpt in stages_of(self.model):
+            forget_tokens(gpt)
+
+    def refuse_foreign(self, plan: StepPlan, *, host_schedule: bool = False) -> None:
+        """Raise EvenloadError for a plan that this host cannot run, Megatron's own schedule or the executor."""
+        ranks, stages, v_shape = self.layout.dp_cp_size, self.layout.num_stages, self.layout.v_shape
+        refuse_foreign(plan, ranks, stages, host_schedule=host_schedule, v_shape=v_shape)
 
     def forward_into(self, collector: Collector) -> ForwardStep:
         """Forwards that hand what the last stage gives to a collector."""
@@ -164,21 +168,25 @@ class MegatronHost(Host):
     def carry_out(
         self,
         step: Step,
-        program: Program,
+        lowered: Callable[[StepPlan, int, int], Program],
         forward: ForwardStep,
         routing: StepRouting,
     ) -> tuple[Slice, ...]:
-        """A program of this rank; the slices that it ran."""
-        if self._links is None and self.layout.pp > 1:
-            self._links = stage_links()  # by all ranks: they run one plan
+        """The programs of this rank; the slices that it ran."""
+        self._links = self._links or links_of_device(self.layout)  # by all ranks: they run one plan
         plane, wanted = self.plane_of(step.plan), labels_of(step.labels)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
             pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, plane=plane, labels_of=wanted)
             return Batch(pack, seq_params(pack, routing=routing))
 
-        trainer = MegatronStage(self.ddp, self.model, load=load, step=forward, gate=self.gate)
-        return self.execute(step, program, trainer)
+        called = self.model.called if self.layout.v_shape else [self.ddp]
+        trainers = [
+            MegatronStage(model, gpt, load=load, step=forward, gate=self.gate)
+            for model, gpt in zip(called, stages_of(self.model), strict=True)
+        ]
+        programs = [lowered(step.plan, stage, self.dp_cp_rank) for stage in self.stages]
+        return self.execute(step, *zip(programs, trainers, strict=True))
 
     def _open_plane(self) -> Plane:
         return open_plane()
@@ -197,13 +205,14 @@ class MegatronWeights(Snapshots):
             group = parallel_state.get_expert_model_parallel_group()
             ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
             host.gate = ExpertGate(ranks, rank, sharded=recipe.sharded_experts)
-            bind_gate(host.model, host.gate)
+            for gpt in stages_of(host.model):
+                bind_gate(gpt, host.gate)
         host.ddp = wrap_model(recipe, config, host.model)
         host.optimizer = build_optimizer(recipe, host.ddp)
 
     def run(self, step: Step) -> StepResult:
         host, plan, clock = self._host, step.plan, step.clock
-        refuse_foreign(plan, host.layout.dp_cp_size, host.layout.pp, host_schedule=plan.in_host_schedule)
+        host.refuse_foreign(plan, host_schedule=plan.in_host_schedule)
         reduction = Reduction(host.ddp, plan, clock)
         routing = StepRouting(plan.lengths, labels=step.labels, record=host.records_routes)
         host.routes = {} if routing.routes is None else routing.routes
@@ -220,13 +229,14 @@ class MegatronWeights(Snapshots):
                 executed = run_stock(host.ddp, batches, forward, reduction, step.mark, clock, host.gate)
         else:
             with reduction.computing():
-                executed = host.carry_out(step, lower(plan, host.pipeline_stage, host.dp_cp_rank), forward, routing)
+                executed = host.carry_out(step, lower, forward, routing)
             step.mark("gradient sum")
             reduction.finalize([host.ddp])
         (loss_sum, num_targets), busy = reduction.totals, clock.read()
         loss, loads = loss_sum / max(1, num_targets), tuple(host.gate.loads) if host.gate else ()
         branches = (reduction.branch, *((COPIED,) if any(load.copies for load in loads) else ()))
-        forget_tokens(host.model)
+        for gpt in stages_of(host.model):
+            forget_tokens(gpt)
         stretches_s = host.gate.stretches_s if host.gate and host.device.type == "cpu" else ()
         busy_s = busy.total_s, busy.forward_s
         return StepResult(loss, num_targets, *busy_s, executed, branches, loads, stretches_s)

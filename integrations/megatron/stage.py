@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -39,7 +38,7 @@ class FixedShape(NamedTuple):
 
 
 class MegatronStage(StageTrainer):
-    """The passes of Megatron's DistributedDataParallel ``model`` around the stage's ``gpt``.
+    """The passes of the stage's ``gpt``, called as ``model``: in Megatron's DDP, or as `VShaped` has it.
 
     Args:
         load: a micro-batch in the form that ``step`` takes.
@@ -64,7 +63,7 @@ class MegatronStage(StageTrainer):
         self._config = get_model_config(model)
         self._load = load
         self._step = step
-        self._last = parallel_state.is_pipeline_last_stage()
+        self._last = bool(gpt.post_process)
         self._gate = gate
         self._shape = shape
         self.shares: int = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1

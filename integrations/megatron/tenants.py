@@ -19,7 +19,7 @@ from ...runtime.adapters.places import AdaptedBlock, Place, Site
 from ...runtime.attention.pack import Pack
 from ...runtime.experts.routing import StepRouting
 from ..host.scoring import LossCollector
-from ..host.step import Step, refuse_foreign
+from ..host.step import Step
 from ..host.tenants import Tenants
 from ..host.trained import Passed
 from .host import MegatronHost
@@ -55,12 +55,11 @@ class MegatronTenants(Tenants):
 
     def passes(self, step: Step, collector: LossCollector) -> Passed:
         host, plan = self._host, step.plan
-        refuse_foreign(plan, host.layout.dp_cp_size, host.layout.pp)
-        program = lower(plan, host.pipeline_stage, host.dp_cp_rank)
+        host.refuse_foreign(plan)
         routing = StepRouting(plan.lengths, labels=step.labels)
         step.mark("forward and backward")
         with reaching_recomputed(host.model):
-            return Passed(host.carry_out(step, program, host.forward_into(collector), routing))
+            return Passed(host.carry_out(step, lower, host.forward_into(collector), routing))
 
 
 def blocks_of(model: nn.Module, recipe: Recipe, tp_rank: int) -> list[AdaptedBlock]:

@@ -101,6 +101,8 @@ def least_s(plan: StepPlan, context: PlanningContext, *, split: bool = False) ->
     for m in plan.micro_batches:
         busy_s[m.ranks[0]] += _seconds(price, m)
         waits_s = min(waits_s, _seconds(travels, m))
+    if plan.limits.v_shape:  # the device with the output layer has two stages of mean work, or more
+        return 2 * max(busy_s)
     stages = plan.limits.num_stages - 1
     return max(busy_s) + (waits_s * stages * (1.0 - context.head_frac) if plan.micro_batches else 0.0)
 
@@ -132,7 +134,8 @@ def counts(lengths: Ints, price: PassCost, limits: Limits) -> list[int]:
     """How many chunks a rank may have: around the number at which (count + stages - 1) chunks take least time."""
     mean_s = float(price.seconds(lengths).sum()) / limits.num_ranks
     fewest = max(1, -(-int(lengths.sum()) // (limits.max_tokens * limits.num_ranks)))
-    ahead = max(1, limits.num_stages - 1)
+    # Half forwards fill a V, whose devices run each chunk twice.
+    ahead = max(1, limits.num_stages - 1) if not limits.v_shape else max(1, (limits.num_devices - 1) / 2)
     most = max(fewest, int(lengths.sum()) // limits.num_ranks)
     best = math.sqrt(ahead * mean_s / price.launch_s) if price.launch_s else 64.0 * ahead
     best = min(best, 96.0 * ahead, LARGEST / (limits.num_ranks * limits.num_stages))

@@ -48,7 +48,7 @@ def clock_of(plan: StepPlan, context: PlanningContext) -> Clock:
 
 def reordered(plan: StepPlan, order: Sequence[Sequence[Op]]) -> StepPlan:
     """The plan in another order, with the clock that it has."""
-    other = plan.revised(order=tuple(map(tuple, order)))
+    other = plan.revised(order=tuple(map(tuple, order)), merge=())
     if plan in _known:
         _known[other] = _known[plan]
     return other

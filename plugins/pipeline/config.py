@@ -28,6 +28,9 @@ class PipelineConfig(PluginConfig):
     split_backward: Literal["auto", "on", "off"] = "auto"
     """Weight gradients as passes of their own, run where a stage would wait. auto: where that is predicted to be faster
     and the host can."""
+    v_shape: bool = False
+    """Each of parallel.pp devices has two stages of half the layers, device 0 the first and the last of them (ZBV).
+    It says where layers lie, so it holds for every step of a run; twice parallel.pp must divide model.num_layers."""
     max_extra: CountOrNone = 4
     """Most forwards that a stage may run ahead for each stage behind it, beyond the one of 1F1B, where memory holds
     them. Fewer are tried as well."""

@@ -67,7 +67,7 @@ def ordered(
     if plan.backward or plan.replayed or plan.shared or limits.all_in_step:
         return plan
     clock = clock_of(plan, context)
-    kept = [_kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
+    kept = [kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
     orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
     for first in range(0, limits.num_ranks, limits.in_step):
         for rounds in _rows(plan, range(first, first + limits.in_step)):
@@ -111,7 +111,7 @@ def lines_of_rounds(plan: StepPlan, rounds: list[Round]) -> Lines:
     return Lines(list(range(len(rounds))), back, need, owed if plan.limits.num_stages > 1 else need)
 
 
-def _kept_bytes(plan: StepPlan, stage: int) -> list[float]:
+def kept_bytes(plan: StepPlan, stage: int) -> list[float]:
     """About what each micro-batch holds at a stage from its forward to its backward, prefix KV included."""
     limits, memory = plan.limits, plan.limits.memory
     head = memory.head_bytes_per_token if stage == limits.num_stages - 1 else 0.0

@@ -35,6 +35,7 @@ from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import tokens_of_ranks
 from ...core.planning.judge import FASTEST, Candidate, Preference, beside, best, budget_bytes, judge
 from ...core.simulate.step import after_passes_s
+from ...core.simulate.v_shape import merged
 from .baselines import BASELINES
 from .checkpointing import DoesNotFitError, fitted, keeping_all
 from .chunks import chunkings, least_s
@@ -43,6 +44,7 @@ from .elastic import ordered
 from .opening import opened, saved_s
 from .remedies import refused
 from .settings import limits_for, refuse_ranks_in_step
+from .v_shape import fastest as fastest_in_v
 from .weights import SLACK, Placing, worth
 
 SMALLER = Preference(slack=SLACK, key=lambda one: worth(one.step_s, one.peak_bytes))
@@ -75,7 +77,7 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PipelineConfig) -
         return _alone(incoming, context, config)
     portfolio = _Portfolio(context, config, limits)
     portfolio.keep(incoming)
-    portfolio.improve(incoming)
+    (portfolio.improve_in_v if limits.v_shape else portfolio.improve)(incoming)
     portfolio.keep_baselines(incoming)
     return portfolio.best(incoming)
 
@@ -100,7 +102,11 @@ class _Portfolio:
         if incoming.micro_batches:
             came = judge(incoming.revised(limits=self._limits), self._context, "incoming")
             self._candidates.append(came)
-            if self._config.recompute == "auto" and (self._context.costs.recompute or not came.fits):
+            if (
+                not self._limits.v_shape
+                and self._config.recompute == "auto"
+                and (self._context.costs.recompute or not came.fits)
+            ):
                 self._refine(self._placing(keeping_all(_explicit(came.plan), self._context, self._config)))
 
     def keep_baselines(self, incoming: StepPlan) -> None:
@@ -115,7 +121,7 @@ class _Portfolio:
                 if plan is not None:
                     named = judge(plan.revised(made_by=f"pipeline ({name})"), self._context, name)
                     self._candidates.append(named)
-                    if named.fits and named.step_s <= self._least_s:
+                    if named.fits and named.step_s <= self._least_s and not self._limits.v_shape:
                         self._refine(self._placing(named.plan))
 
     def improve(self, incoming: StepPlan) -> None:
@@ -149,12 +155,27 @@ class _Portfolio:
                 others = self._others(draft.plan) if draft.fits else ()
                 self._refine(min((draft, *others), key=lambda one: one.end_s))
 
+    def improve_in_v(self, incoming: StepPlan) -> None:
+        """Candidates of our own on devices that have two stages."""
+        drafts: list[StepPlan] = []
+        for chunked in self._unordered(incoming):
+            small_first = opened(chunked, self._context, self._config, closes=not self._splits)
+            drafts += [keeping_all(one, self._context, self._config) for one in (chunked, small_first) if one]
+        self._candidates += [
+            judge(one, self._context)
+            for one in fastest_in_v(drafts, self._context, self._budget_bytes, splits=self._splits)
+        ]
+        for draft in drafts if self._least_s == math.inf and self._config.recompute == "auto" else ():
+            with suppress(DoesNotFitError):
+                fits = fitted(merged(ordered(draft, self._context)), self._context, self._config, solver=False)
+                self._candidates.append(judge(fits, self._context))
+
     def _unordered(self, incoming: StepPlan) -> Iterator[StepPlan]:
         """Micro-batches of each rank in forward order, without an order of passes."""
         own = incoming.backward or incoming.replayed or incoming.shared or incoming.offload
         if incoming.micro_batches and not own:
             made_by = f"{incoming.made_by}, pipeline" if incoming.made_by else "pipeline"
-            yield incoming.revised(order=(), recompute=(), limits=self._limits, made_by=made_by)
+            yield incoming.revised(order=(), merge=(), recompute=(), limits=self._limits, made_by=made_by)
         try:
             yield from chunkings(incoming, self._limits, self._context, self._config)
         except EvenloadError as error:  # a sequence that must stay whole here; the plan that came in has it somehow

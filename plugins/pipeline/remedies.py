@@ -19,6 +19,7 @@ from ...core.input.format import GIB
 from ...core.machine.layout import Layout
 from ...core.plan.limits import Limits
 from ...core.plan.step_plan import StepPlan
+from ...core.simulate.v_shape import merged
 from .checkpointing import DoesNotFitError
 from .chunks import chunkings
 from .config import PipelineConfig
@@ -74,7 +75,7 @@ def _fits(incoming: StepPlan, limits: Limits, context: PlanningContext, config: 
     batch = StepPlan(incoming.lengths, (), limits)
     with suppress(EvenloadError):  # a sequence that is longer than a micro-batch, and may not be cut
         for chunked in islice(chunkings(batch, limits, context, config), _CHUNKINGS):
-            plan = ordered(chunked, context)
+            plan = merged(ordered(chunked, context))
             if fullest(plan, Probes(plan).levels(limits.layers_per_stage)).held_bytes <= budget_bytes:
                 return True
     return False

@@ -1,4 +1,5 @@
-"""Carries out the program of a rank (`core.plan.program`): one step at one pipeline stage, for any trainer.
+"""Carries out the program of a rank (`core.plan.program`): one step at one pipeline stage, for any trainer; at both
+stages of a device that has two (`run_stages`).
 
 What a trainer does its own way is a `StageTrainer`'s: how a pack is loaded, run forward and run backward. All else is
 here: what is received and sent, the inputs on the tape, the keys and values of cut sequences, weight gradients that
@@ -12,16 +13,18 @@ Shape legend: T = slots of a pack, C = hidden size. Stage inputs are [1, T, C] o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...core.plan.action import LETTERS, Action, ActionKind, Program
-from ...core.plan.order import orders_of_stage
-from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
+from ...core.plan.order import StagedOp, orders_of_device, orders_of_stage
+from ...core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
 from ...core.simulate.one_queue import send_turns
 from ...core.simulate.step import SpanKind
 from ..attention.pack import Pack
@@ -105,7 +108,7 @@ class StageTrainer(ABC):
 
 
 class Executor:
-    """One step of one rank at its stage.
+    """One step of one rank at a stage.
 
     Args:
         program: `lower`'s answer for this rank, or that of `lower_forwards`.
@@ -128,6 +131,7 @@ class Executor:
     ) -> None:
         self._plan = plan
         self._stage = stage
+        self._rank = rank
         self._program = program
         self._trainer = trainer
         self._links = links
@@ -138,8 +142,8 @@ class Executor:
         self._scores = any(action.kind == "score" for action in program)
         """No backward follows, so neighbours send nothing back."""
         self._taken = {s: taken_before(orders_of_stage(plan, s)[rank]) for s in neighbours}
-        waits = links is not None and links.one_queue and not self._scores
-        self._turns = send_turns(plan, stage, rank) if waits else None
+        self._taken_beside = _taken_beside(plan, stage, rank) if self._scores and plan.merge else {}
+        self._holds = links is not None and links.one_queue and not self._scores
         self._prefix, self.wgrads = PrefixStore.of_plan(plan, rank), WgradStore()
         self._graphs: dict[int, Graph] = {}
         self._loaded: Loaded | None = None
@@ -151,6 +155,9 @@ class Executor:
 
     def run(self) -> None:
         """All actions; the gradients are summed over this rank's micro-batches then."""
+        run_stages([self])
+
+    def _run_pass(self, op: Op, actions: Sequence[Action]) -> None:
         verbs: dict[ActionKind, Callable[[Action], None]] = {
             "receive": self._receive,
             "keep_input": self._keep_input,
@@ -162,23 +169,15 @@ class Executor:
             "send": self._send,
             "score": self._score,
         }
-        if self._links:
-            self._links.begin(self._turns)
-        at, where = None, ""
-        with self._trainer.prepared(self._program, self.wgrads):
-            for action in self._program:
-                if action.op != at or action.op.micro_batch < 0:
-                    at = action.op
-                    self._loaded = self._received = self._result = None
-                    number = at.micro_batch
-                    where = f"{WORDS[at.kind]} of {'a dummy' if number < 0 else f'micro-batch {number}'}"
-                    self._mark(where)
-                    if self._links:
-                        self._links.turn(at)
-                if action.computes and action.kind != "weight_grads":
-                    self._trainer.entering(where)
-                verbs[action.kind](action)
+        where = f"{WORDS[op.kind]} of {'a dummy' if op.micro_batch < 0 else f'micro-batch {op.micro_batch}'}"
+        self._mark(where)
+        for action in actions:
+            if action.computes and action.kind != "weight_grads":
+                self._trainer.entering(where)
+            verbs[action.kind](action)
         self._loaded = self._received = self._result = None
+
+    def _finish(self) -> None:
         self.wgrads.check_empty()
         if self._links:
             self._mark("hand-over to other pipeline stages")
@@ -196,12 +195,14 @@ class Executor:
             loaded, taken = self._graphs[action.graph].loaded, self._taken[self._stage + 1]
         number = 0 if self._scores else taken[action.op]
         self._received = self._links.receive(action.op, self._trainer.empty_like_input(loaded.pack), number)
+        if action.op in self._taken_beside:
+            self._links.release_beside(self._taken_beside[action.op])
 
     def _send(self, action: Action) -> None:
         assert self._links is not None
         assert self._result is not None
         self._links.send(action.op, self._result)
-        if self._scores:
+        if self._scores and not self._plan.merge:
             self._links.wait_for_sends(_SENT_AHEAD)
         if action.op.kind == "F" and self._result.requires_grad:
             self._trainer.free_output(self._result)  # what is under way is held by the links
@@ -277,3 +278,63 @@ class Executor:
             return space.zero_()  # a dummy beside peers that run something
         self._trainer.tape.gather(pack.slices, pack.segments, space.flatten(0, 1), free=free)
         return space
+
+
+def run_stages(executors: Sequence[Executor]) -> None:
+    """All actions at the stages of a device, ascending, in the order of the plan's merge.
+
+    Before each pass those results are handed on, of any of these stages, that were held back until then.
+    """
+    own = {one._stage: one for one in executors}
+    plan, rank = executors[0]._plan, executors[0]._rank
+    device = plan.limits.device_of_stage(executors[0]._stage)
+    turns = send_turns(plan, device, rank) if executors[0]._holds else {}
+
+    def take_turns(staged: StagedOp | None) -> None:
+        for stage, kind in turns.get(staged, ()):
+            if links := own[stage]._links:
+                links.turn(kind)
+
+    with ExitStack() as prepared:
+        for one in executors:
+            if one._links:
+                one._links.begin(holds=one._holds)
+            prepared.enter_context(one._trainer.prepared(one._program, one.wgrads))
+        for stage, op, actions in _passes(plan, device, rank, {stage: one._program for stage, one in own.items()}):
+            take_turns((stage, op))
+            own[stage]._run_pass(op, actions)
+    take_turns(None)
+    for one in executors:
+        one._finish()
+
+
+def _taken_beside(plan: StepPlan, stage: int, rank: int) -> dict[Op, int]:
+    """For each forward that comes to a stage from another device, how many outputs of the other stage of its own device
+    that one had taken before: where no backward follows, what comes back of those."""
+    limits = plan.limits
+    device, source = (limits.device_of_stage(s) for s in (stage, max(0, stage - 1)))
+    counts: dict[Op, int] = {}
+    taken = 0
+    for own, op in orders_of_device(plan, source)[rank] if source != device else ():
+        if op.kind == "F" and own == stage - 1:
+            counts[op] = taken
+        taken += op.kind == "F" and own != stage - 1
+    return counts
+
+
+def _passes(
+    plan: StepPlan, device: int, rank: int, programs: Mapping[int, Program]
+) -> Iterator[tuple[int, Op, list[Action]]]:
+    """The actions of every pass of these programs, with its stage; each dummy is a pass of its own."""
+    left = {stage: deque(_by_pass(program)) for stage, program in programs.items()}
+    for stage, op in orders_of_device(plan, device)[rank] if len(programs) > 1 else ():
+        if left[stage] and left[stage][0][0].op == op:
+            yield stage, op, left[stage].popleft()
+    for stage, passes in left.items():  # those of one stage in its program's order
+        yield from ((stage, actions[0].op, actions) for actions in passes)
+
+
+def _by_pass(program: Program) -> Iterator[list[Action]]:
+    for op, each in groupby(program, lambda action: action.op):
+        actions = list(each)
+        yield from ([actions] if op.micro_batch >= 0 else ([dummy] for dummy in actions))

@@ -10,6 +10,9 @@ neighbour sends back shows, by the plan, how much it had taken before, and waiti
 
 Where a GPU runs all streams in one queue, a second send on a link would stop it until the first is taken; there results
 are held back until their turn (`core.simulate.one_queue`).
+
+A device of two stages (`Limits.v_shape`) has links for each, those of the later one along the devices backwards, and
+where the V turns one stage hands over to the other on the device itself (`v_links`).
 """
 
 from __future__ import annotations
@@ -25,8 +28,7 @@ from torch import Tensor
 from ...core.aliases import Ranks
 from ...core.errors import EvenloadError
 from ...core.plan.order import DIRECTIONS
-from ...core.plan.step_plan import Op
-from ...core.simulate.one_queue import Turns
+from ...core.plan.step_plan import Op, PassKind
 from ..world.plane import own_group
 
 
@@ -34,10 +36,10 @@ class StageLinks:
     """The links of this rank to the stages before and after it; lives as long as its host. Made by all ranks together.
 
     ``rows``: every pipeline of the world, its world ranks, first stage first; equal on all ranks (see `rows_of_all`).
-    Raises as `own_group`.
+    ``inside``: by direction and micro-batch, what stages of this device hand to each other. Raises as `own_group`.
     """
 
-    def __init__(self, rows: Sequence[Ranks]) -> None:
+    def __init__(self, rows: Sequence[Ranks], inside: dict[PassKind, dict[int, Tensor]] | None = None) -> None:
         (ranks,) = (row for row in rows if dist.get_rank() in row)
         stage = ranks.index(dist.get_rank())
         # A link to the stage after an even one, and after an odd one; up and down.
@@ -45,40 +47,44 @@ class StageLinks:
         self._groups = [{kind: own_group(pairs(rows, first))[1] for kind in DIRECTIONS} for first in range(count)]
         self._after, self._before = self._groups[stage % count], self._groups[(stage - 1) % count]
         self.one_queue = has_one_queue(dist.get_backend(self._after["F"]))
-        """A result waits for its turn; `begin` must say when that is."""
+        """A result waits for its turn; `begin` must be told so."""
         before, after = ranks[max(0, stage - 1) : stage], ranks[stage + 1 : stage + 2]
         self._source = {"F": before, "B": after}
         self._target = {"F": after, "B": before}
+        self._inside = inside
+        self.beside: StageLinks | None = None
+        """Those of the other stage of this device."""
         self._held: dict[str, deque[tuple[Op, Tensor]]] = {kind: deque() for kind in DIRECTIONS}
-        self._turns: Turns | None = None
+        self._holds = False
         self._sent: dict[str, deque[tuple[Any, Tensor]]] = {"F": deque(), "B": deque()}
         self._taken = {"F": 0, "B": 0}
         self._in_step = False
 
-    def begin(self, turns: Turns | None = None) -> None:
-        """Call it before the first pass of a step. ``turns``: when sends are issued; None: at once. Raises
-        EvenloadError: the step before never came to `finish`. What its stages sent and nobody took would be taken for
-        what this step sends."""
+    def begin(self, *, holds: bool = False) -> None:
+        """Call it before the first pass of a step. ``holds``: results wait for their `turn`. Raises EvenloadError: the
+        step before never came to `finish`. What its stages sent and nobody took would be taken for what this step
+        sends."""
         if self._in_step:
             raise EvenloadError(
                 "the step before failed halfway, and what its pipeline stages sent is still on the way",
                 "an error that was caught",
                 "let the error end the job, and start again from the last checkpoint",
             )
-        self._in_step, self._turns = True, turns
+        self._in_step, self._holds = True, holds
 
-    def turn(self, op: Op | None) -> None:
-        """Issue the sends that are due before a pass, or behind the last one; call it before every pass."""
-        for kind in (self._turns or {}).get(op, ()):
-            self._issue(*self._held[kind].popleft())
+    def turn(self, kind: PassKind) -> None:
+        """Issue the first result of a direction that was held back."""
+        self._issue(*self._held[kind].popleft())
 
     def send(self, op: Op, tensor: Tensor) -> None:
         """Hand on what a pass gave: up after F, down after B. The tensor must not be written to from here on."""
         tensor = tensor.detach().contiguous()
-        if self._turns is None:
-            self._issue(op, tensor)
-        else:
+        if self._inside is not None and not self._target[op.kind]:
+            self._inside[op.kind][op.micro_batch] = tensor
+        elif self._holds:
             self._held[op.kind].append((op, tensor))
+        else:
+            self._issue(op, tensor)
 
     def _issue(self, op: Op, tensor: Tensor) -> None:
         (peer,) = self._target[op.kind]
@@ -87,8 +93,11 @@ class StageLinks:
         self._sent[op.kind].append((work, tensor))
 
     def receive(self, op: Op, like: Tensor, taken: int) -> Tensor:
-        """Fill ``like`` with what a pass starts from: F from the stage before, B from the stage behind. ``taken``: how
-        many tensors of the other direction the neighbour had taken before this pass (`taken_before`)."""
+        """What a pass starts from: F from the stage before, B from the stage behind; in ``like``, if it comes from
+        elsewhere. ``taken``: how many tensors of the other direction the neighbour had taken before this pass
+        (`taken_before`)."""
+        if self._inside is not None and not self._source[op.kind]:
+            return self._inside[op.kind].pop(op.micro_batch).view_as(like)
         (peer,) = self._source[op.kind]
         group = (self._before if op.kind == "F" else self._after)[op.kind]
         dist.recv(like, peer, group=group, tag=op.micro_batch)
@@ -100,9 +109,13 @@ class StageLinks:
         would tell, where no backward follows."""
         self._release("F", self._taken["F"] + len(self._sent["F"]) - most)
 
+    def release_beside(self, taken: int) -> None:
+        """So many outputs of the other stage of this device have been taken."""
+        assert self.beside is not None
+        self.beside._release("F", taken)
+
     def finish(self) -> None:
-        """Wait until the neighbours have everything; call it at the end of a step."""
-        self.turn(None)
+        """Wait until the neighbours have everything; call it at the end of a step, when all turns have come."""
         for kind in DIRECTIONS:
             self._release(kind, self._taken[kind] + len(self._sent[kind]))
             self._taken[kind] = 0
@@ -121,6 +134,14 @@ class StageLinks:
             work, _ = self._sent[kind].popleft()
             work.wait()
             self._taken[kind] += 1
+
+
+def v_links(rows: Sequence[Ranks]) -> tuple[StageLinks, StageLinks]:
+    """The links of both stages of this device, the earlier stage first. ``rows``: as for `StageLinks`, by device."""
+    inside: dict[PassKind, dict[int, Tensor]] = {kind: {} for kind in DIRECTIONS}
+    links = StageLinks(rows, inside), StageLinks([row[::-1] for row in rows], inside)
+    links[0].beside, links[1].beside = links[1], links[0]
+    return links
 
 
 def pairs(rows: Iterable[Ranks], first: int) -> list[Ranks]:

@@ -14,53 +14,64 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evenload.core.plan.order import orders_of_stage
+from evenload.core.plan.order import orders_of_device, orders_of_stage
 from evenload.core.plan.step_plan import Op, StepPlan
 
-Turns = Mapping[Op | None, tuple[str, ...]]
+Staged = tuple[int, Op]
+Turns = Mapping[Staged | None, tuple[tuple[int, str], ...]]
 Place = tuple[int, int]
-"""A stage and a rank."""
+"""A device and a rank."""
 
 
-def at_once(plan: StepPlan, stage: int, rank: int) -> Turns:
+def at_once(plan: StepPlan, device: int, rank: int) -> Turns:
     """Turns of who holds nothing back: each send right behind its pass."""
-    last = plan.limits.num_stages - 1
-    row = orders_of_stage(plan, stage)[rank]
-    sends = {"F": stage < last, "B": stage > 0, "W": False}
+    row = orders_of_device(plan, device)[rank]
     after = [*row, None][1:]
-    return {behind: (op.kind,) if sends[op.kind] else () for op, behind in zip(row, after, strict=True)}
+    return {
+        behind: ((stage, op.kind),) if _goes(plan, stage, op.kind) else ()
+        for (stage, op), behind in zip(row, after, strict=True)
+    }
+
+
+def _goes(plan: StepPlan, stage: int, kind: str) -> bool:
+    """Whether a pass of a stage sends something to another device."""
+    target = stage + {"F": 1, "B": -1, "W": 0}[kind]
+    devices = [min(s, plan.limits.num_stages - 1 - s) if plan.limits.v_shape else s for s in (stage, target)]
+    return all(0 <= s < plan.limits.num_stages for s in (stage, target)) and devices[0] != devices[1]
 
 
 def blocked(plan: StepPlan, turns: Callable[..., Any]) -> dict[Place, tuple[str, Any]]:
-    """Stage and rank of who never comes to its end, with what it waits at."""
-    num_ranks, num_stages, _ = plan.limits.shape
-    places = [(stage, rank) for stage in range(num_stages) for rank in range(num_ranks)]
+    """Device and rank of who never comes to its end, with what it waits at."""
+    num_ranks, num_devices = plan.limits.num_ranks, plan.limits.num_devices
+    places = [(device, rank) for device in range(num_devices) for rank in range(num_ranks)]
     rows = {place: _actions(plan, *place, turns(plan, *place)) for place in places}
     parties = _parties(plan)
     at = dict.fromkeys(places, 0)
-    links: dict[tuple[Place, str], Op] = {}
+    links: dict[tuple[int, int, str], Op] = {}
 
     def now(place: Place) -> tuple[str, Any]:
-        return rows[place][at[place]] if at[place] < len(rows[place]) else ("end", None)
+        return rows[place][at[place]] if at[place] < len(rows[place]) else ("end", (place[0], None))
 
     def step(place: Place) -> bool:
         """Whether the rank could go on, and others perhaps with it."""
-        (stage, rank), (verb, op) = place, now(place)
+        (device, rank), (verb, staged) = place, now(place)
+        stage, op = staged or (device, None)
         if verb == "send":
-            if (place, op.kind) in links:
+            if (stage, rank, op.kind) in links:
                 return False
-            links[place, op.kind] = op
+            links[stage, rank, op.kind] = op
         elif verb == "receive":
-            link = (stage - 1 if op.kind == "F" else stage + 1, rank), op.kind
+            link = stage - 1 if op.kind == "F" else stage + 1, rank, op.kind
             if link not in links:
                 return False
             assert links.pop(link) == op, "links are queues"
         elif verb == "meet":
             ops, members = parties[stage, op]
-            if any(now((stage, r))[0] != "meet" or now((stage, r))[1] not in ops for r in members):
+            meeting = [now((device, r)) for r in members]
+            if any(verb != "meet" or where != stage or other not in ops for verb, (where, other) in meeting):
                 return False
             for r in members:
-                at[stage, r] += 1
+                at[device, r] += 1
             return True
         else:
             return False
@@ -72,27 +83,31 @@ def blocked(plan: StepPlan, turns: Callable[..., Any]) -> dict[Place, tuple[str,
     return {place: now(place) for place in places if at[place] < len(rows[place])}
 
 
-def _actions(
-    plan: StepPlan, stage: int, rank: int, turns: Mapping[Op | None, tuple[str, ...]]
-) -> list[tuple[str, Any]]:
-    row, last = orders_of_stage(plan, stage)[rank], plan.limits.num_stages - 1
-    held = {kind: iter([op for op in row if op.kind == kind]) for kind in "FB"}
-    done: set[Op] = set()
-    actions: list[tuple[str, Any]] = []
-    for op in (*row, None):
-        for kind in turns.get(op, ()):
-            sent = next(held[kind])
+def _actions(plan: StepPlan, device: int, rank: int, turns: Turns) -> list[tuple[str, Staged]]:
+    row = orders_of_device(plan, device)[rank]
+    stages = {stage for stage, _ in row}
+    links = [(stage, kind) for stage in stages for kind in "FB"]
+    held = {link: iter([op for stage, op in row if (stage, op.kind) == link]) for link in links}
+    done: set[Staged] = set()
+    actions: list[tuple[str, Staged]] = []
+    for staged in (*row, None):
+        for stage, kind in turns.get(staged, ()):
+            sent = stage, next(held[stage, kind])
             assert sent in done, f"{sent} is sent before it is computed"
             actions.append(("send", sent))
-        if op is None:
+        if staged is None:
             break
-        if (op.kind == "F" and stage > 0) or (op.kind == "B" and stage < last):
-            actions.append(("receive", op))
+        stage, op = staged
+        source = stage + {"F": -1, "B": 1, "W": 0}[op.kind]
+        if op.kind != "W" and _goes(plan, source, op.kind):
+            actions.append(("receive", staged))
+        own = {(other, op) for other in stages} - {staged}
+        assert op.kind == "W" or source not in stages or (source, op) in done & own, "a stage is ahead of its source"
         if op.kind != "W":
-            actions.append(("meet", op))
-        done.add(op)
-    for kind, goes in (("F", stage < last), ("B", stage > 0)):
-        assert not goes or next(held[kind], None) is None, "a result is never sent"
+            actions.append(("meet", staged))
+        done.add(staged)
+    for (stage, kind), ops in held.items():
+        assert not _goes(plan, stage, kind) or next(ops, None) is None, "a result is never sent"
     return actions
 
 

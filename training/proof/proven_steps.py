@@ -99,10 +99,11 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     stages, experts = 1 if p.pp > 1 else 2, 1 if p.ep > 1 else 2
     regroups = recipe.model.moe and not any(plugin.place == "layers" for plugin in recipe.enabled())
     tries = [(stages, experts), (p.pp, experts)] if regroups else []
+    without_v = {"plugins.pipeline.v_shape": False} if recipe.v_shape else {}
     for pp, ep in (*tries, (stages, p.ep)):
         with suppress(EvenloadError):
             dp = world_size // (p.tp * p.cp * pp)
-            other = recipe.changed({"parallel.pp": pp, "parallel.ep": ep, "parallel.dp": dp})
+            other = recipe.changed({"parallel.pp": pp, "parallel.ep": ep, "parallel.dp": dp, **without_v})
             (runnable if recipe.adapts else preflight)(other, world_size)
             return other
     return None

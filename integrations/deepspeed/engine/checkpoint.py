@@ -45,6 +45,7 @@ TAG = "state"
 UNIVERSAL = "universal"
 HASHES = "universal.json"
 SHAPE = "evenload.json"
+_WORDS = {"stages": "number of pipeline stages on each device (plugins.pipeline.v_shape)"}
 DATA = (LossScaler, ZeroStageEnum, fragment_address)
 """Classes of DeepSpeed's in its checkpoints; they hold numbers and nothing else."""
 
@@ -68,14 +69,15 @@ def load(engine: Any, directory: Path, *, freeze: Sequence[str] = (), trust: boo
     checkpoint, it was written under another ZeRO stage or precision or with others frozen, or it holds more than data
     and is not to be trusted.
     """
-    saved, shape = {"pp": 1, "ep": 1, "freeze": [], **_read_shape(directory)}, _shape(engine, freeze)
-    for key in ("zero_stage", "dtype", "pp", "ep", "freeze"):
+    saved = {"pp": 1, "stages": 1, "ep": 1, "freeze": [], **_read_shape(directory)}
+    shape = _shape(engine, freeze)
+    for key in ("zero_stage", "dtype", "pp", "stages", "ep", "freeze"):
         divided = key == "ep" and min(saved[key], shape[key]) > 1 and shape["zero_stage"] > 0
         if saved.get(key) != shape[key] and not divided:
             raise EvenloadError(
-                f"the checkpoint {directory} was written under another {key}",
+                f"the checkpoint {directory} was written under another {_WORDS.get(key, key)}",
                 f"{saved.get(key)} there, {shape[key]} in this recipe",
-                "resume with the same zero_stage, parallel.*, train.dtype and freeze, or set checkpoint.resume=false",
+                "resume with the same recipe but for the number of ranks, or set checkpoint.resume=false",
             )
     same = all(saved.get(key) == shape[key] for key in ("world_size", "ep"))
     if same or shape["zero_stage"] == 0:
@@ -174,6 +176,7 @@ def _shape(engine: Any, freeze: Sequence[str]) -> dict[str, Any]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "dtype": "bf16" if engine.bfloat16_enabled() else "fp32",
         "pp": getattr(engine, "num_stages", 1),
+        "stages": len(engine.module.stages) if hasattr(engine, "num_stages") else 1,
         "ep": expert_ranks(engine.module),
         "freeze": list(freeze),
         "deepspeed": deepspeed.__version__,

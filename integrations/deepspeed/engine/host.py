@@ -128,7 +128,7 @@ class DeepSpeedHost(EngineHost):
         if self.gated:
             self.gated.begin(plan, step.mark)
         with evaluating(self.engine.module):
-            self.execute(step, program, EngineStage(self, step, None, None, self.gated, collector=collector))
+            self.execute(step, (program, EngineStage(self, step, None, None, self.gated, collector=collector)))
 
     def recording(self, plan: StepPlan) -> Recorder | None:
         """What records the routes of a step into `routes`, where somebody wants them."""
@@ -178,7 +178,7 @@ class DataParallelWeights(EngineWeights):
             reduction = open_step.enter_context(one_reduction(host.engine, num_backwards))
             recorder = host.recording(step.plan)
             trainer = EngineStage(host, step, reduction, recorder, host.gated, weight=share / num_targets)
-            executed = host.execute(step, program, trainer)
+            executed = host.execute(step, (program, trainer))
             step.mark("gradient reduction")
             with step.clock.noting("G") if host.stage < 3 else nullcontext():
                 open_step.close()

@@ -11,7 +11,7 @@ Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from ....core.plan.program import lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
 from ....runtime.measure.busy import counts_waiting
-from ....runtime.stage.stage_links import StageLinks
+from ....runtime.stage.stage_links import StageLinks, v_links
 from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
@@ -54,7 +54,8 @@ class PipelineHost(EngineHost):
         grid = self.engine.grid
         self.dp_cp_rank = int(grid.data_parallel_id)
         self._stages = grid.get_pipe_parallel_group()
-        self._links = StageLinks(rows_of_all(grid.pp_group))
+        rows = rows_of_all(grid.pp_group)
+        self._links = v_links(rows) if self.layout.v_shape else (StageLinks(rows),)
         self._rows = rows_of_all(grid.dp_group)
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits = shares and self.layout.dp > 1 and counts_waiting(world.device)
@@ -90,17 +91,18 @@ class PipelineHost(EngineHost):
         parts = everyone(list(self.own_parameters()), self._stages)
         return {name: stage for stage, names in enumerate(parts) for name in names}
 
-    def program_of(self, plan: StepPlan) -> Program:
-        """What this rank runs. Raises EvenloadError for a plan that the engine cannot run."""
-        refuse_foreign(plan, self.layout.dp, self.layout.pp)
-        refuse_unequal_replay(plan, self.module)
-        return lower(plan, self.pipeline_stage, self.dp_cp_rank)
+    def programs_of(self, plan: StepPlan, *, forwards: bool = False) -> Iterator[tuple[int, Program]]:
+        """(Number of a stage on this rank, what it runs there). Raises EvenloadError for a plan that cannot run."""
+        refuse_foreign(plan, self.layout.dp, self.layout.num_stages, v_shape=self.layout.v_shape)
+        if not forwards:
+            refuse_unequal_replay(plan, self.module)
+        lowered = lower_forwards if forwards else lower
+        return enumerate(lowered(plan, stage, self.dp_cp_rank) for stage in self.stages)
 
     def _forwards(self, step: Step, collector: Collector) -> None:
-        refuse_foreign(step.plan, self.layout.dp, self.layout.pp)
-        program = lower_forwards(step.plan, self.pipeline_stage, self.dp_cp_rank)
+        programs = self.programs_of(step.plan, forwards=True)
         with evaluating(self.module):
-            self.execute(step, program, PipelineStage(self, step, collector=collector))
+            self.execute(step, *((p, PipelineStage(self, step, part, collector=collector)) for part, p in programs))
 
     def _open_plane(self) -> Plane:
         return Plane.make(self._rows)
@@ -119,12 +121,13 @@ class PipelineWeights(EngineWeights):
 
     def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
         host = self._host
-        program, trainer = host.program_of(step.plan), PipelineStage(host, step, weight=1 / num_targets)
-        executed = host.execute(step, program, trainer)
+        programs, weight = host.programs_of(step.plan), 1 / num_targets
+        parts = [(program, PipelineStage(host, step, part, weight=weight)) for part, program in programs]
+        executed, last = host.execute(step, *parts), parts[-1][1]
         step.mark("gradient reduction")
         with step.clock.noting("G"):
-            trainer.reduce()
-        return trainer.totals, Passed(executed)
+            last.reduce()
+        return last.totals, Passed(executed)
 
     def norm(self, gradients: Mapping[str, Tensor | None]) -> float:
         square = torch.tensor(super().norm(gradients) ** 2, dtype=torch.float64, device=self._host.device)

@@ -27,10 +27,12 @@ from ..engine.stage import PackStage
 
 
 class PipelineStage(PackStage):
-    """The passes of DeepSpeed's engine around a `model.StageModule`."""
+    """The passes of DeepSpeed's engine around a `model.StageModule`, at one ``part`` of its stages."""
 
-    def __init__(self, host: EngineHost, step: Step, **sums: Any) -> None:
-        super().__init__(host, host.engine.module.blocks, step, **sums)
+    def __init__(self, host: EngineHost, step: Step, part: int = 0, **sums: Any) -> None:
+        stage = host.engine.module.stages[part]
+        super().__init__(host, stage.blocks, step, **sums)
+        self._part, self._last = part, bool(stage.ends)
 
     def prepared(self, program: Program, wgrads: WgradStore) -> AbstractContextManager[None]:
         """Holds around the executor's `run`: linear layers can leave weight gradients, where the program wants that."""
@@ -46,14 +48,14 @@ class PipelineStage(PackStage):
             return self._through(received, pack, head=False)
         layers = len(self.blocks) * self._recomputes if action.recomputed is None else action.recomputed
         output = self._through(received, pack, recomputed=layers)
-        if not self._engine.is_last_stage():
+        if not self._last:
             return output
         if action.kind == "score":
             return self._scored(output[0], pack)
         return self._weighed(output[0], pack)
 
     def _through(self, received: Tensor | None, pack: Pack, **how: Any) -> Tensor:
-        output: Tensor = DeepSpeedEngine.forward(self._engine, received, pack, **how)
+        output: Tensor = DeepSpeedEngine.forward(self._engine, received, pack, part=self._part, **how)
         return output
 
     def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
@@ -62,7 +64,8 @@ class PipelineStage(PackStage):
             engine.loss = graph.output
         else:
             engine.grad_layer, engine.pipe_buffers["outputs"][0] = gradient, graph.output
-        engine._exec_backward_pass(0)
+        with with_attributes(engine, stage_id=engine.num_stages - 1 if self._last else 0):  # asked if it is the last
+            engine._exec_backward_pass(0)
         engine.loss = engine.grad_layer = None
         return None if graph.received is None else graph.received.grad
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from ....core.aliases import Ranks
 from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
-from ....runtime.stage.stage_links import StageLinks
+from ....runtime.stage.stage_links import StageLinks, v_links
 from ....runtime.world.agreement import rows_of_all
 from ....runtime.world.plane import Plane
 
@@ -27,7 +28,18 @@ def open_plane(node_ranks: int = 0) -> Plane:
 
 def stage_links() -> StageLinks:
     """The links to the neighbouring pipeline stages. Collective."""
-    return StageLinks(_rows(parallel_state.get_pipeline_model_parallel_group()))
+    return StageLinks(_pipelines())
+
+
+def links_of_device(layout: Layout) -> Sequence[StageLinks]:
+    """The links of each stage of this device, where there are several stages. Collective."""
+    if layout.v_shape:
+        return v_links(_pipelines())
+    return (stage_links(),) if layout.pp > 1 else ()
+
+
+def _pipelines() -> list[Ranks]:
+    return _rows(parallel_state.get_pipeline_model_parallel_group())
 
 
 def _rows(group: Any) -> list[Ranks]:
@@ -43,7 +55,7 @@ def join_groups(layout: Layout, seed: int) -> bool:
     is_ours = not parallel_state.model_parallel_is_initialized()
     if is_ours:
         parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
-    there = current_layout()
+    there = replace(current_layout(), v_shape=layout.v_shape)
     if there != layout:
         raise EvenloadError(
             "Megatron's process groups were made for another layout",

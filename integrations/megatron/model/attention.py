@@ -117,10 +117,10 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         return packed_attention(q_THD, k_TGD, v_TGD, pack, self.layer_number, self.softmax_scale).flatten(1)
 
 
-def packed_layer_spec(config: Any) -> Any:
+def packed_layer_spec(config: Any, stage: int | None = None) -> Any:
     """Megatron-Core's local layer spec for ``config`` with packed attention in its core-attention slot; with experts
-    the spec of all layers of this stage, with routers that know the pack."""
-    spec = stock_layer_spec(config)
+    the spec of all layers of a stage (None: this rank's), with routers that know the pack."""
+    spec = stock_layer_spec(config, stage)
     for layer in getattr(spec, "layer_specs", [spec]):
         layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
         if (experts := submodules_of_experts(layer)) is not None:
@@ -128,10 +128,11 @@ def packed_layer_spec(config: Any) -> Any:
     return spec
 
 
-def stock_layer_spec(config: Any) -> Any:
-    """Megatron-Core's local layer spec as it is; with experts that of all layers of this stage."""
+def stock_layer_spec(config: Any, stage: int | None = None) -> Any:
+    """Megatron-Core's local layer spec as it is; with experts that of all layers of a stage (None: this rank's)."""
     if config.num_moe_experts is not None:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        norm = config.normalization
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm, pp_rank=stage)
     return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from ..base.setup import check_recipe
 from .attention import packed_layer_spec, stock_layer_spec
 from .experts import fields_of_experts, tell_routers
 from .rope import use_token_positions
+from .v_shape import Place, VShaped
 from .vocabulary import hide_padding, padded_vocabulary
 
 log = logging.getLogger("evenload")
@@ -49,7 +50,7 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
+        "pipeline_model_parallel_size": layout.num_stages,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -90,7 +91,8 @@ def build_model(
         EvenloadError: the recipe describes a model that cannot be built here.
     """
     check_recipe(recipe)
-    spec = packed_layer_spec(config) if packed else stock_layer_spec(config)
+    stage = pg_collection.pp.rank() if pg_collection else None
+    spec = packed_layer_spec(config, stage) if packed else stock_layer_spec(config, stage)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -117,10 +119,24 @@ def build_model(
     return use_token_positions(model)
 
 
-def wrap_model(recipe: Recipe, config: TransformerConfig, model: GPTModel) -> DistributedDataParallel:
+def build_stages(recipe: Recipe, config: TransformerConfig, layout: Layout, device: int) -> nn.Module:
+    """The bare GPTModel of a device of a pipeline, or in a V both of them (`VShaped`), weights not yet set. Raises as
+    `build_model`."""
+    last = layout.num_stages - 1
+    if not layout.v_shape:
+        return cast(nn.Module, build_model(recipe, config, first=device == 0, last=device == last))
+    groups = [(stage, Place(stage, layout.num_stages).groups()) for stage in layout.stages_of_device(device)]
+    return VShaped(
+        *(build_model(recipe, config, first=stage == 0, last=stage == last, pg_collection=g) for stage, g in groups)
+    )
+
+
+def wrap_model(recipe: Recipe, config: TransformerConfig, model: nn.Module) -> DistributedDataParallel:
     """Megatron's DDP around the model; bf16 goes through Float16Module and reduces its gradients in float32."""
     half = recipe.train.dtype == "bf16"
-    inner: nn.Module = Float16Module(config, model) if half else model
+    inner: Any = model
+    if half:
+        inner = inner.in_half() if isinstance(model, VShaped) else Float16Module(config, model)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=half,
         overlap_grad_reduce=recipe.megatron.overlap_grad_reduce,

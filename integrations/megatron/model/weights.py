@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from .sharded_experts import SHARDS, ShardedExperts
+from .v_shape import stages_of
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
@@ -27,19 +28,19 @@ _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of this rank's part of a bare GPTModel; layers and experts are numbered over the whole model
-    from 0. The last stage's own copy of a tied embedding has the embedding's name."""
-    gpt: Any = model
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "shared", False):
-            name = EMBEDDING
-        if match := _LAYER.match(name):
-            head, index, tail = match.groups()
-            layer = gpt.decoder.layers[int(index)]
-            if _EXPERT.match(tail):
-                tail = _renumbered(tail, layer.mlp.local_expert_indices[0])
-            name = f"{head}{layer.layer_number - 1}{tail}"
-        yield name, parameter
+    """(name, parameter) of this rank's part of a bare model; layers and experts are numbered over the whole model from
+    0. The last stage's own copy of a tied embedding has the embedding's name."""
+    for gpt in stages_of(model):
+        for name, parameter in gpt.named_parameters():
+            if getattr(parameter, "shared", False):
+                name = EMBEDDING
+            if match := _LAYER.match(name):
+                head, index, tail = match.groups()
+                layer = gpt.decoder.layers[int(index)]
+                if _EXPERT.match(tail):
+                    tail = _renumbered(tail, layer.mlp.local_expert_indices[0])
+                name = f"{head}{layer.layer_number - 1}{tail}"
+            yield name, parameter
 
 
 def global_tensors(

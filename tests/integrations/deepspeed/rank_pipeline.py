@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.recipe import recipe as recipes
+from evenload.core.simulate.v_shape import merged
 from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.engine import stage as engine_stage
 from evenload.integrations.deepspeed.engine.model import build_model
@@ -35,13 +37,14 @@ from evenload.runtime.stage.tape import Tape
 from evenload.runtime.world.world import init_world
 from evenload.training.proof.masking import half_masked
 
-for _file in ("random_plans", "shared_plans"):  # they know no trainer
+for _file in ("random_plans", "shared_plans", "random_pipelines"):  # they know no trainer
     _path = Path(__file__).parent.parent / "megatron" / f"{_file}.py"
     if f"megatron_{_file}" not in sys.modules:
         _spec = importlib.util.spec_from_file_location(f"megatron_{_file}", _path)
         sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
         _spec.loader.exec_module(sys.modules[_spec.name])
 random_plan = sys.modules["megatron_random_plans"].random_plan
+random_pipeline = sys.modules["megatron_random_pipelines"].random_pipeline
 random_shared_plan = sys.modules["megatron_shared_plans"].random_shared_plan
 
 LENGTHS = (37, 5, 64, 2)
@@ -52,7 +55,7 @@ def tokens_of(index: int) -> Any:
     return np.random.default_rng(index).integers(0, 97, LENGTHS[index])
 
 
-def recipe(pp: int, stage: int, **more: Any) -> Any:
+def recipe(pp: int, stage: int, v_shape: bool = False, **more: Any) -> Any:
     own = {name: more.pop(name) for name in ("dtype", "clip_grad", "recompute") if name in more}
     train = {"clip_grad": 0.0, "weight_decay": 0.1, **own}
     model = {**MODEL, **({"num_query_groups": 4} if more.get("family") == "gpt" else {}), **more}
@@ -64,6 +67,7 @@ def recipe(pp: int, stage: int, **more: Any) -> Any:
             "parallel": {"pp": pp},
             "train": train,
             "deepspeed": {"zero_stage": stage},
+            "plugins": {"pipeline": {"enabled": True, "v_shape": True}} if v_shape else {},
         }
     )
 
@@ -78,10 +82,17 @@ def hosted(pp: int, stage: int, **more: Any) -> Iterator[Any]:
 
 
 def planned(host: Any, name: str) -> StepPlan:
-    """`7`: a random plan; `7 W`: with weight gradients as passes; `7 shared`, `7 idle`, `7 recompute`; `whole`."""
+    """`7`: a random plan; `7 W`: with weight gradients as passes; `7 shared`, `7 idle`, `7 recompute`; `whole`. In a V
+    of stages: `7 drawn`, with W passes, recomputation and replays, or what is made of a plan without a merge."""
     seed, _, kind = name.partition(" ")
     layout = host.layout
-    sizes = {"num_ranks": layout.dp, "num_stages": layout.pp, "layers_per_stage": 4 // layout.pp}
+    sizes = {
+        "num_ranks": layout.dp,
+        "num_stages": layout.num_stages,
+        "layers_per_stage": host.recipe.model.num_layers // layout.num_stages,
+    }
+    if layout.v_shape and kind == "drawn":
+        return random_pipeline(Random(seed), LENGTHS, v_shape=True, replay="some", **sizes)
     if seed == "whole":
         packs = [(0, 1), (2,), (3,)]
         micro_batches = tuple(
@@ -95,6 +106,8 @@ def planned(host: Any, name: str) -> StepPlan:
     own = {"idle": {"idle": (1,), "asymmetric": False}, "recompute": {"recompute": True, "asymmetric": False}}
     drawn: dict[str, Any] = own.get(kind, {})
     plan = random_plan(int(seed), LENGTHS, **sizes, **drawn)
+    if layout.v_shape:
+        return check(merged(replace(plan, limits=replace(plan.limits, v_shape=True))))
     return with_weights(plan, np.random.default_rng(int(seed))) if kind == "W" else plan
 
 
@@ -241,15 +254,15 @@ def alive_after_sending(pp: int) -> int:
     return alive[0]
 
 
-def save_and_go_on(pp: int, stage: int, folder: str, dtype: str) -> list[str]:
-    with hosted(pp, stage, clip_grad=1.0, dtype=dtype) as host:
+def save_and_go_on(pp: int, stage: int, folder: str, dtype: str, **more: Any) -> list[str]:
+    with hosted(pp, stage, clip_grad=1.0, dtype=dtype, **more) as host:
         _steps(host, 1)
         host.save(Path(folder))
         return _steps(host, 2)
 
 
-def resume(pp: int, stage: int, folder: str, dtype: str) -> list[str]:
-    with hosted(pp, stage, clip_grad=1.0, dtype=dtype) as host:
+def resume(pp: int, stage: int, folder: str, dtype: str, **more: Any) -> list[str]:
+    with hosted(pp, stage, clip_grad=1.0, dtype=dtype, **more) as host:
         try:
             host.load(Path(folder))
         except EvenloadError as error:

@@ -63,8 +63,8 @@ def _reference(host: Any, lengths: list[int], labels: Labels | None) -> Any:
 
 def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
     layout = host.layout
-    layers = host.recipe.model.num_layers // layout.pp
-    limits = Limits(layout.dp_cp_size, 1 << 20, num_stages=layout.pp, layers_per_stage=layers, splits_backward=True)
+    sizes = {"num_stages": layout.num_stages, "layers_per_stage": host.recipe.model.num_layers // layout.num_stages}
+    limits = Limits(layout.dp_cp_size, 1 << 20, splits_backward=True, v_shape=layout.v_shape, **sizes)
     return check(read_step(written, limits))
 
 
@@ -162,7 +162,7 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
         "deferred_bytes_per_token": context.costs.memory.deferred_bytes_per_token,
         "spans": [(s.kind, s.micro_batch, s.start_s, s.end_s) for s in result.spans],
         "ops": [tuple(op) for op in ops],
-        "left_over": bool(host._links and any(host._links._sent.values())),
+        "left_over": any(any(links._sent.values()) for links in host._links),
         "patched": [name for name, m in host.model.named_modules() if "_forward_impl" in vars(m)],
         "busy": (result.busy_s, result.forward_s),
     }

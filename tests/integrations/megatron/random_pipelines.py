@@ -7,6 +7,7 @@ from hypothesis.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -31,6 +32,7 @@ def random_pipeline(
     recompute: str = "",
     split: str = "",
     replay: str = "none",
+    v_shape: bool = False,
 ) -> StepPlan:
     """A checked plan.
 
@@ -39,6 +41,7 @@ def random_pipeline(
         recompute: of the layers "none", "some" (any number for each stage and micro-batch) or "all"; "": drawn.
         split: of the backwards of each stage "none", "some" or "all" leave their weight gradients to a W; "": drawn.
         replay: of the micro-batches "none", "some" or "all" keep nothing but prefix KV; "": drawn.
+        v_shape: each device has two of the stages, whose passes it takes by lot.
     """
     recompute, split, replay = (word or draw.choice(list(SHARES)) for word in (recompute, split, replay))
     micro_batches = _packs(draw, lengths, num_ranks, list(pieces))
@@ -51,17 +54,38 @@ def random_pipeline(
     orders = _interleaved(draw, forward, backward, _needs(micro_batches), num_stages)
     layers = {"none": (0, 0), "some": (0, layers_per_stage), "all": (layers_per_stage, layers_per_stage)}[recompute]
     limits = Limits(num_ranks, 1 << 20, num_stages=num_stages, layers_per_stage=layers_per_stage, splits_backward=True)
-    return check(
-        StepPlan(
-            as_lengths(lengths),
-            tuple(micro_batches),
-            limits,
-            order=tuple(tuple(_with_weights(draw, ops, SHARES[split])) for ops in orders),
-            recompute=tuple(tuple(draw.randint(*layers) for _ in micro_batches) for _ in range(num_stages)),
-            replayed=tuple(i for i in before if draw.random() < SHARES[replay]),
-            made_by=f"recompute {recompute}, split {split}, replay {replay}",
-        )
+    plan = StepPlan(
+        as_lengths(lengths),
+        tuple(micro_batches),
+        limits,
+        order=tuple(tuple(_with_weights(draw, ops, SHARES[split])) for ops in orders),
+        recompute=tuple(tuple(draw.randint(*layers) for _ in micro_batches) for _ in range(num_stages)),
+        replayed=tuple(i for i in before if draw.random() < SHARES[replay]),
+        made_by=f"recompute {recompute}, split {split}, replay {replay}",
     )
+    return check(in_v(draw, plan) if v_shape else plan)
+
+
+def in_v(draw: Random, plan: StepPlan) -> StepPlan:
+    """The plan on half as many devices, each of which runs what is ready of its two stages, by lot."""
+    limits = replace(plan.limits, v_shape=True)
+    last, at = limits.num_stages - 1, [0] * limits.num_stages
+    done: set[tuple[int, Op]] = set()
+    merge: list[list[int]] = [[] for _ in range(limits.num_devices)]
+    while ready := [
+        stage
+        for stage, ops in enumerate(plan.order)
+        if at[stage] < len(ops)
+        for op in ops[at[stage] : at[stage] + 1]
+        if op.kind == "W"
+        or (op.kind == "F" and (stage == 0 or (stage - 1, op) in done))
+        or (op.kind == "B" and (stage == last or (stage + 1, op) in done))
+    ]:
+        stage = draw.choice(ready)
+        done.add((stage, plan.order[stage][at[stage]]))
+        at[stage] += 1
+        merge[limits.device_of_stage(stage)].append(stage)
+    return replace(plan, limits=limits, merge=tuple(map(tuple, merge)))
 
 
 def _packs(draw: Random, lengths: Any, num_ranks: int, pieces: list[int]) -> list[MicroBatch]:

@@ -35,6 +35,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**GROUPS, "rope_parameters": LLAMA3}),
     "tied llama": ("LlamaConfig", {**GROUPS, "tie_word_embeddings": True, "rms_norm_eps": 1e-4}),
+    "deep tied llama": ("LlamaConfig", {**GROUPS, "num_hidden_layers": 4, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2Config", GROUPS),
     "qwen3": ("Qwen3Config", {**GROUPS, "head_dim": 12, "tie_word_embeddings": True}),
     "gpt_neox": ("GPTNeoXConfig", {**SIZES, "use_parallel_residual": False, "rope_parameters": WHOLE_HEADS}),
@@ -75,6 +76,7 @@ def _lengths() -> tuple[int, ...]:
     return (37, 64, 26, 29, 41, 9, 5, 2)
 
 
+V_SHAPE = {"pipeline": {"enabled": True, "v_shape": True}}
 CUT = {"plugins": {"moe": {"enabled": True, "owners": "sharded"}}}
 CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
     "tp2": (2, [{"folder": name, "tp": 2, "plans": [5]} for name in DENSE]),
@@ -119,6 +121,20 @@ def test_what_was_read_reshards(on_ranks: Any, folders: Path, tmp_path: Path, fa
     alone = on_ranks(2, "stepped", folder=folder, **others)[0]["left"]
     for name, tensor in saved["left"].items():
         assert np.linalg.norm(tensor - alone[name]) < 1e-3 * np.linalg.norm(tensor), name
+
+
+def test_a_v_of_stages_reads_and_writes_what_others_do(on_ranks: Any, folders: Path, tmp_path: Path) -> None:
+    """With the moments of a distributed optimizer: there and back again."""
+    folder, there, back = str(folders / "deep tied llama"), str(tmp_path / "there"), str(tmp_path / "back")
+    came = on_ranks(2, "came_and_went", cases=[{"folder": folder, "pp": 2, "plugins": V_SHAPE}])
+    assert [result["unlike"] for of_rank in came for result in of_rank] == [[], []]
+    saved = on_ranks(2, "stepped", folder=folder, write=there, pp=2)[0]
+    in_v = on_ranks(4, "stepped", folder=folder, read=there, write=back, pp=2, plugins=V_SHAPE)[0]
+    again = on_ranks(2, "stepped", folder=folder, read=back, tp=2)[0]
+    assert in_v["norm"] == saved["norm"]
+    for other in (in_v, again):
+        assert other["left"].keys() == saved["left"].keys()
+        assert all(np.array_equal(tensor, other["left"][name]) for name, tensor in saved["left"].items())
 
 
 def test_folders_that_do_not_fit_are_refused_on_every_rank(on_ranks: Any, folders: Path, tmp_path: Path) -> None:

@@ -75,14 +75,16 @@ class Links:
     def __init__(self, plan: StepPlan, done: list[tuple[str, Op, Any]], one_queue: bool = False) -> None:
         self.plan, self.done, self.one_queue = plan, done, one_queue
 
-    def begin(self, turns: Any) -> None:
+    def begin(self, *, holds: bool) -> None:
         self.done.clear()
         self.waited: list[int] = []
-        self.begun: list[Op] = []
-        self.turns = turns
+        self.holds = holds
 
-    def turn(self, op: Op) -> None:
-        self.begun.append(op)
+    def mark(self, where: str) -> None:
+        self.done.append(("mark", Op("F", -1), None))
+
+    def turn(self, kind: str) -> None:
+        self.done.append(("turn", Op(kind, -1), None))
 
     def wait_for_sends(self, most: int) -> None:
         self.waited.append(most)
@@ -183,10 +185,15 @@ def test_what_was_sent_forward_is_waited_for_where_no_backward_follows() -> None
 def test_sends_wait_for_their_turn_where_a_device_has_one_queue() -> None:
     plan = _plans.random_plan(5, [30, 4, 17, 9], num_ranks=1, num_stages=2, layers_per_stage=2)
     trained, scored = lower(plan, 0, 0), lower_forwards(plan, 0, 0)
+    turns = send_turns(plan, 0, 0)
+    row = [(0, op) for op in orders_of_stage(plan, 0)[0]]
     for one_queue, program in ((True, trained), (False, trained), (True, scored)):
         done: list[tuple[str, Op, Any]] = []
         links = Links(plan, done, one_queue)
-        rest = {"links": links, "plane": None, "clock": BusyClock(CPU), "mark": lambda _: None}
+        rest = {"links": links, "plane": None, "clock": BusyClock(CPU), "mark": links.mark}
         Executor(plan, 0, 0, program, Trainer(done, True), **rest).run()  # type: ignore[arg-type]
-        assert links.turns == (send_turns(plan, 0, 0) if one_queue and program is trained else None)
-        assert program is scored or links.begun == orders_of_stage(plan, 0)[0]
+        assert links.holds == (one_queue and program is trained)
+        if program is trained:
+            due = [verb for staged in (*row, None) for verb in (*("turn",) * len(turns.get(staged, ())), "mark")]
+            wanted = due if one_queue else ["mark"] * (len(row) + 1)
+            assert [verb for verb, _, _ in done if verb in ("turn", "mark")] == wanted

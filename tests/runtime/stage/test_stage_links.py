@@ -39,16 +39,16 @@ def test_every_link_is_in_one_group_and_every_rank_in_one_of_each_kind():
 def test_results_are_held_back_until_their_turn(monkeypatch):
     sent = []
     links = StageLinks.__new__(StageLinks)
-    links._turns, links._held = {Op("B", 0): ("F",), None: ("B",)}, {"F": deque(), "B": deque()}
+    links._inside, links._holds, links._held = None, True, {"F": deque(), "B": deque()}
     monkeypatch.setattr(StageLinks, "_issue", lambda _, op, tensor: sent.append(op))
     links.send(Op("F", 0), torch.zeros(1))
-    links.turn(Op("F", 1))
+    links.send(Op("F", 1), torch.zeros(1))
     assert sent == []
-    links.turn(Op("B", 0))
+    links.turn("F")
     assert sent == [Op("F", 0)]
     links.send(Op("B", 0), torch.zeros(1))
-    links.turn(None)
+    links.turn("B")
     assert sent == [Op("F", 0), Op("B", 0)]
-    links._turns = None
-    links.send(Op("F", 1), torch.zeros(1))
-    assert sent[-1] == Op("F", 1)
+    links._holds = False
+    links.send(Op("F", 2), torch.zeros(1))
+    assert sent[-1] == Op("F", 2)

@@ -106,6 +106,9 @@ def test_an_update_is_judged_by_what_it_moved() -> None:
     assert "weight w: inf" in bad.over
 
 
+V_SHAPE = {"pipeline": {"enabled": True, "v_shape": True}}
+
+
 def recipe(**sections: Any) -> Any:
     return parse({"model": {"num_layers": 2, "vocab_size": 256}, "train": {"global_batch_size": 8}, **sections})
 
@@ -121,6 +124,9 @@ def test_a_run_resumes_on_another_layout_where_there_is_one() -> None:
     elsewhere = other_layout(recipe(parallel={"dp": 2, "ep": 2}, model=experts), 2)
     assert elsewhere is not None
     assert (elsewhere.parallel.pp, elsewhere.parallel.ep, elsewhere.parallel.dp) == (2, 1, 1)
+    flat = other_layout(recipe(parallel={"pp": 2}, model={"num_layers": 4}, plugins=V_SHAPE), 2)
+    assert flat is not None
+    assert (flat.parallel.pp, flat.v_shape) == (1, False)
     copies = {"parallel": {"ep": 2}, "model": experts, "plugins": {"moe": {"enabled": True}}}
     assert other_layout(recipe(**copies), 2) is None, "ranks that share experts go on sharing them"
     four = other_layout(recipe(**copies), 4)
@@ -154,6 +160,11 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         ("parallel.dp=2", "train.dtype=fp64", "plugins.mesh.enabled=true", "plugins.mesh.engines=ring")
         + ("plugins.mesh.max_tokens=48",),
         {"cut sequences", "attention shared by ring"},
+    ),
+    "megatron, a V of stages": (
+        ("parallel.pp=2", "parallel.dp=2", "model.num_layers=4", "megatron.overlap_grad_reduce=true")
+        + ("plugins.pipeline.enabled=true", "plugins.pipeline.v_shape=true", "plugins.pipeline.max_tokens=64"),
+        {"cut sequences", "an order of the plan's own"},
     ),
     "deepspeed": (
         ("trainer=deepspeed", "parallel.dp=2", PACKED, "plugins.packing.max_tokens=96"),

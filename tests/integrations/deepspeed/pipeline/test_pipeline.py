@@ -130,9 +130,9 @@ def test_one_stage_recomputes_by_the_plan(on_ranks, stage):
 
 @pytest.mark.slow
 def test_bf16_within_its_rounding(on_ranks):
-    names = ["whole", "2 W"]
-    results = on_ranks(2, "rank_pipeline.exactness", pp=2, stage=1, names=names, dtype="bf16")
-    _assert_exact(results, names, rounding=3e-2, loss=1e-3, norm=1e-2)
+    for names, v_shape in ((["whole", "2 W"], False), (["2 drawn"], True)):
+        results = on_ranks(2, "rank_pipeline.exactness", pp=2, stage=1, names=names, dtype="bf16", v_shape=v_shape)
+        _assert_exact(results, names, rounding=3e-2, loss=1e-3, norm=1e-2)
 
 
 @pytest.mark.slow
@@ -146,6 +146,42 @@ def test_bf16_within_its_rounding(on_ranks):
 )
 def test_four_ranks_with_different_numbers_of_micro_batches(on_ranks, pp, stage, names):
     _assert_exact(on_ranks(4, "rank_pipeline.exactness", pp=pp, stage=stage, names=names), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "pp", "stage", "names", "more"),
+    [
+        (2, 2, 0, ["7", "1 drawn", "2 drawn"], {"recompute": True}),
+        (4, 2, 1, ["3", "1 drawn", "2 drawn"], {"family": "qwen2"}),
+        (4, 4, 1, ["1 drawn"], {"num_layers": 8}),
+    ],
+)
+def test_two_stages_on_each_device_give_the_gradients_of_plain_training(on_ranks, ranks, pp, stage, names, more):
+    call = "rank_pipeline.exactness"
+    _assert_exact(on_ranks(ranks, call, pp=pp, stage=stage, names=names, v_shape=True, **more), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_clipped_steps_of_a_v_are_those_of_plain_torch(on_ranks, stage):
+    for told in on_ranks(2, "rank_pipeline.trained", pp=2, stage=stage, names=["1 drawn", "2"], v_shape=True):
+        assert told["clipped"]
+        assert max(told["loss"]) <= ROUNDING
+        assert max(told["norm"]) <= ROUNDING
+        assert told["apart"] <= 1e-4
+
+
+@pytest.mark.slow
+def test_a_v_resumes_on_other_ranks_and_is_not_taken_for_a_pipeline_without(on_ranks, tmp_path):
+    arguments = {"pp": 2, "stage": 1, "dtype": "bf16", "folder": str(tmp_path), "v_shape": True}
+    went_on = on_ranks(4, "rank_pipeline.save_and_go_on", **arguments)
+    assert went_on == on_ranks(4, "rank_pipeline.resume", **arguments)
+    for told in on_ranks(4, "rank_pipeline.resume", **{**arguments, "v_shape": False}):
+        assert "another number of pipeline stages on each device" in told[0]
+    for resumed in on_ranks(2, "rank_pipeline.resume", **arguments):
+        for wanted, found in zip(went_on[0], resumed, strict=True):
+            assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-2)
 
 
 @pytest.mark.slow

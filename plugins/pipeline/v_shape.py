@@ -1,0 +1,270 @@
+"""Orders of a pipeline whose devices have two stages each, in a V (ZBV; Qi et al., arXiv 2405.15362).
+
+Device d of P has stages d and 2P - 1 - d, so half forwards fill the pipeline, and the last stage is where the first is.
+Forwards and backwards have the orders of `elastic`; which pass a device runs next is found by playing all devices
+against each other in simulated time:
+
+    of the passes that have arrived the first by a list of preferences, if memory holds it,
+    the oldest weight gradients (W) while nothing has arrived, or to make room for those that a backward would leave
+
+The lists of preferences name forward and backward at the earlier and the later stage, one or the other kind by turns or
+not, and say whether a W may make the next pass late. Memory: what the device holds and what the later stages will keep
+of micro-batches whose earlier stage has run; a forward that the next backward needs runs whatever is held. A play ends
+early when it takes longer than a known one. All are tried on the chunks that a few of them find fastest, under several
+shares of the memory, as devices run less far ahead with less. O(passes x stages x log) each; the simulator has the last
+word on seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ...core.costs.context import PlanningContext
+from ...core.costs.memory import peaks_of_stage
+from ...core.plan.step_plan import Op, PassKind, StepPlan
+from ...core.simulate.v_shape import with_passes
+from .chunks import least_s
+from .clock import Clock, clock_of
+from .elastic import Lines, kept_bytes, lines_of_rounds
+from .weights import ROUNDING
+
+F, B = 0, 1
+KINDS: tuple[PassKind, PassKind] = ("F", "B")
+EARLIER, LATER = 0, 1
+
+
+class Rule(NamedTuple):
+    """How a device chooses among what has arrived."""
+
+    first: tuple[tuple[int, int], ...]
+    """Kinds and which stage of the device, first ones first."""
+    alternates: bool
+    """Forwards and backwards in turn where both have arrived."""
+    patience: float
+    """A W starts while a device waits if the wait is known to last so much of it."""
+
+    def after(self, kind: int) -> list[tuple[int, int]]:
+        """The choices after a pass of this kind."""
+        return sorted(self.first, key=lambda one: one[0] == kind) if self.alternates else list(self.first)
+
+
+RULES = [
+    Rule(first, alternates, patience)
+    for first in (
+        ((B, LATER), (B, EARLIER), (F, LATER), (F, EARLIER)),
+        ((B, EARLIER), (B, LATER), (F, LATER), (F, EARLIER)),
+        ((F, LATER), (B, LATER), (B, EARLIER), (F, EARLIER)),
+        ((F, LATER), (F, EARLIER), (B, LATER), (B, EARLIER)),
+    )
+    for alternates in (False, True)
+    for patience in (0.0, 1.0)
+]
+FIRST_RULES = (12, 2)
+"""Of these, those by which chunks are compared: the best for steps that open with small chunks, and for others."""
+SHARES = (1.0, 0.6, 0.35)
+"""Of the memory."""
+NEAR = 0.02
+"""Share of the least time by which a plan may be behind it by the first rules,"""
+FINALISTS = 3
+"""and so many of them are played by all."""
+TIGHTENED = 4
+"""Times that the memory is lowered where the simulator counts more than a play."""
+
+
+class Passes(NamedTuple):
+    """Of a plane rank, by the start of each, and when the last one ends [s]."""
+
+    ops: list[tuple[int, Op]]
+    end_s: float
+
+
+class Playing:
+    """Micro-batches of a plan without an order, on devices with two stages."""
+
+    def __init__(self, plan: StepPlan, context: PlanningContext, splits: bool) -> None:
+        limits = plan.limits
+        self.plan, clock = plan, clock_of(plan, context)
+        kept = [kept_bytes(plan, stage) for stage in range(limits.num_stages)]
+        left = [slots * limits.memory.deferred_bytes_per_token if splits else math.inf for slots in plan.slots["B"]]
+        rows = [plan.of_rank(rank) for rank in range(limits.num_ranks)]
+        self._lines = [_Line(lines_of_rounds(plan, [(i,) for i in row]), row, clock, kept, left) for row in rows]
+        self.end_s = math.inf
+        """When the last pass ends, in the order that was played last [s]."""
+
+    @property
+    def least_s(self) -> float:
+        """No order takes less [s]."""
+        return max(max(line.busy_s) for line in self._lines)
+
+    def ordered(self, cap_bytes: float, bar_s: float = math.inf, *, thorough: bool = False) -> StepPlan | None:
+        """The plan in the fastest order of each rank, by all rules and shares or by the first ones alone; None where it
+        takes ``bar_s`` or longer."""
+        others = (number for number in range(len(RULES)) if number not in FIRST_RULES)
+        rules, shares = ((*FIRST_RULES, *others), SHARES) if thorough else (FIRST_RULES, SHARES[:1])
+        tries = [(RULES[number], share * cap_bytes) for share in shares for number in rules]
+        chosen = [line.fastest(tries, bar_s) for line in self._lines]
+        ranks = [one for one in chosen if one]
+        if len(ranks) < len(chosen):
+            return None
+        self.end_s = max(one.end_s for one in ranks)
+        return with_passes(self.plan, [op for one in ranks for op in _joined(one.ops)])
+
+
+def fastest(
+    drafts: Iterable[StepPlan], context: PlanningContext, budget_bytes: float, splits: bool
+) -> Iterator[StepPlan]:
+    """The fastest of these plans, ordered, most promising first; each holds what passes may, if that can be had.
+
+    ``drafts``: micro-batches without an order. ``splits``: backwards may leave weight gradients to a W.
+    """
+    played: list[Playing] = []
+    bar_s = math.inf
+    for _, draft in sorted(((least_s(one, context), one) for one in drafts), key=lambda one: one[0]):
+        if least_s(draft, context) >= bar_s or (one := Playing(draft, context, splits)).least_s >= bar_s:
+            continue
+        if one.ordered(budget_bytes, bar_s * (1 + NEAR)):
+            played.append(one)
+            bar_s = min(bar_s, one.end_s)
+    for one in sorted(played, key=lambda one: one.end_s)[:FINALISTS]:
+        cap_bytes = budget_bytes
+        for _ in range(TIGHTENED):
+            plan = one.ordered(cap_bytes, thorough=True)
+            if plan is None:
+                break
+            over = (
+                max(peak for s in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, s)) - budget_bytes
+            )
+            if over <= 0:
+                yield plan
+                break
+            cap_bytes -= 1.05 * over
+
+
+def _joined(ops: list[tuple[int, Op]]) -> Iterator[tuple[int, Op]]:
+    """The first stage sends no gradient: a W right behind its backward is no pass of its own there."""
+    last = max(stage for stage, _ in ops) if ops else 0
+    before: dict[int, tuple[int, Op]] = {}
+    for stage, op in ops:
+        device = min(stage, last - stage)
+        if stage or op.kind != "W" or before.get(device) != (0, Op("B", op.micro_batch)):
+            yield stage, op
+        before[device] = stage, op
+
+
+class _Line(NamedTuple):
+    """Passes of a plane rank, by their places in its two orders."""
+
+    lines: Lines
+    numbers: Sequence[int]
+    clock: Clock
+    kept: list[list[float]]
+    """By stage and number [bytes]."""
+    left: list[float]
+    """What a backward leaves for its W [bytes]; infinite where it cannot be split."""
+
+    @property
+    def busy_s(self) -> list[float]:
+        """Seconds of all passes, by device."""
+        clock, last = self.clock, self.clock.num_stages - 1
+        sums = [sum(f[i] + b[i] for i in self.numbers) for f, b in zip(clock.forward, clock.backward, strict=True)]
+        return [sums[device] + sums[last - device] for device in range(clock.num_stages // 2)]
+
+    def fastest(self, tries: Iterable[tuple[Rule, float]], bar_s: float) -> Passes | None:
+        """The passes of the best of these rules and caps [bytes], if they take less than ``bar_s``."""
+        best: Passes | None = None
+        least_s = (1 + ROUNDING) * max(self.busy_s)
+        for rule, cap_bytes in tries:
+            best = self.played(rule, cap_bytes, best.end_s if best else bar_s) or best
+            if best and best.end_s <= least_s:
+                break
+        return best
+
+    def played(self, rule: Rule, cap_bytes: float, bar_s: float) -> Passes | None:
+        """The passes as devices run them by a rule; None where they stop, or take ``bar_s`` or longer."""
+        (forward, backward, need, _), _, clock, kept, left = self
+        orders, weights = ([self.numbers[i] for i in forward], [self.numbers[i] for i in backward]), clock.weights
+        last, count = clock.num_stages - 1, len(forward)
+        devices, cap = clock.num_stages // 2, (1 - ROUNDING) * cap_bytes
+        seconds, moving = (clock.forward, clock.backward), (clock.up, clock.down)
+        at = [[0] * (last + 1) for _ in KINDS]
+        came = [[[math.inf] * count for _ in range(last + 1)] for _ in KINDS]
+        came[F][0], came[B][last] = [0.0] * count, [0.0] * count
+        free, held, owed, rest_s = [0.0] * devices, [0.0] * devices, [0.0] * devices, self.busy_s
+        link_free = [{-1: 0.0, 0: 0.0, 1: 0.0} for _ in free]
+        waiting: list[deque[tuple[int, int]]] = [deque() for _ in free]
+        choices = [rule.after(B)] * devices
+        after = rule.after(F), rule.after(B)
+        ops: list[tuple[int, Op]] = []
+        events = [(0.0, device) for device in range(devices)]
+        todo = 2 * count * (last + 1)
+        while events:
+            now, device = heapq.heappop(events)
+            if now < free[device]:
+                continue
+            if now + rest_s[device] >= bar_s:
+                return None
+            stages, soonest, chosen = (device, last - device), math.inf, None
+            for kind, leg in choices[device]:
+                stage = stages[leg]
+                place = at[kind][stage]
+                if place == count or (kind and at[F][stage] < need[place]):
+                    continue
+                if not kind and place >= need[at[B][stage]]:
+                    number = orders[F][place]
+                    more = kept[stage][number] + kept[stages[LATER]][number] if leg == EARLIER else 0.0
+                    if held[device] + owed[device] + more > cap:
+                        continue
+                if (arrival := came[kind][stage][place]) <= now:
+                    chosen = kind, leg, stage, place
+                    break
+                soonest = min(soonest, arrival)
+            wait = waiting[device]
+            late = chosen is None and wait and soonest - now >= rule.patience * weights[wait[0][1]]
+            splits = chosen and chosen[0] and held[device] + owed[device] + left[orders[B][chosen[3]]] <= cap
+            if late or (wait and chosen and chosen[0] and not splits):
+                stage, number = wait.popleft()
+                ops.append((stage, Op("W", number)))
+                held[device] -= left[number]
+                rest_s[device] -= weights[number]
+                free[device] = now + weights[number]
+                heapq.heappush(events, (free[device], device))
+            if chosen is None or free[device] > now:
+                continue
+            kind, leg, stage, place = chosen
+            number = orders[kind][place]
+            taken_s = seconds[kind][stage][number]
+            if kind:
+                taken_s -= weights[number] if splits else 0.0
+                held[device] -= kept[stage][number]
+                if splits:
+                    held[device] += left[number]
+                    wait.append((stage, number))
+            else:
+                held[device] += kept[stage][number]
+                owed[device] += kept[stages[LATER]][number] * (1 if leg == EARLIER else -1)
+            ops.append((stage, Op(KINDS[kind], number)))
+            at[kind][stage] = place + 1
+            todo -= 1
+            choices[device] = after[kind]
+            rest_s[device] -= taken_s
+            free[device] = now = now + taken_s
+            heapq.heappush(events, (now, device))
+            target = stage - 1 if kind else stage + 1
+            if 0 <= target <= last:
+                to = min(target, last - target)
+                links = link_free[device]
+                links[to - device] = sent = max(now, links[to - device]) + moving[kind][min(stage, target)][number]
+                came[kind][target][place] = sent
+                if sent > free[to]:
+                    heapq.heappush(events, (sent, to))
+        if todo:
+            return None
+        for device, wait in enumerate(waiting):
+            free[device] += sum(weights[number] for _, number in wait)
+            ops += [(stage, Op("W", number)) for stage, number in wait]
+        end_s = max(free)
+        return Passes(ops, end_s) if end_s < bar_s else None

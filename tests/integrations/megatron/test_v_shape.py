@@ -1,0 +1,72 @@
+"""Two stages on each device of a pipeline: weights, and schedules drawn by lot against plain training in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from evenload.core.plan_json import step_json
+
+pytestmark = pytest.mark.slow
+
+_spec = importlib.util.spec_from_file_location("random_pipelines", Path(__file__).with_name("random_pipelines.py"))
+_drawn = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_drawn)
+
+LENGTHS = [37, 5, 64, 2]
+V = {"plugins__pipeline": {"enabled": True, "v_shape": True}}
+LAYOUTS = {
+    "pp2": (2, {"parallel__pp": 2}),
+    "pp2 dp2": (4, {"parallel__pp": 2}),
+    "pp2 tp2": (4, {"parallel__pp": 2, "parallel__tp": 2, "model__tied_embeddings": True}),
+    "pp4": (4, {"parallel__pp": 4, "model__num_layers": 8}),
+}
+KINDS = [
+    {"recompute": "some", "split": "some"},
+    {"recompute": "all", "split": "none"},
+    {"recompute": "none", "split": "all", "pieces": [1, 16]},
+    {"recompute": "some", "split": "some", "replay": "some"},
+]
+
+
+def drawn(seed, layout, **how):
+    size, changes = LAYOUTS[layout]
+    devices = changes["parallel__pp"]
+    sizes = {
+        "num_ranks": size // devices // changes.get("parallel__tp", 1),
+        "num_stages": 2 * devices,
+        "layers_per_stage": changes.get("model__num_layers", 4) // (2 * devices),
+    }
+    return _drawn.random_pipeline(Random(seed), LENGTHS, v_shape=True, **sizes, **how)
+
+
+def run(on_ranks, layout, plans, **more):
+    size, changes = LAYOUTS[layout]
+    written = [step_json(plan) for plan in plans]
+    return on_ranks(size, "piped", plans=written, lengths=LENGTHS, **changes, **V, **more)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout):
+    results = run(on_ranks, layout, [drawn(seed, layout, **how) for seed, how in enumerate(KINDS)])
+    for plans in zip(*results, strict=True):
+        for found in plans:
+            assert found["loss"] < 1e-12
+            assert found["grad"] < 1e-9
+        ran = sorted((s.sequence, t) for found in plans for s in found["executed"] for t in range(s.start, s.stop))
+        copies = LAYOUTS[layout][1]["parallel__pp"] * LAYOUTS[layout][1].get("parallel__tp", 1)
+        assert ran == sorted((i, t) for i, n in enumerate(LENGTHS) for t in range(n) for _ in range(copies))
+
+
+def test_devices_hold_the_weights_of_their_stages(on_ranks):
+    whole = on_ranks(1, "initial_weights")[0]
+    parts = on_ranks(2, "initial_weights", parallel__pp=2, **V)
+    assert [{int(n.split(".")[2]) for n in part if ".layers." in n} for part in parts] == [{0, 3}, {1, 2}]
+    assert {n for n in whole if ".layers." not in n} <= parts[0].keys()
+    together = parts[0] | parts[1]
+    assert len(together) == len(parts[0]) + len(parts[1])
+    assert together.keys() == whole.keys()
+    assert all(np.array_equal(whole[name], together[name]) for name in whole)
