@@ -214,7 +214,7 @@ def groups_of(batch: Lengths, said: Lengths, links: Sequence[tuple[Plugin, Plugi
 
 def refuse_others(asked: bool, links: Sequence[tuple[Plugin, PluginConfig]]) -> None:
     """Raise EvenloadError where sequences are to stay together, or in equal counts, and not all planners keep them."""
-    others = [plugin.name for plugin, _ in links if not plugin.keeps_groups]
+    others = [f"plugins.{plugin.name}" for plugin, _ in links if not plugin.keeps_groups]
     if asked and (others or not links):
         raise EvenloadError(
             "not every enabled plugin keeps samples of a group together, or ranks at equal counts of them",
