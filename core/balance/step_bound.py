@@ -17,7 +17,8 @@ Every stage has all of the work, so each term holds for any plan, whoever made i
     longest     where ranks share no sequence, one has all of the costliest, of its parts at experts an ep-th
 
 Where the recipe recomputes, a backward holds a forward, so replays are free, and the last stage may skip forwards but
-for keys and values: those of all tokens but the most that one slice can hold. Where plans say themselves what is
+for keys and values: those of all tokens but the most that one slice can hold. Devices of two stages have the work of
+both, the way of their earlier one, and no ramp; replays free all their forwards. Where plans say themselves what is
 recomputed (``orders``), costs are those of none. Only recomputing settings offer backwards in groups of their own: no
 ramp counts there, nor where ranks share experts, which nothing is held for here either.
 """
@@ -90,7 +91,7 @@ def passes_bound_s(
 
 
 def stage_costs(context: PlanningContext) -> list[StageCost]:
-    """The costs of every stage, worked out once for a context."""
+    """The costs of every stage, or of every device of two stages, worked out once for a context."""
     known: dict[str, list[StageCost]] = vars(context)
     if _STAGES not in known:
         known[_STAGES] = list(_stages(context))
@@ -106,11 +107,15 @@ def _kept(context: PlanningContext) -> PlanningContext:
 
 
 def _stages(context: PlanningContext) -> Iterator[StageCost]:
-    stages, hop_s = context.layout.pp, _hop_s(context)
+    layout, hop_s = context.layout, _hop_s(context)
     in_s = out_s = 0.0
-    for stage in range(stages):
+    for stage in range(layout.pp):
         forward, backward = (_pass_cost(context, stage, passes) for passes in (1, 2))
-        yield StageCost(forward, backward, in_s, out_s)
+        if layout.v_shape:
+            later = [_pass_cost(context, layout.num_stages - 1 - stage, passes) for passes in (1, 2)]
+            yield StageCost(forward.plus(later[0]), backward.plus(later[1]), in_s, out_s)
+        else:
+            yield StageCost(forward, backward, in_s, out_s)
         in_s += forward.launch_s + hop_s
         out_s += 0.0 if context.forward_only else backward.launch_s + hop_s
 
@@ -125,7 +130,7 @@ def _pass_cost(context: PlanningContext, stage: int, passes: int) -> PassCost:
         for tokens in (1, 1 + _PROBE)
     )
     token_s = (many - few) / _PROBE
-    more = head * (layout.pp - 1) if stage == layout.pp - 1 else -head
+    more = head * (layout.num_stages - 1) if stage == layout.num_stages - 1 else -head
     return cost.model_copy(
         update={
             "token_s": cost.token_s * (1.0 + more) + token_s,
@@ -157,7 +162,8 @@ def _of_stage(
 ) -> float:
     """No plan has run all passes before, by what the last of these stages has to do [s]."""
     own, costs, ranks, cap = stages[-1], context.costs, limits.num_ranks, limits.max_tokens
-    skips = costs.recompute and len(stages) == context.layout.pp and not limits.whole_sequences
+    has_last = len(stages) == context.layout.pp or limits.v_shape
+    skips = costs.recompute and has_last and not limits.whole_sequences
     both = own.backward if skips else own.both
     way_s = own.in_s + (0.0 if limits.splits_backward else own.out_s)
     n, total = lengths.astype(np.float64), int(lengths.sum())
@@ -172,7 +178,8 @@ def _of_stage(
     if not shares:
         alone = both.at_experts(1.0 / costs.ep).seconds(n) + more + -(-lengths // cap) * both.launch_s
         seconds = max(seconds, float(alone.max()) + way_s)
-    if len(stages) == context.layout.pp > 1 and not costs.recompute and limits.in_step == 1:
+    ramps = len(stages) == context.layout.pp > 1 and not limits.v_shape
+    if ramps and not costs.recompute and limits.in_step == 1:
         work, largest = Work(0, total / ranks, pairs / ranks), (min(total, cap), int(lengths.max()))
         seconds = max(seconds, _ramp_s(stages, context, work, largest, splits=limits.splits_backward))
     return seconds

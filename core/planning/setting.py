@@ -215,7 +215,7 @@ def groups_of(batch: Lengths, said: Lengths, links: Sequence[tuple[Plugin, Plugi
 def refuse_others(asked: bool, padded: bool, links: Sequence[tuple[Plugin, PluginConfig]]) -> None:
     """Raise EvenloadError where sequences are to stay together, in equal counts or in padded rows, and not all planners
     keep them so."""
-    others = [plugin.name for plugin, _ in links if not plugin.keeps_groups]
+    others = [f"plugins.{plugin.name}" for plugin, _ in links if not plugin.keeps_groups]
     if padded and others:
         raise EvenloadError(
             "not every enabled plugin keeps the rows of a padded micro-batch",

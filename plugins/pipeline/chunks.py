@@ -139,7 +139,7 @@ def counts(lengths: Ints, price: PassCost, limits: Limits) -> list[int]:
     most = max(fewest, int(lengths.sum()) // limits.num_ranks)
     best = math.sqrt(ahead * mean_s / price.launch_s) if price.launch_s else 64.0 * ahead
     best = min(best, 96.0 * ahead, LARGEST / (limits.num_ranks * limits.num_stages))
-    best = max(best, 2.0 * limits.num_stages)
+    best = max(best, limits.num_devices if limits.v_shape else 2.0 * limits.num_stages)
     tried = list(dict.fromkeys(min(most, max(fewest, round(best * factor))) for factor in FACTORS))
     sums = accumulate(count * limits.num_ranks for count in tried)
     return [count for place, (count, sum_) in enumerate(zip(tried, sums, strict=True)) if place < 3 or sum_ <= CHEAP]

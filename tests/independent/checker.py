@@ -46,6 +46,8 @@ class Facts:
     """Neighbouring ranks that share experts, and so run every pass at once."""
     splits: bool
     """Weight gradients may be passes of their own."""
+    v_shape: bool = False
+    """Stages s and stages - 1 - s are on one device, which runs one pass at a time."""
     whole: bool = False
     """Sequences stay whole, and run backward as they ran forward."""
     padded: bool = False
@@ -64,10 +66,13 @@ def facts_of(recipe: dict[str, Any]) -> Facts:
     tokens = [s.get("max_tokens", TOKENS.get(name)) for name, s in sections.items()]
     gib = [s.get("activation_gib") for s in sections.values()]
     deepspeed = recipe.get("trainer") == "deepspeed"
+    v_shape = sections.get("pipeline", {}).get("v_shape", False)
+    stages = 2 * pp if v_shape else pp
     return Facts(
         ranks=dp * cp,
-        stages=pp,
-        layers=model.get("num_layers", 4) // pp,
+        stages=stages,
+        layers=model.get("num_layers", 4) // stages,
+        v_shape=v_shape,
         heads=model.get("num_attention_heads", 8) // tp,
         max_tokens=min((cap for cap in tokens if cap is not None), default=float("inf")),
         activation_bytes=min((cap * 2.0**30 for cap in gib if cap is not None), default=float("inf")),
@@ -115,9 +120,10 @@ def refuse(plan: Plan, facts: Facts) -> None:
     _refuse_rows(plan, facts)
     rows = _rows(plan, facts)
     twins = _twins(plan)
-    for stage in range(facts.stages):
-        _refuse_memory(plan, facts, stage, rows[stage], twins)
-    _carry_out(plan, facts, rows, twins)
+    turns = _turns(plan, facts)
+    for device in _devices(facts):
+        _refuse_memory(plan, facts, device, rows, turns, twins)
+    _carry_out(plan, facts, rows, turns, twins)
 
 
 def _cut(plan: Plan) -> set[int]:
@@ -319,16 +325,47 @@ def _twins(plan: Plan) -> dict[int, int]:
     return twins
 
 
-def _refuse_memory(plan: Plan, facts: Facts, stage: int, rows: list[list[tuple[str, int]]], twins: Any) -> None:
+Turns = dict[tuple[int, int], list[int]]
+"""By device and rank the stage of each of its passes."""
+
+
+def _devices(facts: Facts) -> range:
+    return range(facts.stages // 2 if facts.v_shape else facts.stages)
+
+
+def _turns(plan: Plan, facts: Facts) -> Turns:
+    """As the plan merges the lists of a device's stages; a device of one stage is always at that."""
+    merge, order = plan.get("merge", []), plan["order"]
+    if not facts.v_shape:
+        require(not merge, "passes of other devices are merged")
+        return {}
+    devices = _devices(facts)
+    require(len(merge) == len(devices) and bool(order), "a merge of", len(merge), "devices")
+    require(not any(len(m["ranks"]) > 1 for m in plan["micro_batches"]), "ranks share what a V runs")
+    turns: Turns = {(device, rank): [] for device in devices for rank in range(facts.ranks)}
+    for device, row in enumerate(merge):
+        wanted = Counter({stage: len(order[stage]) for stage in (device, facts.stages - 1 - device)})
+        require(Counter(row) == wanted, "device", device, "does not run what its stages do")
+        left = {stage: iter(order[stage]) for stage in wanted}
+        for stage in row:
+            kind, i = next(left[stage])
+            for rank in _members(plan, kind, i):
+                turns[device, rank].append(stage)
+    return turns
+
+
+def _refuse_memory(plan: Plan, facts: Facts, device: int, rows: Rows, turns: Turns, twins: Any) -> None:
     """What is kept from forward to backward, at the least."""
     if facts.activation_bytes == float("inf") or any(plan["offload"]):
         return
     kept_by = {i: j for j, i in twins.items()}
     tokens = [tokens_of(m) for m in plan["micro_batches"]]
-    again = plan["recompute"][stage] if plan["recompute"] else [0] * len(tokens)
-    for rank, row in enumerate(rows):
+    for rank in range(facts.ranks):
         held = 0.0
-        for kind, i in row:
+        left = {stage: iter(rows[stage][rank]) for stage in (device, facts.stages - 1 - device)}
+        for stage in turns.get((device, rank), [device] * len(rows[device][rank])):
+            kind, i = next(left[stage])
+            again = plan["recompute"][stage] if plan["recompute"] else [0] * len(tokens)
             number = i if kind == "F" else twins.get(i)
             if kind == "W" or number not in kept_by:
                 continue
@@ -373,7 +410,7 @@ class _Stage:
         require(not any(self._unsettled), "stage", self._number, "leaves sequences without gradients")
 
 
-def _carry_out(plan: Plan, facts: Facts, rows: Rows, twins: dict[int, int]) -> None:
+def _carry_out(plan: Plan, facts: Facts, rows: Rows, turns: Turns, twins: dict[int, int]) -> None:
     """All ranks of all stages walk their lists; a pass waits for its neighbour stage and the ranks that share it."""
     if facts.in_step and facts.ranks > 1:
         _refuse_out_of_step(plan, facts, rows)
@@ -382,13 +419,20 @@ def _carry_out(plan: Plan, facts: Facts, rows: Rows, twins: dict[int, int]) -> N
     stages = [_Stage(plan, facts, number, twins) for number in range(facts.stages)]
     lists = [[deque(row) for row in of_stage] for of_stage in rows]
     queues: dict[Any, deque[int]] = defaultdict(deque)
+    left = {place: deque(stages) for place, stages in turns.items()}
+
+    def at(stage: int, rank: int) -> deque[int]:
+        """The stages of the passes to come, where a device has two."""
+        return left.get((min(stage, facts.stages - 1 - stage), rank), deque([stage]))
+
     moved = True
     while moved:
         moved = False
         for s in range(facts.stages):
             for rank, row in enumerate(lists[s]):
-                while row and (members := _ready(plan, facts, s, lists[s], rank, queues)):
+                while row and at(s, rank)[0] == s and (members := _ready(plan, facts, s, lists[s], rank, queues)):
                     op = row[0]
+                    at(s, rank).popleft()
                     stages[s].run(*op)
                     _finish(facts, s, lists[s], op, members, queues)
                     moved = True

@@ -78,6 +78,11 @@ PLANS: dict[str, tuple[dict[str, Any], Plan]] = {
             offload=[0.0, 0.5, 1.0],
         ),
     ),
+    "two stages a device": (  # of a V of four, one rank each
+        recipe(1, 20, 2) | {"plugins": {"pipeline": {"enabled": True, "max_tokens": 20, "v_shape": True}}},
+        plan([9, 6], 1, 20, ([(0, 0, 9)], [0]), ([(1, 0, 6)], [0]), order=";".join(["F0 F1 B0 W0 B1"] * 4))
+        | {"merge": [[0, 0, 3, 3, 3, 3, 3, 0, 0, 0], [1, 2, 1, 2, 2, 2, 1, 1, 2, 1]]},
+    ),
     "regrouped": (  # the backward groups slices anew
         recipe(2, 20),
         plan(
@@ -314,6 +319,18 @@ MUTATIONS: dict[str, tuple[str, str, tuple[Change, ...]]] = {
     ),
     "unlike passes": ("in step", "unlike passes", (_order(0, "F0 F2 F1 B1 F3 F4 B4 B2 B0 B3"),)),
     "a meeting at unlike places": ("in step", "meet at unlike places", (_order(0, "F0 F1 F2 F4 F3 B4 B2 B1 B0 B3"),)),
+    "a device that takes a pass twice": (
+        "two stages a device",
+        "does not run what its stages do",
+        (_set(merge=[[0, 0, 3, 3, 3, 3, 3, 3, 0, 0], [1, 2, 1, 2, 2, 2, 1, 1, 2, 1]]),),
+    ),
+    "devices that wait in a circle": (
+        "two stages a device",
+        "a deadlock",
+        (_set(merge=[[0, 3, 3, 0, 3, 3, 3, 0, 0, 0], [1, 1, 2, 2, 2, 2, 1, 1, 2, 1]]),),
+    ),
+    "no merge": ("two stages a device", "a merge of 0 devices", (_set(merge=[]),)),
+    "a merge of no V": ("stages", "passes of other devices", (_set(merge=[[0], [1]]),)),
     "weight gradients in step": ("in step", "splits its backward", (_order(0, "F0 F1 F2 F3 F4 B4 B2 B1 B0 B3 W0 W1"),)),
 }
 

@@ -94,6 +94,7 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "activation_gib": GIB,
         "recompute": st.sampled_from(["auto", "off"]),
         "split_backward": st.sampled_from(["auto", "on", "off"]),
+        "v_shape": st.sampled_from([False, True]),
         "max_extra": st.sampled_from([0, 1, 2, HUGE]),
         "solver_ms": st.sampled_from([0, 0, 1, 100, HUGE]),
     },
@@ -319,7 +320,8 @@ def test_what_takes_over_keeps_the_caps_and_no_baseline_crashes(case: tuple[dict
         if (plan := attempt(lambda name=name: chain.rule(name, batch))) is not None:  # type: ignore[misc]
             event(f"{name} can take over")
             accept(plan, recipe, chain)
-    uncapped = {**recipe, "plugins": {}}
+    lies = {"enabled": True, "v_shape": True, "max_tokens": HUGE}  # where layers lie is no baseline's to choose
+    uncapped = {**recipe, "plugins": {"pipeline": lies} if chain.limits.v_shape else {}}
     for name in chain.baseline_names:
         if (plan := attempt(lambda name=name: chain.baseline(name, batch))) is not None:  # type: ignore[misc]
             event(f"{name} is lawful")

@@ -179,7 +179,7 @@ def test_planners_that_move_samples_are_refused_by_name(plugin: str) -> None:
     recipe = load_recipe("gpu-node", [f"plugins.{plugin}.enabled=true", "parallel.dp=2", "data.max_length=512"])
     for more in ({"groups": [0, 0]}, {}):
         asked = recipe if more else recipe.changed({"plugins.packing.equal_size": True})
-        with pytest.raises(EvenloadError, match=f"disable {plugin}, or ask for no groups"):
+        with pytest.raises(EvenloadError, match=f"disable plugins.{plugin}, or ask for no groups"):
             plan_of(asked, [100, 200], **more)
     bare = recipe.changed({"plugins.packing.enabled": False, f"plugins.{plugin}.enabled": False})
     with pytest.raises(EvenloadError, match=r"enable plugins\.packing"):
