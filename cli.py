@@ -209,16 +209,16 @@ def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar
     raise SystemExit(work(recipe, command))
 
 
-@app.command()
+@app.command("env")
 def env(
     recipe: RecipePath,
     overrides: Overrides = None,
     export: Annotated[str, typer.Option("--export", help="shell, json, dotenv or k8s.")] = "shell",
 ) -> None:
     """The variables that `evenload run` sets, for launchers that start processes on other machines."""
-    from .commands.env import env as work
+    from .commands import env as forms
 
-    print(work(load_recipe(recipe, overrides or ()), export))
+    print(forms.variables_as(load_recipe(recipe, overrides or ()), export))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -58,7 +58,7 @@ def _container(values: Mapping[str, str]) -> str:
 EXPORTS: Mapping[str, Any] = {"shell": _shell, "json": to_json, "dotenv": _lines, "k8s": _container}
 
 
-def env(recipe: Recipe, export: str) -> str:
+def variables_as(recipe: Recipe, export: str) -> str:
     """The variables as text of one of `EXPORTS`. Raises EvenloadError for another word, and as `variables`."""
     if export not in EXPORTS:
         raise EvenloadError("--export knows no such form", repr(export), f"give one of {', '.join(EXPORTS)}")

@@ -102,12 +102,12 @@ def split_pairs(batch: Mapping[str, Any], config: Any) -> list[Sample]:
             f"give {', '.join(known)} and nothing else from the collate function, or leave evenload off",
         )
     )
-    tokens_BT, labels_BD, given = batch["input_ids"], batch["labels"], batch.get("decoder_input_ids")
+    tokens_BT, labels_BD, of_batch_BD = batch["input_ids"], batch["labels"], batch.get("decoder_input_ids")
     made_BD = _behind_start(labels_BD, _start(config) or 0, getattr(config, "pad_token_id", None) or 0)
-    if given is not None and not torch.equal(given, made_BD):
+    if of_batch_BD is not None and not torch.equal(of_batch_BD, made_BD):
         raise EvenloadError(
             "decoder_input_ids are not the labels, one place to the right",
-            f"a batch of decoder_input_ids {list(given.shape)}",
+            f"a batch of decoder_input_ids {list(of_batch_BD.shape)}",
             "leave decoder_input_ids out of the batch: the model makes them of its labels",
         )
     mask_BT = batch.get("attention_mask")

@@ -32,8 +32,8 @@ from .clock import Clock, clock_of
 from .elastic import Lines, kept_bytes, lines_of_rounds
 from .weights import ROUNDING
 
-F, B = 0, 1
-KINDS: tuple[PassKind, PassKind] = ("F", "B")
+F, B, W = 0, 1, 2
+LETTERS: tuple[PassKind, ...] = ("F", "B", "W")
 EARLIER, LATER = 0, 1
 
 
@@ -76,7 +76,7 @@ TIGHTENED = 4
 
 
 class Passes(NamedTuple):
-    """Of a plane rank, by the start of each, and when the last one ends [s]."""
+    """The passes of a plane rank by their starts, and when the last one ends [s]."""
 
     ops: list[tuple[int, Op]]
     end_s: float
@@ -183,15 +183,42 @@ class _Line(NamedTuple):
                 break
         return best
 
+    def _chosen(
+        self,
+        choices: Sequence[tuple[int, int]],
+        device: int,
+        now: float,
+        at: Sequence[Sequence[int]],
+        came: Sequence[Sequence[Sequence[float]]],
+        free_bytes: float,
+    ) -> tuple[tuple[int, int, int, int] | None, float]:
+        """The first of the choices that has arrived: kind, leg, stage and place; without one, when the next comes."""
+        (forward, _, need, _), _, clock, kept, _ = self
+        stages, soonest = (device, clock.num_stages - 1 - device), math.inf
+        for kind, leg in choices:
+            stage = stages[leg]
+            place = at[kind][stage]
+            if place == len(forward) or (kind and at[F][stage] < need[place]):
+                continue
+            if not kind and place >= need[at[B][stage]]:
+                number = self.numbers[forward[place]]
+                more = kept[stage][number] + kept[stages[LATER]][number] if leg == EARLIER else 0.0
+                if more > free_bytes:
+                    continue
+            if (arrival := came[kind][stage][place]) <= now:
+                return (kind, leg, stage, place), soonest
+            soonest = min(soonest, arrival)
+        return None, soonest
+
     def played(self, rule: Rule, cap_bytes: float, bar_s: float) -> Passes | None:
         """The passes as devices run them by a rule; None where they stop, or take ``bar_s`` or longer."""
-        (forward, backward, need, _), _, clock, kept, left = self
+        (forward, backward, *_), _, clock, kept, left = self
         orders, weights = ([self.numbers[i] for i in forward], [self.numbers[i] for i in backward]), clock.weights
         last, count = clock.num_stages - 1, len(forward)
         devices, cap = clock.num_stages // 2, (1 - ROUNDING) * cap_bytes
         seconds, moving = (clock.forward, clock.backward), (clock.up, clock.down)
-        at = [[0] * (last + 1) for _ in KINDS]
-        came = [[[math.inf] * count for _ in range(last + 1)] for _ in KINDS]
+        at = [[0] * (last + 1) for _ in (F, B)]
+        came = [[[math.inf] * count for _ in range(last + 1)] for _ in (F, B)]
         came[F][0], came[B][last] = [0.0] * count, [0.0] * count
         free, held, owed, rest_s = [0.0] * devices, [0.0] * devices, [0.0] * devices, self.busy_s
         link_free = [{-1: 0.0, 0: 0.0, 1: 0.0} for _ in free]
@@ -200,71 +227,46 @@ class _Line(NamedTuple):
         after = rule.after(F), rule.after(B)
         ops: list[tuple[int, Op]] = []
         events = [(0.0, device) for device in range(devices)]
-        todo = 2 * count * (last + 1)
         while events:
             now, device = heapq.heappop(events)
             if now < free[device]:
                 continue
             if now + rest_s[device] >= bar_s:
                 return None
-            stages, soonest, chosen = (device, last - device), math.inf, None
-            for kind, leg in choices[device]:
-                stage = stages[leg]
-                place = at[kind][stage]
-                if place == count or (kind and at[F][stage] < need[place]):
-                    continue
-                if not kind and place >= need[at[B][stage]]:
-                    number = orders[F][place]
-                    more = kept[stage][number] + kept[stages[LATER]][number] if leg == EARLIER else 0.0
-                    if held[device] + owed[device] + more > cap:
-                        continue
-                if (arrival := came[kind][stage][place]) <= now:
-                    chosen = kind, leg, stage, place
-                    break
-                soonest = min(soonest, arrival)
+            chosen, soonest = self._chosen(choices[device], device, now, at, came, cap - held[device] - owed[device])
             wait = waiting[device]
             late = chosen is None and wait and soonest - now >= rule.patience * weights[wait[0][1]]
             splits = chosen and chosen[0] and held[device] + owed[device] + left[orders[B][chosen[3]]] <= cap
             if late or (wait and chosen and chosen[0] and not splits):
-                stage, number = wait.popleft()
-                ops.append((stage, Op("W", number)))
+                kind, (stage, number) = W, wait.popleft()
+                taken_s = weights[number]
                 held[device] -= left[number]
-                rest_s[device] -= weights[number]
-                free[device] = now + weights[number]
-                heapq.heappush(events, (free[device], device))
-            if chosen is None or free[device] > now:
+            elif chosen is None:
                 continue
-            kind, leg, stage, place = chosen
-            number = orders[kind][place]
-            taken_s = seconds[kind][stage][number]
-            if kind:
-                taken_s -= weights[number] if splits else 0.0
-                held[device] -= kept[stage][number]
-                if splits:
-                    held[device] += left[number]
-                    wait.append((stage, number))
             else:
-                held[device] += kept[stage][number]
-                owed[device] += kept[stages[LATER]][number] * (1 if leg == EARLIER else -1)
-            ops.append((stage, Op(KINDS[kind], number)))
-            at[kind][stage] = place + 1
-            todo -= 1
-            choices[device] = after[kind]
+                kind, leg, stage, place = chosen
+                number = orders[kind][place]
+                taken_s = seconds[kind][stage][number] - (weights[number] if splits else 0.0)
+                held[device] += kept[stage][number] * (-1 if kind else 1) + (left[number] if splits else 0.0)
+                wait.extend([(stage, number)] if splits else ())
+                if kind == F:
+                    owed[device] += kept[last - device][number] * (1 if leg == EARLIER else -1)
+                choices[device] = after[kind]
+                at[kind][stage] = place + 1
+            ops.append((stage, Op(LETTERS[kind], number)))
             rest_s[device] -= taken_s
             free[device] = now = now + taken_s
             heapq.heappush(events, (now, device))
             target = stage - 1 if kind else stage + 1
-            if 0 <= target <= last:
-                to = min(target, last - target)
-                links = link_free[device]
+            if kind != W and 0 <= target <= last:
+                to, links = min(target, last - target), link_free[device]
                 links[to - device] = sent = max(now, links[to - device]) + moving[kind][min(stage, target)][number]
                 came[kind][target][place] = sent
                 if sent > free[to]:
                     heapq.heappush(events, (sent, to))
-        if todo:
+        if sum(map(sum, at)) < 2 * count * (last + 1):
             return None
         for device, wait in enumerate(waiting):
             free[device] += sum(weights[number] for _, number in wait)
             ops += [(stage, Op("W", number)) for stage, number in wait]
-        end_s = max(free)
-        return Passes(ops, end_s) if end_s < bar_s else None
+        return Passes(ops, max(free)) if max(free) < bar_s else None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from evenload.api import load_recipe
-from evenload.commands.env import STARTUP, env, variables
+from evenload.commands.env import STARTUP, variables, variables_as
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.carried import VARIABLE, carried
 from evenload.core.recipe.recipe import Recipe, shipped
@@ -80,16 +80,16 @@ def test_no_shell_takes_its_letters_for_its_own() -> None:
 
 def test_every_form_says_the_same() -> None:
     own = variables(RECIPE)
-    assert json.loads(env(RECIPE, "json")) == own
-    assert {row["name"]: row["value"] for row in yaml.safe_load(env(RECIPE, "k8s"))} == own
-    lines = dict(line.split("=", 1) for line in env(RECIPE, "dotenv").splitlines())
+    assert json.loads(variables_as(RECIPE, "json")) == own
+    assert {row["name"]: row["value"] for row in yaml.safe_load(variables_as(RECIPE, "k8s"))} == own
+    lines = dict(line.split("=", 1) for line in variables_as(RECIPE, "dotenv").splitlines())
     assert lines[VARIABLE] == own[VARIABLE]
     assert lines["PYTHONPATH"].split(os.pathsep)[0] == str(STARTUP)
-    ask = f'{env(RECIPE, "shell")}\necho "$PYTHONPATH"; echo "${VARIABLE}"'
+    ask = f'{variables_as(RECIPE, "shell")}\necho "$PYTHONPATH"; echo "${VARIABLE}"'
     done = subprocess.run(["sh", "-c", ask], env={"PYTHONPATH": "/mine"}, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"{STARTUP}:/mine", own[VARIABLE]]
     with pytest.raises(EvenloadError, match="--export knows no such form"):
-        env(RECIPE, "fish")
+        variables_as(RECIPE, "fish")
 
 
 def test_a_variable_that_was_damaged_on_the_way_is_named_and_switches_nothing_on() -> None:

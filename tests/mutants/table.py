@@ -801,8 +801,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every tensor-parallel rank books the loss",
         "integrations/megatron/host.py",
-        "last and self.tp_rank == 0",
-        "last",
+        "post_process and self.tp_rank == 0",
+        "post_process",
         "quick tensor parallel",
     ),
     Mutant(
@@ -2497,8 +2497,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a bound has more head than the model",
         "core/balance/step_bound.py",
-        "more = head * (layout.pp - 1) if",
-        "more = head * layout.pp if",
+        "more = head * (layout.num_stages - 1) if",
+        "more = head * layout.num_stages if",
         "bounds",
     ),
     Mutant(
@@ -2511,8 +2511,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a last stage runs forwards in a bound that it may skip",
         "core/balance/step_bound.py",
-        "skips = costs.recompute and len",
-        "skips = False and len",
+        "skips = costs.recompute and has_last",
+        "skips = False and has_last",
         "bounds",
     ),
     Mutant(

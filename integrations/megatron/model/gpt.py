@@ -21,7 +21,7 @@ from ..base.setup import check_recipe
 from .attention import packed_layer_spec, stock_layer_spec
 from .experts import fields_of_experts, tell_routers
 from .rope import use_token_positions
-from .v_shape import Place, VShaped
+from .v_shape import StagePlace, VShaped
 from .vocabulary import hide_padding, padded_vocabulary
 
 log = logging.getLogger("evenload")
@@ -125,7 +125,7 @@ def build_stages(recipe: Recipe, config: TransformerConfig, layout: Layout, devi
     last = layout.num_stages - 1
     if not layout.v_shape:
         return cast(nn.Module, build_model(recipe, config, first=device == 0, last=device == last))
-    groups = [(stage, Place(stage, layout.num_stages).groups()) for stage in layout.stages_of_device(device)]
+    groups = [(stage, StagePlace(stage, layout.num_stages).groups()) for stage in layout.stages_of_device(device)]
     return VShaped(
         *(build_model(recipe, config, first=stage == 0, last=stage == last, pg_collection=g) for stage, g in groups)
     )

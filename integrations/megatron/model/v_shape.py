@@ -15,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 
 
-class Place(NamedTuple):
+class StagePlace(NamedTuple):
     """A stage of a pipeline, as its modules ask a process group for it."""
 
     stage: int
