@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import functions, groups, kernels, ledger, streams
+from . import clocks, functions, groups, kernels, ledger, streams
 from .functions import Functions, asking
 from .ops import Ops
 from .storages import device, on_device, put_storage, storage_on_device
@@ -26,9 +26,10 @@ def _number(*_: Any, **__: Any) -> int:
 
 
 def _synchronize(*_: Any, **__: Any) -> None:
-    streams.host_waits("torch.cuda.synchronize")
     for stream in list(streams.EVERY):
         stream.run_to(stream.asked)
+    clocks.host_waits_for_all()
+    streams.host_waits("torch.cuda.synchronize", clock=clocks.clock_of(clocks.HOST))
 
 
 _PROPERTIES = SimpleNamespace(

@@ -182,14 +182,17 @@ def _numpy(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             note("faults", "NumPy of a tensor on the device")
             raise TypeError("can't convert cuda device type tensor to numpy. Use Tensor.cpu() first.")
         x = _cpu(func, x.detach())
-    streams.host_reads(x)
+    streams.host_touches([x], [], "the host")
     return func(x, *args, **kwargs)
 
 
 def _tolist(func: Any, x: Tensor) -> Any:
     if on_device(x):
+        streams.asks(streams.current(), [x], [], "tolist")
         streams.host_waits("tolist")
         streams.current().run_to(streams.current().asked)
+    else:
+        streams.host_touches([x], [], "the host")
     return func(x)
 
 

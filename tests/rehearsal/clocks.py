@@ -1,0 +1,134 @@
+"""What happens before what: a clock for each stream, communicator and the host, and who touched which bytes when.
+
+The clock of a stream says how far it has come, and of each other one how much of it comes before. Waiting for an event
+joins the clock that was recorded; a host that waits for the device joins the stream's, and all that it asks for later
+comes behind it. Bytes that two of them touch, one of them writing, must have an order: otherwise the device may do it
+in either, however early or late the rehearsal itself has done it. So a wait that is missing is noticed on both sides,
+before a stream beside begins and before the main one goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .ledger import refuse
+from .storages import forgets, key
+
+Actor = int | str
+"""A stream by its number, a communicator by its name, the host."""
+Clock = dict[Actor, int]
+HOST = "the host"
+
+_clocks: dict[Actor, Clock] = {HOST: {}}
+_host_has: dict[Actor, int] = {}
+"""Of each actor, what the host had waited for when it last asked it for something."""
+_host_moves = 0
+_lock = threading.RLock()
+
+
+class Touched(NamedTuple):
+    """Who last wrote to a piece of memory, and who has read it since, each by its own clock."""
+
+    written: Clock
+    read: Clock
+
+
+_touched: dict[int, dict[tuple[int, int], Touched]] = {}
+"""By storage and bytes."""
+forgets.append(lambda address: _touched.pop(address, None))
+
+
+def clock_of(actor: Actor) -> Clock:
+    """A copy of its clock as it is."""
+    with _lock:
+        return dict(_clocks.get(actor, ()))
+
+
+def join(actor: Actor, clock: Clock) -> None:
+    """What the actor does from here on comes behind all that the clock knows."""
+    global _host_moves
+    with _lock:
+        own = _clocks.setdefault(actor, {})
+        for other, number in clock.items():
+            if number > own.get(other, 0):
+                own[other] = number
+        _host_moves += actor is HOST
+
+
+def host_waits_for_all() -> None:
+    """The host waits for the device."""
+    with _lock:
+        for clock in list(_clocks.values()):
+            join(HOST, clock)
+
+
+def asked(actor: Actor) -> int:
+    """The host asks an actor for its next work, which comes behind what the host has waited for; its number."""
+    global _host_moves
+    with _lock:
+        if actor is HOST:
+            _host_moves += 1
+        elif _host_has.get(actor) != _host_moves:
+            join(actor, _clocks[HOST])
+            _host_has[actor] = _host_moves
+        own = _clocks.setdefault(actor, {})
+        own[actor] = own.get(actor, 0) + 1
+        return own[actor]
+
+
+def touch(actor: Actor, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
+    """The actor's latest work touches these. Raises RefusedError where another's touch of the same bytes has no order
+    with it."""
+    with _lock, torch._C.DisableTorchFunction():
+        own = _clocks[actor]
+        number = own.get(actor, 0)
+        for tensor in writes:
+            if (place := _place(tensor)) is None:
+                continue
+            pieces, span = place
+            for piece in [piece for piece in pieces if piece[0] < span[1] and span[0] < piece[1]]:
+                _compare(actor, own, pieces[piece].written, f"{what} writes to", "written")
+                _compare(actor, own, pieces[piece].read, f"{what} writes to", "read")
+                if span[0] <= piece[0] and piece[1] <= span[1]:
+                    del pieces[piece]
+            pieces[span] = Touched({actor: number}, {})
+        for tensor in reads:
+            if (place := _place(tensor)) is None:
+                continue
+            pieces, span = place
+            for piece, touched in pieces.items():
+                if piece[0] < span[1] and span[0] < piece[1]:
+                    _compare(actor, own, touched.written, f"{what} reads", "written")
+            pieces.setdefault(span, Touched({}, {})).read[actor] = number
+
+
+def is_touched(tensor: Tensor) -> bool:
+    return key(tensor) in _touched
+
+
+def _compare(actor: Actor, own: Clock, others: Clock, what: str, how: str) -> None:
+    for other, number in others.items():
+        if other != actor and own.get(other, 0) < number:
+            raise refuse(f"{what} on {name(actor)} what is {how} on {name(other)}, and neither waits for the other")
+
+
+def name(actor: Actor) -> str:
+    if isinstance(actor, str):
+        return actor
+    return f"stream {actor}" if actor else "the main stream"
+
+
+def _place(tensor: Tensor) -> tuple[dict[tuple[int, int], Touched], tuple[int, int]] | None:
+    """What is known of its storage, and the bytes from its first to its last element."""
+    address = key(tensor)
+    if address is None or not tensor.numel():
+        return None
+    size = tensor.element_size()
+    first = tensor.storage_offset() * size
+    last = first + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) * size
+    return _touched.setdefault(address, {}), (first, last + size)
