@@ -10,7 +10,7 @@ before a stream beside begins and before the main one goes on.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ _host_has: dict[Actor, int] = {}
 """Of each actor, what the host had waited for when it last asked it for something."""
 _host_moves = 0
 _lock = threading.RLock()
+before_asked: list[Callable[[], None]] = []
+"""What has a word in who may ask anything of the device; it may raise."""
 
 
 class Touched(NamedTuple):
@@ -73,7 +75,10 @@ def asked(actor: Actor) -> int:
     with _lock:
         if actor is HOST:
             _host_moves += 1
-        elif _host_has.get(actor) != _host_moves:
+        else:
+            for check in before_asked:
+                check()
+        if actor is not HOST and _host_has.get(actor) != _host_moves:
             join(actor, _clocks[HOST])
             _host_has[actor] = _host_moves
         own = _clocks.setdefault(actor, {})

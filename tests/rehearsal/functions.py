@@ -92,8 +92,8 @@ def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
     kwargs = {**kwargs, "device": CPU}
     pinned = kwargs.pop("pin_memory", False)
     gpu = named.type == "cuda"
-    if gpu and named.index not in (None, device().index):
-        raise refuse(f"a tensor on {named}, which is another rank's")
+    if gpu:
+        refuse_others(named)
     with asking(gpu):
         out = func(*args, **kwargs)
     for tensor in tree_iter(out):
@@ -105,6 +105,13 @@ def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
             elif pinned:
                 pin(tensor)
     return out
+
+
+def refuse_others(named: torch.device) -> None:
+    """Refuse the device of another rank; without a number it is the one that this thread has set."""
+    index = torch.cuda.current_device() if named.index is None else named.index
+    if index != device().index:
+        raise refuse(f"a tensor on cuda:{index}, which is another rank's")
 
 
 def copied(tensor: Tensor, waits: bool) -> None:
@@ -153,8 +160,8 @@ def _to(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         rest = rest[1:] if target is not None or rest[0] is None else rest
     if target is None or target.type == "meta":
         return func(x, *rest, **kwargs, **({} if target is None else {"device": target}))
-    if target.type == "cuda" and target.index not in (None, device().index):
-        raise refuse(f"a tensor moved to {target}, which is another rank's")
+    if target.type == "cuda":
+        refuse_others(target)
     gpu = target.type == "cuda"
     if on_device(x) == gpu:
         flags = [value for value in rest if not isinstance(value, bool)]
@@ -169,6 +176,7 @@ def _to(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cuda(func: Any, x: Tensor, where: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+    refuse_others(device_named(where) or torch.device("cuda"))
     return x if on_device(x) else moved(x, True, non_blocking=non_blocking)
 
 

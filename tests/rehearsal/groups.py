@@ -99,7 +99,10 @@ def _unit(name: str, given: dict[str, Any]) -> tuple[list[int], list[Any], list[
         kind = BETWEEN_TWO[name]
         peer = next((given[key] for key in ("dst", "src") if given.get(key) is not None), None)
         if peer is None:
-            peer = dist.get_global_rank(group, next(given[key] for key in ("group_dst", "group_src") if key in given))
+            places = [given[key] for key in ("group_dst", "group_src") if given.get(key) is not None]
+            if not places:
+                raise refuse("a receive from whoever sends, which NCCL does not know")
+            peer = dist.get_global_rank(group or dist.group.WORLD, places[0])
         between = [(kind, peer, first.numel())]
         reads, writes = ([first], []) if kind == "send" else ([], [first])
         return sorted({dist.get_rank(), peer}), reads, writes, {"between": between}
@@ -137,7 +140,9 @@ def _guarded(name: str) -> Any:
     def collective(*args: Any, **kwargs: Any) -> Any:
         if getattr(_local, "inside", False):
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         group = given.get("group")
         on_gpu = _check(name, group, [value for key, value in given.items() if key != "group"])
         of = ""

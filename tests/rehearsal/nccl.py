@@ -64,10 +64,10 @@ def check_layout(name: str, tensors: Iterable[torch.Tensor], between_two: bool) 
 def ask(of: str, ranks: Sequence[int], after: Clock, **unit: Any) -> None:
     """Note a unit; see `Unit`. Raises RefusedError for one of a second thread, and where another rank has asked the
     communicator for another collective in this place."""
-    _threads.append(threading.get_ident())
-    if len(set(_threads)) > 1:
+    if not _threads:
+        _threads.append(threading.get_ident())
+    if threading.get_ident() not in _threads:
         raise refuse(f"{unit.get('what') or 'a message'} that a second thread asks of {of}")
-    del _threads[1:]
     units.append({"of": of, "ranks": list(ranks), "after": _after(after), **unit})
     if "what" in unit:
         _compare(of, ranks, unit["what"])

@@ -18,7 +18,37 @@ ACTS: dict[str, tuple[str, str]] = {
     "an op on both sides": ("gpu + torch.ones(3)", "on both sides"),
     "an index of the device on the host": ("torch.ones(3)[torch.zeros(1, dtype=torch.int64, device='cuda')]", "both"),
     "NumPy of a tensor on the device": ("gpu.numpy()", "can't convert cuda"),
-    "a device of another rank": ("torch.ones(3, device='cuda:1')", "another rank's"),
+    "a device of another rank": ("torch.ones(3, device='cuda:0')", "another rank's"),
+    "a device that a thread has not set": (
+        "in_thread(lambda: torch.ones(3, device='cuda'))",
+        "a tensor on cuda:0, which is another rank's",
+    ),
+    "a watchdog that asks the device": ("in_thread(lambda: gpu + 1, 'evenload-watchdog')", "a thread that watches"),
+    "a watchdog that waits for the device": (
+        "in_thread(torch.cuda.synchronize, 'evenload-watchdog')",
+        "torch.cuda.synchronize in a thread that watches",
+    ),
+    "a collective of a second thread": (
+        "dist.all_reduce(gpu, group=nccl); in_thread(lambda: dist.all_reduce(gpu, group=nccl))",
+        "all_reduce float32 RedOpType.SUM 3 that a second thread asks of nccl",
+    ),
+    "a collective of a type that NCCL does not know": (
+        "dist.all_reduce(gpu.to(torch.int16), group=nccl)",
+        "all_reduce of torch.int16",
+    ),
+    "a collective of what is not contiguous": (
+        "dist.all_reduce(torch.ones(2, 3, device='cuda').T, group=nccl)",
+        "all_reduce of a tensor that is not contiguous",
+    ),
+    "a collective that nobody waits for": (
+        "work = dist.all_reduce(gpu, group=nccl, async_op=True); y = gpu * 2",
+        "mul reads on the main stream what is written on nccl",
+    ),
+    "a tensor that is written to while it is gathered": (
+        "out = torch.empty(3, device='cuda'); work = dist.all_gather_into_tensor(out, gpu, group=nccl, async_op=True);"
+        "gpu.zero_()",
+        "zero_ writes to on the main stream what is read on nccl",
+    ),
     "a host tensor in a group of cuda:nccl": (
         "dist.all_reduce(torch.ones(3), group=nccl)",
         "on the host in a group of cuda:nccl",
@@ -100,6 +130,10 @@ FINE: dict[str, str] = {
         "with torch.cuda.stream(side): page.copy_(gpu, non_blocking=True)\n"
         "assert bytes_now(page) == [0, 0, 0]\nside.synchronize()\nassert page.tolist() == [1, 1, 1]"
     ),
+    "a collective that is waited for": (
+        "work = dist.all_reduce(gpu, group=nccl, async_op=True); work.wait(); assert (gpu * 2).tolist() == [2, 2, 2]"
+    ),
+    "a thread that has set its device": "in_thread(lambda: (torch.cuda.set_device(1), torch.ones(3, device='cuda')))",
     "a thread has the device, too": (
         "import threading; seen = []\n"
         "thread = threading.Thread(target=lambda: seen.append((gpu + 1).device.type)); thread.start(); thread.join()\n"
@@ -109,12 +143,13 @@ FINE: dict[str, str] = {
     "an offset does not": "gpu[:2].add_(1); assert not ledger.counts['waits']",
 }
 HEAD = """
-import sys, os
+import sys, os, threading
 sys.path.insert(0, {tests!r})
-os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE="2", LOCAL_RANK="0", GLOO_SOCKET_IFNAME="lo")
+os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_WORLD_SIZE="2", LOCAL_RANK="1", GLOO_SOCKET_IFNAME="lo")
 import rehearsal
 rehearsal.install()
 import torch, torch.distributed as dist
+torch.cuda.set_device(1)
 from rehearsal import ledger, streams
 from torch.nn.attention.varlen import varlen_attn
 dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -123,6 +158,19 @@ nccl, gloo = dist.new_group([0], backend="nccl"), dist.new_group([0], backend="g
 def bytes_now(x):
     with streams.carried_out():
         return x.tolist()
+
+def in_thread(act, name="another"):
+    errors = []
+    def run():
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
 
 def flash(dtype, width, strided=False):
     x = torch.ones(4, 2, width * 2, dtype=dtype, device="cuda")
