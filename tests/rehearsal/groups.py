@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from . import clocks, nccl, streams
+from .aborts import as_nccl
 from .ledger import counts, refuse
 from .storages import on_device
 
@@ -124,7 +125,8 @@ def _counts(given: dict[str, Any], size: int) -> list[list[int]]:
     for tensor, splits in (("input", "input_split_sizes"), ("output", "output_split_sizes")):
         one = given[tensor]
         row = one[0].numel() if len(one) else 0
-        sides.append([n * row for n in given.get(splits) or [len(one) // size] * size])
+        parts = [len(one) // size] * size if given[splits] is None or len(given[splits]) == 0 else given[splits]
+        sides.append([int(n) * row for n in parts])
     return sides
 
 
@@ -154,7 +156,7 @@ def _guarded(name: str) -> Any:
         )
         _local.inside = True
         try:
-            with streams.carried_out():
+            with streams.carried_out(), as_nccl(on_gpu):
                 if average:
                     # gloo has no mean: the sum of parts that are divided before.
                     tensor = args[name.startswith("reduce_scatter")] if len(args) > 1 else args[0]
@@ -191,7 +193,7 @@ def _coalescing(group: Any = None, device: Any = None, async_ops: bool = False) 
     with ExitStack() as stack:
         manager = stack.enter_context(_manager(group, device, async_ops))
         yield manager
-        with streams.carried_out():
+        with streams.carried_out(), as_nccl("nccl" in _backend(group)):
             stack.close()
     clock = clocks.clock_of(_communicator(group, _ranks(group)))
     if async_ops:
@@ -207,7 +209,8 @@ class AsyncWork:
         self._work, self._clock = work, clock
 
     def wait(self, *args: Any) -> Any:
-        done = self._work.wait(*args)
+        with streams.carried_out(), as_nccl(on_gpu=True):
+            done = self._work.wait(*args)
         clocks.join(streams.current().stream_id, self._clock)
         return done
 
@@ -255,7 +258,8 @@ def _batched(operations: list[Any]) -> Any:
         operations[place].tensor = arrived
     _local.inside = True
     try:
-        works = _batch(operations)
+        with as_nccl(on_gpu):
+            works = _batch(operations)
     finally:
         _local.inside = False
     assert len(works) == len(operations), "gloo gives a work for each"

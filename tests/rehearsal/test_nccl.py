@@ -1,0 +1,137 @@
+"""Each of NCCL's rules between ranks by a program that breaks it, though gloo brings it to its end, and by one that
+does not. What one rank can break alone is in test_rules.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from .nccl import RULES, broken
+from .seen import Seen, seen_in
+
+pytestmark = pytest.mark.slow
+
+HEAD = """
+import os
+import torch, torch.distributed as dist
+from torch.distributed import P2POp, batch_isend_irecv, irecv, isend, recv, send
+r, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+o = 1 - r
+torch.cuda.set_device(r)
+dist.init_process_group("cpu:gloo,cuda:nccl")
+a, b = dist.new_group(), dist.new_group()
+x, y, z = torch.ones(3, device="cuda"), torch.zeros(5, device="cuda"), torch.zeros(3, device="cuda")
+
+def both(*works):
+    return [work.wait() for work in works]
+
+"""
+END = "\ntorch.cuda.synchronize()\nos._exit(0)\n"
+
+
+class Act(NamedTuple):
+    rule: str
+    program: str
+    says: str = ""
+    """Of what is broken; nothing where nothing is."""
+    ranks: int = 2
+    one_queue: bool = False
+
+
+MET = "dist.all_reduce(x)\n"
+"""The first call of a communicator."""
+PAIRS = "for g in (a, b): send(x, 1, group=g) if r == 0 else recv(z, 0, group=g)\n"
+"""The first calls of two communicators of two ranks."""
+LINKS = "g, h = (a, b) if r else (b, a)\n"
+TWICE = "both(isend(x, o, group=g), isend(x, o, group=g), irecv(z, o, group=h), irecv(y[:3], o, group=h))"
+ACTS = {
+    "both are asked to send first": Act(
+        "pairs", "works = isend(x, o, group=a), irecv(z, o, group=a); both(*works)", "never ends [['send'"
+    ),
+    "one is asked to send first and the other to receive": Act(
+        "pairs", "g = [lambda: isend(x, o, group=a), lambda: irecv(z, o, group=a)][:: 1 - 2 * r]; both(g[0](), g[1]())"
+    ),
+    "both send in one group call what they receive in the next": Act(
+        "pairs",
+        MET + "both(*batch_isend_irecv([P2POp(isend, x, o)]), *batch_isend_irecv([P2POp(irecv, z, o)]))",
+        "never ends [['send'",
+    ),
+    "both send and receive in one group call": Act(
+        "pairs", MET + "both(*batch_isend_irecv([P2POp(isend, x, o), P2POp(irecv, z, o)]))"
+    ),
+    "each direction has a communicator": Act(
+        "pairs", PAIRS + LINKS + "both(isend(x, o, group=g), irecv(z, o, group=h))"
+    ),
+    "a message and a collective in two orders": Act(
+        "pairs",
+        MET + "works = batch_isend_irecv([P2POp(isend, x, 1)]) if r == 0 else []\ndist.all_reduce(y)\n"
+        "both(*(batch_isend_irecv([P2POp(irecv, z, 0)]) if r else works))",
+        "rank 0 never ends [['send', 1, 3]]",
+    ),
+    "two communicators in two orders": Act(
+        "orders",
+        "both(*(dist.all_reduce(x if g is a else y, group=g, async_op=True) for g in ((a, b) if r else (b, a))))",
+        "call 0 is ",
+    ),
+    "a first call in which one has no part": Act(
+        "first call",
+        "both(*batch_isend_irecv([P2POp(isend, x, o), P2POp(irecv, z, o)])) if r < 2 else None",
+        "never ends",
+        ranks=3,
+    ),
+    "first calls in two orders": Act(
+        "first call", LINKS + "both(isend(x, o, group=g), irecv(z, o, group=h))", "never ends [['send'"
+    ),
+    "a second message behind one that nobody has taken": Act(
+        "one queue", PAIRS + LINKS + TWICE, "never ends [['send'", one_queue=True
+    ),
+    "the same where streams have queues of their own": Act("one queue", PAIRS + LINKS + TWICE),
+    "ranks without anything to send": Act(
+        "counts",
+        "out = torch.empty(3 * r, device='cuda'); left, came = ([[0, 3], [0, 0]][r], [[0, 0], [3, 0]][r])\n"
+        "dist.all_to_all_single(out, x[:sum(left)], came, left); assert out.sum().item() == 3 * r",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_what_nccl_never_ends_is_noticed(forge: Any, tmp_path: Path, name: str) -> None:
+    act = ACTS[name]
+    seen = run(forge, tmp_path, act.program, act.ranks)
+    assert not seen.faults
+    says = broken(seen.units, act.one_queue)
+    assert act.says in "; ".join(says) if act.says else not says
+
+
+def run(forge: Any, folder: Path, program: str, ranks: int) -> Seen:
+    script = folder / "script.py"
+    script.write_text(HEAD + program + END)
+    done = forge("cuda+torch").run(folder, (), ranks, script=script, limit_s=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return seen_in(done.outputs)
+
+
+def test_a_call_in_another_order_is_refused_at_once(forge: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + "for t in ((x, y) if r else (y, x)): dist.all_reduce(t)" + END)
+    done = forge("cuda+torch").run(tmp_path, (), 2, script=script, limit_s=60)
+    assert done.returncode
+    assert "call 0 of nccl [0, 1] of 0 is all_reduce float32 RedOpType.SUM " in done.stderr
+
+
+def test_counts_that_differ_are_noticed() -> None:
+    ranks = [0, 1]
+    units = {
+        rank: [{"of": "nccl", "ranks": ranks, "what": "all_to_all_single", "counts": counts, "after": {}}]
+        for rank, counts in enumerate(([[1, 2], [1, 0]], [[1, 4], [2, 4]]))
+    }
+    assert broken(units) == ["rank 1 sends rank 0 [1] by ['nccl', 'all'], which expects [0]"]
+    units[1][0]["counts"][0][0] = 0
+    assert not broken(units)
+
+
+def test_every_rule_is_broken_in_a_test() -> None:
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert all(f'"{rule}"' in text for rule in RULES)
