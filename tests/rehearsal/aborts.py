@@ -19,7 +19,7 @@ from . import ledger
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 MESSAGE = (
-    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 PG GUID 0 Rank {rank}] "
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0 Rank {rank}] "
     "Process group watchdog thread terminated with exception: NCCL error: remote process exited or there was a network "
     "error\n"
 )

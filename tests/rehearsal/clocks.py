@@ -10,6 +10,7 @@ before a stream beside begins and before the main one goes on.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .ledger import refuse
-from .storages import forgets, key
+from .storages import forgets, is_gone, key
 
 Actor = int | str
 """A stream by its number, a communicator by its name, the host."""
@@ -42,7 +43,19 @@ class Touched(NamedTuple):
 
 _touched: dict[int, dict[tuple[int, int], Touched]] = {}
 """By storage and bytes."""
-forgets.append(lambda address: _touched.pop(address, None))
+_owners: dict[int, int] = {}
+"""The streams beside the main one on which storages were made, and on which their memory is used again."""
+_lent: dict[int, set[int]] = {}
+"""By such a stream, its storages that another one has touched."""
+kept_for: defaultdict[int, set[Actor]] = defaultdict(set)
+"""By storage, the streams that `record_stream` has named."""
+
+
+@forgets.append
+def _forget(address: int) -> None:
+    _touched.pop(address, None)
+    _owners.pop(address, None)
+    kept_for.pop(address, None)
 
 
 def clock_of(actor: Actor) -> Clock:
@@ -93,7 +106,7 @@ def touch(actor: Actor, reads: Iterable[Tensor], writes: Iterable[Tensor], what:
         own = _clocks[actor]
         number = own.get(actor, 0)
         for tensor in writes:
-            if (place := _place(tensor)) is None:
+            if (place := _place(actor, tensor)) is None:
                 continue
             pieces, span = place
             for piece in [piece for piece in pieces if piece[0] < span[1] and span[0] < piece[1]]:
@@ -103,13 +116,30 @@ def touch(actor: Actor, reads: Iterable[Tensor], writes: Iterable[Tensor], what:
                     del pieces[piece]
             pieces[span] = Touched({actor: number}, {})
         for tensor in reads:
-            if (place := _place(tensor)) is None:
+            if (place := _place(actor, tensor)) is None:
                 continue
             pieces, span = place
             for piece, touched in pieces.items():
                 if piece[0] < span[1] and span[0] < piece[1]:
                     _compare(actor, own, touched.written, f"{what} reads", "written")
             pieces.setdefault(span, Touched({}, {})).read[actor] = number
+
+
+def made(stream: int, tensors: Iterable[Tensor]) -> None:
+    """A stream's work has new memory, which may be what was freed before. Raises RefusedError where another stream may
+    still use that, and no `record_stream` has kept it."""
+    with _lock:
+        if stream:
+            _owners.update({address: stream for t in tensors if (address := key(t)) is not None})
+        own = _clocks.get(stream, {})
+        for address in [address for address in _lent.get(stream, ()) if is_gone(address)]:
+            _lent[stream].discard(address)
+            for touched in _touched.get(address, {}).values():
+                for other, number in {**touched.read, **touched.written}.items():
+                    if other == stream or isinstance(other, str) or other in kept_for[address]:
+                        continue
+                    if own.get(other, 0) < number:
+                        raise refuse(f"memory of {name(stream)} that was freed and that {name(other)} may still use")
 
 
 def is_touched(tensor: Tensor) -> bool:
@@ -128,11 +158,13 @@ def name(actor: Actor) -> str:
     return f"stream {actor}" if actor else "the main stream"
 
 
-def _place(tensor: Tensor) -> tuple[dict[tuple[int, int], Touched], tuple[int, int]] | None:
+def _place(actor: Actor, tensor: Tensor) -> tuple[dict[tuple[int, int], Touched], tuple[int, int]] | None:
     """What is known of its storage, and the bytes from its first to its last element."""
     address = key(tensor)
     if address is None or not tensor.numel():
         return None
+    if address in _owners and _owners[address] != actor:
+        _lent.setdefault(_owners[address], set()).add(address)
     size = tensor.element_size()
     first = tensor.storage_offset() * size
     last = first + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) * size

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from .nccl import broken
 
 TESTS = Path(__file__).parents[1]
 
@@ -41,6 +44,12 @@ def worlds(
             one.close()
 
 
+def units_asked() -> list[Any]:
+    """Runs on a rank: what it has asked of NCCL by now."""
+    units: list[Any] = import_module("rehearsal.ledger").units
+    return units
+
+
 def type_of_world() -> Any:
     return module_at("conftest.py").TestWorld
 
@@ -53,7 +62,9 @@ def jobs(worlds: Callable[[str, int], Any]) -> Callable[[str], Callable[..., lis
         call = module_at(f"integrations/{trainer}/conftest.py").call
 
         def on_ranks(size: int, job: str, **arguments: Any) -> list[Any]:
-            results: list[Any] = worlds(trainer, size).run(call, job, arguments, timeout_s=240.0)
+            world = worlds(trainer, size)
+            results: list[Any] = world.run(call, job, arguments, timeout_s=240.0)
+            assert not broken(dict(enumerate(world.run(units_asked))))
             return results
 
         return on_ranks

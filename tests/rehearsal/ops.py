@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from . import streams
+from . import clocks, streams
 from .functions import asked, asking, copied, inside
 from .ledger import counts, refuse
 from .storages import CPU, is_pinned, key, on_device, put
@@ -95,8 +95,10 @@ def _on_device(out: Any, tensors: list[Tensor], name: str) -> Any:
     fresh = [x for x in tree_iter(out) if isinstance(x, Tensor) and key(x) not in known]
     for tensor in fresh:
         put(tensor)
-    if fresh and "empty" not in name:
-        streams.asks(streams.current(), (), fresh, name)
+    if fresh and not streams.is_carried():
+        clocks.made(streams.current().stream_id, fresh)
+        if "empty" not in name:
+            streams.asks(streams.current(), (), fresh, name)
     return out
 
 

@@ -53,6 +53,11 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     return _tag(tensor, _pinned)
 
 
+def is_gone(address: int) -> bool:
+    """Whether nobody holds the device's storage of this address any more."""
+    return address not in _on_device or _on_device[address].expired()
+
+
 def put_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     with _lock:
         _on_device.setdefault(storage._cdata, StorageWeakRef(storage))

@@ -28,8 +28,6 @@ from .storages import device, key, on_device
 
 NOISE = 7.7e7
 _local = threading.local()
-_kept_for: set[tuple[int, int]] = set()
-"""(Storage, stream) that `record_stream` has named."""
 _aliases: Counter[int | None] = Counter()
 """Tensors by which kept work itself holds a storage."""
 _reading: list[tuple[Tensor, Tensor]] = []
@@ -237,12 +235,12 @@ def host_touches(reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -
 def recorded(x: Tensor, stream: Stream) -> None:
     address = key(x)
     if address is not None:
-        _kept_for.add((address, stream.stream_id))
+        clocks.kept_for[address].add(stream.stream_id)
 
 
 def _overwrite_if_freed(x: Tensor, stream: Stream) -> None:
     address = key(x)
-    if address is None or not on_device(x) or (address, stream.stream_id) in _kept_for:
+    if address is None or not on_device(x) or stream.stream_id in clocks.kept_for[address]:
         return
     storage = x.untyped_storage()  # holds it once more
     if torch._C._storage_Use_Count(storage._cdata) - 1 <= _aliases[address] and x.is_floating_point():

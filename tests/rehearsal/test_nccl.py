@@ -10,6 +10,7 @@ import pytest
 
 from .nccl import RULES, broken
 from .seen import Seen, seen_in
+from .test_recipes import RECIPES, SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +131,36 @@ def test_counts_that_differ_are_noticed() -> None:
     assert broken(units) == ["rank 1 sends rank 0 [1] by ['nccl', 'all'], which expects [0]"]
     units[1][0]["counts"][0][0] = 0
     assert not broken(units)
+
+
+DIES = """
+import os, signal
+from evenload.runtime.watchdog import watchdog
+at = watchdog.Watchdog.at
+def dying(self, where, step=None, waits=False):
+    at(self, where, step, waits)
+    if os.environ["RANK"] == "1" and step == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+watchdog.Watchdog.at = dying
+os.environ |= {environment!r}
+"""
+HANDLED = {
+    "a minute later": {"REHEARSAL_ABORT_S": "60"},
+    "not at all": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
+    "by an error": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"},
+}
+"""When NCCL would end a rank whose peer is gone: "abort" of `RULES`."""
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.cuda) for how in HANDLED])
+def test_a_rank_that_dies_ends_the_job_with_one_message(forge: Any, tmp_path: Path, how: str) -> None:
+    planted = DIES.replace("{environment!r}", repr(HANDLED[how]))
+    words = ("train", str(RECIPES / "slices.yaml"), *SMALL, "safety.gone_s=4")
+    done = forge("cuda+megatron").run(tmp_path, words, 2, planted)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("evenload: ")]
+    assert len(lines) == 1, done.stderr[-3000:]
+    assert "rank 1 of 2" in lines[0]
+    assert "is gone" in lines[0]
 
 
 def test_every_rule_is_broken_in_a_test() -> None:

@@ -14,6 +14,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
+HANDED = (
+    "side.wait_stream(torch.cuda.current_stream())\nwith torch.cuda.stream(side): y = gpu * 2\n"
+    "torch.cuda.current_stream().wait_stream(side)\n"
+)
 ACTS: dict[str, tuple[str, str]] = {
     "an op on both sides": ("gpu + torch.ones(3)", "on both sides"),
     "an index of the device on the host": ("torch.ones(3)[torch.zeros(1, dtype=torch.int64, device='cuda')]", "both"),
@@ -90,6 +94,10 @@ ACTS: dict[str, tuple[str, str]] = {
         "side.wait_stream(torch.cuda.current_stream())\nwith torch.cuda.stream(side): y = gpu * 2\ngpu.zero_()",
         "zero_ writes to on the main stream what is read on stream SIDE",
     ),
+    "memory of a side stream that the main one still reads": (
+        HANDED + "z = y + 1; del y\nwith torch.cuda.stream(side): w = torch.zeros(3, device='cuda')",
+        "memory of stream SIDE that was freed and that the main stream may still use",
+    ),
     "a host that reads what a copy still brings": (
         "page = torch.zeros(3, pin_memory=True); page.copy_(gpu, non_blocking=True); page.sum()",
         "sum reads on the host what is written on the main stream",
@@ -124,6 +132,14 @@ FINE: dict[str, str] = {
         "x = torch.ones(3, device='cuda')\nx.record_stream(side); side.wait_stream(torch.cuda.current_stream())\n"
         "with torch.cuda.stream(side): y = x * 2\n"
         "del x\nside.synchronize()\nassert y.tolist() == [2, 2, 2]"
+    ),
+    "memory of a side stream that is kept for the main one": (
+        HANDED + "y.record_stream(torch.cuda.current_stream())\nz = y + 1; del y\n"
+        "with torch.cuda.stream(side): w = torch.zeros(3, device='cuda')"
+    ),
+    "memory of a side stream that waits for the main one": (
+        HANDED + "z = y + 1; del y; side.wait_stream(torch.cuda.current_stream())\n"
+        "with torch.cuda.stream(side): w = torch.zeros(3, device='cuda')"
     ),
     "a copy to the host that nobody waited for": (
         "page = torch.zeros(3, pin_memory=True); side.wait_stream(torch.cuda.current_stream())\n"
