@@ -43,9 +43,13 @@ LONG = {"nccl": "cuda:nccl", "gloo": "cpu:gloo,cuda:gloo"}
 """What torch makes of a backend's name."""
 
 
-def _backend(group: Any) -> str:
+def _given(group: Any) -> str:
     default = _default[-1] if _default else "gloo"
-    given = default if group is None or group is dist.group.WORLD else _backends.get(id(group), default)
+    return default if group is None or group is dist.group.WORLD else _backends.get(id(group), default)
+
+
+def _backend(group: Any) -> str:
+    given = _given(group)
     return LONG.get(given, given)
 
 
@@ -302,8 +306,8 @@ def _object_device(group: Any = None) -> str:
 
 
 def _name(group: Any = None) -> str:
-    backend = _backend(group)
-    return "nccl" if "nccl" in backend else backend
+    """As it was given: a group of several backends has all of them for a name."""
+    return _given(group)
 
 
 class _Options:

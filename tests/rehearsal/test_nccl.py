@@ -166,3 +166,18 @@ def test_a_rank_that_dies_ends_the_job_with_one_message(forge: Any, tmp_path: Pa
 def test_every_rule_is_broken_in_a_test() -> None:
     text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert all(f'"{rule}"' in text for rule in RULES)
+
+
+ONE_QUEUE = "import os; os.environ['CUDA_DEVICE_MAX_CONNECTIONS'] = '1'\n"
+AT_ONCE = "from evenload.runtime.stage import stage_links\nstage_links.has_one_queue = lambda _: False\n"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("planted", ["", AT_ONCE], ids=["in turns", "at once"])
+def test_stages_whose_devices_have_one_queue(forge: Any, tmp_path: Path, planted: str) -> None:
+    words = ("train", str(RECIPES / "pipeline.yaml"), *SMALL)
+    done = forge("cuda+megatron").run(tmp_path, words, 2, ONE_QUEUE + planted)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = seen_in(done.outputs)
+    assert seen.one_queue
+    assert bool(broken(seen.units, one_queue=True)) is bool(planted), "one queue"
