@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from .asked import units_asked
 from .nccl import broken
 
 TESTS = Path(__file__).parents[1]
@@ -42,12 +42,6 @@ def worlds(
     for one in worlds.values():
         if one.active:
             one.close()
-
-
-def units_asked() -> list[Any]:
-    """Runs on a rank: what it has asked of NCCL by now."""
-    units: list[Any] = import_module("rehearsal.ledger").units
-    return units
 
 
 def type_of_world() -> Any:

@@ -9,6 +9,7 @@ its end can be stuck there.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import Counter, defaultdict, deque
@@ -70,7 +71,7 @@ def ask(of: str, ranks: Sequence[int], after: Clock, **unit: Any) -> None:
         raise refuse(f"{unit.get('what') or 'a message'} that a second thread asks of {of}")
     units.append({"of": of, "ranks": list(ranks), "after": _after(after), **unit})
     if "what" in unit:
-        _compare(of, ranks, unit["what"])
+        _compare(of, list(ranks), unit["what"], unit.get("counts") or [])
 
 
 def host_waited(clock: Clock) -> None:
@@ -84,44 +85,56 @@ def _after(clock: Clock) -> dict[str, int]:
     return {str(actor): number for actor, number in clock.items() if str(actor).startswith(PREFIX)}
 
 
+Call = tuple[str, list[list[int]]]
+"""A collective, and what it sends and expects."""
+
+
 class _Log:
     """The collectives of a rank in a file of the run's folder: whoever comes second to a call notices at once, where
     NCCL would hang."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._path, self._file, self._rest = Path(folder) / f"order.{rank}", -1, b""
-        self.calls: defaultdict[str, list[str]] = defaultdict(list)
+        self.calls: defaultdict[str, list[Call]] = defaultdict(list)
 
-    def add(self, of: str, what: str) -> None:
+    def add(self, of: str, call: Call) -> None:
         if self._file < 0:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(self._file, f"{of}\t{what}\n".encode())
+        os.write(self._file, json.dumps([of, *call]).encode() + b"\n")
 
-    def read(self) -> Mapping[str, list[str]]:
+    def read(self) -> Mapping[str, list[Call]]:
         if self._file < 0 and self._path.exists():
             self._file = os.open(self._path, os.O_RDONLY)
         if self._file >= 0:
             *lines, self._rest = (self._rest + os.read(self._file, 1 << 24)).split(b"\n")
-            for of, what in (line.decode().split("\t") for line in lines):
-                self.calls[of].append(what)
+            for of, what, counts in map(json.loads, lines):
+                self.calls[of].append((what, counts))
         return self.calls
 
 
 _logs: dict[int, _Log] = {}
 
 
-def _compare(of: str, ranks: Sequence[int], what: str) -> None:
+def _compare(of: str, ranks: list[int], what: str, counts: list[list[int]]) -> None:
     if not (folder := os.environ.get("REHEARSAL_OUT")):
         return
     own, place = int(os.environ["RANK"]), _calls[of]
     _calls[of] += 1
     for rank in ranks:
         _logs.setdefault(rank, _Log(folder, rank))
-    _logs[own].add(of, what)
+    _logs[own].add(of, (what, counts))
     for rank in set(ranks) - {own}:
         theirs = _logs[rank].read().get(of, ())
-        if len(theirs) > place and theirs[place] != what:
-            raise refuse(f"call {place} of {of} is {what} here and {theirs[place]} on rank {rank}")
+        if len(theirs) <= place:
+            continue
+        other, their_counts = theirs[place]
+        if other != what:
+            raise refuse(f"call {place} of {of} is {what} here and {other} on rank {rank}")
+        here, there = ranks.index(own), ranks.index(rank)
+        for side, opposite in ((0, 1), (1, 0)) if counts else ():
+            if counts[side][there] != their_counts[opposite][here]:
+                sizes = [row[there] for row in counts], [row[here] for row in their_counts]
+                raise refuse(f"call {place} of {of} sends and expects {sizes[0]} here, and {sizes[1]} on rank {rank}")
 
 
 def broken(ranks: Mapping[int, list[Unit]], one_queue: bool = False) -> list[str]:

@@ -116,12 +116,19 @@ def run(forge: Any, folder: Path, program: str, ranks: int) -> Seen:
     return seen_in(done.outputs)
 
 
-def test_a_call_in_another_order_is_refused_at_once(forge: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("for t in ((x, y) if r else (y, x)): dist.all_reduce(t)", "is all_reduce float32 RedOpType.SUM "),
+        ("dist.all_to_all_single(z, x, [1, 2], [1, 2] if r else [2, 1])", "sends and expects [1, "),
+    ],
+)
+def test_a_call_that_differs_is_refused_at_once(forge: Any, tmp_path: Path, program: str, says: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(HEAD + "for t in ((x, y) if r else (y, x)): dist.all_reduce(t)" + END)
+    script.write_text(HEAD + program + END)
     done = forge("cuda+torch").run(tmp_path, (), 2, script=script, limit_s=60)
     assert done.returncode
-    assert "call 0 of nccl [0, 1] of 0 is all_reduce float32 RedOpType.SUM " in done.stderr
+    assert f"call 0 of nccl [0, 1] of 0 {says}" in done.stderr
 
 
 def test_counts_that_differ_are_noticed() -> None:
@@ -185,7 +192,7 @@ BY_ONE_RANK = {
     "own device": "a device that a thread has not set",
 }
 BY_A_RUN = {
-    "order": test_a_call_in_another_order_is_refused_at_once,
+    "order": test_a_call_that_differs_is_refused_at_once,
     "counts": test_counts_that_differ_are_noticed,
     "abort": test_a_rank_that_dies_ends_the_job_with_one_message,
 }
