@@ -182,6 +182,18 @@ def _guarded(name: str) -> Any:
     return collective
 
 
+def asked_by_torch(name: str, args: Any) -> None:
+    """A collective that C++ asks for itself, as DDP does for its buckets; DDP waits for it there."""
+    tensors = [x for x in tree_iter(args) if isinstance(x, Tensor)]
+    if getattr(_local, "inside", False) or not any(map(on_device, tensors)):
+        return
+    group = dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
+    _check(name, group, tensors)
+    what = f"{name} {tensors[0].dtype} {tensors[0].numel()}"
+    of = _ask(group, _ranks(group), name, tensors, tensors, what=what)
+    clocks.join(streams.current().stream_id, clocks.clock_of(of))
+
+
 def _barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
     """With NCCL a collective, for which the host waits."""
     if "nccl" in _backend(group) and dist.get_rank(group) >= 0:
@@ -197,8 +209,12 @@ def _coalescing(group: Any = None, device: Any = None, async_ops: bool = False) 
     with ExitStack() as stack:
         manager = stack.enter_context(_manager(group, device, async_ops))
         yield manager
-        with streams.carried_out(), as_nccl("nccl" in _backend(group)):
-            stack.close()
+        _local.inside = True
+        try:
+            with streams.carried_out(), as_nccl("nccl" in _backend(group)):
+                stack.close()
+        finally:
+            _local.inside = False
     clock = clocks.clock_of(_communicator(group, _ranks(group)))
     if async_ops:
         manager.works = [AsyncWork(work, clock) for work in manager.works]

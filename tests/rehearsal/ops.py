@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from . import clocks, streams
+from . import clocks, groups, streams
 from .functions import asked, asking, copied, inside
 from .ledger import counts, refuse
 from .storages import CPU, is_pinned, key, on_device, put
@@ -34,6 +34,7 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
+            groups.asked_by_torch(func._schema.name, args)
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if getattr(kwargs.get("device"), "type", "") == "cuda":  # C++ asks without the function mode

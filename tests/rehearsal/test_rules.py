@@ -149,6 +149,11 @@ FINE: dict[str, str] = {
     "a collective that is waited for": (
         "work = dist.all_reduce(gpu, group=nccl, async_op=True); work.wait(); assert (gpu * 2).tolist() == [2, 2, 2]"
     ),
+    "DDP asks for its buckets itself": (
+        "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3).cuda(), process_group=nccl)\n"
+        "before = len(ledger.units); ddp(gpu[None]).sum().backward()\n"
+        "assert ledger.units[before]['what'] == 'c10d::allreduce_ torch.float32 12'"
+    ),
     "a thread that has set its device": "in_thread(lambda: (torch.cuda.set_device(1), torch.ones(3, device='cuda')))",
     "a thread has the device, too": (
         "import threading; seen = []\n"
