@@ -167,7 +167,7 @@ def wire_device(group: Group = None) -> torch.device:
 def time_limit() -> timedelta:
     """After which a collective of the job fails. A group that is made without it has torch's own, by which NCCL would
     end a job that may take longer."""
-    return dist.group.WORLD._get_backend(wire_device()).options._timeout  # type: ignore[no-any-return]
+    return distributed_c10d._get_default_group()._get_backend(wire_device()).options._timeout
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

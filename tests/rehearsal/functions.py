@@ -100,7 +100,7 @@ def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
         if isinstance(tensor, Tensor):
             if gpu:
                 put(tensor)
-                if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor):
+                if func in FROM_HOST and not (isinstance(args[0], Tensor) and on_device(args[0])):
                     copied(tensor, waits=True)
             elif pinned:
                 pin(tensor)
@@ -206,7 +206,10 @@ def _tolist(func: Any, x: Tensor) -> Any:
 
 def _new_tensor(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     kwargs = {"device": device() if on_device(x) else CPU, **kwargs}
-    return made_on(func, device_named(kwargs["device"]), (x, *args), kwargs)
+    out: Tensor = made_on(func, device_named(kwargs["device"]), (x, *args), kwargs)
+    if on_device(out):
+        copied(out, waits=True)
+    return out
 
 
 def _pin(func: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -231,6 +234,9 @@ FACTORIES = {
     torch.frombuffer, torch.scalar_tensor,
 }  # fmt: skip
 """What a program makes on the host if it names no device; the zeros of a backward pass are made by torch itself."""
+
+FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
+"""Those that copy what the host has; as they are before others stand in their place."""
 
 METHODS: dict[str, Callable[..., Any]] = {
     "to": _to,

@@ -161,6 +161,9 @@ FINE: dict[str, str] = {
         "assert seen == ['cuda']"
     ),
     "a boolean index waits": "gpu[gpu > 0]; assert ledger.counts['waits']",
+    "a list waits on its way to the device": (
+        "torch.tensor([1], device='cuda'); gpu.new_tensor([2]); assert sum(ledger.counts['to_device'].values()) == 2"
+    ),
     "an offset does not": "gpu[:2].add_(1); assert not ledger.counts['waits']",
 }
 HEAD = """
