@@ -139,7 +139,7 @@ def test_plan_reports_what_the_readme_promises(place: Path) -> None:
         assert min(step["micro_batch_imbalance"].values()) >= 1.0
         assert step["peak_bytes"] > 0
         assert set(step["baselines"]) == {"padded", "whole", "chunks", "in_order", "best_fit", "karmarkar_karp"} | {
-            "dp_balanced"
+            *("dp_balanced", "group_by_length", "token_budget")
         }
         assert step["bound_s"] <= step["step_s"] <= min(b["step_s"] for b in step["baselines"].values()) * 1.0001
 
