@@ -10,9 +10,8 @@ against each other in simulated time:
 The lists of preferences name forward and backward at the earlier and the later stage, one or the other kind by turns or
 not, and say whether a W may make the next pass late. Memory: what the device holds and what the later stages will keep
 of micro-batches whose earlier stage has run; a forward that the next backward needs runs whatever is held. A play ends
-early when it takes longer than a known one. All are tried on the chunks that a few of them find fastest, under several
-shares of the memory, as devices run less far ahead with less. O(passes x stages x log) each; the simulator has the last
-word on seconds and bytes.
+early when it takes longer than a known one. All are tried on the chunks that two of them find fastest. The simulator
+has the last word: where it counts more bytes, the play is run again under as many less. O(passes x stages x log) each.
 """
 
 from __future__ import annotations
@@ -52,24 +51,19 @@ class Rule(NamedTuple):
         return sorted(self.first, key=lambda one: one[0] == kind) if self.alternates else list(self.first)
 
 
-RULES = [
-    Rule(first, alternates, patience)
-    for first in (
-        ((B, LATER), (B, EARLIER), (F, LATER), (F, EARLIER)),
-        ((B, EARLIER), (B, LATER), (F, LATER), (F, EARLIER)),
-        ((F, LATER), (B, LATER), (B, EARLIER), (F, EARLIER)),
-        ((F, LATER), (F, EARLIER), (B, LATER), (B, EARLIER)),
-    )
-    for alternates in (False, True)
-    for patience in (0.0, 1.0)
-]
-FIRST_RULES = (12, 2)
-"""Of these, those by which chunks are compared: the best for steps that open with small chunks, and for others."""
-SHARES = (1.0, 0.6, 0.35)
-"""Of the memory."""
+_BACKWARDS, _FORWARDS = ((B, LATER), (B, EARLIER)), ((F, LATER), (F, EARLIER))
+RULES = (
+    Rule((*_FORWARDS, *_BACKWARDS), False, 0.0),
+    Rule((*_BACKWARDS, *_FORWARDS), True, 0.0),
+    Rule((*_FORWARDS, *_BACKWARDS), False, 1.0),
+    Rule((*_BACKWARDS[::-1], *_FORWARDS), True, 0.0),
+)
+"""Of 16, those that find the best orders; others added nothing (docs/log.md)."""
+FIRST = 2
+"""So many of them compare chunks: the best for steps that open with small chunks, and for others."""
 NEAR = 0.02
 """Share of the least time by which a plan may be behind it by the first rules,"""
-FINALISTS = 3
+FINALISTS = 2
 """and so many of them are played by all."""
 TIGHTENED = 4
 """Times that the memory is lowered where the simulator counts more than a play."""
@@ -101,12 +95,10 @@ class Playing:
         return max(max(line.busy_s) for line in self._lines)
 
     def ordered(self, cap_bytes: float, bar_s: float = math.inf, *, thorough: bool = False) -> StepPlan | None:
-        """The plan in the fastest order of each rank, by all rules and shares or by the first ones alone; None where it
-        takes ``bar_s`` or longer."""
-        others = (number for number in range(len(RULES)) if number not in FIRST_RULES)
-        rules, shares = ((*FIRST_RULES, *others), SHARES) if thorough else (FIRST_RULES, SHARES[:1])
-        tries = [(RULES[number], share * cap_bytes) for share in shares for number in rules]
-        chosen = [line.fastest(tries, bar_s) for line in self._lines]
+        """The plan in the fastest order of each rank, by all rules or by the first ones alone; None where it takes
+        ``bar_s`` or longer."""
+        rules = RULES if thorough else RULES[:FIRST]
+        chosen = [line.fastest(rules, cap_bytes, bar_s) for line in self._lines]
         ranks = [one for one in chosen if one]
         if len(ranks) < len(chosen):
             return None
@@ -173,11 +165,11 @@ class _Line(NamedTuple):
         sums = [sum(f[i] + b[i] for i in self.numbers) for f, b in zip(clock.forward, clock.backward, strict=True)]
         return [sums[device] + sums[last - device] for device in range(clock.num_stages // 2)]
 
-    def fastest(self, tries: Iterable[tuple[Rule, float]], bar_s: float) -> Passes | None:
-        """The passes of the best of these rules and caps [bytes], if they take less than ``bar_s``."""
+    def fastest(self, rules: Iterable[Rule], cap_bytes: float, bar_s: float) -> Passes | None:
+        """The passes of the best of these rules, if they take less than ``bar_s``."""
         best: Passes | None = None
         least_s = (1 + ROUNDING) * max(self.busy_s)
-        for rule, cap_bytes in tries:
+        for rule in rules:
             best = self.played(rule, cap_bytes, best.end_s if best else bar_s) or best
             if best and best.end_s <= least_s:
                 break
