@@ -125,7 +125,7 @@ def describe(plan: StepPlan, outcome: Simulation) -> Row | None:
     ``recomputed_layers`` of ``layers`` (of a stage, times micro-batches), ``weight_passes`` (backwards whose weight
     gradients are a pass of their own), ``in_flight`` (the most micro-batches between forward and backward on a rank),
     ``bubble_frac``, ``peak_activation_bytes`` (the most of a rank: what a cap counts and `bench` measures) and
-    ``peak_bytes`` (with weights and optimizer).
+    ``peak_bytes`` (with weights and optimizer); the last three are those of the stage's device.
     """
     limits = plan.limits
     if limits.num_stages == 1 and not plan.recompute:
@@ -141,7 +141,8 @@ def describe(plan: StepPlan, outcome: Simulation) -> Row | None:
 
 
 def _stage(plan: StepPlan, outcome: Simulation, stage: int) -> Row:
-    working_s = float(np.mean(outcome.busy_s[stage] + outcome.exposed_s[stage])) + outcome.update_s
+    device = plan.limits.device_of_stage(stage)
+    working_s = float(np.mean(outcome.busy_s[device] + outcome.exposed_s[device])) + outcome.update_s
     return {
         "stage": stage,
         "recomputed_layers": sum(plan.recompute[stage]) if plan.recompute else 0,
@@ -150,7 +151,7 @@ def _stage(plan: StepPlan, outcome: Simulation, stage: int) -> Row:
         "in_flight": max((_in_flight(ops) for ops in orders_of_stage(plan, stage)), default=0),
         "bubble_frac": max(0.0, 1.0 - working_s / outcome.step_s) if outcome.step_s else 0.0,
         "peak_activation_bytes": max(peak for peak, _ in peaks_of_stage(plan, stage)),
-        "peak_bytes": float(outcome.peak_bytes[stage].max()),
+        "peak_bytes": float(outcome.peak_bytes[device].max()),
     }
 
 
