@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.costs.memory import peaks_of_stage
+from ..core.plan.limits import Limits
 from ..core.plan.order import orders_of_stage
 from ..core.plan.step_plan import Op, StepPlan
 from ..core.simulate.step import Simulation, Span
@@ -94,6 +95,11 @@ def bubbles_of(steps: Iterable[Sequence[Span]]) -> Bubbles:
         for place, group in by_place(spans):
             total[place] = Waits(*map(sum, zip(total.get(place, Waits()), _waits(list(group), step_s), strict=True)))
     return Bubbles(total_s, total)
+
+
+def on_devices(spans: Iterable[Span], limits: Limits) -> list[Span]:
+    """Spans by the devices of their stages, as they are measured."""
+    return [span._replace(stage=limits.device_of_stage(span.stage)) for span in spans]
 
 
 def by_place(spans: Iterable[Span]) -> Iterator[tuple[Place, Iterator[Span]]]:
