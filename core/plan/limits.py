@@ -152,7 +152,7 @@ class Limits:
 
     @property
     def num_devices(self) -> int:
-        """Of a pipeline."""
+        """How many devices a pipeline has."""
         return self.num_stages // 2 if self.v_shape else self.num_stages
 
     def stages_of_device(self, device: int) -> tuple[int, ...]:

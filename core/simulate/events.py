@@ -78,8 +78,8 @@ def _walk(
     at = [[0] * num_ranks for _ in orders]
     free = [[0.0] * num_ranks for _ in orders]
     arrives: list[dict[Op, float]] = [{} for _ in device_of]
-    # By the way from device to device, which is none where a device hands over to itself.
-    link_free = [{way: [0.0] * num_ranks for way in (-1, 0, 1)} for _ in orders]
+    # By the step from device to device, which is none where a device hands over to itself.
+    link_free = [{step: [0.0] * num_ranks for step in (-1, 0, 1)} for _ in orders]
     ready = [(device, rank) for device, rows in enumerate(orders) for rank in range(len(rows))]
     left = sum(len(row) for rows in orders for row in rows)
     while ready:

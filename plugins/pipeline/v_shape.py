@@ -70,7 +70,7 @@ TIGHTENED = 4
 
 
 class Passes(NamedTuple):
-    """Of a plane rank, by the start of each, and when the last one ends [s]."""
+    """The passes of a plane rank, by the start of each, and when the last one ends [s]."""
 
     ops: list[tuple[int, Op]]
     end_s: float
@@ -177,86 +177,117 @@ class _Line(NamedTuple):
 
     def played(self, rule: Rule, cap_bytes: float, bar_s: float) -> Passes | None:
         """The passes as devices run them by a rule; None where they stop, or take ``bar_s`` or longer."""
-        (forward, backward, need, _), _, clock, kept, left = self
-        orders, weights = ([self.numbers[i] for i in forward], [self.numbers[i] for i in backward]), clock.weights
-        last, count = clock.num_stages - 1, len(forward)
-        devices, cap = clock.num_stages // 2, (1 - ROUNDING) * cap_bytes
-        seconds, moving = (clock.forward, clock.backward), (clock.up, clock.down)
-        at = [[0] * (last + 1) for _ in KINDS]
-        came = [[[math.inf] * count for _ in range(last + 1)] for _ in KINDS]
-        came[F][0], came[B][last] = [0.0] * count, [0.0] * count
-        free, held, owed, rest_s = [0.0] * devices, [0.0] * devices, [0.0] * devices, self.busy_s
-        link_free = [{-1: 0.0, 0: 0.0, 1: 0.0} for _ in free]
-        waiting: list[deque[tuple[int, int]]] = [deque() for _ in free]
-        choices = [rule.after(B)] * devices
-        after = rule.after(F), rule.after(B)
-        ops: list[tuple[int, Op]] = []
-        events = [(0.0, device) for device in range(devices)]
-        todo = 2 * count * (last + 1)
+        return _Play(self, rule, (1 - ROUNDING) * cap_bytes).run(bar_s)
+
+
+class _Play:
+    """All devices against each other, by one rule and under one cap; arrivals are by place in the two orders."""
+
+    def __init__(self, line: _Line, rule: Rule, cap_bytes: float) -> None:
+        forward, backward, self._need, _ = line.lines
+        self._kept, self._left, clock = line.kept, line.left, line.clock
+        self._orders = [line.numbers[i] for i in forward], [line.numbers[i] for i in backward]
+        self._seconds, self._moving = (clock.forward, clock.backward), (clock.up, clock.down)
+        self._weights, self._cap, self._patience = clock.weights, cap_bytes, rule.patience
+        last = self._last = clock.num_stages - 1
+        count, devices = len(forward), clock.num_stages // 2
+        self._at = [[0] * (last + 1) for _ in KINDS]
+        self._came = [[[math.inf] * count for _ in range(last + 1)] for _ in KINDS]
+        self._came[F][0], self._came[B][last] = [0.0] * count, [0.0] * count
+        self._free = [0.0] * devices
+        self._held = [0.0] * devices
+        self._owed = [0.0] * devices
+        """What later stages will keep of micro-batches whose earlier stage has run."""
+        self._rest_s = line.busy_s
+        self._link_free = [{-1: 0.0, 0: 0.0, 1: 0.0} for _ in self._free]
+        self._waiting: list[deque[tuple[int, int]]] = [deque() for _ in self._free]
+        self._choices, self._after = [rule.after(B)] * devices, (rule.after(F), rule.after(B))
+        self._ops: list[tuple[int, Op]] = []
+        self._events = [(0.0, device) for device in range(devices)]
+        self._todo = 2 * count * (last + 1)
+
+    def run(self, bar_s: float) -> Passes | None:
+        """All passes, if their last one ends before ``bar_s``; None where it does not, or they stop."""
+        free, waiting, events = self._free, self._waiting, self._events
         while events:
             now, device = heapq.heappop(events)
             if now < free[device]:
                 continue
-            if now + rest_s[device] >= bar_s:
+            if now + self._rest_s[device] >= bar_s:
                 return None
-            stages, soonest, chosen = (device, last - device), math.inf, None
-            for kind, leg in choices[device]:
-                stage = stages[leg]
-                place = at[kind][stage]
-                if place == count or (kind and at[F][stage] < need[place]):
-                    continue
-                if not kind and place >= need[at[B][stage]]:
-                    number = orders[F][place]
-                    more = kept[stage][number] + kept[stages[LATER]][number] if leg == EARLIER else 0.0
-                    if held[device] + owed[device] + more > cap:
-                        continue
-                if (arrival := came[kind][stage][place]) <= now:
-                    chosen = kind, leg, stage, place
-                    break
-                soonest = min(soonest, arrival)
-            wait = waiting[device]
-            late = chosen is None and wait and soonest - now >= rule.patience * weights[wait[0][1]]
-            splits = chosen and chosen[0] and held[device] + owed[device] + left[orders[B][chosen[3]]] <= cap
-            if late or (wait and chosen and chosen[0] and not splits):
-                stage, number = wait.popleft()
-                ops.append((stage, Op("W", number)))
-                held[device] -= left[number]
-                rest_s[device] -= weights[number]
-                free[device] = now + weights[number]
-                heapq.heappush(events, (free[device], device))
-            if chosen is None or free[device] > now:
-                continue
-            kind, leg, stage, place = chosen
-            number = orders[kind][place]
-            taken_s = seconds[kind][stage][number]
-            if kind:
-                taken_s -= weights[number] if splits else 0.0
-                held[device] -= kept[stage][number]
-                if splits:
-                    held[device] += left[number]
-                    wait.append((stage, number))
+            chosen, soonest = self._chosen(now, device)
+            if chosen is None:
+                wait = waiting[device]
+                if wait and soonest - now >= self._patience * self._weights[wait[0][1]]:
+                    self._run_weights(now, device)
             else:
-                held[device] += kept[stage][number]
-                owed[device] += kept[stages[LATER]][number] * (1 if leg == EARLIER else -1)
-            ops.append((stage, Op(KINDS[kind], number)))
-            at[kind][stage] = place + 1
-            todo -= 1
-            choices[device] = after[kind]
-            rest_s[device] -= taken_s
-            free[device] = now = now + taken_s
-            heapq.heappush(events, (now, device))
-            target = stage - 1 if kind else stage + 1
-            if 0 <= target <= last:
-                to = min(target, last - target)
-                links = link_free[device]
-                links[to - device] = sent = max(now, links[to - device]) + moving[kind][min(stage, target)][number]
-                came[kind][target][place] = sent
-                if sent > free[to]:
-                    heapq.heappush(events, (sent, to))
-        if todo:
+                self._run_pass(now, device, *chosen)
+        if self._todo:
             return None
         for device, wait in enumerate(waiting):
-            free[device] += sum(weights[number] for _, number in wait)
-            ops += [(stage, Op("W", number)) for stage, number in wait]
+            free[device] += sum(self._weights[number] for _, number in wait)
+            self._ops += [(stage, Op("W", number)) for stage, number in wait]
         end_s = max(free)
-        return Passes(ops, end_s) if end_s < bar_s else None
+        return Passes(self._ops, end_s) if end_s < bar_s else None
+
+    def _chosen(self, now: float, device: int) -> tuple[tuple[int, int] | None, float]:
+        """Kind and stage of the pass that runs next; where none has arrived, when the first one known of will."""
+        at, need, stages, soonest = self._at, self._need, (device, self._last - device), math.inf
+        for kind, leg in self._choices[device]:
+            stage = stages[leg]
+            place = at[kind][stage]
+            if place == len(need) or (kind and at[F][stage] < need[place]):
+                continue
+            if not kind and place >= need[at[B][stage]]:
+                number = self._orders[F][place]
+                later = stages[LATER]
+                more = self._kept[stage][number] + self._kept[later][number] if leg == EARLIER else 0.0
+                if self._held[device] + self._owed[device] + more > self._cap:
+                    continue
+            arrival = self._came[kind][stage][place]
+            if arrival <= now:
+                return (kind, stage), now
+            soonest = min(soonest, arrival)
+        return None, soonest
+
+    def _run_weights(self, now: float, device: int) -> None:
+        """The oldest W that waits."""
+        stage, number = self._waiting[device].popleft()
+        self._held[device] -= self._left[number]
+        self._done(device, stage, Op("W", number), now, self._weights[number])
+
+    def _run_pass(self, now: float, device: int, kind: int, stage: int) -> None:
+        """A forward, or a backward, behind a W where it would leave too much beside what is held."""
+        place, last = self._at[kind][stage], self._last
+        number = self._orders[kind][place]
+        taken_s, kept = self._seconds[kind][stage][number], self._kept[stage][number]
+        if kind:
+            if self._held[device] + self._owed[device] + self._left[number] <= self._cap:
+                taken_s -= self._weights[number]
+                self._held[device] += self._left[number]
+                self._waiting[device].append((stage, number))
+            elif self._waiting[device]:
+                self._run_weights(now, device)
+                return
+            self._held[device] -= kept
+        else:
+            self._held[device] += kept
+            self._owed[device] += self._kept[last - device][number] * (1 if stage == device else -1)
+        self._at[kind][stage] = place + 1
+        self._todo -= 1
+        self._choices[device] = self._after[kind]
+        self._done(device, stage, Op(KINDS[kind], number), now, taken_s)
+        target = stage - 1 if kind else stage + 1
+        if 0 <= target <= last:
+            to = min(target, last - target)
+            links, moving_s = self._link_free[device], self._moving[kind][min(stage, target)][number]
+            links[to - device] = sent = max(self._free[device], links[to - device]) + moving_s
+            self._came[kind][target][place] = sent
+            if sent > self._free[to]:
+                heapq.heappush(self._events, (sent, to))
+
+    def _done(self, device: int, stage: int, op: Op, now: float, taken_s: float) -> None:
+        self._ops.append((stage, op))
+        self._rest_s[device] -= taken_s
+        self._free[device] = now + taken_s
+        heapq.heappush(self._events, (now + taken_s, device))

@@ -171,7 +171,7 @@ def _peaks(job: Job, planned: Planned, step: int) -> list[float]:
 
 
 def _predicted_peaks(planned: Planned) -> list[float]:
-    """Of each device of a pipeline."""
+    """The most that a rank of each device of a pipeline holds [bytes]."""
     plan, limits = planned.plan, planned.plan.limits
     devices = map(limits.stages_of_device, range(limits.num_devices))
     return [max(peak for stage in own for peak, _ in peaks_of_stage(plan, stage)) for own in devices]
