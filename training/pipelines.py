@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.costs.memory import peaks_of_stage
+from ..core.plan.limits import Limits
 from ..core.plan.order import orders_of_stage
 from ..core.plan.step_plan import Op, StepPlan
 from ..core.simulate.step import Simulation, Span
@@ -96,6 +97,11 @@ def bubbles_of(steps: Iterable[Sequence[Span]]) -> Bubbles:
     return Bubbles(total_s, total)
 
 
+def on_devices(spans: Iterable[Span], limits: Limits) -> list[Span]:
+    """Spans by the devices of their stages, as they are measured."""
+    return [span._replace(stage=limits.device_of_stage(span.stage)) for span in spans]
+
+
 def by_place(spans: Iterable[Span]) -> Iterator[tuple[Place, Iterator[Span]]]:
     """The spans of each rank of each stage, by their start."""
     return groupby(sorted(spans, key=lambda span: (*span[:2], span.start_s)), key=lambda span: span[:2])
@@ -125,7 +131,7 @@ def describe(plan: StepPlan, outcome: Simulation) -> Row | None:
     ``recomputed_layers`` of ``layers`` (of a stage, times micro-batches), ``weight_passes`` (backwards whose weight
     gradients are a pass of their own), ``in_flight`` (the most micro-batches between forward and backward on a rank),
     ``bubble_frac``, ``peak_activation_bytes`` (the most of a rank: what a cap counts and `bench` measures) and
-    ``peak_bytes`` (with weights and optimizer).
+    ``peak_bytes`` (with weights and optimizer); the last three are those of the stage's device.
     """
     limits = plan.limits
     if limits.num_stages == 1 and not plan.recompute:
@@ -141,7 +147,8 @@ def describe(plan: StepPlan, outcome: Simulation) -> Row | None:
 
 
 def _stage(plan: StepPlan, outcome: Simulation, stage: int) -> Row:
-    working_s = float(np.mean(outcome.busy_s[stage] + outcome.exposed_s[stage])) + outcome.update_s
+    device = plan.limits.device_of_stage(stage)
+    working_s = float(np.mean(outcome.busy_s[device] + outcome.exposed_s[device])) + outcome.update_s
     return {
         "stage": stage,
         "recomputed_layers": sum(plan.recompute[stage]) if plan.recompute else 0,
@@ -150,7 +157,7 @@ def _stage(plan: StepPlan, outcome: Simulation, stage: int) -> Row:
         "in_flight": max((_in_flight(ops) for ops in orders_of_stage(plan, stage)), default=0),
         "bubble_frac": max(0.0, 1.0 - working_s / outcome.step_s) if outcome.step_s else 0.0,
         "peak_activation_bytes": max(peak for peak, _ in peaks_of_stage(plan, stage)),
-        "peak_bytes": float(outcome.peak_bytes[stage].max()),
+        "peak_bytes": float(outcome.peak_bytes[device].max()),
     }
 
 

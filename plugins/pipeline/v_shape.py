@@ -10,9 +10,8 @@ against each other in simulated time:
 The lists of preferences name forward and backward at the earlier and the later stage, one or the other kind by turns or
 not, and say whether a W may make the next pass late. Memory: what the device holds and what the later stages will keep
 of micro-batches whose earlier stage has run; a forward that the next backward needs runs whatever is held. A play ends
-early when it takes longer than a known one. All are tried on the chunks that a few of them find fastest, under several
-shares of the memory, as devices run less far ahead with less. O(passes x stages x log) each; the simulator has the last
-word on seconds and bytes.
+early when it takes longer than a known one. All are tried on the chunks that two of them find fastest. The simulator
+has the last word: where it counts more bytes, the play is run again under as many less. O(passes x stages x log) each.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from .clock import Clock, clock_of
 from .elastic import Lines, kept_bytes, lines_of_rounds
 from .weights import ROUNDING
 
-F, B, W = 0, 1, 2
-LETTERS: tuple[PassKind, ...] = ("F", "B", "W")
+F, B = 0, 1
+KINDS: tuple[PassKind, PassKind] = ("F", "B")
 EARLIER, LATER = 0, 1
 
 
@@ -52,31 +51,26 @@ class Rule(NamedTuple):
         return sorted(self.first, key=lambda one: one[0] == kind) if self.alternates else list(self.first)
 
 
-RULES = [
-    Rule(first, alternates, patience)
-    for first in (
-        ((B, LATER), (B, EARLIER), (F, LATER), (F, EARLIER)),
-        ((B, EARLIER), (B, LATER), (F, LATER), (F, EARLIER)),
-        ((F, LATER), (B, LATER), (B, EARLIER), (F, EARLIER)),
-        ((F, LATER), (F, EARLIER), (B, LATER), (B, EARLIER)),
-    )
-    for alternates in (False, True)
-    for patience in (0.0, 1.0)
-]
-FIRST_RULES = (12, 2)
-"""Of these, those by which chunks are compared: the best for steps that open with small chunks, and for others."""
-SHARES = (1.0, 0.6, 0.35)
-"""Of the memory."""
+_BACKWARDS, _FORWARDS = ((B, LATER), (B, EARLIER)), ((F, LATER), (F, EARLIER))
+RULES = (
+    Rule((*_FORWARDS, *_BACKWARDS), False, 0.0),
+    Rule((*_BACKWARDS, *_FORWARDS), True, 0.0),
+    Rule((*_FORWARDS, *_BACKWARDS), False, 1.0),
+    Rule((*_BACKWARDS[::-1], *_FORWARDS), True, 0.0),
+)
+"""Of 16, those that find the best orders; others added nothing (docs/log.md)."""
+FIRST = 2
+"""So many of them compare chunks: the best for steps that open with small chunks, and for others."""
 NEAR = 0.02
 """Share of the least time by which a plan may be behind it by the first rules,"""
-FINALISTS = 3
+FINALISTS = 2
 """and so many of them are played by all."""
 TIGHTENED = 4
 """Times that the memory is lowered where the simulator counts more than a play."""
 
 
 class Passes(NamedTuple):
-    """The passes of a plane rank by their starts, and when the last one ends [s]."""
+    """The passes of a plane rank, by the start of each, and when the last one ends [s]."""
 
     ops: list[tuple[int, Op]]
     end_s: float
@@ -101,12 +95,10 @@ class Playing:
         return max(max(line.busy_s) for line in self._lines)
 
     def ordered(self, cap_bytes: float, bar_s: float = math.inf, *, thorough: bool = False) -> StepPlan | None:
-        """The plan in the fastest order of each rank, by all rules and shares or by the first ones alone; None where it
-        takes ``bar_s`` or longer."""
-        others = (number for number in range(len(RULES)) if number not in FIRST_RULES)
-        rules, shares = ((*FIRST_RULES, *others), SHARES) if thorough else (FIRST_RULES, SHARES[:1])
-        tries = [(RULES[number], share * cap_bytes) for share in shares for number in rules]
-        chosen = [line.fastest(tries, bar_s) for line in self._lines]
+        """The plan in the fastest order of each rank, by all rules or by the first ones alone; None where it takes
+        ``bar_s`` or longer."""
+        rules = RULES if thorough else RULES[:FIRST]
+        chosen = [line.fastest(rules, cap_bytes, bar_s) for line in self._lines]
         ranks = [one for one in chosen if one]
         if len(ranks) < len(chosen):
             return None
@@ -173,100 +165,129 @@ class _Line(NamedTuple):
         sums = [sum(f[i] + b[i] for i in self.numbers) for f, b in zip(clock.forward, clock.backward, strict=True)]
         return [sums[device] + sums[last - device] for device in range(clock.num_stages // 2)]
 
-    def fastest(self, tries: Iterable[tuple[Rule, float]], bar_s: float) -> Passes | None:
-        """The passes of the best of these rules and caps [bytes], if they take less than ``bar_s``."""
+    def fastest(self, rules: Iterable[Rule], cap_bytes: float, bar_s: float) -> Passes | None:
+        """The passes of the best of these rules, if they take less than ``bar_s``."""
         best: Passes | None = None
         least_s = (1 + ROUNDING) * max(self.busy_s)
-        for rule, cap_bytes in tries:
+        for rule in rules:
             best = self.played(rule, cap_bytes, best.end_s if best else bar_s) or best
             if best and best.end_s <= least_s:
                 break
         return best
 
-    def _chosen(
-        self,
-        choices: Sequence[tuple[int, int]],
-        device: int,
-        now: float,
-        at: Sequence[Sequence[int]],
-        came: Sequence[Sequence[Sequence[float]]],
-        free_bytes: float,
-    ) -> tuple[tuple[int, int, int, int] | None, float]:
-        """The first of the choices that has arrived: kind, leg, stage and place; without one, when the next comes."""
-        (forward, _, need, _), _, clock, kept, _ = self
-        stages, soonest = (device, clock.num_stages - 1 - device), math.inf
-        for kind, leg in choices:
-            stage = stages[leg]
-            place = at[kind][stage]
-            if place == len(forward) or (kind and at[F][stage] < need[place]):
-                continue
-            if not kind and place >= need[at[B][stage]]:
-                number = self.numbers[forward[place]]
-                more = kept[stage][number] + kept[stages[LATER]][number] if leg == EARLIER else 0.0
-                if more > free_bytes:
-                    continue
-            if (arrival := came[kind][stage][place]) <= now:
-                return (kind, leg, stage, place), soonest
-            soonest = min(soonest, arrival)
-        return None, soonest
-
     def played(self, rule: Rule, cap_bytes: float, bar_s: float) -> Passes | None:
         """The passes as devices run them by a rule; None where they stop, or take ``bar_s`` or longer."""
-        (forward, backward, *_), _, clock, kept, left = self
-        orders, weights = ([self.numbers[i] for i in forward], [self.numbers[i] for i in backward]), clock.weights
-        last, count = clock.num_stages - 1, len(forward)
-        devices, cap = clock.num_stages // 2, (1 - ROUNDING) * cap_bytes
-        seconds, moving = (clock.forward, clock.backward), (clock.up, clock.down)
-        at = [[0] * (last + 1) for _ in (F, B)]
-        came = [[[math.inf] * count for _ in range(last + 1)] for _ in (F, B)]
-        came[F][0], came[B][last] = [0.0] * count, [0.0] * count
-        free, held, owed, rest_s = [0.0] * devices, [0.0] * devices, [0.0] * devices, self.busy_s
-        link_free = [{-1: 0.0, 0: 0.0, 1: 0.0} for _ in free]
-        waiting: list[deque[tuple[int, int]]] = [deque() for _ in free]
-        choices = [rule.after(B)] * devices
-        after = rule.after(F), rule.after(B)
-        ops: list[tuple[int, Op]] = []
-        events = [(0.0, device) for device in range(devices)]
+        return _Play(self, rule, (1 - ROUNDING) * cap_bytes).run(bar_s)
+
+
+class _Play:
+    """All devices against each other, by one rule and under one cap; arrivals are by place in the two orders."""
+
+    def __init__(self, line: _Line, rule: Rule, cap_bytes: float) -> None:
+        forward, backward, self._need, _ = line.lines
+        self._kept, self._left, clock = line.kept, line.left, line.clock
+        self._orders = [line.numbers[i] for i in forward], [line.numbers[i] for i in backward]
+        self._seconds, self._moving = (clock.forward, clock.backward), (clock.up, clock.down)
+        self._weights, self._cap, self._patience = clock.weights, cap_bytes, rule.patience
+        last = self._last = clock.num_stages - 1
+        count, devices = len(forward), clock.num_stages // 2
+        self._at = [[0] * (last + 1) for _ in KINDS]
+        self._came = [[[math.inf] * count for _ in range(last + 1)] for _ in KINDS]
+        self._came[F][0], self._came[B][last] = [0.0] * count, [0.0] * count
+        self._free = [0.0] * devices
+        self._held = [0.0] * devices
+        self._owed = [0.0] * devices
+        """What later stages will keep of micro-batches whose earlier stage has run."""
+        self._rest_s = line.busy_s
+        self._link_free = [{-1: 0.0, 0: 0.0, 1: 0.0} for _ in self._free]
+        self._waiting: list[deque[tuple[int, int]]] = [deque() for _ in self._free]
+        self._choices, self._after = [rule.after(B)] * devices, (rule.after(F), rule.after(B))
+        self._ops: list[tuple[int, Op]] = []
+        self._events = [(0.0, device) for device in range(devices)]
+        self._todo = 2 * count * (last + 1)
+
+    def run(self, bar_s: float) -> Passes | None:
+        """All passes, if their last one ends before ``bar_s``; None where it does not, or they stop."""
+        free, waiting, events = self._free, self._waiting, self._events
         while events:
             now, device = heapq.heappop(events)
             if now < free[device]:
                 continue
-            if now + rest_s[device] >= bar_s:
+            if now + self._rest_s[device] >= bar_s:
                 return None
-            chosen, soonest = self._chosen(choices[device], device, now, at, came, cap - held[device] - owed[device])
-            wait = waiting[device]
-            late = chosen is None and wait and soonest - now >= rule.patience * weights[wait[0][1]]
-            splits = chosen and chosen[0] and held[device] + owed[device] + left[orders[B][chosen[3]]] <= cap
-            if late or (wait and chosen and chosen[0] and not splits):
-                kind, (stage, number) = W, wait.popleft()
-                taken_s = weights[number]
-                held[device] -= left[number]
-            elif chosen is None:
-                continue
+            chosen, soonest = self._chosen(now, device)
+            if chosen is None:
+                wait = waiting[device]
+                if wait and soonest - now >= self._patience * self._weights[wait[0][1]]:
+                    self._run_weights(now, device)
             else:
-                kind, leg, stage, place = chosen
-                number = orders[kind][place]
-                taken_s = seconds[kind][stage][number] - (weights[number] if splits else 0.0)
-                held[device] += kept[stage][number] * (-1 if kind else 1) + (left[number] if splits else 0.0)
-                wait.extend([(stage, number)] if splits else ())
-                if kind == F:
-                    owed[device] += kept[last - device][number] * (1 if leg == EARLIER else -1)
-                choices[device] = after[kind]
-                at[kind][stage] = place + 1
-            ops.append((stage, Op(LETTERS[kind], number)))
-            rest_s[device] -= taken_s
-            free[device] = now = now + taken_s
-            heapq.heappush(events, (now, device))
-            target = stage - 1 if kind else stage + 1
-            if kind != W and 0 <= target <= last:
-                to, links = min(target, last - target), link_free[device]
-                links[to - device] = sent = max(now, links[to - device]) + moving[kind][min(stage, target)][number]
-                came[kind][target][place] = sent
-                if sent > free[to]:
-                    heapq.heappush(events, (sent, to))
-        if sum(map(sum, at)) < 2 * count * (last + 1):
+                self._run_pass(now, device, *chosen)
+        if self._todo:
             return None
         for device, wait in enumerate(waiting):
-            free[device] += sum(weights[number] for _, number in wait)
-            ops += [(stage, Op("W", number)) for stage, number in wait]
-        return Passes(ops, max(free)) if max(free) < bar_s else None
+            free[device] += sum(self._weights[number] for _, number in wait)
+            self._ops += [(stage, Op("W", number)) for stage, number in wait]
+        end_s = max(free)
+        return Passes(self._ops, end_s) if end_s < bar_s else None
+
+    def _chosen(self, now: float, device: int) -> tuple[tuple[int, int] | None, float]:
+        """Kind and stage of the pass that runs next; where none has arrived, when the first one known of will."""
+        at, need, stages, soonest = self._at, self._need, (device, self._last - device), math.inf
+        for kind, leg in self._choices[device]:
+            stage = stages[leg]
+            place = at[kind][stage]
+            if place == len(need) or (kind and at[F][stage] < need[place]):
+                continue
+            if not kind and place >= need[at[B][stage]]:
+                number = self._orders[F][place]
+                later = stages[LATER]
+                more = self._kept[stage][number] + self._kept[later][number] if leg == EARLIER else 0.0
+                if self._held[device] + self._owed[device] + more > self._cap:
+                    continue
+            arrival = self._came[kind][stage][place]
+            if arrival <= now:
+                return (kind, stage), now
+            soonest = min(soonest, arrival)
+        return None, soonest
+
+    def _run_weights(self, now: float, device: int) -> None:
+        """The oldest W that waits."""
+        stage, number = self._waiting[device].popleft()
+        self._held[device] -= self._left[number]
+        self._done(device, stage, Op("W", number), now, self._weights[number])
+
+    def _run_pass(self, now: float, device: int, kind: int, stage: int) -> None:
+        """A forward, or a backward, behind a W where it would leave too much beside what is held."""
+        place, last = self._at[kind][stage], self._last
+        number = self._orders[kind][place]
+        taken_s, kept = self._seconds[kind][stage][number], self._kept[stage][number]
+        if kind:
+            if self._held[device] + self._owed[device] + self._left[number] <= self._cap:
+                taken_s -= self._weights[number]
+                self._held[device] += self._left[number]
+                self._waiting[device].append((stage, number))
+            elif self._waiting[device]:
+                self._run_weights(now, device)
+                return
+            self._held[device] -= kept
+        else:
+            self._held[device] += kept
+            self._owed[device] += self._kept[last - device][number] * (1 if stage == device else -1)
+        self._at[kind][stage] = place + 1
+        self._todo -= 1
+        self._choices[device] = self._after[kind]
+        self._done(device, stage, Op(KINDS[kind], number), now, taken_s)
+        target = stage - 1 if kind else stage + 1
+        if 0 <= target <= last:
+            to = min(target, last - target)
+            links, moving_s = self._link_free[device], self._moving[kind][min(stage, target)][number]
+            links[to - device] = sent = max(self._free[device], links[to - device]) + moving_s
+            self._came[kind][target][place] = sent
+            if sent > self._free[to]:
+                heapq.heappush(self._events, (sent, to))
+
+    def _done(self, device: int, stage: int, op: Op, now: float, taken_s: float) -> None:
+        self._ops.append((stage, op))
+        self._rest_s[device] -= taken_s
+        self._free[device] = now + taken_s
+        heapq.heappush(self._events, (now + taken_s, device))

@@ -192,7 +192,7 @@ def parts_of(one: Simulated, context: PlanningContext) -> dict[Part, float]:
     """Mean seconds that a rank spends on what; they sum to the step."""
     plan, outcome = one.plan, one.outcome
     useful = _useful(plan, context.costs)
-    num_places = plan.limits.num_ranks * plan.limits.num_stages
+    num_places = plan.limits.num_ranks * plan.limits.num_devices
     seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for span in outcome.spans:
         taken, share = span.end_s - span.start_s, useful(span)

@@ -24,7 +24,7 @@ from ...core.plan.step_plan import StepPlan
 from ...core.simulate.step import SPAN_KINDS, Span
 from ..files import open_text, whole
 from ..forecast.forecast import Forecast
-from ..pipelines import Place, bubbles_of, by_place, name_of, recomputed
+from ..pipelines import Place, bubbles_of, by_place, name_of, on_devices, recomputed
 from .planners import about, label, names, planners
 
 logger = logging.getLogger("evenload")
@@ -155,9 +155,11 @@ def _of_rank(
 
 
 def _hand_overs(track: Track, threads: Mapping[Place, _Thread], numbers: Iterator[int]) -> Iterator[str]:
-    """An arrow from each pass to the same one at the stage that waits for it."""
+    """An arrow from each pass to the same one at the stage that waits for it; none in a V, whose stages are not told
+    apart where they were measured."""
     known = {(span.kind, span.micro_batch, span.stage, span.rank): span for span in track.spans}
-    for span in track.spans if track.plan.limits.num_stages > 1 else ():
+    limits = track.plan.limits
+    for span in track.spans if limits.num_stages > 1 and not limits.v_shape else ():
         if span.kind not in _HANDED or span.micro_batch < 0:
             continue
         what, towards = _HANDED[span.kind]
@@ -244,7 +246,7 @@ def args_of(plan: StepPlan) -> Callable[[str, int, int], str]:
 
 def tell_bubbles(plan: StepPlan, spans: Sequence[Span]) -> dict[str, float]:
     """Bubbles of the step, then of its ranks, where they are not too many to read."""
-    bubbles = bubbles_of([spans])
+    bubbles = bubbles_of([on_devices(spans, plan.limits)])
     args = {"bubble": round(bubbles.frac, 4)}
     if len(bubbles.waits) <= _MOST_TOLD:
         for place in sorted(bubbles.waits):

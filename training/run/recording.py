@@ -28,7 +28,7 @@ from ..metrics import Taken
 from ..pictures import draw
 from ..pictures.planners import OURS
 from ..pictures.trace import Track, write_trace
-from ..pipelines import bubbles_of
+from ..pipelines import bubbles_of, on_devices
 
 _MOST_DRAWN = 50
 """Steps that pictures are made of: their spans are kept until the end of the run."""
@@ -81,7 +81,7 @@ class Recording:
         in_order = sorted(self._in_trace(), key=lambda one: (one.name != OURS, one.name))
         for name, group in groupby(in_order, key=lambda one: one.name):
             steps = list(group)
-            predicted = bubbles_of(one.predicted.spans for one in steps)
+            predicted = bubbles_of(on_devices(one.predicted.spans, one.planned.plan.limits) for one in steps)
             rows[name] = bubbles_of(one.taken.spans for one in steps).rows(predicted)
         return rows
 

@@ -171,8 +171,10 @@ def _peaks(job: Job, planned: Planned, step: int) -> list[float]:
 
 
 def _predicted_peaks(planned: Planned) -> list[float]:
-    plan = planned.plan
-    return [max(peak for peak, _ in peaks_of_stage(plan, stage)) for stage in range(plan.limits.num_stages)]
+    """The most that a rank of each device of a pipeline holds [bytes]."""
+    plan, limits = planned.plan, planned.plan.limits
+    devices = map(limits.stages_of_device, range(limits.num_devices))
+    return [max(peak for stage in own for peak, _ in peaks_of_stage(plan, stage)) for own in devices]
 
 
 def _count(job: Job, planned: Planned, runs: list[Taken], into: Measured) -> None:
