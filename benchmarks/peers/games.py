@@ -57,18 +57,16 @@ class Game(NamedTuple):
         return {"F": kept, "B": -kept, "I": deferred - kept, "W": -deferred}[kind]
 
 
-def game_of(plan: StepPlan, context: PlanningContext, ranks: list[int], launch_share: float = 1.0) -> Game:
+def game_of(plan: StepPlan, context: PlanningContext, ranks: list[int]) -> Game:
     """The micro-batches of a plan of one plane rank, on parts at these ranks, of equally many layers.
 
-    The embedding's traffic is at the first part, the output layer at the last. ``launch_share``: of a stage's launch
-    that one of its parts has.
+    The embedding's traffic is at the first part, the output layer at the last; every part has a launch of its own.
     """
     clock, memory, last = clock_of(plan, context), plan.limits.memory, len(ranks) - 1
     parts, middle = len(ranks) // plan.limits.num_stages, min(1, plan.limits.num_stages - 1)
-    share = launch_share if parts > 1 else 1.0
 
     def split(table: Sequence[Sequence[float]], launch_s: float) -> Table:
-        each = [(s - launch_s) / parts + share * launch_s for s in table[middle]]
+        each = [(s - launch_s) / parts + launch_s for s in table[middle]]
         rows = [list(each) for _ in ranks]
         for part, stage in ((0, 0), (last, -1)):
             for j, (own, mean) in enumerate(zip(table[stage], table[middle], strict=True)):

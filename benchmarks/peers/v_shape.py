@@ -1,221 +1,74 @@
-"""What two parts of a stage on each rank, in a V, would gain on ragged lengths at equal memory. Predicted.
+"""What two stages on each device, in a V, gain on ragged lengths at equal memory. Predicted; planning measured.
 
     python benchmarks/peers/v_shape.py [--wikipedia FILE] [--mooncake FILE] [--quick] [--json] [--out FILE]
 
-Rank r of P has parts r and 2P - 1 - r of the model (ZBV; Qi et al., arXiv 2405.15362), so that half forwards fill the
-pipeline, and the last part is on the rank that has the first. evenload's own chunks, small ones first too, run in
-orders that are found by playing all ranks against each other:
-
-    each rank runs what has arrived, by a list of preferences and while memory holds it, and weight gradients (W) while
-    it would wait otherwise
-
-The fastest of 16 lists under three caps, for each chunking. Both sides may hold ``cap`` bytes, counted by the terms of
-`evenload.core.costs.memory` (of the V without gradients of keys and values that are stored). A part has half a stage's
-compute and TP traffic, and a launch of its own, a stage's or half of it. Links are taken to carry several tensors at
-once, which favours the V slightly.
+The pipeline plugin without and with ``v_shape`` (ZBV's placement; Qi et al., arXiv 2405.15362) on the same model, under
+the same cap on what passes hold. Layers are those of `pipelines`, raised to the next number that twice the devices
+divide. A stage of a V has half the layers, so half the compute, TP traffic and launch ("half"), as the cost model has
+it; "whole" gives each of its stages a launch of the size of two of them.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 import sys
-from collections import deque
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from evenload.commands.tables.show import grid
 from evenload.core.errors import EvenloadError
-from evenload.core.input.format import GIB
-from evenload.core.plan.step_plan import StepPlan
+from evenload.core.input.format import seconds
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.judge import budget_bytes
-from evenload.core.simulate.step import simulate
-from evenload.plugins.pipeline.chunks import chunkings
-from evenload.plugins.pipeline.elastic import Lines, lines_of_rounds
-from evenload.plugins.pipeline.opening import opened
-from evenload.plugins.pipeline.settings import limits_for
 
-sys.path.append(str(Path(__file__).parent))
-from games import Game, Rows, Table, game_of, played
-from pipelines import TOKENS, Batch, batch_of, bodies_of, chain_of, ranks_of, run
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "published")]
+from common import MODELS
+from pipelines import TOKENS, Batch, batch_of, bodies_of, chain_of, planned, run
 
-ROWS = (("wiki", 8, 64), ("wiki", 4, 64), ("wiki", 16, 64), ("mooncake", 8, 32))
-"""Lengths, stages, sequences."""
+ROWS = (("wiki", 8, 1, 64), ("wiki", 4, 1, 64), ("wiki", 4, 2, 64), ("wiki", 16, 1, 64), ("mooncake", 8, 1, 32))
+"""Lengths, devices of a pipeline, data-parallel ranks, sequences of all ranks."""
 CAPS_GIB = (8, 16, 32, 0)
 """What passes may hold; 0: what the device leaves."""
-SHARES = {"whole": 1.0, "half": 0.5}
-CAP_SHARES = (1.0, 0.6, 0.35)
-"""Of the cap: with less, ranks run less far ahead."""
-LARGEST = 1 << 12
-"""Chunks times stages up to which a chunking is played."""
+LAUNCHES = {"half": 1.0, "whole": 2.0}
+"""Launches of a stage of a V, over those of half as many layers."""
 Row = dict[str, Any]
 
 
-class Rule(NamedTuple):
-    """How a rank chooses among what has arrived."""
-
-    first: tuple[tuple[str, int], ...]
-    """Kinds and which part of the rank, first ones first."""
-    alternates: bool = False
-    """Forwards and backwards in turn where both have arrived."""
-    patience: float = 0.0
-    """A W starts while a rank waits if the wait is known to last so much of it."""
+def with_launch(chain: PlanChain, times: float) -> PlanChain:
+    """The chain whose passes launch so many times as long."""
+    costs = chain.context.costs
+    changed = {name: getattr(costs, name).scaled(1.0, times) for name in ("forward", "backward")}
+    return replace(chain, context=replace(chain.context, costs=costs.model_copy(update=changed)))
 
 
-FIRST, SECOND = 0, 1
-RULES = [
-    Rule(first, alternates, patience)
-    for first in (
-        (("B", SECOND), ("B", FIRST), ("F", SECOND), ("F", FIRST)),
-        (("B", FIRST), ("B", SECOND), ("F", SECOND), ("F", FIRST)),
-        (("F", SECOND), ("B", SECOND), ("B", FIRST), ("F", FIRST)),
-        (("F", SECOND), ("F", FIRST), ("B", SECOND), ("B", FIRST)),
-    )
-    for alternates in (False, True)
-    for patience in (0.0, 1.0)
-]
-
-
-def by_rule(lines: Lines, game: Game, rule: Rule, cap_bytes: float) -> Rows | None:
-    """The passes of every rank; None where they stop. A forward that the next backward needs runs whatever is held."""
-    ranks = max(game.ranks) + 1
-    own = [[p for p, r in enumerate(game.ranks) if r == rank] for rank in range(ranks)]
-    last, count = len(game.ranks) - 1, len(lines.forward)
-    rows: Rows = [[] for _ in range(ranks)]
-    at: dict[str, list[int]] = {kind: [0] * (last + 1) for kind in "FB"}
-    came: dict[str, Table] = {kind: [[math.inf] * count for _ in game.ranks] for kind in "FB"}
-    came["F"][0], came["B"][last] = [0.0] * count, [0.0] * count
-    free, held, owed = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-    """``owed``: what second parts will keep of micro-batches whose first part has run."""
-    waiting: list[deque[tuple[int, int]]] = [deque() for _ in rows]
-    before = ["B"] * ranks
-    events = [(0.0, rank) for rank in range(ranks)]
-    left = 2 * count * (last + 1)
-
-    def next_of(rank: int, kind: str, part: int) -> tuple[float, int] | None:
-        place = at[kind][part]
-        if place == count:
-            return None
-        if kind == "B" and at["F"][part] < lines.need[place]:
-            return None
-        number = (lines.forward if kind == "F" else lines.backward)[place]
-        arrival = came[kind][part][number]
-        if kind == "F" and place >= lines.need[at["B"][part]]:
-            later = [p for p in own[rank] if p > part]
-            more = game.kept[part][number] + sum(game.kept[p][number] for p in later)
-            paid = owed[rank] - (game.kept[part][number] if part != own[rank][0] else 0.0)
-            if held[rank] + paid + more > cap_bytes:
-                return None
-        return arrival, number
-
-    while events:
-        now, rank = heapq.heappop(events)
-        if now < free[rank]:
-            continue
-        options = {
-            (kind, leg): arriving
-            for leg, part in enumerate(own[rank])
-            for kind in "FB"
-            if (arriving := next_of(rank, kind, part)) is not None
-        }
-        ready = [key for key in rule.first if key in options and options[key][0] <= now]
-        if rule.alternates:
-            ready.sort(key=lambda key: key[0] == before[rank])
-        if not ready:
-            if waiting[rank]:
-                part, number = waiting[rank][0]
-                weights_s = game.weights[part][number]
-                soonest = min((arrival for arrival, _ in options.values()), default=math.inf)
-                if soonest - now >= rule.patience * weights_s:
-                    waiting[rank].popleft()
-                    rows[rank].append([("W", part, number)])
-                    held[rank] -= game.deferred[part][number]
-                    free[rank] = now + weights_s
-                    heapq.heappush(events, (free[rank], rank))
-            continue
-        kind, leg = ready[0]
-        part, number = own[rank][leg], options[ready[0]][1]
-        splits = kind == "B" and held[rank] + owed[rank] + game.deferred[part][number] <= cap_bytes
-        one = ("I" if splits else kind, part, number)
-        if kind == "B" and not splits and waiting[rank]:
-            # Make room for what this one would leave.
-            part, number = waiting[rank].popleft()
-            one, kind = ("W", part, number), "W"
-        rows[rank].append([one])
-        held[rank] += game.change(one)
-        free[rank] = now = now + game.seconds(one)
-        heapq.heappush(events, (now, rank))
-        if kind == "W":
-            continue
-        before[rank] = kind
-        at[kind][part] += 1
-        left -= 1
-        if splits:
-            waiting[rank].append((part, number))
-        if kind == "F" and len(own[rank]) > 1:
-            owed[rank] += game.kept[own[rank][1]][number] * (1 if leg == 0 else -1)
-        target = part + (1 if kind == "F" else -1)
-        if 0 <= target <= last:
-            arrival = now + (game.up[part] if kind == "F" else game.down[target])[number]
-            came[kind][target][number] = arrival
-            heapq.heappush(events, (arrival, game.ranks[target]))
-    if left:
-        return None
-    for rank, rest in enumerate(waiting):
-        rows[rank] += [[("W", part, number)] for part, number in rest]
-    return rows
-
-
-def fastest(chain: PlanChain, lengths: Batch, cap_bytes: float, share: float) -> Row | None:
-    """The fastest V of evenload's chunkings that holds no more than the cap."""
-    config: Any = chain.links[0][1]
-    unplanned = StepPlan(lengths, (), chain.limits)
-    stages, best = chain.limits.num_stages, None
-    plain = list(chunkings(unplanned, limits_for(unplanned, config), chain.context, config))
-    small_first = [opened(one, chain.context, config) for one in plain]
-    for plan in (one for one in (*plain, *small_first) if one and len(one.micro_batches) * stages <= LARGEST):
-        game = game_of(plan, chain.context, ranks_of(stages, -1), share)
-        if best and busiest_s(game) >= best["step_s"]:
-            continue
-        lines = lines_of_rounds(plan, [(number,) for number in range(len(plan.micro_batches))])
-        for rule in RULES:
-            for part in CAP_SHARES:
-                rows = by_rule(lines, game, rule, part * cap_bytes)
-                if rows is None:
-                    continue
-                end_s, held_bytes = played(rows, game)
-                if held_bytes <= cap_bytes and (best is None or end_s < best["step_s"]):
-                    best = {"step_s": end_s, "held_bytes": held_bytes, "chunks": len(plan.micro_batches)}
-    return best
-
-
-def busiest_s(game: Game) -> float:
-    """Seconds of the passes of the rank that has most."""
-    parts = [sum(f) + sum(i) + sum(w) for f, i, w in zip(game.forward, game.inputs, game.weights, strict=True)]
-    return max(own + other for own, other in zip(parts, reversed(parts), strict=True))
-
-
-def row_of(label: str, lengths: Batch, stages: int, cap_gib: float) -> Row:
-    chain = chain_of(stages, 1, len(lengths), 2 * TOKENS)
-    cap_bytes = cap_gib * GIB or budget_bytes(chain.limits, chain.context)
-    row: Row = {"lengths": label, "stages": stages, "sequences": len(lengths), "cap_bytes": cap_bytes, "evenload": None}
+def outcome(chain: PlanChain, lengths: Batch) -> Row:
+    """What a chain makes of a batch; its refusal where it has no plan."""
     try:
-        words = {"activation_gib": cap_gib} if cap_gib else {}
-        plan = chain_of(stages, 1, len(lengths), 2 * TOKENS, **words).plan(lengths)
-        outcome = simulate(plan, chain.context, record=False)
-        held_bytes = float(outcome.activation_bytes.max())
-        row["evenload"] = {"step_s": outcome.step_s, "held_bytes": held_bytes, "chunks": len(plan.micro_batches)}
+        plan, simulated, plan_s = planned(chain, lengths)
     except EvenloadError as error:
-        row["refused"] = str(error).splitlines()[0]
-    return row | {name: fastest(chain, lengths, cap_bytes, share) for name, share in SHARES.items()}
+        return {"refused": str(error).splitlines()[0]}
+    held_bytes = float(simulated.activation_bytes.max())
+    figures = {"step_s": simulated.step_s, "held_bytes": held_bytes, "micro_batches": len(plan.micro_batches)}
+    return figures | {"plan_s": plan_s, "bound_s": plan.bound_s}
+
+
+def row_of(label: str, lengths: Batch, devices: int, ranks: int, cap_gib: float) -> Row:
+    words: Row = {"activation_gib": cap_gib} if cap_gib else {}
+    layers = MODELS["llama-70b" if devices == 16 else "llama-13b"]["num_layers"]
+    model = {"num_layers": -(-layers // (2 * devices)) * 2 * devices}
+
+    def chain(**more: bool) -> PlanChain:
+        return chain_of(devices, ranks, len(lengths), 2 * TOKENS, model, **words, **more)
+
+    v = {name: outcome(with_launch(chain(v_shape=True), times), lengths) for name, times in LAUNCHES.items()}
+    row = {"lengths": label, "devices": devices, "ranks": ranks, "sequences": len(lengths), "cap_gib": cap_gib}
+    return {**row, **model, "plain": outcome(chain(), lengths), **v}
 
 
 def benchmark(wikipedia: Path | None, mooncake: Path | None, quick: bool) -> Row:
     bodies = bodies_of(wikipedia, mooncake)
     rows = [
-        row_of(bodies[name][0], batch_of(bodies[name][1], count), stages, cap_gib)
-        for name, stages, count in (ROWS[:1] if quick else ROWS)
+        row_of(bodies[name][0], batch_of(bodies[name][1], count), devices, ranks, cap_gib)
+        for name, devices, ranks, count in (ROWS[:1] if quick else ROWS)
         for cap_gib in (CAPS_GIB[1:2] if quick else CAPS_GIB)
     ]
     return {"predicted": True, "rows": rows}
@@ -223,23 +76,24 @@ def benchmark(wikipedia: Path | None, mooncake: Path | None, quick: bool) -> Row
 
 def table(result: Row) -> Any:
     def shown(row: Row, name: str) -> str:
-        one, own = row[name], row["evenload"]
-        if one is None:
+        one, plain = row[name], row["plain"]
+        if "refused" in one:
             return "none fits"
-        gain = f" ({one['step_s'] / own['step_s'] - 1:+.1%})" if own and one is not own else ""
-        return f"{one['step_s']:.4f} s{gain}, {one['held_bytes'] / 1e9:.0f} GB, {one['chunks']} chunks"
+        gain = f" ({one['step_s'] / plain['step_s'] - 1:+.1%})" if "step_s" in plain and one is not plain else ""
+        about = f"{one['held_bytes'] / 1e9:.0f} GB, {one['micro_batches']} chunks, {seconds(one['plan_s'])}"
+        return f"{one['step_s']:.4f} s{gain}, {about}"
 
     rows = [
         (
             r["lengths"],
-            f"PP {r['stages']}, {r['sequences']}",
-            f"{r['cap_bytes'] / 1e9:.0f}",
-            *(shown(r, name) for name in ("evenload", *SHARES)),
+            f"PP {r['devices']} x DP {r['ranks']}, {r['sequences']}, {r['num_layers']} layers",
+            f"{r['cap_gib']:g} GiB" if r["cap_gib"] else "device",
+            *(shown(r, name) for name in ("plain", *LAUNCHES)),
         )
         for r in result["rows"]
     ]
-    head = ("lengths", "stages, sequences", "cap GB", "evenload", "V, a launch a part", "V, half a launch a part")
-    return grid("Two parts of a stage on each rank (predicted)", head, rows, "H200, TP 8")
+    head = ("lengths", "layout, sequences", "cap", "evenload", "V, half a launch a stage", "V, a whole one")
+    return grid("Two stages on each device (predicted; planning measured)", head, rows, "H200, TP 8")
 
 
 if __name__ == "__main__":

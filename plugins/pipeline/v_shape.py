@@ -188,7 +188,9 @@ class _Play:
         self._kept, self._left, clock = line.kept, line.left, line.clock
         self._orders = [line.numbers[i] for i in forward], [line.numbers[i] for i in backward]
         self._seconds, self._moving = (clock.forward, clock.backward), (clock.up, clock.down)
-        self._weights, self._cap, self._patience = clock.weights, cap_bytes, rule.patience
+        self._weights = clock.weights
+        self._cap = cap_bytes
+        self._patience = rule.patience
         last = self._last = clock.num_stages - 1
         count, devices = len(forward), clock.num_stages // 2
         self._at = [[0] * (last + 1) for _ in KINDS]
@@ -201,7 +203,8 @@ class _Play:
         self._rest_s = line.busy_s
         self._link_free = [{-1: 0.0, 0: 0.0, 1: 0.0} for _ in self._free]
         self._waiting: list[deque[tuple[int, int]]] = [deque() for _ in self._free]
-        self._choices, self._after = [rule.after(B)] * devices, (rule.after(F), rule.after(B))
+        self._after = rule.after(F), rule.after(B)
+        self._choices = [self._after[B]] * devices
         self._ops: list[tuple[int, Op]] = []
         self._events = [(0.0, device) for device in range(devices)]
         self._todo = 2 * count * (last + 1)

@@ -380,10 +380,10 @@ import evenload.training.learning as learning
 import evenload.training.run.variant as variant
 from evenload.core.costs.refit import coefficients, rows_of
 take, with_values = variant.take, learning._with
-def planted(job, planned, step, record):
+def planted(job, planned, step, ending, record):
     truth = coefficients(job.chain.context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     forward_s, backward_s = (rows_of(planned.plan, False) @ truth).T[:, None]
-    return replace(take(job, planned, step, record=record), busy_s=forward_s + backward_s, forward_s=forward_s)
+    return replace(take(job, planned, step, ending, record=record), busy_s=forward_s + backward_s, forward_s=forward_s)
 variant.take = planted
 def own(chain, values):
     rank = int(os.environ["RANK"])

@@ -56,7 +56,7 @@ def test_every_rank_refuses_before_the_first_step(
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     ended = forged_run(case.script, arguments(case, assets, tmp_path), tmp_path / "recipe.yaml")
-    assert ended.code == case.code
+    assert ended.code == case.code, ended.output[-3000:]
     assert "grad_norm" not in ended.output
     # A forge's ranks end with the traceback, where those of a launcher print the message alone.
     assert ended.output.count(f"EvenloadError: {case.message}") == launching.RANKS

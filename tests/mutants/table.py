@@ -737,14 +737,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "quick stages",
     ),
     Mutant(
-        "a device of two stages runs all of one stage before the other",
-        "runtime/stage/executor.py",
-        "orders_of_device(plan, device)[rank] if len(programs) > 1 else ():",
-        "sorted(orders_of_device(plan, device)[rank], key=lambda one: one[1].kind) if len(programs) > 1 else ():",
-        "v runs",
-    ),
-    Mutant(
-        "the stages at the turn of a V hand over what another micro-batch gave",
+        "the stages at the turn of a V hand over a thousandth more",
         "runtime/stage/stage_links.py",
         "return self._inside[op.kind].pop(op.micro_batch).view_as(like)",
         "return self._inside[op.kind].pop(op.micro_batch).view_as(like) * 1.001",
