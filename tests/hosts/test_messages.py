@@ -77,7 +77,7 @@ def test_a_rank_without_evenload_is_named_and_not_waited_for(
     assert "where one launcher starts all nodes, let it carry PYTHONPATH and PYTHON_EVENLOAD" in ended.output
 
 
-@pytest.mark.parametrize("case", [ROUTER, LOOP, NO_STEP], ids=lambda case: f"{case.script} {case.model}")
+@pytest.mark.parametrize("case", [LOOP, NO_STEP], ids=lambda case: f"{case.script} {case.model}")
 def test_the_command_says_it_once_and_in_its_last_line(case: Case, assets: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     words = arguments(case, assets, tmp_path)
