@@ -23,7 +23,7 @@ from ..core.errors import EvenloadError
 from ..core.input.format import to_json
 from ..core.recipe.carried import VARIABLE, carried
 from ..core.recipe.recipe import Recipe
-from ..core.recipe.rules import refuse_adapters_in_loops
+from ..core.recipe.rules import refuse_in_loops
 from ..training.hosts import require
 
 STARTUP = Path(__file__).parent / "startup"
@@ -34,7 +34,7 @@ def variables(recipe: Recipe, python_path: str = "") -> dict[str, str]:
 
     Raises EvenloadError where the recipe's trainer is missing, or it trains adapters, which no loop of others does.
     """
-    refuse_adapters_in_loops(recipe)
+    refuse_in_loops(recipe)
     require(recipe.trainer)
     path = os.pathsep.join([str(STARTUP), *filter(None, [python_path])])
     return {"PYTHONPATH": path, VARIABLE: carried(recipe)}

@@ -110,6 +110,8 @@ class Plugin:
     """Baselines of which that is known before they plan: one that could not win is not planned."""
     costly: Mapping[str, Sizes] = field(default_factory=dict)
     """Baselines that take much longer to plan than ``plan`` itself, and up to which size they are planned."""
+    row_baselines: frozenset[str] = frozenset()
+    """Baselines that are made for padded rows (`Limits.padded`): tried there alone, and there no other one is."""
     breaks: Callable[[StepPlan, Any], str] | None = None
     """``breaks(plan, config)`` says which setting of the section a baseline's plan does not keep; empty: it keeps all.
 

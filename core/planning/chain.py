@@ -31,7 +31,7 @@ from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
 from ..plan.step_plan import NO_GROUPS, Lengths, StepPlan
 from ..recipe.recipe import Recipe
-from ..recipe.rules import refuse_adapters_in_loops
+from ..recipe.rules import refuse_in_loops
 from ..recipe.traits import TrainerTraits
 from ..registry import Plugin, PluginConfig, Prunable
 from ..simulate.v_shape import merged
@@ -96,7 +96,7 @@ class PlanChain:
         rank; else the loop runs slices, and its ranks share them. ``orders``: in the order of a plan, with replays and
         over pipeline stages. Raises EvenloadError.
         """
-        refuse_adapters_in_loops(recipe)
+        refuse_in_loops(recipe)
         refuse_first(
             (
                 recipe.sharded_experts,
@@ -396,6 +396,9 @@ class PlanChain:
         largest = {name: sizes for plugin, _ in self.links for name, sizes in plugin.costly.items()}
         of_layers = {name for plugin, _ in self.of_layers for name in plugin.baselines}
         names = [name for name in self.baseline_names if name not in of_layers]
+        if purpose == "tried":
+            of_rows = {name for plugin, _ in self.links for name in plugin.row_baselines}
+            names = [name for name in names if self.offer(name) is None or (name in of_rows) == self.caps.padded]
         return tuple(n for n in names if n not in largest or size <= getattr(largest[n], purpose))
 
     @property

@@ -227,8 +227,9 @@ def _rules_of_adapters(recipe: Any) -> list[Rule]:
     ]
 
 
-def refuse_adapters_in_loops(recipe: Any) -> None:
-    """Raise EvenloadError where a training loop that is not ours is to train adapters of tenants."""
+def refuse_in_loops(recipe: Any) -> None:
+    """Raise EvenloadError where a training loop that is not ours is to train adapters of tenants, or a model that only
+    ours lays out."""
     name = _adapting(recipe)
     refuse_first(
         (
@@ -237,7 +238,13 @@ def refuse_adapters_in_loops(recipe: Any) -> None:
             "optimizer",
             f"plugins.{name}.enabled true",
             f"train tenants with `evenload train`, or set plugins.{name}.enabled=false",
-        )
+        ),
+        (
+            recipe.v_shape,
+            "two stages on each device are laid out by `evenload train` alone, and in no training loop of your own",
+            "plugins.pipeline.v_shape true",
+            "set plugins.pipeline.v_shape=false, or train the recipe with `evenload train`",
+        ),
     )
 
 

@@ -25,6 +25,7 @@ register(
         # What `in_order` packs more evenly is tried in small batches alone.
         costly={"karmarkar_karp": Sizes(shown=1 << 22, tried=1 << 17), "dp_balanced": Sizes(1 << 40, 1 << 14)},
         keeps=baselines.KEEPS,
+        row_baselines=baselines.ROW_BASELINES,
         branches=settings.branches,
         breaks=settings.breaks,
         # One core of a 2.5 GHz Xeon: 17 ms for 512 sequences on 64 ranks, 1.4 s for 65,536 on 1,024, 5 s for a million

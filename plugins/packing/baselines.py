@@ -123,6 +123,8 @@ def _in_rows(of_rows: Callable[[StepPlan, PlanningContext, Limits], StepPlan]) -
     return lambda incoming, context, config: of_rows(incoming, context, _holding_longest(incoming, config))
 
 
+_OF_ROWS = {"group_by_length": group_by_length, "token_budget": token_budget}
+ROW_BASELINES = frozenset(_OF_ROWS)
 BASELINES: dict[str, Baseline] = {
     "whole": _padding(whole),
     "chunks": _padding(chunks),
@@ -130,8 +132,7 @@ BASELINES: dict[str, Baseline] = {
     "dp_balanced": _padding(dp_balanced),
     "best_fit": _padding(best_fit),
     "karmarkar_karp": _padding(differencing),
-    "group_by_length": _in_rows(group_by_length),
-    "token_budget": _in_rows(token_budget),
+    **{name: _in_rows(of_rows) for name, of_rows in _OF_ROWS.items()},
 }
 KEEPS: dict[str, Keeps] = {name: "on one rank" if name == "chunks" else "whole" for name in BASELINES}
 

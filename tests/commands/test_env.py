@@ -18,7 +18,7 @@ from evenload.commands.env import STARTUP, variables, variables_as
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.carried import VARIABLE, carried
 from evenload.core.recipe.recipe import Recipe, shipped
-from evenload.core.recipe.rules import refuse_adapters_in_loops
+from evenload.core.recipe.rules import refuse_in_loops
 from evenload.integrations.unmodified.roll_call import _how_to_carry
 
 RECIPE = load_recipe("deepspeed")
@@ -54,7 +54,7 @@ def recipes_of_loops() -> list[Recipe]:
     for path in shipped().values():
         try:
             recipe = load_recipe(path)
-            refuse_adapters_in_loops(recipe)
+            refuse_in_loops(recipe)
             chosen.append(recipe)
         except EvenloadError:
             continue
@@ -70,6 +70,12 @@ def test_every_recipe_arrives_as_it_was() -> None:
         content = content_of(carried(recipe))
         assert recipe_in(content).model_dump() == recipe.model_dump()
         assert content["before"]
+
+
+def test_a_setting_without_effect_in_loops_is_refused() -> None:
+    recipe = load_recipe("pipeline", ["plugins.pipeline.v_shape=true"])
+    with pytest.raises(EvenloadError, match="two stages on each device are laid out by `evenload train` alone"):
+        variables(recipe)
 
 
 def test_no_shell_takes_its_letters_for_its_own() -> None:

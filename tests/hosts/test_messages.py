@@ -62,6 +62,19 @@ def test_every_rank_refuses_before_the_first_step(
     assert case.do in ended.output
 
 
+def test_a_script_that_nothing_is_exact_for_stays_as_it_is_and_says_so(
+    forged_run: Callable[..., Any], assets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = arguments(ROUTER, assets, tmp_path)
+    stock, ended = (forged_run(ROUTER.script, words, recipe) for recipe in (None, tmp_path / "recipe.yaml"))
+    assert (stock.code, ended.code) == (0, 0), ended.output[-3000:]
+    assert ROUTER.message in ended.output
+    assert ROUTER.do in ended.output
+    figures = [[line for line in run.output.splitlines() if "grad_norm" in line] for run in (stock, ended)]
+    assert figures[0] == figures[1] != []
+
+
 @pytest.mark.parametrize("script", ["trainer_script.py", "accelerate_script.py"])
 def test_a_rank_without_evenload_is_named_and_not_waited_for(
     script: str, forged_run: Callable[..., Any], assets: Path, tmp_path: Path
