@@ -29,6 +29,7 @@ def test_every_planner_is_measured_on_the_same_batches(tmp_path: Path, source: s
     assert result == json.loads((tmp_path / "planner.json").read_text())
     assert result["lengths"] == source
     names = ["evenload", "padded", "whole", "chunks", "in_order", "dp_balanced", "best_fit", "karmarkar_karp"]
+    names += ["group_by_length", "token_budget"]
     assert [(r["sequences"], r["planner"]) for r in result["rows"]] == [(k, n) for k in (64, 32) for n in names]
     for size in (64, 32):
         rows = {r["planner"]: r for r in result["rows"] if r["sequences"] == size}
