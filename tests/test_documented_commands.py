@@ -71,7 +71,7 @@ DOCUMENTED = sorted(
 SYNOPSES = [c for c in DOCUMENTED if re.search(r"\bRECIPE\b|\||\[", c)]
 ASKED = [c.partition("-m ")[2] if c.startswith("torchrun") else c for c in DOCUMENTED if c not in SYNOPSES]
 ASKED = sorted({c for c in ASKED if c.startswith("evenload ")})
-PLANS = [c for c in ASKED if c.startswith("evenload plan")]
+PLANS = [c for c in ASKED if c.startswith(("evenload plan", "evenload env"))]
 READS = [c for c in ASKED if c.startswith("evenload lora")]
 TRAINS = [c for c in ASKED if c not in (*PLANS, *READS)]
 

@@ -56,15 +56,15 @@ def rounds_s(costs: list[float], ranks: int) -> float:
 def best_s(rows: SortedRows, ranks: int) -> float:
     """The least of all ways to cut the sorted rows into micro-batches under the cap."""
 
-    def ways(first: int) -> Iterator[list[int]]:
+    def cuts(first: int) -> Iterator[list[int]]:
         count = len(rows.tokens)
         if first == count:
             yield [count]
             return
         for stop in range(first + 1, first + int(rows.most[first]) + 1):
-            yield from ([first, *rest] for rest in ways(stop))
+            yield from ([first, *rest] for rest in cuts(stop))
 
-    return min(rounds_s([rows.cost(a, b) for a, b in pairwise(stops)], ranks) for stops in ways(0))
+    return min(rounds_s([rows.cost(a, b) for a, b in pairwise(stops)], ranks) for stops in cuts(0))
 
 
 def cost_of(rows: SortedRows, lengths: list[int]) -> float:
