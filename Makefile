@@ -52,7 +52,7 @@ check: lint types contracts
 
 # Tests of any plan, any lengths, any schedule, on inputs that no run has seen.
 explore: $(READY)
-	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile=explore -q
+	$(PYTEST) -m "(hypothesis or drawn) and not gpu" --hypothesis-profile=explore -q
 
 # Faults planted in copies of the code; each has a command that must notice it.
 mutants: $(READY)
