@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -196,6 +197,8 @@ def open_trainer(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[J
     """Open the trainer on the ranks of a world; another one may follow when it is closed. Collective."""
     with watchdog.working("opening the data"):
         ready = preflight(recipe, world.size)
+        for source in filter(None, (ready.source, ready.held_out)):  # plans agree where lengths do
+            agree(hashlib.blake2b(source.fingerprint.encode(), digest_size=16).digest(), f"samples of {source.name}", 0)
     with host_until_end(ready.recipe, world, watchdog) as host:
         yield Job(ready.recipe, world, host, ready.chain, watchdog, ready.source, ready.held_out)
 

@@ -560,3 +560,23 @@ def test_a_log_that_cannot_be_opened_is_refused(place: Path, forged: Forged) -> 
     done = forged(place, "train", "megatron.yaml", "log.jsonl=taken")
     assert done.returncode == 2, done.stderr[-2000:]
     assert "log.jsonl cannot be written" in done.stderr
+
+
+ELSEWHERE = """
+import os
+if os.environ.get("RANK") == "1":
+    os.chdir("elsewhere")
+"""
+
+
+def test_ranks_that_would_read_other_samples_of_the_same_lengths_train_nothing(place: Path, forged: Forged) -> None:
+    (place / "elsewhere").mkdir()
+    shutil.copy(place / "megatron.yaml", place / "elsewhere")
+    for folder, letters in ((place, "ab"), (place / "elsewhere", "cd")):
+        rows = [json.dumps({"text": letters * (20 + number)}) for number in range(60)]
+        (folder / "corpus.jsonl").write_text("\n".join(rows) + "\n")
+    words = ("train", "megatron.yaml", "data.source=corpus.jsonl", "log.jsonl=log.jsonl")
+    done = forged(place, *words, planted=ELSEWHERE)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "the ranks hold different samples of corpus.jsonl" in done.stderr
+    assert not (place / "log.jsonl").exists()

@@ -53,6 +53,7 @@ _TRAINER_STEP = "integrations/transformers/trainer.py"
 _SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
 
 KILLERS: dict[str, Words] = {
+    "data of ranks": ("pytest", "tests/commands/test_train.py", "-k", "other_samples"),
     "quick overlap": _quick("megatron, overlapped reduction"),
     "quick tensor parallel": _quick("megatron, tensor parallel"),
     "quick stages": _quick("megatron, stages, recompute"),
@@ -2643,5 +2644,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "    dist.all_reduce(totals)\n",
         "    for part in (totals, totals[:1])[:: 1 - 2 * (dist.get_rank() % 2)]:\n        dist.all_reduce(part)\n",
         "a GPU's slices",
+    ),
+    Mutant(
+        "ranks compare of data how long it is",
+        "training/job.py",
+        "hashlib.blake2b(source.fingerprint.encode(), digest_size=16)",
+        "hashlib.blake2b(source.lengths.tobytes(), digest_size=16)",
+        "data of ranks",
     ),
 )

@@ -119,3 +119,21 @@ def test_jobs_that_fail_end_with_one_message_and_lose_nothing(tmp_path: Path) ->
     rows = json.loads(done.stdout)["cases"]
     assert len(rows) == 7
     assert [row for row in rows if row["faults"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_whose_second_host_is_lost_says_so_and_goes_on_with_the_first(tmp_path: Path) -> None:
+    sys.path.append(str(BENCHMARKS / "faults" / "hosts"))
+    from wire import is_possible
+
+    if not is_possible():
+        pytest.skip("network namespaces and TUN devices need root on Linux")
+    command = [sys.executable, str(BENCHMARKS / "faults" / "two_hosts.py"), "--only", "for good", "--json"]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["cases"]
+    assert [row["case"] for row in rows] == ["nothing", "the second host loses power for good"]
+    assert [row["faults"] for row in rows] == [[], []]
+    assert "rank 1 of 2 (node-1) is gone" in rows[1]["messages"][0]

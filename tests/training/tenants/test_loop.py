@@ -295,6 +295,22 @@ def test_those_whose_data_change_under_them_fail_alone(place: Place, whole: Plac
     place.same_as(whole, "core", 5)
 
 
+def test_a_tenant_of_whom_ranks_read_other_samples_is_refused_alone(place: Place) -> None:
+    rows = [json.dumps({"text": "ab" * (20 + number)}) for number in range(60)]
+    (place.path / "corpus.jsonl").write_text("\n".join(rows) + "\n")
+    place.put(acme=ACME, torn={**ACME, "data": {"source": str(place.path / "corpus.jsonl"), "max_length": 192}})
+    elsewhere = (
+        "\nfrom evenload.data.sources import Source\n"
+        "own = Source.fingerprint.fget\n"
+        "torn = lambda self: own(self) + os.environ['RANK'] * ('corpus' in self.name)\n"
+        "Source.fingerprint = property(torn)\n"
+        "def happens(self, step): pass\n"
+    )
+    result = place.trained("parallel.dp=2", happens=elsewhere, ranks=2)
+    assert states(result) == {"acme": ("done", 6)}
+    assert "ranks read different samples for this tenant" in result["refused"]["torn"]
+
+
 def test_who_does_not_fit_waits_in_order(place: Place, whole: Place) -> None:
     """Room for acme, 26,880 weights with gradients and moments; not for bolt's 10,752 beside it; core stands behind."""
     place.put(**ALL, huge={**CORE, "adapter": {"r": 64}})

@@ -17,7 +17,7 @@ from ....core.input.format import mib
 from ....core.recipe.tenant import Tenant, parse_tenant
 from ....integrations.huggingface.folders.adapters import refuse_other_base
 from ....runtime.adapters.places import AdapterState
-from ....runtime.world.agreement import all_or_none, from_first
+from ....runtime.world.agreement import all_or_none, everyone, from_first
 from ...job import logger
 from ...shared_plan.trials import Sweep, refuse_late_rung, sweep_of
 from ..arrivals.folder import Came, Folder, News
@@ -235,6 +235,7 @@ class Members:
         number = self.next_number if row is None else row["number"]
         with self._job.watchdog.working(f"opening the data of tenant {entrant.name}"):
             opened = all_or_none(lambda: _tried(lambda: self._opened(entrant, number, row)))
+        _refuse_other_data(opened[0])
         self._refuse_too_large(opened[0])
         self.next_number = max(self.next_number, number + 1)
         return opened
@@ -272,6 +273,14 @@ class Members:
         taken = sum(adapters.bytes_of(one.adapter) for one in (tenant, *admitted))
         most = float(self._job.gather(taken).max())
         return max(0.0, most - free_bytes(self._job.chain, longest))
+
+
+def _refuse_other_data(tenant: ActiveTenant) -> None:
+    """Raise EvenloadError for a tenant whose ranks have read different samples. Collective."""
+    versions = len(set(everyone((tenant.data, tenant.scored))))
+    if versions > 1:
+        do = "put the same files in the same place on every host"
+        raise EvenloadError("ranks read different samples for this tenant", f"{versions} versions of its data", do)
 
 
 def entrants_of(file: str, config: Tenant, digest: str, sweep: Sweep | None) -> list[Entrant]:
