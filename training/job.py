@@ -160,6 +160,10 @@ class Job(VerbJob):
 def open_host(recipe: Recipe, world: World) -> Host:
     """The trainer, its model built and sharded. Collective."""
     with working("building the model"):
+        if recipe.model.weights is not None:  # replicas and shards of one model come from every host's own files
+            from ..integrations.huggingface.folders.reading import WeightFolder  # safetensors is an extra
+
+            agree(WeightFolder.open(recipe.model.weights).fingerprint(), "weights in model.weights", 0)
         return integration(recipe.trainer).open_host(recipe, world)  # type: ignore[no-any-return]
 
 

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from evenload.training.checkpoint.checkpoints import newest_whole
 from evenload.training.checkpoint.manifest import read as load_manifest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -579,4 +581,31 @@ def test_ranks_that_would_read_other_samples_of_the_same_lengths_train_nothing(p
     done = forged(place, *words, planted=ELSEWHERE)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "the ranks hold different samples of corpus.jsonl" in done.stderr
+    assert not (place / "log.jsonl").exists()
+
+
+OTHER_WEIGHTS = """
+import os
+from pathlib import Path
+from evenload.integrations.huggingface.folders.reading import WeightFolder
+if os.environ.get("RANK") == "1":
+    opened = WeightFolder.open.__func__
+    WeightFolder.open = classmethod(lambda cls, path: opened(cls, path.with_name("elsewhere")))
+"""
+
+
+def test_ranks_that_would_start_from_other_weights_train_nothing(place: Path, forged: Forged) -> None:
+    """Their plans and shapes are equal."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    for name, seed in (("here", 1), ("elsewhere", 2)):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(LlamaConfig(vocab_size=256, tie_word_embeddings=False, **sizes)).save_pretrained(place / name)
+    (place / "start.yaml").write_text(
+        f"trainer: megatron\nmodel: {{weights: {place}/here}}\nparallel: {{dp: 2}}\n"
+        "train: {steps: 1, global_batch_size: 4}\ndata: {source: python-stdlib, max_length: 256}\n"
+        "plugins: {packing: {enabled: true, max_tokens: 512}}\n"
+    )
+    done = forged(place, "train", "start.yaml", "log.jsonl=log.jsonl", planted=OTHER_WEIGHTS)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "the ranks hold different weights in model.weights" in done.stderr, done.stderr[-2000:]
     assert not (place / "log.jsonl").exists()

@@ -53,7 +53,7 @@ _TRAINER_STEP = "integrations/transformers/trainer.py"
 _SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
 
 KILLERS: dict[str, Words] = {
-    "data of ranks": ("pytest", "tests/commands/test_train.py", "-k", "other_samples"),
+    "data of ranks": ("pytest", "tests/commands/test_train.py", "-k", "other_samples or other_weights"),
     "quick overlap": _quick("megatron, overlapped reduction"),
     "quick tensor parallel": _quick("megatron, tensor parallel"),
     "quick stages": _quick("megatron, stages, recompute"),
@@ -2650,6 +2650,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "training/job.py",
         "hashlib.blake2b(source.fingerprint.encode(), digest_size=16)",
         "hashlib.blake2b(source.lengths.tobytes(), digest_size=16)",
+        "data of ranks",
+    ),
+    Mutant(
+        "a folder of weights is known by its names",
+        "integrations/huggingface/folders/reading.py",
+        "                    digest.update(opened.read(_BLOCK_BYTES))\n",
+        "                    opened.read(_BLOCK_BYTES)\n",
         "data of ranks",
     ),
 )

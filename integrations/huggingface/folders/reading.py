@@ -9,6 +9,8 @@ takes what it returns and one piece.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -26,6 +28,8 @@ from ....runtime.files import disk_is_full
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_BLOCKS, _BLOCK_BYTES = 16, 4096
+"""Of each file that a fingerprint reads."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAPPED_BYTES = 1 << 24
 """Of a file that is mapped at once, or one row."""
@@ -115,6 +119,20 @@ class WeightFolder:
             with failures_of_file(file), safe_open(self.path / file, framework="pt") as opened:
                 out[start - first : piece.stop - first] = opened.get_slice(name)[(piece, *cut)]
         return out
+
+    def fingerprint(self) -> bytes:
+        """16 bytes, equal for equal folders: a hash of names, shapes and dtypes and of `_BLOCKS` pieces of each file.
+
+        Raises EvenloadError where a file cannot be read.
+        """
+        digest = hashlib.blake2b(repr(sorted(self._entries.items())).encode(), digest_size=16)
+        for file in sorted({entry.file for entry in self._entries.values()}):
+            with failures_of_file(file), (self.path / file).open("rb") as opened:
+                size = opened.seek(0, os.SEEK_END)
+                for block in range(_BLOCKS):
+                    opened.seek(size * block // _BLOCKS)
+                    digest.update(opened.read(_BLOCK_BYTES))
+        return digest.digest()
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
