@@ -211,6 +211,7 @@ KILLERS: dict[str, Words] = {
     "a GPU's host memory": ("pytest", "tests/rehearsal/test_exact.py", "-k", "marked and stage"),
     "gains": ("pytest", "tests/core/planning/test_gains.py"),
     "groups": ("pytest", "tests/plugins/packing/test_groups.py"),
+    "levelled": ("pytest", "tests/plugins/mesh/candidates/test_levelled.py"),
     "groups of data": ("pytest", "tests/training/test_groups.py", "tests/data/rows/test_groups.py"),
     "busy costs": ("pytest", "tests/core/costs/test_busy.py"),
     "planned loops": ("pytest", "tests/integrations/test_planned_loop.py"),
@@ -2504,6 +2505,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "place = number if limits.groups_in_micro_batch else m.ranks",
         "place = number if limits.groups_in_micro_batch else 0",
         "groups",
+    ),
+    Mutant(
+        "sequences dealt anew fill a micro-batch over its cap",
+        "plugins/mesh/candidates/levelled.py",
+        "after[(shift > room[into])",
+        "after[(shift > 2 * room[into] + 9999)",
+        "levelled",
+    ),
+    Mutant(
+        "sequences are dealt onto ranks as if nothing shared were there",
+        "plugins/mesh/candidates/levelled.py",
+        "loads = (outcome.busy_s + outcome.exposed_s)[0]",
+        "loads = 0.5 * (outcome.busy_s + outcome.exposed_s)[0][::-1]",
+        "levelled",
     ),
     Mutant(
         "a step is planned without the groups that its rows name, which splits them",
