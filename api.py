@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,6 @@ def plan(
     layout = recipe.layout(world_size)
     if not recipe.adapts:
         refuse_idle_ranks(recipe.train, layout.dp)
-    chain = PlanChain.of_recipe(recipe, layout)
-    if groups is not None:
-        chain = replace(chain, groups=as_lengths(groups))
+    chain = PlanChain.of_recipe(recipe, layout).of_groups(groups)
     refuse_endless(batch, chain.largest_slice)
     return chain.plan(as_lengths(batch), None if tenants is None else as_lengths(tenants))

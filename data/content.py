@@ -1,8 +1,8 @@
 """Whether data are what they were: when a run goes on, and while it runs.
 
-A fingerprint is ``LENGTHS-CONTENT``: a hash of all lengths and numbers of targets, and one of the tokens and labels of
-some samples, the same ones for the same number of samples. Data of up to `SAMPLES` short samples are compared whole; of
-larger ones an exchange of every k-th sample is noticed with a probability of 1 - (1 - 1/k)^256.
+A fingerprint is ``LENGTHS-CONTENT``: a hash of all lengths, numbers of targets and groups, and one of the tokens and
+labels of some samples, the same ones for the same number of samples. Data of up to `SAMPLES` short samples are compared
+whole; of larger ones an exchange of every k-th sample is noticed with a probability of 1 - (1 - 1/k)^256.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def fingerprint(documents: Documents, cut: Cut) -> str:
     lengths = hashlib.blake2b(cut.length.astype("<i8").tobytes(), digest_size=8)
     if cut.targets is not None:
         lengths.update(cut.targets.astype("<i8").tobytes())
+    if documents.groups is not None:
+        lengths.update(documents.groups[cut.document].astype("<i8").tobytes())
     content = hashlib.blake2b(digest_size=8)
     for document, samples in _chosen(documents, cut).items():
         start, stop = cut.start[samples], cut.start[samples] + cut.length[samples]

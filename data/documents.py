@@ -33,6 +33,10 @@ class Documents(Protocol):
     """Every token id is below it; None where only reading all tokens would tell (`scan_vocab_size` does that)."""
     spans: TargetSpans | None = None
     """Which tokens are targets; None: all are."""
+    keys: NDArray[np.int64] | None = None
+    """[num_documents] the row that each is of; None: every row is one document, in order."""
+    groups: NDArray[np.int64] | None = None
+    """[num_documents] those of one number stay together; None: each is by itself."""
     files: Sequence[Path] = ()
     """That are read as long as the data are in use; none of a built-in set."""
 

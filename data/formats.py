@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from ..core.errors import SHOWN, EvenloadError, shorten, shown
 from ..core.input import reading
 from . import stdlib
@@ -18,9 +20,10 @@ from .documents import Documents
 from .jsonl import JsonlDocuments
 from .rows.chats import ChatEncoder
 from .rows.documents import RowDocuments
+from .rows.groups import group_numbers, no_group
 from .rows.kinds import Encoder, LabelEncoder, RowForm, row_form
 from .rows.prompts import PromptEncoder
-from .rows.readers import ArrowRows, JsonlRows, column_kinds, first_kinds
+from .rows.readers import ArrowRows, JsonlRows, Rows, column_kinds, first_kinds
 from .tokenizers import EndingTokenizer, Tokenizer
 
 
@@ -33,6 +36,8 @@ class Settings(NamedTuple):
     """Whether texts end with the end of sequence; None: completions do, plain text does not."""
     all_tokens: bool
     """Whether prompts carry loss too."""
+    group: str | None = None
+    """The field whose value says which rows stay together; None: none do."""
 
     @property
     def of_text(self) -> Tokenizer:
@@ -41,7 +46,16 @@ class Settings(NamedTuple):
 
 
 def open_documents(spec: str, settings: Settings) -> Documents:
-    """The documents of a spec. Raises EvenloadError where there are none."""
+    """The documents of a spec. Raises EvenloadError where there are none, or where they are to be in groups and are of
+    no rows."""
+    documents = _documents(spec, settings)
+    if settings.group is not None and documents.groups is None:
+        what, detail = f"the samples of {spec} are no rows that say their group", f"data.group {shown(settings.group)}"
+        raise EvenloadError(what, detail, "give .jsonl, arrow or parquet, or leave data.group out")
+    return documents
+
+
+def _documents(spec: str, settings: Settings) -> Documents:
     if spec == stdlib.NAME and settings.of_text.identity == "bytes":
         return stdlib.StdlibDocuments()
     if spec == stdlib.NAME:
@@ -61,21 +75,33 @@ def open_documents(spec: str, settings: Settings) -> Documents:
 
 
 def _jsonl(path: Path, settings: Settings, name: str | None = None) -> Documents:
-    form = row_form(first_kinds(path), settings.text_key, name or shorten(str(path)))
+    form, rows = row_form(first_kinds(path), settings.text_key, name or shorten(str(path))), JsonlRows(path, name)
     if form.kind == "plain":
-        return JsonlDocuments(path, settings.of_text, form.field, name)
-    return RowDocuments(JsonlRows(path, name), _encoder(form, settings))
+        return _grouped(JsonlDocuments(path, settings.of_text, form.field, name), rows, settings.group)
+    return _grouped(RowDocuments(rows, _encoder(form, settings)), rows, settings.group)
+
+
+def _grouped(documents: Documents, rows: Rows, field: str | None) -> Documents:
+    if field is not None:
+        keys, numbers = group_numbers(rows, field)
+        documents.groups = numbers if documents.keys is None else numbers[np.searchsorted(keys, documents.keys)]
+    return documents
 
 
 def _tables(spec: str, files: list[Path], settings: Settings) -> Documents:
-    form = row_form(column_kinds(files[0]), settings.text_key, str(files[0]))
+    columns, field = column_kinds(files[0]), settings.group
+    form = row_form(columns, settings.text_key, str(files[0]))
+    if field is not None and field not in columns:
+        raise no_group(str(files[0]), field, columns)
     encoder = None if form.kind == "plain" else _encoder(form, settings)
     names = encoder.fields if encoder else (form.field,)
     if files[0].suffix == ".parquet":
-        files = [parquet_as_arrow(files, names)]
+        files = [parquet_as_arrow(files, (*names, *([field] if field else ())))]
     if encoder is None:
-        return ArrowDocuments(spec, files, settings.of_text, form.field)
-    return RowDocuments(ArrowRows(spec, files, names), encoder)
+        documents: Documents = ArrowDocuments(spec, files, settings.of_text, form.field)
+    else:
+        documents = RowDocuments(ArrowRows(spec, files, names), encoder)
+    return _grouped(documents, ArrowRows(spec, files, (field,)), field) if field else documents
 
 
 def _encoder(form: RowForm, settings: Settings) -> Encoder:

@@ -46,8 +46,11 @@ class Source:
         """[num_samples] tokens of each sample; read-only."""
         self.targets = cut.targets
         """[num_samples] targets of each sample, read-only; None where every token but a sample's first is one."""
+        numbers = documents.groups
+        self.groups = None if numbers is None else np.unique(numbers[cut.document], return_inverse=True)[1]
+        """[num_samples] group of each sample, 0 .. num_groups-1, read-only; None where each is by itself."""
         self._watch = Watch(self.name, documents.files, lambda: fingerprint(documents, cut))
-        for column in (self.lengths, self.targets):
+        for column in (self.lengths, self.targets, self.groups):
             if column is not None:
                 column.setflags(write=False)
 
@@ -101,6 +104,7 @@ class Source:
             "targets": int((self.lengths - 1 if self.targets is None else self.targets).sum()),
             "without_target": int((self.lengths < 2 if self.targets is None else self.targets == 0).sum()),
             "longest": int(self.lengths.max()),
+            **({} if self.groups is None else {"groups": int(self.groups.max()) + 1}),
             **self._cut.counts,
             "tokens_left_out": self._cut.tokens_left_out,
             "fingerprint": self.fingerprint,
@@ -123,21 +127,22 @@ def open_source(
     vocab_size: int | None = None,
     append_eos: bool | None = None,
     loss_on: LossOn = "completion",
+    group: str | None = None,
 ) -> Source:
     """Open the data that ``spec`` names (see the table above).
 
     ``max_length`` tokens a sample (None: no limit), ``min_length`` likewise (2: one token and its target); see `cut`
     for ``long_samples``. ``tokenizer`` is ``bytes``, a tokenizer.json or a folder, for text. ``text_key`` names the
     field or column; by default the kind of row tells. ``append_eos`` puts the tokenizer's end of sequence behind texts
-    (None: behind completions alone). ``loss_on`` says which tokens of prompts and chats are targets. ``vocab_size`` is
-    the model's: data known to exceed it is refused here, any other token that does when it is read. Without it a
-    tokenizer says which ids are possible.
+    (None: behind completions alone). ``loss_on`` says which tokens of prompts and chats are targets. ``group`` names a
+    field: samples of one value stay together. ``vocab_size`` is the model's: data known to exceed it is refused here,
+    any other token that does when it is read. Without it a tokenizer says which ids are possible.
 
     Raises `EvenloadError` when there is no such data, when it is empty or damaged, or when settings contradict.
     """
     check_cut(max_length, long_samples, min_length)
     words = open_tokenizer(tokenizer)
-    documents = open_documents(spec, Settings(words, text_key, append_eos, loss_on == "all"))
+    documents = open_documents(spec, Settings(words, text_key, append_eos, loss_on == "all", group))
     limit = vocab_size if vocab_size is not None or tokenizer == "bytes" else words.vocab_size
     if limit is not None and documents.vocab_size is not None and documents.vocab_size > limit:
         detail = f"ids up to {documents.vocab_size - 1}, vocabulary of {limit}"

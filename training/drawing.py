@@ -9,12 +9,15 @@ batches. A state with waiting samples that is resumed without the plugin runs th
 
 A sample without one token that carries loss changes no sum: it is drawn in its turn, left out and counted. Where a
 batch has no other the draw is empty, which the planner refuses when its step comes.
+
+Where samples are in groups, the order is one of groups, and a batch takes whole ones (`WholeGroups`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +29,7 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
 from ..core.recipe.recipe import Recipe
 from ..data.samples.order import BatchSize, SampleOrder
+from ..data.samples.whole_groups import WholeGroups
 from ..data.sources import Source
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -54,10 +58,12 @@ class Drawing:
         waiting: Waiting | None = None,
         *,
         targets: NDArray[np.int64] | None = None,
+        groups: NDArray[np.int64] | None = None,
     ) -> None:
         self._order = order
         self._lengths = lengths
-        self._size = size
+        self._groups = groups
+        self._take = partial(size.take, lengths=lengths) if groups is None else WholeGroups(groups, lengths, size).take
         self._situation = chain.context
         self._targets = targets
         asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
@@ -74,13 +80,14 @@ class Drawing:
         *,
         seed: int = 0,
         targets: NDArray[np.int64] | None = None,
+        groups: NDArray[np.int64] | None = None,
     ) -> Drawing:
         """Go on where `Draw.state` was taken; None: begin, in the order of the seed. Raises EvenloadError for a state
         that is damaged or of other data."""
-        if state is None:
-            return cls(SampleOrder(len(lengths), seed), lengths, size, chain, targets=targets)
-        waiting = _read(state["waiting"], len(lengths)) if "waiting" in state else None
-        return cls(SampleOrder.from_state(state, len(lengths)), lengths, size, chain, waiting, targets=targets)
+        count = len(lengths) if groups is None else int(groups.max()) + 1
+        waiting = _read(state["waiting"], len(lengths)) if state and "waiting" in state else None
+        order = SampleOrder(count, seed) if state is None else SampleOrder.from_state(state, count)
+        return cls(order, lengths, size, chain, waiting, targets=targets, groups=groups)
 
     @property
     def num_ranks(self) -> int | None:
@@ -88,7 +95,7 @@ class Drawing:
         return self._waiting.num_ranks if self._rules else None
 
     def __call__(self) -> Draw:
-        drawn, self._order = self._size.take(self._order, self._lengths)
+        drawn, self._order = self._take(self._order)
         num_drawn = len(drawn)
         if self._targets is not None:
             drawn = drawn[self._targets[drawn] > 0]
@@ -99,7 +106,9 @@ class Drawing:
         self._waiting = self._waiting._replace(samples=samples[~runs], steps=waited[~runs] + 1)
         delay_steps = float(np.average(waited[runs], weights=lengths[runs])) if runs.any() else 0.0
         targets = None if self._targets is None else self._targets[samples[runs]]
-        return Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, num_drawn - len(drawn))
+        groups = None if self._groups is None else self._groups[samples[runs]]
+        left_out = num_drawn - len(drawn)
+        return Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, left_out, groups=groups)
 
     def _held_back(self, lengths: NDArray[np.int64], waited: NDArray[np.int64]) -> NDArray[np.bool_]:
         waits = np.zeros(len(lengths), dtype=np.bool_)

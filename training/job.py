@@ -131,8 +131,8 @@ class Job(VerbJob):
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
         lengths, size = self.source.lengths, batch_size(self.recipe)
-        seed, targets = self.recipe.train.seed, self.source.targets
-        return Drawing.resume(state, lengths, size, self.chain, seed=seed, targets=targets)
+        of_source: Any = {"targets": self.source.targets, "groups": self.source.groups}
+        return Drawing.resume(state, lengths, size, self.chain, seed=self.recipe.train.seed, **of_source)
 
     def say_unused(self, verb: str) -> None:
         """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""

@@ -23,9 +23,10 @@ from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
 from ..core.recipe.sections import Data
 from ..core.recipe.traits import trainer_called
+from ..data.samples.whole_groups import WholeGroups
 from ..data.sources import Source, open_source
 from ..data.tokenizers import holds_tokenizer, open_tokenizer
-from .drawing import batch_size, draws_of, refuse_short_data
+from .drawing import batch_size, draws_of, refuse_short_data, scorable
 from .files import refuse_path
 from .hosts import require_for_folders, require_own_loop
 
@@ -50,7 +51,8 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     refuse_idle_ranks(recipe.train, layout.dp)
     source = open_samples(recipe.data, recipe.data.source, recipe.model.weights)
     validation = recipe.data.validation
-    held_out = open_samples(recipe.data, validation.source, recipe.model.weights) if validation else None
+    scored = recipe.data.model_copy(update={"group": None})
+    held_out = open_samples(scored, validation.source, recipe.model.weights) if validation else None
     more = ", or data.max_length so that long samples are split"
     refuse_short_data(recipe, source.lengths, "the data holds fewer {} than one global batch", more)
     recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
@@ -82,11 +84,18 @@ def runnable(recipe: Recipe, world_size: int | None) -> tuple[Recipe, Layout]:
 
 
 def refuse_longest(source: Source, chain: PlanChain) -> None:
-    """Raise EvenloadError unless the longest samples of all can be planned: then no later batch has one that cannot."""
+    """Raise EvenloadError unless the longest samples of all, and the largest groups, can be planned: then no batch has
+    one that cannot."""
     lengths = source.lengths if source.targets is None else source.lengths[source.targets > 0]
     longest = np.sort(lengths)[-chain.context.layout.dp_cp_size :]
     refuse_endless(longest, chain.largest_slice)
     chain.plan(as_lengths(longest))
+    if source.groups is not None:
+        trained = scorable(source)
+        groups = source.groups[trained]
+        largest = np.argsort(np.bincount(groups, source.lengths[trained]))[-chain.context.layout.dp_cp_size :]
+        places = np.isin(groups, largest)
+        chain.of_groups(groups[places]).plan(as_lengths(source.lengths[trained[places]]))
 
 
 def open_samples(data: Data, spec: str, weights: Path | None) -> Source:
@@ -136,7 +145,11 @@ def with_steps(recipe: Recipe, source: Source) -> Recipe:
     train = recipe.train
     if train.epochs is None and train.max_tokens is None:
         return recipe
-    steps = batch_size(recipe).steps(source.lengths, train.seed, epochs=train.epochs, tokens=train.max_tokens)
+    size, extent = batch_size(recipe), {"epochs": train.epochs, "tokens": train.max_tokens}
+    if source.groups is None:
+        steps = size.steps(source.lengths, train.seed, **extent)
+    else:
+        steps = WholeGroups(source.groups, source.lengths, size).steps(train.seed, **extent)
     return recipe.changed({"train.steps": steps, "train.epochs": None, "train.max_tokens": None})
 
 

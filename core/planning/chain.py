@@ -29,7 +29,7 @@ from ..machine.layout import Layout
 from ..machine.shape import Shape
 from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
-from ..plan.step_plan import NO_GROUPS, Lengths, StepPlan
+from ..plan.step_plan import NO_GROUPS, Lengths, StepPlan, as_lengths
 from ..recipe.recipe import Recipe
 from ..recipe.rules import refuse_in_loops
 from ..recipe.traits import TrainerTraits
@@ -112,6 +112,10 @@ class PlanChain:
             links = tuple((p, c.model_copy(update=p.needs_replays)) for p, c in chain.links if not p.orders)
             chain = replace(chain, links=links)
         return replace(chain, limits=replace(chain.limits, whole_sequences=whole))
+
+    def of_groups(self, groups: Any) -> PlanChain:
+        """This chain for a batch in which samples of one number stay together, integers [S]; None: as settings say."""
+        return self if groups is None else replace(self, groups=as_lengths(groups))
 
     def in_rows(self) -> PlanChain:
         """The chain where the model keeps apart only what stands in rows of its own. Raises EvenloadError where no

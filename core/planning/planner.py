@@ -63,6 +63,8 @@ class Draw(NamedTuple):
     """Samples that were drawn and are left out, since none of their tokens carries loss."""
     tenants: npt.NDArray[np.int64] | None = None
     """Number of each sequence's tenant [S]; None: there are no tenants."""
+    groups: npt.NDArray[np.int64] | None = None
+    """Number of each sequence's group [S]; None: as the recipe's settings say."""
 
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -206,7 +208,8 @@ class Planner:
         A late plan ends with its next candidate.
         """
         number, self._number = self._number, self._number + 1
-        chain, draw, turns = self._chain if number else self._first, self._draw(), self._turns
+        draw, turns = self._draw(), self._turns
+        chain = (self._chain if number else self._first).of_groups(draw.groups)
         batch = as_lengths(draw.lengths)
         if draw.tenants is not None or not chain.staged or chain.work_s(batch) < WORTH_S:
             turns = None

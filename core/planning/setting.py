@@ -209,13 +209,20 @@ def refuse_too_many(batch: Lengths, caps: Limits, cp: int) -> None:
 def groups_of(batch: Lengths, said: Lengths, links: Sequence[tuple[Plugin, PluginConfig]]) -> Lengths:
     """The group of each sequence [S]: as somebody said, or so many neighbours as a setting says; empty: no groups."""
     size = max((getattr(config, "group_size", 0) for _, config in links), default=0)
-    return as_lengths(np.arange(len(batch)) // size) if size and not len(said) else said
+    if size and len(said):
+        what, detail = "two settings say which samples stay together", f"group_size {size}, and a group of each sample"
+        raise EvenloadError(what, detail, "set plugins.packing.group_size=0, or leave groups (data.group) out")
+    return as_lengths(np.arange(len(batch)) // size) if size else said
 
 
 def refuse_others(asked: bool, padded: bool, links: Sequence[tuple[Plugin, PluginConfig]]) -> None:
     """Raise EvenloadError where sequences are to stay together, in equal counts or in padded rows, and not all planners
     keep them so."""
     others = [f"plugins.{plugin.name}" for plugin, _ in links if not plugin.keeps_groups]
+    if asked and (padded or any(plugin.hold_back and plugin.hold_back(config) for plugin, config in links)):
+        detail = "rows of padded micro-batches" if padded else "samples that wait for a later step"
+        do = "set plugins.packing.padded=false and max_delay_steps=0, or ask for no groups (data.group)"
+        raise EvenloadError("samples of a group cannot be planned one by one", detail, do)
     if padded and others:
         raise EvenloadError(
             "not every enabled plugin keeps the rows of a padded micro-batch",

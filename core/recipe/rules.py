@@ -224,6 +224,12 @@ def _rules_of_adapters(recipe: Any) -> list[Rule]:
             f"parallel.cp {p.cp}, {beside}",
             "set parallel.cp=1 and give its ranks to parallel.dp; plugins.mesh shares long sequences",
         ),
+        (
+            recipe.data.group is not None,
+            f"samples of tenants are in no groups, and plugins.{name} trains tenants",
+            f"data.group {recipe.data.group}",
+            f"leave data.group out, or disable plugins.{name}",
+        ),
     ]
 
 

@@ -148,6 +148,9 @@ class Data(Section):
     long_samples: Literal["split", "truncate", "drop"] = "split"
     """What happens to longer ones; the count is reported."""
     min_length: bounds.SampleLength = 2
+    group: str | None = None
+    """Field of an integer or a string: rows of one value are a group, whose samples are in one global batch and stay
+    together as plugins.packing.groups_in says. Null: each sample is by itself."""
     validation: Validation | None = None
     """What `train` evaluates now and then; null: nothing."""
 

@@ -23,9 +23,10 @@ from .sections import Data, FilePath, Section, Updates
 
 
 class TenantData(Data):
-    """Where a tenant's samples come from: the settings of a recipe's data. Validation is ``evaluate``'s."""
+    """Where a tenant's samples come from: the settings of a recipe's data. Validation is ``evaluate``'s; no groups."""
 
     source: str
+    group: None = None
     validation: None = None
 
 

@@ -42,7 +42,8 @@ class RowDocuments(Documents):
         stored = cached_file(key, ".tokens", write) if encoder.tokenises else None
         scanned = cached_arrays(key, lambda: scanned or self._scan(None))
         self.lengths: NDArray[np.int64] = scanned["lengths"]
-        self._keys, self._first = scanned["keys"], np.cumsum(self.lengths) - self.lengths
+        self.keys: NDArray[np.int64] = scanned["keys"]
+        self._first = np.cumsum(self.lengths) - self.lengths
         self.vocab_size: int | None = int(scanned["vocab_size"][0])
         self.spans = None if scanned["all_count"][0] else TargetSpans(scanned["start"], scanned["stop"])
         self._stored = _map(stored, 2 * int(self.lengths.sum())) if stored else None
@@ -55,7 +56,7 @@ class RowDocuments(Documents):
         return self._encoded(document).labels[start:stop]
 
     def where(self, document: int) -> str:
-        return self._rows.where(int(self._keys[document]))
+        return self._rows.where(int(self.keys[document]))
 
     def _encoded(self, document: int) -> Encoded:
         if self._stored is not None:
@@ -63,7 +64,7 @@ class RowDocuments(Documents):
             return Encoded(*self._stored[first : first + 2 * length].reshape(2, length))
         last = self._last
         if last is None or last[0] != document:
-            placed = Placed(self.where(document), self._rows.read(int(self._keys[document])))
+            placed = Placed(self.where(document), self._rows.read(int(self.keys[document])))
             (encoded,) = self._encoder.encode([placed])[0]
             if len(encoded.tokens) != self.lengths[document]:
                 raise changed(self.name)

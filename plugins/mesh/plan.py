@@ -34,6 +34,7 @@ from ...core.planning.stock import UNCAPPED
 from .baselines import BASELINES, cp_1
 from .bounds import lower_bound_s
 from .candidates.host_offload import offloaded
+from .candidates.levelled import levelled
 from .candidates.slice_chains import chained, sharing
 from .candidates.uncut import uncut
 from .config import MeshConfig
@@ -46,6 +47,9 @@ _FEW = 4
 """Sequences to a rank up to which all plans of others are judged here too: few do not level, and luck decides."""
 _PLAYED = 1 << 18
 """Passes of all stages that are played for plans of slices, the most promising first; one is played in any case."""
+
+_NEAR = 1.03
+"""Step over the fastest candidate's up to which one is levelled."""
 
 
 def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> StepPlan:
@@ -73,6 +77,9 @@ def _chosen(
         candidates += judged([divided], context, candidates)
     else:
         others = _of_the_plane(incoming, limits, context, config, candidates, notes)
+    if limits.num_stages == limits.together == 1:
+        near = [one.plan for one in candidates if one.step_s <= _NEAR * fitting_s(candidates)]
+        candidates += judged((plan for one in near for plan in levelled(one, context)), context, candidates)
     if config.offload == "auto" and candidates and not any(one.fits for one in candidates):
         quickest = min(candidates, key=fastest)
         candidates += judged(offloaded(quickest.plan, context), context)

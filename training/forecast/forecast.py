@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import activation_budget_bytes, fixed_bytes
-from ...core.errors import EvenloadError, PlanError, refuse_first, shorten
+from ...core.errors import EvenloadError, PlanError, refuse_first, shorten, shown
 from ...core.input.bounds import refuse_endless
 from ...core.input.format import GIB, to_json
 from ...core.laws import check
@@ -30,8 +30,9 @@ from ...core.simulate.events import grid
 from ...core.simulate.predict import micro_batch_imbalance
 from ...core.simulate.step import Simulation, simulate
 from ...data.lengths import read_lengths
+from ...data.rows.groups import group_numbers
+from ...data.rows.readers import JsonlRows
 from ...data.samples.cut import cut
-from ...data.samples.order import BatchSize, SampleOrder
 from ..drawing import Drawing, batch_size, refuse_short_data
 from ..experts.replay import Replay, loads_for, replay
 from ..pipelines import describe
@@ -144,12 +145,11 @@ def look_ahead(
     samples = pieces.length
     refuse_short_data(recipe, samples, "the lengths file holds fewer {} than one global batch", "")
     refuse_endless(samples, chain.largest_slice)
-    if groups:
-        of_samples = _numbers(groups, len(all_lengths))[pieces.document]
-        planned = list(_of_groups(recipe, chain, samples, of_samples, steps, record))
-    else:
-        drawing = Drawing(SampleOrder(len(samples), recipe.train.seed), samples, batch_size(recipe), chain)
-        planned = [_planned(chain, drawing(), record) for _ in range(steps)]
+    numbers = _numbers(groups, len(all_lengths)) if groups else _of_rows(recipe.data.group, lengths)
+    of_samples = None if numbers is None else np.unique(numbers[pieces.document], return_inverse=True)[1]
+    size, seed = batch_size(recipe), recipe.train.seed
+    drawing = Drawing.resume(None, samples, size, chain, seed=seed, groups=of_samples)
+    planned = [_planned(chain, drawing(), record) for _ in range(steps)]
     replayed = replay(recipe, chain, planned[0].ours.plan, recorded) if recorded else None
     return Forecast(recipe, chain, samples, _comparable(planned), replayed)
 
@@ -163,19 +163,14 @@ def _numbers(path: Path, count: int) -> Lengths:
     return numbers
 
 
-def _of_groups(
-    recipe: Recipe, chain: PlanChain, lengths: Lengths, groups: Lengths, steps: int, record: bool
-) -> Iterator[PlannedStep]:
-    """Steps of whole groups, until these have as many samples as a batch has."""
-    group_of = np.unique(groups, return_inverse=True)[1]
-    sizes = np.bincount(group_of)
-    size = BatchSize(len(sizes), batch_size(recipe).mean_samples(lengths))
-    order = SampleOrder(len(sizes), recipe.train.seed)
-    for _ in range(steps):
-        chosen, order = size.take(order, sizes)
-        places = np.flatnonzero(np.isin(group_of, chosen))
-        own = replace(chain, groups=as_lengths(group_of[places]))
-        yield _planned(own, Draw(places, lengths[places], {}), record)
+def _of_rows(field: str | None, lengths: Path | Lengths) -> Lengths | None:
+    """The group that each row of a lengths file names in the field of ``data.group``. Raises EvenloadError."""
+    if field is None:
+        return None
+    if isinstance(lengths, Path) and lengths.suffix == ".jsonl":
+        return as_lengths(group_numbers(JsonlRows(lengths), field)[1])
+    detail = f"data.group {shown(field)}, and no .jsonl of rows"
+    raise EvenloadError("lengths say no groups", detail, "give --groups FILE, or set data.group=null")
 
 
 def _of_tenants(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, record: bool) -> Forecast:
@@ -191,7 +186,7 @@ def _of_tenants(recipe: Recipe, chain: PlanChain, lengths: Any, steps: int, reco
 
 
 def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:
-    batch = as_lengths(draw.lengths)
+    batch, chain = as_lengths(draw.lengths), chain.of_groups(draw.groups)
     tenants = None if draw.tenants is None else as_lengths(draw.tenants)
     start = time.perf_counter()
     step_plan = chain.plan(batch, tenants)

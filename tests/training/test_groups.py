@@ -1,0 +1,150 @@
+"""Groups that rows of the data name stay together, from the source to the plan of each step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError
+from evenload.core.planning.planner import Planner
+from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.tenant import parse_tenant
+from evenload.data.samples.order import BatchSize, SampleOrder
+from evenload.data.samples.whole_groups import WholeGroups
+from evenload.training.forecast.forecast import look_ahead
+from evenload.training.job import Job
+from evenload.training.preflight import preflight
+from hypothesis import given
+from hypothesis import strategies as st
+
+NOBODY: Any = None
+SIZES = [3, 1, 5, 2, 4, 3, 6, 1]
+"""Samples of each group."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """Rows of groups that lie scattered over the file, of which every ninth carries no loss."""
+    monkeypatch.setenv("EVENLOAD_CACHE", str(tmp_path / "cache"))
+    load_plugins()
+    rng = np.random.default_rng(4)
+    ids = rng.permutation(np.repeat(np.arange(len(SIZES)), SIZES))
+    rows = [
+        {"prompt": "p" * int(rng.integers(1, 60)), "completion": "c" * (i % 9), "of": f"prompt {one}"}
+        for i, one in enumerate(ids)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return parse(
+        {
+            "data": {"source": str(tmp_path / "rows.jsonl"), "group": "of", "max_length": 128},
+            "parallel": {"dp": 2},
+            "train": {"global_batch_size": 8},
+            "plugins": {"packing": {"enabled": True, "max_tokens": 256}},
+        }
+    )
+
+
+def job_of(recipe: Recipe) -> Job:
+    ready = preflight(recipe)
+    return Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
+
+
+def test_every_step_has_whole_groups_each_on_one_rank(recipe: Recipe) -> None:
+    job = job_of(recipe)
+    names = [json.loads(line)["of"] for line in Path(recipe.data.source).read_text().splitlines()]
+    planner, drawn = Planner(job.chain, job.drawing(), background=False), Counter[str]()
+    with_loss = Counter(name for i, name in enumerate(names) if i % 9)
+    while drawn.total() < with_loss.total():
+        planned = planner.next()
+        of_names, samples = defaultdict(set), planned.draw.samples.tolist()
+        for m in planned.plan.micro_batches:
+            for one in m.slices:
+                of_names[names[samples[one.sequence]]].add(m.ranks)
+        assert all(len(ranks) == 1 for ranks in of_names.values())
+        counts = Counter(names[sample] for sample in samples)
+        assert all(counts[name] == with_loss[name] for name in counts), "a group is in one batch"
+        assert len(planned.plan.groups) == len(samples)
+        drawn += counts
+    assert drawn == with_loss
+
+
+def test_a_run_goes_on_with_the_groups_that_are_left(recipe: Recipe) -> None:
+    job = job_of(recipe)
+    drawing = job.drawing()
+    first, *rest = [drawing() for _ in range(6)]
+    again = job.drawing(json.loads(json.dumps(first.state)))
+    for one in rest:
+        other = again()
+        assert one.samples.tolist() == other.samples.tolist()
+        assert one.groups is not None
+        assert other.groups is not None
+        assert one.groups.tolist() == other.groups.tolist()
+    with pytest.raises(EvenloadError, match="not the data of the checkpoint"):
+        job_of(recipe.changed({"data.group": None})).drawing(first.state)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 20), st.booleans(), st.integers(0, 9))
+def test_batches_are_the_fewest_groups_that_fill_them(ids: list[int], size: int, tokens: bool, seed: int) -> None:
+    groups = np.unique(ids, return_inverse=True)[1]
+    lengths = np.random.default_rng(seed).integers(2, 9, len(ids))
+    whole = WholeGroups(groups, lengths, BatchSize(1, size) if tokens else BatchSize(size))
+    order, drawn, steps = SampleOrder(whole.num_groups, seed), list[int](), 0
+    while order.epoch == 0:
+        taken, order = whole.take(order)
+        weights = np.bincount(groups[taken], lengths[taken] if tokens else None)
+        last = groups[taken[-1]]
+        assert weights.sum() - weights[last] < size
+        assert weights.sum() >= size or order.epoch
+        drawn += taken.tolist()
+        steps += 1
+    assert sorted(drawn) == list(range(len(ids)))
+    assert steps == whole.steps(seed, epochs=1)
+
+
+def test_lengths_of_rows_say_their_groups(recipe: Recipe, tmp_path: Path) -> None:
+    rows = [{"length": 10 + i, "of": i % 3} for i in range(24)]
+    (tmp_path / "lengths.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for step in look_ahead(recipe, tmp_path / "lengths.jsonl", 3).steps:
+        plan = step.ours.plan
+        assert len(set(plan.groups.tolist())) == 1
+        assert len({m.ranks for m in plan.micro_batches if m.slices}) == 1
+        assert len({(length - 10) % 3 for length in plan.lengths.tolist()}) == 1
+    np.savetxt(tmp_path / "lengths.txt", np.arange(10, 34), "%d")
+    with pytest.raises(EvenloadError, match=r"lengths say no groups\n.*data\.group 'of'"):
+        look_ahead(recipe, tmp_path / "lengths.txt", 1)
+
+
+def test_what_cannot_stay_together_is_refused_before_any_rank_starts(recipe: Recipe) -> None:
+    def refused(changes: dict[str, Any], match: str) -> None:
+        with pytest.raises(EvenloadError, match=match):
+            preflight(recipe.changed(changes))
+
+    small = {"plugins.packing.groups_in": "micro_batch", "plugins.packing.max_tokens": 130}
+    refused(small, "a group of samples that stays in one micro-batch is longer than plugins.packing.max_tokens")
+    preflight(recipe.changed({**small, "plugins.packing.max_tokens": 600}))
+    refused({"plugins.packing.group_size": 4}, "two settings say which samples stay together")
+    refused({"plugins.packing.max_delay_steps": 2}, "cannot be planned one by one\n.*wait for a later step")
+    refused({"plugins.packing.padded": True}, "cannot be planned one by one\n.*padded")
+    refused({"plugins.packing.enabled": False}, r"enable plugins\.packing")
+    refused({"plugins.mesh.enabled": True}, r"disable plugins\.mesh, or ask for no groups")
+    refused(
+        {"train.max_tokens": 500, "train.steps": None}, "steps of whole groups of samples are not counted in tokens"
+    )
+    with pytest.raises(EvenloadError, match="samples of tenants are in no groups"):
+        recipe.changed({"plugins.packing.enabled": False, "plugins.lora.enabled": True})
+    with pytest.raises(EvenloadError, match=r"data\.group"):
+        parse_tenant("data: {source: a.jsonl, group: of}", "acme")
+
+
+def test_epochs_of_groups_are_counted_before_the_first_step(recipe: Recipe) -> None:
+    for more in ({}, {"train.global_batch_size": None, "train.global_batch_tokens": 300}):
+        job = job_of(recipe.changed({"train.epochs": 2, "train.steps": None, **more}))
+        drawing, steps = job.drawing(), 0
+        while (order := drawing().state)["epoch"] < 2:
+            steps += 1
+        assert steps + 1 == job.recipe.train.steps, order
