@@ -1,0 +1,144 @@
+"""What the ranks of a test world run: TRL's Trainers of pairs and of single answers, stock and regrouped by units."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from evenload.core.recipe import recipe as recipes
+from evenload.integrations.unmodified import planned_loop, planned_runs
+from evenload.patches.session import enabled
+from evenload.runtime.attributes import with_attributes
+from rank_rows import Gradients, Wide
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+
+ANSWERS = ((61, 5), (3, 17), (33, 40), (9, 2), (90, 70), (3, 4), (40, 11), (26, 61))
+ANSWERS = (*ANSWERS, (7, 8), (72, 9), (2, 2), (14, 55), (1, 31), (21, 20), (12, 1), (5, 48))
+RECIPE = {"trainer": "transformers", "plugins": {"packing": {"enabled": True, "max_tokens": 512}}}
+KINDS = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "reward": (RewardTrainer, RewardConfig),
+    "kto": (KTOTrainer, KTOConfig),
+}
+
+
+def tokenizer() -> Any:
+    words = {word: place for place, word in enumerate(("<pad>", "<eos>", *(f"w{n}" for n in range(94))))}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>")
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, initializer_range=0.25)
+    config._attn_implementation = "eager"
+    if kind == "reward":
+        config.num_labels = 1
+        return LlamaForSequenceClassification(config).double()
+    return LlamaForCausalLM(config).double()
+
+
+def data(kind: str) -> Any:
+    """Texts of words; of single answers every other one is desirable."""
+    draw = torch.Generator().manual_seed(3)
+    rows: list[dict[str, Any]] = []
+    for number, sizes in enumerate(ANSWERS):
+        texts = [" ".join(f"w{w}" for w in torch.randint(94, (n,), generator=draw)) for n in (2 + number % 5, *sizes)]
+        prompt, chosen, rejected = texts
+        one = {"prompt": prompt, "completion": f" {chosen}", "label": number % 2 == 0}
+        pair = {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}
+        margin = {"margin": number / 9} if kind == "reward" else {}
+        rows.append(one if kind == "kto" else pair | margin)
+    return Dataset.from_list(rows)
+
+
+def trained(kind: str, weights: Any, size: int, *, lora: bool = False, steps: int = 1, **own: Any) -> Any:
+    """A Trainer that has run, and the gradients of its last step."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
+    of_kind, of_config = KINDS[kind]
+    keep, net = Gradients(), model(kind)
+    more: dict[str, Any] = {}
+    if kind != "reward" and not lora:
+        more["ref_model"] = model(kind)
+        with torch.no_grad():  # another policy than the reference from the first step on
+            for parameter in net.parameters():
+                parameter.mul_(1.01)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+        parts = ["q_proj", "v_proj", "down_proj"]
+        net = get_peft_model(net, LoraConfig(r=4, target_modules=parts, task_type=task)).double()
+    arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": steps, "max_grad_norm": 0.0, "seed": 1}
+    arguments |= {"per_device_train_batch_size": 4 // size, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "sgd", "bf16": False}
+    arguments |= {"learning_rate": 0.1, "gradient_checkpointing": False} | own
+    trainer = of_kind(
+        net,
+        args=of_config(**arguments),
+        train_dataset=data(kind),
+        processing_class=tokenizer(),
+        callbacks=[keep],
+        **more,
+    )
+    trainer.train()
+    return trainer, keep.kept
+
+
+def errors(load: Any, kinds: list[str], **more: Any) -> dict[str, Any]:
+    """Of each kind the largest error of a gradient and of each logged figure against the stock Trainer's."""
+    rank_trainer = load("rank_trainer")
+    size, found = rank_trainer._join(), {}
+    for kind in kinds:
+        found[kind] = compared(kind, size, **more)
+    return found
+
+
+def compared(kind: str, size: int = 1, **more: Any) -> dict[str, Any]:
+    planned_runs._idle.clear()
+    plans: list[Any] = []
+    report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
+    if kind == "kto":
+        more = {"loss_type": "apo_zero_unpaired", **more}
+    with Wide():
+        stock, wanted = trained(kind, None, size, **more)
+        with with_attributes(planned_loop, **report), enabled(recipes.parse(RECIPE)):
+            own, gradients = trained(kind, None, size, **more)
+    assert wanted.keys() == gradients.keys()
+    largest = max(float(w.norm()) for w in wanted.values())
+    logs = zip(stock.state.log_history, own.state.log_history, strict=True)
+    apart: dict[str, float] = {}
+    for wanted_log, own_log in logs:
+        for key in {*wanted_log, *own_log} - {"train_runtime", "total_flos"}:
+            if "per_second" not in key:
+                a, b = own_log.get(key, float("nan")), wanted_log.get(key, float("nan"))
+                apart[key] = max(apart.get(key, 0.0), abs(a - b) / max(abs(b), 1e-12) if a == a and b == b else 9.0)
+    return {
+        "grad": max(float((gradients[n] - w).norm()) / max(float(w.norm()), 1e-6 * largest) for n, w in wanted.items()),
+        "size": largest,
+        "apart": apart,
+        "planned": len(plans),
+        "micro_batches": [len(plan.micro_batches) for plan in plans],
+        "idle": [idle.why for idle in planned_runs._idle],
+    }
+
+
+if __name__ == "__main__":
+    import sys
+
+    from evenload.api import load_plugins
+
+    load_plugins()
+    for name in sys.argv[1:]:
+        for key, value in compared(name, steps=2).items():
+            print(name, key, value)
