@@ -25,6 +25,14 @@ from .samples import spans_of
 _TOKENS, _MASK, _ANSWER = "input_ids", "attention_mask", "completion_mask"
 
 
+class Answer(NamedTuple):
+    """The answer of a row."""
+
+    chosen: bool
+    num_tokens: int
+    """That are targets."""
+
+
 @dataclass(frozen=True, eq=False)
 class Unit:
     """Rows that stay together, without padding, on the host."""
@@ -38,6 +46,14 @@ class Unit:
     def length(self) -> int:
         """Tokens of its longest row."""
         return max(len(row[_TOKENS]) for row in self.rows)
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Of each row: the first of a pair is chosen, and a single one where its ``label`` says so."""
+        masks = [row.get(_ANSWER) for row in self.rows]
+        sizes = [0 if mask is None else int(mask[1:].sum()) for mask in masks]
+        chosen = bool(self.values["label"]) if "label" in self.values else True
+        return [Answer(chosen is not bool(place), size) for place, size in enumerate(sizes)]
 
     @property
     def longest(self) -> Any:

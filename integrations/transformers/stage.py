@@ -112,12 +112,17 @@ class TrainerStage(StageTrainer):
 
     def _refuse_other_pack(self, model: Any, args: Any, kwargs: Any) -> None:
         for key in self._versions:
-            if kwargs.get(key) is not self._inputs[key] or kwargs[key]._version != self._versions[key]:
+            own, given = self._inputs[key], kwargs.get(key)
+            if own._version != self._versions[key] or not (given is own or _is_copy(given, own)):
                 raise EvenloadError(
                     "batches are changed behind Trainer.training_step, where they are packs",
                     f"{type(self._trainer).__name__} calls the model with other {key}",
                     "change batches before super().training_step, or leave evenload off for this script",
                 )
+
+
+def _is_copy(given: Any, own: Tensor) -> bool:
+    return isinstance(given, Tensor) and given.dtype == own.dtype and torch.equal(given, own)
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 A stock step takes the mean of B units in each of its batches; a planned micro-batch of k takes the mean of k, times
 k / B. TRL's Trainers gather their figures over ranks inside ``compute_loss``, of as many units on each, and append one
-number a call to ``_metrics``: planned, figures stay on their rank in the call, and the step gets the mean of its
-micro-batches, weighed by their units, once for each batch of a stock run.
+number a call to ``_metrics``: planned, figures stay on their rank in the call, and the step gets their mean over its
+micro-batches, weighed by what each is a mean of, once for each batch of a stock run. That is the stock figure where it
+is a mean of units; a mean of tokens, and a least or a largest, are those of the step, not means of the batches' own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,22 @@ from ..huggingface.units import Unit, UnitForm, batch_of
 
 _TOTAL, _OF_TOTAL = "_total_train_tokens", "num_tokens"
 """Tokens that a Trainer of TRL has seen, and the metric that repeats them."""
+
+
+_SIDES, _MARGIN = ("rewards/chosen", "rewards/rejected"), "rewards/margins"
+_ACCURACY = "mean_token_accuracy"
+"""Of chosen answers."""
+_OF_TOKENS = ("entropy", "logits/", _ACCURACY)
+"""How the names of figures begin that are means over tokens of answers; others are means over rows."""
+
+
+class MicroBatchFigures(NamedTuple):
+    """What the Trainer noted of a micro-batch."""
+
+    tokens: int
+    figures: dict[str, float]
+    weights: dict[str, int]
+    """What each figure is a mean of."""
 
 
 class UnitCall:
@@ -44,21 +61,19 @@ class UnitCall:
     ) -> None:
         self._trainer, self._call, self._units, self._idle, self._form = trainer, call, units, idle, form
         self._divisor = divisor
-        self._count = 0
-        """Units of the micro-batch whose forward runs."""
+        self._own: list[Unit] = []
+        """Of the micro-batch whose forward runs."""
         self._lists: dict[str, list[float]] = getattr(trainer, "_metrics", {}).get("train", {})
         self._total: int = getattr(trainer, _TOTAL, 0)
-        self._rows: list[tuple[int, int, dict[str, float]]] = []
-        """Units, tokens and figures of each micro-batch."""
+        self._rows: list[MicroBatchFigures] = []
 
     def inputs_of(self, pack: Pack) -> dict[str, Any]:
         """The micro-batch as a batch of the script's own."""
-        own = [self._units[piece.sequence] for piece in pack.slices]
-        self._count = len(own)
-        return dict(batch_of(own or [self._idle], self._form, self._trainer.args.device))
+        self._own = [self._units[piece.sequence] for piece in pack.slices]
+        return dict(batch_of(self._own or [self._idle], self._form, self._trainer.args.device))
 
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
-        accelerator, weight = self._trainer.accelerator, self._count / self._divisor
+        accelerator, weight = self._trainer.accelerator, len(self._own) / self._divisor
         backward = accelerator.backward
 
         def weighed(loss: Tensor, **arguments: Any) -> None:
@@ -71,30 +86,42 @@ class UnitCall:
         new = {key: values[before.get(key, 0) :] for key, values in self._lists.items() if key != _OF_TOTAL}
         for key, values in new.items():
             del self._lists[key][len(self._lists[key]) - len(values) :]
-        if self._count:
+        if self._own:
             figures = {key: sum(values) / len(values) for key, values in new.items() if values}
-            self._rows.append((self._count, getattr(self._trainer, _TOTAL, 0) - tokens, figures))
+            weights = {key: _weight(key, self._own) for key in figures}
+            self._rows.append(MicroBatchFigures(getattr(self._trainer, _TOTAL, 0) - tokens, figures, weights))
         return booked
 
     def book(self, times: int) -> None:
         """Give the Trainer the figures of the step, as often as it has batches. Collective."""
-        rows = [row for of_rank in everyone(self._rows) for row in of_rank]
-        for key in sorted({key for _, _, figures in rows for key in figures}):
-            weighed = [(count, figures[key]) for count, _, figures in rows if key in figures]
-            self._lists[key] += [_merged(key, weighed)] * times
+        rows = [MicroBatchFigures(*row) for of_rank in everyone([tuple(row) for row in self._rows]) for row in of_rank]
+        of_step = {key: _merged(key, rows) for key in sorted({key for row in rows for key in row.figures})}
+        if of_step.keys() >= {_MARGIN, *_SIDES}:
+            of_step[_MARGIN] = of_step[_SIDES[0]] - of_step[_SIDES[1]]
+        for key, value in of_step.items():
+            self._lists[key] += [value] * times
         if hasattr(self._trainer, _TOTAL):
-            total = self._total + sum(tokens for _, tokens, _ in rows)
+            total = self._total + sum(row.tokens for row in rows)
             setattr(self._trainer, _TOTAL, total)
             self._lists[_OF_TOTAL] = [total]
 
 
-def _merged(name: str, weighed: list[tuple[int, float]]) -> float:
-    """A figure of the whole step, of those of its micro-batches and their units."""
-    if name.startswith("min_"):
-        return min(value for _, value in weighed)
-    if name.startswith("max_"):
-        return max(value for _, value in weighed)
-    return sum(count * value for count, value in weighed) / sum(count for count, _ in weighed)
+def _weight(name: str, units: list[Unit]) -> int:
+    """What a figure of a micro-batch is a mean of: rows, or tokens of answers, of all rows or of those of one side."""
+    answers = [answer for unit in units for answer in unit.answers]
+    side = next((side for side in ("chosen", "rejected") if name.endswith(side)), None)
+    chosen = side == "chosen" or name == _ACCURACY
+    own = answers if side is None and not chosen else [one for one in answers if one.chosen is chosen]
+    return sum(one.num_tokens for one in own) if name.startswith(_OF_TOKENS) else len(own)
+
+
+def _merged(name: str, rows: list[MicroBatchFigures]) -> float:
+    """A figure of the whole step."""
+    own = [row for row in rows if row.weights.get(name)]
+    values = [row.figures[name] for row in own]
+    if name.startswith(("min_", "max_")):
+        return (min if name.startswith("min_") else max)(values)
+    return sum(row.weights[name] * row.figures[name] for row in own) / max(1, sum(row.weights[name] for row in own))
 
 
 def _as_it_is(value: Any, *_: Any, **__: Any) -> Any:

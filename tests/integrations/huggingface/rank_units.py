@@ -13,10 +13,10 @@ from evenload.core.recipe import recipe as recipes
 from evenload.integrations.unmodified import planned_loop, planned_runs
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
-from rank_rows import Gradients, Wide
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl.kernels import chunked_logprob
 
 ANSWERS = ((61, 5), (3, 17), (33, 40), (9, 2), (90, 70), (3, 4), (40, 11), (26, 61))
 ANSWERS = (*ANSWERS, (7, 8), (72, 9), (2, 2), (14, 55), (1, 31), (21, 20), (12, 1), (5, 48))
@@ -26,6 +26,18 @@ KINDS = {
     "reward": (RewardTrainer, RewardConfig),
     "kto": (KTOTrainer, KTOConfig),
 }
+
+
+class WideHead:
+    """`torch` for TRL's head, which would keep log-probabilities of float64 models in float32."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name == "float32" else getattr(torch, name)
+
+
+def wide_backward() -> Any:
+    """Inside, `Tensor.float` gives float64, also where no mode reaches: in backwards."""
+    return with_attributes(torch.Tensor, float=torch.Tensor.double)
 
 
 def tokenizer() -> Any:
@@ -60,12 +72,12 @@ def data(kind: str) -> Any:
     return Dataset.from_list(rows)
 
 
-def trained(kind: str, weights: Any, size: int, *, lora: bool = False, steps: int = 1, **own: Any) -> Any:
+def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int = 1, **own: Any) -> Any:
     """A Trainer that has run, and the gradients of its last step."""
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
     of_kind, of_config = KINDS[kind]
-    keep, net = Gradients(), model(kind)
+    keep, net = load("rank_rows").Gradients(), model(kind)
     more: dict[str, Any] = {}
     if kind != "reward" and not lora:
         more["ref_model"] = model(kind)
@@ -80,8 +92,16 @@ def trained(kind: str, weights: Any, size: int, *, lora: bool = False, steps: in
         parts = ["q_proj", "v_proj", "down_proj"]
         net = get_peft_model(net, LoraConfig(r=4, target_modules=parts, task_type=task)).double()
     arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": steps, "max_grad_norm": 0.0, "seed": 1}
-    arguments |= {"per_device_train_batch_size": 4 // size, "gradient_accumulation_steps": 2, "logging_steps": 1}
-    arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "sgd", "bf16": False}
+    accumulate = own.pop("accumulate", 2)
+    arguments |= {"per_device_train_batch_size": 8 // size // accumulate, "gradient_accumulation_steps": accumulate}
+    arguments |= {
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "optim": "sgd",
+        "bf16": False,
+    }
     arguments |= {"learning_rate": 0.1, "gradient_checkpointing": False} | own
     trainer = of_kind(
         net,
@@ -100,20 +120,20 @@ def errors(load: Any, kinds: list[str], **more: Any) -> dict[str, Any]:
     rank_trainer = load("rank_trainer")
     size, found = rank_trainer._join(), {}
     for kind in kinds:
-        found[kind] = compared(kind, size, **more)
+        found[kind] = compared(load, kind, size, **more)
     return found
 
 
-def compared(kind: str, size: int = 1, **more: Any) -> dict[str, Any]:
+def compared(load: Any, kind: str, size: int = 1, **more: Any) -> dict[str, Any]:
     planned_runs._idle.clear()
     plans: list[Any] = []
     report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
     if kind == "kto":
         more = {"loss_type": "apo_zero_unpaired", **more}
-    with Wide():
-        stock, wanted = trained(kind, None, size, **more)
+    with load("rank_rows").Wide(), with_attributes(chunked_logprob, torch=WideHead()), wide_backward():
+        stock, wanted = trained(load, kind, size, **more)
         with with_attributes(planned_loop, **report), enabled(recipes.parse(RECIPE)):
-            own, gradients = trained(kind, None, size, **more)
+            own, gradients = trained(load, kind, size, **more)
     assert wanted.keys() == gradients.keys()
     largest = max(float(w.norm()) for w in wanted.values())
     logs = zip(stock.state.log_history, own.state.log_history, strict=True)
@@ -134,11 +154,12 @@ def compared(kind: str, size: int = 1, **more: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import importlib
     import sys
 
     from evenload.api import load_plugins
 
     load_plugins()
     for name in sys.argv[1:]:
-        for key, value in compared(name, steps=2).items():
+        for key, value in compared(importlib.import_module, name, steps=2).items():
             print(name, key, value)
