@@ -60,7 +60,7 @@ def prove_units(trainer: Any, units: Sequence[Unit], row: Mapping[str, Any], for
     class OfUnits(Measurement):
         """Two units in one batch against each alone."""
 
-        noun = f"units of {form.num_rows} rows"
+        noun = "a batch"
 
         def proof(self) -> Proof:
             with ExitStack() as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +16,20 @@ from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from trl.kernels import chunked_logprob
 
 ANSWERS = ((61, 5), (3, 17), (33, 40), (9, 2), (90, 70), (3, 4), (40, 11), (26, 61))
@@ -25,7 +39,11 @@ KINDS = {
     "dpo": (DPOTrainer, DPOConfig),
     "reward": (RewardTrainer, RewardConfig),
     "kto": (KTOTrainer, KTOConfig),
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
+    "distillation": (DistillationTrainer, DistillationConfig),
 }
+GENERATING = ("grpo", "rloo", "distillation")
 
 
 class WideHead:
@@ -33,11 +51,6 @@ class WideHead:
 
     def __getattr__(self, name: str) -> Any:
         return torch.float64 if name == "float32" else getattr(torch, name)
-
-
-def wide_backward() -> Any:
-    """Inside, `Tensor.float` gives float64, also where no mode reaches: in backwards."""
-    return with_attributes(torch.Tensor, float=torch.Tensor.double)
 
 
 def tokenizer() -> Any:
@@ -51,7 +64,7 @@ def model(kind: str) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, initializer_range=0.25)
-    config._attn_implementation = "eager"
+    config._attn_implementation = "sdpa" if kind in GENERATING else "eager"
     if kind == "reward":
         config.num_labels = 1
         return LlamaForSequenceClassification(config).double()
@@ -67,9 +80,16 @@ def data(kind: str) -> Any:
         prompt, chosen, rejected = texts
         one = {"prompt": prompt, "completion": f" {chosen}", "label": number % 2 == 0}
         pair = {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}
+        if kind in GENERATING:
+            rows.append({"prompt": prompt})
+            continue
         margin = {"margin": number / 9} if kind == "reward" else {}
         rows.append(one if kind == "kto" else pair | margin)
     return Dataset.from_list(rows)
+
+
+def _many_unlike_words(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(one.split()))) for one in completions]
 
 
 def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int = 1, **own: Any) -> Any:
@@ -79,8 +99,13 @@ def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int =
     of_kind, of_config = KINDS[kind]
     keep, net = load("rank_rows").Gradients(), model(kind)
     more: dict[str, Any] = {}
-    if kind != "reward" and not lora:
-        more["ref_model"] = model(kind)
+    if kind in GENERATING:
+        own = {"max_completion_length": 6} | own
+        own |= {} if kind == "distillation" else {"num_generations": 2}
+        own |= {"beta": 0.0} if kind == "rloo" else {}
+        more |= {"teacher_model": model(kind)} if kind == "distillation" else {"reward_funcs": _many_unlike_words}
+    if kind != "reward" and kind not in ("grpo", "rloo") and not lora:
+        more |= {} if kind == "distillation" else {"ref_model": model(kind)}
         with torch.no_grad():  # another policy than the reference from the first step on
             for parameter in net.parameters():
                 parameter.mul_(1.01)
@@ -130,7 +155,11 @@ def compared(load: Any, kind: str, size: int = 1, **more: Any) -> dict[str, Any]
     report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
     if kind == "kto":
         more = {"loss_type": "apo_zero_unpaired", **more}
-    with load("rank_rows").Wide(), with_attributes(chunked_logprob, torch=WideHead()), wide_backward():
+    with ExitStack() as stack:
+        if kind not in GENERATING:  # which stay as they are, in whatever they compute
+            stack.enter_context(load("rank_rows").Wide())
+            stack.enter_context(with_attributes(chunked_logprob, torch=WideHead()))
+            stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
         stock, wanted = trained(load, kind, size, **more)
         with with_attributes(planned_loop, **report), enabled(recipes.parse(RECIPE)):
             own, gradients = trained(load, kind, size, **more)
@@ -139,7 +168,7 @@ def compared(load: Any, kind: str, size: int = 1, **more: Any) -> dict[str, Any]
     logs = zip(stock.state.log_history, own.state.log_history, strict=True)
     apart: dict[str, float] = {}
     for wanted_log, own_log in logs:
-        for key in {*wanted_log, *own_log} - {"train_runtime", "total_flos"}:
+        for key in {*wanted_log, *own_log} - {"train_runtime", "total_flos", "step_time"}:
             if "per_second" not in key:
                 a, b = own_log.get(key, float("nan")), wanted_log.get(key, float("nan"))
                 apart[key] = max(apart.get(key, 0.0), abs(a - b) / max(abs(b), 1e-12) if a == a and b == b else 9.0)
