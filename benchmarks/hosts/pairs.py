@@ -14,7 +14,8 @@ of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden 
               padded run's
 
 With ``--task dpo`` the texts are preferences, a prompt with a chosen and a rejected answer, DPOTrainer trains them
-against a reference model, and the variants are padded and evenload: pairs change micro-batches and ranks.
+against a reference model, and the variants are padded and evenload: pairs change micro-batches and ranks. Median and
+longest are half of those above, since a pair has two rows and both models run.
 
 Variants alternate, and each is compared with the padded run before it. Seconds are of the epoch's steps, the first as
 long as the mean of the others, on rank 0; a token is one of a sample, so tokens a second compare runs whose steps
@@ -62,7 +63,7 @@ Row = dict[str, Any]
 def make(folder: Path, quick: bool, kind: str) -> int:
     """Make the model and the pairs; the longest that the model takes."""
     source = assets.library()
-    longest = 256 if quick else LONGEST
+    longest = 256 if quick else LONGEST if kind == "completions" else LONGEST // 2
     tokenizer = assets.make_tokenizer(source[:400_000], VOCABULARY, longest)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS}
     if quick:

@@ -34,7 +34,28 @@ from trl.kernels import chunked_logprob
 
 ANSWERS = ((61, 5), (3, 17), (33, 40), (9, 2), (90, 70), (3, 4), (40, 11), (26, 61))
 ANSWERS = (*ANSWERS, (7, 8), (72, 9), (2, 2), (14, 55), (1, 31), (21, 20), (12, 1), (5, 48))
-RECIPE = {"trainer": "transformers", "plugins": {"packing": {"enabled": True, "max_tokens": 512}}}
+
+
+def recipe(max_tokens: int) -> Any:
+    plugins = {"packing": {"enabled": True, "max_tokens": max_tokens}}
+    return recipes.parse({"trainer": "transformers", "plugins": plugins})
+
+
+class Penalized(DPOTrainer):
+    """With a term of the whole batch that is 0 where the policy is its reference, and its gradient too."""
+
+    penalty = ""
+
+    def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+        loss = super()._compute_loss(model, inputs, return_outputs)
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        words = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels}
+        with torch.no_grad():
+            reference = self.ref_model(**words, fused_lm_head=True).log_probs.sum(1)
+        gaps = model(**words, fused_lm_head=True).log_probs.sum(1) - reference
+        return loss + (1e-3 * gaps.mean() ** 2 if self.penalty == "mean of the batch" else 1e-3 * gaps.var())
+
+
 KINDS = {
     "dpo": (DPOTrainer, DPOConfig),
     "reward": (RewardTrainer, RewardConfig),
@@ -97,6 +118,7 @@ def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int =
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
     of_kind, of_config = KINDS[kind]
+    accumulate, penalty = own.pop("accumulate", 2), own.pop("penalty", "")
     keep, net = load("rank_rows").Gradients(), model(kind)
     more: dict[str, Any] = {}
     if kind in GENERATING:
@@ -108,7 +130,7 @@ def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int =
         more |= {} if kind == "distillation" else {"ref_model": model(kind)}
         with torch.no_grad():  # another policy than the reference from the first step on
             for parameter in net.parameters():
-                parameter.mul_(1.01)
+                parameter.mul_(1.0 if penalty else 1.01)
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -117,7 +139,6 @@ def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int =
         parts = ["q_proj", "v_proj", "down_proj"]
         net = get_peft_model(net, LoraConfig(r=4, target_modules=parts, task_type=task)).double()
     arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": steps, "max_grad_norm": 0.0, "seed": 1}
-    accumulate = own.pop("accumulate", 2)
     arguments |= {"per_device_train_batch_size": 8 // size // accumulate, "gradient_accumulation_steps": accumulate}
     arguments |= {
         "logging_steps": 1,
@@ -128,7 +149,7 @@ def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int =
         "bf16": False,
     }
     arguments |= {"learning_rate": 0.1, "gradient_checkpointing": False} | own
-    trainer = of_kind(
+    trainer = (Penalized if penalty else of_kind)(
         net,
         args=of_config(**arguments),
         train_dataset=data(kind),
@@ -136,6 +157,7 @@ def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int =
         callbacks=[keep],
         **more,
     )
+    trainer.penalty = penalty
     trainer.train()
     return trainer, keep.kept
 
@@ -149,7 +171,7 @@ def errors(load: Any, kinds: list[str], **more: Any) -> dict[str, Any]:
     return found
 
 
-def compared(load: Any, kind: str, size: int = 1, **more: Any) -> dict[str, Any]:
+def compared(load: Any, kind: str, size: int = 1, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
     planned_runs._idle.clear()
     plans: list[Any] = []
     report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
@@ -161,7 +183,7 @@ def compared(load: Any, kind: str, size: int = 1, **more: Any) -> dict[str, Any]
             stack.enter_context(with_attributes(chunked_logprob, torch=WideHead()))
             stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
         stock, wanted = trained(load, kind, size, **more)
-        with with_attributes(planned_loop, **report), enabled(recipes.parse(RECIPE)):
+        with with_attributes(planned_loop, **report), enabled(recipe(max_tokens)):
             own, gradients = trained(load, kind, size, **more)
     assert wanted.keys() == gradients.keys()
     largest = max(float(w.norm()) for w in wanted.values())
@@ -178,6 +200,7 @@ def compared(load: Any, kind: str, size: int = 1, **more: Any) -> dict[str, Any]
         "apart": apart,
         "planned": len(plans),
         "micro_batches": [len(plan.micro_batches) for plan in plans],
+        "most_slots": max((m.num_padded_tokens for plan in plans for m in plan.micro_batches), default=0),
         "idle": [idle.why for idle in planned_runs._idle],
     }
 
