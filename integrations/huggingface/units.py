@@ -49,7 +49,7 @@ class Unit:
 
     @property
     def answers(self) -> list[Answer]:
-        """Of each row: the first of a pair is chosen, and a single one where its ``label`` says so."""
+        """The answer of each row: the first of a pair is chosen, and a single one where its ``label`` says so."""
         masks = [row.get(_ANSWER) for row in self.rows]
         sizes = [0 if mask is None else int(mask[1:].sum()) for mask in masks]
         chosen = bool(self.values["label"]) if "label" in self.values else True
@@ -80,7 +80,7 @@ class Unit:
         return Unit(tuple(rows), values)
 
     def to_bytes(self) -> Tensor:
-        """uint8, for other ranks."""
+        """The bytes that other ranks read it from, uint8."""
         parts = ([{key: value.numpy() for key, value in row.items()} for row in self.rows], self.values)
         return torch.frombuffer(bytearray(pickle.dumps(parts)), dtype=torch.uint8)
 

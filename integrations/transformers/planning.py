@@ -147,6 +147,19 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     )
 
 
+def refuse_divisors(batch: StepBatch, num_items: Any) -> None:
+    """Raise EvenloadError unless one number divides the losses of all batches: samples change places among them."""
+    divisors = sorted(set(batch.divisors))
+    refuse_first(
+        (
+            num_items is None or len(divisors) > 1,
+            "the batches of one step are not divided by one number",
+            f"num_items_in_batch = {', '.join(f'{one:g}' for one in divisors) if num_items is not None else None}",
+            "call super().training_step(model, inputs, num_items_in_batch) with the number that the Trainer gives",
+        )
+    )
+
+
 def _is_computed(sample: Tensor) -> bool:
     """Whether a sample gives a gradient."""
     return _num_targets(sample) > 0

@@ -1,4 +1,4 @@
-"""evenload inside Transformers' Trainer, in scripts that nobody edits: also TRL's SFTTrainer, PEFT, LLaMA-Factory.
+"""evenload inside Transformers' Trainer, in scripts that nobody edits: also TRL's SFT, PEFT, LLaMA-Factory.
 
     batches, num_items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
     for inputs in batches:
@@ -28,9 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...core.errors import EvenloadError, refuse_first
-from ...core.plan.action import Program, dummy
-from ...core.plan.program import lower
+from ...core.errors import EvenloadError
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
@@ -48,11 +46,11 @@ from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside
-from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
+from .planning import Read, StepBatch, chain_of, gather, read, recipe_for, refuse_divisors
 from .proof import prove_trainer, windows
 from .proof_rows import rows_like
 from .proof_units import prove_units, short_units
-from .stage import TrainerStage, reducing
+from .stage import TrainerStage, closed, log_step, reducing
 from .supported import inner_model, packs_fault, refuse_trainer, virtual_tokens, warn_of_dropout
 from .unit_batches import STOCK, ReadUnits, UnitBatch, gather_units, read_units, unit_rows
 from .unit_call import UnitCall
@@ -114,6 +112,19 @@ class PlannedTrainer:
     hooks: GradientHooks = field(default_factory=GradientHooks)
 
 
+class StepPasses(NamedTuple):
+    """What a rank runs of a plan."""
+
+    call: Callable[[dict[str, Any]], Tensor]
+    """The Trainer's own ``training_step`` of a batch."""
+    samples: dict[int, Any]
+    """Tokens and labels [2, L] of what this rank computes, by number."""
+    inputs_of: Callable[[Pack], dict[str, Any]]
+    """The batch of a micro-batch."""
+    hooked: bool
+    """Gradients of parameters go through hooks on some rank."""
+
+
 _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
 
 
@@ -131,7 +142,8 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
         units = unit_rows(trainer)
         if isinstance(units, EvenloadError):
             state = _planned[trainer] = PlannedTrainer(recipe)
-            return _stays(state, units) or (batches, num_items)
+            _stays(state, units)
+            return batches, num_items
         refuse_trainer(trainer, num_items, of_units=units is not None)
         state = _planned[trainer] = PlannedTrainer(recipe, units)
     if not state.stays:
@@ -188,7 +200,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     if batch is None:
         return _run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items
-    _refuse_divisors(batch, num_items)
+    refuse_divisors(batch, num_items)
     form = _form(state, trainer, batch, taken[-1])
     if form is None or state.planning is None:
         return _run_stock(trainer, model, taken, call)
@@ -202,7 +214,8 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         return loss
 
     with _attention(inner) if form.packs else nullcontext():
-        return _carried_out(state, trainer, model, plan, own_call, samples, _inputs_of(batch, form), batch.hooked)
+        passes = StepPasses(own_call, samples, _inputs_of(batch, form), batch.hooked)
+        return _carried_out(state, trainer, model, plan, passes)
 
 
 def _run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
@@ -229,7 +242,8 @@ def _run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Take
     units = batch.exchange(plan)
     own_call = UnitCall(trainer, call, units, state.idle, batch.form, batch.divisor)
     samples = {number: unit.longest for number, unit in units.items()}
-    loss = _carried_out(state, trainer, model, plan, own_call, samples, own_call.inputs_of, batch.hooked)
+    passes = StepPasses(own_call, samples, own_call.inputs_of, batch.hooked)
+    loss = _carried_out(state, trainer, model, plan, passes)
     own_call.book(len(taken))
     return loss
 
@@ -243,39 +257,30 @@ def _plan(state: PlannedTrainer, samples: GlobalBatch[Any], taken: list[TakenBat
         state.planning.report(stock)
         return None
     slots = sum(one.inputs["input_ids"].numel() for one in taken) // (state.unit_rows or 1)
-    _log_step(state.planning.steps, plan, slots)
+    log_step(state.planning.steps, plan, slots)
     return plan
 
 
-def _carried_out(
-    state: PlannedTrainer,
-    trainer: Any,
-    model: Any,
-    plan: StepPlan,
-    call: Callable[[dict[str, Any]], Tensor],
-    samples: dict[int, Any],
-    inputs_of_pack: Callable[[Pack], dict[str, Any]],
-    hooked: bool,
-) -> Tensor:
-    """Run a plan: this rank's loss. ``samples``: [2, L] of what it computes, by number."""
+def _carried_out(state: PlannedTrainer, trainer: Any, model: Any, plan: StepPlan, passes: StepPasses) -> Tensor:
+    """This rank's loss of a step that runs its plan. Collective."""
     assert state.planning is not None
     rank, size = rank_and_size()
     if plan.shared and state.plane is None:
         state.plane = Plane.make([tuple(range(size))], plan.limits.node_ranks)
     plane = state.plane if plan.shared else None
-    program = _closed(plan, rank)
+    program = closed(plan, rank)
     stage = TrainerStage(
         trainer,
         model,
-        call,
-        samples=samples,
+        passes.call,
+        samples=passes.samples,
         plane=plane,
         num_backwards=sum(action.kind == "backward" for action in program),
-        inputs_of=inputs_of_pack,
+        inputs_of=passes.inputs_of,
     )
     with stage.guarded(inner_model(trainer)):
         run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
-    if hooked:
+    if passes.hooked:
         state.hooks.refuse_unlike()
     state.planning.report(plan)
     return stage.loss
@@ -300,8 +305,7 @@ def _measured_units(state: PlannedTrainer, trainer: Any, batch: UnitBatch, taken
     if fault := virtual_tokens(trainer.model):
         raise fault
     units = short_units(taken.read.units)
-    fault = prove_units(trainer, units, taken.inputs, batch.form).fault
-    if fault is not None:
+    if fault := prove_units(trainer, units, taken.inputs, batch.form).fault:
         raise fault
     state.idle = units[0].shortened(2)
     warn_of_dropout(inner_model(trainer))
@@ -372,17 +376,6 @@ def _run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> 
     return loss
 
 
-def _closed(plan: StepPlan, rank: int) -> Program:
-    """The program of a rank in step with all others, ending on every rank with a forward and its own backward: DDP and
-    FSDP prepare the gradient sum in the forward of the backward that does it."""
-    ends = [lower(plan, 0, r, "in step")[-2:] for r in range(plan.limits.num_ranks)]
-    program = lower(plan, 0, rank, "in step")
-    if all(len(end) == 2 and end[0].kind == "forward" and end[0].graph == end[1].graph for end in ends):
-        return program
-    graph = max((action.graph for action in program), default=-1) + 1
-    return (*program, dummy("forward", graph), dummy("backward", graph))
-
-
 @contextmanager
 def _attention(model: Any) -> Iterator[None]:
     """The model attends inside packs; afterwards as it came."""
@@ -392,35 +385,6 @@ def _attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(stock)
-
-
-def _log_step(step: int, plan: StepPlan, num_slots: int) -> None:
-    """Say what a plan does. ``num_slots``: tokens of this rank's own batches, padding included."""
-    own = [plan.micro_batches[index] for index in plan.of_rank(rank_and_size()[0])]
-    log.info(
-        "step %d: %d samples in %d micro-batches, %d of them shared by ranks, %d samples cut; %d tokens on this rank "
-        "instead of %d",
-        step,
-        len(plan.lengths),
-        len(plan.micro_batches),
-        sum(len(micro_batch.ranks) > 1 for micro_batch in plan.micro_batches),
-        len(plan.cut),
-        sum(-(-micro_batch.num_padded_tokens // len(micro_batch.ranks)) for micro_batch in own),
-        num_slots,
-    )
-
-
-def _refuse_divisors(batch: StepBatch, num_items: Any) -> None:
-    """Raise EvenloadError unless one number divides the losses of all batches: samples change places among them."""
-    divisors = sorted(set(batch.divisors))
-    refuse_first(
-        (
-            num_items is None or len(divisors) > 1,
-            "the batches of one step are not divided by one number",
-            f"num_items_in_batch = {', '.join(f'{one:g}' for one in divisors) if num_items is not None else None}",
-            "call super().training_step(model, inputs, num_items_in_batch) with the number that the Trainer gives",
-        )
-    )
 
 
 def _refuse_unfinished(state: PlannedTrainer, trainer: Any) -> None:

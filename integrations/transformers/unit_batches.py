@@ -118,7 +118,7 @@ def gather_units(batches: Sequence[ReadUnits], *, hooked: bool) -> UnitBatch:
         [one.form for one in batches if one.form is not None],
         hooked,
     )
-    of_ranks = [_Brought(*row) for row in everyone(tuple(brought))]
+    of_ranks = everyone(brought)
     raise_together(error for one in of_ranks for error in one.errors)
     samples = GlobalBatch.of([one.lengths for one in of_ranks], own, rank_and_size()[0])
     sizes = tuple(of_ranks[rank].sizes[k][row] for rank, k, row in samples.places)

@@ -59,7 +59,11 @@ class UnitCall:
         form: UnitForm,
         divisor: int,
     ) -> None:
-        self._trainer, self._call, self._units, self._idle, self._form = trainer, call, units, idle, form
+        self._trainer = trainer
+        self._call = call
+        self._units = units
+        self._idle = idle
+        self._form = form
         self._divisor = divisor
         self._own: list[Unit] = []
         """Of the micro-batch whose forward runs."""
@@ -94,7 +98,7 @@ class UnitCall:
 
     def book(self, times: int) -> None:
         """Give the Trainer the figures of the step, as often as it has batches. Collective."""
-        rows = [MicroBatchFigures(*row) for of_rank in everyone([tuple(row) for row in self._rows]) for row in of_rank]
+        rows = [row for of_rank in everyone(self._rows) for row in of_rank]
         of_step = {key: _merged(key, rows) for key in sorted({key for row in rows for key in row.figures})}
         if of_step.keys() >= {_MARGIN, *_SIDES}:
             of_step[_MARGIN] = of_step[_SIDES[0]] - of_step[_SIDES[1]]
