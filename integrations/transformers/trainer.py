@@ -240,11 +240,10 @@ def _run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Take
         return _run_stock(trainer, model, taken, call)
     assert state.idle is not None
     units = batch.exchange(plan)
-    own_call = UnitCall(trainer, call, units, state.idle, batch.form, batch.divisor)
+    own = UnitCall(trainer, call, units, state.idle, batch.form, batch.divisor)
     samples = {number: unit.longest for number, unit in units.items()}
-    passes = StepPasses(own_call, samples, own_call.inputs_of, batch.hooked)
-    loss = _carried_out(state, trainer, model, plan, passes)
-    own_call.book(len(taken))
+    loss = _carried_out(state, trainer, model, plan, StepPasses(own, samples, own.inputs_of, batch.hooked))
+    own.book(len(taken))
     return loss
 
 
