@@ -123,10 +123,10 @@ def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[lis
     )
     assert isinstance(mask_RT, Tensor)
     count = len(mask_RT) // num_rows
-    given = {key: value for key, value in batch.items() if value is not None}
-    of_rows = {key for key, value in given.items() if isinstance(value, Tensor) and value.shape == mask_RT.shape}
-    of_units = {key for key, value in given.items() if isinstance(value, Tensor) and value.shape == (count,)}
-    other = sorted(str(key) for key in given if key not in of_rows | of_units)
+    entries = {key: value for key, value in batch.items() if value is not None}
+    of_rows = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == mask_RT.shape}
+    of_units = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == (count,)}
+    other = sorted(str(key) for key in entries if key not in of_rows | of_units)
     refuse_first(
         (
             bool(other) or count * num_rows != len(mask_RT) or _TOKENS not in of_rows,

@@ -117,8 +117,8 @@ class TrainerStage(StageTrainer):
 
     def _refuse_other_pack(self, model: Any, args: Any, kwargs: Any) -> None:
         for key in self._versions:
-            own, given = self._inputs[key], kwargs.get(key)
-            if own._version != self._versions[key] or not (given is own or _is_copy(given, own)):
+            own, taken = self._inputs[key], kwargs.get(key)
+            if own._version != self._versions[key] or not (taken is own or _is_copy(taken, own)):
                 raise EvenloadError(
                     "batches are changed behind Trainer.training_step, where they are packs",
                     f"{type(self._trainer).__name__} calls the model with other {key}",
@@ -126,8 +126,8 @@ class TrainerStage(StageTrainer):
                 )
 
 
-def _is_copy(given: Any, own: Tensor) -> bool:
-    return isinstance(given, Tensor) and given.dtype == own.dtype and torch.equal(given, own)
+def _is_copy(taken: Any, own: Tensor) -> bool:
+    return isinstance(taken, Tensor) and taken.dtype == own.dtype and torch.equal(taken, own)
 
 
 @contextmanager

@@ -1254,7 +1254,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what a compute_loss makes of a pack is not looked at",
         _TRAINER_STAGE,
-        "if own._version != self._versions[key] or not (given is own or _is_copy(given, own)):",
+        "if own._version != self._versions[key] or not (taken is own or _is_copy(taken, own)):",
         "if False:",
         "changes refused",
     ),
