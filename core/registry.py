@@ -35,8 +35,9 @@ class PluginConfig(Frozen):
         """Settings where no sequence may be cut."""
         return self
 
-    def in_rows(self) -> PluginConfig | None:
-        """Settings where a model keeps apart only what stands in rows of its own; None: nothing is planned then."""
+    def in_rows(self, count: int = 1) -> PluginConfig | None:
+        """Settings where a model keeps apart only what stands in rows of its own, ``count`` of which are a sequence of
+        the plan; None: nothing is planned then."""
         return None
 
     def capped(self, limits: Limits) -> Limits:

@@ -1,6 +1,6 @@
-"""Instruction pairs with a long tail under TRL's SFTTrainer on two CPU ranks: padding, TRL's own packing, evenload.
+"""Instruction pairs with a long tail under TRL on two CPU ranks: padding, TRL's own packing, evenload.
 
-    python benchmarks/hosts/pairs.py [--repeats 3] [--layout ddp] [--quick] [--json] [--out FILE]
+    python benchmarks/hosts/pairs.py [--repeats 3] [--layout ddp] [--task sft|dpo] [--quick] [--json] [--out FILE]
 
 One epoch of 192 prompts with completions, of which the completions' losses count; lengths are lognormal with a median
 of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden size 256 and 2,048 words, in float32.
@@ -12,6 +12,10 @@ of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden 
     rebalance Transformers' sampler that evens padded cost over ranks; its steps hold other samples too
     evenload  the padded run's arguments by ``evenload run``: each step has the samples, the loss and the norm of the
               padded run's
+
+With ``--task dpo`` the texts are preferences, a prompt with a chosen and a rejected answer, DPOTrainer trains them
+against a reference model, and the variants are padded and evenload: pairs change micro-batches and ranks. Median and
+longest are half of those above, since a pair has two rows and both models run.
 
 Variants alternate, and each is compared with the padded run before it. Seconds are of the epoch's steps, the first as
 long as the mean of the others, on rank 0; a token is one of a sample, so tokens a second compare runs whose steps
@@ -47,13 +51,19 @@ VARIANTS = {
     "evenload": "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
 }
 
+TASKS = {
+    "sft": ("trl_sft_script.py", "completions", list(VARIANTS)),
+    "dpo": ("dpo_script.py", "preferences", ["padded", "evenload"]),
+}
+"""Script, kind of rows, and variants that there are."""
+
 Row = dict[str, Any]
 
 
-def make(folder: Path, quick: bool) -> int:
+def make(folder: Path, quick: bool, kind: str) -> int:
     """Make the model and the pairs; the longest that the model takes."""
     source = assets.library()
-    longest = 256 if quick else LONGEST
+    longest = 256 if quick else LONGEST if kind == "completions" else LONGEST // 2
     tokenizer = assets.make_tokenizer(source[:400_000], VOCABULARY, longest)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS}
     if quick:
@@ -61,13 +71,13 @@ def make(folder: Path, quick: bool) -> int:
     config = {**assets.COMMON, **sizes, "vocab_size": VOCABULARY, "max_position_embeddings": longest}
     assets.save_model(folder / "model", assets.LlamaConfig(**config), tokenizer)
     texts = list(assets.draw_texts(source, tokenizer))
-    assets.write_rows(folder / "pairs", texts, assets.ROWS["completions"])
+    assets.write_rows(folder / "pairs", texts, assets.ROWS[kind])
     return longest
 
 
-def measured(variant: str, arguments: list[str], data: Path, folder: Path, recipe: Path | None) -> Row:
+def measured(task: str, variant: str, arguments: list[str], data: Path, folder: Path, recipe: Path | None) -> Row:
     """Seconds, steps, tokens and losses of a run."""
-    script = launching.SCRIPTS / "trl_sft_script.py"
+    script = launching.SCRIPTS / TASKS[task][0]
     words = [*launching.COMMON, *arguments, *VARIANTS[variant].split(), "--output_dir", folder / "out"]
     names = ["--model_name_or_path", data / "model", "--dataset_name", data / "pairs", "--bf16", "False"]
     folder.mkdir()
@@ -118,7 +128,7 @@ def table(result: dict[str, Any]) -> Any:
         "rebalance's steps hold other samples, so these are other losses; evenload's are the padded run's."
     )
     head = ("variant", *times, "steps", "computed", "loss", "norm")
-    return grid(f"Pairs, {result['layout']}", head, [cells(row) for row in result["rows"]], below)
+    return grid(f"Pairs, {result['task']}, {result['layout']}", head, [cells(row) for row in result["rows"]], below)
 
 
 def cells(row: Row) -> list[Any]:
@@ -132,15 +142,17 @@ def cells(row: Row) -> list[Any]:
 
 def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     """The runs of every variant, one of each after the other."""
-    longest = make(folder, asked.quick)
+    longest = make(folder, asked.quick, TASKS[asked.task][1])
     (folder / "recipe.yaml").write_text(RECIPE)
     shared = ["--num_train_epochs", "1", "--max_length", str(longest)]
     shared += launching.trainer_arguments(asked.layout, folder)
-    runs: dict[str, list[Row]] = {variant: [] for variant in asked.variants.split(",")}
+    runs: dict[str, list[Row]] = {
+        variant: [] for variant in (asked.variants or ",".join(TASKS[asked.task][2])).split(",")
+    }
     for repeat in range(asked.repeats):
         for variant, rows in runs.items():
             recipe = folder / "recipe.yaml" if variant == "evenload" else None
-            rows.append(measured(variant, shared, folder, folder / f"{variant}{repeat}", recipe))
+            rows.append(measured(asked.task, variant, shared, folder, folder / f"{variant}{repeat}", recipe))
             print(variant, repeat, rows[-1].get("failed") or seconds(rows[-1]["epoch_s"]), file=sys.stderr)
     return runs
 
@@ -149,14 +161,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layout", default="ddp", choices=launching.LAYOUTS)
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="padded among them")
+    parser.add_argument("--task", default="sft", choices=TASKS)
+    parser.add_argument("--variants", help="padded among them")
     parser.add_argument("--quick", action="store_true", help="a tiny model and short pairs: whether it runs")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     with stdout_aside(), tempfile.TemporaryDirectory(prefix="pairs-") as path:
         runs = alternated(asked, Path(path))
-    result = {"layout": asked.layout, "rows": [summary(rows, runs["padded"]) for rows in runs.values()]}
+    result = {
+        "task": asked.task,
+        "layout": asked.layout,
+        "rows": [summary(rows, runs["padded"]) for rows in runs.values()],
+    }
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1))
     emit(result, asked.json, table)

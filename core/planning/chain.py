@@ -117,10 +117,10 @@ class PlanChain:
         """This chain for a batch in which samples of one number stay together, integers [S]; None: as settings say."""
         return self if groups is None else replace(self, groups=as_lengths(groups))
 
-    def in_rows(self) -> PlanChain:
-        """The chain where the model keeps apart only what stands in rows of its own. Raises EvenloadError where no
-        enabled plugin plans padded groups."""
-        rows = [(plugin, config.in_rows()) for plugin, config in self.links if plugin.places]
+    def in_rows(self, count: int = 1) -> PlanChain:
+        """The chain where the model keeps apart only what stands in rows of its own, ``count`` of which are a sequence
+        of the plan. Raises EvenloadError where no enabled plugin plans padded groups."""
+        rows = [(plugin, config.in_rows(count)) for plugin, config in self.links if plugin.places]
         links = tuple((plugin, config) for plugin, config in rows if config is not None)
         if not links:
             raise EvenloadError(

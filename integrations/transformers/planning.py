@@ -147,6 +147,19 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     )
 
 
+def refuse_divisors(batch: StepBatch, num_items: Any) -> None:
+    """Raise EvenloadError unless one number divides the losses of all batches: samples change places among them."""
+    divisors = sorted(set(batch.divisors))
+    refuse_first(
+        (
+            num_items is None or len(divisors) > 1,
+            "the batches of one step are not divided by one number",
+            f"num_items_in_batch = {', '.join(f'{one:g}' for one in divisors) if num_items is not None else None}",
+            "call super().training_step(model, inputs, num_items_in_batch) with the number that the Trainer gives",
+        )
+    )
+
+
 def _is_computed(sample: Tensor) -> bool:
     """Whether a sample gives a gradient."""
     return _num_targets(sample) > 0
@@ -156,9 +169,9 @@ def _num_targets(sample: Tensor) -> int:
     return int((sample[1, 1:] != IGNORE).sum())
 
 
-def chain_of(recipe: Recipe, trainer: Any, *, whole: bool, rows: bool = False) -> PlanChain:
+def chain_of(recipe: Recipe, trainer: Any, *, whole: bool, rows: int = 0) -> PlanChain:
     """The planners of a recipe for the model, the precision and the ranks of a Trainer; ``whole``: samples stay whole;
-    ``rows``: as rows of padded groups. Raises EvenloadError."""
+    ``rows``: of padded groups, that a sample is; 0: none. Raises EvenloadError."""
     args = trainer.args
     return chain_for(
         recipe,
@@ -178,7 +191,7 @@ def chain_for(
     zero_stage: int,
     half: bool,
     whole: bool,
-    rows: bool = False,
+    rows: int = 0,
     micro_batch_size: int = 1,
 ) -> PlanChain:
     """The planners of a recipe for a Hugging Face model on all ranks of this job.
@@ -187,7 +200,7 @@ def chain_for(
         zero_stage: how weights and states are divided; 3 also for FSDP.
         half: passes run in half precision; also read off the model's weights.
         whole: samples stay whole.
-        rows: samples are rows of padded groups.
+        rows: of padded groups, that a sample is; 0: none.
         micro_batch_size: rows of a stock batch, which plans are compared with.
     """
     refuse_first(rule_of_layers(recipe))
@@ -195,10 +208,10 @@ def chain_for(
     rank, size = rank_and_size()
     traits = traits_of(zero_stage, "bf16" if half else "fp32")
     chain = PlanChain.of_model(
-        recipe, _shape(model, rows=rows), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
+        recipe, _shape(model, rows=bool(rows)), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
     )
     chain = replace(chain, micro_batch_size=micro_batch_size)
-    return chain.in_rows() if rows else chain
+    return chain.in_rows(rows) if rows else chain
 
 
 def _shape(model: Any, *, rows: bool) -> Shape:

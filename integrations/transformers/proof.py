@@ -129,7 +129,7 @@ def prove_trainer(
         num_items: targets of the step as the Trainer counts them, of the type it does.
         kind: what is measured instead of packs.
     """
-    twin, model = _twin(trainer), trainer.accelerator.unwrap_model(trainer.model)
+    twin, model = twin_of(trainer), trainer.accelerator.unwrap_model(trainer.model)
     targets = sum(map(num_targets, samples))
 
     def compute(batch: dict[str, Any], times: float) -> Call:
@@ -228,7 +228,7 @@ class Measurement:
 
     def _off(self, together: Tensor, alone: list[Tensor]) -> float:
         """How far tokens are from what they are alone."""
-        return _difference(self._parts(together, alone), torch.cat([one.flatten(0, 1) for one in alone]))
+        return difference(self._parts(together, alone), torch.cat([one.flatten(0, 1) for one in alone]))
 
     def _refuse_other_attention(self, packed: ProofRun) -> None:
         config = self._model.config.get_text_config()
@@ -256,7 +256,7 @@ class Measurement:
             tuple(one.flatten(0, 1)[len(tokens) :] for one in pair)
             for pair in zip(moved, packed.gradients, strict=True)
         )
-        crosses = any(_difference(own, wanted) > self._tolerance for own, wanted in both)
+        crosses = any(difference(own, wanted) > self._tolerance for own, wanted in both)
         return EvenloadError(
             "attention that looks across the samples of a pack"
             if crosses
@@ -312,7 +312,7 @@ def num_targets(sample: Sequence[Sequence[int]]) -> int:
     return sum(label != IGNORE for label in sample[1][1:])
 
 
-def _difference(own: Tensor, wanted: Tensor) -> float:
+def difference(own: Tensor, wanted: Tensor) -> float:
     """Largest ||a - b|| / ||b|| over tokens; a token with next to nothing counts as a tenth of the largest. Infinities
     that both have are equal; NaN where there are others."""
     if own.shape != wanted.shape:
@@ -322,7 +322,7 @@ def _difference(own: Tensor, wanted: Tensor) -> float:
     return float((off_T / norms_T.clamp(min=float(norms_T.max()) / 10).clamp(min=1e-300)).max())
 
 
-def _twin(trainer: Any) -> Any:
+def twin_of(trainer: Any) -> Any:
     """A copy of a Trainer with counters of its own."""
     twin = copy.copy(trainer)
     for name, value in vars(trainer).items():

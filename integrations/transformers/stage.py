@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,13 +12,17 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from ...core.errors import EvenloadError
-from ...core.plan.action import Action
-from ...core.plan.step_plan import MicroBatch
+from ...core.plan.action import Action, Program, dummy
+from ...core.plan.program import lower
+from ...core.plan.step_plan import MicroBatch, StepPlan
 from ...runtime.attention.pack import Pack, build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.attributes import with_attributes
 from ...runtime.stage.executor import Graph, LoadedPack, StageTrainer
+from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
+
+log = logging.getLogger("evenload")
 
 _TENSORS = ("input_ids", "position_ids", "shift_labels")
 """What a model computes a micro-batch from."""
@@ -112,12 +117,17 @@ class TrainerStage(StageTrainer):
 
     def _refuse_other_pack(self, model: Any, args: Any, kwargs: Any) -> None:
         for key in self._versions:
-            if kwargs.get(key) is not self._inputs[key] or kwargs[key]._version != self._versions[key]:
+            own, taken = self._inputs[key], kwargs.get(key)
+            if own._version != self._versions[key] or not (taken is own or _is_copy(taken, own)):
                 raise EvenloadError(
                     "batches are changed behind Trainer.training_step, where they are packs",
                     f"{type(self._trainer).__name__} calls the model with other {key}",
                     "change batches before super().training_step, or leave evenload off for this script",
                 )
+
+
+def _is_copy(taken: Any, own: Tensor) -> bool:
+    return isinstance(taken, Tensor) and taken.dtype == own.dtype and torch.equal(taken, own)
 
 
 @contextmanager
@@ -132,3 +142,30 @@ def reducing(accelerator: Any, model: Any, reduces: bool) -> Iterator[None]:
             yield
     finally:
         state._set_sync_gradients(updates)
+
+
+def closed(plan: StepPlan, rank: int) -> Program:
+    """The program of a rank in step with all others, ending on every rank with a forward and its own backward: DDP and
+    FSDP prepare the gradient sum in the forward of the backward that does it."""
+    ends = [lower(plan, 0, r, "in step")[-2:] for r in range(plan.limits.num_ranks)]
+    program = lower(plan, 0, rank, "in step")
+    if all(len(end) == 2 and end[0].kind == "forward" and end[0].graph == end[1].graph for end in ends):
+        return program
+    graph = max((action.graph for action in program), default=-1) + 1
+    return (*program, dummy("forward", graph), dummy("backward", graph))
+
+
+def log_step(step: int, plan: StepPlan, num_slots: int) -> None:
+    """Say what a plan does. ``num_slots``: tokens of this rank's own batches, padding included."""
+    own = [plan.micro_batches[index] for index in plan.of_rank(rank_and_size()[0])]
+    log.info(
+        "step %d: %d samples in %d micro-batches, %d of them shared by ranks, %d samples cut; %d tokens on this rank "
+        "instead of %d",
+        step,
+        len(plan.lengths),
+        len(plan.micro_batches),
+        sum(len(micro_batch.ranks) > 1 for micro_batch in plan.micro_batches),
+        len(plan.cut),
+        sum(-(-micro_batch.num_padded_tokens // len(micro_batch.ranks)) for micro_batch in own),
+        num_slots,
+    )

@@ -14,22 +14,23 @@ from ..huggingface.models import ATTENTION_DROPOUT, refuse_unsupported
 
 log = logging.getLogger("evenload")
 
-_TOKEN_LOSSES_OF_TRL = "trl.trainer.sft_trainer"
-"""The one module of TRL whose ``compute_loss`` sums over target tokens; losses of scripts are measured (`proof`)."""
-
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update weights inside a backward."""
 
 _OFF = "leave evenload off for this script"
 
 
-def refuse_trainer(trainer: Any, num_items: Any) -> None:
+def refuse_trainer(trainer: Any, num_items: Any, *, of_units: bool = False) -> None:
     """Raise EvenloadError for a Trainer whose step cannot be planned exactly.
 
     Args:
         num_items: what the Trainer divides its token losses by, None where it takes means of micro-batches.
+        of_units: which are means of units, so that packs and sums of tokens do not matter.
     """
-    refuse_first(*_of_loss(trainer, num_items), *_of_run(trainer))
+    if of_units:
+        refuse_first(_of_noise(trainer), *_of_run(trainer))
+        return
+    refuse_first(*_of_loss(trainer, num_items), _of_noise(trainer), *_of_run(trainer))
     model = inner_model(trainer)
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise EvenloadError(
@@ -41,15 +42,7 @@ def refuse_trainer(trainer: Any, num_items: Any) -> None:
 
 def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
     """Losses that change when samples are regrouped."""
-    owner = next(c.__module__ for c in type(trainer).__mro__ if "compute_loss" in vars(c))
-    name = type(trainer).__name__
     return [
-        (
-            owner.startswith("trl.") and owner != _TOKEN_LOSSES_OF_TRL,
-            f"{name} computes a loss of its own, which may not be a sum over tokens",
-            f"{type(trainer).compute_loss.__qualname__} of {owner}",
-            f"{_OFF}: evenload plans Trainer and TRL's SFTTrainer; pairs and rewards stay in their own batches",
-        ),
         (
             num_items is None,
             "the Trainer takes the mean of micro-batches, which changes when they are regrouped",
@@ -62,13 +55,16 @@ def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
             "average_tokens_across_devices = False",
             "set average_tokens_across_devices=True, the default",
         ),
-        (
-            bool(trainer.args.neftune_noise_alpha),
-            "NEFTune's noise depends on the length of a batch's rows, which packs change",
-            f"neftune_noise_alpha = {trainer.args.neftune_noise_alpha}",
-            "leave neftune_noise_alpha out",
-        ),
     ]
+
+
+def _of_noise(trainer: Any) -> Rule:
+    return (
+        bool(trainer.args.neftune_noise_alpha),
+        "NEFTune's noise depends on the length of a batch's rows, which packs change",
+        f"neftune_noise_alpha = {trainer.args.neftune_noise_alpha}",
+        "leave neftune_noise_alpha out",
+    )
 
 
 def _of_run(trainer: Any) -> list[Rule]:

@@ -1,4 +1,4 @@
-"""evenload inside Transformers' Trainer, in scripts that nobody edits: also TRL's SFTTrainer, PEFT, LLaMA-Factory.
+"""evenload inside Transformers' Trainer, in scripts that nobody edits: also TRL's SFT, PEFT, LLaMA-Factory.
 
     batches, num_items = trainer.get_batch_samples(epoch_iterator, num_batches, device)
     for inputs in batches:
@@ -28,9 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...core.errors import EvenloadError, refuse_first
-from ...core.plan.action import Program, dummy
-from ...core.plan.program import lower
+from ...core.errors import EvenloadError
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
@@ -43,15 +41,19 @@ from ..host.step import Position, run_program
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of, without_unread
 from ..huggingface.rows import rows_of
-from ..unmodified.planned_loop import PlannedLoop
+from ..huggingface.units import Unit
+from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside
-from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
+from .planning import Read, StepBatch, chain_of, gather, read, recipe_for, refuse_divisors
 from .proof import prove_trainer, windows
 from .proof_rows import rows_like
-from .stage import TrainerStage, reducing
+from .proof_units import prove_units, short_units
+from .stage import TrainerStage, closed, log_step, reducing
 from .supported import inner_model, packs_fault, refuse_trainer, virtual_tokens, warn_of_dropout
+from .unit_batches import STOCK, ReadUnits, UnitBatch, gather_units, read_units, unit_rows
+from .unit_call import UnitCall
 
 log = logging.getLogger("evenload")
 
@@ -65,7 +67,8 @@ class TakenBatch(NamedTuple):
     inputs: Any
     """As the model would have got it."""
     num_items: Any
-    read: Read
+    read: Any
+    """`Read`, or `ReadUnits` where units are planned."""
 
 
 @dataclass(eq=False)
@@ -92,6 +95,10 @@ class PlannedTrainer:
     """What evenload keeps for one Trainer."""
 
     recipe: Recipe
+    unit_rows: int | None = None
+    """Rows that stay together, where the loss is a mean over such units; None: it is a sum over tokens."""
+    idle: Unit | None = None
+    """A short unit, for a rank that has none."""
     planning: PlannedLoop | None = None
     """None until a form is measured to be exact, in the first step."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
@@ -103,6 +110,19 @@ class PlannedTrainer:
     window: StepWindow | None = None
     """Of the step that runs, until its plan has."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
+
+
+class StepPasses(NamedTuple):
+    """What a rank runs of a plan."""
+
+    call: Callable[[dict[str, Any]], Tensor]
+    """The Trainer's own ``training_step`` of a batch."""
+    samples: dict[int, Any]
+    """Tokens and labels [2, L] of what this rank computes, by number."""
+    inputs_of: Callable[[Pack], dict[str, Any]]
+    """The batch of a micro-batch."""
+    hooked: bool
+    """Gradients of parameters go through hooks on some rank."""
 
 
 _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
@@ -119,8 +139,13 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
         recipe = recipe_for(trainer, recipe)
         if not recipe.enabled():
             return batches, num_items
-        refuse_trainer(trainer, num_items)
-        state = _planned[trainer] = PlannedTrainer(recipe)
+        units = unit_rows(trainer)
+        if isinstance(units, EvenloadError):
+            state = _planned[trainer] = PlannedTrainer(recipe)
+            _stays(state, units)
+            return batches, num_items
+        refuse_trainer(trainer, num_items, of_units=units is not None)
+        state = _planned[trainer] = PlannedTrainer(recipe, units)
     if not state.stays:
         _refuse_unfinished(state, trainer)
         state.window = StepWindow(len(batches), trainer.state)
@@ -141,15 +166,15 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     call = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
     model, num_items = call["model"], call.get("num_items_in_batch")
     inputs = trainer._prepare_inputs(call["inputs"])
-    known = without_unread(inputs, trainer.model, type(trainer))
-    window.taken.append(TakenBatch(inputs, num_items, read(known, inner_model(trainer).config, num_items)))
+    window.taken.append(TakenBatch(inputs, num_items, _read(state, trainer, inputs, num_items)))
     # A script may pass over batches: the Trainer says which one is the last before its update.
     if not trainer.accelerator.gradient_state.sync_gradients and len(window.taken) < window.num_batches:
         return torch.zeros((), device=trainer.args.device)
     state.window = None
     # Of the script's own: it has seen the batches, and is not to see packs.
     with with_attributes(trainer, _prepare_inputs=lambda inputs: inputs):
-        loss = _run(state, trainer, model, window.taken, lambda *batch: wrapped(model, *batch))
+        run = _run if state.unit_rows is None else _run_units
+        loss = run(state, trainer, model, window.taken, lambda *batch: wrapped(model, *batch))
     end_of_check()
     return loss
 
@@ -175,36 +200,115 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     if batch is None:
         return _run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items
-    _refuse_divisors(batch, num_items)
+    refuse_divisors(batch, num_items)
     form = _form(state, trainer, batch, taken[-1])
     if form is None or state.planning is None:
         return _run_stock(trainer, model, taken, call)
-    rank, size = rank_and_size()
-    plan = state.planning.plan(batch.samples.lengths)
-    if stock := state.planning.stock_instead(batch.samples, plan):
+    plan = _plan(state, batch.samples, taken)
+    if plan is None:
+        return _run_stock(trainer, model, taken, call)
+    samples = batch.exchange(plan)
+
+    def own_call(inputs: dict[str, Any]) -> Tensor:
+        loss: Tensor = call(inputs, num_items)
+        return loss
+
+    with _attention(inner) if form.packs else nullcontext():
+        passes = StepPasses(own_call, samples, _inputs_of(batch, form), batch.hooked)
+        return _carried_out(state, trainer, model, plan, passes)
+
+
+def _run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
+    """`_run` where units change micro-batches."""
+    inner = inner_model(trainer)
+    try:
+        batch = gather_units([one.read for one in taken], hooked=state.hooks.watch(inner))
+    except EvenloadError as error:
+        _stays(state, error)
+        return _run_stock(trainer, model, taken, call)
+    if batch.divisor is None:
+        log.info("step %d runs as it is: its batches have unlike numbers of units", trainer.state.global_step + 1)
+        return _run_stock(trainer, model, taken, call)
+    if state.planning is None:
+        try:
+            state.planning = PlannedLoop(NAME, _measured_units(state, trainer, batch, taken[-1]))
+        except EvenloadError as error:
+            _stays(state, error)
+            return _run_stock(trainer, model, taken, call)
+    plan = _plan(state, batch.samples, taken)
+    if plan is None:
+        return _run_stock(trainer, model, taken, call)
+    assert state.idle is not None
+    units = batch.exchange(plan)
+    own = UnitCall(trainer, call, units, state.idle, batch.form, batch.divisor)
+    samples = {number: unit.longest for number, unit in units.items()}
+    loss = _carried_out(state, trainer, model, plan, StepPasses(own, samples, own.inputs_of, batch.hooked))
+    own.book(len(taken))
+    return loss
+
+
+def _plan(state: PlannedTrainer, samples: GlobalBatch[Any], taken: list[TakenBatch]) -> StepPlan | None:
+    """The plan of a step; None where a stock run is as good. Collective."""
+    assert state.planning is not None
+    plan = state.planning.plan(samples.lengths)
+    if stock := state.planning.stock_instead(samples, plan):
         log.info("step %d: %d samples of one length run as they are", state.planning.steps, len(plan.lengths))
         state.planning.report(stock)
-        return _run_stock(trainer, model, taken, call)
-    _log_step(state.planning.steps, plan, sum(one.inputs["input_ids"].numel() for one in taken))
+        return None
+    slots = sum(one.inputs["input_ids"].numel() for one in taken) // (state.unit_rows or 1)
+    log_step(state.planning.steps, plan, slots)
+    return plan
+
+
+def _carried_out(state: PlannedTrainer, trainer: Any, model: Any, plan: StepPlan, passes: StepPasses) -> Tensor:
+    """This rank's loss of a step that runs its plan. Collective."""
+    assert state.planning is not None
+    rank, size = rank_and_size()
     if plan.shared and state.plane is None:
         state.plane = Plane.make([tuple(range(size))], plan.limits.node_ranks)
     plane = state.plane if plan.shared else None
-    program = _closed(plan, rank)
+    program = closed(plan, rank)
     stage = TrainerStage(
         trainer,
         model,
-        lambda pack: call(pack, num_items),
-        samples=batch.exchange(plan),
+        passes.call,
+        samples=passes.samples,
         plane=plane,
         num_backwards=sum(action.kind == "backward" for action in program),
-        inputs_of=_inputs_of(batch, form),
+        inputs_of=passes.inputs_of,
     )
-    with _attention(inner) if form.packs else nullcontext(), stage.guarded(inner):
+    with stage.guarded(inner_model(trainer)):
         run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
-    if batch.hooked:
+    if passes.hooked:
         state.hooks.refuse_unlike()
     state.planning.report(plan)
     return stage.loss
+
+
+def _stays(state: PlannedTrainer, why: EvenloadError) -> None:
+    """Leave a Trainer's batches as they are, and say why."""
+    state.stays = True
+    report_idle(NAME, f"{why.what} ({why.found})", STOCK)
+
+
+def _read(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -> Read | ReadUnits:
+    """A batch, cut into what is planned of it."""
+    config = inner_model(trainer).config
+    if state.unit_rows is not None:
+        return read_units(inputs, state.unit_rows, config)
+    return read(without_unread(inputs, trainer.model, type(trainer)), config, num_items)
+
+
+def _measured_units(state: PlannedTrainer, trainer: Any, batch: UnitBatch, taken: TakenBatch) -> PlanChain:
+    """What plans a Trainer's units. Collective. Raises EvenloadError, on all ranks, where regrouping is not exact."""
+    if fault := virtual_tokens(trainer.model):
+        raise fault
+    units = short_units(taken.read.units)
+    if fault := prove_units(trainer, units, taken.inputs, batch.form).fault:
+        raise fault
+    state.idle = units[0].shortened(2)
+    warn_of_dropout(inner_model(trainer))
+    return chain_of(state.recipe, trainer, whole=True, rows=batch.form.num_rows)
 
 
 def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> StepForm | None:
@@ -248,7 +352,7 @@ def _measured(
         return fault
     warn_of_dropout(model)
     try:
-        return chain_of(state.recipe, trainer, whole=not may_cut, rows=not form.packs)
+        return chain_of(state.recipe, trainer, whole=not may_cut, rows=int(not form.packs))
     except EvenloadError as error:
         if form.packs:
             raise
@@ -271,17 +375,6 @@ def _run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> 
     return loss
 
 
-def _closed(plan: StepPlan, rank: int) -> Program:
-    """The program of a rank in step with all others, ending on every rank with a forward and its own backward: DDP and
-    FSDP prepare the gradient sum in the forward of the backward that does it."""
-    ends = [lower(plan, 0, r, "in step")[-2:] for r in range(plan.limits.num_ranks)]
-    program = lower(plan, 0, rank, "in step")
-    if all(len(end) == 2 and end[0].kind == "forward" and end[0].graph == end[1].graph for end in ends):
-        return program
-    graph = max((action.graph for action in program), default=-1) + 1
-    return (*program, dummy("forward", graph), dummy("backward", graph))
-
-
 @contextmanager
 def _attention(model: Any) -> Iterator[None]:
     """The model attends inside packs; afterwards as it came."""
@@ -291,35 +384,6 @@ def _attention(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(stock)
-
-
-def _log_step(step: int, plan: StepPlan, num_slots: int) -> None:
-    """Say what a plan does. ``num_slots``: tokens of this rank's own batches, padding included."""
-    own = [plan.micro_batches[index] for index in plan.of_rank(rank_and_size()[0])]
-    log.info(
-        "step %d: %d samples in %d micro-batches, %d of them shared by ranks, %d samples cut; %d tokens on this rank "
-        "instead of %d",
-        step,
-        len(plan.lengths),
-        len(plan.micro_batches),
-        sum(len(micro_batch.ranks) > 1 for micro_batch in plan.micro_batches),
-        len(plan.cut),
-        sum(-(-micro_batch.num_padded_tokens // len(micro_batch.ranks)) for micro_batch in own),
-        num_slots,
-    )
-
-
-def _refuse_divisors(batch: StepBatch, num_items: Any) -> None:
-    """Raise EvenloadError unless one number divides the losses of all batches: samples change places among them."""
-    divisors = sorted(set(batch.divisors))
-    refuse_first(
-        (
-            num_items is None or len(divisors) > 1,
-            "the batches of one step are not divided by one number",
-            f"num_items_in_batch = {', '.join(f'{one:g}' for one in divisors) if num_items is not None else None}",
-            "call super().training_step(model, inputs, num_items_in_batch) with the number that the Trainer gives",
-        )
-    )
 
 
 def _refuse_unfinished(state: PlannedTrainer, trainer: Any) -> None:

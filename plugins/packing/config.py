@@ -87,10 +87,10 @@ class PackingConfig(PluginConfig):
         together = self.groups_in == "micro_batch"
         return replace(capped, equal_size=self.equal_size, groups_in_micro_batch=together, padded=self.padded)
 
-    def in_rows(self) -> PackingConfig | None:
+    def in_rows(self, count: int = 1) -> PackingConfig | None:
         if self.group_size or self.equal_size:
             return None
-        return self.model_copy(update={"padded": True, "slices": "off"})
+        return self.model_copy(update={"padded": True, "slices": "off", "max_tokens": self.max_tokens // count})
 
     def uncut(self) -> PackingConfig:
         return self.model_copy(update={"slices": "off"})

@@ -33,7 +33,7 @@ ROUTER = Case(
     0,
     "qwen3_moe",
 )
-PAIRS = Case("dpo_script.py", "DPOTrainer computes a loss of its own", "leave evenload off", 1, data="preferences")
+NOISE = Case("dpo_script.py", "NEFTune's noise depends", "leave neftune_noise_alpha out", 1, data="preferences")
 LOOP = Case("accelerate_script.py", "in a loop of Accelerate", "give a Hugging Face causal language model", 0, "gpt2")
 NO_STEP = Case("no_step_script.py", "no loop that evenload knows reached a step", "train by transformers.Trainer", 0)
 
@@ -46,10 +46,11 @@ def arguments(case: Case, assets: Path, folder: Path) -> list[object]:
     if case is LOOP:
         return [*words, "--max-steps", 2]
     precision = ["--bf16", "False"] if trl else []
+    precision += ["--neftune_noise_alpha", 5] if case is NOISE else []
     return [*words, *launching.COMMON, "--output_dir", folder / "out", "--max_steps", 2, *precision]
 
 
-@pytest.mark.parametrize("case", [PAIRS], ids=lambda case: f"{case.script} {case.model}")
+@pytest.mark.parametrize("case", [NOISE], ids=lambda case: f"{case.script} {case.model}")
 def test_every_rank_refuses_before_the_first_step(
     case: Case, forged_run: Callable[..., Any], assets: Path, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ _TRAINER = "tests/integrations/huggingface/test_trainer.py"
 _ACCELERATE = "tests/integrations/huggingface/test_accelerate.py"
 _CHANGES = "tests/integrations/huggingface/test_changes.py"
 _TRAINER_STAGE = "integrations/transformers/stage.py"
+_UNITS = "integrations/huggingface/units.py"
 _TRAINER_STEP = "integrations/transformers/trainer.py"
 
 _SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
@@ -98,6 +99,7 @@ KILLERS: dict[str, Words] = {
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "proof": ("pytest", "tests/integrations/huggingface/test_proof.py"),
+    "units": ("pytest", "tests/integrations/huggingface/test_units.py", "-k", "figures or sft"),
     "padded rows": ("pytest", "tests/integrations/huggingface/test_rows.py"),
     "padded groups": ("pytest", "tests/plugins/packing/test_padded.py"),
     "attention of families": ("pytest", "tests/integrations/huggingface/test_proof.py", "-k", "counted"),
@@ -1077,6 +1079,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "proof",
     ),
     Mutant(
+        "a pair is split",
+        _UNITS,
+        "rows = [unit.rows[place] for place in range(form.num_rows) for unit in units]",
+        "rows = [unit.rows[place] for unit in units for place in range(form.num_rows)]",
+        "units",
+    ),
+    Mutant(
+        "a row of a unit stands on the wrong side",
+        _UNITS,
+        "most - len(row[key]) if form.left else 0",
+        "0 if form.left else most - len(row[key])",
+        "units",
+    ),
+    Mutant(
+        "every micro-batch of units counts as a whole batch",
+        "integrations/transformers/unit_call.py",
+        "len(self._own) / self._divisor",
+        "float(bool(self._own))",
+        "units",
+    ),
+    Mutant(
+        "a mean of means passes for a mean of units",
+        "integrations/transformers/proof_units.py",
+        "self._refuse_other_losses(alone, together, is_divided=True)",
+        "pass",
+        "units",
+    ),
+    Mutant(
+        "figures of units are weighed alike",
+        "integrations/transformers/unit_call.py",
+        "weights = {key: _weight(key, self._own) for key in figures}",
+        "weights = dict.fromkeys(figures, 1)",
+        "units",
+    ),
+    Mutant(
         "a padded row stands on the wrong side",
         "integrations/huggingface/rows.py",
         "    if form.left:\n",
@@ -1086,8 +1123,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "padded groups are divided by their own targets",
         _TRAINER_STEP,
-        "lambda pack: call(pack, num_items),",
-        'lambda pack: call(pack, max(1, int((pack["labels"][:, 1:] != -100).sum()))),',
+        "loss: Tensor = call(inputs, num_items)",
+        'loss: Tensor = call(inputs, max(1, int((inputs["labels"][:, 1:] != -100).sum())))',
         "padded rows",
     ),
     Mutant(
@@ -1128,13 +1165,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a Trainer's loss is divided by the targets of one rank",
         _TRAINER_STEP,
-        "lambda pack: call(pack, num_items),",
-        "lambda pack: call(pack, sum(int((s[1, 1:] != -100).sum()) for s in batch.samples.own.values())),",
+        "loss: Tensor = call(inputs, num_items)",
+        "loss: Tensor = call(inputs, sum(int((s[1, 1:] != -100).sum()) for s in batch.samples.own.values()))",
         "trainer",
     ),
     Mutant(
         "a Trainer's last pack runs twice",
-        _TRAINER_STEP,
+        _TRAINER_STAGE,
         '    program = lower(plan, 0, rank, "in step")\n    if all(',
         '    program = lower(plan, 0, rank, "in step")\n    program = (*program, *program[-2:])\n    if all(',
         "trainer",
@@ -1198,7 +1235,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "batches of one step may be divided by several numbers",
-        _TRAINER_STEP,
+        "integrations/transformers/planning.py",
         "num_items is None or len(divisors) > 1",
         "num_items is None",
         "changes refused",
@@ -1213,8 +1250,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what a compute_loss makes of a pack is not looked at",
         _TRAINER_STAGE,
-        "if kwargs.get(key) is not self._inputs[key] or",
-        "if False and",
+        "if own._version != self._versions[key] or not (taken is own or _is_copy(taken, own)):",
+        "if False:",
         "changes refused",
     ),
     Mutant(

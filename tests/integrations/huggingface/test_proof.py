@@ -204,12 +204,12 @@ def test_two_samples_are_made_of_one(families):
 
 def test_what_is_no_number_is_no_rounding():
     import torch
-    from evenload.integrations.transformers.proof import _difference
+    from evenload.integrations.transformers.proof import difference
 
     masked, wanted = torch.tensor([[1.0, -torch.inf], [2.0, 3.0]]), torch.tensor([[1.0, -torch.inf], [2.0, 3.1]])
-    assert 0.02 < _difference(masked, wanted) < 0.04
+    assert 0.02 < difference(masked, wanted) < 0.04
     for number in (torch.nan, torch.inf):
-        assert not _difference(wanted, torch.tensor([[1.0, number], [2.0, 3.1]])) <= 1.0
+        assert not difference(wanted, torch.tensor([[1.0, number], [2.0, 3.1]])) <= 1.0
 
 
 def test_attention_is_counted(families):

@@ -1,0 +1,217 @@
+"""What the ranks of a test world run: TRL's Trainers of pairs and of single answers, stock and regrouped by units."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from evenload.core.recipe import recipe as recipes
+from evenload.integrations.unmodified import planned_loop, planned_runs
+from evenload.patches.session import enabled
+from evenload.runtime.attributes import with_attributes
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+from trl.kernels import chunked_logprob
+
+ANSWERS = ((61, 5), (3, 17), (33, 40), (9, 2), (90, 70), (3, 4), (40, 11), (26, 61))
+ANSWERS = (*ANSWERS, (7, 8), (72, 9), (2, 2), (14, 55), (1, 31), (21, 20), (12, 1), (5, 48))
+
+
+def recipe(max_tokens: int) -> Any:
+    plugins = {"packing": {"enabled": True, "max_tokens": max_tokens}}
+    return recipes.parse({"trainer": "transformers", "plugins": plugins})
+
+
+class Penalized(DPOTrainer):
+    """With a term of the whole batch that is 0 where the policy is its reference, and its gradient too."""
+
+    penalty = ""
+
+    def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+        loss = super()._compute_loss(model, inputs, return_outputs)
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        words = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels}
+        with torch.no_grad():
+            reference = self.ref_model(**words, fused_lm_head=True).log_probs.sum(1)
+        gaps = model(**words, fused_lm_head=True).log_probs.sum(1) - reference
+        return loss + (1e-3 * gaps.mean() ** 2 if self.penalty == "mean of the batch" else 1e-3 * gaps.var())
+
+
+KINDS = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "reward": (RewardTrainer, RewardConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
+    "distillation": (DistillationTrainer, DistillationConfig),
+}
+GENERATING = ("grpo", "rloo", "distillation")
+
+
+class WideHead:
+    """`torch` for TRL's head, which would keep log-probabilities of float64 models in float32."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.float64 if name == "float32" else getattr(torch, name)
+
+
+def tokenizer() -> Any:
+    words = {word: place for place, word in enumerate(("<pad>", "<eos>", *(f"w{n}" for n in range(94))))}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>")
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, initializer_range=0.25)
+    config._attn_implementation = "sdpa" if kind in GENERATING else "eager"
+    if kind == "reward":
+        config.num_labels = 1
+        return LlamaForSequenceClassification(config).double()
+    return LlamaForCausalLM(config).double()
+
+
+def data(kind: str) -> Any:
+    """Texts of words; of single answers every other one is desirable."""
+    draw = torch.Generator().manual_seed(3)
+    rows: list[dict[str, Any]] = []
+    for number, sizes in enumerate(ANSWERS):
+        texts = [" ".join(f"w{w}" for w in torch.randint(94, (n,), generator=draw)) for n in (2 + number % 5, *sizes)]
+        prompt, chosen, rejected = texts
+        one = {"prompt": prompt, "completion": f" {chosen}", "label": number % 2 == 0}
+        pair = {"prompt": prompt, "chosen": f" {chosen}", "rejected": f" {rejected}"}
+        if kind in GENERATING:
+            rows.append({"prompt": prompt})
+            continue
+        margin = {"margin": number / 9} if kind == "reward" else {}
+        rows.append(one if kind == "kto" else pair | margin)
+    return Dataset.from_list(rows)
+
+
+def _many_unlike_words(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(one.split()))) for one in completions]
+
+
+def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int = 1, **own: Any) -> Any:
+    """A Trainer that has run, and the gradients of its last step."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
+    of_kind, of_config = KINDS[kind]
+    accumulate, penalty = own.pop("accumulate", 2), own.pop("penalty", "")
+    keep, net = load("rank_rows").Gradients(), model(kind)
+    more: dict[str, Any] = {}
+    if kind in GENERATING:
+        own = {"max_completion_length": 6} | own
+        own |= {} if kind == "distillation" else {"num_generations": 2}
+        own |= {"beta": 0.0} if kind == "rloo" else {}
+        more |= {"teacher_model": model(kind)} if kind == "distillation" else {"reward_funcs": _many_unlike_words}
+    if kind != "reward" and kind not in ("grpo", "rloo") and not lora:
+        more |= {} if kind == "distillation" else {"ref_model": model(kind)}
+        with torch.no_grad():  # another policy than the reference from the first step on
+            for parameter in net.parameters():
+                parameter.mul_(1.0 if penalty else 1.01)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+        parts = ["q_proj", "v_proj", "down_proj"]
+        net = get_peft_model(net, LoraConfig(r=4, target_modules=parts, task_type=task)).double()
+    arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": steps, "max_grad_norm": 0.0, "seed": 1}
+    arguments |= {"per_device_train_batch_size": 8 // size // accumulate, "gradient_accumulation_steps": accumulate}
+    arguments |= {
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "optim": "sgd",
+        "bf16": False,
+    }
+    arguments |= {"learning_rate": 0.1, "gradient_checkpointing": False} | own
+    trainer = (Penalized if penalty else of_kind)(
+        net,
+        args=of_config(**arguments),
+        train_dataset=data(kind),
+        processing_class=tokenizer(),
+        callbacks=[keep],
+        **more,
+    )
+    trainer.penalty = penalty
+    trainer.train()
+    return trainer, keep.kept
+
+
+def errors(load: Any, kinds: list[str], **more: Any) -> dict[str, Any]:
+    """Of each kind the largest error of a gradient and of each logged figure against the stock Trainer's."""
+    rank_trainer = load("rank_trainer")
+    size, found = rank_trainer._join(), {}
+    for kind in kinds:
+        found[kind] = compared(load, kind, size, **more)
+    return found
+
+
+def compared(load: Any, kind: str, size: int = 1, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
+    planned_runs._idle.clear()
+    plans: list[Any] = []
+    report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
+    if kind == "kto":
+        more = {"loss_type": "apo_zero_unpaired", **more}
+    with ExitStack() as stack:
+        if kind not in GENERATING:  # which stay as they are, in whatever they compute
+            stack.enter_context(load("rank_rows").Wide())
+            stack.enter_context(with_attributes(chunked_logprob, torch=WideHead()))
+            stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
+        stock, wanted = trained(load, kind, size, **more)
+        with with_attributes(planned_loop, **report), enabled(recipe(max_tokens)):
+            own, gradients = trained(load, kind, size, **more)
+    assert wanted.keys() == gradients.keys()
+    largest = max(float(w.norm()) for w in wanted.values())
+    logs = zip(stock.state.log_history, own.state.log_history, strict=True)
+    apart: dict[str, float] = {}
+    for wanted_log, own_log in logs:
+        for key in {*wanted_log, *own_log} - {"train_runtime", "total_flos", "step_time"}:
+            if "per_second" not in key:
+                a, b = own_log.get(key, float("nan")), wanted_log.get(key, float("nan"))
+                apart[key] = max(apart.get(key, 0.0), abs(a - b) / max(abs(b), 1e-12) if a == a and b == b else 9.0)
+    return {
+        "grad": max(float((gradients[n] - w).norm()) / max(float(w.norm()), 1e-6 * largest) for n, w in wanted.items()),
+        "size": largest,
+        "apart": apart,
+        "planned": len(plans),
+        "micro_batches": [len(plan.micro_batches) for plan in plans],
+        "most_slots": max((m.num_padded_tokens for plan in plans for m in plan.micro_batches), default=0),
+        "idle": [idle.why for idle in planned_runs._idle],
+    }
+
+
+if __name__ == "__main__":
+    import importlib
+    import sys
+
+    from evenload.api import load_plugins
+
+    load_plugins()
+    for name in sys.argv[1:]:
+        for key, value in compared(importlib.import_module, name, steps=2).items():
+            print(name, key, value)

@@ -1,0 +1,89 @@
+"""Pairs and single answers: what TRL's Trainers train under plans of units is what they train without."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow  # imports Transformers' Trainer
+
+DOUBLE = 1e-9
+PLANNED = ["dpo", "reward", "kto"]
+OF_STEP = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward")
+"""Figures that are those of a step, where stock ones are means over its batches."""
+OF_SIDES = (*OF_STEP, "rewards/", "logps/")
+"""Those of single answers, of which some are chosen."""
+
+
+def check(kind: str, one: dict, named: tuple[str, ...] = ()) -> None:
+    assert one["idle"] == [], (kind, one)
+    assert one["planned"] > 0, (kind, one)
+    assert one["grad"] < DOUBLE < one["size"], (kind, one)
+    apart = {key: off for key, off in one["apart"].items() if off > 1e-6 and not key.startswith(named or "-")}
+    assert not apart, (kind, apart)
+
+
+def test_units_change_ranks_and_gradients_and_figures_stay(on_ranks):
+    for found in on_ranks(2, "rank_units.errors", kinds=PLANNED, accumulate=1):
+        for kind, one in found.items():
+            check(kind, one)
+
+
+def test_adapters_and_several_batches_a_step_are_exact_too(on_ranks):
+    for found in on_ranks(2, "rank_units.errors", kinds=PLANNED, lora=True, steps=2):
+        for kind, one in found.items():
+            check(kind, one, OF_SIDES if kind == "kto" else OF_STEP)
+
+
+def test_micro_batches_keep_under_the_cap_of_all_rows_of_their_units(on_ranks):
+    for found in on_ranks(2, "rank_units.errors", kinds=["dpo"], max_tokens=200):
+        check("dpo", found["dpo"], OF_STEP)
+        assert found["dpo"]["most_slots"] <= 100, found
+
+
+def test_values_of_units_travel_with_them():
+    check("dpo", loaded().compared(load, "dpo", precompute_ref_log_probs=True), OF_STEP)
+
+
+STAYS = [
+    ("dpo", {"loss_type": "sft"}, "a loss that is not the sum of its samples'"),
+    ("dpo", {"loss_type": "aot"}, "loss_type aot sorts the answers"),
+    ("kto", {"loss_type": "kto"}, "a KL term that is the mean of the micro-batch"),
+    ("grpo", {}, "completions are generated inside training_step"),
+    ("rloo", {}, "completions are generated inside training_step"),
+    ("distillation", {}, "completions are generated inside training_step"),
+]
+
+
+@pytest.mark.parametrize(("kind", "more", "why"), STAYS, ids=str)
+def test_what_is_no_mean_of_units_stays_as_it_is_and_says_so(kind, more, why):
+    rank_units = loaded()
+    one = rank_units.compared(load, kind, **more)
+    assert one["planned"] == 0
+    assert why in one["idle"][0]
+    assert one["grad"] == 0.0
+
+
+@pytest.mark.parametrize("batch_term", ["mean of the batch", "mean of the gaps, squared"])
+def test_a_term_of_the_whole_batch_is_measured_where_a_run_begins_with_its_own_reference(batch_term):
+    rank_units = loaded()
+    one = rank_units.compared(load, "dpo", penalty=batch_term)
+    assert one["planned"] == 0
+    assert "sum of its samples" in one["idle"][0] or "mean of its units" in one["idle"][0]
+    assert one["grad"] == 0.0
+
+
+def load(name: str):
+    import importlib
+
+    return importlib.import_module(name)
+
+
+def loaded():
+    from evenload.api import load_plugins
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    load_plugins()
+    return load("rank_units")
