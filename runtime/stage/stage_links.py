@@ -44,7 +44,7 @@ class StageLinks:
         count = 2 if max(map(len, rows)) > 2 else 1
         self._groups = [{kind: own_group(pairs(rows, first))[1] for kind in DIRECTIONS} for first in range(count)]
         self._after, self._before = self._groups[stage % count], self._groups[(stage - 1) % count]
-        self.one_queue = has_one_queue(dist.get_backend(self._after["F"]))
+        self.one_queue = has_one_queue(dist.get_backend_config(self._after["F"]))
         """A result waits for its turn; `begin` must say when that is."""
         before, after = ranks[max(0, stage - 1) : stage], ranks[stage + 1 : stage + 2]
         self._source = {"F": before, "B": after}
@@ -130,9 +130,10 @@ def pairs(rows: Iterable[Ranks], first: int) -> list[Ranks]:
     ]
 
 
-def has_one_queue(backend: str) -> bool:
-    """Whether a stuck send holds up what is issued behind it, on whatever stream."""
-    return backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+def has_one_queue(backends: str) -> bool:
+    """Whether a stuck send holds up what is issued behind it, on whatever stream. ``backends``: as torch writes them,
+    "cpu:gloo,cuda:nccl"."""
+    return "nccl" in backends and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def taken_before(neighbour: Iterable[Op]) -> dict[Op, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -161,6 +162,12 @@ def wire_device(group: Group = None) -> torch.device:
     """Where a small tensor must lie to be sent through `group`: the CPU unless its backend is for CUDA alone."""
     config = dist.get_backend_config(group)
     return torch.device("cpu" if "cpu:" in config else f"cuda:{torch.cuda.current_device()}")
+
+
+def time_limit() -> timedelta:
+    """After which a collective of the job fails. A group that is made without it has torch's own, by which NCCL would
+    end a job that may take longer."""
+    return distributed_c10d._get_default_group()._get_backend(wire_device()).options._timeout
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...core.aliases import Ranks
 from ...core.errors import EvenloadError, RankError
-from .agreement import Group, agree, wire_device
+from .agreement import Group, agree, time_limit, wire_device
 
 Transfer = tuple[int, Tensor]
 """A plane rank and the contiguous tensor that goes to it or is to be filled by it."""
@@ -54,7 +54,7 @@ def own_group(rows: Iterable[Ranks], *, on_host: bool = False) -> tuple[Ranks, d
     agree(hashlib.blake2b(repr(wanted).encode(), digest_size=16).digest(), "declarations of process groups", 0)
     only_nccl = "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config()
     backend = "cpu:gloo,cuda:nccl" if on_host and only_nccl else None
-    groups = {row: dist.new_group(sorted(row), backend=backend) for row in wanted}
+    groups = {row: dist.new_group(sorted(row), time_limit(), backend) for row in wanted}
     return own[0], groups[own[0]]
 
 

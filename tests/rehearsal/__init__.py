@@ -9,7 +9,10 @@ would refuse is refused here in the same place; what they would silently get wro
     ops       what runs: ops that mix devices, waits of the host, copies, work of side streams (a TorchDispatchMode)
     streams   streams that run as late as they may
     driver    the answers of `torch.cuda`
-    groups    the rules of NCCL
+    clocks    what happens before what, and who touched which bytes when
+    groups    collectives and messages, as NCCL carries them
+    nccl      its rules, and whether what all ranks have asked for can come to its end
+    aborts    what becomes of ranks whose peer is gone
     kernels   kernels that only CUDA has, computed by a reference, refusing what they refuse
     ledger    what was seen, by line, written at the end of every rank
 """

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from .asked import units_asked
+from .nccl import broken
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -53,7 +56,9 @@ def jobs(worlds: Callable[[str, int], Any]) -> Callable[[str], Callable[..., lis
         call = module_at(f"integrations/{trainer}/conftest.py").call
 
         def on_ranks(size: int, job: str, **arguments: Any) -> list[Any]:
-            results: list[Any] = worlds(trainer, size).run(call, job, arguments, timeout_s=240.0)
+            world = worlds(trainer, size)
+            results: list[Any] = world.run(call, job, arguments, timeout_s=240.0)
+            assert not broken(dict(enumerate(world.run(units_asked))))
             return results
 
         return on_ranks

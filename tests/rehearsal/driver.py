@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import functions, groups, kernels, ledger, streams
+from . import clocks, functions, groups, kernels, ledger, streams
 from .functions import Functions, asking
 from .ops import Ops
 from .storages import device, on_device, put_storage, storage_on_device
@@ -21,14 +21,45 @@ BYTES = 141 << 30
 NAME = "NVIDIA H200"
 
 
-def _number(*_: Any, **__: Any) -> int:
-    return int(device().index or 0)
+WATCHERS = ("evenload-watchdog", "evenload-plan")
+"""Threads that must go on where a device is stuck, by how their names begin."""
+HARMLESS = {"is_available", "is_initialized", "device_count"}
+"""Answers that a driver gives without a device."""
+_set = threading.local()
+
+
+def set_device(where: Any) -> None:
+    """Of this thread."""
+    _set.number = torch.device(where).index if isinstance(where, str) else getattr(where, "index", where)
+
+
+def current_device(*_: Any, **__: Any) -> int:
+    return int(getattr(_set, "number", 0))
+
+
+def _unwatched(name: str, answer: Any) -> Any:
+    """The answer, but for threads that may not ask."""
+    if isinstance(answer, type) or name in HARMLESS:
+        return answer
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        refuse_watchers(f"torch.cuda.{name}")
+        return answer(*args, **kwargs)
+
+    return ask
+
+
+def refuse_watchers(what: str) -> None:
+    thread = threading.current_thread().name
+    if thread.startswith(WATCHERS):
+        raise ledger.refuse(f"{what} in a thread that watches or plans ({thread})")
 
 
 def _synchronize(*_: Any, **__: Any) -> None:
-    streams.host_waits("torch.cuda.synchronize")
     for stream in list(streams.EVERY):
         stream.run_to(stream.asked)
+    clocks.host_waits_for_all()
+    streams.host_waits("torch.cuda.synchronize", clock=clocks.clock_of(clocks.HOST))
 
 
 _PROPERTIES = SimpleNamespace(
@@ -43,8 +74,8 @@ ANSWERS: dict[str, Any] = {
     "init": lambda: None,
     "_lazy_init": lambda: None,
     "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    "current_device": _number,
-    "set_device": lambda d: None,
+    "current_device": current_device,
+    "set_device": set_device,
     "synchronize": _synchronize,
     "Stream": streams.Stream,
     "Event": streams.Event,
@@ -86,8 +117,9 @@ RANDOM: dict[str, Any] = {
 def install() -> None:
     """From here on this process, its threads and its forks have a GPU. Before the hosts are imported."""
     cuda = torch.cuda
+    clocks.before_asked.append(lambda: refuse_watchers("work of the device"))
     for name, answer in {**ANSWERS, **RANDOM}.items():
-        setattr(cuda, name, answer)
+        setattr(cuda, name, _unwatched(name, answer))
     for name, answer in RANDOM.items():
         setattr(torch.cuda.random, name, answer)
     torch.Stream = torch.cuda.Stream  # type: ignore[misc, assignment]

@@ -92,19 +92,26 @@ def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
     kwargs = {**kwargs, "device": CPU}
     pinned = kwargs.pop("pin_memory", False)
     gpu = named.type == "cuda"
-    if gpu and named.index not in (None, device().index):
-        raise refuse(f"a tensor on {named}, which is another rank's")
+    if gpu:
+        refuse_others(named)
     with asking(gpu):
         out = func(*args, **kwargs)
     for tensor in tree_iter(out):
         if isinstance(tensor, Tensor):
             if gpu:
                 put(tensor)
-                if func in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor):
+                if func in FROM_HOST and not (isinstance(args[0], Tensor) and on_device(args[0])):
                     copied(tensor, waits=True)
             elif pinned:
                 pin(tensor)
     return out
+
+
+def refuse_others(named: torch.device) -> None:
+    """Refuse the device of another rank; without a number it is the one that this thread has set."""
+    index = torch.cuda.current_device() if named.index is None else named.index
+    if index != device().index:
+        raise refuse(f"a tensor on cuda:{index}, which is another rank's")
 
 
 def copied(tensor: Tensor, waits: bool) -> None:
@@ -153,8 +160,8 @@ def _to(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         rest = rest[1:] if target is not None or rest[0] is None else rest
     if target is None or target.type == "meta":
         return func(x, *rest, **kwargs, **({} if target is None else {"device": target}))
-    if target.type == "cuda" and target.index not in (None, device().index):
-        raise refuse(f"a tensor moved to {target}, which is another rank's")
+    if target.type == "cuda":
+        refuse_others(target)
     gpu = target.type == "cuda"
     if on_device(x) == gpu:
         flags = [value for value in rest if not isinstance(value, bool)]
@@ -169,6 +176,7 @@ def _to(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cuda(func: Any, x: Tensor, where: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
+    refuse_others(device_named(where) or torch.device("cuda"))
     return x if on_device(x) else moved(x, True, non_blocking=non_blocking)
 
 
@@ -182,20 +190,26 @@ def _numpy(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             note("faults", "NumPy of a tensor on the device")
             raise TypeError("can't convert cuda device type tensor to numpy. Use Tensor.cpu() first.")
         x = _cpu(func, x.detach())
-    streams.host_reads(x)
+    streams.host_touches([x], [], "the host")
     return func(x, *args, **kwargs)
 
 
 def _tolist(func: Any, x: Tensor) -> Any:
     if on_device(x):
+        streams.asks(streams.current(), [x], [], "tolist")
         streams.host_waits("tolist")
         streams.current().run_to(streams.current().asked)
+    else:
+        streams.host_touches([x], [], "the host")
     return func(x)
 
 
 def _new_tensor(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     kwargs = {"device": device() if on_device(x) else CPU, **kwargs}
-    return made_on(func, device_named(kwargs["device"]), (x, *args), kwargs)
+    out: Tensor = made_on(func, device_named(kwargs["device"]), (x, *args), kwargs)
+    if on_device(out):
+        copied(out, waits=True)
+    return out
 
 
 def _pin(func: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -220,6 +234,9 @@ FACTORIES = {
     torch.frombuffer, torch.scalar_tensor,
 }  # fmt: skip
 """What a program makes on the host if it names no device; the zeros of a backward pass are made by torch itself."""
+
+FROM_HOST = {torch.tensor, torch.as_tensor, torch.asarray}
+"""Those that copy what the host has; as they are before others stand in their place."""
 
 METHODS: dict[str, Callable[..., Any]] = {
     "to": _to,

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 HERE = str(Path(__file__).parent)
 OURS = str(Path(HERE).parents[1])
@@ -19,8 +20,8 @@ KINDS = ("faults", "waits", "to_device", "ops")
 
 counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
 bytes_to_device: Counter[str] = Counter()
-collectives: dict[str, list[str]] = {}
-"""By communicator, in the order in which this rank asked for them."""
+units: list[dict[str, Any]] = []
+"""What this rank asked of NCCL, in order; see `nccl.Unit`."""
 
 
 class RefusedError(RuntimeError):
@@ -55,6 +56,7 @@ def write() -> None:
     if not folder:
         return
     seen = {kind: dict(count.most_common()) for kind, count in counts.items()}
-    seen |= {"bytes_to_device": dict(bytes_to_device), "collectives": collectives}
+    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    seen |= {"bytes_to_device": dict(bytes_to_device), "units": units, "one_queue": one_queue}
     path = Path(folder) / f"rank.{os.environ.get('RANK', 'x')}.{os.getpid()}.json"
     path.write_text(json.dumps(seen))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from . import streams
+from . import clocks, groups, streams
 from .functions import asked, asking, copied, inside
 from .ledger import counts, refuse
 from .storages import CPU, is_pinned, key, on_device, put
@@ -34,6 +34,7 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
+            groups.asked_by_torch(func._schema.name, args)
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if getattr(kwargs.get("device"), "type", "") == "cuda":  # C++ asks without the function mode
@@ -44,15 +45,19 @@ class Ops(TorchDispatchMode):
         any_there = any(there)
         if any_there and not all(there):
             _check_mixed(name, args, tensors, there)
+        if name == "copy_":
+            counts["ops"]["on the device"] += any_there
+            return _copy(func, args, kwargs)
+        if tensors and not streams.is_view(func):
+            _touch(func, name, args, kwargs, any_there)
         if any_there:
             counts["ops"]["on the device"] += 1
             if name in WAITS or (name == "index" and _by_mask(args)):
                 streams.host_waits(name)
                 streams.current().run_to(streams.current().asked)
                 with streams.carried_out():
-                    return _on_device(func(*args, **kwargs), tensors)
-        if name == "copy_":
-            return _copy(func, args, kwargs)
+                    out = func(*args, **kwargs)
+                return _on_device(out, tensors, name)
         to = asked() if (name in MADE or not tensors) else None
         gpu = any_there if to is None else to
         if to is None and not tensors:
@@ -65,15 +70,36 @@ class Ops(TorchDispatchMode):
                 return args[0] if func._schema.returns else None
         else:
             out = func(*args, **kwargs)
-        return _on_device(out, tensors) if gpu else out
+        return _on_device(out, tensors, name) if gpu else out
 
 
-def _on_device(out: Any, tensors: list[Tensor]) -> Any:
+def _touch(func: Any, name: str, args: Any, kwargs: Any, on_gpu: bool) -> None:
+    """Say which bytes the op reads, and which it writes to."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        into = writes if argument.alias_info is not None and argument.alias_info.is_write else reads
+        if isinstance(value, Tensor):
+            into.append(value)
+        elif isinstance(value, list | tuple):
+            into += [x for x in value if isinstance(x, Tensor)]
+    if on_gpu:
+        streams.asks(streams.current(), *([x for x in some if on_device(x)] for some in (reads, writes)), name)
+    else:
+        streams.host_touches(reads, writes, name)
+
+
+def _on_device(out: Any, tensors: list[Tensor], name: str) -> Any:
     """A result that lies on the device, but for what was there before."""
     known = {key(t) for t in tensors}
-    for tensor in tree_iter(out):
-        if isinstance(tensor, Tensor) and key(tensor) not in known:
-            put(tensor)
+    fresh = [x for x in tree_iter(out) if isinstance(x, Tensor) and key(x) not in known]
+    for tensor in fresh:
+        put(tensor)
+    if fresh and not streams.is_carried():
+        clocks.made(streams.current().stream_id, fresh)
+        if "empty" not in name:
+            streams.asks(streams.current(), (), fresh, name)
     return out
 
 
@@ -85,6 +111,8 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     stream = streams.current()
     if gpu != from_gpu:
         page_locked = is_pinned(source if gpu else target)
+        reads, writes = ([x] if on_device(x) or is_pinned(x) else [] for x in (source, target))
+        streams.asks(stream, reads, writes, "a copy")
         if gpu and not source.dim():
             pass  # x[0] = 1.0 is a fill on the device
         elif gpu:
@@ -96,6 +124,10 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
             stream.run_to(stream.asked)
         if not (beside and page_locked):
             stream = streams.Stream.main
+    elif gpu:
+        streams.asks(stream, [source], [target], "a copy")
+    else:
+        streams.host_touches([source], [target], "a copy")
     if (gpu or from_gpu) and stream is not streams.Stream.main:
         streams.keep(func, args, kwargs, stream)
         return target

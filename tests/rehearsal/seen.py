@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from .groups import unlike
+from .nccl import Unit, broken
 
 HOSTS = (
     "tests/scripts/",
@@ -30,23 +30,29 @@ class Seen(NamedTuple):
     faults: Counter[str]
     waits: list[Counter[str]]
     to_device: list[Counter[str]]
-    collectives: list[dict[str, list[str]]]
+    units: dict[int, list[Unit]]
+    one_queue: bool
 
     def check(self) -> None:
-        """Nothing that CUDA would have refused, and collectives in one order on all ranks of a group."""
+        """Nothing that CUDA would have refused, and nothing that NCCL would not have ended."""
         assert self.waits, "no rank has left a ledger"
         assert not self.faults
-        assert not unlike(self.collectives)
+        assert not broken(self.units, self.one_queue)
 
 
 def seen_in(outputs: Path) -> Seen:
     """The ledgers of a run's ranks, those of rank 0 first."""
-    ranks = [json.loads(path.read_text()) for path in sorted(outputs.glob("rank.*.json"))]
+    paths = sorted(outputs.glob("rank.*.json"))
+    ranks = [json.loads(path.read_text()) for path in paths]
     faults: Counter[str] = Counter()
     for rank in ranks:
         faults.update(rank["faults"])
     waits, to_device = ([Counter(rank[kind]) for rank in ranks] for kind in ("waits", "to_device"))
-    return Seen(faults, waits, to_device, [rank["collectives"] for rank in ranks])
+    units: dict[int, list[Unit]] = {}
+    for path, rank in zip(paths, ranks, strict=True):  # a process that a rank has forked knows the beginning alone
+        number = int(path.name.split(".")[1])
+        units[number] = max(units.get(number, []), rank["units"], key=len)
+    return Seen(faults, waits, to_device, units, any(rank["one_queue"] for rank in ranks))
 
 
 def each_step(counts: Counter[str], steps: int) -> dict[str, float]:

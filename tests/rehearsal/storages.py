@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,6 +15,8 @@ _storage = torch.Tensor.untyped_storage
 _on_device: dict[int, StorageWeakRef] = {}
 _pinned: dict[int, StorageWeakRef] = {}
 _lock = threading.Lock()
+forgets: list[Callable[[int], Any]] = []
+"""What is to be told of storages that are gone, by their address: it will be another's."""
 
 
 def device() -> torch.device:
@@ -49,6 +53,11 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     return _tag(tensor, _pinned)
 
 
+def is_gone(address: int) -> bool:
+    """Whether nobody holds the device's storage of this address any more."""
+    return address not in _on_device or _on_device[address].expired()
+
+
 def put_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     with _lock:
         _on_device.setdefault(storage._cdata, StorageWeakRef(storage))
@@ -63,4 +72,6 @@ def _tag(tensor: torch.Tensor, tags: dict[int, StorageWeakRef]) -> torch.Tensor:
             if len(tags) % 4096 == 0:
                 for gone in [a for a, reference in tags.items() if reference.expired()]:
                     del tags[gone]
+                    for forget in forgets:
+                        forget(gone)
     return tensor

@@ -1,11 +1,11 @@
 """Streams that run as late as they may.
 
-Work of the main stream runs at once: what the host asks for, it asks for in order. Work of a side stream is kept and
-runs when something waits for it: an event that was recorded behind it, `wait_stream`, `synchronize`. Until then what it
-writes reads as before, or as noise where it is new; what it reads is read when it runs, so whoever writes there
-meanwhile is seen. Memory that nobody holds any more when kept work runs, and that no `record_stream` keeps for its
-stream, is overwritten first: the main stream may have had it. Who writes to page-locked memory before the host waited
-for a copy from there is refused.
+Work of the main stream runs at once, so that it would hide who does not wait for it: clocks tell (`clocks`). Work of a
+side stream is kept and runs when something waits for it: an event that was recorded behind it, `wait_stream`,
+`synchronize`. Until then what it writes reads as before, or as noise where it is new; what it reads is read when it
+runs, so whoever writes there meanwhile is seen. Memory that nobody holds any more when kept work runs, and that no
+`record_stream` keeps for its stream, is overwritten first: the main stream may have had it. Who writes to page-locked
+memory before the host waited for a copy from there is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from . import clocks, nccl
 from .ledger import note, refuse
 from .storages import device, key, on_device
 
 NOISE = 7.7e7
 _local = threading.local()
-_kept_for: set[tuple[int, int]] = set()
-"""(Storage, stream) that `record_stream` has named."""
 _aliases: Counter[int | None] = Counter()
 """Tensors by which kept work itself holds a storage."""
 _reading: list[tuple[Tensor, Tensor]] = []
@@ -88,6 +87,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
+        clocks.join(self.stream_id, event.clock)
         if self is Stream.main or event.stream is self:
             event.pass_()
         elif event.stream is not None and event.stream is not Stream.main:
@@ -99,10 +99,12 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        host_waits("Stream.synchronize")
+        host_waits("Stream.synchronize", self)
         self.run_to(self.asked)
 
     def query(self) -> bool:
+        if not self._work:
+            clocks.join(clocks.HOST, clocks.clock_of(self.stream_id))
         return not self._work
 
     def __enter__(self) -> Stream:
@@ -125,10 +127,12 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.stream: Stream | None = None
         self._number, self._time, self._polls = 0, 0.0, 0
+        self.clock: clocks.Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or current()
         self._number, self._time = self.stream.asked, time.perf_counter()
+        self.clock = clocks.clock_of(self.stream.stream_id)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current()).wait_event(self)
@@ -139,15 +143,18 @@ class Event:
 
     def query(self) -> bool:
         """Whether it has passed: not yet where it is asked first, as who polls must be able to bear."""
-        if self.stream is None or self.stream is Stream.main or self.stream.done >= self._number:
-            return True
-        self._polls += 1
-        if self._polls > 1:
-            self.pass_()
-        return self._polls > 1
+        passed = self.stream is None or self.stream is Stream.main or self.stream.done >= self._number
+        if not passed:
+            self._polls += 1
+            if self._polls > 1:
+                self.pass_()
+            passed = self._polls > 1
+        if passed:
+            clocks.join(clocks.HOST, self.clock)
+        return passed
 
     def synchronize(self) -> None:
-        host_waits("Event.synchronize")
+        host_waits("Event.synchronize", clock=self.clock)
         self.pass_()
 
     def elapsed_time(self, other: Event) -> float:
@@ -181,14 +188,32 @@ def inside(stream: Stream | None) -> Any:
 
 @contextmanager
 def carried_out() -> Any:
-    """Ops in here run, whatever the stream."""
-    with Stream.main:
-        yield
+    """Ops in here run, whatever the stream; whoever asked for them has been told of it."""
+    before, _local.carried = is_carried(), True
+    try:
+        with Stream.main:
+            yield
+    finally:
+        _local.carried = before
 
 
-def host_waits(how: str) -> None:
-    """The host waits for the device: copies to it are done."""
+def is_carried() -> bool:
+    return getattr(_local, "carried", False)
+
+
+def asks(stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
+    """The host asks a stream for an op."""
+    if not is_carried():
+        clocks.asked(stream.stream_id)
+        clocks.touch(stream.stream_id, reads, writes, what)
+
+
+def host_waits(how: str, stream: Stream | None = None, clock: clocks.Clock | None = None) -> None:
+    """The host waits for a stream, the current one as a rule, or for an event's clock: copies to it are done."""
     note("waits", how)
+    clock = clocks.clock_of((stream or current()).stream_id) if clock is None else clock
+    clocks.join(clocks.HOST, clock)
+    nccl.host_waited(clock)
     _settle()
 
 
@@ -199,19 +224,23 @@ def _settle() -> None:
             raise refuse("page-locked memory was written to while a copy to the device read it")
 
 
-def host_reads(x: Tensor) -> None:
-    """The host reads its own memory: nothing to do, what has not come yet is still noise."""
+def host_touches(reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
+    """The host itself reads or writes memory; only such as a stream copies from or to has a history."""
+    reads, writes = ([x for x in some if clocks.is_touched(x)] for some in (reads, writes))
+    if (reads or writes) and not is_carried():
+        clocks.asked(clocks.HOST)
+        clocks.touch(clocks.HOST, reads, writes, what)
 
 
 def recorded(x: Tensor, stream: Stream) -> None:
     address = key(x)
     if address is not None:
-        _kept_for.add((address, stream.stream_id))
+        clocks.kept_for[address].add(stream.stream_id)
 
 
 def _overwrite_if_freed(x: Tensor, stream: Stream) -> None:
     address = key(x)
-    if address is None or not on_device(x) or (address, stream.stream_id) in _kept_for:
+    if address is None or not on_device(x) or stream.stream_id in clocks.kept_for[address]:
         return
     storage = x.untyped_storage()  # holds it once more
     if torch._C._storage_Use_Count(storage._cdata) - 1 <= _aliases[address] and x.is_floating_point():

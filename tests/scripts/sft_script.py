@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 sft_script.py --out FOLDER [--forms sft bridge ...] 
 """
 
 import argparse
+import os
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -235,6 +236,8 @@ def main():
     parser.add_argument("--tp", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(args.tp, args.pp)
     results = {form: train(form, DTYPES[args.dtype]) for form in args.forms}

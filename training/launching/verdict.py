@@ -80,6 +80,8 @@ class RankWatch:
 
 def _killed(ranks: Sequence[Rank]) -> RankError:
     killed = {i: rank for i, rank in enumerate(ranks) if rank.code is not None and rank.code < 0}
+    if any(rank.code != -signal.SIGABRT for rank in killed.values()):  # NCCL aborts those whose peer is gone
+        killed = {i: rank for i, rank in killed.items() if rank.code != -signal.SIGABRT}
     ends = [f"killed by {signal.Signals(-(rank.code or 0)).name} {_place(rank)}" for rank in killed.values()]
     do = "look for the out-of-memory killer in the kernel log, and at the end of that rank's output"
     if len(killed) == 1:

@@ -15,7 +15,7 @@ from ....core.aliases import Ranks
 from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
 from ....runtime.stage.stage_links import StageLinks
-from ....runtime.world.agreement import rows_of_all
+from ....runtime.world.agreement import rows_of_all, time_limit
 from ....runtime.world.plane import Plane
 
 
@@ -42,7 +42,12 @@ def join_groups(layout: Layout, seed: int) -> bool:
     """
     is_ours = not parallel_state.model_parallel_is_initialized()
     if is_ours:
-        parallel_state.initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            expert_model_parallel_size=layout.ep,
+            distributed_timeout_minutes=time_limit().total_seconds() / 60,
+        )
     there = current_layout()
     if there != layout:
         raise EvenloadError(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ....core.errors import EvenloadError, refuse_first
 from ....runtime.attention.attention import packed_attention
+from ....runtime.attention.copy_rows import sent
 from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import StepRouting
 from ..base.compat import submodules_of_experts
@@ -56,8 +57,8 @@ def seq_params(
     ``fused``, on the device of the pack, for kernels read them.
     """
     if borders is None:
-        device = pack.positions_T.device if fused else None
-        borders = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32, device=device)
+        borders = torch.tensor([0, pack.num_padded_tokens], dtype=torch.int32)
+        borders = sent(borders, pack.positions_T.device) if fused else borders
         longest = pack.num_padded_tokens
     return PlannedSeqParams(
         qkv_format="thd",

@@ -19,6 +19,7 @@ from torch import Tensor
 from ....core.aliases import Ranks
 from ....core.plan.token_layout import Pieces, attended
 from ...world.plane import FIRST_TAG, Plane
+from ..copy_rows import sent
 from .jobs import CpGroupJob, Heads, heads_of
 
 Rows = slice | Tensor
@@ -235,7 +236,7 @@ def _overlap(
             joined.append((first, first + size))
     rows: Rows = slice(*joined[0])
     if len(joined) > 1:
-        rows = torch.cat([torch.arange(first, end) for first, end in joined]).to(device)
+        rows = sent(torch.cat([torch.arange(first, end) for first, end in joined]), device)
     return Overlap(job.number, rows, sum(size for _, _, size in runs), heads)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
@@ -33,6 +34,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed import distributed_c10d
 
 VOCABULARY = 96
 CPU = torch.device("cpu")
@@ -315,6 +317,14 @@ def own_loop(world: Any) -> float:
         batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data)
         in_stock_schedule(ddp, batches)
         return grad_rel_err(dict(global_gradients(host.model)), expected)
+
+
+def time_limits(world: Any) -> list[float]:
+    """Seconds after which collectives fail: those of the world, and of all groups of tensors that a host adds."""
+    with hosted(world, train__dtype="fp32"):
+        added = [group for group in distributed_c10d._world.pg_map if not group.group_desc.endswith("GLOO")]
+        groups = [dist.group.WORLD, *(group for group in added if group is not dist.group.WORLD)]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def measured_parts(world: Any) -> dict[str, float]:

@@ -95,6 +95,11 @@ def test_the_pieces_work_in_a_loop_of_ones_own(on_ranks):
     assert max(on_ranks(2, "own_loop")) < 2e-6
 
 
+def test_all_groups_have_the_time_limit_of_the_job(on_ranks):
+    for limit_s, *others in on_ranks(2, "time_limits"):
+        assert set(others) == {limit_s}
+
+
 def test_busy_time_leaves_loading_out(on_ranks):
     for parts in on_ranks(2, "measured_parts"):
         assert 0 < parts["busy"] <= parts["all"] - parts["paused"]

@@ -23,7 +23,13 @@ def test_what_a_neighbour_has_taken_before_each_of_its_passes():
 
 
 @pytest.mark.parametrize(
-    ("backend", "queues", "one"), [("nccl", "1", True), ("nccl", "8", False), ("gloo", "1", False)]
+    ("backend", "queues", "one"),
+    [
+        ("cuda:nccl", "1", True),
+        ("cpu:gloo,cuda:nccl", "1", True),
+        ("cuda:nccl", "8", False),
+        ("cpu:gloo,cuda:gloo", "1", False),
+    ],
 )
 def test_whether_a_device_has_one_queue(monkeypatch, backend, queues, one):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)

@@ -34,6 +34,15 @@ def test_alone_there_is_a_process_group_all_the_same(no_job):
     assert not dist.is_initialized()
 
 
+def test_groups_that_are_made_later_have_the_time_limit_of_the_job(no_job):
+    world = init_world(timeout_s=77.0)
+    try:
+        _, group = own_group([(0,)])
+        assert group._get_backend(world.device).options._timeout.total_seconds() == 77.0
+    finally:
+        close_world(world)
+
+
 @pytest.mark.parametrize("given", [("RANK",), ("RANK", "WORLD_SIZE"), VARIABLES[:3]])
 def test_half_a_job_is_refused(no_job, given):
     for name in given:

@@ -65,6 +65,8 @@ def test_what_ranks_said_themselves_is_not_said_again(ranks, after_s, code):
             "2 of 3 ranks are gone",
             "rank 0 killed by SIGKILL in 'update', rank 1 killed",
         ),
+        ((Rank(-6, where="forward"), KILLED, Rank(-6)), 0.0, "rank 1 of 3 is gone: killed by SIGKILL in 'update'", ""),
+        ((Rank(-6, where="forward"), WORKS), SAY_S, "rank 0 of 2 is gone: killed by SIGABRT in 'forward'", ""),
         ((WORKS, FROZEN), SAFETY.gone_s + MISS_S, "rank 1 of 2 is stopped in 'update'", "rank 0 in 'forward'"),
         ((WELL, FROZEN), SAFETY.gone_s + MISS_S, "rank 1 of 2 is stopped in 'update'", ""),
         ((WELL, WORKS), SAFETY.stuck_s, "rank 1 of 2 does not end in 'forward'", "the other ranks are done"),
