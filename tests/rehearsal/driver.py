@@ -26,7 +26,7 @@ def _number(*_: Any, **__: Any) -> int:
 
 
 def _synchronize(*_: Any, **__: Any) -> None:
-    streams.host_waits("torch.cuda.synchronize")
+    streams.host_waits("torch.cuda.synchronize", streams.Stream.main)
     for stream in list(streams.EVERY):
         stream.run_to(stream.asked)
 
@@ -148,14 +148,19 @@ def _autocast() -> None:
 
 def _reducer() -> None:
     """DDP makes its buckets in C++, on the device of its parameters."""
-    kind = dist.Reducer
 
-    def reducer(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = list(parameters)
-        with asking(any(map(on_device, parameters))):
-            return kind(parameters, *args, **kwargs)
+    class Reducer(dist.Reducer):  # type: ignore[misc]
+        def __init__(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+            parameters = list(parameters)
+            self._there = any(map(on_device, parameters))
+            with asking(self._there):
+                super().__init__(parameters, *args, **kwargs)
 
-    dist.Reducer = reducer  # type: ignore[misc, assignment]
+        def _rebuild_buckets(self) -> Any:
+            with asking(self._there):
+                return super()._rebuild_buckets()
+
+    dist.Reducer = Reducer  # type: ignore[misc, assignment]
 
 
 def _threads() -> None:

@@ -130,7 +130,10 @@ def move(x: Tensor, gpu: bool, dtype: torch.dtype | None = None, non_blocking: b
     """A copy of the tensor on the device, or on the host."""
     with asking(gpu):
         out = torch.empty_like(x, dtype=dtype, device=CPU)
-    (put if gpu else lambda t: t)(out)
+    if gpu:
+        put(out)
+    elif non_blocking:
+        pin(out)  # as torch does it
     out.copy_(x, non_blocking=non_blocking)
     return out
 

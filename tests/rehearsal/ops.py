@@ -88,12 +88,16 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         if gpu and not source.dim():
             pass  # x[0] = 1.0 is a fill on the device
         elif gpu:
+            streams.arrive(source)
             copied(source, waits=not (beside and page_locked))
             if beside and page_locked and stream is streams.Stream.main:
                 streams.from_pinned(source)
         elif not (beside and page_locked):
             streams.host_waits("a copy to the host")
             stream.run_to(stream.asked)
+        elif stream is streams.Stream.main and not streams.is_carried_out():
+            streams.to_pinned(target, source)
+            return target
         if not (beside and page_locked):
             stream = streams.Stream.main
     if (gpu or from_gpu) and stream is not streams.Stream.main:

@@ -3,7 +3,8 @@
 Work of the main stream runs at once: what the host asks for, it asks for in order. Work of a side stream is kept and
 runs when something waits for it: an event that was recorded behind it, `wait_stream`, `synchronize`. Until then what it
 writes reads as before, or as noise where it is new; what it reads is read when it runs, so whoever writes there
-meanwhile is seen. Memory that nobody holds any more when kept work runs, and that no `record_stream` keeps for its
+meanwhile is seen. Of the main stream the host knows what it has waited for: an event behind that has not passed yet,
+and page-locked memory that a copy writes to is noise until then. Memory that nobody holds any more when kept work runs, and that no `record_stream` keeps for its
 stream, is overwritten first: the main stream may have had it. Who writes to page-locked memory before the host waited
 for a copy from there is refused.
 """
@@ -33,6 +34,10 @@ _aliases: Counter[int | None] = Counter()
 """Tensors by which kept work itself holds a storage."""
 _reading: list[tuple[Tensor, Tensor]] = []
 """(Page-locked memory, what it held) of copies to the device that the host has not waited for."""
+_arriving: deque[tuple[int, Tensor, Tensor]] = deque()
+"""(Mark, page-locked memory, what comes there) of copies of the main stream to the host that it has not waited for."""
+_marks = {"made": 0, "passed": 0}
+"""Of the main stream: moments that somebody may wait for, and the last of them that the host knows to have passed."""
 
 
 EVERY: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -58,6 +63,8 @@ class Stream:
         self._work: deque[Work] = deque()
         self._lock = threading.RLock()
         self.asked = self.done = 0
+        self.behind = 0
+        """The mark of the main stream that it has waited for."""
         EVERY.add(self)
 
     @property
@@ -88,6 +95,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
+        self.behind = max(self.behind, event.mark)
         if self is Stream.main or event.stream is self:
             event.pass_()
         elif event.stream is not None and event.stream is not Stream.main:
@@ -99,7 +107,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        host_waits("Stream.synchronize")
+        host_waits("Stream.synchronize", self)
         self.run_to(self.asked)
 
     def query(self) -> bool:
@@ -124,11 +132,13 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.stream: Stream | None = None
-        self._number, self._time, self._polls = 0, 0.0, 0
+        self._number, self._time, self._polls, self.mark = 0, 0.0, 0, 0
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or current()
         self._number, self._time = self.stream.asked, time.perf_counter()
+        self.mark = next_mark() if self.stream is Stream.main else self.stream.behind
+        """Of the main stream, by which it has passed."""
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current()).wait_event(self)
@@ -139,16 +149,25 @@ class Event:
 
     def query(self) -> bool:
         """Whether it has passed: not yet where it is asked first, as who polls must be able to bear."""
-        if self.stream is None or self.stream is Stream.main or self.stream.done >= self._number:
+        if self._has_passed():
             return True
         self._polls += 1
         if self._polls > 1:
             self.pass_()
+            known_to_pass(self.mark)
         return self._polls > 1
 
     def synchronize(self) -> None:
-        host_waits("Event.synchronize")
+        """Nobody waits for what is known to have passed."""
+        if not self._has_passed():
+            note("waits", "Event.synchronize")
+            _settle()
         self.pass_()
+        known_to_pass(self.mark)
+
+    def _has_passed(self) -> bool:
+        done = self.stream is None or self.stream is Stream.main or self.stream.done >= self._number
+        return done and self.mark <= _marks["passed"]
 
     def elapsed_time(self, other: Event) -> float:
         return 1e3 * (other._time - self._time)
@@ -182,14 +201,49 @@ def inside(stream: Stream | None) -> Any:
 @contextmanager
 def carried_out() -> Any:
     """Ops in here run, whatever the stream."""
-    with Stream.main:
-        yield
+    before, _local.carried = is_carried_out(), True
+    try:
+        with Stream.main:
+            yield
+    finally:
+        _local.carried = before
 
 
-def host_waits(how: str) -> None:
-    """The host waits for the device: copies to it are done."""
+def is_carried_out() -> bool:
+    return getattr(_local, "carried", False)
+
+
+def host_waits(how: str, stream: Stream | None = None) -> None:
+    """The host waits for all that a stream, the current one, has got to do: copies to the device are done."""
     note("waits", how)
     _settle()
+    stream = stream or current()
+    known_to_pass(_marks["made"] if stream is Stream.main else stream.behind)
+
+
+def next_mark() -> int:
+    _marks["made"] += 1
+    return _marks["made"]
+
+
+def known_to_pass(mark: int) -> None:
+    """The host knows that the main stream has come to this mark: what was on the way to it has arrived."""
+    _marks["passed"] = max(_marks["passed"], mark)
+    while _arriving and _arriving[0][0] <= mark:
+        _, target, came = _arriving.popleft()
+        target.copy_(came)
+
+
+def to_pinned(target: Tensor, source: Tensor) -> None:
+    """A copy of the main stream to page-locked memory begins, which the host may not read yet."""
+    _arriving.append((next_mark(), target.detach(), source.detach().clone()))
+    target.detach().fill_(NOISE if target.is_floating_point() else 77)
+
+
+def arrive(pinned: Tensor) -> None:
+    """What the device itself reads behind such a copy is there."""
+    if any(key(target) == key(pinned) for _, target, _ in _arriving):
+        known_to_pass(_marks["made"])
 
 
 def _settle() -> None:

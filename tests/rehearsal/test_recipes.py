@@ -42,29 +42,17 @@ STEPS_OF = {"lora": 80}
 """Steps of a run whose end its tenants decide."""
 TOTALS = "tolist at integrations/megatron/reduction.py:_sum_over_world"
 NORM = "_local_scalar_dense at megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32"
-CLOCK = "Event.synchronize at runtime/measure/busy.py:BusyClock._wait"
 WAITS: dict[str, dict[str, tuple[float, str]]] = {
     "megatron": {
         TOTALS: (1, "the loss that is logged, and the divisor of the gradient: Megatron's loop reads the first, too"),
-        CLOCK: (1, "seconds of the passes; they have ended by then, so nobody waits"),
-    },
-    "moe": {
-        "tolist at runtime/experts/gate.py:ExpertGate.checked_counts": (
-            4,
-            "a layer and micro-batch: ranks compare what they run; Megatron's dispatcher waits next",
-        ),
-        "a copy to the host at runtime/experts/gate.py:ExpertGate.loads": (1, "loads of experts for the next plan"),
     },
     "lora": {
-        "a copy to the host at integrations/host/scoring.py:LossCollector.scores": (1.6, "losses, also of validation"),
-        "tolist at runtime/adapters/adapters.py:Adapters.norms": (1, "norms, by which tenants are clipped"),
-        CLOCK: (1, "seconds of the passes"),
+        "tolist at runtime/adapters/adapters.py:Adapters.norms": (1, "norms, by which tenants are clipped, and losses"),
     },
     "deepspeed": {
-        "_local_scalar_dense at integrations/deepspeed/engine/engine_host.py:EngineWeights.run": (1, "the loss"),
+        "tolist at integrations/deepspeed/engine/engine_host.py:EngineWeights.run": (1, "the loss, as any loop"),
         "_local_scalar_dense at integrations/deepspeed/engine/engine_host.py:EngineWeights.update": (1, "the norm"),
         "_local_scalar_dense at integrations/reference/textbook.py:norm_of": (1, "the norm, of ZeRO 0"),
-        CLOCK: (1, "seconds of the passes"),
     },
 }
 """Waits of ours in a step and what each is for. All others are faults: a wait is a gap in what the device does."""
