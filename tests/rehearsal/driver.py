@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections import defaultdict
-from types import SimpleNamespace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,6 +102,7 @@ def install() -> None:
     _storages()
     _autocast()
     kernels.install()
+    _triton()
     groups.install()
     _reducer()
     _threads()
@@ -134,6 +137,23 @@ def _storages() -> None:
         put_storage(clone(s)) if torch.device(device).type == "cuda" else clone(s)
     )
     torch.serialization._validate_device = lambda location, backend: torch.device(location)
+
+
+def _triton() -> None:
+    """It comes with torch's builds for CUDA: the module of Megatron-Core that cannot be imported without it."""
+    if not find_spec("triton"):
+        for module in ("paged_stash", "ops.paged_stash"):
+            name = f"megatron.core.transformer.moe.{module}"
+            sys.modules[name] = _NoKernels(name)
+
+
+class _NoKernels(ModuleType):
+    """Has every name, as something that nothing here calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 def _autocast() -> None:
