@@ -62,10 +62,21 @@ class Ops(TorchDispatchMode):
         if gpu and stream is not streams.Stream.main:
             out = streams.keep(func, args, kwargs, stream)
             if out is streams.MUTATED:
-                return args[0] if func._schema.returns else None
+                return _written(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         return _on_device(out, tensors) if gpu else out
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives back that writes to its arguments."""
+    written = [
+        kwargs[one.name] if one.name in kwargs else args[place]
+        for place, one in enumerate(func._schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    number = len(func._schema.returns)
+    return written[0] if number == 1 else tuple(written[:number]) or None
 
 
 def _on_device(out: Any, tensors: list[Tensor]) -> Any:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from .ledger import note, refuse
 from .storages import device, key, on_device
 
-NOISE = 7.7e7
+NOISE = 5.5e4  # also of float16
 _local = threading.local()
 _kept_for: set[tuple[int, int]] = set()
 """(Storage, stream) that `record_stream` has named."""
