@@ -78,6 +78,19 @@ HALF = {"fp16": {"enabled": True, "initial_scale_power": 10}}
 
 
 @pytest.mark.cuda
+def test_another_batch_is_refused_before_the_update_of_deepspeed(forge: Any, tmp_path: Path) -> None:
+    script, moved = tmp_path / "script.py", "        loss = engine(**batch).loss\n"
+    text = (SCRIPTS / "deepspeed_script.py").read_text()
+    assert moved in text
+    script.write_text(text.replace(moved, f"        batch['input_ids'][0, 0] += 1\n{moved}"))
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    words = (str(script), "--ds-config", str(tmp_path / "ds.json"), "--out", str(tmp_path))
+    done = forge("cuda+deepspeed").run(tmp_path, words, 2, "", SCRIPTS / "run_with_evenload.py")
+    assert done.returncode != 0
+    assert "other input_ids in micro-batch 1 of the step" in done.stderr
+
+
+@pytest.mark.cuda
 def test_a_script_of_deepspeed_in_fp16_with_its_scaler(forge: Any, tmp_path: Path) -> None:
     """As in float32; each stage but 0, whose engine trains in float32 where the config does not say otherwise."""
     results = {}
@@ -92,7 +105,9 @@ def test_a_script_of_deepspeed_in_fp16_with_its_scaler(forge: Any, tmp_path: Pat
         assert "RESTORED" in done.stdout
         seen = seen_in(done.outputs)
         seen.check()
-        print(name, seen.waits[0], seen.to_device[0])
+        for waits, to_device in zip(seen.waits, seen.to_device, strict=True):
+            assert not each_step(waits, 9), "what was planned has come with DeepSpeed's own waits"
+            assert not [what for what in each_step(to_device, 9) if what.startswith("waits")]
         results[name] = [torch.load(out / f"stage{stage}.rank0.pt", map_location="cpu") for stage in (1, 2, 3)]
     for half, single in zip(results["fp16"], results["fp32"], strict=True):
         assert half["steps"] == single["steps"] == 3
