@@ -41,7 +41,7 @@ from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
 from .pack_loss import PackLoss
-from .planning import chain_for, gather, read, zero_stage_of
+from .planning import chain_for, gather, reading, zero_stage_of
 from .proof import Call, num_targets, prove, windows
 from .supported import outer_model, unwrapped, virtual_tokens
 
@@ -218,7 +218,7 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
 
 def _prove(loop: PlannedModel, outer: Any, batch: Mapping[str, Any], *, half: bool) -> None:
     """Raise EvenloadError, the same on all ranks, unless packs give each sample's own loss. Collective."""
-    first = gather([read(batch, loop.model.config, None)], loop.model.config)
+    first = gather([reading(batch, loop.model.config, None)()], loop.model.config)
     if first is None:
         raise EvenloadError("no token of the first batch has a target", "labels that are all -100", "give it others")
     samples = windows([*first.samples.own.values()])
@@ -250,7 +250,7 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     config = loop.model.config
     loop.hooked = loop.hooks.watch(loop.model)
     try:
-        step = gather([read(batch, config, num_items)], config, hooked=loop.hooked)
+        step = gather([reading(batch, config, num_items)()], config, hooked=loop.hooked)
     except EvenloadError as error:
         _leave(loop, error)
         return None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections import defaultdict
-from types import SimpleNamespace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -132,6 +134,7 @@ def install() -> None:
     _storages()
     _autocast()
     kernels.install()
+    _triton()
     groups.install()
     _reducer()
     _threads()
@@ -168,6 +171,23 @@ def _storages() -> None:
     torch.serialization._validate_device = lambda location, backend: torch.device(location)
 
 
+def _triton() -> None:
+    """It comes with torch's builds for CUDA: the module of Megatron-Core that cannot be imported without it."""
+    if not find_spec("triton"):
+        for module in ("paged_stash", "ops.paged_stash"):
+            name = f"megatron.core.transformer.moe.{module}"
+            sys.modules[name] = _NoKernels(name)
+
+
+class _NoKernels(ModuleType):
+    """Has every name, as something that nothing here calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 def _autocast() -> None:
     """Autocast of "cuda" is that of the CPU, which runs the ops."""
     start = torch.autocast.__init__
@@ -180,14 +200,19 @@ def _autocast() -> None:
 
 def _reducer() -> None:
     """DDP makes its buckets in C++, on the device of its parameters."""
-    kind = dist.Reducer
 
-    def reducer(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = list(parameters)
-        with asking(any(map(on_device, parameters))):
-            return kind(parameters, *args, **kwargs)
+    class Reducer(dist.Reducer):  # type: ignore[misc]
+        def __init__(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+            parameters = list(parameters)
+            self._there = any(map(on_device, parameters))
+            with asking(self._there):
+                super().__init__(parameters, *args, **kwargs)
 
-    dist.Reducer = reducer  # type: ignore[misc, assignment]
+        def _rebuild_buckets(self) -> Any:
+            with asking(self._there):
+                return super()._rebuild_buckets()
+
+    dist.Reducer = Reducer  # type: ignore[misc, assignment]
 
 
 def _threads() -> None:

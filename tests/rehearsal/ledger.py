@@ -33,7 +33,8 @@ def asker() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path[0] == "/" and not path.startswith((HERE, PYTHON)) and not any(name in path for name in PASSED_OVER):
+        own = path.startswith((HERE, PYTHON)) or frame.f_code.co_qualname.startswith("ToHost.")
+        if path[0] == "/" and not own and not any(name in path for name in PASSED_OVER):
             short = path.rpartition("site-packages/")[2].removeprefix(OURS + "/")
             return f"{short}:{frame.f_code.co_qualname}"
         frame = frame.f_back

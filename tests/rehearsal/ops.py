@@ -26,6 +26,8 @@ MADE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "rand
     "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "scalar_tensor",
 }  # fmt: skip
 """Ops that can be asked for a device."""
+SHAPED = MADE - {"_to_copy"}
+"""Ops that read of a tensor no more than its shape."""
 
 
 class Ops(TorchDispatchMode):
@@ -48,7 +50,7 @@ class Ops(TorchDispatchMode):
         if name == "copy_":
             counts["ops"]["on the device"] += any_there
             return _copy(func, args, kwargs)
-        if tensors and not streams.is_view(func):
+        if tensors and not streams.is_view(func) and name not in SHAPED:
             _touch(func, name, args, kwargs, any_there)
         if any_there:
             counts["ops"]["on the device"] += 1
@@ -67,7 +69,7 @@ class Ops(TorchDispatchMode):
         if gpu and stream is not streams.Stream.main:
             out = streams.keep(func, args, kwargs, stream)
             if out is streams.MUTATED:
-                return args[0] if func._schema.returns else None
+                return _written(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         return _on_device(out, tensors, name) if gpu else out
@@ -88,6 +90,17 @@ def _touch(func: Any, name: str, args: Any, kwargs: Any, on_gpu: bool) -> None:
         streams.asks(streams.current(), *([x for x in some if on_device(x)] for some in (reads, writes)), name)
     else:
         streams.host_touches(reads, writes, name)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives back that writes to its arguments."""
+    written = [
+        kwargs[one.name] if one.name in kwargs else args[place]
+        for place, one in enumerate(func._schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    number = len(func._schema.returns)
+    return written[0] if number == 1 else tuple(written[:number]) or None
 
 
 def _on_device(out: Any, tensors: list[Tensor], name: str) -> Any:
@@ -113,6 +126,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         page_locked = is_pinned(source if gpu else target)
         reads, writes = ([x] if on_device(x) or is_pinned(x) else [] for x in (source, target))
         streams.asks(stream, reads, writes, "a copy")
+        streams.arrive_at(source if gpu else target)
         if gpu and not source.dim():
             pass  # x[0] = 1.0 is a fill on the device
         elif gpu:
@@ -122,6 +136,9 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         elif not (beside and page_locked):
             streams.host_waits("a copy to the host")
             stream.run_to(stream.asked)
+        elif stream is streams.Stream.main and not streams.is_carried():
+            streams.to_pinned(target, source)
+            return target
         if not (beside and page_locked):
             stream = streams.Stream.main
     elif gpu:
