@@ -85,6 +85,10 @@ class Allocator:
         self.taken -= block.size
         self._add(self._joined(block))
 
+    def restart(self) -> None:
+        """Peaks are those of what follows."""
+        self.peak_taken, self.peak_reserved = self.taken, self.reserved
+
     def _add(self, block: Block) -> None:
         block.free = True
         insort(self._free[block.small], (block.key, block), key=lambda entry: entry[0])
