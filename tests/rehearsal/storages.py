@@ -1,5 +1,5 @@
-"""Which storages lie on the device, and the blocks of its allocator that they are. A weak reference keeps the address of
-a storage from being used again.
+"""Which storages lie on the device, and the blocks of its allocator that they are. A weak reference keeps the address
+of a storage from being used again.
 
 The allocator is torch's own, simulated (benchmarks/memory/allocator.py): a block is taken when a storage is put on the
 device, of its size at that time, and freed when the last tensor lets go of it. One stream; a kernel's own workspace is

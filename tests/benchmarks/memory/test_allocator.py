@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,7 +105,7 @@ def test_no_block_lies_on_another_and_all_that_is_freed_comes_back(
             continue
         assert held[place].size >= size
         spans = sorted((block.address, block.address + block.size) for block in held.values())
-        assert all(end <= first for (_, end), (first, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= first for (_, end), (first, _) in pairwise(spans))
         assert device.taken == sum(block.size for block in held.values()) <= device.reserved <= capacity
     for block in held.values():
         device.free(block)
