@@ -1,7 +1,7 @@
 """What torch's allocator takes of a GPU for packs of any length, and for lengths rounded up: predicted, without one.
 
     python benchmarks/memory/fragmentation.py [--steps 20] [--max-tokens 16384] [--layers 8] [--hidden 4096]
-                                [--ffn 14336] [--vocabulary 32000] [--recompute] [--json] [--out FILE]
+                                [--ffn 14336] [--vocabulary 32000] [--alive 1] [--recompute] [--json] [--out FILE]
 
 A Llama of these sizes in bf16 (32 heads of 128 over 8 groups) runs forward and backward on torch's meta device, by
 Transformers' own code: each operator says which storages it makes and lets go of, in bytes, and none takes memory.
@@ -14,8 +14,9 @@ of the first rank's packs go through torch's allocator (`allocator.py`).
 
     packs           as they come, of any length below the cap
     samples         as many samples instead, each on its own: lengths that differ by far more
+    --alive         packs whose forward has run before the first one's backward, as on the first stage of a pipeline
     to 512          each padded to the next multiple of 512 tokens
-    taken           the most bytes in use at once, in whole 512: what `core.costs.memory` predicts but for these
+    taken           the most bytes in use at once, in whole 512
     reserved        the most that the allocator holds of the device
     over            reserved / taken - 1
     late calls      of the driver (cudaMalloc, or pages mapped) a step behind the fifth step: each stops the host
@@ -35,8 +36,10 @@ import json
 import math
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,7 @@ class Shape:
     hidden: int = 4096
     ffn: int = 14336
     vocabulary: int = 32000
+    alive: int = 1
     recompute: bool = False
 
 
@@ -165,8 +169,8 @@ def build(shape: Shape) -> Any:
     return model.train()
 
 
-def record(model: Any, tokens: int) -> list[Event]:
-    """The events of one pack, forward and backward."""
+def record(model: Any, tokens: int) -> tuple[list[Event], int]:
+    """The events of one pack, forward and backward, and how many are the forward's."""
     recorder = Recorder()
     with recorder:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
@@ -174,9 +178,10 @@ def record(model: Any, tokens: int) -> list[Event]:
         logits = model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
         loss = cross_entropy(logits.float(), ids[0], reduction="sum")
         del logits
+        forward = len(recorder.events)
         loss.backward()
         del loss, ids, places
-    return recorder.events
+    return recorder.events, forward
 
 
 @dataclass(frozen=True)
@@ -184,34 +189,25 @@ class Program:
     """The events of a pack of any length: number, bytes at no token, bytes a token; (number, -1, 0) frees."""
 
     events: tuple[tuple[int, int, int], ...]
+    forward: int
+    """Events of the forward."""
 
     @classmethod
     def of(cls, model: Any) -> Program:
         """Raises AssertionError: a storage is no line in the tokens, or the order depends on them."""
-        short, long, third = (record(model, tokens) for tokens in (2048, 4096, 6144))
+        (short, forward), (long, _), (third, _) = (record(model, tokens) for tokens in (2048, 4096, 6144))
         events = []
         for (number, small), (other, large) in zip(short, long, strict=True):
             assert number == other
             a_token = (large - small) // 2048
             events.append((number, -1, 0) if not small else (number, small - 2048 * a_token, a_token))
-        program = cls(tuple(events))
+        program = cls(tuple(events), forward)
         assert list(program.at(6144)) == third
         return program
 
     def at(self, tokens: int) -> Iterator[Event]:
         for number, fixed, a_token in self.events:
             yield number, 0 if fixed < 0 else fixed + a_token * tokens
-
-    def peak(self, tokens: int) -> int:
-        """The most bytes that a pack holds."""
-        level = most = 0
-        sizes: dict[int, int] = {}
-        for number, size in self.at(tokens):
-            level += size or -sizes.pop(number)
-            most = max(most, level)
-            if size:
-                sizes[number] = size
-        return most
 
 
 def packs_of(shape: Shape) -> tuple[list[list[int]], list[list[int]]]:
@@ -254,36 +250,50 @@ def fixed_blocks(model: Any) -> list[int]:
     return [2 * count, 4 * count, 4 * count, 4 * count, 4 * count]
 
 
-def run(
-    program: Program, fixed: Iterable[int], steps: list[list[int]], to: int, expandable: bool, capacity: float
-) -> Any:
-    """The allocator after a run, and its calls of the driver behind the first steps."""
-    device = allocator.Allocator(expandable, capacity)
-    for size in fixed:
-        device.malloc(size)
-    settled = 0
-    for number, packs in enumerate(steps):
-        if number == SETTLED:
-            settled = device.driver_calls
-        for tokens in packs:
-            blocks: dict[int, Any] = {}
-            for storage, size in program.at(rounded(tokens, to)):
-                if size:
-                    blocks[storage] = device.malloc(size)
-                else:
-                    device.free(blocks.pop(storage))
-            for block in blocks.values():
-                device.free(block)
-    return device, device.driver_calls - settled
+class Run:
+    """A rank whose packs take blocks of an allocator."""
+
+    def __init__(self, program: Program, fixed: Iterable[int], expandable: bool, capacity: float) -> None:
+        self.device = allocator.Allocator(expandable, capacity)
+        self._program = program
+        for size in fixed:
+            self.device.malloc(size)
+
+    def steps(self, steps: list[list[int]], alive: int) -> int:
+        """Run all steps; the calls of the driver behind the first ones."""
+        settled = 0
+        for number, packs in enumerate(steps):
+            if number == SETTLED:
+                settled = self.device.driver_calls
+            waiting: deque[tuple[Iterator[Event], dict[int, Any]]] = deque()
+            for tokens in packs:
+                waiting.append((self._program.at(tokens), {}))
+                self._go(*waiting[-1], self._program.forward)
+                if len(waiting) == alive:
+                    self._end(*waiting.popleft())
+            while waiting:
+                self._end(*waiting.popleft())
+        return self.device.driver_calls - settled
+
+    def _go(self, events: Iterator[Event], blocks: dict[int, Any], count: int | None = None) -> None:
+        for storage, size in islice(events, count):
+            if size:
+                blocks[storage] = self.device.malloc(size)
+            else:
+                self.device.free(blocks.pop(storage))
+
+    def _end(self, events: Iterator[Event], blocks: dict[int, Any]) -> None:
+        self._go(events, blocks)
+        for block in blocks.values():
+            self.device.free(block)
 
 
-def new_lengths(steps: list[list[int]], to: int) -> float:
+def new_lengths(steps: list[list[int]]) -> float:
     known: set[int] = set()
     new = []
     for packs in steps:
-        lengths = {rounded(n, to) for n in packs}
-        new.append(len(lengths - known))
-        known |= lengths
+        new.append(len(set(packs) - known))
+        known |= set(packs)
     return float(np.mean(new[len(new) // 2 :]))
 
 
@@ -292,23 +302,26 @@ def benchmark(shape: Shape) -> dict[str, Any]:
     program, fixed = Program.of(model), fixed_blocks(model)
     packs, samples = packs_of(shape)
     rows = []
-    for name, steps, to in (
+    for name, unpadded, to in (
         ("packs", packs, 1),
         ("packs", packs, 512),
         ("samples", samples, 1),
         ("samples", samples, 512),
     ):
-        lengths = [n for step in steps for n in step]
-        held = sum(fixed) + program.peak(max(rounded(n, to) for n in lengths))
-        common = {"lengths": name, "to": to, "tokens": (min(lengths), max(lengths)), "held_bytes": held}
-        common |= {"new_lengths": new_lengths(steps, to)}
-        common |= {"padding": sum(rounded(n, to) for n in lengths) / sum(lengths) - 1}
+        steps = [[rounded(n, to) for n in step] for step in unpadded]
+        count = sum(map(sum, unpadded))
+        common = {"lengths": name, "to": to, "tokens": (min(map(min, unpadded)), max(map(max, unpadded)))}
+        common |= {"new_lengths": new_lengths(steps), "padding": sum(map(sum, steps)) / count - 1}
         for expandable in (False, True):
-            device, late = run(program, fixed, steps, to, expandable, float("inf"))
-            row = {**common, "expandable": expandable, "late_calls": late / (shape.steps - SETTLED)}
-            row |= {"taken_bytes": device.peak_taken, "reserved_bytes": device.peak_reserved}
+            whole = Run(program, fixed, expandable, float("inf"))
+            late = whole.steps(steps, shape.alive) / (shape.steps - SETTLED)
+            taken = whole.device.peak_taken
+            row = {**common, "expandable": expandable, "late_calls": late, "taken_bytes": taken}
+            row["reserved_bytes"] = whole.device.peak_reserved
+            small = Run(program, fixed, expandable, taken / 0.9)
             try:
-                row["flushes"] = run(program, fixed, steps, to, expandable, held / 0.9)[0].flushes
+                small.steps(steps, shape.alive)
+                row["flushes"] = small.device.flushes
             except allocator.NoMemoryError:
                 row["flushes"] = None
             rows.append(row)
@@ -330,6 +343,7 @@ def table(result: dict[str, Any]) -> Any:
         counts = (f"{row['late_calls']:.1f}", flushes, f"{row['new_lengths']:.1f}", f"{row['padding']:.1%}")
         rows.append((name, tokens, "expandable" if row["expandable"] else "", *gib, f"{over:.1%}", *counts))
     title = f"predicted: packs up to {shape['max_tokens']:,} tokens, {shape['layers']} layers of {shape['hidden']}"
+    title += f", {shape['alive']} packs alive" if shape["alive"] > 1 else ""
     return grid(title + (", recomputed" if shape["recompute"] else ""), head, rows, f"torch {result['torch']}, no GPU")
 
 

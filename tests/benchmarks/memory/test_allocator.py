@@ -115,13 +115,14 @@ def test_no_block_lies_on_another_and_all_that_is_freed_comes_back(
 
 
 @pytest.mark.slow
-def test_packs_take_what_is_predicted_and_ragged_samples_more(scripted: Callable[..., Any], tmp_path: Path) -> None:
+def test_packs_leave_fewer_holes_than_ragged_samples(scripted: Callable[..., Any], tmp_path: Path) -> None:
     done = scripted("torch", tmp_path, FOLDER / "fragmentation.py", *SMALL, "--json")
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["rows"]
+    result = json.loads(done.stdout)
+    rows = result["rows"]
     over = {}
     for row in rows:
-        assert row["held_bytes"] <= row["taken_bytes"] < 1.01 * row["held_bytes"]
+        assert result["fixed_bytes"] < row["taken_bytes"] <= row["reserved_bytes"]
         assert row["flushes"] is not None
         over[row["lengths"], row["to"], row["expandable"]] = row["reserved_bytes"] / row["taken_bytes"] - 1
     assert over["packs", 1, True] <= over["packs", 1, False] < over["samples", 1, False]
