@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import clocks, functions, groups, kernels, ledger, streams
 from .functions import Functions, asking
 from .ops import Ops
-from .storages import device, on_device, put_storage, storage_on_device
+from .storages import device, memory, on_device, put_storage, storage_on_device
 
 BYTES = 141 << 30
 NAME = "NVIDIA H200"
@@ -68,7 +68,6 @@ _PROPERTIES = SimpleNamespace(
     name=NAME, major=9, minor=0, total_memory=BYTES, multi_processor_count=132, gcnArchName="", warp_size=32, uuid="",
     is_integrated=False, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, L2_cache_size=50 << 20,
 )  # fmt: skip
-_memory = defaultdict(int)
 
 ANSWERS: dict[str, Any] = {
     "is_available": lambda: True,
@@ -85,13 +84,13 @@ ANSWERS: dict[str, Any] = {
     "default_stream": lambda *_, **__: streams.Stream.main,
     "stream": streams.inside,
     "set_stream": streams.set_current,
-    "memory_allocated": lambda *_, **__: 0,
-    "max_memory_allocated": lambda *_, **__: 0,
-    "memory_reserved": lambda *_, **__: 0,
-    "max_memory_reserved": lambda *_, **__: 0,
-    "memory_stats": lambda *_, **__: _memory,
-    "reset_peak_memory_stats": lambda *_, **__: None,
-    "mem_get_info": lambda *_, **__: (BYTES, BYTES),
+    "memory_allocated": lambda *_, **__: memory().taken,
+    "max_memory_allocated": lambda *_, **__: memory().peak_taken,
+    "memory_reserved": lambda *_, **__: memory().reserved,
+    "max_memory_reserved": lambda *_, **__: memory().peak_reserved,
+    "memory_stats": lambda *_, **__: defaultdict(int, num_alloc_retries=memory().flushes),
+    "reset_peak_memory_stats": lambda *_, **__: memory().restart(),
+    "mem_get_info": lambda *_, **__: (BYTES - memory().reserved, BYTES),
     "get_device_properties": lambda *_, **__: _PROPERTIES,
     "get_device_capability": lambda *_, **__: (9, 0),
     "get_device_name": lambda *_, **__: NAME,

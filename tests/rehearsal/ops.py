@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from . import clocks, groups, streams
 from .functions import asked, asking, copied, inside
+from .kernels import check_grouped
 from .ledger import counts, refuse
 from .storages import CPU, is_pinned, key, on_device, put
 
@@ -19,7 +20,7 @@ BOTH = {"copy_", "_to_copy", "set_", "is_same_size", "_has_compatible_shallow_co
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 """Ops whose indices may lie on the host."""
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal"} | {
-    "is_nonzero", "bincount", "repeat_interleave", "histc", "allclose",
+    "is_nonzero", "bincount", "repeat_interleave", "allclose",
 }  # fmt: skip
 """Ops whose result, or its size, the host needs."""
 MADE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "_to_copy"} | {
@@ -54,12 +55,18 @@ class Ops(TorchDispatchMode):
             _touch(func, name, args, kwargs, any_there)
         if any_there:
             counts["ops"]["on the device"] += 1
+            if name == "_grouped_mm":
+                counts["ops"]["grouped product"] += 1
+                if check_grouped(*args):
+                    streams.host_waits("a product a group")
             if name in WAITS or (name == "index" and _by_mask(args)):
                 streams.host_waits(name)
                 streams.current().run_to(streams.current().asked)
                 with streams.carried_out():
                     out = func(*args, **kwargs)
                 return _on_device(out, tensors, name)
+        if name == "histc" and any_there and not args[0].is_floating_point():  # CUDA counts integers, too
+            func, args, kwargs = _histogram, (args[0], args[1:]), kwargs
         to = asked() if (name in MADE or not tensors) else None
         gpu = any_there if to is None else to
         if to is None and not tensors:
@@ -149,6 +156,10 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         streams.keep(func, args, kwargs, stream)
         return target
     return func(*args, **kwargs)
+
+
+def _histogram(values: Tensor, rest: Any, **kwargs: Any) -> Tensor:
+    return torch.ops.aten.histc(values.double(), *rest, **kwargs).to(values.dtype)
 
 
 def _by_mask(args: Any) -> bool:

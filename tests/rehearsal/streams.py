@@ -221,6 +221,7 @@ def host_waits(how: str, stream: Stream | None = None, clock: clocks.Clock | Non
     """The host waits for a stream, the current one as a rule, or for an event's clock: copies to it are done."""
     note("waits", how)
     clock = clocks.clock_of((stream or current()).stream_id) if clock is None else clock
+    clocks.join(clocks.HOST, clock)
     nccl.host_waited(clock)
     _settle()
     host_knows(clock)

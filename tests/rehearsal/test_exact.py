@@ -23,8 +23,10 @@ import sys
 sys.path.insert(0, {tests!r})
 import rehearsal
 rehearsal.install()
+from rehearsal import packages
+packages.install(**packages.VERSIONS)
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu", sys.argv[1]]))
+sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu", sys.argv[1]]))
 """
 
 
@@ -68,3 +70,5 @@ def test_what_is_marked_for_a_gpu(folder: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all("torch_cpu is not there" in line for line in skipped), "every other row has its kernel"

@@ -170,7 +170,8 @@ FINE: dict[str, str] = {
         "assert page.tolist() == [1, 1, 1]\nassert len(ledger.counts['waits']) == 1"
     ),
     "an event of a side stream that did not": (
-        "page = gpu.to('cpu', non_blocking=True)\nside.record_event().synchronize()\nassert bytes_now(page) != [1, 1, 1]"
+        "page = gpu.to('cpu', non_blocking=True)\nside.record_event().synchronize()\n"
+        "assert bytes_now(page) != [1, 1, 1]"
     ),
     "a copy to the host that the device reads": (
         "page = gpu.to('cpu', non_blocking=True); assert page.to('cuda', non_blocking=True).tolist() == [1, 1, 1]"

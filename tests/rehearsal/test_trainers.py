@@ -1,4 +1,4 @@
-"""Scripts of TRL and Accelerate that nobody edited, on a rehearsed GPU: stock ends, with evenload the same comes out."""
+"""Scripts of TRL and Accelerate that nobody edited, rehearsed: stock ends, with evenload the same comes out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from .conftest import TESTS, module_at
-from .seen import each_step, seen_in
+from .seen import seen_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda]
 
