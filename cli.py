@@ -230,12 +230,27 @@ def doctor(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[RECIPE]", help="Whose model and plugins to look at.")
     ] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Try this machine's GPUs out, in minutes, into --out.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="With --gpu: a folder; default: evenload-gpu.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What is installed and supported, which patches and attention kernels apply, what plugins do in which loop."""
-    from .commands.doctor import doctor as work
+    if not gpu:
+        from .commands.doctor import doctor as work
 
-    _show("doctor", work(load_recipe(recipe) if recipe else None), as_json)
+        if out is not None:
+            raise EvenloadError("doctor writes a folder of GPUs alone", f"--out {out}", "add --gpu, or leave --out away")
+        _show("doctor", work(load_recipe(recipe, overrides or ()) if recipe else None), as_json)
+        return
+    from .commands.first_hour.parts import first_hour
+    from .commands.tables.progress import progress_shown
+
+    with progress_shown() as progress:
+        result = first_hour(recipe, overrides or (), (out or Path("evenload-gpu")).absolute(), progress)
+    _show("first_hour", result, as_json)
+    if not result["well"]:
+        raise SystemExit(1)
 
 
 @app.command()

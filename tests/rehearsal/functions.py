@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -56,6 +57,11 @@ def device_named(name: Any) -> torch.device | None:
     return name if isinstance(name, torch.device) else None
 
 
+def of_another(named: torch.device) -> bool:
+    """Whether it is another rank's; who is no rank may use all, which are one here."""
+    return "RANK" in os.environ and named.index not in (None, device().index)
+
+
 class Functions(TorchFunctionMode):
     """Answers for tensors on the device, and what names a device."""
 
@@ -92,7 +98,7 @@ def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
     kwargs = {**kwargs, "device": CPU}
     pinned = kwargs.pop("pin_memory", False)
     gpu = named.type == "cuda"
-    if gpu and named.index not in (None, device().index):
+    if gpu and of_another(named):
         raise refuse(f"a tensor on {named}, which is another rank's")
     with asking(gpu):
         out = func(*args, **kwargs)
@@ -153,7 +159,7 @@ def _to(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         rest = rest[1:] if target is not None or rest[0] is None else rest
     if target is None or target.type == "meta":
         return func(x, *rest, **kwargs, **({} if target is None else {"device": target}))
-    if target.type == "cuda" and target.index not in (None, device().index):
+    if target.type == "cuda" and of_another(target):
         raise refuse(f"a tensor moved to {target}, which is another rank's")
     gpu = target.type == "cuda"
     if on_device(x) == gpu:
