@@ -1,6 +1,6 @@
 """What the GPUs of a machine are, and how fast bytes are copied between them and their host.
 
-    python -m evenload.commands.first_hour.devices
+python -m evenload.commands.first_hour.devices
 """
 
 from __future__ import annotations

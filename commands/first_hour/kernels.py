@@ -73,7 +73,6 @@ def _row(row: KernelRow, case: str, run: Case, inputs: tuple[torch.dtype, torch.
         return {**about, "status": "made for other inputs"}
     try:
         error = run(*inputs)
-        torch.cuda.synchronize(device)
     except Exception as failure:
         return {**about, "status": "failed", "why": f"{type(failure).__name__}: {failure}"[:500]}
     bound = ROUNDINGS * torch.finfo(dtype).eps
@@ -89,8 +88,9 @@ def _whole(kernel: Kernel, window: int | None, dtype: torch.dtype, device: torch
     scale = 0.9 * head_dim**-0.5
     out = kernel.run(KernelCall(q, k, v, cu_seqlens, borders, max(LENGTHS), scale, window))
     measured = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    exact = Inputs(_exact(q), _exact(k), _exact(v), True, scale, window)
     segments = [
-        _both(PLAIN, _exact(dout[own]), Inputs(*(_exact(x[own]) for x in leaves), True, scale, window))
+        _both(PLAIN, _exact(dout[own]), Inputs(exact[0][own], exact[1][own], exact[2][own], *exact[3:]))
         for own in (slice(*pair) for pair in pairwise(borders))
     ]
     return _error(measured, [torch.cat([one[i] for one in segments]) for i in (0, 2, 3, 4)])
@@ -106,24 +106,24 @@ def _part(
     return _error(_both(block, dout[-QUERIES:], inputs), _both(PLAIN, _exact(dout[-QUERIES:]), exact))
 
 
-def _both(block: BlockKernel, dout_NHD: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+def _both(block: BlockKernel, dout: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
     """(out, lse, dq, dk, dv)"""
     out, lse = block.forward(inputs)
-    return out, lse, *block.backward(dout_NHD, inputs, out, lse)
+    return out, lse, *block.backward(dout, inputs, out, lse)
 
 
 def _grouped(dtype: torch.dtype, device: torch.device, width: int) -> float:
     """A product an expert, of which one has no token."""
-    (x_T1C,) = _random((1,), sum(EXPERTS), dtype, device, width)
-    (w_ECF,) = _random((width,), len(EXPERTS), dtype, device, 2 * width)
-    (dout_T1F,) = _random((1,), sum(EXPERTS), dtype, device, 2 * width)
-    leaves = [x_T1C[:, 0].requires_grad_(), w_ECF.requires_grad_()]
+    (x,) = _random((1,), sum(EXPERTS), dtype, device, width)
+    (weights,) = _random((width,), len(EXPERTS), dtype, device, 2 * width)
+    (dout,) = _random((1,), sum(EXPERTS), dtype, device, 2 * width)
+    leaves = [x[:, 0].requires_grad_(), weights.requires_grad_()]
     ends = torch.tensor(np.cumsum(EXPERTS), dtype=torch.int32, device=device)
     exact = [_exact(x).requires_grad_() for x in leaves]
-    each = torch.cat([part @ w for part, w in zip(exact[0].split(EXPERTS), exact[1], strict=True)])
-    outs, dout = [grouped_mm(*leaves, offs=ends), each], dout_T1F[:, 0]
-    measured = [outs[0].detach(), *torch.autograd.grad(outs[0], leaves, dout)]
-    return _error(measured, [each.detach(), *torch.autograd.grad(each, exact, _exact(dout))])
+    each = torch.cat([part @ w for part, w in zip(torch.split(exact[0], list(EXPERTS)), exact[1], strict=True)])
+    out = grouped_mm(*leaves, offs=ends)
+    measured = [out.detach(), *torch.autograd.grad(out, leaves, dout[:, 0])]
+    return _error(measured, [each.detach(), *torch.autograd.grad(each, exact, _exact(dout[:, 0]))])
 
 
 def _random(

@@ -22,9 +22,9 @@ def page(result: Result) -> str:
     costs = Path(result["out"]) / "costs.yaml"
     if rows.get("profile", {}).get("exit_code") == 0 and costs.is_file():
         sections.append(f"## Costs\n\n```yaml\n{costs.read_text()}```\n")
-    failed = [f"## {name}: {_end(row)}\n\n```text\n{row['stderr']}\n```\n" for name, row in rows.items() if "stderr" in row]
+    failed = [f"## {name}\n\n```text\n{row['stderr']}\n```\n" for name, row in rows.items() if "stderr" in row]
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "cuda", "nccl", "driver") if about.get(name))
-    intro = f"evenload {result['evenload']}, {versions}. Please send this page, `result.json` beside it and what you expected."
+    intro = f"evenload {result['evenload']}, {versions}. Please send this page and `result.json`, which is beside it."
     return "\n".join([f"# The first hour of evenload on {title}\n", intro, "", _table(head, ends), *sections, *failed])
 
 
@@ -81,8 +81,8 @@ def _train(result: Result) -> str:
     losses = ", ".join(f"{row['loss']:.4f}" for row in result["steps"])
     host = ", ".join(f"{key} {value}" for key, value in result["host"].items())
     return (
-        f"## Beside stock, bf16\n\n{_table(head, rows)}\nLosses of evenload's steps: {losses}; stock's differ by at most "
-        f"{beside:.1e}. {host}\n"
+        f"## Beside stock, bf16\n\n{_table(head, rows)}\n"
+        f"Losses of evenload's steps: {losses}; stock's differ by at most {beside:.1e}. {host}\n"
     )
 
 
@@ -93,7 +93,9 @@ def _profile(result: Result) -> str:
         for one in fit["timings"]
     ]
     errors = ", ".join(f"{name} {error:.1%}" for name, error in result["fit_error"].items())
-    links = _table(("link", "collective", "ranks", "bytes", "us"), rows) if rows else "One GPU: no link between ranks.\n"
+    links = (
+        _table(("link", "collective", "ranks", "bytes", "us"), rows) if rows else "One GPU: no link between ranks.\n"
+    )
     return f"## Profile\n\nErrors of the fit: {errors}; the machine was busy: {result['busy']}\n\n{links}"
 
 

@@ -6,6 +6,7 @@ What is known goes into a folder after every part, so what is cut short keeps it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,15 +34,18 @@ class Part(NamedTuple):
     limit_s: float
 
 
-def first_hour(recipe: Path | None, overrides: Sequence[str], folder: Path, progress: Progress) -> dict[str, Any]:
-    """Run all parts and write the folder; ``well``: all of them ended well. Raises EvenloadError where there is no GPU."""
-    table = parts(recipe, overrides, num_gpus(), folder)
+def first_hour(
+    recipe: Path | None, overrides: Sequence[str], folder: Path, limit_s: float, progress: Progress
+) -> dict[str, Any]:
+    """Run all parts and write the folder; ``well``: all ended well. Raises EvenloadError where there is no GPU."""
+    table, ends = parts(recipe, overrides, num_gpus(), folder), time.monotonic() + limit_s
     with refusing_unwritable("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"evenload": __version__, "out": str(folder), "parts": {}}
     for number, part in enumerate(table):
         progress("doctor --gpu", number, len(table), part.name)
-        result["parts"][part.name] = run_limited(part.arguments, part.limit_s, Path.cwd())
+        left_s = max(0.0, ends - time.monotonic())
+        result["parts"][part.name] = run_limited(part.arguments, min(part.limit_s, left_s), Path.cwd())
         result["well"] = all(row["exit_code"] == 0 for row in result["parts"].values())
         for name, text in (("result.json", to_json(result)), ("page.md", page(result))):
             with whole(folder / name) as file:
@@ -59,7 +63,7 @@ def num_gpus() -> int:
 
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     refuse_first(
-        (is_rank(), "doctor --gpu starts ranks itself", "RANK and WORLD_SIZE are set", "start it once, not by torchrun"),
+        (is_rank(), "doctor --gpu starts its ranks itself", "RANK and WORLD_SIZE are set", "start it without torchrun"),
         (not torch.cuda.is_available(), "there is no GPU here", f"torch {torch.__version__}, built for {built}", do),
     )
     return torch.cuda.device_count()
@@ -82,7 +86,7 @@ def parts(recipe: Path | None, overrides: Sequence[str], gpus: int, folder: Path
     steps = f"train.steps={min(STEPS, chosen.train.steps)}"
     return [
         Part("devices", own("devices"), 60),
-        Part("installed", ("-P", "-m", "evenload", "doctor", *([small] if recipe else ()), "--json"), 60),
+        Part("installed", ("-P", "-m", "evenload", "doctor", *((small, *overrides) if recipe else ()), "--json"), 60),
         Part("kernels", own("kernels"), 120),
         Part("verify", verb("verify", small, *alone, "train.dtype=fp32", "--steps", "1"), 120),
         Part("train", verb("train", small, *alone, "train.dtype=bf16", steps, "--against", "stock"), 180),

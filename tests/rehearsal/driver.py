@@ -15,7 +15,7 @@ import torch.distributed as dist
 from . import functions, groups, kernels, ledger, streams
 from .functions import Functions, asking
 from .ops import Ops
-from .storages import device, on_device, put_storage, storage_on_device
+from .storages import Books, device, on_device, put_storage, storage_on_device
 
 BYTES = 141 << 30
 NAME = "NVIDIA H200, rehearsed on a CPU: no second here means anything"
@@ -52,13 +52,13 @@ ANSWERS: dict[str, Any] = {
     "default_stream": lambda *_, **__: streams.Stream.main,
     "stream": streams.inside,
     "set_stream": streams.set_current,
-    "memory_allocated": lambda *_, **__: 0,
-    "max_memory_allocated": lambda *_, **__: 0,
-    "memory_reserved": lambda *_, **__: 0,
-    "max_memory_reserved": lambda *_, **__: 0,
+    "memory_allocated": lambda *_, **__: Books.allocated,
+    "max_memory_allocated": lambda *_, **__: Books.peak,
+    "memory_reserved": lambda *_, **__: Books.allocated,
+    "max_memory_reserved": lambda *_, **__: Books.peak,
     "memory_stats": lambda *_, **__: _memory,
-    "reset_peak_memory_stats": lambda *_, **__: None,
-    "mem_get_info": lambda *_, **__: (BYTES, BYTES),
+    "reset_peak_memory_stats": lambda *_, **__: Books.restart(),
+    "mem_get_info": lambda *_, **__: (BYTES - Books.allocated, BYTES),
     "get_device_properties": lambda *_, **__: _PROPERTIES,
     "get_device_capability": lambda *_, **__: (9, 0),
     "get_device_name": lambda *_, **__: NAME,

@@ -1,9 +1,11 @@
-"""Which storages lie on the device. A weak reference keeps the address of a storage from being used again."""
+"""Which storages lie on the device, and their bytes. A weak reference keeps the address of a storage from being used
+again."""
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,6 +15,29 @@ _storage = torch.Tensor.untyped_storage
 _on_device: dict[int, StorageWeakRef] = {}
 _pinned: dict[int, StorageWeakRef] = {}
 _lock = threading.Lock()
+
+
+class Books:
+    """Bytes on the device, without what an allocator rounds; a storage counts with the size that it has at first."""
+
+    allocated = peak = 0
+    _references: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # noqa: RUF012
+
+    @classmethod
+    def enter(cls, storage: torch.UntypedStorage) -> None:
+        address, num_bytes = id(storage), storage.nbytes()
+
+        def leave(_: object) -> None:
+            cls.allocated -= num_bytes
+            cls._references.pop(address, None)
+
+        cls._references[address] = weakref.ref(storage, leave)
+        cls.allocated += num_bytes
+        cls.peak = max(cls.peak, cls.allocated)
+
+    @classmethod
+    def restart(cls) -> None:
+        cls.peak = cls.allocated
 
 
 def device() -> torch.device:
@@ -51,15 +76,21 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 def put_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     with _lock:
+        new = storage._cdata not in _on_device
         _on_device.setdefault(storage._cdata, StorageWeakRef(storage))
+    if new:
+        Books.enter(storage)
     return storage
 
 
 def _tag(tensor: torch.Tensor, tags: dict[int, StorageWeakRef]) -> torch.Tensor:
     address = key(tensor)
     if address is not None and address not in tags:
+        storage = _storage(tensor)
+        if tags is _on_device and storage.device.type != "meta":
+            Books.enter(storage)
         with _lock:
-            tags[address] = StorageWeakRef(_storage(tensor))
+            tags[address] = StorageWeakRef(storage)
             if len(tags) % 4096 == 0:
                 for gone in [a for a, reference in tags.items() if reference.expired()]:
                     del tags[gone]

@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH every Python that starts has a rehearsed GPU: commands that start others, as on a GPU."""
+"""With this folder on PYTHONPATH every Python that starts has a rehearsed GPU, those that a command starts, too."""
 
 import sys
 from pathlib import Path
