@@ -20,7 +20,7 @@ from .ops import Ops
 from .storages import device, memory, on_device, put_storage, storage_on_device
 
 BYTES = 141 << 30
-NAME = "NVIDIA H200"
+NAME = "NVIDIA H200, rehearsed on a CPU: no second here means anything"
 
 
 WATCHERS = ("evenload-watchdog", "evenload-plan")
@@ -74,7 +74,7 @@ ANSWERS: dict[str, Any] = {
     "is_initialized": lambda: True,
     "init": lambda: None,
     "_lazy_init": lambda: None,
-    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("REHEARSAL_GPUS", "1")),
     "current_device": current_device,
     "set_device": set_device,
     "synchronize": _synchronize,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -108,7 +109,10 @@ def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
 
 
 def refuse_others(named: torch.device) -> None:
-    """Refuse the device of another rank; without a number it is the one that this thread has set."""
+    """Refuse the device of another rank; without a number it is the one that this thread has set. Who is no rank may
+    use all, which are one here."""
+    if "LOCAL_RANK" not in os.environ:
+        return
     index = torch.cuda.current_device() if named.index is None else named.index
     if index != device().index:
         raise refuse(f"a tensor on cuda:{index}, which is another rank's")

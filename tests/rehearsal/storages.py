@@ -87,7 +87,7 @@ def storage_on_device(storage: torch.UntypedStorage) -> bool:
 
 def put(tensor: torch.Tensor) -> torch.Tensor:
     """Let the tensor's storage lie on the device from here on."""
-    if not on_device(tensor) and key(tensor) is not None:
+    if not on_device(tensor) and not tensor.is_meta and key(tensor) is not None:
         _take(_storage(tensor))
     return _tag(tensor, _on_device)
 
