@@ -3,10 +3,10 @@
 A rank that runs another pass, or another plan, than its peers would exchange tokens with them that do not belong
 together, or wait for ever. Counts of tokens are gathered in each layer anyway; a header of five numbers rides on them:
 two of the plan's digest, the number of the pass among those of the step that exchange, the layer, and a checksum of all
-quotas of the step so far. Ranks whose headers differ are named, before a token moves; on a device the headers come to the
-host beside the sizes of the exchange, for which the dispatcher waits anyway. While experts exchange, the rank's mark says in which
-layer, so that a rank that hangs or dies there is named together with it. Where one rank has all experts nothing is
-told: its tokens are counted, no more.
+quotas of the step so far. Ranks whose headers differ are named, before a token moves; on a device the headers come to
+the host beside the sizes of the exchange, for which the dispatcher waits anyway. While experts exchange, the rank's
+mark says in which layer, so that a rank that hangs or dies there is named together with it. Where one rank has all
+experts nothing is told: its tokens are counted, no more.
 
 Shape legend: R = ranks of a group, E = experts.
 """
@@ -89,7 +89,8 @@ class ExpertGate:
         """Before the first pass of a step that runs the plan of this digest (16 bytes) and policy; ``planner``: the
         planner of layers that the policy names."""
         self._digest, self._mark = digest, mark
-        self._number, self._recorded, self._taken = -1, [], None
+        self._number, self._recorded = -1, []
+        self._taken = None
         self._balance.begin(policy, planner)
         self.once_ranks = policy.node_ranks if policy.once_topk else 0
         self._moments = [self._clock()]
@@ -141,8 +142,8 @@ class ExpertGate:
         return torch.cat([there.to(sent_E.dtype), sent_E, counted_E])
 
     def take(self, layer: int, rows: Tensor, *, record: bool) -> Tensor:
-        """What all ranks of the group send [R, E], from what `with_header` gives on each [R, 5 + 2 E]. `check` it before
-        a token moves.
+        """What all ranks of the group send [R, E], from what `with_header` gives on each [R, 5 + 2 E]; to be `check`ed
+        before a token moves.
 
         ``record``: whether the pass counts: of passes that run a second time one does.
         """

@@ -11,6 +11,7 @@ from .groups import unlike
 
 HOSTS = (
     "tests/scripts/",
+    "tests/hosts/",
     "safetensors/",
     "megatron/",
     "deepspeed/",

@@ -4,9 +4,9 @@ Work of the main stream runs at once: what the host asks for, it asks for in ord
 runs when something waits for it: an event that was recorded behind it, `wait_stream`, `synchronize`. Until then what it
 writes reads as before, or as noise where it is new; what it reads is read when it runs, so whoever writes there
 meanwhile is seen. Of the main stream the host knows what it has waited for: an event behind that has not passed yet,
-and page-locked memory that a copy writes to is noise until then. Memory that nobody holds any more when kept work runs, and that no `record_stream` keeps for its
-stream, is overwritten first: the main stream may have had it. Who writes to page-locked memory before the host waited
-for a copy from there is refused.
+and page-locked memory that a copy writes to is noise until then. Memory that nobody holds any more when kept work runs,
+and that no `record_stream` keeps for its stream, is overwritten first: the main stream may have had it. Who writes to
+page-locked memory before the host waited for a copy from there is refused.
 """
 
 from __future__ import annotations

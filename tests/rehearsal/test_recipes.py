@@ -33,7 +33,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "megatron-4-ranks": SMALL,
     "finetune": (*WEIGHTS, "train.export_prompts=0", "data.validation=null"),
     "finetune, DeepSpeed": (
-        *WEIGHTS, "data.validation=null", "trainer=deepspeed", "deepspeed.zero_stage=3", "train.export_prompts=0",
+        *WEIGHTS,
+        "data.validation=null",
+        "trainer=deepspeed",
+        "deepspeed.zero_stage=3",
+        "train.export_prompts=0",
     ),
     "lora": (f"train.steps={STEPS}", "train.dtype=bf16"),
     "deepspeed": (*SMALL, "deepspeed.zero_stage=0"),
@@ -119,7 +123,6 @@ def test_a_recipe_runs_on_a_gpu(case: str, forge: Any, tmp_path: Path) -> None:
         assert not more, "ours wait more often than the table says"
         blocking = [what for what in each_step(to_device, steps) if what.startswith("waits") and not is_setup(what)]
         assert not blocking, "the host waits for what it sends to the device"
-
 
     if case == "lora":
         ended = {row["name"]: (row["state"], row["step"]) for row in lora(tmp_path / "out")["tenants"]}
