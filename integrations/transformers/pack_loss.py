@@ -96,14 +96,15 @@ class PackLoss:
         # Measured in the backward itself: engines of DeepSpeed take any other one for theirs.
         waiting, slopes = list(self._waiting), self._slopes or {}
         there = [one for one in waiting if id(one.loss) in slopes]
-        values = [loss.sum(), slopes.get("loss", loss.new_ones(())), *(slopes[id(one.loss)] for one in there)]
+        values = [loss.sum(), slopes.get("loss", loss.new_ones(()))]
+        values += [slopes[id(one.loss)] for one in there] + [one.loss for one in there]
         # All at once: the host waits for the device.
-        values = torch.stack([x.detach().double() for x in (*values, *(one.loss for one in there))]).tolist()
-        (value, own_slope), values = values[:2], values[2:]
-        by_loss = {id(one.loss): slope / own_slope for one, slope in zip(there, values, strict=False)}
+        read: list[float] = torch.stack([value.detach().double() for value in values]).tolist()
+        (value, own_slope), read = read[:2], read[2:]
+        by_loss = {id(one.loss): slope / own_slope for one, slope in zip(there, read, strict=False)}
         factors = [by_loss.get(id(one.loss)) for one in waiting]
         used = [(one, by_loss[id(one.loss)]) for one in there]
-        own = sum(factor * of_one for (_, factor), of_one in zip(used, values[len(there) :], strict=True))
+        own = sum(factor * of_one for (_, factor), of_one in zip(used, read[len(there) :], strict=True))
         rounding = 64 * torch.finfo(loss.dtype).eps * abs(own)
         of_ranks = everyone((factors, value, own, bool(used) and abs(value - own) > rounding))
         others = [(value, own) for _, value, own, differs in of_ranks if differs]

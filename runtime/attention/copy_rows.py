@@ -47,7 +47,9 @@ class ToHost:
     """A copy of a tensor on its way to the host, beside what the device does next."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach().to("cpu", non_blocking=True, copy=True)  # page-locked if from a device
+        self._tensor = tensor.detach().to(
+            "cpu", non_blocking=True, copy=True
+        )  # page-locked where it comes from a device
         self._copied = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
         if self._copied is not None:
             self._copied.record()

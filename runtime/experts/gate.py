@@ -89,7 +89,8 @@ class ExpertGate:
         """Before the first pass of a step that runs the plan of this digest (16 bytes) and policy; ``planner``: the
         planner of layers that the policy names."""
         self._digest, self._mark = digest, mark
-        self._number, self._recorded, self._taken = -1, [], None
+        self._number, self._recorded = -1, []
+        self._taken = None
         self._balance.begin(policy, planner)
         self.once_ranks = policy.node_ranks if policy.once_topk else 0
         self._moments = [self._clock()]
@@ -141,7 +142,7 @@ class ExpertGate:
         return torch.cat([there.to(sent_E.dtype), sent_E, counted_E])
 
     def take(self, layer: int, rows: Tensor, *, record: bool) -> Tensor:
-        """What all ranks of the group send [R, E], from what `with_header` gives on each [R, 5 + 2 E]. `check` it
+        """What all ranks of the group send [R, E], from what `with_header` gives on each [R, 5 + 2 E]; to be `check`ed
         before a token moves.
 
         ``record``: whether the pass counts: of passes that run a second time one does.

@@ -1,4 +1,4 @@
-"""Where a GPU runs the same ops in the same order, the rehearsal's numbers are the CPU's to the last bit."""
+"""The rehearsal's numbers are the CPU's: to the last bit where ops are the same, elsewhere to the rounding of float64."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from .test_recipes import RECIPES, SMALL
+from .test_recipes import RECIPES, SMALL, STEPS
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "trainer_script.py"
-FP32 = (*SMALL[:-1], "train.dtype=fp32", "costs=cpu", "train.export=out", "train.export_prompts=0")
+FP64 = (*SMALL[:-1], "train.dtype=fp64", "costs=cpu")
 QUICK = ("pipeline",)
 PLANNED = "trainer: transformers\nplugins: {packing: {enabled: true, max_tokens: 128}}\n"
 
@@ -23,25 +23,27 @@ PLANNED = "trainer: transformers\nplugins: {packing: {enabled: true, max_tokens:
     "recipe",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.cuda) for name in ("slices", "mesh", "pipeline")],
 )
-def test_a_recipe_has_the_numbers_of_the_cpu(recipe: str, forge: Callable[[str], Any], tmp_path: Path) -> None:
+def test_a_recipe_has_the_numbers_of_the_cpu_in_float64(
+    recipe: str, forge: Callable[[str], Any], tmp_path: Path
+) -> None:
     layout = ("parallel.dp=2",) if recipe == "mesh" else ()
     results = {}
     for trainer in ("megatron", "cuda+megatron"):
         place = tmp_path / trainer
         place.mkdir()
-        words = ("train", str(RECIPES / f"{recipe}.yaml"), *FP32, *layout, "log.jsonl=log.jsonl", "--json")
+        words = ("train", str(RECIPES / f"{recipe}.yaml"), *FP64, *layout, "log.jsonl=log.jsonl", "--json")
         done = forge(trainer).run(place, words, 2)
         assert done.returncode == 0, done.stderr[-3000:]
         steps = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
-        results[trainer] = [(row["loss"], row["grad_norm"]) for row in steps if "loss" in row]
-        files = sorted((place / "out").glob("*.safetensors"))
-        assert files
-        results[trainer] += [path.read_bytes() for path in files]
-    assert results["megatron"] == results["cuda+megatron"]
+        results[trainer] = [number for row in steps if "loss" in row for number in (row["loss"], row["grad_norm"])]
+    assert len(results["megatron"]) == 2 * STEPS
+    assert results["cuda+megatron"] == pytest.approx(results["megatron"], rel=1e-14)
 
 
 @pytest.mark.cuda
-def test_a_script_of_transformers_has_the_numbers_of_the_cpu(forge: Callable[[str], Any], tmp_path: Path) -> None:
+def test_a_script_of_transformers_has_the_numbers_of_the_cpu_to_the_last_bit(
+    forge: Callable[[str], Any], tmp_path: Path
+) -> None:
     text = SCRIPT.read_text()
     assert "    use_cpu=True,\n" in text
     (tmp_path / "recipe.yaml").write_text(PLANNED)

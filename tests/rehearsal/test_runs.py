@@ -1,4 +1,4 @@
-"""Runs that end and go on, rehearsed: checkpoints are written beside steps, weights come and leave in folders."""
+"""Runs that end and go on, on a rehearsed GPU: checkpoints beside steps, weights that come and leave in folders."""
 
 from __future__ import annotations
 

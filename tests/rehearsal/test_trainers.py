@@ -1,4 +1,4 @@
-"""Scripts of TRL and Accelerate that nobody edited, rehearsed: stock ends, with evenload the same comes out."""
+"""Scripts of TRL and Accelerate that nobody edited, on a rehearsed GPU: with evenload the same comes out."""
 
 from __future__ import annotations
 
@@ -23,9 +23,21 @@ COMMON = (
 CASES: dict[str, tuple[str, tuple[str, ...], float]] = {
     "TRL in bf16": ("trl_sft_script.py", ("--bf16", "True"), 2e-2),
     "TRL in float32": ("trl_sft_script.py", ("--bf16", "False", "--optim", "sgd"), 1e-5),
-    "Accelerate": ("accelerate_script.py", ("--gradient-accumulation-steps", "2", "--max-steps", str(STEPS)), 1e-5),
+    "Accelerate": ("accelerate_script.py", ("--gradient-accumulation-steps", "2", "--max-steps", str(STEPS)), 5e-5),
 }
-"""A script, what its user asks for, and the largest relative difference of a loss."""
+"""A script, what its user asks for, and the largest relative difference of a loss: Adam's first steps divide rounding
+by the roots of tiny squares, plain descent does not."""
+READ = "Event.synchronize at integrations/transformers/planning.py:_read"
+WAITS = {
+    "trl_sft_script.py": {READ: (1, "the batches of a step, which come on devices: nobody can plan without lengths")},
+    "accelerate_script.py": {
+        READ: (2, "a batch, which is planned when it comes"),
+        "tolist at integrations/transformers/pack_loss.py:PackLoss._taken": (2, "what the loop made of the loss"),
+    },
+}
+"""Waits of ours in a step of two batches, and what each is for."""
+ONCE = "_WithoutDropout"
+"""In the first step alone, in which packs are proven."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +80,11 @@ def test_a_script_trains_as_without_evenload(
         assert done.returncode == 0, done.stderr[-3000:]
         seen = seen_in(done.outputs)
         seen.check()
-        print(case, name, seen.waits[0], seen.to_device[0])
+        for waits, to_device in zip(seen.waits, seen.to_device, strict=True):
+            ours = {what: n for what, n in each_step(waits, STEPS).items() if ONCE not in what}
+            assert ours == ({} if name == "stock" else {what: n for what, (n, _) in WAITS[script].items()})
+            blocking = [what for what in each_step(to_device, STEPS) if what.startswith("waits")]
+            assert not blocking, "the host waits for what it sends to the device"
         losses[name] = [row["loss"] for row in json.loads((folder / "history.json").read_text()) if "loss" in row]
     assert len(losses["stock"]) == STEPS
     assert losses["planned"] == pytest.approx(losses["stock"], rel=near)

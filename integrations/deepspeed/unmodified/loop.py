@@ -113,7 +113,10 @@ def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     state.running = planned
     tokens_1T = call["input_ids"]
     rows = {name: getattr(planned.pack, name).numpy() for name in ("cu_seqlens", "positions_T")}
-    pack = replace(planned.pack, tokens_T=tokens_1T[0], **copy_rows(rows, tokens_1T.device))
+    there = copy_rows(rows, tokens_1T.device)
+    pack = replace(
+        planned.pack, tokens_T=tokens_1T[0], cu_seqlens=there["cu_seqlens"], positions_T=there["positions_T"]
+    )
     call |= {"position_ids": pack.positions_T[None], "use_cache": False, attention.PACK: pack}
     call.pop("attention_mask", None)
     gated = state.gated

@@ -63,7 +63,7 @@ class _GatedLayer:
         self._own_postprocess: Callable[[Tensor], Tensor] = self._dispatcher.combine_postprocess
         self._own_forward: Callable[..., tuple[Tensor, None]] = self._experts.forward
         self.exchanges = isinstance(self._dispatcher, MoEAlltoAllTokenDispatcher)
-        self._own_synchronize = self._dispatcher._maybe_dtoh_and_synchronize if self.exchanges else None
+        self._own_synchronize: Any = self._dispatcher._maybe_dtoh_and_synchronize if self.exchanges else None
         self._number: int = layer.layer_number - 1
         self._own: int = layer.mlp.num_local_experts
         self._sharded = isinstance(self._experts, ShardedExperts)
@@ -166,7 +166,7 @@ class _GatedLayer:
         """With as many rows as the longest pack of the group has tokens; those behind go to no expert."""
         config, self._tokens, sent_RE = self._layer.config, 0, self._gate.check()
         # Where tokens are dropped, counts do not tell lengths; but there micro-batches are the trainer's own.
-        if config.moe_expert_capacity_factor is None:
+        if config.moe_expert_capacity_factor is None and sent_RE is not None:
             own, longest = len(rows[0]), int(sent_RE.sum(dim=1).max()) // config.moe_router_topk
             self._tokens = own if longest > own else 0
         for row in rows:

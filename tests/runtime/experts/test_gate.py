@@ -61,8 +61,11 @@ def test_a_rank_that_runs_another_pass_plan_layer_or_quotas_is_named(what: str) 
     if what == "quotas":
         second.begin(b"a" * 16, lambda _: None, ExpertPolicy("drawn", slots=1), lambda *_: np.array([[5, 0], [0, 5]]))
         second.enter("forward of micro-batch 0")
-        rows = [second.with_header(0, torch.tensor(sent), SENT[:2]) for sent in ([4, 1], [1, 4])]
-        second.take(0, torch.stack(rows), record=False)
+        second.take(
+            0,
+            torch.stack([second.with_header(0, torch.tensor(sent), SENT[:2]) for sent in ([4, 1], [1, 4])]),
+            record=False,
+        )
         assert second.shares(0, record=False) is None
     rows = torch.stack([first.with_header(0, SENT, SENT), second.with_header(int(what == "layer"), SENT, SENT)])
     second.take(int(what == "layer"), rows, record=True)
