@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from .conftest import TESTS, module_at
-from .seen import seen_in
+from .seen import each_step, seen_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda]
 
