@@ -47,7 +47,7 @@ from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside
-from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
+from .planning import Read, StepBatch, chain_of, gather, reading, recipe_for
 from .proof import prove_trainer, windows
 from .proof_rows import rows_like
 from .stage import TrainerStage, reducing
@@ -65,7 +65,8 @@ class TakenBatch(NamedTuple):
     inputs: Any
     """As the model would have got it."""
     num_items: Any
-    read: Read
+    reading: Callable[[], Read]
+    """Cuts it, as it was when it came, into samples."""
 
 
 @dataclass(eq=False)
@@ -142,7 +143,7 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     model, num_items = call["model"], call.get("num_items_in_batch")
     inputs = trainer._prepare_inputs(call["inputs"])
     known = without_unread(inputs, trainer.model, type(trainer))
-    window.taken.append(TakenBatch(inputs, num_items, read(known, inner_model(trainer).config, num_items)))
+    window.taken.append(TakenBatch(inputs, num_items, reading(known, inner_model(trainer).config, num_items)))
     # A script may pass over batches: the Trainer says which one is the last before its update.
     if not trainer.accelerator.gradient_state.sync_gradients and len(window.taken) < window.num_batches:
         return torch.zeros((), device=trainer.args.device)
@@ -171,7 +172,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         call: the Trainer's own ``training_step`` of a batch and its number of targets.
     """
     inner = inner_model(trainer)
-    batch = gather([one.read for one in taken], inner.config, hooked=state.hooks.watch(inner))
+    batch = gather([one.reading() for one in reversed(taken)][::-1], inner.config, hooked=state.hooks.watch(inner))
     if batch is None:
         return _run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items

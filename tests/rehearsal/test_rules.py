@@ -155,6 +155,27 @@ FINE: dict[str, str] = {
         "assert ledger.units[before]['what'] == 'c10d::allreduce_ torch.float32 12'"
     ),
     "a thread that has set its device": "in_thread(lambda: (torch.cuda.set_device(1), torch.ones(3, device='cuda')))",
+    "a copy to the host beside the main stream": (
+        "page = gpu.to('cpu', non_blocking=True); event = torch.cuda.current_stream().record_event()\n"
+        "assert bytes_now(page) != [1, 1, 1]\nassert not event.query()\nevent.synchronize()\n"
+        "assert page.tolist() == [1, 1, 1]\nassert len(ledger.counts['waits']) == 1"
+    ),
+    "an event that has passed": (
+        "event = torch.cuda.current_stream().record_event(); gpu.sum().item(); event.synchronize()\n"
+        "assert event.query()\nassert len(ledger.counts['waits']) == 1"
+    ),
+    "an event of a side stream that waited for the main one": (
+        "page = gpu.to('cpu', non_blocking=True); own = torch.cuda.current_stream().record_event()\n"
+        "side.wait_stream(torch.cuda.current_stream()); side.record_event().synchronize(); own.synchronize()\n"
+        "assert page.tolist() == [1, 1, 1]\nassert len(ledger.counts['waits']) == 1"
+    ),
+    "an event of a side stream that did not": (
+        "page = gpu.to('cpu', non_blocking=True)\nside.record_event().synchronize()\n"
+        "assert bytes_now(page) != [1, 1, 1]"
+    ),
+    "a copy to the host that the device reads": (
+        "page = gpu.to('cpu', non_blocking=True); assert page.to('cuda', non_blocking=True).tolist() == [1, 1, 1]"
+    ),
     "a thread has the device, too": (
         "import threading; seen = []\n"
         "thread = threading.Thread(target=lambda: seen.append((gpu + 1).device.type)); thread.start(); thread.join()\n"
