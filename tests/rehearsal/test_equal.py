@@ -1,4 +1,4 @@
-"""The rehearsal's numbers are the CPU's: to the last bit where ops are the same, elsewhere to the rounding of float64."""
+"""The rehearsal's numbers are the CPU's: to the last bit where ops are the same, else to the rounding of float64."""
 
 from __future__ import annotations
 
