@@ -39,7 +39,7 @@ def asker() -> str:
         own = path.startswith((HERE, PYTHON)) or frame.f_code.co_qualname.startswith("ToHost.")
         if path[0] == "/" and not own and not any(name in path for name in PASSED_OVER):
             short = path.rpartition("site-packages/")[2].removeprefix(OURS + "/")
-            return f"{short}:{frame.f_code.co_qualname}"
+            return f"{short}:{frame.f_code.co_qualname.partition('.<locals>.<')[0]}"
         frame = frame.f_back
     return "?"
 

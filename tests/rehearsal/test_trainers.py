@@ -81,7 +81,7 @@ def test_a_script_trains_as_without_evenload(
         seen = seen_in(done.outputs)
         seen.check()
         for waits, to_device in zip(seen.waits, seen.to_device, strict=True):
-            ours = {what: n for what, n in each_step(waits, STEPS).items() if ONCE not in what}
+            ours = {what: round(n) for what, n in each_step(waits, STEPS).items() if ONCE not in what}
             assert ours == ({} if name == "stock" else {what: n for what, (n, _) in WAITS[script].items()})
             blocking = [what for what in each_step(to_device, STEPS) if what.startswith("waits")]
             assert not blocking, "the host waits for what it sends to the device"

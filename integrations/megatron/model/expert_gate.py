@@ -45,7 +45,8 @@ def bind_gate(gpt: Any, gate: ExpertGate) -> ExitStack:
             dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
             dispatcher.combine_postprocess = bound.postprocess
             if bound.exchanges:
-                undo.enter_context(with_attributes(dispatcher, _maybe_dtoh_and_synchronize=bound.synchronize))
+                dispatcher._maybe_dtoh_and_synchronize = bound.synchronize
+                undo.callback(delattr, dispatcher, "_maybe_dtoh_and_synchronize")
             undo.callback(delattr, dispatcher, "dispatch_preprocess")
             undo.callback(delattr, dispatcher, "combine_postprocess")
             undo.callback(delattr, experts, "forward")
