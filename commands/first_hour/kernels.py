@@ -65,7 +65,7 @@ def _in(window: int | None) -> str:
 
 
 def _row(row: KernelRow, case: str, run: Case, inputs: tuple[torch.dtype, torch.device, int]) -> dict[str, Any]:
-    dtype, device, head_dim = inputs
+    dtype, _, head_dim = inputs
     about = {"kernel": row.name, "case": case, "dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim}
     if not row.available():
         return {**about, "status": "not here"}

@@ -66,7 +66,9 @@ ANSWERS: dict[str, Any] = {
     "empty_cache": lambda: None,
     "ipc_collect": lambda: None,
     "utilization": lambda *_, **__: 0,
-    "is_current_stream_capturing": lambda: False,
+    "is_current_stream_capturing": streams.is_capturing,
+    "CUDAGraph": streams.Graph,
+    "graph": streams.capture,
     "is_bf16_supported": lambda *_, **__: True,
     "can_device_access_peer": lambda *_: True,
 }

@@ -157,6 +157,34 @@ class Event:
 Stream.main = Stream()
 
 
+class Graph:
+    """What ran inside `capture`, to be run again on the same memory."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.stream = Stream()
+        EVERY.discard(self.stream)
+
+    def replay(self) -> None:
+        with carried_out():
+            for work in self.stream._work:
+                work.run()
+
+
+@contextmanager
+def capture(graph: Graph, *_: Any, **__: Any) -> Any:
+    """Ops inside are kept and do not run; whoever waits for the device inside is refused."""
+    _local.capturing = True
+    try:
+        with graph.stream:
+            yield
+    finally:
+        _local.capturing = False
+
+
+def is_capturing() -> bool:
+    return getattr(_local, "capturing", False)
+
+
 def _stack() -> list[Stream]:
     stack: list[Stream] = _local.__dict__.setdefault("streams", [Stream.main])
     return stack
@@ -188,6 +216,8 @@ def carried_out() -> Any:
 
 def host_waits(how: str) -> None:
     """The host waits for the device: copies to it are done."""
+    if is_capturing():
+        raise refuse(f"{how} while a graph is captured")
     note("waits", how)
     _settle()
 
