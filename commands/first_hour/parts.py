@@ -26,8 +26,8 @@ STEPS = 13
 """Of a run beside stock, at most."""
 
 
-class Part(NamedTuple):
-    """A command ``python3 ARGUMENTS``."""
+class TimedPart(NamedTuple):
+    """One thing to find out, by a command ``python3 ARGUMENTS`` that may take so long."""
 
     name: str
     arguments: tuple[str, ...]
@@ -69,7 +69,7 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def parts(recipe: Path | None, overrides: Sequence[str], gpus: int, folder: Path) -> list[Part]:
+def parts(recipe: Path | None, overrides: Sequence[str], gpus: int, folder: Path) -> list[TimedPart]:
     """In order of what is missed most; without a recipe the quickstart runs, and the model of gpu-node is profiled."""
     small, large = ("quickstart", "gpu-node") if recipe is None else (str(recipe), str(recipe))
     chosen = load_recipe(small, overrides)
@@ -84,11 +84,12 @@ def parts(recipe: Path | None, overrides: Sequence[str], gpus: int, folder: Path
         return "-P", "-m", "evenload", name, of, *overrides, *more, "--json"
 
     steps = f"train.steps={min(STEPS, chosen.train.steps)}"
+    looked_at = (small, *overrides) if recipe else ()
     return [
-        Part("devices", own("devices"), 60),
-        Part("installed", ("-P", "-m", "evenload", "doctor", *((small, *overrides) if recipe else ()), "--json"), 60),
-        Part("kernels", own("kernels"), 120),
-        Part("verify", verb("verify", small, *alone, "train.dtype=fp32", "--steps", "1"), 120),
-        Part("train", verb("train", small, *alone, "train.dtype=bf16", steps, "--against", "stock"), 180),
-        Part("profile", verb("profile", large, "--nproc", str(gpus), "--out", str(folder / "costs.yaml")), 240),
+        TimedPart("devices", own("devices"), 60),
+        TimedPart("installed", ("-P", "-m", "evenload", "doctor", *looked_at, "--json"), 60),
+        TimedPart("kernels", own("kernels"), 120),
+        TimedPart("verify", verb("verify", small, *alone, "train.dtype=fp32", "--steps", "1"), 120),
+        TimedPart("train", verb("train", small, *alone, "train.dtype=bf16", steps, "--against", "stock"), 180),
+        TimedPart("profile", verb("profile", large, "--nproc", str(gpus), "--out", str(folder / "costs.yaml")), 240),
     ]

@@ -12,7 +12,7 @@ from evenload import cli
 from evenload.api import load_recipe
 from evenload.commands.first_hour import parts
 from evenload.commands.first_hour.page import page
-from evenload.commands.first_hour.parts import Part
+from evenload.commands.first_hour.parts import TimedPart
 from evenload.core.errors import EvenloadError
 from evenload.training.progress import silent
 
@@ -54,7 +54,7 @@ DEVICES = {
 }
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, table: list[Part], limit_s: float = 60) -> dict[str, Any]:
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, table: list[TimedPart], limit_s: float = 60) -> dict[str, Any]:
     monkeypatch.setattr(parts, "num_gpus", lambda: 1)
     monkeypatch.setattr(parts, "parts", lambda *_: table)
     return parts.first_hour(None, (), folder, limit_s, silent)
@@ -65,9 +65,9 @@ def test_a_part_that_fails_or_hangs_is_said_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     table = [
-        Part("kernels", ("-c", "raise SystemExit('no | kernel')"), 20),
-        Part("verify", ("-c", "import time; time.sleep(60)"), 1),
-        Part("devices", ("-c", f"print('''{json.dumps(DEVICES)}''')"), 20),
+        TimedPart("kernels", ("-c", "raise SystemExit('no | kernel')"), 20),
+        TimedPart("verify", ("-c", "import time; time.sleep(60)"), 1),
+        TimedPart("devices", ("-c", f"print('''{json.dumps(DEVICES)}''')"), 20),
     ]
     result = run(monkeypatch, tmp_path / "deep" / "hour", table)
     ends = {name: row["exit_code"] for name, row in result["parts"].items()}
@@ -86,7 +86,7 @@ def test_a_part_that_fails_or_hangs_is_said_and_the_others_go_on(
 @pytest.mark.slow
 def test_all_parts_share_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hangs = ("-c", "import time; time.sleep(60)")
-    result = run(monkeypatch, tmp_path, [Part("kernels", hangs, 50), Part("train", hangs, 50)], limit_s=1)
+    result = run(monkeypatch, tmp_path, [TimedPart("kernels", hangs, 50), TimedPart("train", hangs, 50)], limit_s=1)
     assert [row["timed_out"] for row in result["parts"].values()] == [True, True]
     assert sum(row["wall_s"] for row in result["parts"].values()) < 20
 
