@@ -25,6 +25,7 @@ SMALL = (
     *SHORT, "model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4", "model.num_query_groups=2",
     "model.ffn_hidden_size=128", "model.vocab_size=256", "train.global_batch_size=8",
 )  # fmt: skip
+LIMIT_S = 540
 TOKENS = {"slices": 320, "chunks": 512}
 """Of the smallest run of a script that shows all of it; else 128."""
 
@@ -43,12 +44,12 @@ def faults_in(ledgers: Path) -> set[str]:
     return {fault for file in files for fault in json.loads(file.read_text())["faults"]}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(LIMIT_S + 60)
 def test_the_first_hour(tmp_path: Path) -> None:
     """On two GPUs: all of its parts end well, nothing is refused, and the page has what each of them measured."""
     command = [sys.executable, "-P", "-m", "evenload", "doctor", "--gpu", "quickstart", *SHORT]
     environment = rehearsed(tmp_path / "ledgers", 2)
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-4000:]
     assert faults_in(tmp_path / "ledgers") == set()
     text = (tmp_path / "evenload-gpu" / "page.md").read_text()
@@ -77,6 +78,7 @@ def smaller(stage: object) -> list[str]:
     name = Path(words[1]).stem
     if "--tokens" in words:
         words[words.index("--tokens") + 1] = str(TOKENS.get(name, 128))
+        words[words.index("--limit") + 1] = str(LIMIT_S)
     more = {"attention": ["--tokens", "128"], "ring": ["--tiny", "--places", "3"]}
     return [*words, *more.get(name, ["--tiny"])]
 
@@ -85,12 +87,13 @@ REHEARSED = [one for one in STAGES.stages() if one.name not in ("first hour", "t
 """The first is above, GPU tests are in test_exact.py, and the last is another length of one that is here."""
 
 
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("stage", REHEARSED, ids=lambda stage: stage.name)
 def test_a_stage_of_the_gpu_run(stage: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in rehearsed(tmp_path / "ledgers").items():
         monkeypatch.setenv(name, value)
-    small = STAGES.Stage(stage.name, tuple(smaller(stage)), 250, stage.in_root)
-    row = STAGES.run(small, 250, tmp_path)
+    small = STAGES.Stage(stage.name, tuple(smaller(stage)), LIMIT_S, stage.in_root)
+    row = STAGES.run(small, LIMIT_S, tmp_path)
     if stage.name.startswith("transformer_engine"):
         assert "Transformer Engine is not installed" in row["stderr"]
         return
