@@ -99,4 +99,7 @@ def test_a_stage_of_the_gpu_run(stage: object, tmp_path: Path, monkeypatch: pyte
         return
     assert row["exit_code"] == 0, row
     assert faults_in(tmp_path / "ledgers") == set()
-    assert '"failed":' not in json.dumps(row["result"])
+    if "evenload" in small.arguments:
+        assert row["result"].get("exact", True)
+    else:
+        assert '"failed":' not in json.dumps(row["result"])
