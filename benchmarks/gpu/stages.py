@@ -20,10 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 465.0
@@ -35,8 +34,7 @@ SMALL = ["model.num_layers=2", "model.hidden_size=512", "model.num_attention_hea
 ONE = ["parallel.dp=1"]
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One command. ``folder``: where below the work folder it writes a page and a cost model."""
 
     name: str

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import clocks, functions, groups, kernels, ledger, streams
+from . import clocks, functions, graphs, groups, kernels, ledger, streams
 from .functions import Functions, asking
 from .ops import Ops
 from .storages import device, memory, on_device, put_storage, storage_on_device
@@ -98,7 +98,9 @@ ANSWERS: dict[str, Any] = {
     "empty_cache": lambda: None,
     "ipc_collect": lambda: None,
     "utilization": lambda *_, **__: 0,
-    "is_current_stream_capturing": lambda: False,
+    "is_current_stream_capturing": lambda: streams.graph_captured() is not None,
+    "CUDAGraph": graphs.Graph,
+    "graph": graphs.capture,
     "is_bf16_supported": lambda *_, **__: True,
     "can_device_access_peer": lambda *_: True,
 }

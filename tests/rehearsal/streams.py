@@ -76,6 +76,9 @@ class Stream:
             self._work.append(work)
             self.asked += 1
 
+    def kept(self) -> list[Callable[[], None]]:
+        return [work.run for work in self._work]
+
     def run_to(self, number: int) -> None:
         """Run what was asked for until then, in order."""
         with self._lock, carried_out():
@@ -173,6 +176,15 @@ class Event:
 Stream.main = Stream()
 
 
+def graph_captured() -> Any:
+    """The graph (`graphs`) for which this thread's ops are noted, if any."""
+    return getattr(_local, "graph", None)
+
+
+def set_captured(graph: Any) -> None:
+    _local.graph = graph
+
+
 def _stack() -> list[Stream]:
     stack: list[Stream] = _local.__dict__.setdefault("streams", [Stream.main])
     return stack
@@ -212,13 +224,22 @@ def is_carried() -> bool:
 
 def asks(stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
     """The host asks a stream for an op."""
-    if not is_carried():
+    if is_carried():
+        return
+    graph = graph_captured()
+    if graph is None:
         clocks.asked(stream.stream_id)
         clocks.touch(stream.stream_id, reads, writes, what)
+    elif stream is graph.stream:
+        graph.touches.append(([*reads], [*writes], what))
+    else:
+        raise refuse(f"{what} on another stream while a graph is captured")
 
 
 def host_waits(how: str, stream: Stream | None = None, clock: clocks.Clock | None = None) -> None:
     """The host waits for a stream, the current one as a rule, or for an event's clock: copies to it are done."""
+    if graph_captured() is not None:
+        raise refuse(f"{how} while a graph is captured")
     note("waits", how)
     clock = clocks.clock_of((stream or current()).stream_id) if clock is None else clock
     clocks.join(clocks.HOST, clock)
