@@ -197,7 +197,8 @@ def _numpy(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             note("faults", "NumPy of a tensor on the device")
             raise TypeError("can't convert cuda device type tensor to numpy. Use Tensor.cpu() first.")
         x = _cpu(func, x.detach())
-    streams.host_touches([x], [], "the host")
+    if not is_pinned(x):  # of which it is a view, read when a copy has come
+        streams.host_touches([x], [], "the host")
     return func(x, *args, **kwargs)
 
 
