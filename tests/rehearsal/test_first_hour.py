@@ -20,8 +20,9 @@ from .driver import NAME
 pytestmark = [pytest.mark.slow, pytest.mark.cuda]
 
 STAGES = module_at("../benchmarks/gpu/stages.py")
+SHORT = ("data.max_length=256", "plugins.packing.max_tokens=512", "train.steps=3")
 SMALL = (
-    "data.max_length=256", "plugins.packing.max_tokens=512", "train.steps=3", "train.global_batch_size=8",
+    *SHORT, "train.global_batch_size=8",
     "model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4", "model.num_query_groups=2",
     "model.ffn_hidden_size=128", "model.vocab_size=256",
 )  # fmt: skip
@@ -47,7 +48,7 @@ def faults_in(ledgers: Path) -> set[str]:
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_the_first_hour(tmp_path: Path) -> None:
     """On two GPUs: all of its parts end well, nothing is refused, and the page has what each of them measured."""
-    command = [sys.executable, "-P", "-m", "evenload", "doctor", "--gpu", "quickstart", *SMALL]
+    command = [sys.executable, "-P", "-m", "evenload", "doctor", "--gpu", "quickstart", *SHORT]
     environment = rehearsed(tmp_path / "ledgers", 2)
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-4000:]
