@@ -243,12 +243,29 @@ def doctor(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[RECIPE]", help="Whose model and plugins to look at.")
     ] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Try this machine's GPUs out, in minutes, into --out.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="With --gpu: a folder; default: evenload-gpu.")] = None,
+    limit: Annotated[str, typer.Option("--limit", metavar="S", help="With --gpu: seconds of all parts.")] = "900",
     as_json: AsJson = False,
 ) -> None:
     """What is installed and supported, which patches and attention kernels apply, what plugins do in which loop."""
-    from .commands.doctor import doctor as work
+    if not gpu:
+        from .commands.doctor import doctor as work
 
-    _show("doctor", work(load_recipe(recipe) if recipe else None), as_json)
+        if out is not None:
+            raise EvenloadError("doctor writes files about GPUs alone", f"--out {out}", "add --gpu, or drop --out")
+        _show("doctor", work(load_recipe(recipe, overrides or ()) if recipe else None), as_json)
+        return
+    from .commands.first_hour.parts import first_hour
+    from .commands.tables.progress import progress_shown
+
+    limit_s, folder = number_of_word(limit, "--limit", 86400), (out or Path("evenload-gpu")).absolute()
+    with progress_shown() as progress:
+        result = first_hour(recipe, overrides or (), folder, limit_s, progress)
+    _show("first_hour", result, as_json)
+    if not result["well"]:
+        raise SystemExit(1)
 
 
 @app.command()

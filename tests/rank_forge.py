@@ -1,7 +1,8 @@
 """Forks the ranks of jobs and of test worlds from one process that has imported a trainer already (see conftest.py).
 
-rank_forge.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal). A request is a line of JSON on
-stdin, the answer a list of numbers on stdout:
+rank_forge.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal), or cuda+kernels+TRAINER, where
+flash-attn and Transformer Engine are installed, too. A request is a line of JSON on stdin, the answer a list of numbers
+on stdout:
 
     {"job": ...}    runs a command or a script as so many ranks: their exit codes, negative for a signal. The content is
                     its folder, the arguments of ``evenload`` or of the script, the ranks, a port, the folder of its
@@ -66,6 +67,10 @@ def warm(trainer: str) -> None:
         import rehearsal
 
         rehearsal.install()
+    if on_gpu.endswith("kernels"):
+        from rehearsal import packages
+
+        packages.install(**packages.VERSIONS)
     if trainer != "torch":
         from evenload.api import load_plugins
         from evenload.cli import main  # noqa: F401

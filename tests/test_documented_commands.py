@@ -73,7 +73,8 @@ ASKED = [c.partition("-m ")[2] if c.startswith("torchrun") else c for c in DOCUM
 ASKED = sorted({c for c in ASKED if c.startswith("evenload ")})
 PLANS = [c for c in ASKED if c.startswith(("evenload plan", "evenload env"))]
 READS = [c for c in ASKED if c.startswith("evenload lora")]
-TRAINS = [c for c in ASKED if c not in (*PLANS, *READS)]
+TRIES_GPUS = [c for c in ASKED if "--gpu" in c]
+TRAINS = [c for c in ASKED if c not in (*PLANS, *READS, *TRIES_GPUS)]
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,18 @@ def test_a_command_that_reads_what_a_job_wrote_runs(
         cli.main()
     assert not end.value.code
     assert "asyncio" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", TRIES_GPUS)
+def test_a_command_that_tries_gpus_out_asks_for_one(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "there is no GPU here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", TRAINS)

@@ -43,7 +43,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 HEADS, GROUPS, HEAD_DIM = 32, 8, 64
 """Of recipes/gpu-node.yaml."""
-ERROR_LENGTHS = (1531, 517)
+ERROR_LENGTHS, TINY_LENGTHS = (1531, 517), (61, 18)
 SHARED: tuple[tuple[CpComm, int, int], ...] = (
     ("ring", 2, 1),
     ("ring", 3, 1),
@@ -333,11 +333,13 @@ def measured(tensors: Tensors, places: int, block: BlockKernel, device: torch.de
     return [one.read() for one in clocked]
 
 
-def benchmark(tokens: Sequence[int], places: Sequence[int], device: torch.device, limit_s: float) -> dict[str, Any]:
+def benchmark(
+    tokens: Sequence[int], places: Sequence[int], device: torch.device, limit_s: float, *, tiny: bool
+) -> dict[str, Any]:
     """Both parts."""
     until = time.monotonic() + limit_s
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = errors(ERROR_LENGTHS if device.type == "cuda" else (61, 18), (torch.float64, half), device)
+    rows = errors(TINY_LENGTHS if tiny else ERROR_LENGTHS, (torch.float64, half), device)
     rings: list[dict[str, Any]] = []
     for count in tokens:
         for g in places:
@@ -387,13 +389,13 @@ def main() -> None:
     parser.add_argument("--tokens", default="65536", help="Lengths of the sequences whose blocks are timed.")
     parser.add_argument("--places", default="2,4,8")
     parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
-    parser.add_argument("--tiny", action="store_true", help="On a CPU.")
+    parser.add_argument("--tiny", action="store_true", help="Short sequences, also on a CPU.")
     arguments = parser.parse_args()
     if not (torch.cuda.is_available() or arguments.tiny):
         raise SystemExit("there is no CUDA device here; --tiny --tokens 512 tries the script out on a CPU")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens, places = ([int(word) for word in words.split(",")] for words in (arguments.tokens, arguments.places))
-    emit(benchmark(tokens, places, device, arguments.limit), arguments.json, table)
+    emit(benchmark(tokens, places, device, arguments.limit, tiny=arguments.tiny), arguments.json, table)
 
 
 if __name__ == "__main__":

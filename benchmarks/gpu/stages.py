@@ -2,48 +2,46 @@
 
     python3 -P stages.py --site FOLDER [--out result.json] [--limit seconds] [--dry-run]
 
-The JSON file is rewritten after every stage, so a run that is cut short keeps what it had. A stage's entry holds its
-command, exit code, seconds, and what it printed: one JSON object, or the end of the text.
+The first is `evenload doctor --gpu`, whose page is copied beside the JSON file. That file is rewritten after every
+stage, so a run that is cut short keeps what it had. A stage's entry holds its command, exit code, seconds, and what it
+printed: one JSON object, or the end of the text.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 465.0
 """All stages together; under eight minutes with start and end."""
+FIRST_HOUR_S = 180
 TAIL = 6000
-"""Characters kept of a stage's text."""
+"""Characters kept of what pip says."""
 SMALL = ["model.num_layers=2", "model.hidden_size=512", "model.num_attention_heads=8", "model.ffn_hidden_size=null"]
 ONE = ["parallel.dp=1"]
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One command. ``costs`` names the cost model that it writes into the work folder."""
+class Stage(NamedTuple):
+    """One command. ``folder``: where below the work folder it writes a page and a cost model."""
 
     name: str
     arguments: tuple[str, ...]
     limit_s: float
     in_root: bool = False
-    costs: str = ""
+    folder: str = ""
 
 
 def stages() -> list[Stage]:
@@ -67,8 +65,9 @@ def stages() -> list[Stage]:
         options = ("--tokens", str(tokens), "--limit", str(limit_s - 20))
         return Stage(f"{name} {tokens}", ("-P", path, "--json", *options), limit_s)
 
+    hour = ("--gpu", "--out", "hour", "--limit", str(FIRST_HOUR_S))
     return [
-        Stage("doctor", ("-P", "-m", "evenload", "doctor", "--json"), 30),
+        Stage("first hour", ("-P", "-m", "evenload", "doctor", *hour, "--json"), FIRST_HOUR_S + 20, folder="hour"),
         Stage("tests", ("-P", "-m", "pytest", "-m", "gpu", "-q", *gpu_tests()), 110, in_root=True),
         Stage("attention", ("-P", str(ROOT / "benchmarks" / "gpu" / "attention.py"), "--json"), 50),
         Stage("experts", ("-P", str(ROOT / "benchmarks" / "gpu" / "experts.py"), "--json"), 40),
@@ -81,7 +80,6 @@ def stages() -> list[Stage]:
         Stage("verify megatron fp32", verify("megatron", "fp32"), 45),
         Stage("verify megatron bf16", verify("megatron", "bf16"), 45),
         Stage("bench megatron bf16", bench("megatron", 16, 32768), 90),
-        Stage("profile", verb("profile", "--out", "costs.yaml"), 90, costs="costs.yaml"),
         Stage("verify deepspeed fp32", verify("deepspeed", "fp32"), 45),
         Stage("bench deepspeed bf16", bench("deepspeed", 8, 16384), 75),
         script("slices", 262144, 240),
@@ -96,42 +94,10 @@ def gpu_tests() -> list[str]:
 
 def run(stage: Stage, limit_s: float, folder: Path) -> dict[str, Any]:
     """Run a stage and everything that it starts, for at most ``limit_s``."""
-    command = [sys.executable, *stage.arguments]
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            command, cwd=ROOT if stage.in_root else folder, stdout=out, stderr=err, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read())
-    row: dict[str, Any] = {
-        "command": shlex.join(["python3", *stage.arguments]).replace(str(ROOT) + "/", ""),
-        "exit_code": code,
-        "timed_out": code is None,
-        "wall_s": round(time.monotonic() - began, 1),
-    }
-    try:
-        row["result"] = json.loads(texts[0])
-    except ValueError:
-        row["printed"] = texts[0][-TAIL:]
-    if code != 0:
-        row["stderr"] = texts[1][-TAIL:]
-    return row
+    from evenload.commands.first_hour.limited import run_limited  # what it needs may have been installed just now
 
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the session that the stage was started in."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    row = run_limited(stage.arguments, limit_s, ROOT if stage.in_root else folder)
+    return row | {"command": row["command"].replace(str(ROOT) + "/", "")}
 
 
 def lacking(wheels: Path) -> Iterator[Path]:
@@ -173,15 +139,18 @@ def costs_name(card_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", card_name.lower().replace("nvidia", "")).strip("-")
 
 
-def keep_costs(measured: Path, name: str, out: Path) -> list[str]:
-    """Copy a fitted cost model beside the result, and to recipes/costs where that can be written."""
+def keep(written: Path, name: str, out: Path) -> list[str]:
+    """Copy the page beside the result; a fitted cost model, too, and to recipes/costs where that can be written."""
+    copies = [(written / "page.md", out.with_suffix(".md"))]
+    copies += [(written / "costs.yaml", folder / f"{name}.yaml") for folder in (out.parent, ROOT / "recipes" / "costs")]
     kept = []
-    for folder in (out.parent, ROOT / "recipes" / "costs"):
+    for source, target in copies:
+        place = f"{target.parent.name}/{target.name}"
         try:
-            shutil.copyfile(measured, folder / f"{name}.yaml")
-            kept.append(f"{folder.name}/{name}.yaml")
+            shutil.copyfile(source, target)
+            kept.append(place)
         except OSError as error:
-            kept.append(f"{folder.name}: {error.strerror}")
+            kept.append(f"{place}: {error.strerror}")
     return kept
 
 
@@ -208,9 +177,9 @@ def main() -> None:
             row: dict[str, Any] = {"skipped": "no time left"}
             if left_s > 5:
                 row = run(stage, min(stage.limit_s, left_s), Path(folder))
-            fitted = Path(folder) / stage.costs
-            if stage.costs and fitted.is_file():
-                row["kept"] = keep_costs(fitted, costs_name(report["card"].get("name", "cpu")) or "card", out)
+            if stage.folder:
+                name = costs_name(report["card"].get("name", "cpu")) or "card"
+                row["kept"] = keep(Path(folder) / stage.folder, name, out)
             report["stages"][stage.name] = row
             report["wall_s"] = round(time.monotonic() - began, 1)
             out.write_text(json.dumps(report, indent=1))

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from ...core.aliases import Floats, Ints
 from ...core.plan.step_plan import Lengths
-from ...runtime.attention.copy_rows import copy_rows
+from ...runtime.attention.copy_rows import ToHost, copy_rows
 from ...runtime.attention.pack import IGNORE, Pack, slice_losses
 from ...runtime.world.agreement import everyone
 
@@ -65,10 +65,19 @@ class LossCollector(Collector):
 
     def scores(self) -> Scores:
         """The scores of all ranks. Collective."""
+        return scores_of(self.summed())
+
+    def summed(self) -> ToHost:
+        """What `scores_of` makes the scores of all ranks of, on its way. Collective."""
         if dist.is_initialized():
             dist.all_reduce(self._sums_2N)
-        losses, targets = self._sums_2N.cpu().numpy()
-        return Scores(losses, targets.astype("int64"))
+        return ToHost(self._sums_2N)
+
+
+def scores_of(summed: ToHost) -> Scores:
+    """Waits for the device if the sums have not come so far."""
+    losses, targets = summed.read().numpy()
+    return Scores(losses, targets.astype("int64"))
 
 
 class LogitCollector(Collector):

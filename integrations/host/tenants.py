@@ -22,9 +22,10 @@ from ...core.errors import EvenloadError
 from ...core.plan.branches import SUM_AFTER_PASSES
 from ...core.plan.step_plan import StepPlan
 from ...runtime.adapters.adapters import Adapters
+from ...runtime.attention.copy_rows import ToHost
 from ...runtime.attention.labels import Labels
 from ..reference.textbook import AdamState
-from .scoring import LossCollector, Scores
+from .scoring import LossCollector, scores_of
 from .step import Step
 from .trained import Passed, StepResult, TenantResult, Trained
 
@@ -63,18 +64,18 @@ class Tenants(Trained):
         executed, branches = self.passes(step, collector)
         step.mark("gradient sum")
         with clock.noting("G"):
-            scores = collector.scores()
-            tenants = self._of_tenants(plan, targets, scores)
+            tenants = self._of_tenants(plan, targets, collector.summed())
         busy, branches = clock.read(), (SUM_AFTER_PASSES, *branches)
         count = sum(targets.values())
         return StepResult(self._loss(), count, busy.total_s, busy.forward_s, executed, branches, tenants=tenants)
 
-    def _of_tenants(self, plan: StepPlan, targets: Mapping[int, int], scores: Scores) -> dict[int, TenantResult]:
+    def _of_tenants(self, plan: StepPlan, targets: Mapping[int, int], summed: ToHost) -> dict[int, TenantResult]:
         """Sum the gradients, divide each by its tenant's targets, and say what came of each tenant. Collective. Passes
         run with the plain sum of token losses: a divisor inside them would be rounded with every token."""
         numbers = sorted(targets)
         self.adapters.sum_gradients(targets)
-        norms = self.adapters.norms(numbers)
+        norms = self.adapters.norms(numbers)  # with which the losses have come
+        scores = scores_of(summed)
         self._results = {}
         for number in numbers:
             own = plan.tenants == number

@@ -41,7 +41,7 @@ from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
 from .pack_loss import PackLoss
-from .planning import StepBatch, chain_for, gather, read, zero_stage_of
+from .planning import StepBatch, chain_for, gather, reading, zero_stage_of
 from .proof import Call, num_targets, prove, windows
 from .supported import outer_model, unwrapped, virtual_tokens
 
@@ -273,7 +273,7 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
 def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> StepBatch | None:
     """The samples of all ranks' batches. Collective. Raises EvenloadError for those of which no pack can be made."""
     config = loop.model.config
-    step = gather([read(batch, config, num_items)], config, hooked=loop.hooked)
+    step = gather([reading(batch, config, num_items)()], config, hooked=loop.hooked)
     if step is not None and step.windows is not None:
         raise step.windows
     return step

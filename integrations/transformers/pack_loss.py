@@ -95,11 +95,16 @@ class PackLoss:
     def _taken(self, loss: Tensor) -> list[WaitingLoss]:
         # Measured in the backward itself: engines of DeepSpeed take any other one for theirs.
         waiting, slopes = list(self._waiting), self._slopes or {}
-        own_slope = float(slopes.get("loss", torch.ones(())))
-        factors = [float(slopes[id(one.loss)]) / own_slope if id(one.loss) in slopes else None for one in waiting]
-        used = [(one, factor) for one, factor in zip(waiting, factors, strict=True) if factor is not None]
-        own = sum(factor * float(one.loss.detach()) for one, factor in used)
-        value = float(loss.detach().sum())
+        there = [one for one in waiting if id(one.loss) in slopes]
+        values = [loss.sum(), slopes.get("loss", loss.new_ones(()))]
+        values += [slopes[id(one.loss)] for one in there] + [one.loss for one in there]
+        # All at once: the host waits for the device.
+        read: list[float] = torch.stack([value.detach().double() for value in values]).tolist()
+        (value, own_slope), read = read[:2], read[2:]
+        by_loss = {id(one.loss): slope / own_slope for one, slope in zip(there, read, strict=False)}
+        factors = [by_loss.get(id(one.loss)) for one in waiting]
+        used = [(one, by_loss[id(one.loss)]) for one in there]
+        own = sum(factor * of_one for (_, factor), of_one in zip(used, read[len(there) :], strict=True))
         rounding = 64 * torch.finfo(loss.dtype).eps * abs(own)
         of_ranks = everyone((factors, value, own, bool(used) and abs(value - own) > rounding))
         others = [(value, own) for _, value, own, differs in of_ranks if differs]

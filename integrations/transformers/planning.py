@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ...core.plan.step_plan import StepPlan
 from ...core.plan.token_layout import ranks_of_samples
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
+from ...runtime.attention.copy_rows import ToHost
 from ...runtime.attention.pack import IGNORE
 from ...runtime.world.agreement import everyone, rank_and_size
 from ...runtime.world.exchange import exchange_bytes
@@ -60,7 +61,7 @@ class StepBatch:
 
 
 class Read(NamedTuple):
-    """One batch as it comes to a step, cut into samples: what is written to its tensors later changes nothing."""
+    """One batch as it came to a step, cut into samples."""
 
     samples: Sequence[Tensor]
     """int64 [2, L] each, tokens and labels."""
@@ -77,14 +78,23 @@ class Read(NamedTuple):
     """Why it cannot be cut, for all ranks to raise together."""
 
 
-def read(batch: Any, config: Any, num_items: Any) -> Read:
-    """Cut one batch of a loop for a model of this config.
+def reading(batch: Any, config: Any, num_items: Any) -> Callable[[], Read]:
+    """What cuts one batch of a loop for a model of this config, once it has come to the host: what is written to its
+    tensors later changes nothing.
 
     Args:
         num_items: what the loop divides by, as it hands it to the model; None: nothing.
     """
-    here = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
-    divisor, has_mask = None if num_items is None else float(num_items), "attention_mask" in batch
+    coming = {key: ToHost(value) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    divisor = ToHost(num_items) if isinstance(num_items, Tensor) else num_items
+    return lambda: _read(coming, config, divisor)
+
+
+def _read(coming: dict[str, Any], config: Any, divisor: Any) -> Read:
+    if isinstance(divisor, ToHost):  # the last to leave: the others have come before it
+        divisor = divisor.read()
+    here = {key: value.read() if isinstance(value, ToHost) else value for key, value in reversed(coming.items())}
+    divisor, has_mask = None if divisor is None else float(divisor), "attention_mask" in here
     try:
         pairs = getattr(config, "is_encoder_decoder", False)
         own = split_pairs(here, config) if pairs else split(here, rotary=is_rotary(config))

@@ -46,7 +46,7 @@ from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside
-from .planning import Read, StepBatch, chain_of, gather, read, recipe_for, refuse_divisors
+from .planning import Read, StepBatch, chain_of, gather, reading, recipe_for, refuse_divisors
 from .proof import prove_trainer, windows
 from .proof_rows import rows_like
 from .proof_units import prove_units, short_units
@@ -67,8 +67,8 @@ class TakenBatch(NamedTuple):
     inputs: Any
     """As the model would have got it."""
     num_items: Any
-    read: Any
-    """`Read`, or `ReadUnits` where units are planned."""
+    reading: Callable[[], Any]
+    """Cuts it, as it was when it came, into what is planned: `Read`, or `ReadUnits` where units are."""
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     call = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
     model, num_items = call["model"], call.get("num_items_in_batch")
     inputs = trainer._prepare_inputs(call["inputs"])
-    window.taken.append(TakenBatch(inputs, num_items, _read(state, trainer, inputs, num_items)))
+    window.taken.append(TakenBatch(inputs, num_items, _reading(state, trainer, inputs, num_items)))
     # A script may pass over batches: the Trainer says which one is the last before its update.
     if not trainer.accelerator.gradient_state.sync_gradients and len(window.taken) < window.num_batches:
         return torch.zeros((), device=trainer.args.device)
@@ -196,7 +196,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         call: the Trainer's own ``training_step`` of a batch and its number of targets.
     """
     inner = inner_model(trainer)
-    batch = gather([one.read for one in taken], inner.config, hooked=state.hooks.watch(inner))
+    batch = gather([one.reading() for one in reversed(taken)][::-1], inner.config, hooked=state.hooks.watch(inner))
     if batch is None:
         return _run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items
@@ -222,7 +222,7 @@ def _run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Take
     """`_run` where units change micro-batches."""
     inner = inner_model(trainer)
     try:
-        batch = gather_units([one.read for one in taken], hooked=state.hooks.watch(inner))
+        batch = gather_units([one.reading() for one in taken], hooked=state.hooks.watch(inner))
     except EvenloadError as error:
         _stays(state, error)
         return _run_stock(trainer, model, taken, call)
@@ -291,19 +291,20 @@ def _stays(state: PlannedTrainer, why: EvenloadError) -> None:
     report_idle(NAME, f"{why.what} ({why.found})", STOCK)
 
 
-def _read(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -> Read | ReadUnits:
-    """A batch, cut into what is planned of it."""
+def _reading(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -> Callable[[], Read | ReadUnits]:
+    """What cuts a batch into what is planned of it."""
     config = inner_model(trainer).config
     if state.unit_rows is not None:
-        return read_units(inputs, state.unit_rows, config)
-    return read(without_unread(inputs, trainer.model, type(trainer)), config, num_items)
+        units = read_units(inputs, state.unit_rows, config)
+        return lambda: units
+    return reading(without_unread(inputs, trainer.model, type(trainer)), config, num_items)
 
 
 def _measured_units(state: PlannedTrainer, trainer: Any, batch: UnitBatch, taken: TakenBatch) -> PlanChain:
     """What plans a Trainer's units. Collective. Raises EvenloadError, on all ranks, where regrouping is not exact."""
     if fault := virtual_tokens(trainer.model):
         raise fault
-    units = short_units(taken.read.units)
+    units = short_units(taken.reading().units)
     if fault := prove_units(trainer, units, taken.inputs, batch.form).fault:
         raise fault
     state.idle = units[0].shortened(2)

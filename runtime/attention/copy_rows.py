@@ -1,4 +1,4 @@
-"""The rows of a micro-batch to the device: one copy from page-locked memory, which no thread waits for."""
+"""Rows between host and device: one copy by way of page-locked memory, which no thread waits for on the way."""
 
 from __future__ import annotations
 
@@ -41,3 +41,21 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class ToHost:
+    """A copy of a tensor on its way to the host, beside what the device does next."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach().to(
+            "cpu", non_blocking=True, copy=True
+        )  # page-locked where it comes from a device
+        self._copied = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> Tensor:
+        """The tensor on the host. Waits for the device if it has not come so far."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensor

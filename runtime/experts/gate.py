@@ -3,9 +3,10 @@
 A rank that runs another pass, or another plan, than its peers would exchange tokens with them that do not belong
 together, or wait for ever. Counts of tokens are gathered in each layer anyway; a header of five numbers rides on them:
 two of the plan's digest, the number of the pass among those of the step that exchange, the layer, and a checksum of all
-quotas of the step so far. Ranks whose headers differ are named. While experts exchange, the rank's mark says in which
-layer, so that a rank that hangs or dies there is named together with it. Where one rank has all experts nothing is
-told: its tokens are counted, no more.
+quotas of the step so far. Ranks whose headers differ are named, before a token moves; on a device the headers come to
+the host beside the sizes of the exchange, for which the dispatcher waits anyway. While experts exchange, the rank's
+mark says in which layer, so that a rank that hangs or dies there is named together with it. Where one rank has all
+experts nothing is told: its tokens are counted, no more.
 
 Shape legend: R = ranks of a group, E = experts.
 """
@@ -26,7 +27,7 @@ from ...core.aliases import Ints, Ranks
 from ...core.errors import RankError
 from ...core.experts.quotas import LayerPlanner
 from ...core.plan.expert_policy import ExpertPolicy
-from ..attention.copy_rows import copy_rows
+from ..attention.copy_rows import ToHost, copy_rows
 from ..measure.busy import cpu_clock
 from .balance import CopyReport, ExpertBalance, Shares
 
@@ -72,6 +73,8 @@ class ExpertGate:
         self._place = place
         self._parts = parts or len(ranks)
         self._recorded: list[_Recorded] = []
+        self._taken: tuple[_Recorded, bool] | None = None
+        """Of the pass that `check` has not seen, and whether the pass counts."""
         self._clock = cpu_clock()
         self._moments: list[float] = []
         """When layers with experts began and ended."""
@@ -87,6 +90,7 @@ class ExpertGate:
         planner of layers that the policy names."""
         self._digest, self._mark = digest, mark
         self._number, self._recorded = -1, []
+        self._taken = None
         self._balance.begin(policy, planner)
         self.once_ranks = policy.node_ranks if policy.once_topk else 0
         self._moments = [self._clock()]
@@ -137,12 +141,23 @@ class ExpertGate:
         there = copy_rows({"header": header}, sent_E.device)["header"]
         return torch.cat([there.to(sent_E.dtype), sent_E, counted_E])
 
-    def checked_counts(self, rows: Tensor, *, record: bool) -> Tensor:
-        """What all ranks of the group send [R, E], from what `with_header` gives on each [R, 5 + 2 E].
+    def take(self, layer: int, rows: Tensor, *, record: bool) -> Tensor:
+        """What all ranks of the group send [R, E], from what `with_header` gives on each [R, 5 + 2 E]; to be `check`ed
+        before a token moves.
 
-        ``record``: whether the pass counts: of passes that run a second time one does. Raises RankError where a rank
-        runs another plan, pass or layer than this one.
+        ``record``: whether the pass counts: of passes that run a second time one does.
         """
+        counted = COUNT_HEADER + (rows.shape[1] - COUNT_HEADER) // 2
+        self._taken = _Recorded(self._number, layer, ToHost(rows), counted), record
+        return rows[:, COUNT_HEADER:counted]
+
+    def check(self) -> Tensor | None:
+        """What was taken, on the host; None where it has been checked. Raises RankError where a rank runs another plan,
+        pass or layer than this one."""
+        if self._taken is None:
+            return None
+        (taken, record), self._taken = self._taken, None
+        rows = taken.rows.read()
         headers = [tuple(row) for row in rows[:, :COUNT_HEADER].tolist()]
         if len(set(headers)) > 1:
             words = [f"rank {rank} {_in_words(header)}" for rank, header in zip(self._ranks, headers, strict=True)]
@@ -151,17 +166,18 @@ class ExpertGate:
                 f"{'; '.join(words[:8])}; this rank: {self._where}",
                 "give every rank the same recipe and data, and run its passes in the order of the plan",
             )
-        sent_RE, counted_RE = rows[:, COUNT_HEADER:].chunk(2, dim=1)
         if record:
-            self.record(headers[0][3], counted_RE)
-        return sent_RE
+            self._recorded.append(taken)
+        return rows[:, COUNT_HEADER : taken.counted]
 
-    def shares(self, layer: int, sent_RE: Tensor, *, record: bool) -> Shares | None:
-        """Which rank computes which of the tokens that all ranks of the group send to the experts of a layer; None
-        where each goes to its expert's home and finds it there. ``record`` as in `checked_counts`."""
+    def shares(self, layer: int, *, record: bool) -> Shares | None:
+        """Which rank computes which of the tokens that were taken; None where each goes to its expert's home and finds
+        it there, which is still to be checked. ``record`` as in `take`."""
         if self._balance.at_home:
             return None
-        shares = self._balance.shares(layer, sent_RE.cpu().numpy())
+        sent_RE = self.check()
+        assert sent_RE is not None, "counts are taken before they are shared"
+        shares = self._balance.shares(layer, sent_RE.numpy())
         if record:
             report = None if shares is None else shares.report
             self._recorded[-1] = self._recorded[-1]._replace(report=report, failed=self._balance.failed)
@@ -169,7 +185,7 @@ class ExpertGate:
 
     def record(self, layer: int, counted_RE: Tensor) -> None:
         """Note what the ranks have for the experts of a layer in this pass, padding and dummies left out."""
-        self._recorded.append(_Recorded(self._number, layer, counted_RE))
+        self._recorded.append(_Recorded(self._number, layer, ToHost(counted_RE)))
 
     @property
     def stretches_s(self) -> tuple[float, ...]:
@@ -180,10 +196,7 @@ class ExpertGate:
     @property
     def loads(self) -> list[Load]:
         """Loads of the step's passes so far that were recorded."""
-        if not self._recorded:
-            return []
-        counts = torch.stack([recorded.counted_RE for recorded in self._recorded]).cpu().numpy()
-        return [self._load(recorded, of) for recorded, of in zip(self._recorded, counts, strict=True)]
+        return [self._load(one, one.rows.read()[:, one.counted :].numpy()) for one in self._recorded]
 
     def _load(self, recorded: _Recorded, counted_RE: Ints) -> Load:
         loads_R = counted_RE.sum(axis=0).reshape(self._parts, -1).sum(axis=1)
@@ -197,8 +210,10 @@ class ExpertGate:
 class _Recorded(NamedTuple):
     number: int
     layer: int
-    counted_RE: Tensor
-    """Stays on the device until the step is over."""
+    rows: ToHost
+    """Of each rank."""
+    counted: int = 0
+    """Where in a row the tokens begin that are no padding and no dummies."""
     report: CopyReport | None = None
     failed: str = ""
 

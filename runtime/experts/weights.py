@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.aliases import Floats
+from ..attention.copy_rows import sent
 from ..attention.pack import Pack
 
 REPORTED_Z, REPORTED_SEQUENCE = "z_loss", "seq_load_balancing_loss"
@@ -41,4 +42,4 @@ def of_slots(values_S: Floats, pack: Pack, like_T: Tensor) -> Tensor:
     values_T = torch.zeros(pack.num_padded_tokens, dtype=torch.float64)
     for piece, first in zip(pack.slices, pack.segments, strict=False):
         values_T[first : first + piece.length] = float(values_S[piece.sequence])
-    return values_T.to(like_T)
+    return sent(values_T, like_T.device).to(like_T.dtype)

@@ -75,6 +75,13 @@ def join(actor: Actor, clock: Clock) -> None:
         _host_moves += actor is HOST
 
 
+def is_behind(actor: Actor, clock: Clock) -> bool:
+    """Whether what the actor does comes behind all that the clock knows."""
+    with _lock:
+        own = _clocks.get(actor, {})
+        return all(number <= own.get(other, 0) for other, number in clock.items())
+
+
 def host_waits_for_all() -> None:
     """The host waits for the device."""
     with _lock:

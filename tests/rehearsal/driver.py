@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections import defaultdict
-from types import SimpleNamespace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import clocks, functions, groups, kernels, ledger, streams
+from . import clocks, functions, graphs, groups, kernels, ledger, streams
 from .functions import Functions, asking
 from .ops import Ops
-from .storages import device, on_device, put_storage, storage_on_device
+from .storages import device, memory, on_device, put_storage, storage_on_device
 
 BYTES = 141 << 30
-NAME = "NVIDIA H200"
+NAME = "NVIDIA H200, rehearsed on a CPU: no second here means anything"
 
 
 WATCHERS = ("evenload-watchdog", "evenload-plan")
@@ -66,14 +68,13 @@ _PROPERTIES = SimpleNamespace(
     name=NAME, major=9, minor=0, total_memory=BYTES, multi_processor_count=132, gcnArchName="", warp_size=32, uuid="",
     is_integrated=False, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, L2_cache_size=50 << 20,
 )  # fmt: skip
-_memory = defaultdict(int)
 
 ANSWERS: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
     "init": lambda: None,
     "_lazy_init": lambda: None,
-    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("REHEARSAL_GPUS", "1")),
     "current_device": current_device,
     "set_device": set_device,
     "synchronize": _synchronize,
@@ -83,13 +84,13 @@ ANSWERS: dict[str, Any] = {
     "default_stream": lambda *_, **__: streams.Stream.main,
     "stream": streams.inside,
     "set_stream": streams.set_current,
-    "memory_allocated": lambda *_, **__: 0,
-    "max_memory_allocated": lambda *_, **__: 0,
-    "memory_reserved": lambda *_, **__: 0,
-    "max_memory_reserved": lambda *_, **__: 0,
-    "memory_stats": lambda *_, **__: _memory,
-    "reset_peak_memory_stats": lambda *_, **__: None,
-    "mem_get_info": lambda *_, **__: (BYTES, BYTES),
+    "memory_allocated": lambda *_, **__: memory().taken,
+    "max_memory_allocated": lambda *_, **__: memory().peak_taken,
+    "memory_reserved": lambda *_, **__: memory().reserved,
+    "max_memory_reserved": lambda *_, **__: memory().peak_reserved,
+    "memory_stats": lambda *_, **__: defaultdict(int, num_alloc_retries=memory().flushes),
+    "reset_peak_memory_stats": lambda *_, **__: memory().restart(),
+    "mem_get_info": lambda *_, **__: (BYTES - memory().reserved, BYTES),
     "get_device_properties": lambda *_, **__: _PROPERTIES,
     "get_device_capability": lambda *_, **__: (9, 0),
     "get_device_name": lambda *_, **__: NAME,
@@ -97,7 +98,9 @@ ANSWERS: dict[str, Any] = {
     "empty_cache": lambda: None,
     "ipc_collect": lambda: None,
     "utilization": lambda *_, **__: 0,
-    "is_current_stream_capturing": lambda: False,
+    "is_current_stream_capturing": lambda: streams.graph_captured() is not None,
+    "CUDAGraph": graphs.Graph,
+    "graph": graphs.capture,
     "is_bf16_supported": lambda *_, **__: True,
     "can_device_access_peer": lambda *_: True,
 }
@@ -132,6 +135,7 @@ def install() -> None:
     _storages()
     _autocast()
     kernels.install()
+    _triton()
     groups.install()
     _reducer()
     _threads()
@@ -168,6 +172,23 @@ def _storages() -> None:
     torch.serialization._validate_device = lambda location, backend: torch.device(location)
 
 
+def _triton() -> None:
+    """It comes with torch's builds for CUDA: the module of Megatron-Core that cannot be imported without it."""
+    if not find_spec("triton"):
+        for module in ("paged_stash", "ops.paged_stash"):
+            name = f"megatron.core.transformer.moe.{module}"
+            sys.modules[name] = _NoKernels(name)
+
+
+class _NoKernels(ModuleType):
+    """Has every name, as something that nothing here calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 def _autocast() -> None:
     """Autocast of "cuda" is that of the CPU, which runs the ops."""
     start = torch.autocast.__init__
@@ -180,14 +201,19 @@ def _autocast() -> None:
 
 def _reducer() -> None:
     """DDP makes its buckets in C++, on the device of its parameters."""
-    kind = dist.Reducer
 
-    def reducer(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = list(parameters)
-        with asking(any(map(on_device, parameters))):
-            return kind(parameters, *args, **kwargs)
+    class Reducer(dist.Reducer):  # type: ignore[misc]
+        def __init__(self, parameters: Any, *args: Any, **kwargs: Any) -> None:
+            parameters = list(parameters)
+            self._there = any(map(on_device, parameters))
+            with asking(self._there):
+                super().__init__(parameters, *args, **kwargs)
 
-    dist.Reducer = reducer  # type: ignore[misc, assignment]
+        def _rebuild_buckets(self) -> Any:
+            with asking(self._there):
+                return super()._rebuild_buckets()
+
+    dist.Reducer = Reducer  # type: ignore[misc, assignment]
 
 
 def _threads() -> None:

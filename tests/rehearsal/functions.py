@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -108,7 +109,10 @@ def made_on(func: Any, named: torch.device, args: Any, kwargs: Any) -> Any:
 
 
 def refuse_others(named: torch.device) -> None:
-    """Refuse the device of another rank; without a number it is the one that this thread has set."""
+    """Refuse the device of another rank; without a number it is the one that this thread has set. Who is no rank may
+    use all, which are one here."""
+    if "LOCAL_RANK" not in os.environ:
+        return
     index = torch.cuda.current_device() if named.index is None else named.index
     if index != device().index:
         raise refuse(f"a tensor on cuda:{index}, which is another rank's")
@@ -137,7 +141,10 @@ def move(x: Tensor, gpu: bool, dtype: torch.dtype | None = None, non_blocking: b
     """A copy of the tensor on the device, or on the host."""
     with asking(gpu):
         out = torch.empty_like(x, dtype=dtype, device=CPU)
-    (put if gpu else lambda t: t)(out)
+    if gpu:
+        put(out)
+    elif non_blocking:
+        pin(out)  # as torch does it
     out.copy_(x, non_blocking=non_blocking)
     return out
 
@@ -190,7 +197,8 @@ def _numpy(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             note("faults", "NumPy of a tensor on the device")
             raise TypeError("can't convert cuda device type tensor to numpy. Use Tensor.cpu() first.")
         x = _cpu(func, x.detach())
-    streams.host_touches([x], [], "the host")
+    if not is_pinned(x):  # of which it is a view, read when a copy has come
+        streams.host_touches([x], [], "the host")
     return func(x, *args, **kwargs)
 
 
@@ -210,6 +218,11 @@ def _new_tensor(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if on_device(out):
         copied(out, waits=True)
     return out
+
+
+def _new(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    named = device_named(kwargs.get("device"))
+    return func(x, *args, **kwargs) if named is None else made_on(func, named, (x, *args), kwargs)
 
 
 def _pin(func: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -247,6 +260,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "tolist": _tolist,
     "pin_memory": _pin,
     "new_tensor": _new_tensor,
+    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), _new),
     "is_pinned": lambda f, x, *_, **__: is_pinned(x),
     "type": _type,
     "get_device": lambda f, x: device().index if on_device(x) else f(x),

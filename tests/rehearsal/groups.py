@@ -237,7 +237,7 @@ class AsyncWork:
     def is_completed(self) -> bool:
         completed = bool(self._work.is_completed())
         if completed:
-            clocks.join(clocks.HOST, self._clock)
+            streams.host_knows(self._clock)
         return completed
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,12 @@
 """Kernels that only CUDA has, by a reference on the CPU, refusing what they refuse.
 
 The flash kernels of torch 2.13 (`aten::_flash_attention_forward` and its backward): half precision, last dimension
-contiguous, head dimension up to 256 and a multiple of 8, heads a multiple of key and value heads, borders int32 on the
-device.
+contiguous, rows of whole 16 bytes at addresses of whole 16 bytes, head dimension up to 256 and a multiple of 8, heads a
+multiple of key and value heads, borders int32 on the device.
+
+The grouped product (`aten::_grouped_mm`, checked as torch's GroupedMMUtils.h does it; the CPU has a kernel of its own):
+half precision or float32, matrices whose rows or columns lie behind one another, at addresses and with strides of whole
+16 bytes, offsets int32 on the device. In float32 it is a product a group, for whose offsets the host waits.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from .storages import on_device, put
 
 HALF = (torch.float16, torch.bfloat16)
 _numbers = Tensor.tolist  # as it is before it counts as a wait
-calls = {"forward": 0, "backward": 0}
+calls = {"forward": 0, "backward": 0, "grouped": 0}
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, dropout: float) -> None:
@@ -31,8 +35,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | 
             raise refuse(f"flash attention: the last dimension of {name} is not contiguous: strides {x.stride()}")
         if x.shape[-1] > 256 or x.shape[-1] % 8:
             raise refuse(f"flash attention: head dimension {x.shape[-1]}")
-        if x.data_ptr() % 16:
-            raise refuse(f"flash attention: {name} is not aligned to 16 bytes")
+        if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in x.stride()[:-1]):
+            raise refuse(f"flash attention: {name} is not aligned to 16 bytes: strides {x.stride()}")
     if q.shape[-2] % k.shape[-2]:
         raise refuse(f"flash attention: {q.shape[-2]} heads over {k.shape[-2]}")
     for x in (cu_q, cu_k):
@@ -120,6 +124,25 @@ def flash_backward(
         ):
             target[at_k] += part.unflatten(1, (k.shape[-2], -1)).sum(2)
     return tuple(put(g.to(q.dtype)) for g in (dq, dk, dv))  # type: ignore[return-value]
+
+
+def check_grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, *_: Any) -> bool:
+    """Refuse what the grouped product on CUDA refuses. Gives whether the host waits for it."""
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype not in (*HALF, torch.float32) or x.dtype != a.dtype:
+            raise refuse(f"grouped product: {name} of {x.dtype}")
+        (rows, columns), (down, across) = x.shape[-2:], x.stride()[-2:]
+        by_rows, by_columns = across == 1 and down >= max(1, columns), down == 1 and across >= max(1, rows)
+        if not (by_rows or by_columns):
+            raise refuse(f"grouped product: {name} of strides {x.stride()} and shape {tuple(x.shape)}")
+        if (across if by_columns else down) * x.element_size() % 16:
+            raise refuse(f"grouped product: strides of {name} should be multiples of 16 bytes: {x.stride()}")
+        if x.data_ptr() % 16:
+            raise refuse(f"grouped product: {name} is not aligned to 16 bytes")
+    if offs is None or offs.dtype != torch.int32 or not on_device(offs) or bias is not None:
+        raise refuse("grouped product: offsets are int32 on the device, and there is no bias")
+    calls["grouped"] += 1
+    return a.dtype == torch.float32
 
 
 def install() -> None:

@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +24,7 @@ counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
 bytes_to_device: Counter[str] = Counter()
 units: list[dict[str, Any]] = []
 """What this rank asked of NCCL, in order; see `nccl.Unit`."""
+_local = threading.local()
 
 
 class RefusedError(RuntimeError):
@@ -33,14 +36,27 @@ def asker() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path[0] == "/" and not path.startswith((HERE, PYTHON)) and not any(name in path for name in PASSED_OVER):
+        own = path.startswith((HERE, PYTHON)) or frame.f_code.co_qualname.startswith("ToHost.")
+        if path[0] == "/" and not own and not any(name in path for name in PASSED_OVER):
             short = path.rpartition("site-packages/")[2].removeprefix(OURS + "/")
-            return f"{short}:{frame.f_code.co_qualname}"
+            return f"{short}:{frame.f_code.co_qualname.partition('.<locals>.<')[0]}"
         frame = frame.f_back
     return "?"
 
 
+@contextmanager
+def inside_a_kernel() -> Iterator[None]:
+    """What a stand-in does in here to compute its result is not the program's doing; faults are."""
+    before, _local.kernel = getattr(_local, "kernel", False), True
+    try:
+        yield
+    finally:
+        _local.kernel = before
+
+
 def note(kind: str, what: str) -> None:
+    if kind != "faults" and getattr(_local, "kernel", False):
+        return
     counts[kind][f"{what} at {asker()}"] += 1
 
 

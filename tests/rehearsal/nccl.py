@@ -91,10 +91,11 @@ Call = tuple[str, list[list[int]]]
 
 class _Log:
     """The collectives of a rank in a file of the run's folder: whoever comes second to a call notices at once, where
-    NCCL would hang."""
+    NCCL would hang. Jobs that share the folder have another parent or port."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self._path, self._file, self._rest = Path(folder) / f"order.{rank}", -1, b""
+        name = f"order.{os.getppid()}.{os.environ.get('MASTER_PORT', '')}.{rank}"
+        self._path, self._file, self._rest = Path(folder) / name, -1, b""
         self.calls: defaultdict[str, list[Call]] = defaultdict(list)
 
     def add(self, of: str, call: Call) -> None:
@@ -116,7 +117,8 @@ _logs: dict[int, _Log] = {}
 
 
 def _compare(of: str, ranks: list[int], what: str, counts: list[list[int]]) -> None:
-    if not (folder := os.environ.get("REHEARSAL_OUT")):
+    folder = os.environ.get("REHEARSAL_OUT")
+    if not folder or len(ranks) == 1:
         return
     own, place = int(os.environ["RANK"]), _calls[of]
     _calls[of] += 1

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from . import clocks, groups, streams
 from .functions import asked, asking, copied, inside
+from .kernels import check_grouped
 from .ledger import counts, refuse
 from .storages import CPU, is_pinned, key, on_device, put
 
@@ -19,13 +20,15 @@ BOTH = {"copy_", "_to_copy", "set_", "is_same_size", "_has_compatible_shallow_co
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 """Ops whose indices may lie on the host."""
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "equal"} | {
-    "is_nonzero", "bincount", "repeat_interleave", "histc", "allclose",
+    "is_nonzero", "bincount", "repeat_interleave", "allclose",
 }  # fmt: skip
 """Ops whose result, or its size, the host needs."""
 MADE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "_to_copy"} | {
     "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "scalar_tensor",
 }  # fmt: skip
 """Ops that can be asked for a device."""
+SHAPED = MADE - {"_to_copy"}
+"""Ops that read of a tensor no more than its shape."""
 
 
 class Ops(TorchDispatchMode):
@@ -48,16 +51,22 @@ class Ops(TorchDispatchMode):
         if name == "copy_":
             counts["ops"]["on the device"] += any_there
             return _copy(func, args, kwargs)
-        if tensors and not streams.is_view(func):
+        if tensors and not streams.is_view(func) and name not in SHAPED:
             _touch(func, name, args, kwargs, any_there)
         if any_there:
             counts["ops"]["on the device"] += 1
+            if name == "_grouped_mm":
+                counts["ops"]["grouped product"] += 1
+                if check_grouped(*args):
+                    streams.host_waits("a product a group")
             if name in WAITS or (name == "index" and _by_mask(args)):
                 streams.host_waits(name)
                 streams.current().run_to(streams.current().asked)
                 with streams.carried_out():
                     out = func(*args, **kwargs)
                 return _on_device(out, tensors, name)
+        if name == "histc" and any_there and not args[0].is_floating_point():  # CUDA counts integers, too
+            func, args, kwargs = _histogram, (args[0], args[1:]), kwargs
         to = asked() if (name in MADE or not tensors) else None
         gpu = any_there if to is None else to
         if to is None and not tensors:
@@ -67,7 +76,7 @@ class Ops(TorchDispatchMode):
         if gpu and stream is not streams.Stream.main:
             out = streams.keep(func, args, kwargs, stream)
             if out is streams.MUTATED:
-                return args[0] if func._schema.returns else None
+                return _written(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         return _on_device(out, tensors, name) if gpu else out
@@ -88,6 +97,17 @@ def _touch(func: Any, name: str, args: Any, kwargs: Any, on_gpu: bool) -> None:
         streams.asks(streams.current(), *([x for x in some if on_device(x)] for some in (reads, writes)), name)
     else:
         streams.host_touches(reads, writes, name)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives back that writes to its arguments."""
+    written = [
+        kwargs[one.name] if one.name in kwargs else args[place]
+        for place, one in enumerate(func._schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    ]
+    number = len(func._schema.returns)
+    return written[0] if number == 1 else tuple(written[:number]) or None
 
 
 def _on_device(out: Any, tensors: list[Tensor], name: str) -> Any:
@@ -113,6 +133,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         page_locked = is_pinned(source if gpu else target)
         reads, writes = ([x] if on_device(x) or is_pinned(x) else [] for x in (source, target))
         streams.asks(stream, reads, writes, "a copy")
+        streams.arrive_at(source if gpu else target)
         if gpu and not source.dim():
             pass  # x[0] = 1.0 is a fill on the device
         elif gpu:
@@ -122,6 +143,9 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         elif not (beside and page_locked):
             streams.host_waits("a copy to the host")
             stream.run_to(stream.asked)
+        elif stream is streams.Stream.main and not streams.is_carried():
+            streams.to_pinned(target, source)
+            return target
         if not (beside and page_locked):
             stream = streams.Stream.main
     elif gpu:
@@ -132,6 +156,10 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         streams.keep(func, args, kwargs, stream)
         return target
     return func(*args, **kwargs)
+
+
+def _histogram(values: Tensor, rest: Any, **kwargs: Any) -> Tensor:
+    return torch.ops.aten.histc(values.double(), *rest, **kwargs).to(values.dtype)
 
 
 def _by_mask(args: Any) -> bool:

@@ -3,7 +3,8 @@
     python tests/rehearsal/report.py [CASE ...]
 
 A wait is where the host stands still until the device has come so far; "ours" are evenload's own lines, "host's" the
-trainer's. Copies are those from the host to the device; all of ours run beside.
+trainer's. Copies are those from the host to the device; all of ours run beside. Behind it, of scripts that somebody
+else wrote, copies to the device a step, stock and with evenload: such a loop moves its own batches in both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,17 @@ import conftest
 from evenload.api import load_recipe
 
 from rehearsal import seen as seeing
+
+TESTS = Path(__file__).parents[1]
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_allow_untested_optimizer": True,
+}  # fmt: skip
+SCRIPTS = {
+    "megatron": ("megatron_script.py", "--out . --dtypes bf16", 3),
+    "deepspeed": ("deepspeed_script.py", "--out . --stages 1 --ds-config ds.json", 3),
+    "huggingface": ("trainer_script.py", "out", 2),
+}
+"""By trainer: a script, its arguments and steps."""
 
 
 def main() -> None:
@@ -61,8 +73,35 @@ def main() -> None:
                 f"{seconds:.0f}",
             )
         Console(width=120).print(table)
+        if not sys.argv[1:]:
+            Console(width=120).print(of_scripts(Path(folder)))
         for forge in forges.values():
             forge.close()
+
+
+def of_scripts(folder: Path) -> Table:
+    """Each of SCRIPTS stock, then planned, on two ranks."""
+    table = Table("script", "", "blocking copies a step", "beside", "KiB")
+    for trainer, (name, words, steps) in SCRIPTS.items():
+        text = (TESTS / "scripts" / name).read_text().replace("    use_cpu=True,\n", "    bf16=True,\n")
+        (folder / name).write_text(text)
+        (folder / "ds.json").write_text(json.dumps(DS_CONFIG))
+        kind = "deepspeed" if trainer == "deepspeed" else "transformers"
+        kind = "megatron" if trainer == "megatron" else kind
+        (folder / "on.yaml").write_text(f"trainer: {kind}\nplugins: {{packing: {{enabled: true, max_tokens: 160}}}}\n")
+        forge = conftest.Forge(f"cuda+{trainer}", Path(tempfile.mkdtemp(dir=folder)))
+        for how in ("", f"import evenload; evenload.enable({str(folder / 'on.yaml')!r})"):
+            done = forge.run(folder, tuple(words.split()), 2, how, folder / name)
+            assert done.returncode == 0, done.stderr[-2000:]
+            first = json.loads(min(done.outputs.glob("rank.*.json")).read_text())
+            copies = {what: n for what, n in first["to_device"].items() if n >= steps and "modeling_utils" not in what}
+            lines = {what.partition(" at ")[2] for what in copies}
+            moved = sum(n for line, n in first["bytes_to_device"].items() if line in lines)
+            by_kind = [sum(n for what, n in copies.items() if what.startswith(kind)) for kind in ("waits", "runs")]
+            counts = [f"{n / steps:.1f}" for n in by_kind]
+            table.add_row(name, "planned" if how else "stock", *counts, f"{moved / steps / 1024:.1f}")
+        forge.close()
+    return table
 
 
 if __name__ == "__main__":

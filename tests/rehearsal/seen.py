@@ -11,6 +11,7 @@ from .nccl import Unit, broken
 
 HOSTS = (
     "tests/scripts/",
+    "tests/hosts/",
     "safetensors/",
     "megatron/",
     "deepspeed/",

@@ -1,10 +1,21 @@
-"""Which storages lie on the device. A weak reference keeps the address of a storage from being used again."""
+"""Which storages lie on the device, and the blocks of its allocator that they are. A weak reference keeps the address
+of a storage from being used again.
+
+The allocator is torch's own, simulated (benchmarks/memory/allocator.py): a block is taken when a storage is put on the
+device, of its size at that time, and freed when the last tensor lets go of it. One stream; a kernel's own workspace is
+not seen.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +28,36 @@ _pinned: dict[int, StorageWeakRef] = {}
 _lock = threading.Lock()
 forgets: list[Callable[[int], Any]] = []
 """What is to be told of storages that are gone, by their address: it will be another's."""
+
+
+def _simulated() -> Any:
+    path = Path(__file__).parents[2] / "benchmarks/memory/allocator.py"
+    spec = importlib.util.spec_from_file_location("allocator", path)
+    sys.modules["allocator"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["allocator"])
+    return sys.modules["allocator"].Allocator()
+
+
+_allocator = _simulated()
+_held: dict[int, tuple[weakref.ref[Any], Any]] = {}
+_let_go: deque[int] = deque()
+"""Storages that are gone, whose blocks are freed before the next one is taken: the collector may call in its midst."""
+
+
+def memory() -> Any:
+    """The allocator of the device, as it is now."""
+    with _lock:
+        while _let_go:
+            if (held := _held.pop(_let_go.popleft(), None)) is not None:
+                _allocator.free(held[1])
+    return _allocator
+
+
+def _take(storage: torch.UntypedStorage) -> None:
+    number, allocator = id(storage), memory()
+    if storage.nbytes():
+        with _lock:
+            _held[number] = weakref.ref(storage, lambda _: _let_go.append(number)), allocator.malloc(storage.nbytes())
 
 
 def device() -> torch.device:
@@ -46,6 +87,8 @@ def storage_on_device(storage: torch.UntypedStorage) -> bool:
 
 def put(tensor: torch.Tensor) -> torch.Tensor:
     """Let the tensor's storage lie on the device from here on."""
+    if not on_device(tensor) and not tensor.is_meta and key(tensor) is not None:
+        _take(_storage(tensor))
     return _tag(tensor, _on_device)
 
 
@@ -59,6 +102,8 @@ def is_gone(address: int) -> bool:
 
 
 def put_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if not storage_on_device(storage):
+        _take(storage)
     with _lock:
         _on_device.setdefault(storage._cdata, StorageWeakRef(storage))
     return storage

@@ -3,9 +3,10 @@
 Work of the main stream runs at once, so that it would hide who does not wait for it: clocks tell (`clocks`). Work of a
 side stream is kept and runs when something waits for it: an event that was recorded behind it, `wait_stream`,
 `synchronize`. Until then what it writes reads as before, or as noise where it is new; what it reads is read when it
-runs, so whoever writes there meanwhile is seen. Memory that nobody holds any more when kept work runs, and that no
-`record_stream` keeps for its stream, is overwritten first: the main stream may have had it. Who writes to page-locked
-memory before the host waited for a copy from there is refused.
+runs, so whoever writes there meanwhile is seen. Of the main stream the host knows what it has waited for: an event
+behind that has not passed yet, and page-locked memory that a copy writes to is noise until then. Memory that nobody
+holds any more when kept work runs, and that no `record_stream` keeps for its stream, is overwritten first: the main
+stream may have had it. Who writes to page-locked memory before the host waited for a copy from there is refused.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from . import clocks, nccl
 from .ledger import note, refuse
 from .storages import device, key, on_device
 
-NOISE = 7.7e7
+NOISE = 5.5e4  # also of float16
 _local = threading.local()
+_arrives = threading.RLock()
 _aliases: Counter[int | None] = Counter()
 """Tensors by which kept work itself holds a storage."""
 _reading: list[tuple[Tensor, Tensor]] = []
 """(Page-locked memory, what it held) of copies to the device that the host has not waited for."""
+_arriving: deque[tuple[int, Tensor, Tensor]] = deque()
+"""(Time of the main stream, page-locked memory, what comes there) of its copies that the host has not waited for."""
 
 
 EVERY: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -72,6 +76,9 @@ class Stream:
             self._work.append(work)
             self.asked += 1
 
+    def kept(self) -> list[Callable[[], None]]:
+        return [work.run for work in self._work]
+
     def run_to(self, number: int) -> None:
         """Run what was asked for until then, in order."""
         with self._lock, carried_out():
@@ -104,7 +111,7 @@ class Stream:
 
     def query(self) -> bool:
         if not self._work:
-            clocks.join(clocks.HOST, clocks.clock_of(self.stream_id))
+            host_knows(clocks.clock_of(self.stream_id))
         return not self._work
 
     def __enter__(self) -> Stream:
@@ -143,25 +150,39 @@ class Event:
 
     def query(self) -> bool:
         """Whether it has passed: not yet where it is asked first, as who polls must be able to bear."""
-        passed = self.stream is None or self.stream is Stream.main or self.stream.done >= self._number
-        if not passed:
-            self._polls += 1
-            if self._polls > 1:
-                self.pass_()
-            passed = self._polls > 1
-        if passed:
-            clocks.join(clocks.HOST, self.clock)
-        return passed
+        if self._is_known():
+            return True
+        self._polls += 1
+        if self._polls > 1:
+            self.pass_()
+            host_knows(self.clock)
+        return self._polls > 1
 
     def synchronize(self) -> None:
-        host_waits("Event.synchronize", clock=self.clock)
+        """Nobody waits for what is known to have passed."""
+        if not self._is_known():
+            host_waits("Event.synchronize", clock=self.clock)
         self.pass_()
+
+    def _is_known(self) -> bool:
+        """Whether the host has waited for it, or for what comes behind it."""
+        done = self.stream is None or self.stream is Stream.main or self.stream.done >= self._number
+        return done and clocks.is_behind(clocks.HOST, self.clock)
 
     def elapsed_time(self, other: Event) -> float:
         return 1e3 * (other._time - self._time)
 
 
 Stream.main = Stream()
+
+
+def graph_captured() -> Any:
+    """The graph (`graphs`) for which this thread's ops are noted, if any."""
+    return getattr(_local, "graph", None)
+
+
+def set_captured(graph: Any) -> None:
+    _local.graph = graph
 
 
 def _stack() -> list[Stream]:
@@ -203,18 +224,56 @@ def is_carried() -> bool:
 
 def asks(stream: Stream, reads: Iterable[Tensor], writes: Iterable[Tensor], what: str) -> None:
     """The host asks a stream for an op."""
-    if not is_carried():
+    if is_carried():
+        return
+    graph = graph_captured()
+    if graph is None:
         clocks.asked(stream.stream_id)
         clocks.touch(stream.stream_id, reads, writes, what)
+    elif stream is graph.stream:
+        graph.touches.append(([*reads], [*writes], what))
+    else:
+        raise refuse(f"{what} on another stream while a graph is captured")
 
 
 def host_waits(how: str, stream: Stream | None = None, clock: clocks.Clock | None = None) -> None:
     """The host waits for a stream, the current one as a rule, or for an event's clock: copies to it are done."""
+    if graph_captured() is not None:
+        raise refuse(f"{how} while a graph is captured")
     note("waits", how)
     clock = clocks.clock_of((stream or current()).stream_id) if clock is None else clock
     clocks.join(clocks.HOST, clock)
     nccl.host_waited(clock)
     _settle()
+    host_knows(clock)
+
+
+def host_knows(clock: clocks.Clock) -> None:
+    """What the clock knows has come to its end: copies of the main stream until then have arrived."""
+    clocks.join(clocks.HOST, clock)
+    _arrive(clocks.clock_of(clocks.HOST).get(Stream.main.stream_id, 0))
+
+
+def _arrive(time_of_main: int) -> None:
+    with _arrives, carried_out():
+        while _arriving and _arriving[0][0] <= time_of_main:
+            _, target, came = _arriving.popleft()
+            target.copy_(came)
+
+
+def to_pinned(target: Tensor, source: Tensor) -> None:
+    """A copy of the main stream to page-locked memory begins, which the host may not read yet."""
+    now = clocks.clock_of(Stream.main.stream_id)[Stream.main.stream_id]
+    with _arrives:
+        _arriving.append((now, target.detach(), source.detach().clone()))
+        target.detach().fill_(NOISE if target.is_floating_point() else 77)
+
+
+def arrive_at(pinned: Tensor) -> None:
+    """The device itself reads or writes there behind such copies."""
+    mine = [now for now, target, _ in list(_arriving) if key(target) == key(pinned)]
+    if mine:
+        _arrive(mine[-1])
 
 
 def _settle() -> None:

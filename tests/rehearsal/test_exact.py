@@ -23,8 +23,10 @@ import sys
 sys.path.insert(0, {tests!r})
 import rehearsal
 rehearsal.install()
+from rehearsal import packages
+packages.install(**packages.VERSIONS)
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu", sys.argv[1]]))
+sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "-n", "0", "-m", "gpu", sys.argv[1]]))
 """
 
 
@@ -49,6 +51,15 @@ def test_experts_that_have_copies(jobs: Any) -> None:
         )
 
 
+def test_tokens_that_go_once_to_a_node(jobs: Any) -> None:
+    """Drawn copies, and copies that pay inside a node and are fetched again, in passes that run twice."""
+    tests = module_at("integrations/megatron/test_experts.py")
+    local = {"moe": tests.LOSSES, "local": True, "train__recompute": True}
+    for changes in ({"moe": tests.BIASED}, local):
+        routed = {"plugins": tests.SLICES, "seeds": (None,) * 4, "parallel__ep": 4, "once": True, **changes}
+        tests.exact(jobs("megatron")(4, "routed", **routed), branch="cut sequences")
+
+
 @pytest.mark.parametrize("folder", ["stage", "attention"])
 def test_what_is_marked_for_a_gpu(folder: str) -> None:
     """Offload through page-locked memory to the last bit, kernels of CUDA beside their reference: each in a stream."""
@@ -59,3 +70,5 @@ def test_what_is_marked_for_a_gpu(folder: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
+    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all("torch_cpu is not there" in line for line in skipped), "every other row has its kernel"

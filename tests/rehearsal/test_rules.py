@@ -18,6 +18,7 @@ HANDED = (
     "side.wait_stream(torch.cuda.current_stream())\nwith torch.cuda.stream(side): y = gpu * 2\n"
     "torch.cuda.current_stream().wait_stream(side)\n"
 )
+CAPTURED = "graph = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(graph): y = gpu * 2\n"
 ACTS: dict[str, tuple[str, str]] = {
     "an op on both sides": ("gpu + torch.ones(3)", "on both sides"),
     "an index of the device on the host": ("torch.ones(3)[torch.zeros(1, dtype=torch.int64, device='cuda')]", "both"),
@@ -102,6 +103,18 @@ ACTS: dict[str, tuple[str, str]] = {
         "page = torch.zeros(3, pin_memory=True); page.copy_(gpu, non_blocking=True); page.sum()",
         "sum reads on the host what is written on the main stream",
     ),
+    "a wait while a graph is captured": (
+        "with torch.cuda.graph(torch.cuda.CUDAGraph()): (gpu * 2).sum().item()",
+        "_local_scalar_dense while a graph is captured",
+    ),
+    "a graph on a side stream that does not wait for what it reads": (
+        CAPTURED + "gpu.add_(1)\nwith torch.cuda.stream(side): graph.replay()",
+        "mul reads on stream SIDE what is written on the main stream",
+    ),
+    "a main stream that does not wait for a graph": (
+        CAPTURED + "with torch.cuda.stream(side): graph.replay()\nz = y + 1",
+        "add reads on the main stream what is written on stream SIDE",
+    ),
 }
 FINE: dict[str, str] = {
     "a number on the host": "assert (gpu * torch.tensor(2.0)).sum().item() == 6",
@@ -155,10 +168,37 @@ FINE: dict[str, str] = {
         "assert ledger.units[before]['what'] == 'c10d::allreduce_ torch.float32 12'"
     ),
     "a thread that has set its device": "in_thread(lambda: (torch.cuda.set_device(1), torch.ones(3, device='cuda')))",
+    "a copy to the host beside the main stream": (
+        "page = gpu.to('cpu', non_blocking=True); event = torch.cuda.current_stream().record_event()\n"
+        "assert bytes_now(page) != [1, 1, 1]\nassert not event.query()\nevent.synchronize()\n"
+        "assert page.tolist() == [1, 1, 1]\nassert len(ledger.counts['waits']) == 1"
+    ),
+    "an event that has passed": (
+        "event = torch.cuda.current_stream().record_event(); gpu.sum().item(); event.synchronize()\n"
+        "assert event.query()\nassert len(ledger.counts['waits']) == 1"
+    ),
+    "an event of a side stream that waited for the main one": (
+        "page = gpu.to('cpu', non_blocking=True); own = torch.cuda.current_stream().record_event()\n"
+        "side.wait_stream(torch.cuda.current_stream()); side.record_event().synchronize(); own.synchronize()\n"
+        "assert page.tolist() == [1, 1, 1]\nassert len(ledger.counts['waits']) == 1"
+    ),
+    "an event of a side stream that did not": (
+        "page = gpu.to('cpu', non_blocking=True)\nside.record_event().synchronize()\n"
+        "assert bytes_now(page) != [1, 1, 1]"
+    ),
+    "a copy to the host that the device reads": (
+        "page = gpu.to('cpu', non_blocking=True); assert page.to('cuda', non_blocking=True).tolist() == [1, 1, 1]"
+    ),
     "a thread has the device, too": (
         "import threading; seen = []\n"
         "thread = threading.Thread(target=lambda: seen.append((gpu + 1).device.type)); thread.start(); thread.join()\n"
         "assert seen == ['cuda']"
+    ),
+    "a graph is replayed on what is there then": (
+        CAPTURED + "assert bytes_now(y) != [2, 2, 2]\ngraph.replay(); assert y.tolist() == [2, 2, 2]\n"
+        "gpu.add_(1); side.wait_stream(torch.cuda.current_stream())\nwith torch.cuda.stream(side): graph.replay()\n"
+        "assert bytes_now(y) == [2, 2, 2]\n"
+        "torch.cuda.current_stream().wait_stream(side)\nassert y.tolist() == [4, 4, 4]"
     ),
     "a boolean index waits": "gpu[gpu > 0]; assert ledger.counts['waits']",
     "a list waits on its way to the device": (

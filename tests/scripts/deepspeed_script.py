@@ -70,6 +70,7 @@ def train(ds_config: dict, out: Path, checkpointing: bool) -> None:
     )
     losses, shapes = [], []
     for batch in loader:
+        batch = {name: value.to(engine.device) for name, value in batch.items()}
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
@@ -78,7 +79,8 @@ def train(ds_config: dict, out: Path, checkpointing: bool) -> None:
 
     engine.eval()
     with torch.no_grad():
-        evaluation = engine(**collate([Samples()[0], Samples()[1]])).loss.item()
+        batch = {name: value.to(engine.device) for name, value in collate([Samples()[0], Samples()[1]]).items()}
+        evaluation = engine(**batch).loss.item()
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=engine.zero_optimization_stage() == 3):
         weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     rank = torch.distributed.get_rank()

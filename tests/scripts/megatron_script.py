@@ -1,6 +1,6 @@
 """A plain Megatron-Core pre-training script, as its author would write it: it knows nothing of evenload.
 
-torchrun --nproc-per-node 2 megatron_script.py --out FOLDER [--dtypes fp32 fp64] [--pp 2] [--tp 2]
+torchrun --nproc-per-node 2 megatron_script.py --out FOLDER [--dtypes fp32 fp64 bf16 fp16] [--pp 2] [--tp 2]
 """
 
 import argparse
@@ -16,10 +16,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQ_LENGTH, VOCABULARY, MICRO_BATCH, NUM_MICRO_BATCHES, STEPS = 64, 128, 2, 3, 3
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def sample(index):
@@ -67,6 +68,7 @@ def forward_step(shapes, data_iterator, model):
 
 def build(dtype, positions, overlap):
     exact = dtype == torch.float64
+    half = {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
     pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
     config = TransformerConfig(
         num_layers=2,
@@ -76,6 +78,7 @@ def build(dtype, positions, overlap):
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
+        **half,
         pipeline_dtype=dtype,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -94,6 +97,8 @@ def build(dtype, positions, overlap):
     )
     if exact:
         model.double()
+    if any(half.values()):
+        model = Float16Module(config, model)
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, use_distributed_optimizer=not exact)
     model = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
     config.finalize_model_grads_func = finalize_model_grads
@@ -104,10 +109,14 @@ def build(dtype, positions, overlap):
             lr=1e-3,
             clip_grad=0.0 if exact else 1.0,
             params_dtype=dtype,
+            **half,
+            initial_loss_scale=2.0**10,
             use_distributed_optimizer=not exact,
         ),
         [model],
     )
+    if any(half.values()):
+        config.grad_scale_func = optimizer.scale_loss
     return model, optimizer
 
 

@@ -53,7 +53,7 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.simulate.step import simulate
 from ...runtime.measure.busy import cpu_clock
-from ...runtime.measure.links import measure_links
+from ...runtime.measure.links import LinkFit, measure_links
 from ...runtime.measure.memory import free_bytes
 from ...runtime.world.variables import integer
 from ..files import whole
@@ -165,7 +165,7 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
         "ranks": job.world.size,
         "passes": {"forward": costs.forward.model_dump(), "backward": costs.backward.model_dump()},
         "update_s": fitted.update_s,
-        "links": {name: {**fit.link.model_dump(), "fit_error": fit.errors} for name, fit in links.items()},
+        "links": {name: _link(fit) for name, fit in links.items()},
         "fit_error": fitted.errors,
         "memory": memory.model_dump(),
         "samples": [asdict(sample) for sample in samples],
@@ -174,6 +174,11 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
         "source": costs.source,
         "out": str(out),
     }
+
+
+def _link(fit: LinkFit) -> dict[str, Any]:
+    timings = [timing._asdict() for timing in fit.timings]
+    return {**fit.link.model_dump(), "fit_error": fit.errors, "timings": timings}
 
 
 def _beside(job: Job, samples: list[MeasuredCase], load: float, per_node: int) -> OtherLoad:

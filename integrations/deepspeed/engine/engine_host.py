@@ -132,12 +132,12 @@ class EngineWeights(Weights):
             )
         totals, (executed, branches) = self._passes(step, num_targets)
         dist.all_reduce(totals)
+        loss_sum, ran = totals.tolist()
         busy = step.clock.read()
         loads = tuple(gated.gate.loads) if gated else ()
         branches = (SUM_AFTER_PASSES, *branches, *((COPIED,) if any(load.copies for load in loads) else ()))
-        loss = float(totals[0]) / num_targets
-        ran = num_targets if labels is None else round(float(totals[1]))
-        return StepResult(loss, ran, busy.total_s, busy.forward_s, executed, branches, loads)
+        ran = num_targets if labels is None else round(ran)
+        return StepResult(loss_sum / num_targets, ran, busy.total_s, busy.forward_s, executed, branches, loads)
 
     @abstractmethod
     def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:

@@ -100,7 +100,10 @@ class GatedExperts:
         counts = self.gate.with_header(number, sent_E, counted_E)
         rows = [torch.empty_like(counts) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(rows, counts, group=self._group)
-        return self.gate.shares(number, self.gate.checked_counts(torch.stack(rows), record=record), record=record)
+        self.gate.take(number, torch.stack(rows), record=record)
+        shares = self.gate.shares(number, record=record)
+        self.gate.check()
+        return shares
 
     def _record(self, number: int, chosen_TK: Tensor) -> None:
         if self.pack is not None and torch.is_grad_enabled():

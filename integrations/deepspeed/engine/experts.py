@@ -41,12 +41,19 @@ try:
 except ImportError:  # older versions: no model has such a layer, or it exchanges tokens in another way
     COMM_BACKEND, PRESET_MODELS, AutoEPMoELayer = "", {}, type("AutoEPMoELayer", (torch.nn.Module,), {})
 
+_ALIGNED = 8
+"""Values of bfloat16 in 16 bytes."""
 __all__ = ["COMM_BACKEND", "AutoEPMoELayer"]
 
 
 def preset_of(model_type: str) -> str | None:
     """AutoEP's preset for a kind of Hugging Face model; None where it has none."""
     return next((name for name, preset in PRESET_MODELS.items() if model_type in preset.hf_model_types), None)
+
+
+def has_whole_rows(recipe: Recipe) -> bool:
+    """Whether rows of experts' matrices are whole 16 bytes in bfloat16, as torch's grouped product wants them."""
+    return not any(size % _ALIGNED for size in (recipe.model.hidden_size, recipe.model.expert_ffn_size))
 
 
 def section(recipe: Recipe, model: Any) -> dict[str, Any]:
@@ -70,7 +77,7 @@ def section(recipe: Recipe, model: Any) -> dict[str, Any]:
             "set parallel.ep=1: every rank then has all experts",
         )
     # The grouped product is CUDA's, in bfloat16.
-    grouped = recipe.train.dtype == "bf16" and torch.cuda.is_available()
+    grouped = recipe.train.dtype == "bf16" and torch.cuda.is_available() and has_whole_rows(recipe)
     return {
         "expert_parallel": {
             "enabled": True,

@@ -19,10 +19,8 @@ from ...huggingface import attention
 from ...huggingface.folders.conversion import ModelWeights
 from ...huggingface.folders.model_config import model_config
 from ...huggingface.folders.reading import WeightFolder
+from .experts import has_whole_rows
 from .keeping import WHOLE, Keeping, Parts, WithoutMemory, build_partly, read_model
-
-_ALIGNED = 8
-"""Values of bfloat16 in 16 bytes."""
 
 
 def build_model(
@@ -47,9 +45,7 @@ def build_model(
     """
     attention.register()
     kind, config = transformers.AutoModelForCausalLM, model_config(recipe)
-    sizes = recipe.model.hidden_size, recipe.model.expert_ffn_size
-    grouped = recipe.model.moe is None or not any(size % _ALIGNED for size in sizes)
-    if experts_implementation or not grouped:
+    if experts_implementation or not (recipe.model.moe is None or has_whole_rows(recipe)):
         config._experts_implementation = experts_implementation or "eager"
     whole = partial(kind.from_config, config, attn_implementation=attn_implementation, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):

@@ -36,6 +36,7 @@ from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
+from ....runtime.attention.copy_rows import ToHost, copy_rows
 from ....runtime.attributes import with_attributes
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported, shape_of
@@ -55,6 +56,8 @@ class Attached:
     stock_attention: str
     handed_out: deque[PlannedMicroBatch] = field(default_factory=deque)
     """Micro-batches that the script holds but has not run."""
+    unseen: list[tuple[PlannedMicroBatch, ToHost]] = field(default_factory=list)
+    """Of the step that runs, with the tokens that came for them on a device: compared before the update."""
     running: PlannedMicroBatch | None = None
     """The micro-batch between its forward and its backward."""
     active: bool = True
@@ -108,10 +111,13 @@ def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
     planned = _recognise(state, call.get("input_ids"))
     _refuse_out_of_step(engine, state, planned)
     state.running = planned
-    device = call["input_ids"].device
-    on_device = {name: getattr(planned.pack, name).to(device) for name in ("cu_seqlens", "tokens_T")}
-    pack = replace(planned.pack, **on_device)
-    call |= {"position_ids": pack.positions_T[None].to(device), "use_cache": False, attention.PACK: pack}
+    tokens_1T = call["input_ids"]
+    rows = {name: getattr(planned.pack, name).numpy() for name in ("cu_seqlens", "positions_T")}
+    there = copy_rows(rows, tokens_1T.device)
+    pack = replace(
+        planned.pack, tokens_T=tokens_1T[0], cu_seqlens=there["cu_seqlens"], positions_T=there["positions_T"]
+    )
+    call |= {"position_ids": pack.positions_T[None], "use_cache": False, attention.PACK: pack}
     call.pop("attention_mask", None)
     gated = state.gated
     if gated:
@@ -150,6 +156,10 @@ def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
             "call engine.backward(loss), not loss.backward(), between engine(...) and engine.step()",
         )
     if state is not None and engine.is_gradient_accumulation_boundary():
+        unseen, state.unseen = state.unseen, []
+        for planned, tokens_T in reversed(unseen):  # the others have come before the last
+            if not torch.equal(tokens_T.read(), planned.pack.tokens_T):
+                raise _unknown(f"other input_ids in micro-batch {planned.place} of the step")
         end_of_check()
     return wrapped(*args, **kwargs)
 
@@ -190,17 +200,24 @@ def _show_loss(state: Attached, planned: PlannedMicroBatch, output: Any) -> Any:
 
 
 def _recognise(state: Attached, input_ids: Any) -> PlannedMicroBatch:
-    """The handed-out micro-batch with these tokens; it is taken off the list."""
+    """The handed-out micro-batch with these tokens; it is taken off the list. On a device the next one of that shape
+    is taken for it, until the update."""
     if isinstance(input_ids, torch.Tensor):
+        if input_ids.is_cuda and [input_ids.shape] == [(1, len(one.pack.tokens_T)) for one in [*state.handed_out][:1]]:
+            state.unseen.append((state.handed_out.popleft(), ToHost(input_ids[0])))
+            return state.unseen[-1][0]
         for planned in state.handed_out:
             tokens_T = planned.pack.tokens_T
             if input_ids.shape == (1, len(tokens_T)) and torch.equal(input_ids[0].cpu(), tokens_T):
                 state.handed_out.remove(planned)
                 return planned
-    detail = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else "no input_ids"
-    raise EvenloadError(
+    raise _unknown(f"input_ids {tuple(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else "no input_ids")
+
+
+def _unknown(detail: str) -> EvenloadError:
+    return EvenloadError(
         "the engine was given a training batch that the planned loader did not hand out",
-        f"input_ids {detail}",
+        detail,
         "pass the batches of deepspeed.initialize's loader on unchanged, or leave the evenload section out",
     )
 

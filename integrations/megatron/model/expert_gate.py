@@ -1,7 +1,8 @@
 """Count headers, marks and copies at Megatron-Core's MoE layers (`runtime.experts`).
 
 Megatron's alltoall dispatcher gathers the counts of a layer in its `preprocess`; here they are gathered right before,
-with headers, and what it would gather is known then. Where the plan's planner of layers gives a rank copies of experts,
+with headers, and what it would gather is known then. Before it exchanges tokens it waits for their sizes on the host;
+the headers have come by then, too, and are checked. Where the plan's planner of layers gives a rank copies of experts,
 the dispatcher sees slots instead of experts: a rank's own ones and its copies (`runtime.experts.balance`). Router,
 parameters and checkpoints know experts alone.
 
@@ -43,6 +44,9 @@ def bind_gate(gpt: Any, gate: ExpertGate) -> ExitStack:
             bound, dispatcher, experts = _GatedLayer(layer, gate), layer.mlp.token_dispatcher, layer.mlp.experts
             dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
             dispatcher.combine_postprocess = bound.postprocess
+            if bound.exchanges:
+                dispatcher._maybe_dtoh_and_synchronize = bound.synchronize
+                undo.callback(delattr, dispatcher, "_maybe_dtoh_and_synchronize")
             undo.callback(delattr, dispatcher, "dispatch_preprocess")
             undo.callback(delattr, dispatcher, "combine_postprocess")
             undo.callback(delattr, experts, "forward")
@@ -59,6 +63,8 @@ class _GatedLayer:
         self._own_preprocess = self._dispatcher.dispatch_preprocess
         self._own_postprocess: Callable[[Tensor], Tensor] = self._dispatcher.combine_postprocess
         self._own_forward: Callable[..., tuple[Tensor, None]] = self._experts.forward
+        self.exchanges = isinstance(self._dispatcher, MoEAlltoAllTokenDispatcher)
+        self._own_synchronize: Any = self._dispatcher._maybe_dtoh_and_synchronize if self.exchanges else None
         self._number: int = layer.layer_number - 1
         self._own: int = layer.mlp.num_local_experts
         self._sharded = isinstance(self._experts, ShardedExperts)
@@ -73,9 +79,9 @@ class _GatedLayer:
         """What stands in for `dispatch_preprocess`: the gate first, then the dispatcher's own."""
         record = torch.is_grad_enabled()
         sent_RE = self._gathered(routing_map, record)
-        if not isinstance(self._dispatcher, MoEAlltoAllTokenDispatcher):
-            return self._own_preprocess(*self._filled_up(sent_RE, hidden_states, routing_map, probs))
-        shares = self._gate.shares(self._number, sent_RE, record=record)
+        if not self.exchanges:
+            return self._own_preprocess(*self._filled_up(hidden_states, routing_map, probs))
+        shares = self._gate.shares(self._number, record=record)
         counts = sent_RE.flatten()
         self._fetch = self._rows = None
         if shares is not None:
@@ -89,9 +95,17 @@ class _GatedLayer:
             routing_map, probs = shares.spread(routing_map, probs)
         self.lay_out(self._own if shares is None else shares.slots)
         if self._gate.once_ranks:
+            self._gate.check()
             hidden_states, routing_map, probs, counts = self._once(hidden_states, routing_map, probs, counts)
         with with_attributes(token_dispatcher, gather_from_sequence_parallel_region=lambda *_, **__: counts):
             return self._own_preprocess(hidden_states, routing_map, probs)
+
+    def synchronize(self, point: str, *counts: Any) -> Any:
+        """What stands in for the dispatcher's own wait for sizes on the host, at one of its points."""
+        counts = self._own_synchronize(point, *counts)
+        if point == "before_ep_alltoall":
+            self._gate.check()
+        return counts
 
     def postprocess(self, hidden_states: Tensor) -> Tensor:
         """`combine_postprocess`, without what fills up a pack; what nodes have made of a token is added up."""
@@ -135,7 +149,7 @@ class _GatedLayer:
         rows, dispatcher = counts, self._dispatcher
         if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             rows = token_dispatcher.gather_from_sequence_parallel_region(counts, group=dispatcher.tp_ep_group)
-        return self._gate.checked_counts(rows.view(-1, len(counts)), record=record)
+        return self._gate.take(self._number, rows.view(-1, len(counts)), record=record)
 
     def lay_out(self, slots: int) -> None:
         """Let the dispatcher see so many slots on each rank instead of its experts."""
@@ -149,11 +163,11 @@ class _GatedLayer:
         dispatcher.sort_input_by_local_experts = chunks.view(-1, slots).T.ravel()
         dispatcher.restore_output_by_local_experts = chunks.view(slots, -1).T.ravel()
 
-    def _filled_up(self, sent_RE: Tensor, *rows: Tensor) -> Iterator[Tensor]:
+    def _filled_up(self, *rows: Tensor) -> Iterator[Tensor]:
         """With as many rows as the longest pack of the group has tokens; those behind go to no expert."""
-        config, self._tokens = self._layer.config, 0
+        config, self._tokens, sent_RE = self._layer.config, 0, self._gate.check()
         # Where tokens are dropped, counts do not tell lengths; but there micro-batches are the trainer's own.
-        if config.moe_expert_capacity_factor is None:
+        if config.moe_expert_capacity_factor is None and sent_RE is not None:
             own, longest = len(rows[0]), int(sent_RE.sum(dim=1).max()) // config.moe_router_topk
             self._tokens = own if longest > own else 0
         for row in rows:

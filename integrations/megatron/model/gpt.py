@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import optimizer as optimizers
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -16,6 +18,7 @@ from torch import nn
 
 from ....core.machine.layout import Layout
 from ....core.recipe.recipe import Recipe
+from ....runtime.attributes import with_attributes
 from ....runtime.stage.lookup import sum_in_float32
 from ..base.setup import check_recipe
 from .attention import packed_layer_spec, stock_layer_spec
@@ -26,6 +29,8 @@ from .vocabulary import hide_padding, padded_vocabulary
 
 log = logging.getLogger("evenload")
 
+_TORCH_ADAM = {"Adam": torch.optim.AdamW, "USING_PYTORCH_OPTIMIZER": True}
+"""In float64, which the fused Adam of Transformer Engine and of Apex does not take."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -165,7 +170,8 @@ def build_optimizer(recipe: Recipe, ddp: DistributedDataParallel) -> Any:
         params_dtype=DTYPES[train.dtype],
         use_distributed_optimizer=uses_distributed_optimizer(recipe),
     )
-    optimizer = get_megatron_optimizer(config, [ddp])
+    with with_attributes(optimizers, **_TORCH_ADAM) if exact else nullcontext():
+        optimizer = get_megatron_optimizer(config, [ddp])
     for group in optimizer.param_groups:
         # Megatron-LM's scheduler does this in every step; the optimizer by itself decays norms and biases too.
         group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)

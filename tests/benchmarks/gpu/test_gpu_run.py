@@ -24,12 +24,10 @@ SCRIPTS = ("attention", "slices", "chunks", "ring", "offload", "experts", "adapt
 
 @pytest.fixture(scope="module")
 def stages() -> ModuleType:
-    name = "gpu_stages"
-    spec = importlib.util.spec_from_file_location(name, GPU / "stages.py")
+    spec = importlib.util.spec_from_file_location("gpu_stages", GPU / "stages.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -54,7 +52,10 @@ def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
     asked = set()
     for stage in stages.stages():
         words = [word for word in stage.arguments if word != "-P"]
-        if words[:2] == ["-m", "evenload"] and words[2] != "doctor":
+        if words[:3] == ["-m", "evenload", "doctor"]:
+            assert "--gpu" in words
+            assert stage.limit_s > int(words[words.index("--limit") + 1])
+        elif words[:2] == ["-m", "evenload"]:
             overrides = [w for w in words[4:] if "=" in w and not w.startswith("-")]
             recipe = load_recipe(words[3], overrides)
             assert recipe.min_world_size == 1
@@ -67,7 +68,6 @@ def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
         ("verify", "deepspeed"),
         ("bench", "megatron"),
         ("bench", "deepspeed"),
-        ("profile", "megatron"),
         *((f"{name}.py", "") for name in SCRIPTS),
     }
     with pytest.raises(EvenloadError):
@@ -118,15 +118,22 @@ def test_only_lacking_wheels_are_installed(stages: ModuleType, tmp_path: Path) -
     assert [wheel.name for wheel in stages.lacking(tmp_path)] == ["nosuch_thing-1.0-py3-none-any.whl"]
 
 
-def test_costs_are_named_after_the_card(stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_and_the_costs_of_the_card_are_kept(
+    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert stages.costs_name("NVIDIA H200") == "h200"
     assert stages.costs_name("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
     (tmp_path / "recipes" / "costs").mkdir(parents=True)
-    (tmp_path / "fitted.yaml").write_text("source: x\n")
+    (tmp_path / "hour").mkdir()
+    (tmp_path / "hour" / "costs.yaml").write_text("source: x\n")
     monkeypatch.setattr(stages, "ROOT", tmp_path)
-    stages.keep_costs(tmp_path / "fitted.yaml", "h200", tmp_path / "gpu.json")
+    kept = stages.keep(tmp_path / "hour", "h200", tmp_path / "gpu.json")
     assert (tmp_path / "recipes" / "costs" / "h200.yaml").read_text() == "source: x\n"
     assert (tmp_path / "h200.yaml").is_file()
+    assert kept[0].endswith("gpu.md: No such file or directory"), "there is no page"
+    (tmp_path / "hour" / "page.md").write_text("# page\n")
+    stages.keep(tmp_path / "hour", "h200", tmp_path / "gpu.json")
+    assert (tmp_path / "gpu.md").read_text() == "# page\n"
 
 
 @pytest.fixture

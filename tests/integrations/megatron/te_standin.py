@@ -48,6 +48,7 @@ class DotProductAttention(nn.Module):
         self.scale = self.widths[0] ** -0.5 if softmax_scale is None else softmax_scale
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = self.widths
         self.window_size, self.heads = window_size, num_attention_heads // tp_size
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.groups = (num_gqa_groups or num_attention_heads) // tp_size
 
     def forward(
@@ -74,7 +75,7 @@ class DotProductAttention(nn.Module):
         pad_between_seqs=None,
         fp8_output=False,
     ):
-        qkv_format = qkv_format or "sbhd"
+        qkv_format, attn_mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         calls.append(qkv_format)
         assert attention_mask is None
         assert core_attention_bias is None
@@ -106,7 +107,7 @@ class DotProductAttention(nn.Module):
     def _attend(self, q, k, v):
         """One sample: [n, H, D]."""
         k, v = (x.repeat_interleave(self.heads // self.groups, dim=1) for x in (k, v))
-        behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        behind = torch.arange(len(q), device=q.device)[:, None] - torch.arange(len(q), device=q.device)
         unseen = behind < 0
         if self.window_size is not None and self.window_size[0] >= 0:
             unseen |= behind > self.window_size[0]

@@ -26,12 +26,15 @@ def test_ranks_that_agree_get_what_all_of_them_send_and_the_imbalance_without_du
     for gate in (first, second):
         gate.enter("forward of micro-batch 0")
     rows = torch.stack([first.with_header(2, SENT, COUNTED), second.with_header(2, SENT * 2, COUNTED * 3)])
-    assert second.checked_counts(rows, record=True).tolist() == [SENT.tolist(), (2 * SENT).tolist()]
+    assert second.take(2, rows, record=True).tolist() == [SENT.tolist(), (2 * SENT).tolist()]
+    assert second.check().tolist() == [SENT.tolist(), (2 * SENT).tolist()]
+    assert second.check() is None
     (load,) = second.loads
     assert (load.number, load.layer, load.counts) == (0, 2, (12, 0, 0, 6))
     assert load.imbalance == 16 / 12  # 16 of 24 tokens for the two experts of the first rank
     assert load[4:] == (16 / 12, 0, 0, 0.0, "")  # every expert at its home: none copied, nothing fetched
-    assert first.checked_counts(rows, record=False).shape == (2, 4)
+    first.take(2, rows, record=False)
+    assert first.check().shape == (2, 4)
     assert not first.loads
 
 
@@ -41,7 +44,8 @@ def test_a_load_says_why_its_layer_was_not_planned_whatever_the_layers_around_it
     gate.enter("forward of micro-batch 0")
     for layer in range(3):
         rows = torch.stack([gate.with_header(layer, SENT, COUNTED)] * 2)
-        assert gate.shares(layer, gate.checked_counts(rows, record=True), record=True) is None
+        gate.take(layer, rows, record=True)
+        assert gate.shares(layer, record=True) is None
     first, second, third = (load.failed for load in gate.loads)
     assert (first, third) == ("", "")
     assert second.startswith("experts of layer 1 stay at home, as 'drawn' failed: quotas lose tokens")
@@ -57,10 +61,16 @@ def test_a_rank_that_runs_another_pass_plan_layer_or_quotas_is_named(what: str) 
     if what == "quotas":
         second.begin(b"a" * 16, lambda _: None, ExpertPolicy("drawn", slots=1), lambda *_: np.array([[5, 0], [0, 5]]))
         second.enter("forward of micro-batch 0")
-        assert second.shares(0, torch.tensor([[4, 1], [1, 4]]), record=False) is None
+        second.take(
+            0,
+            torch.stack([second.with_header(0, torch.tensor(sent), SENT[:2]) for sent in ([4, 1], [1, 4])]),
+            record=False,
+        )
+        assert second.shares(0, record=False) is None
     rows = torch.stack([first.with_header(0, SENT, SENT), second.with_header(int(what == "layer"), SENT, SENT)])
+    second.take(int(what == "layer"), rows, record=True)
     with pytest.raises(RankError, match="run different passes") as caught:
-        second.checked_counts(rows, record=True)
+        second.check()
     assert "rank 4 runs pass 0" in caught.value.found
     assert f"rank 7 runs pass {int(what == 'pass')}" in caught.value.found
     assert not second.loads

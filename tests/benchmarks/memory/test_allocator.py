@@ -1,0 +1,130 @@
+"""The simulated allocator: what torch's own takes of the device, by its rules, and books that always balance."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "memory"
+MIB = 1 << 20
+
+
+SMALL = (
+    "--steps", "8", "--layers", "2", "--hidden", "1024", "--ffn", "2048", "--vocabulary", "1024", "--max-tokens", "8192"
+)  # fmt: skip
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+allocator = script("allocator")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "taken", "reserved"),
+    [
+        ([1], 512, 2 * MIB),
+        ([513, 1], 1024 + 512, 2 * MIB),
+        ([MIB, MIB, MIB], 3 * MIB, 4 * MIB),
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([9 * MIB, 9 * MIB], 18 * MIB, 20 * MIB),
+        ([19 * MIB + 1], 20 * MIB, 20 * MIB),
+        ([20 * MIB + 1], 20 * MIB + 512, 22 * MIB),
+        ([100 * MIB], 100 * MIB, 100 * MIB),
+    ],
+)
+def test_sizes_and_segments_are_those_of_torch(sizes: list[int], taken: int, reserved: int) -> None:
+    """A rest of up to 1 MiB stays with its block in the large pool."""
+    device = allocator.Allocator()
+    for size in sizes:
+        device.malloc(size)
+    assert (device.taken, device.reserved) == (taken, reserved)
+
+
+def test_lengths_that_grow_take_a_segment_each_and_an_expandable_one_grows() -> None:
+    reserved = {}
+    for expandable in (False, True):
+        device = allocator.Allocator(expandable)
+        for size in range(100, 200, 10):
+            device.free(device.malloc(size * MIB))
+        reserved[expandable] = device.reserved // MIB
+    assert reserved == {False: sum(range(100, 200, 10)), True: 200}
+
+
+def test_what_is_free_goes_back_before_memory_runs_out() -> None:
+    device = allocator.Allocator(capacity=100 * MIB)
+    device.free(device.malloc(60 * MIB))
+    device.malloc(90 * MIB)
+    assert (device.flushes, device.reserved) == (1, 90 * MIB)
+    with pytest.raises(allocator.NoMemoryError):
+        device.malloc(20 * MIB)
+
+
+def test_pages_inside_an_expandable_segment_go_back_and_are_mapped_again() -> None:
+    device = allocator.Allocator(True, capacity=130 * MIB)
+    first, _ = device.malloc(60 * MIB), device.malloc(20 * MIB)
+    device.free(first)
+    own, _ = device.malloc(15 * MIB), device.malloc(60 * MIB)
+    assert (device.flushes, device.reserved) == (1, 100 * MIB)
+    assert device.malloc(20 * MIB).address == own.address + own.size, (
+        "the rest of a page and a page that is mapped anew"
+    )
+    assert (device.flushes, device.reserved) == (1, 120 * MIB)
+
+
+@given(
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 64 * MIB)), max_size=60),
+    st.sampled_from([float("inf"), 256 * MIB]),
+)
+def test_no_block_lies_on_another_and_all_that_is_freed_comes_back(
+    expandable: bool, asked: list[tuple[int, int]], capacity: float
+) -> None:
+    device = allocator.Allocator(expandable, capacity)
+    held: dict[int, Any] = {}
+    for place, size in asked:
+        if place in held:
+            device.free(held.pop(place))
+        try:
+            held[place] = device.malloc(size)
+        except allocator.NoMemoryError:
+            continue
+        assert held[place].size >= size
+        spans = sorted((block.address, block.address + block.size) for block in held.values())
+        assert all(end <= first for (_, end), (first, _) in pairwise(spans))
+        assert device.taken == sum(block.size for block in held.values()) <= device.reserved <= capacity
+    for block in held.values():
+        device.free(block)
+    device._give_back()
+    assert device.taken == 0
+    assert device.reserved == 0
+
+
+@pytest.mark.slow
+def test_packs_leave_fewer_holes_than_ragged_samples(scripted: Callable[..., Any], tmp_path: Path) -> None:
+    done = scripted("torch", tmp_path, FOLDER / "fragmentation.py", *SMALL, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    rows = result["rows"]
+    over = {}
+    for row in rows:
+        assert result["fixed_bytes"] < row["taken_bytes"] <= row["reserved_bytes"]
+        assert row["flushes"] is not None
+        over[row["lengths"], row["to"], row["expandable"]] = row["reserved_bytes"] / row["taken_bytes"] - 1
+    assert over["packs", 1, True] <= over["packs", 1, False] < over["samples", 1, False]
+    assert over["samples", 1, True] < over["samples", 1, False]
+    assert rows[0]["new_lengths"] > rows[2]["new_lengths"], "rounded lengths come again"
