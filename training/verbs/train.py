@@ -19,6 +19,7 @@ from ..checkpoint.checkpoints import last_good
 from ..checkpoint.resuming import drawing_after, keeping, resume
 from ..early_end import listening, say_ended
 from ..expert_loads import loads_writer, say_without_copies
+from ..garbage import collected
 from ..job import Job, logger, open_host, run_rank
 from ..measuring import OURS, Follower, in_turn
 from ..metrics import Taken, totals
@@ -117,6 +118,7 @@ def _run(
         write_loads = opened.enter_context(loads_writer(job, goes_on=first > 0))
         keep = opened.enter_context(keeping(job))
         ending = opened.enter_context(listening(recipe))
+        collect = opened.enter_context(collected(recipe.train.gc_every))
         for name in variants:
             progress(name, 0, recipe.train.steps - first, "")
         if validation and not first:
@@ -148,6 +150,7 @@ def _run(
             if done < recipe.train.steps:
                 ends = next(filter(None, (one.ends for one in taken.values())), "")
             keep(step, planned[OURS], state_now, best=best, last=bool(ends))
+            collect(done)
             if ends:
                 say_ended(ends, done, recipe)
                 break
