@@ -8,6 +8,9 @@ itself. A step's seconds are those of the slowest rank by the wall clock, its co
 are the seconds in which a rank collected in or behind it, of the rank that paused longest and in the mean of ranks.
 Where other programs use the cores, pauses say more than steps: they are of the collecting rank alone.
 
+``at 1,024``: predicted, the mean over steps of the longest pause of so many ranks that pause as these did, each by
+itself: of all steps under ``python``, and in a collected step of those that were collected.
+
 ``left``: objects in cycles that nobody held any more, of one collection, in the mean: what waits for the next one.
 """
 
@@ -69,7 +72,22 @@ def measured(job: Any, modes: list[int | None], block: int, rounds: int) -> list
     return rows
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def longest_s(pauses_s: list[float], draws: int) -> float:
+    """The mean of the longest of so many draws, with replacement."""
+    shares = (np.arange(len(pauses_s) + 1) / len(pauses_s)) ** draws
+    return float(np.sum(np.sort(pauses_s) * np.diff(shares)))
+
+
+def at_many_ranks_s(own: list[dict[str, Any]], draws: int) -> float:
+    """Seconds of a step, in the mean, in which the longest of many ranks collects."""
+    every = int(own[0]["mode"].split()[1]) if own[0]["mode"] != PYTHON else 1
+    groups = [
+        [row["most_pause_s"] for row in own if (row["step"] % every == 0) == at_once] for at_once in (True, False)
+    ]
+    return sum(longest_s(group, draws) * len(group) for group in groups if group) / len(own)
+
+
+def summary(rows: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
     """What the rows come to, by mode."""
     result = {}
     for name in dict.fromkeys(row["mode"] for row in rows):
@@ -82,6 +100,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "pause_s": float(np.mean([row["pause_s"] for row in own])),
             "most_pause_s": float(np.mean([row["most_pause_s"] for row in own])),
             "p99_pause_s": float(np.percentile([row["most_pause_s"] for row in own], 99)),
+            "at_1024_s": at_many_ranks_s(own, round(1024 / num_ranks)),
             "left": float(np.mean(left)) if left else 0.0,
         }
     return result
@@ -98,7 +117,7 @@ def on_rank(asked: argparse.Namespace) -> None:
         about = {"host": job.host.describe(), "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
         most_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
-            "modes": summary(rows),
+            "modes": summary(rows, asked.ranks),
             "rows": rows,
             "objects": len(gc.get_objects()),
             "rss_bytes": most_bytes,
@@ -121,8 +140,20 @@ def benchmark(asked: argparse.Namespace, words: list[str]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = ("", "steps", "p50", "p90", "p99", "longest", "pause, mean rank", "longest rank", "p99 of it", "left")
-    times = ("p50_s", "p90_s", "p99_s", "most_s", "pause_s", "most_pause_s", "p99_pause_s")
+    head = (
+        "",
+        "steps",
+        "p50",
+        "p90",
+        "p99",
+        "longest",
+        "pause, mean rank",
+        "longest rank",
+        "p99 of it",
+        "at 1,024",
+        "left",
+    )
+    times = ("p50_s", "p90_s", "p99_s", "most_s", "pause_s", "most_pause_s", "p99_pause_s", "at_1024_s")
     rows = [
         (name, one["steps"], *(seconds(one[key]) for key in times), f"{one['left']:,.0f}")
         for name, one in result["modes"].items()
