@@ -4,7 +4,7 @@
 
     none      nothing is disturbed
     data      rank 1 sleeps for 30 ms with every sample that it reads
-    compute   each pass of rank 1 is followed by half its CPU seconds once more, inside what counts as the pass
+    compute   each pass of rank 1 takes four times its CPU seconds
     host      two processes that compute share the core of rank 1, and nothing else
 
 ``loss`` is the last step's: what slows a rank changes no number.
@@ -56,7 +56,7 @@ def slow_compute() -> None:
         with count(self, kind, micro_batch):
             start_s = time.thread_time()
             yield
-            until_s = start_s + 1.5 * (time.thread_time() - start_s)
+            until_s = start_s + 4 * (time.thread_time() - start_s)
             while time.thread_time() < until_s:
                 pass
 

@@ -42,7 +42,7 @@ def test_garbage_goes_behind_the_steps_that_were_asked_for_and_not_before() -> N
     with collected(3) as collect:
         for done in range(1, 8):
             Knot()
-            [object() for _ in range(5000)]
+            [[] for _ in range(5000)]
             collect(done)
             left.append(Knot.alive)
     assert left == [1, 2, 0, 1, 2, 0, 1]
