@@ -46,7 +46,7 @@ class Pauses:
         self._start_s = 0.0
 
     def __call__(self, phase: str, info: Mapping[str, Any]) -> None:
-        """What `gc.callbacks` calls."""
+        """Note that a collection starts or stops: one of `gc.callbacks`."""
         if phase == "start":
             self._start_s = time.perf_counter()
         else:

@@ -52,7 +52,7 @@ class OwnTime:
         self._since_s = queued_s() + PAUSES.seconds
 
     def reading(self, tokens_of: TokensOf) -> TokensOf:
-        """The same samples, their reading timed."""
+        """What reads the same samples, and is timed."""
 
         def timed(index: int) -> Any:
             start_s = time.perf_counter()
@@ -91,10 +91,10 @@ class Stragglers:
         self._least_s = min(self._least_s, rest_s)
         for cause, rank, seconds in lost_s:
             if seconds > SHARE * step_s:
-                self._found(step, cause, rank, seconds, seconds / step_s)
+                self._name(step, cause, rank, seconds, seconds / step_s)
         self._window.clear()
 
-    def _found(self, step: int, cause: str, rank: int | None, lost_s: float, share: float) -> None:
+    def _name(self, step: int, cause: str, rank: int | None, lost_s: float, share: float) -> None:
         known = any((row["cause"], row["rank"]) == (cause, rank) for row in self.rows)
         row = {"first_step": step + 1 - WINDOW, "last_step": step, "rank": rank, "cause": cause}
         self.rows.append({**row, "lost_s": lost_s, "share": share})

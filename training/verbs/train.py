@@ -26,7 +26,7 @@ from ..metrics import Taken, totals
 from ..progress import Progress, silent
 from ..run.recording import Recording
 from ..run.variant import Variant, underway
-from ..run.writers import entry_of_step, entry_of_validation, writer
+from ..run.writers import Write, entry_of_step, entry_of_validation, writer
 from ..tenants.arrivals.preflight import say_no_tenants
 from ..validation.validation import ValidationRun
 
@@ -143,10 +143,7 @@ def _run(
             write_loads(step, taken[OURS].result)
             recording.add(step, planned, taken)
             done = step + 1
-            if validation and validation.due(done):
-                with underway(job, begun=True):
-                    write(entry_of_validation(validation.run(done)))
-            best = validation is not None and validation.is_best(done)
+            best = validation is not None and _evaluated(job, validation, done, write)
             if done < recipe.train.steps:
                 ends = next(filter(None, (one.ends for one in taken.values())), "")
             keep(step, planned[OURS], state_now, best=best, last=bool(ends))
@@ -156,6 +153,14 @@ def _run(
                 break
     _say_untrained(own, recipe)
     return ends
+
+
+def _evaluated(job: Job, validation: ValidationRun, done: int, write: Write) -> bool:
+    """Validate behind so many steps where it is due; whether no loss was lower. Collective."""
+    if validation.due(done):
+        with underway(job, begun=True):
+            write(entry_of_validation(validation.run(done)))
+    return validation.is_best(done)
 
 
 def _say_untrained(own: Variant, recipe: Recipe) -> None:
