@@ -75,6 +75,7 @@ contracts: $(READY)
 docs: $(READY)
 	$(BIN)/evenload schema > docs/recipe.schema.json
 	$(BIN)/python -m evenload.patches.support > docs/support.md
+	$(BIN)/python docs/reference.py
 
 site: $(READY)
 	$(BIN)/sphinx-build -q -W --keep-going docs build/site

@@ -85,6 +85,11 @@ class VerbJob(ABC):
         np.add.at(out, tuple(self._places.T), per_rank)
         return out / layout.tp
 
+    def of_ranks(self, per_stage: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """What each rank has of values of its stage and plane rank. [stages, plane, ...] -> [world, ...]."""
+        stages, plane_ranks = self._places.T
+        return np.array([per_stage[place] for place in zip(stages, plane_ranks, strict=True)])
+
     def most_of_stages(self, per_rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The largest value of each pipeline stage. [world] -> [stages]."""
         out = np.zeros(self.host.layout.pp)
@@ -145,6 +150,8 @@ class Job(VerbJob):
             logger.warning("data.validation has no effect in %s: train alone evaluates", verb)
         if self.recipe.train.max_minutes is not None:
             logger.warning("train.max_minutes has no effect in %s: train alone ends early", verb)
+        if self.recipe.train.gc_every is not None:
+            logger.warning("train.gc_every has no effect in %s: train alone collects garbage at once", verb)
         if self.recipe.train.export is not None:
             logger.warning("train.export has no effect in %s: train alone writes a folder at its end", verb)
 

@@ -38,17 +38,19 @@ class PredictedStep(NamedTuple):
     busiest_s: float
     work: Floats | None
     """Columns for the fit, where there is one."""
+    busy_s: Floats
+    """Passes of every rank, [stages, plane ranks]."""
 
 
 def predict_step(planned: Planned, *, refits: bool) -> PredictedStep:
     """Predict a plan with the costs that it was made with."""
     context, plan = planned.chain.context, planned.plan
-    step_s = simulate(plan, context, record=False).step_s
+    outcome = simulate(plan, context, record=False)
     if not refits:
-        return PredictedStep(step_s, 0.0, 0.0, None)
+        return PredictedStep(outcome.step_s, 0.0, 0.0, None, outcome.busy_s)
     compute = predict(plan, context.costs, head_frac=context.head_frac)
     work = refit.rows_of(plan, context.costs.recompute)
-    return PredictedStep(step_s, compute.step_s, max(compute.busy_s), work)
+    return PredictedStep(outcome.step_s, compute.step_s, max(compute.busy_s), work, outcome.busy_s)
 
 
 class Refitting:

@@ -29,6 +29,7 @@ from .expert_loads import metrics_of
 from .job import VerbJob
 from .metrics import Taken
 from .pipelines import Place
+from .stragglers import OwnTime
 
 OURS = "evenload"
 """The name under which the recipe's own run stands beside its baselines."""
@@ -64,9 +65,10 @@ def measure_step(
         job.watchdog.at("lining up", step, waits=True)
         job.gather(0.0)
     start = time.perf_counter()
+    own = OwnTime()
     result = job.host.train_step(
         planned.plan,
-        job.tokens_of(planned.draw),
+        own.reading(job.tokens_of(planned.draw)),
         lr=learning_rate(step, job.recipe.train) if rates is None else rates,
         labels=job.labels_of(planned.draw),
         mark=lambda where: job.watchdog.at(where, step),
@@ -75,13 +77,17 @@ def measure_step(
     step_s = time.perf_counter() - start + planned.waited_s
     job.watchdog.at("comparing times", step, waits=True)
     heard = ending.heard(step_s) if ending else 0
-    rows = job.gather(step_s, planned.plan_s, planned.waited_s, heard, result.busy_s, result.forward_s)
+    host_s = own.host_s() + planned.waited_s
+    rows = job.gather(
+        step_s, planned.plan_s, planned.waited_s, heard, result.busy_s, result.forward_s, own.data_s, host_s
+    )
     slowest_s, plan_s, wait_s, heard = rows[:, :4].max(axis=0).tolist()
-    seconds = job.of_stages(rows[:, 4:])
+    seconds = job.of_stages(rows[:, 4:6])
+    own_s = rows[:, [4, 6, 7]]
     spans = gather_spans(result.spans) if record else []
     moe = metrics_of(result) if job.has_experts else None
     ends = reason_of(heard)
-    return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1], moe, spans, ends)
+    return Taken(result, slowest_s, plan_s, wait_s, seconds[..., 0], seconds[..., 1], own_s, moe, spans, ends)
 
 
 def in_turn(names: Sequence[str], turn: int) -> list[str]:

@@ -102,6 +102,8 @@ class Taken:
     """For the plan."""
     busy_s: Floats
     forward_s: Floats
+    own_s: Floats
+    """[world, 3]: of each rank, its passes, the reading of its samples, and its host (`stragglers`)."""
     moe: dict[str, float] | None = None
     """`StepRow.moe`."""
     spans: Sequence[Span] = ()

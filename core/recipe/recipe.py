@@ -172,8 +172,8 @@ def shipped() -> dict[str, Path]:
 
 def file_of(recipe: str | Path) -> str | Path:
     """The file of a recipe that is given by its path or by the name of one that comes with evenload; a file of that
-    name goes first."""
-    names = shipped()
+    name goes first. Outside a checkout ``recipes/NAME.yaml`` is the shipped one, too."""
+    names = {str(path.relative_to(ROOT)): path for path in shipped().values()} | shipped()
     return names[str(recipe)] if str(recipe) in names and not os.path.isfile(recipe) else recipe
 
 

@@ -192,6 +192,9 @@ class Train(Updates):
     max_minutes: bounds.Amount | None = None
     """The run ends early, with a checkpoint and exit code 75, behind the step after which one more might not be done
     within so many minutes of the command; the same command goes on. Null: no limit."""
+    gc_every: bounds.Count | None = None
+    """Collect Python's garbage behind every so many steps, on all ranks at once, and never inside a step. Null: Python
+    collects when a rank has made so many objects, one rank after the other, and the others wait."""
     global_batch_size: bounds.SequenceCount = 64
     """Samples per optimizer step, over all ranks; null leaves it out."""
     global_batch_tokens: bounds.TokenCount | None = None

@@ -225,6 +225,8 @@ KILLERS: dict[str, Words] = {
     "busy costs": ("pytest", "tests/core/costs/test_busy.py"),
     "planned loops": ("pytest", "tests/integrations/test_planned_loop.py"),
     "roll call": ("pytest", "tests/integrations/test_roll_call.py"),
+    "garbage": ("pytest", "tests/training/test_garbage.py"),
+    "slow ranks": ("pytest", "tests/training/test_stragglers.py"),
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
 }
 
@@ -2801,5 +2803,26 @@ MUTANTS: tuple[Mutant, ...] = (
         "with with_attributes(optimizers, **_TORCH_ADAM) if exact else nullcontext():",
         "with nullcontext():",
         "a GPU's packages",
+    ),
+    Mutant(
+        "garbage is collected inside steps, too",
+        "training/garbage.py",
+        "    gc.disable()\n",
+        "",
+        "garbage",
+    ),
+    Mutant(
+        "of two ranks the slow one is the measure",
+        "training/stragglers.py",
+        "[(len(values) - 1) // 2]",
+        "[-1]",
+        "slow ranks",
+    ),
+    Mutant(
+        "a rank with more work than others is called slow",
+        "training/stragglers.py",
+        "own_s[..., 0] - scale * predicted_s",
+        "own_s[..., 0] - scale * predicted_s.min(axis=1, keepdims=True)",
+        "slow ranks",
     ),
 )

@@ -59,7 +59,7 @@ def run(refitting: Refitting, planner: Planner, first: int, steps: int) -> list[
         assert predicted_step.work is not None
         forward_s, backward_s = (predicted_step.work @ truth).T[:, None]
         busy_s = forward_s + backward_s
-        taken = Taken(None, float(busy_s.max()) + 0.5, 0.0, 0.0, busy_s, forward_s)  # type: ignore[arg-type]
+        taken = Taken(None, float(busy_s.max()) + 0.5, 0.0, 0.0, busy_s, forward_s, np.zeros((2, 3)))  # type: ignore[arg-type]
         refitting.after(planner, step, planned, taken, predicted_step)
         found.append((planned.plan.digest, refit.coefficients(refitting.chain.context.costs).tolist()))
     return found

@@ -24,6 +24,7 @@ from ..job import Job, VerbJob
 from ..learning import LoadHistory, PredictedStep, Refitting, predict_step
 from ..measuring import OURS, compare, learning_rate, measure_step
 from ..metrics import StepRow, Taken, summary
+from ..stragglers import Stragglers
 
 
 class Variant:
@@ -41,6 +42,7 @@ class Variant:
         self._busy_s, self._seconds = np.zeros((0, 0)), 1.0
         """Sums over the steps after the first, which pays for warming up."""
         self._shape = shape_of(job.recipe.model)
+        self._stragglers = Stragglers(job, says=name == OURS)
 
     def step(
         self, planned: Planned, step: int, executor: Executor, ending: EarlyEnd, *, record: bool
@@ -54,6 +56,8 @@ class Variant:
         self.rows.append(self._row(planned, taken, step, predicted_step))
         if self.job.leads:
             self.exercised.note(planned.chain, planned.plan, None)
+        if predicted_step and len(self.rows) > 1:
+            self._stragglers.note(step, taken, predicted_step.busy_s)
         begins = len(self.rows) <= 2
         self._busy_s = taken.busy_s if begins else self._busy_s + taken.busy_s
         self._seconds = taken.step_s if begins else self._seconds + taken.step_s
@@ -82,7 +86,12 @@ class Variant:
     def result(self) -> dict[str, Any]:
         """What its steps come to; ``idle`` is 1 - busy / step of every rank, [stages][plane ranks]."""
         idle = (1 - self._busy_s / self._seconds).tolist()
-        return {**summary(self.rows), "idle": idle, "refit": self.refitting.report()}
+        return {
+            **summary(self.rows),
+            "idle": idle,
+            "stragglers": self._stragglers.rows,
+            "refit": self.refitting.report(),
+        }
 
     def beside(self, own: Variant) -> dict[str, Any]:
         """This baseline against evenload's run: times of the steps after the first, losses of all."""

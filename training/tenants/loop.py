@@ -16,6 +16,7 @@ from ...core.planning.planner import Planned
 from ...integrations.host.trained import TenantResult
 from ...runtime.world.agreement import everyone
 from ..early_end import EarlyEnd, reason_of, say_ended
+from ..garbage import Collect
 from ..job import logger
 from ..measuring import measure_step
 from ..metrics import Taken
@@ -53,11 +54,13 @@ class Change(NamedTuple):
 class TenantLoop:
     """See the module. ``saved``: the checkpoint to go on from."""
 
-    def __init__(self, job: TenantJob, saved: Saved | None, write: Write, live: Live, ending: EarlyEnd) -> None:
+    def __init__(
+        self, job: TenantJob, saved: Saved | None, write: Write, live: Live, ending: EarlyEnd, collect: Collect
+    ) -> None:
         self._job = job
         self._ending = ending
         self._write = write
-        self._live = live
+        self._live, self._collect = live, collect
         self._folder = Folder(job.folder) if job.leads else None
         self._output = Output(job)
         if job.leads:
@@ -143,6 +146,7 @@ class TenantLoop:
                 tenant.took(draws[tenant.number], result.loss, taken.step_s)
         self._tell(planned, taken, tenants, rates)
         self.step += 1
+        self._collect(self.step)
         self._end(tenants, taken.result.tenants)
         if self.step % self._job.recipe.checkpoint.every == 0:
             self._keep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +13,7 @@ from ...runtime.world.folder_lock import folder_lock
 from ...runtime.world.world import World
 from ..checkpoint.checkpoints import last_good
 from ..early_end import listening
+from ..garbage import collected
 from ..job import in_world, logger
 from ..progress import Progress
 from ..run.writers import writer
@@ -39,8 +41,11 @@ def train_tenants(recipe: Recipe, against: tuple[str, ...], progress: Progress) 
 def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
     saved = saving.resume(job)
     first = saved.step if saved else 0
-    with writer(job.recipe, leads=job.leads, first=first) as write, listening(job.recipe) as ending:
-        loop = TenantLoop(job, saved, write, Live(progress), ending)
+    with ExitStack() as opened:
+        write = opened.enter_context(writer(job.recipe, leads=job.leads, first=first))
+        ending = opened.enter_context(listening(job.recipe))
+        collect = opened.enter_context(collected(job.recipe.train.gc_every))
+        loop = TenantLoop(job, saved, write, Live(progress), ending, collect)
         loop.run()
     _refuse_nobody(loop)
     members, root = loop.members, job.recipe.checkpoint.dir

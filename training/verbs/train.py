@@ -19,13 +19,14 @@ from ..checkpoint.checkpoints import last_good
 from ..checkpoint.resuming import drawing_after, keeping, resume
 from ..early_end import listening, say_ended
 from ..expert_loads import loads_writer, say_without_copies
+from ..garbage import collected
 from ..job import Job, logger, open_host, run_rank
 from ..measuring import OURS, Follower, in_turn
 from ..metrics import Taken, totals
 from ..progress import Progress, silent
 from ..run.recording import Recording
 from ..run.variant import Variant, underway
-from ..run.writers import entry_of_step, entry_of_validation, writer
+from ..run.writers import Write, entry_of_step, entry_of_validation, writer
 from ..tenants.arrivals.preflight import say_no_tenants
 from ..validation.validation import ValidationRun
 
@@ -117,6 +118,7 @@ def _run(
         write_loads = opened.enter_context(loads_writer(job, goes_on=first > 0))
         keep = opened.enter_context(keeping(job))
         ending = opened.enter_context(listening(recipe))
+        collect = opened.enter_context(collected(recipe.train.gc_every))
         for name in variants:
             progress(name, 0, recipe.train.steps - first, "")
         if validation and not first:
@@ -141,18 +143,24 @@ def _run(
             write_loads(step, taken[OURS].result)
             recording.add(step, planned, taken)
             done = step + 1
-            if validation and validation.due(done):
-                with underway(job, begun=True):
-                    write(entry_of_validation(validation.run(done)))
-            best = validation is not None and validation.is_best(done)
+            best = validation is not None and _evaluated(job, validation, done, write)
             if done < recipe.train.steps:
                 ends = next(filter(None, (one.ends for one in taken.values())), "")
             keep(step, planned[OURS], state_now, best=best, last=bool(ends))
+            collect(done)
             if ends:
                 say_ended(ends, done, recipe)
                 break
     _say_untrained(own, recipe)
     return ends
+
+
+def _evaluated(job: Job, validation: ValidationRun, done: int, write: Write) -> bool:
+    """Validate behind so many steps where it is due; whether no loss was lower. Collective."""
+    if validation.due(done):
+        with underway(job, begun=True):
+            write(entry_of_validation(validation.run(done)))
+    return validation.is_best(done)
 
 
 def _say_untrained(own: Variant, recipe: Recipe) -> None:

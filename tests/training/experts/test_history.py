@@ -152,7 +152,7 @@ def test_costs_that_follow_the_steps_and_loads_are_learned_side_by_side() -> Non
         planned = planner.next()
         predicted_step = predict_step(planned, refits=True)
         busy_s = np.full((1, 2), 1.0 + step)
-        taken = Taken(result_of(step), 4.0 + step, 0.0, 0.0, busy_s, busy_s / 3)
+        taken = Taken(result_of(step), 4.0 + step, 0.0, 0.0, busy_s, busy_s / 3, np.zeros((2, 3)))
         refitting.after(planner, step, planned, taken, predicted_step)
         history.after(planner, taken.result)
     context = planner.chain.context

@@ -1,0 +1,186 @@
+"""Steps of a run with Python's garbage collected as ever, and on all ranks at once (`train.gc_every`): measured.
+
+    python benchmarks/training/garbage.py [--recipe quickstart] [--ranks 2] [--every 1,10,50] [--block 20] \\
+        [--rounds 6] [key=value ...] [--json] [--out FILE]
+
+The same run takes blocks of steps in each mode by turns, the first round warms up. ``python`` is what Python does by
+itself. A step's seconds are those of the slowest rank by the wall clock, its collection behind it included; ``pause``
+are the seconds in which a rank collected in or behind it, of the rank that paused longest and in the mean of ranks.
+Where other programs use the cores, pauses say more than steps: they are of the collecting rank alone.
+
+``at 1,024``: predicted, the mean over steps of the longest pause of so many ranks that pause as these did, each by
+itself: of all steps under ``python``, and in a collected step of those that were collected.
+
+``left``: objects in cycles that nobody held any more, of one collection, in the mean: what waits for the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from evenload.commands.tables.show import emit, grid
+from evenload.core.input.format import seconds
+
+PYTHON = "python"
+
+
+def mode(every: int | None) -> str:
+    return PYTHON if every is None else f"every {every}"
+
+
+def measured(job: Any, modes: list[int | None], block: int, rounds: int) -> list[dict[str, Any]]:
+    """A row a step. Collective."""
+    from evenload.training.garbage import PAUSES, collected
+    from evenload.training.measuring import in_turn, measure_step
+
+    planner, rows, step = job.planner(job.drawing()), [], 0
+    by_name = {mode(every): every for every in modes}
+    freed: list[int] = []
+
+    def note(phase: str, info: Any) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            freed.append(info["collected"])
+
+    gc.callbacks.append(note)
+    for turn in range(rounds + 1):
+        for name in in_turn(list(by_name), turn):
+            with collected(by_name[name]) as collect:
+                for _ in range(block):
+                    freed.clear()
+                    planned, before_s = planner.next(), PAUSES.seconds
+                    job.gather(0.0)
+                    begin_s = time.perf_counter()
+                    taken = measure_step(job, planned, step, record=False)
+                    collect(step + 1)
+                    took = job.gather(time.perf_counter() - begin_s, PAUSES.seconds - before_s, sum(freed))
+                    step += 1
+                    if turn:
+                        row = {"mode": name, "step": step, "seconds": float(took[:, 0].max())}
+                        paused = {"most_pause_s": float(took[:, 1].max()), "pause_s": float(took[:, 1].mean())}
+                        rows.append({**row, **paused, "left": took[0, 2], "loss": taken.result.loss})
+    gc.callbacks.remove(note)
+    return rows
+
+
+def longest_s(pauses_s: list[float], draws: int) -> float:
+    """The mean of the longest of so many draws, with replacement."""
+    shares = (np.arange(len(pauses_s) + 1) / len(pauses_s)) ** draws
+    return float(np.sum(np.sort(pauses_s) * np.diff(shares)))
+
+
+def at_many_ranks_s(own: list[dict[str, Any]], draws: int) -> float:
+    """Seconds of a step, in the mean, in which the longest of many ranks collects."""
+    every = int(own[0]["mode"].split()[1]) if own[0]["mode"] != PYTHON else 1
+    groups = [
+        [row["most_pause_s"] for row in own if (row["step"] % every == 0) == at_once] for at_once in (True, False)
+    ]
+    return sum(longest_s(group, draws) * len(group) for group in groups if group) / len(own)
+
+
+def summary(rows: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
+    """What the rows come to, by mode."""
+    result = {}
+    for name in dict.fromkeys(row["mode"] for row in rows):
+        own = [row for row in rows if row["mode"] == name]
+        took, left = np.array([row["seconds"] for row in own]), [row["left"] for row in own if row["left"]]
+        result[name] = {
+            "steps": len(own),
+            **{f"p{share}_s": float(np.percentile(took, share)) for share in (50, 90, 99)},
+            "most_s": float(took.max()),
+            "pause_s": float(np.mean([row["pause_s"] for row in own])),
+            "most_pause_s": float(np.mean([row["most_pause_s"] for row in own])),
+            "p99_pause_s": float(np.percentile([row["most_pause_s"] for row in own], 99)),
+            "at_1024_s": at_many_ranks_s(own, round(1024 / num_ranks)),
+            "left": float(np.mean(left)) if left else 0.0,
+        }
+    return result
+
+
+def on_rank(asked: argparse.Namespace) -> None:
+    from evenload.api import load_recipe
+    from evenload.training.job import run_rank
+
+    modes: list[int | None] = [None, *map(int, asked.every.split(","))]
+
+    def work(job: Any) -> dict[str, Any]:
+        rows = measured(job, modes, asked.block, asked.rounds)
+        about = {"host": job.host.describe(), "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
+        most_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "modes": summary(rows, asked.ranks),
+            "rows": rows,
+            "objects": len(gc.get_objects()),
+            "rss_bytes": most_bytes,
+            **about,
+        }
+
+    steps = (asked.rounds + 1) * asked.block * len(modes) + 1
+    result = run_rank(load_recipe(asked.recipe, [*asked.settings, f"train.steps={steps}"]), work)
+    if result is not None:
+        print(json.dumps(result))
+
+
+def benchmark(asked: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """Of all ranks, started by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(asked.ranks), __file__, *words]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def table(result: dict[str, Any]) -> Any:
+    head = (
+        "",
+        "steps",
+        "p50",
+        "p90",
+        "p99",
+        "longest",
+        "pause, mean rank",
+        "longest rank",
+        "p99 of it",
+        "at 1,024",
+        "left",
+    )
+    times = ("p50_s", "p90_s", "p99_s", "most_s", "pause_s", "most_pause_s", "p99_pause_s", "at_1024_s")
+    rows = [
+        (name, one["steps"], *(seconds(one[key]) for key in times), f"{one['left']:,.0f}")
+        for name, one in result["modes"].items()
+    ]
+    host, objects = result["host"], result["objects"]
+    return grid(f"garbage under {host['trainer']}, {host['device']}, {objects:,} objects, measured", head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="quickstart")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--every", default="1,10,50", help="Values of train.gc_every beside Python's own way.")
+    parser.add_argument("--block", type=int, default=20, help="Steps of a mode at a time.")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("settings", nargs="*", help="Overrides of the recipe.")
+    asked = parser.parse_args()
+    if "RANK" in os.environ:
+        on_rank(asked)
+        return
+    result = benchmark(asked, sys.argv[1:])
+    if asked.out:
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, asked.json, table)
+
+
+if __name__ == "__main__":
+    main()
