@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import __version__
 from .api import load_plugins, load_recipe
 from .core.errors import EvenloadError, RankError, shown
 from .core.input.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
@@ -37,6 +38,19 @@ NumRanks = Annotated[
     str | None, typer.Option("--nproc", metavar="N", help="Local ranks; default: what parallel.* needs.")
 ]
 Against = Annotated[str, typer.Option("--against", help="Baselines, comma-separated: stock, padded, in_order, ...")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"evenload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Evens the load of LLM training inside Megatron-Core and DeepSpeed."""
 
 
 @app.command()
