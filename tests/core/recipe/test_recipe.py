@@ -59,7 +59,7 @@ def test_keys_of_other_tools_lead_to_keys_that_exist() -> None:
 def test_a_folder_on_the_command_line_takes_the_place_of_the_recipe_s_sizes() -> None:
     recipe = evenload.load_recipe("quickstart", ["model.weights=tiny-llama"])
     assert recipe.model == evenload.load_recipe("finetune").model
-    assert recipe.model.hidden_size != evenload.load_recipe("quickstart").model.hidden_size
+    assert recipe.model.num_layers != evenload.load_recipe("quickstart").model.num_layers
 
 
 def test_overrides_are_yaml(recipe_file: Path) -> None:
