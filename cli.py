@@ -137,6 +137,7 @@ def plan(
 ) -> None:
     """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
     from .training.forecast.forecast import look_ahead, write_plans
+    from .training.forecast.unused import with_unused
     from .training.pictures import draw, refuse
     from .training.shared_plan.reading import files_of
 
@@ -161,7 +162,7 @@ def plan(
         return
     refuse(**pictures)
     record = trace is not None or report is not None
-    forecast = look_ahead(chosen, files, num_steps, num_ranks, loads=loads, groups=groups, record=record)
+    forecast = with_unused(look_ahead(chosen, files, num_steps, num_ranks, loads=loads, groups=groups, record=record))
     if out is not None:
         write_plans(forecast, out)
     draw(forecast, **pictures)

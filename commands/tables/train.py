@@ -59,7 +59,7 @@ def _variants(result: Result) -> Table:
     if result["pictures"]:
         caption += f"\n{' and '.join(result['pictures'].values())} show the measured steps, rank by rank"
     rows = [{"name": name, **variant} for name, variant in result["variants"].items()]
-    return by_columns(f"training on {machine(result)}", columns, rows, caption)
+    return by_columns(f"training on {machine(result)}", columns, rows, caption, spare=("worst rank", "padding"))
 
 
 _BUBBLE: Columns = {

@@ -40,4 +40,4 @@ _SAME = {
 }
 
 ELSEWHERE = {theirs: ours for ours, names in _SAME.items() for theirs in names}
-"""Of keys of Transformers, TRL, Axolotl, LLaMA-Factory, DeepSpeed and Megatron."""
+"""Of keys of training tools and of configs written for them."""
