@@ -58,6 +58,15 @@ def test_a_run_that_was_done_already_says_so_and_shows_no_zeros() -> None:
     assert "tokens/s" not in text
 
 
+def test_the_best_checkpoint_is_named_with_the_command_that_exports_it() -> None:
+    kept = totals([], Path("kept/step00000004"), Path("kept/best/step00000002"))
+    for summary in (kept, {**kept, "steps": 1, "loss": 2.5, "best_loss": 2.5, "best_step": 0}):
+        assert "evenload export kept/best/step00000002 --out DIR" in shown(
+            table_of_train({**trained(), "summary": summary})
+        )
+    assert "export" not in shown(table_of_train(trained()))
+
+
 def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many() -> None:
     size = {"sequences": 9, "tokens": 500, "targets": 400, "without_target": 1, "validation_s": 0.25}
     losses = [5.5, *(4.0 if step == 7 else 4.5 + step / 100 for step in range(1, 40))]
