@@ -61,9 +61,8 @@ def test_a_run_that_was_done_already_says_so_and_shows_no_zeros() -> None:
 def test_the_best_checkpoint_is_named_with_the_command_that_exports_it() -> None:
     kept = totals([], Path("kept/step00000004"), Path("kept/best/step00000002"))
     for summary in (kept, {**kept, "steps": 1, "loss": 2.5, "best_loss": 2.5, "best_step": 0}):
-        assert "evenload export kept/best/step00000002 --out DIR" in shown(
-            table_of_train({**trained(), "summary": summary})
-        )
+        text = shown(table_of_train({**trained(), "summary": summary}))
+        assert "evenload export kept/best/step00000002 --out DIR" in text
     assert "export" not in shown(table_of_train(trained()))
 
 
