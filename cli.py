@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from . import __version__
 from .api import load_plugins, load_recipe
 from .core.errors import EvenloadError, RankError, shown
 from .core.input.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
+from .core.input.format import seconds
 from .core.recipe.recipe import Recipe
 
 app = typer.Typer(
@@ -117,7 +119,15 @@ def plan(
     overrides: Overrides = None,
     lengths: Annotated[
         list[str] | None,
-        typer.Option("--lengths", metavar="FILE", help=".npy, .txt, .jsonl or Megatron .idx; of a tenant: NAME=FILE."),
+        typer.Option(
+            "--lengths",
+            metavar="FILE",
+            help=".npy, .txt, .jsonl or Megatron .idx; data (with --tokenizer, or a Hugging Face data set); of a "
+            "tenant: NAME=FILE. Default: the recipe's own data.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="DIR", help="Of --lengths that are data: text, chats, pairs.")
     ] = None,
     groups: Annotated[
         Path | None, typer.Option("--groups", help="A file like that of lengths: samples of one number stay together.")
@@ -139,12 +149,16 @@ def plan(
     from .training.forecast.forecast import look_ahead, write_plans
     from .training.forecast.unused import with_unused
     from .training.pictures import draw, refuse
-    from .training.shared_plan.reading import files_of
+    from .training.shared_plan.reading import lengths_of
 
     num_steps = number_of_word(steps, "--steps", STEPS)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
     chosen = load_recipe(recipe, overrides or ())
-    files = files_of(chosen, lengths or ())
+    begin = time.perf_counter()
+    files = lengths_of(chosen, lengths or (), tokenizer)
+    if not isinstance(files, (Path, dict)):
+        of = (lengths or [chosen.data.source])[0]
+        print(f"{len(files):,} lengths of {of}, taken in {seconds(time.perf_counter() - begin)}", file=sys.stderr)
     pictures = {"trace": trace, "plot": plot, "report": report}
     if sweep:
         from .commands.tables.progress import progress_shown
