@@ -230,6 +230,21 @@ def lora(
     _show("lora", work(folder), as_json)
 
 
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's log.jsonl, or the folder that has it.")],
+    once: Annotated[bool, typer.Option("--once", help="Show what there is, and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The last steps of a run as its log grows, on any machine and until the run ends; --json shows them once."""
+    from .commands.tables.watch import shown_live
+    from .commands.watch import watch as work
+
+    with nullcontext(None) if once or as_json else shown_live() as show:
+        result = work(folder, show)
+    _show("watch", result, as_json)
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...")]) -> None:
     """Run an unmodified training script with the recipe's plugins switched on."""

@@ -138,16 +138,17 @@ def _run(
                 variant.same_plans &= planned[name].plan.digest == planned[OURS].plan.digest
                 variant.learn(planners[name], planned[name], taken[name], predicted_step)
                 progress(name, step + 1 - first, recipe.train.steps - first, variant.said)
-            write(entry_of_step(own.rows[-1], planned[OURS]))
+            done = step + 1
+            if done < recipe.train.steps:
+                ends = next(filter(None, (one.ends for one in taken.values())), "")
+            last = ends or ("done" if done == recipe.train.steps else None)
+            write(entry_of_step(own.rows[-1], planned[OURS], recipe.train.steps, last))
             write_loads(step, taken[OURS].result)
             recording.add(step, planned, taken)
-            done = step + 1
             if validation and validation.due(done):
                 with underway(job, begun=True):
                     write(entry_of_validation(validation.run(done)))
             best = validation is not None and validation.is_best(done)
-            if done < recipe.train.steps:
-                ends = next(filter(None, (one.ends for one in taken.values())), "")
             keep(step, planned[OURS], state_now, best=best, last=bool(ends))
             if ends:
                 say_ended(ends, done, recipe)
