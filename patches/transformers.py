@@ -46,6 +46,15 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             expects=("model", "inputs", "num_items_in_batch"),
         ),
         Patch(
+            name="transformers.trackers",
+            target=f"{_TRAINER}.log",
+            supports=TRANSFORMERS,
+            why="Trackers (report_to) get the losses of steps there; of planned steps they get evenload's numbers too. "
+            "What is printed and the history of logs stay as they are.",
+            wrapper=from_module(f"{_LOOP}:log_numbers"),
+            expects=("logs", "start_time"),
+        ),
+        Patch(
             name="transformers.prepare",
             target="accelerate.accelerator:Accelerator.prepare",
             supports=ACCELERATE,

@@ -52,6 +52,7 @@ from .proof import prove_trainer, windows
 from .proof_rows import rows_like
 from .stage import TrainerStage, reducing
 from .supported import inner_model, packs_fault, refuse_trainer, virtual_tokens, warn_of_dropout
+from .trackers import tell_trackers
 
 log = logging.getLogger("evenload")
 
@@ -152,6 +153,14 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
         loss = _run(state, trainer, model, window.taken, lambda *batch: wrapped(model, *batch))
     end_of_check()
     return loss
+
+
+def log_numbers(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> None:
+    """`Trainer.log`: behind the losses of planned steps, what these steps came to."""
+    wrapped(*args, **kwargs)
+    state, (logs, *_) = _planned.get(trainer), (*args, *kwargs.values())
+    if state is not None and state.planning is not None and "loss" in logs:
+        tell_trackers(trainer, state.planning.numbers)
 
 
 @on_release
