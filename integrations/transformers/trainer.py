@@ -158,7 +158,7 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
 def log_numbers(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> None:
     """`Trainer.log`: behind the losses of planned steps, what these steps came to."""
     wrapped(*args, **kwargs)
-    state, (logs, *_) = _planned.get(trainer), (*args, *kwargs.values())
+    state, logs = _planned.get(trainer), args[0] if args else kwargs["logs"]
     if state is not None and state.planning is not None and "loss" in logs:
         tell_trackers(trainer, state.planning.numbers)
 
