@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -120,10 +121,7 @@ def plan(
     lengths: Annotated[
         list[str] | None,
         typer.Option(
-            "--lengths",
-            metavar="FILE",
-            help=".npy, .txt, .jsonl or Megatron .idx; data (with --tokenizer, or a Hugging Face data set); of a "
-            "tenant: NAME=FILE. Default: the recipe's own data.",
+            "--lengths", metavar="FILE", help="Lengths or data; of a tenant: NAME=FILE. Default: its own data."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -149,16 +147,11 @@ def plan(
     from .training.forecast.forecast import look_ahead, write_plans
     from .training.forecast.unused import with_unused
     from .training.pictures import draw, refuse
-    from .training.shared_plan.reading import lengths_of
 
     num_steps = number_of_word(steps, "--steps", STEPS)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
     chosen = load_recipe(recipe, overrides or ())
-    begin = time.perf_counter()
-    files = lengths_of(chosen, lengths or (), tokenizer)
-    if not isinstance(files, (Path, dict)):
-        of = (lengths or [chosen.data.source])[0]
-        print(f"{len(files):,} lengths of {of}, taken in {seconds(time.perf_counter() - begin)}", file=sys.stderr)
+    files = _lengths(chosen, lengths or (), tokenizer)
     pictures = {"trace": trace, "plot": plot, "report": report}
     if sweep:
         from .commands.tables.progress import progress_shown
@@ -346,6 +339,18 @@ def _refuse_long_words(words: list[str]) -> None:
         if len(word) > _LONGEST_WORD:
             detail = f"{len(word)} characters: {shown(word)}"
             raise EvenloadError("a word of the command line is too long", detail, "write it into the recipe")
+
+
+def _lengths(chosen: Recipe, words: Sequence[str], tokenizer: str | None) -> Any:
+    """What `plan` plans; says how long it took to take the lengths of data."""
+    from .training.shared_plan.reading import lengths_of
+
+    begin = time.perf_counter()
+    files = lengths_of(chosen, words, tokenizer)
+    if not isinstance(files, (Path, dict)):
+        of = (words or [chosen.data.source])[0]
+        print(f"{len(files):,} lengths of {of}, taken in {seconds(time.perf_counter() - begin)}", file=sys.stderr)
+    return files
 
 
 def _names(text: str) -> tuple[str, ...]:

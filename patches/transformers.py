@@ -49,8 +49,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             name="transformers.trackers",
             target=f"{_TRAINER}.log",
             supports=TRANSFORMERS,
-            why="Trackers (report_to) get the losses of steps there; of planned steps they get evenload's numbers too. "
-            "What is printed and the history of logs stay as they are.",
+            why="Trackers (report_to) get losses there, and those of planned steps evenload's numbers; the rest stays.",
             wrapper=from_module(f"{_LOOP}:log_numbers"),
             expects=("logs", "start_time"),
         ),

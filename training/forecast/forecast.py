@@ -111,7 +111,7 @@ class Forecast:
 
     @property
     def gaining(self) -> list[Unused]:
-        """Those of ``unused`` that gain something, the most first."""
+        """Plugins that are off and gain something, the most first."""
         return sorted((one for one in self.unused if one.gain > 1 + NOTHING), key=lambda one: -one.gain)
 
     @property
@@ -121,7 +121,7 @@ class Forecast:
 
     @property
     def costs_differ(self) -> str:
-        """Of what other model than the recipe's its costs are; empty where they are of none."""
+        """Says which other model than the recipe's its costs are of; empty where there is none."""
         costs, layers = costs_named(self.recipe.costs), self.recipe.model.num_layers
         if costs is None or costs.num_layers in (1, layers):
             return ""

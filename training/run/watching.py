@@ -94,7 +94,8 @@ class Watched:
     def _forget(self) -> None:
         self.rows.clear()
         self.steps = self.tokens = 0
-        self.validation, self.ends, self.tenants = None, None, {}
+        self.validation = self.ends = None
+        self.tenants = {}
 
     def _take(self, row: Mapping[str, Any]) -> None:
         if "validation" in row:

@@ -141,8 +141,7 @@ def _run(
             done = step + 1
             if done < recipe.train.steps:
                 ends = next(filter(None, (one.ends for one in taken.values())), "")
-            last = ends or ("done" if done == recipe.train.steps else None)
-            write(entry_of_step(own.rows[-1], planned[OURS], recipe.train.steps, last))
+            write(entry_of_step(own.rows[-1], planned[OURS], recipe.train.steps, ends))
             write_loads(step, taken[OURS].result)
             recording.add(step, planned, taken)
             if validation and validation.due(done):
