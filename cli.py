@@ -6,6 +6,8 @@ import io
 import json
 import os
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
+from . import __version__
 from .api import load_plugins, load_recipe
 from .core.errors import EvenloadError, RankError, shown
 from .core.input.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
+from .core.input.format import seconds
 from .core.recipe.recipe import Recipe
 
 app = typer.Typer(
@@ -37,6 +41,19 @@ NumRanks = Annotated[
     str | None, typer.Option("--nproc", metavar="N", help="Local ranks; default: what parallel.* needs.")
 ]
 Against = Annotated[str, typer.Option("--against", help="Baselines, comma-separated: stock, padded, in_order, ...")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"evenload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Evens the load of LLM training inside Megatron-Core and DeepSpeed."""
 
 
 @app.command()
@@ -103,7 +120,12 @@ def plan(
     overrides: Overrides = None,
     lengths: Annotated[
         list[str] | None,
-        typer.Option("--lengths", metavar="FILE", help=".npy, .txt, .jsonl or Megatron .idx; of a tenant: NAME=FILE."),
+        typer.Option(
+            "--lengths", metavar="FILE", help="Lengths or data; of a tenant: NAME=FILE. Default: its own data."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="DIR", help="Of --lengths that are data: text, chats, pairs.")
     ] = None,
     groups: Annotated[
         Path | None, typer.Option("--groups", help="A file like that of lengths: samples of one number stay together.")
@@ -123,13 +145,13 @@ def plan(
 ) -> None:
     """Plan from lengths alone, beside every baseline. Needs no torch and no trainer; times are predicted."""
     from .training.forecast.forecast import look_ahead, write_plans
+    from .training.forecast.unused import with_unused
     from .training.pictures import draw, refuse
-    from .training.shared_plan.reading import files_of
 
     num_steps = number_of_word(steps, "--steps", STEPS)
     num_ranks = None if nproc is None else number_of_word(nproc, "--nproc", RANKS)
     chosen = load_recipe(recipe, overrides or ())
-    files = files_of(chosen, lengths or ())
+    files = _lengths(chosen, lengths or (), tokenizer)
     pictures = {"trace": trace, "plot": plot, "report": report}
     if sweep:
         from .commands.tables.progress import progress_shown
@@ -147,7 +169,7 @@ def plan(
         return
     refuse(**pictures)
     record = trace is not None or report is not None
-    forecast = look_ahead(chosen, files, num_steps, num_ranks, loads=loads, groups=groups, record=record)
+    forecast = with_unused(look_ahead(chosen, files, num_steps, num_ranks, loads=loads, groups=groups, record=record))
     if out is not None:
         write_plans(forecast, out)
     draw(forecast, **pictures)
@@ -199,6 +221,21 @@ def lora(
     from .commands.lora import lora as work
 
     _show("lora", work(folder), as_json)
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's log.jsonl, or the folder that has it.")],
+    once: Annotated[bool, typer.Option("--once", help="Show what there is, and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """The last steps of a run as its log grows, on any machine and until the run ends; --json shows them once."""
+    from .commands.tables.watch import shown_live
+    from .commands.watch import watch as work
+
+    with nullcontext(None) if once or as_json else shown_live() as show:
+        result = work(folder, show)
+    _show("watch", result, as_json)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -319,6 +356,18 @@ def _refuse_long_words(words: list[str]) -> None:
         if len(word) > _LONGEST_WORD:
             detail = f"{len(word)} characters: {shown(word)}"
             raise EvenloadError("a word of the command line is too long", detail, "write it into the recipe")
+
+
+def _lengths(chosen: Recipe, words: Sequence[str], tokenizer: str | None) -> Any:
+    """What `plan` plans; says how long it took to take the lengths of data."""
+    from .training.shared_plan.reading import lengths_of
+
+    begin = time.perf_counter()
+    files = lengths_of(chosen, words, tokenizer)
+    if not isinstance(files, (Path, dict)):
+        of = (words or [chosen.data.source])[0]
+        print(f"{len(files):,} lengths of {of}, taken in {seconds(time.perf_counter() - begin)}", file=sys.stderr)
+    return files
 
 
 def _names(text: str) -> tuple[str, ...]:

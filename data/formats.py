@@ -13,6 +13,7 @@ import numpy as np
 
 from ..core.errors import SHOWN, EvenloadError, shorten, shown
 from ..core.input import reading
+from ..core.input.hub import or_download
 from . import stdlib
 from .arrow import ArrowDocuments, parquet_as_arrow
 from .bin_idx import BinIdxDocuments
@@ -174,7 +175,8 @@ def nothing_there(spec: str, path: Path) -> EvenloadError:
     close = difflib.get_close_matches(path.name[:SHOWN], [*siblings, *_BUILT_IN], n=3, cutoff=0.5)
     nothing = f"nothing of a similar name in {shorten(str(path.parent))}"
     detail = f"of a similar name: {', '.join(close)}" if close else nothing
-    return EvenloadError(f"there is no data {shown(spec)}", detail, f"give a path to data, or {' or '.join(_BUILT_IN)}")
+    do = or_download(f"give a path to data, or {' or '.join(_BUILT_IN)}", "data.source", spec, "dataset")
+    return EvenloadError(f"there is no data {shown(spec)}", detail, do)
 
 
 def refuse_outside(root: Path, specs: Mapping[str, str]) -> None:

@@ -90,9 +90,21 @@ def test_tenants_are_planned_without_torch_and_without_lengths(place: Path) -> N
     assert found["saving"] > 1
     (plan,) = read_plans(place / "t.json")
     assert sorted(plan.tenants.tolist()) == [0, 0, 1, 1]
-    done = evenload("plan", "recipe.yaml", cwd=place, bare=True)
+
+
+def test_data_are_planned_by_their_tokenizer_and_the_recipe_s_own_without_lengths(place: Path) -> None:
+    rows = [{"prompt": "x" * size, "completion": "y" * 9} for size in range(1, 71)]
+    (place / "d.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = (["--lengths", "d.jsonl", "--tokenizer", "bytes"], ["data.source=d.jsonl"])
+    for words in options:
+        done = evenload("plan", "recipe.yaml", *words, "--json", cwd=place, bare=True)
+        assert done.returncode == 0, done.stderr
+        assert "70 lengths of d.jsonl, taken in " in done.stderr
+        assert json.loads(done.stdout)["samples"] == 70
+    (place / "bare").mkdir(exist_ok=True)
+    done = evenload("plan", "recipe.yaml", "--lengths", "bare", cwd=place, bare=True)
     assert done.returncode == 2
-    assert "there are no lengths to plan" in done.stderr
+    assert "holds no .arrow or .parquet file" in done.stderr
 
 
 def test_a_missing_trainer_is_named_before_anything_starts(place: Path) -> None:

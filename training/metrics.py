@@ -131,8 +131,9 @@ def summary(rows: list[StepRow]) -> dict[str, Any]:
     }
 
 
-def totals(rows: list[StepRow], checkpoint: Path | None) -> dict[str, Any]:
-    """Sums over all steps; rates over those after the first, which pays for warming up. ``checkpoint``: the last."""
+def totals(rows: list[StepRow], checkpoint: Path | None, best_checkpoint: Path | None = None) -> dict[str, Any]:
+    """Sums over all steps; rates over those after the first, which pays for warming up. ``checkpoint``: the last;
+    ``best_checkpoint``: that of the lowest validation loss."""
     rates = summary(rows)
     best = min(rows, key=lambda row: row.loss, default=None)
     return {
@@ -144,6 +145,7 @@ def totals(rows: list[StepRow], checkpoint: Path | None) -> dict[str, Any]:
         "best_loss": best.loss if best else None,
         "best_step": best.step if best else None,
         "checkpoint": str(checkpoint) if checkpoint else None,
+        "best_checkpoint": str(best_checkpoint) if best_checkpoint else None,
     }
 
 

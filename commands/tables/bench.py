@@ -21,6 +21,7 @@ _BENCHED: Columns = {
     "its busiest rank": column("ratio", lambda ratio: f"{ratio['of_busiest']:.3f}x" if ratio else ""),
     "of its ceiling": column("ratio", lambda ratio: percent(ratio["of_ceiling"]) if ratio else ""),
 }
+_SPARE = ("quartiles of steps", "padding")
 _BY_NAME = ("tokens_per_s", "imbalance", "padding_frac", "bubble_frac", "peak_activation_bytes")
 
 
@@ -45,7 +46,7 @@ def _bench(result: Result) -> Table:
         "holds: the most that passes of one step hold on any rank, above the level before it, measured (predicted: "
         f"{', '.join(f'{gib(max(peaks))} ({name})' for name, peaks in peaks_of.items())})"
     )
-    return by_columns(f"bench on {machine(result)}", _BENCHED, rows, caption)
+    return by_columns(f"bench on {machine(result)}", _BENCHED, rows, caption, spare=_SPARE)
 
 
 def _paths(result: Result) -> str:

@@ -7,9 +7,11 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from ...core.input.format import gib, mib, percent, seconds
 from ...core.plan.grid import LEGEND
+from ...core.planning.gains import NOTHING
 from ...core.planning.notes import WARNINGS
 from ...training.shared_plan.saving import HEAD
 from ...training.shared_plan.saving import rows as rows_of_tenants
@@ -25,10 +27,10 @@ _STEP: Columns = {
     "padding": column("padding_frac", percent),
     "bubble": column("bubble_frac", percent),
     "exposed": column("exposed_frac", percent),
-    "micro-batches F, B": column("micro_batch_imbalance", lambda uneven: _DIRECTIONS.format(**uneven)),
     "holds": column("peak_bytes", gib),
 }
-_DIRECTIONS = "{forward:.3f}, {backward:.3f}"
+_SAME = 0.005
+"""Ratios closer to one than this are told as equal."""
 _STAGE: Columns = {
     "": lambda steps: f"stage {steps[0]['stage']}",
     "layers recomputed": lambda steps: _layers(_sum(steps, "recomputed_layers"), _sum(steps, "layers")),
@@ -62,19 +64,40 @@ def table(result: Result) -> Group:
     about = [
         f"all times predicted; costs: {result['costs']}; cluster: {result['cluster']}",
         "bubble: waiting for ranks and stages; exposed: communication that no compute hides",
-        "micro-batches F, B: costliest over mean, forward and backward; holds: the most of a rank, optimizer included",
+        f"holds: the most of a rank, {_holds(result)}",
     ]
+    if result["costs_differ"]:
+        about.insert(1, result["costs_differ"])
     if (ep := result["layout"]["ep"]) > 1:
         about.append(f"experts: groups of {ep} ranks run every pass together; routing is taken to be even")
     pipelines = [step["pipeline"] for step in steps if step["pipeline"]]
     programs = [
         plain(f"\nstep {step['step']}: {LEGEND}\n" + "\n".join(step["program"])) for step in steps if "program" in step
     ]
-    shown_steps = by_columns("plan", _STEP, steps, "\n".join([*about, *shown[:3]]))
+    shown_steps = by_columns("plan", _STEP, steps, "\n".join([*about, *shown[:3]]), spare=("padding", "exposed"))
     loads = [_loads(result["loads"])] if "loads" in result else []
     tenants = [_tenants(result["tenants"])] if "tenants" in result else []
-    pipeline = [_pipeline(pipelines)] if pipelines else []
-    return Group(shown_steps, *pipeline, _planners(steps), *tenants, *loads, *programs)
+    pipeline = [_pipeline(pipelines, _holds(result))] if pipelines else []
+    return Group(shown_steps, *pipeline, _planners(steps), *_unused(result["unused"]), *tenants, *loads, *programs)
+
+
+def _holds(result: Result) -> str:
+    said = "with weights and optimizer"
+    return said if result["fixed_bytes"] else "without weights and optimizer, of which these costs say nothing"
+
+
+def _unused(rows: list[Result]) -> list[Text]:
+    """What plugins that are off would gain, the most first, and what was not planned."""
+    lines = []
+    for row in sorted(rows, key=lambda row: -row["gain"]):
+        names = " and ".join(f"plugins.{name}" for name in row["plugins"])
+        if not row["gain"]:
+            lines.append(f"{names} is off, and was not planned, as that takes long: switch it on to see what it gains")
+        elif row["gain"] > 1 + NOTHING:
+            took = f"planned in {seconds(row['plan_s'])} a step"
+            lines.append(f"predicted {row['gain']:.2f}x as fast with {names}, off here ({took}); add below plugins:")
+            lines += [f"  {line}" for line in row["line"].splitlines()]
+    return [plain(line) for line in lines]
 
 
 def _sum(rows: Iterable[Result], key: str) -> Any:
@@ -89,7 +112,7 @@ def _layers(again: int, layers: int) -> str:
     return f"{again:,} of {layers:,}" + (f": {percent(again / layers)}" if again else "")
 
 
-def _pipeline(steps: list[Result]) -> Table:
+def _pipeline(steps: list[Result], holds: str) -> Table:
     micro_batches, cut, chunks = (_sum(steps, key) for key in ("micro_batches", "cut_sequences", "chunks"))
     most = _most(steps, "most_chunks")
     cuts = f"{cut:,} sequences are cut into {chunks:,} chunks, at most {most} each" if cut else "no sequence is cut"
@@ -98,7 +121,7 @@ def _pipeline(steps: list[Result]) -> Table:
         "layers recomputed: of a stage's layers times micro-batches; in flight: micro-batches between forward and "
         "backward, the most of a rank\n"
         "weight gradients apart: backwards that leave them to a pass of their own\n"
-        "activations: the most of a rank, what plugins.*.activation_gib caps; holds: with weights and optimizer"
+        f"activations: the most of a rank, what plugins.*.activation_gib caps; holds: {holds}"
     )
     return by_columns("pipeline", _STAGE, zip(*(step["stages"] for step in steps), strict=True), caption)
 
@@ -111,7 +134,6 @@ def _planners(steps: list[Result]) -> Table:
     rows, over = [], []
     for name, row in named.items():
         total_s = _sum(row, "step_s")
-        uneven = {k: sum(s["micro_batch_imbalance"][k] for s in row) / len(row) for k in ("forward", "backward")}
         ignored, broken = (next((s[key] for s in row if s.get(key)), None) for key in ("ignores", "over_caps"))
         if ignored:
             over.append(f"{name} is not allowed: {ignored}")
@@ -121,15 +143,21 @@ def _planners(steps: list[Result]) -> Table:
             (
                 ("stock (padded)" if name == "padded" else name) + (": not allowed" if ignored else ""),
                 seconds(total_s),
-                f"{total_s / ours_s:.2f}x",
+                "" if row is steps else _beside(total_s / ours_s),
                 _sum(row, "imbalance") / len(row),
                 percent(_sum(row, "bubble_frac") / len(row)),
-                _DIRECTIONS.format(**uneven),
                 gib(_most(row, "peak_bytes")),
             )
         )
-    head = ("", "all steps", "against evenload", "imbalance", "bubble", "micro-batches F, B", "holds")
+    head = ("", "all steps", "beside evenload", "imbalance", "bubble", "holds")
     return grid("planners", head, rows, "\n".join(["predicted", *over]))
+
+
+def _beside(ratio: float) -> str:
+    """Which of both is faster, by a planner's seconds over evenload's."""
+    if abs(ratio - 1) < _SAME:
+        return "as fast"
+    return f"{ratio:.2f}x slower" if ratio > 1 else f"{1 / ratio:.2f}x faster"
 
 
 def _tenants(tenants: dict[str, Any]) -> Table:
@@ -152,4 +180,10 @@ def _loads(loads: dict[str, Any]) -> Table:
         "slots: the most copies of a rank; looks back: chooses copies from loads of steps before, but not the newest",
         *loads["notes"],
     ]
-    return by_columns(f"experts, ep {loads['ep']}, loads of {loads['file']}", _LOADS, rows, "\n".join(about))
+    return by_columns(
+        f"experts, ep {loads['ep']}, loads of {loads['file']}",
+        _LOADS,
+        rows,
+        "\n".join(about),
+        spare=("slots", "looks back", "weights", "p95"),
+    )

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.errors import shorten
@@ -25,6 +27,9 @@ MOST_FAULTS = 8
 
 _WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
+_SHORT = 16
+"""Characters of a cell that is not parted, if it can be helped."""
+_GAP = 2
 _MOST_TEXT = 1 << 17
 """Characters of a cell or a caption: the reasons why combinations of a sweep are impossible."""
 
@@ -52,12 +57,53 @@ def emit(data: dict[str, Any], as_json: bool, table: Callable[[dict[str, Any]], 
         (console if console.is_terminal else Console(width=_WIDTH)).print(table(data))
 
 
+class Fitting(Table):
+    """A table that leaves columns out where its words and numbers would not fit the terminal, and breaks none if they
+    do."""
+
+    spare: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        spare = list(self.spare)
+        while (left := options.max_width + _GAP - sum(_GAP + _needed(column) for column in self.columns)) < 0 and spare:
+            name = spare.pop(0)
+            self.columns = [column for column in self.columns if str(column.header) != name]
+        for column in self.columns if left >= 0 else ():
+            wanted = max(cell_len(str(text)) for text in (column.header, *column.cells)) - _needed(column)
+            column.width = _needed(column) + min(left, wanted)
+            left -= min(left, wanted)
+        return super().__rich_console__(console, options)
+
+
+def _needed(column: Column) -> int:
+    """Characters without which a word of a column would be broken, or a number parted from its unit."""
+    words = [word for text in (column.header, *column.cells) for word in str(text).split()]
+    short = [str(text) for text in column.cells if cell_len(str(text)) <= _SHORT]
+    return max(map(cell_len, (*words, *short)), default=0)
+
+
 def grid(
-    title: str, head: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", bold: int | None = None
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    caption: str = "",
+    bold: int | None = None,
+    spare: Sequence[str] = (),
 ) -> Table:
-    """A plain table: the first column left, numbers right, floats to four digits; ``bold``: the row to set so."""
+    """A plain table: the first column left, numbers right, floats to four digits; ``bold``: the row to set so,
+    ``spare``: columns that a narrow terminal does not show, the first to go first."""
     below = plain(caption, "table.caption") if caption else None
-    table = Table(title=plain(title, "table.title"), caption=below, title_justify="left", caption_justify="left")
+    table = Fitting(
+        title=plain(title, "table.title"),
+        caption=below,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.spare = tuple(spare)
     for place, name in enumerate(head):
         # Keys without spaces are folded, as an ellipsis would hide their ends.
         table.add_column(plain(name), justify="left" if place == 0 else "right", overflow="fold")
@@ -81,8 +127,11 @@ def column(key: str, show: Cell = lambda value: value) -> Cell:
     return lambda row: show(row[key])
 
 
-def by_columns(title: str, columns: Columns, rows: Iterable[Any], caption: str = "", bold: int | None = None) -> Table:
-    return grid(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], caption, bold)
+def by_columns(
+    title: str, columns: Columns, rows: Iterable[Any], caption: str = "", *, spare: Sequence[str] = ()
+) -> Table:
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    return grid(title, list(columns), cells, caption, spare=spare)
 
 
 def errors(by_name: dict[str, float]) -> str:

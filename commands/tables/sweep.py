@@ -13,7 +13,7 @@ _COMBINATION: Columns = {
     "layout": column("layout", lambda sizes: " ".join(f"{k}{size}" for k, size in sizes.items() if size > 1) or "dp1"),
     "step time": column("step_s", seconds),
     "tokens/s": column("tokens_per_s", "{:,.0f}".format),
-    "a rank": column("tokens_per_s_per_rank", "{:,.1f}".format),
+    "a rank": column("tokens_per_s_per_rank"),
     "imbalance": column("imbalance", "{:.3f}".format),
     "bubble": column("bubble_frac", percent),
     "exposed": column("exposed_frac", percent),
@@ -21,6 +21,7 @@ _COMBINATION: Columns = {
     "gain over": column("strongest_baseline", lambda baseline: "{name} {gain:.2f}x".format(**baseline)),
     "planning": column("plan_s", seconds),
 }
+_SPARE = ("layout", "exposed", "bubble", "planning")
 
 
 def table(result: Result) -> Table:
@@ -36,4 +37,8 @@ def table(result: Result) -> Table:
         rows.append(["*" if place == best else "", *(written(row["settings"][key]) for key in keys), *cells])
     marked = "*: most tokens/s a rank among those that fit" if best is not None else "none fits into memory"
     about = f"predicted, means of {result['steps']} step(s); {marked}; gain: over the fastest baseline of the row"
-    return grid("what if", ["", *keys, *_COMBINATION], rows, "\n".join([about, *reasons]), bold=best)
+    ends = [key.split(".")[-1] for key in keys]
+    heads = [end if ends.count(end) == 1 else key for end, key in zip(ends, keys, strict=True)]
+    return grid(
+        f"what if: {', '.join(keys)}", ["", *heads, *_COMBINATION], rows, "\n".join([about, *reasons]), best, _SPARE
+    )

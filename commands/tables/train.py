@@ -59,7 +59,7 @@ def _variants(result: Result) -> Table:
     if result["pictures"]:
         caption += f"\n{' and '.join(result['pictures'].values())} show the measured steps, rank by rank"
     rows = [{"name": name, **variant} for name, variant in result["variants"].items()]
-    return by_columns(f"training on {machine(result)}", columns, rows, caption)
+    return by_columns(f"training on {machine(result)}", columns, rows, caption, spare=("worst rank", "padding"))
 
 
 _BUBBLE: Columns = {
@@ -105,16 +105,24 @@ def _validation(row: dict[str, Any]) -> list[Any]:
 
 def _summary(summary: dict[str, Any]) -> Table:
     """The table of `metrics.totals`; without rates for a run that was done already."""
+    rows: list[tuple[str, Any]]
+    best = summary["best_checkpoint"]
+    of_best = [
+        ("checkpoint of the lowest validation loss", best),
+        ("  as a model", f"evenload export {best} --out DIR"),
+    ]
     if not summary["steps"]:
         said = "no step was left to train: raise train.steps to train on"
-        return grid("summary", ("", ""), [("steps", "0"), ("last checkpoint", summary["checkpoint"] or "none")], said)
-    rows: list[tuple[str, Any]] = [
+        rows = [("steps", "0"), ("last checkpoint", summary["checkpoint"] or "none"), *(of_best if best else ())]
+        return grid("summary", ("", ""), rows, said)
+    rows = [
         ("steps", f"{summary['steps']:,}"),
         ("tokens, of them targets", f"{summary['tokens']:,}, {summary['targets']:,}"),
         ("time in steps", clock(summary["train_s"])),
         ("tokens/s", summary["tokens_per_s"]),
         ("MFU at the cluster's rate", percent(summary["mfu"])),
         ("last checkpoint", summary["checkpoint"] or "none: checkpoint.dir is null"),
+        *(of_best if best else ()),
     ]
     losses = f"{summary['loss']:.4f}, {summary['best_loss']:.4f} in step {summary['best_step']}"
     rows.insert(5, ("loss of the last step, and lowest", losses))

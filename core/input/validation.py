@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
@@ -66,12 +66,18 @@ def first_fault(error: ValidationError, schema: type[BaseModel]) -> Fault:
     """The first fault of a value that is no ``schema``."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path = tuple(str(part) for part in fault["loc"])
+    if fault["type"] == "model_type":  # a whole section
+        keys = ", ".join(_fields(schema, path))
+        fault["msg"] = f"leave {'.'.join(path)} out for what is so by default, or set keys below it: {keys}"
     known = _fields(schema, path[:-1]) if fault["type"] == "extra_forbidden" else None
     return Fault(path, shown(fault["input"]), shorten(fault["msg"]), known, error.error_count() - 1)
 
 
-def refused(error: ValidationError, schema: type[BaseModel], whole: str) -> EvenloadError:
-    """What is wrong with a file that a user wrote, by its first fault; ``whole``: what the file is called."""
+def refused(
+    error: ValidationError, schema: type[BaseModel], whole: str, elsewhere: Mapping[str, str] | None = None
+) -> EvenloadError:
+    """What is wrong with a file that a user wrote, by its first fault; ``whole``: what the file is called,
+    ``elsewhere``: what says here what keys of other tools say."""
     fault = first_fault(error, schema)
     rest = f" (and {fault.more} more)" if fault.more else ""
     if fault.known is None:
@@ -79,7 +85,9 @@ def refused(error: ValidationError, schema: type[BaseModel], whole: str) -> Even
     *above, last = fault.path
     where = shorten(".".join(above)) or whole
     detail = shorten(f"{fault.key} = {fault.value}")
-    return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, nearest(last, fault.known))
+    ours = (elsewhere or {}).get(last)
+    do = f"that is {ours} here" if ours else nearest(last, fault.known)
+    return EvenloadError(f"{where} has no key {shown(last)}{rest}", detail, do)
 
 
 def described(

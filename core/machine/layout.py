@@ -57,7 +57,8 @@ class Layout:
             raise EvenloadError(
                 "the number of processes does not fit parallel.*",
                 f"{world_size} processes for {wanted}",
-                f"start {inner * (dp or 1)} processes (--nproc {inner * (dp or 1)}) or change parallel.*",
+                f"start {inner * (dp or 1)} processes (--nproc {inner * (dp or 1)}) or "
+                + ("change parallel.*" if world_size % inner else f"set parallel.dp={world_size // inner}"),
             )
         layout = cls(tp, pp, cp, ep, world_size // inner, v_shape)
         if layout.dp_cp_size % ep:

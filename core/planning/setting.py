@@ -69,11 +69,15 @@ def _experts_of(setting: Setting) -> ExpertContext | None:
     return ExpertContext(experts.num_experts, experts.layers, shape.num_layers, float(weight_bytes), topk)
 
 
+def costs_named(name: str) -> cost_models.Costs | None:
+    """The costs of a name or a file; None for auto, which counts them. Raises EvenloadError."""
+    return None if name == "auto" else cost_models.load(name, RECIPES / "costs")
+
+
 def costs_of(setting: Setting, cluster: clusters.Cluster) -> cost_models.Costs:
     """The cost model for the whole model on one device. Of costs of whole training a frozen base leaves out what it
     does not do; those of a frozen base are no others' (EvenloadError)."""
-    if setting.costs != "auto":
-        costs = cost_models.load(setting.costs, RECIPES / "costs")
+    if costs := costs_named(setting.costs):
         if costs.frozen_base and not setting.frozen:
             what, do = "costs of a frozen base say nothing of training it", "profile this recipe, or name other costs"
             raise EvenloadError(what, f"costs {setting.costs}: frozen_base true", do)

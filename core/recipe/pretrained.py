@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
 from ..input.bounds import SIZE, whole_number
+from ..input.hub import or_download
 from .families import FAMILIES, Family
 from .traits import trainer_called, trainers_with
 
@@ -24,6 +25,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 """What is fixed beside the factor."""
+DECIDED = (
+    *("family", "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
+    *("ffn_hidden_size", "vocab_size", "rotary_base", "rope_scaling_factor", "norm_epsilon", "tied_embeddings"),
+    *("moe", "config"),
+)
+"""Fields of ``model`` that a folder's config.json says."""
 
 
 class Example(NamedTuple):
@@ -56,7 +63,8 @@ def with_pretrained(data: Mapping[str, Any], weights: Path, trainer: str) -> Map
     by the recipe's trainer.
     """
     path, model = weights / "config.json", data["model"]
-    name, do = f"config.json of model.weights {shorten(str(weights))}", "name a folder that save_pretrained has written"
+    name = f"config.json of model.weights {shorten(str(weights))}"
+    do = or_download("name a folder that save_pretrained has written", "model.weights", weights)
     example = _examples.get(str(weights))
     config = example.config if example else reading.mapping(reading.read_json(path, name, do), name, do)
     fields, fault = _read(config)

@@ -25,7 +25,9 @@ from ..input import reading
 from ..input.bounds import RANKS, whole_number
 from ..input.validation import OneOf, refused
 from ..machine.layout import Layout
-from .pretrained import with_pretrained
+from .documented import describe_fields
+from .elsewhere import ELSEWHERE
+from .pretrained import DECIDED, with_pretrained
 from .rules import refuse_impossible
 from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Parallel, Planner, Safety, Section, Train
 from .traits import TRAINERS
@@ -107,7 +109,10 @@ def schema_type() -> type[Recipe]:
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a recipe, for editors; committed as docs/recipe.schema.json."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema_type().model_json_schema()}
+    model = schema_type()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
+    describe_fields(schema, model, schema["$defs"])
+    return schema
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -123,7 +128,10 @@ def parse_with(data: dict[str, Any], overrides: Iterable[str]) -> Recipe:
     """A recipe given as nested dictionaries, which change, with ``a.b=value`` overrides. Raises EvenloadError."""
     if isinstance(overrides, str) or not isinstance(overrides, Iterable):
         raise EvenloadError("overrides are no list", shown(overrides), 'give e.g. ["train.steps=100"]')
-    for word in overrides:
+    words = list(overrides)
+    if any(isinstance(word, str) and word.startswith("model.weights=") for word in words):
+        _forget(data, DECIDED)
+    for word in words:
         key, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
         if not equals or not key:
             raise EvenloadError("an override is not of the form key=value", shown(word), "write e.g. train.steps=100")
@@ -145,7 +153,7 @@ def _validated(data: Mapping[str, Any]) -> Recipe:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise refused(error, schema, "the recipe") from error
+        raise refused(error, schema, "the recipe", ELSEWHERE) from error
 
 
 def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
@@ -163,6 +171,12 @@ def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
             raise EvenloadError(f"{shorten(dotted)} cannot be set", detail, "override the whole value instead")
         data = below
     data[last] = value
+
+
+def _forget(data: dict[str, Any], fields: Iterable[str]) -> None:
+    """Leave out what a recipe says of a model in whose place the command line puts a folder."""
+    if isinstance(model := data.get("model"), dict):
+        data["model"] = {name: value for name, value in model.items() if name not in fields}
 
 
 def shipped() -> dict[str, Path]:

@@ -59,8 +59,11 @@ class Model(Section):
     """llama: RMSNorm, SwiGLU, no biases. gpt: LayerNorm, GELU, biases. mixtral, qwen3_moe: llama, qwen3 with experts.
     All use rotary positions."""
     num_layers: bounds.LayerCount = 4
+    """Of the whole model."""
     hidden_size: bounds.Size = 256
+    """Width of the residual stream."""
     num_attention_heads: bounds.Size = 8
+    """Query heads."""
     num_query_groups: bounds.Size | None = None
     """Key-value heads (GQA); null means one per attention head."""
     head_dim: bounds.Size | None = None
@@ -70,6 +73,7 @@ class Model(Section):
     vocab_size: bounds.Size | None = None
     """Null means the data's, rounded up to a multiple of 128 and of tp."""
     rotary_base: bounds.Amount = 10000.0
+    """Base of the rotary frequencies."""
     rope_scaling_factor: bounds.Amount | None = None
     """Llama 3's scaling of rotary frequencies by this factor (its low and high factors 1 and 4, of 8192 positions);
     null: none."""
@@ -148,6 +152,7 @@ class Data(Section):
     long_samples: Literal["split", "truncate", "drop"] = "split"
     """What happens to longer ones; the count is reported."""
     min_length: bounds.SampleLength = 2
+    """Tokens of the shortest sample that is kept."""
     group: str | None = None
     """Field of an integer or a string: rows of one value are a group, whose samples are in one global batch and stay
     together as plugins.packing.groups_in says. Null: each sample is by itself."""
@@ -159,19 +164,28 @@ class Parallel(Section):
     """Degrees of parallelism; dp null takes what the number of processes leaves."""
 
     tp: bounds.SharerCount = 1
+    """Ranks that share each layer's matrices."""
     pp: bounds.StageCount = 1
+    """Devices that the layers are divided among, in order."""
     cp: bounds.SharerCount = 1
+    """Ranks that share every sequence."""
     ep: bounds.RankCount = 1
+    """Ranks that the experts of a layer are divided among."""
     dp: bounds.RankCount | None = None
+    """Ranks, or groups of cp, that have samples of their own."""
 
 
 class Updates(Section):
     """How Adam moves weights (Loshchilov and Hutter, arXiv 1711.05101), and its learning rate from step to step."""
 
     lr: bounds.Amount = 1e-3
+    """The highest learning rate."""
     min_lr: bounds.AmountOrNone = 0.0
+    """What lr_schedule ends at."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls behind the warm-up."""
     warmup_steps: bounds.CountOrNone = 0
+    """Steps in which the rate rises linearly."""
     weight_decay: bounds.AmountOrNone = 0.0
     """Of matrices alone: norms and biases are not decayed."""
     betas: tuple[bounds.Beta, bounds.Beta] = (0.9, 0.999)
@@ -202,9 +216,11 @@ class Train(Updates):
     micro_batch_size: bounds.SequenceCount = 1
     """Samples per micro-batch of the stock plan, padded to the longest of them (no plugin enabled)."""
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Of weights and activations in passes; fp64 is for proofs."""
     recompute: bool = False
     """Keep only the inputs of layers for the backward pass and compute the rest again (activation checkpointing)."""
     seed: bounds.Seed = 1234
+    """Of weights and of the order of samples."""
     freeze: tuple[str, ...] = ()
     """Patterns as a shell has them of names of parameters that keep their values, as the trainer names them: Hugging
     Face's names under deepspeed, Megatron-Core's with layers of the whole model under megatron."""
@@ -233,7 +249,9 @@ class Checkpoint(Section):
     dir: FilePath | None = None
     """Null saves nothing."""
     every: bounds.Count = 50
+    """Steps from one checkpoint to the next."""
     keep: bounds.Count = 2
+    """The last so many stay."""
     background: bool = False
     """Copy a checkpoint when it is due and write it while training goes on (trainer: megatron)."""
     resume: bool = True
@@ -253,6 +271,7 @@ class Log(Section):
     wandb: str | None = None
     """Project of Weights & Biases that gets the same scalars, where the package is installed."""
     every: bounds.Count = 1
+    """Steps from one row of tensorboard and wandb to the next."""
     trace: FilePath | None = None
     """Chrome trace (JSON) of the first steps after the warm-up, measured beside predicted; ``--trace`` sets it."""
     trace_steps: bounds.Count = 4
@@ -283,14 +302,18 @@ class Safety(Section):
     gone_s: bounds.Seconds = 15.0
     """A rank whose heartbeat stops for this long is taken for dead."""
     collective_timeout_s: bounds.Seconds = 1800.0
+    """After which torch itself gives a collective up."""
 
 
 class Megatron(Section):
     distributed_optimizer: bool = True
+    """Each data-parallel rank keeps its part of the optimizer's state."""
     overlap_grad_reduce: bool = False
+    """Sum gradients while the backward passes still run."""
 
 
 class DeepSpeed(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
+    """What ranks divide: 1 optimizer states, 2 gradients too, 3 weights too."""
     config: dict[str, Any] = Field(default={})
     """Further ds_config keys; what evenload must own (batch sizes, precision, clipping) is refused here."""

@@ -2,7 +2,8 @@
 
 The tokenizer's own template renders a chat. Where it marks the assistant's part with ``{% generation %}``, that is what
 counts. Elsewhere a chat is rendered as far as each answer begins, and as far as it ends: what lies between are targets,
-and a template that renders these beginnings otherwise than the whole chat is refused.
+and a template that renders these beginnings otherwise than the whole chat is refused. Qwen3's, which does, is taken in
+its training form (`qwen3`).
 
 A template is a program of whoever made the tokenizer, so it runs in a sandbox; a row brings none of its own.
 
@@ -25,6 +26,7 @@ from ...core.input.sandbox import Budget, SandboxError, bounded
 from ..samples.cut import IGNORE
 from ..tokenizers import FolderTokenizer, Tokenizer
 from .kinds import OF_TEMPLATE, SETTINGS, TOOLS, Encoded, Encoder, Placed
+from .qwen3 import training_form
 
 Messages = Sequence[Mapping[str, Any]]
 Extras = Mapping[str, Any]
@@ -67,8 +69,9 @@ class ChatTemplate:
 
     def encoded(self, messages: Messages, extras: Extras, place: str) -> Encoded:
         """A chat and its targets."""
-        marks = _MARKS.search(self._template(extras, place)) is not None
-        text, spoken = self._render(messages, extras, place, marks=marks)
+        template = training_form(self._template(extras, place))
+        marks = _MARKS.search(template) is not None
+        text, spoken = self._render(messages, extras, place, template, marks=marks)
         marked = self._folder.marked(text)
         tokens, counts = np.array(marked.ids, dtype=np.int64), np.zeros(len(marked.ids), dtype=np.bool_)
         for start, stop in spoken:  # as transformers counts them
@@ -100,13 +103,20 @@ class ChatTemplate:
             raise EvenloadError(f"there is no chat template for {place}", shorten(str(error)), do) from error
 
     def _text(self, messages: Messages, extras: Extras, place: str, *, ask: bool = False) -> str:
-        return self._render(messages, extras, place, ask=ask)[0]
+        return self._render(messages, extras, place, self._template(extras, place), ask=ask)[0]
 
     def _render(
-        self, messages: Messages, extras: Extras, place: str, *, ask: bool = False, marks: bool = False
+        self,
+        messages: Messages,
+        extras: Extras,
+        place: str,
+        template: str,
+        *,
+        ask: bool = False,
+        marks: bool = False,
     ) -> tuple[str, Sequence[tuple[int, int]]]:
         """The text of a chat; with ``marks``, also where what the assistant says begins and ends in it."""
-        hub, template = self._folder.hub, self._template(extras, place)
+        hub = self._folder.hub
         settings = dict(extras.get(SETTINGS, {}))
         if replaced := sorted(settings.keys() & self._own):
             detail, do = ", ".join(replaced), "take it out: the template is that of the tokenizer's folder"
@@ -133,7 +143,7 @@ class ChatEncoder(Encoder):
         self._all = all_tokens
         self._tokenizer = tokenizer
         self.fields = (field, *OF_TEMPLATE)
-        self.identity = f"chats-1 {field} {tokenizer.identity} {all_tokens}"
+        self.identity = f"chats-2 {field} {tokenizer.identity} {all_tokens}"
 
     @property
     def vocab_size(self) -> int:

@@ -52,6 +52,7 @@ from .proof_rows import rows_like
 from .proof_units import prove_units, short_units
 from .stage import TrainerStage, closed, log_step, reducing
 from .supported import inner_model, packs_fault, refuse_trainer, virtual_tokens, warn_of_dropout
+from .trackers import tell_trackers
 from .unit_batches import STOCK, ReadUnits, UnitBatch, gather_units, read_units, unit_rows
 from .unit_call import UnitCall
 
@@ -177,6 +178,14 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
         loss = run(state, trainer, model, window.taken, lambda *batch: wrapped(model, *batch))
     end_of_check()
     return loss
+
+
+def log_numbers(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> None:
+    """`Trainer.log`: behind the losses of planned steps, what these steps came to."""
+    wrapped(*args, **kwargs)
+    state, logs = _planned.get(trainer), args[0] if args else kwargs["logs"]
+    if state is not None and state.planning is not None and "loss" in logs:
+        tell_trackers(trainer, state.planning.numbers)
 
 
 @on_release

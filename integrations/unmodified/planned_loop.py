@@ -7,6 +7,7 @@ over when it trains them, not before. So what a plan gains is weighed against wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,7 @@ from ...core.errors import EvenloadError, RankError
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.planning.gains import stock_as_good
+from ...core.planning.judge import outcome_of
 from ...core.planning.notes import warn_once
 from ...core.planning.stages import InLine
 from ...runtime.experts.history import learned
@@ -94,6 +96,14 @@ class PlannedLoop:
     """How many steps have been planned."""
     warned: set[str] = field(default_factory=set)
     """Reasons of which rank 0 has warned."""
+    tell: Callable[[PlannedLoop], object] = lambda loop: None
+    """Hands the numbers of a step to the tracker of its host."""
+    _began_s: float | None = None
+    """When the last step began, by `time.perf_counter`."""
+    _times_s: dict[str, float] = field(default_factory=dict)
+    """Measured: ``plan_s`` of the last step, and ``step_s`` from the beginning of the one before to its own."""
+    _ran: tuple[PlanChain, StepPlan] | None = None
+    """What the last reported step ran by."""
     _last: tuple[PlanChain, StepPlan] | None = None
     """What the last batch was planned with, and its plan."""
     _stock: tuple[StepPlan, StepPlan | None] | None = None
@@ -111,6 +121,9 @@ class PlannedLoop:
             EvenloadError: the planner of a rank refuses the batch.
         """
         self.steps += 1
+        begin_s = time.perf_counter()
+        self._times_s = {} if self._began_s is None else {"step_s": begin_s - self._began_s}
+        self._began_s = begin_s
         refusal: EvenloadError | None = None
         try:
             plan = planner(self.chain, lengths) if planner else self._planned(lengths)
@@ -124,7 +137,24 @@ class PlannedLoop:
             raise refusal
         if rank_and_size()[0] == 0:
             warn_once(plan, self.warned)
+        self._times_s["plan_s"] = time.perf_counter() - begin_s
         return plan
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What trackers get of the last reported step, by name: ``step_s`` and ``plan_s`` are measured on this rank
+        (a step to the beginning of the next; none before the second), the rest is its plan's, predicted."""
+        if self._ran is None:
+            return {}
+        chain, plan = self._ran
+        outcome = outcome_of(plan, chain.context)
+        predicted = {
+            "predicted_s": outcome.step_s,
+            "predicted_imbalance": outcome.imbalance,
+            "predicted_bubble_frac": outcome.bubble_frac,
+            "padding_frac": plan.padding_frac,
+        }
+        return {f"evenload/{name}": float(value) for name, value in (self._times_s | predicted).items()}
 
     def stock_instead(self, batch: GlobalBatch[Any], plan: StepPlan) -> StepPlan | None:
         """The stock plan of a batch of even samples where it is as good as theirs; None: the plan runs."""
@@ -150,5 +180,7 @@ class PlannedLoop:
         Collective where plans depend on loads.
         """
         report_step(self.name, self.chain, plan, micro_batch_size=micro_batch_size, loads=loads)
+        self._ran = self.chain, plan
+        self.tell(self)
         if loads is not None:
             self.chain = learned(self.chain, loads)

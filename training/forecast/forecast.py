@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from ...core.laws import check
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.plan_json import file_json
 from ...core.planning.chain import PlanChain
+from ...core.planning.gains import NOTHING
 from ...core.planning.judge import certified_s, outcome_of
 from ...core.planning.planner import Draw
+from ...core.planning.setting import costs_named
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.rules import refuse_idle_ranks
 from ...core.recipe.sizes import shape_of
@@ -78,6 +80,18 @@ class PlannedStep:
         return self.certified_s or float(self.ours.outcome.busy_s.mean())
 
 
+class Unused(NamedTuple):
+    """What plugins that are off would gain."""
+
+    plugins: tuple[str, ...]
+    line: str
+    """What switches them on, below ``plugins`` of the recipe, a line each."""
+    gain: float = 0.0
+    """The forecast's steps over those with them; 0: not planned, as that takes long."""
+    plan_s: float = 0.0
+    """Seconds of planning a step, measured."""
+
+
 @dataclass(frozen=True)
 class Forecast:
     """What `plan` says: everything its tables and pictures are made of."""
@@ -93,6 +107,26 @@ class Forecast:
     """What the seconds of its steps are; bounds and bytes are predicted in either case."""
     tenants: dict[str, Any] | None = None
     """Whose samples they are and what planning these tenants together saves (`SharedPlan.to_json`)."""
+    unused: tuple[Unused, ...] = ()
+    """Plugins that are off (`unused.with_unused`)."""
+
+    @property
+    def gaining(self) -> list[Unused]:
+        """Plugins that are off and gain something, the most first."""
+        return sorted((one for one in self.unused if one.gain > 1 + NOTHING), key=lambda one: -one.gain)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Weights, gradients and optimizer states that a rank holds; 0 where the costs say nothing of them."""
+        return fixed_bytes(self.chain.context.costs.memory, self.chain.limits)
+
+    @property
+    def costs_differ(self) -> str:
+        """Says which other model than the recipe's its costs are of; empty where there is none."""
+        costs, layers = costs_named(self.recipe.costs), self.recipe.model.num_layers
+        if costs is None or costs.num_layers in (1, layers):
+            return ""
+        return f"these costs are of {costs.num_layers} layers and the model has {layers}; costs=auto counts the model's"
 
     def to_json(self, *, explain: bool = False) -> dict[str, Any]:
         """The documented result of ``plan --json``; ``explain`` adds what every rank runs, as a grid."""
@@ -100,6 +134,8 @@ class Forecast:
         return {
             "predicted": self.times == "predicted",
             "costs": context.costs.source,
+            "costs_differ": self.costs_differ or None,
+            "fixed_bytes": self.fixed_bytes,
             "cluster": context.cluster.name,
             "layout": vars(context.layout),
             "plugins": [p.name for p in self.recipe.enabled()],
@@ -108,6 +144,7 @@ class Forecast:
                 {"step": number, **_step_json(step, self.chain), **(_program(step.ours.plan) if explain else {})}
                 for number, step in enumerate(self.steps)
             ],
+            "unused": [one._asdict() for one in self.unused],
             **({"tenants": self.tenants} if self.tenants else {}),
             **({"loads": self.loads.to_json()} if self.loads else {}),
         }
@@ -193,7 +230,7 @@ def _planned(chain: PlanChain, draw: Draw, record: bool) -> PlannedStep:
     plan_s = time.perf_counter() - start
     baselines = _baselines(chain, batch, tenants, record)
     least_s = certified_s(step_plan, chain.context)
-    return PlannedStep(_simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps, least_s)
+    return PlannedStep(simulated(step_plan, chain, record), baselines, plan_s, draw.delay_steps, least_s)
 
 
 def _comparable(planned: list[PlannedStep]) -> tuple[PlannedStep, ...]:
@@ -221,7 +258,8 @@ def write_plans(forecast: Forecast, path: Path) -> None:
         raise EvenloadError("the plan cannot be written", detail, "choose another --out") from error
 
 
-def _simulated(step_plan: StepPlan, chain: PlanChain, record: bool) -> Simulated:
+def simulated(step_plan: StepPlan, chain: PlanChain, record: bool = False) -> Simulated:
+    """A plan and what it is predicted to come to; ``record``: with its timeline."""
     return Simulated(step_plan, (simulate if record else outcome_of)(step_plan, chain.context))
 
 
@@ -229,7 +267,7 @@ def _baselines(chain: PlanChain, batch: Lengths, tenants: Lengths | None, record
     rows = {}
     for name in chain.baselines_for(batch, "shown"):
         with suppress(EvenloadError):
-            row = _simulated(chain.baseline(name, batch, tenants), chain, record)
+            row = simulated(chain.baseline(name, batch, tenants), chain, record)
             rows[name] = replace(row, ignores=chain.breaks(name, row.plan))
     return rows
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
+from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...data.lengths import read_lengths
 from ..progress import Progress, silent
@@ -33,7 +34,7 @@ Result = dict[str, Any]
 def sweep(
     recipe: Recipe,
     words: list[str],
-    lengths: Path | Mapping[str, Path],
+    lengths: Path | Lengths | Mapping[str, Path],
     steps: int,
     nproc: int | None,
     files: Mapping[str, Path | None],

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...core.input.format import mib, percent, seconds
 from ..files import whole
-from ..forecast.forecast import Forecast
+from ..forecast.forecast import Forecast, Unused
 from ..shared_plan import saving as shared_plan
 from . import sections
 from .facts import Facts, PlannerFacts, facts_of
@@ -31,7 +31,7 @@ _REMEDY = (
     "What helps: more sequences a step (train.global_batch_size), fewer ranks, or more ranks a sequence (parallel.cp)."
 )
 
-_SHORT = {"against evenload": "ratio", "against stock": "ratio", "planning, measured": "planning"}
+_SHORT = {"of evenload's": "ratio", "of stock's": "ratio", "planning, measured": "planning"}
 """Heads of a table where a page is narrow."""
 
 
@@ -86,6 +86,9 @@ def _headline(facts: Facts, notes: Sequence[str]) -> Markup:
         lead.append(tag("p", *_against(ours, rival), class_="lead"))
     if any(notes) and ratio < 1.05:
         lead.append(tag("p", f"Why: {_sequence_bound(notes)}.", class_="lead"))
+    lead += [tag("p", *_with(one), class_="lead") for one in facts.forecast.gaining[:1]]
+    if facts.forecast.costs_differ:
+        lead.append(tag("p", f"Beware: {facts.forecast.costs_differ}.", class_="lead"))
     return tag("header", tag("p", eyebrow, class_="eyebrow"), *lead)
 
 
@@ -96,6 +99,16 @@ def _against(ours: PlannerFacts, rival: PlannerFacts) -> list[str]:
         return [*opening, "the same time: ", duration(rival.step_s), "."]
     verdict = "more: " if ratio > 1 else "less: "
     return [*opening, verdict, duration(rival.step_s), "; evenload is ", factor(ratio), " against it."]
+
+
+def _with(unused: Unused) -> list[str | Markup]:
+    """What plugins that are off would gain, and how they are switched on."""
+    names = " and ".join(f"plugins.{name}" for name in unused.plugins)
+    return [
+        f"With {names}, off in this recipe, it would be ",
+        *(factor(unused.gain), f" as fast (planned in {seconds(unused.plan_s)}): add below plugins "),
+        tag("code", unused.line.replace("\n", ", ")),
+    ]
 
 
 def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
@@ -115,7 +128,7 @@ def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
 
 
 def _tables(facts: Facts) -> Markup:
-    against = "against evenload" if facts.remapped else "against stock"
+    against = "of evenload's" if facts.remapped else "of stock's"
     head = ("", "step", against, "imbalance", "padding", "waiting", "exposed", "holds")
     rows = [
         (
@@ -134,7 +147,8 @@ def _tables(facts: Facts) -> Markup:
         for one in reversed(facts.ranked)
     ]
     text = (
-        "Step: mean seconds of a step. Imbalance: busiest rank over mean, 1 is even. Waiting: for ranks and stages. "
+        f"Step: mean seconds of a step, then as a multiple {against}. Imbalance: busiest rank over mean, 1 is even. "
+        "Waiting: for ranks and stages. "
         "Exposed: communication that no compute hides."
     )
     steps = [_steps(facts)] if len(facts.bounds_s) > 1 else []

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...core.costs.memory import fixed_bytes
 from ...core.input.format import gib, seconds
 from . import charts
 from .facts import AGAIN_KEY, PARTS, Facts, Part, ends_of, histogram, pieces_of, shown_places
@@ -104,7 +103,7 @@ def where(facts: Facts) -> Markup:
 
 def memory(facts: Facts) -> Markup:
     device = facts.context.cluster.memory_bytes
-    states_bytes = fixed_bytes(facts.context.costs.memory, facts.forecast.chain.limits)
+    states_bytes = facts.forecast.fixed_bytes
     ranked = sorted(facts.ranked, key=lambda one: -one.peak_bytes)
     most = max(device, ranked[0].peak_bytes)
     rows = []

@@ -67,13 +67,21 @@ def writer(recipe: Recipe, *, leads: bool, first: int = 0) -> Iterator[Write]:
         yield write
 
 
-def entry_of_step(row: StepRow, planned: Planned) -> Entry:
-    """What logs get of a step."""
+def entry_of_step(row: StepRow, planned: Planned, of_steps: int, ends: str) -> Entry:
+    """What logs get of a step of a run of ``of_steps``; ``ends``: why there is none after it, where that is
+    not the last one."""
     values = {name: value for name, value in asdict(row).items() if name not in ("step", "tokens", "targets", "moe")}
     scalars = {"tokens_per_s": row.tokens / row.step_s, **values}
     scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
-    line = {**asdict(row), "planner": planned.plan.made_by, "samples": planned.draw.samples.tolist()}
+    line = {**asdict(row), "planner": planned.plan.made_by, "of_steps": of_steps}
+    line["ends"] = ends or ("done" if row.step + 1 == of_steps else None)
+    line["samples"] = planned.draw.samples.tolist()
     return Entry(row.step, {f"evenload/{name}": value for name, value in scalars.items()}, line)
+
+
+def entry_of_end(step: int, ends: str) -> Entry:
+    """What a log gets behind the last step of tenants; ``ends``: why there is none after it."""
+    return Entry(step, {}, {"ends": ends})
 
 
 def entry_of_validation(row: Validated) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import EvenloadError, refuse_first, shorten, shown
+from ...core.plan.step_plan import Lengths, as_lengths
 from ...core.recipe.recipe import Recipe, place_of
 from ...core.recipe.tenant import Tenant, TenantData, read_tenant
-from ...data.formats import refuse_outside
+from ...data.formats import Settings, open_documents, refuse_outside
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
 from ...data.samples.order import BatchSize
+from ...data.tokenizers import holds_tokenizer, open_tokenizer
 from ..preflight import open_samples
 from .trials import sweep_of
 
 _Counts = NDArray[np.int64]
+_TABLES = (".arrow", ".parquet")
 
 
 class Member(NamedTuple):
@@ -82,16 +86,31 @@ def members_of(recipe: Recipe, files: Mapping[str, Path]) -> list[Member]:
     return members
 
 
-def files_of(recipe: Recipe, words: Sequence[str]) -> Path | dict[str, Path]:
-    """The file of lengths that ``--lengths`` names; of a recipe with tenants the files of ``NAME=FILE`` each, none
-    where it is left out. Raises EvenloadError."""
+def lengths_of(recipe: Recipe, words: Sequence[str], tokenizer: str | None = None) -> Path | Lengths | dict[str, Path]:
+    """What ``--lengths`` names: a file of lengths, or the lengths of data, which are opened with ``tokenizer`` where it
+    is given, and else as the recipe opens its own; these stand for none. Of a recipe with tenants the files of
+    ``NAME=FILE`` each, none where it is left out. Raises EvenloadError.
+    """
     if recipe.adapts:
+        do = "leave it out: each tenant's data has its own"
+        refuse_first((tokenizer is not None, "tenants are planned by their own tokenizers", "--tokenizer", do))
         return _by_tenant(words)
-    do = "give one: --lengths FILE (.npy, .txt, .jsonl or Megatron .idx)"
-    if len(words) != 1:
-        what = "there are no lengths to plan" if not words else "a recipe without tenants is planned from one file"
-        raise EvenloadError(what, f"{len(words)} times --lengths", do)
-    return Path(words[0])
+    if len(words) > 1:
+        do = "give one: --lengths FILE (.npy, .txt, .jsonl or Megatron .idx), or data"
+        raise EvenloadError("a recipe without tenants is planned from one file", f"{len(words)} times --lengths", do)
+    if words and tokenizer is None and Path(words[0]).suffix not in _TABLES and not os.path.isdir(words[0]):
+        return Path(words[0])
+    return _of_data(recipe, words[0] if words else recipe.data.source, tokenizer)
+
+
+def _of_data(recipe: Recipe, spec: str, tokenizer: str | None) -> Lengths:
+    """Tokens of every document of a data set."""
+    data, weights = recipe.data, recipe.model.weights
+    if tokenizer is None:
+        own = data.tokenizer == "bytes" and weights is not None and holds_tokenizer(weights)
+        tokenizer = str(weights) if own else data.tokenizer
+    settings = Settings(open_tokenizer(tokenizer), data.text_key, data.append_eos, data.loss_on == "all")
+    return as_lengths(open_documents(spec, settings).lengths)
 
 
 def _by_tenant(words: Sequence[str]) -> dict[str, Path]:

@@ -16,7 +16,7 @@ from ..early_end import listening
 from ..garbage import collected
 from ..job import in_world, logger
 from ..progress import Progress
-from ..run.writers import writer
+from ..run.writers import entry_of_end, writer
 from .arrivals.job import TenantJob, open_trainer
 from .arrivals.preflight import out_of, refuse_of_models, say_without_effect
 from .loop import TenantLoop
@@ -47,6 +47,7 @@ def _trained(job: TenantJob, progress: Progress) -> dict[str, Any]:
         collect = opened.enter_context(collected(job.recipe.train.gc_every))
         loop = TenantLoop(job, saved, write, Live(progress), ending, collect)
         loop.run()
+        write(entry_of_end(loop.step, loop.ended_early or "done"))
     _refuse_nobody(loop)
     members, root = loop.members, job.recipe.checkpoint.dir
     checkpoint = last_good(root) if root else None

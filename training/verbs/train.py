@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core.recipe.recipe import Recipe
 from ..checkpoint.checkpoints import last_good
-from ..checkpoint.resuming import drawing_after, keeping, resume
+from ..checkpoint.resuming import BEST, drawing_after, keeping, resume
 from ..early_end import listening, say_ended
 from ..expert_loads import loads_writer, say_without_copies
 from ..garbage import collected
@@ -75,11 +75,12 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress:
     say_without_copies(job.chain, [row.moe for row in own.rows])
     results = {name: variant.result() for name, variant in variants.items()}
     rates = {name: results[name]["tokens_per_s"] for name in against}
+    root = recipe.checkpoint.dir
     return {
         "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True),
         "host": job.host.describe(),
         "data": job.source.report(),
-        "summary": totals(own.rows, last_good(root) if (root := job.recipe.checkpoint.dir) else None),
+        "summary": totals(own.rows, *(map(last_good, (root, root / BEST)) if root else (None,))),
         "ended_early": ends,
         "steps": [asdict(row) for row in own.rows],
         "validation": [asdict(row) for row in validation.rows] if validation else [],
@@ -139,13 +140,13 @@ def _run(
                 variant.same_plans &= planned[name].plan.digest == planned[OURS].plan.digest
                 variant.learn(planners[name], planned[name], taken[name], predicted_step)
                 progress(name, step + 1 - first, recipe.train.steps - first, variant.said)
-            write(entry_of_step(own.rows[-1], planned[OURS]))
-            write_loads(step, taken[OURS].result)
-            recording.add(step, planned, taken)
             done = step + 1
-            best = validation is not None and _evaluated(job, validation, done, write)
             if done < recipe.train.steps:
                 ends = next(filter(None, (one.ends for one in taken.values())), "")
+            write(entry_of_step(own.rows[-1], planned[OURS], recipe.train.steps, ends))
+            write_loads(step, taken[OURS].result)
+            recording.add(step, planned, taken)
+            best = validation is not None and _evaluated(job, validation, done, write)
             keep(step, planned[OURS], state_now, best=best, last=bool(ends))
             collect(done)
             if ends:

@@ -10,6 +10,7 @@ import pytest
 from evenload.commands.tables import progress
 from evenload.commands.tables.plan import table as table_of_plan
 from evenload.commands.tables.show import grid
+from evenload.commands.tables.sweep import table as table_of_sweep
 from evenload.commands.tables.train import table as table_of_train
 from evenload.core.input.format import seconds
 from evenload.training.metrics import totals
@@ -18,10 +19,14 @@ from rich.console import Console, RenderableType
 NUMBERS = ("tokens_per_s", "imbalance", "padding_frac", "bubble_frac", "bubble_worst", "step_s", "predicted_s", "loss")
 
 
-def shown(table: RenderableType) -> str:
-    console = Console(width=160, record=True, file=StringIO())
+def shown(table: RenderableType, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=StringIO())
     console.print(table)
     return console.export_text()
+
+
+PLANNED = ("plan_s", "step_s", "bound_s", "imbalance", "padding_frac", "bubble_frac", "exposed_frac", "peak_bytes")
+STEP: dict[str, Any] = {**dict.fromkeys(PLANNED, 0.5), "step": 0, "notes": [], "pipeline": None, "baselines": {}}
 
 
 def trained(**ratio: float) -> dict[str, Any]:
@@ -53,6 +58,14 @@ def test_a_run_that_was_done_already_says_so_and_shows_no_zeros() -> None:
     assert "tokens/s" not in text
 
 
+def test_the_best_checkpoint_is_named_with_the_command_that_exports_it() -> None:
+    kept = totals([], Path("kept/step00000004"), Path("kept/best/step00000002"))
+    for summary in (kept, {**kept, "steps": 1, "loss": 2.5, "best_loss": 2.5, "best_step": 0}):
+        text = shown(table_of_train({**trained(), "summary": summary}))
+        assert "evenload export kept/best/step00000002 --out DIR" in text
+    assert "export" not in shown(table_of_train(trained()))
+
+
 def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many() -> None:
     size = {"sequences": 9, "tokens": 500, "targets": 400, "without_target": 1, "validation_s": 0.25}
     losses = [5.5, *(4.0 if step == 7 else 4.5 + step / 100 for step in range(1, 40))]
@@ -75,18 +88,45 @@ def test_seconds_have_a_unit_that_fits() -> None:
 
 
 def test_what_was_left_out_of_a_plan_is_shown_before_other_notes() -> None:
-    numbers = ("plan_s", "step_s", "bound_s", "imbalance", "padding_frac", "bubble_frac", "exposed_frac", "peak_bytes")
-    step = {
-        **dict.fromkeys(numbers, 0.5),
-        "step": 0,
-        "micro_batch_imbalance": {"forward": 1.0, "backward": 1.0},
-        "notes": ["a", "b", "c", "left out of this plan: packing: a sequence is longer (900 tokens)"],
-        "pipeline": None,
-        "baselines": {},
-    }
-    text = shown(table_of_plan({"steps": [step], "costs": "counted", "cluster": "local", "layout": {"ep": 1}}))
+    step = {**STEP, "notes": ["a", "b", "c", "left out of this plan: packing: a sequence is longer (900 tokens)"]}
+    text = shown(table_of_plan(planned(step)))
     assert "left out of this plan: packing: a sequence is longer (900 tokens)" in text
     assert [word in text.split() for word in "abc"] == [True, True, False]
+
+
+def planned(*steps: dict[str, Any], unused: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    about = {"costs": "counted", "costs_differ": None, "fixed_bytes": 1.0, "cluster": "local", "layout": {"ep": 1}}
+    return {**about, "steps": list(steps), "unused": list(unused)}
+
+
+def test_plugins_that_are_off_are_sold_with_their_line() -> None:
+    mesh = {"plugins": ("mesh",), "line": "mesh: {enabled: true}", "gain": 2.27, "plan_s": 0.15}
+    rows = (mesh, {**mesh, "plugins": ("packing",), "gain": 1.01}, {**mesh, "plugins": ("pipeline",), "gain": 0.0})
+    text = shown(table_of_plan(planned(STEP, unused=rows)))
+    assert "2.27x as fast with plugins.mesh, off here (planned in 150 ms a step); add below plugins:" in text
+    assert "  mesh: {enabled: true}" in text
+    assert "plugins.packing" not in text
+    assert "plugins.pipeline is off, and was not planned" in text
+
+
+@pytest.mark.parametrize(("seconds_of", "words"), [(4.1, "4.10x slower"), (0.5, "2.00x faster"), (1.001, "as fast")])
+def test_a_baseline_is_said_to_be_slower_or_faster(seconds_of: float, words: str) -> None:
+    row = {"step_s": seconds_of, "imbalance": 1.0, "bubble_frac": 0.0, "peak_bytes": 1.0}
+    assert words in shown(table_of_plan(planned({**STEP, "step_s": 1.0, "baselines": {"padded": row}})))
+
+
+def test_tables_fit_80_columns_with_every_word_whole() -> None:
+    wide = {**STEP, "step_s": 0.302, "bound_s": 0.124, "plan_s": 0.0123, "imbalance": 4.867, "peak_bytes": 2.77e10}
+    best = {"settings": {"parallel.cp": 2, "parallel.pp": 4}, "world_size": 128, "layout": {"dp": 8, "cp": 2}}
+    best |= {"tokens_per_s": 1356035.0, "tokens_per_s_per_rank": 44504.0, "fits": True, "exposed_frac": 0.0, **wide}
+    best |= {"strongest_baseline": {"name": "karmarkar_karp", "gain": 1.0}}
+    swept = {"keys": ["parallel.cp", "parallel.pp"], "rows": [best], "best": 0, "steps": 1}
+    for table in (table_of_plan(planned(wide)), table_of_sweep(swept), table_of_train(trained(stock=1.5))):
+        text = shown(table, width=80)
+        assert all(len(line) <= 80 for line in text.splitlines())
+        words = set(text.split())
+        assert "imbalance" in words
+        assert not {"imbalanc", "plannin", "tokens/"} & words
 
 
 NAMES = ["[/]", "[bold]x[/bold]", "[link=http://x]y[/link]", ":smile:", "a\\[b]", "[/red]", "x" * 500, "\U0001f600"]

@@ -12,7 +12,9 @@ import yaml
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
+from evenload.core.recipe.elsewhere import ELSEWHERE
 from evenload.core.recipe.recipe import RECIPES, shipped
+from evenload.core.recipe.sections import Data, Model, Train
 
 ROOT = Path(evenload.__file__).parent
 load_plugins()
@@ -37,6 +39,29 @@ def test_committed_schema_is_in_step() -> None:
     assert committed == recipes.json_schema(), "run `make docs`"
 
 
+def test_every_field_of_the_schema_says_what_it_is() -> None:
+    schema = recipes.json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for name, field in section.get("properties", {}).items():
+            assert "description" in field or "$ref" in field, f"{section['title']}.{name}"
+    assert schema["$defs"]["Train"]["properties"]["lr"]["description"] == "The highest learning rate."
+
+
+def test_keys_of_other_tools_lead_to_keys_that_exist() -> None:
+    recipe = evenload.load_recipe("quickstart")
+    for text in set(ELSEWHERE.values()):
+        node = recipe
+        for name in text.split(" ")[0].rstrip(",").split("."):
+            node = getattr(node, name)
+    assert not set(ELSEWHERE) & {*Train.model_fields, *Model.model_fields, *Data.model_fields}
+
+
+def test_a_folder_on_the_command_line_takes_the_place_of_the_recipe_s_sizes() -> None:
+    recipe = evenload.load_recipe("quickstart", ["model.weights=tiny-llama"])
+    assert recipe.model == evenload.load_recipe("finetune").model
+    assert recipe.model.num_layers != evenload.load_recipe("quickstart").model.num_layers
+
+
 def test_overrides_are_yaml(recipe_file: Path) -> None:
     recipe = evenload.load_recipe(
         recipe_file, ["train.steps=7", "plugins.packing.max_tokens=99", "parallel.dp=null", "data.source=a=b"]
@@ -58,6 +83,11 @@ def test_recipes_are_frozen(recipe_file: Path) -> None:
 REFUSED = {
     "unknown section": (["trian.steps=3"], "did you mean 'train'"),
     "unknown key": (["train.stepz=3"], "did you mean 'steps'"),
+    "a key of another tool": (["train.max_steps=3"], "that is train.steps here"),
+    "a section that is null": (["checkpoint=null"], "set keys below it: dir, every"),
+    "a plugin that is true": (["plugins.mesh=true"], "set keys below it: enabled"),
+    "an id of the Hub": (["model.weights=Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+    "a size beside the folder's": (["model.weights=tiny-llama", "model.num_layers=9"], "says otherwise"),
     "unknown plugin": (["plugins.packin.enabled=true"], "did you mean 'packing'"),
     "unknown plugin key": (["plugins.packing.max_token=3"], "did you mean 'max_tokens'"),
     "wrong type": (["train.steps=many"], "train.steps is not valid"),

@@ -235,6 +235,30 @@ def test_a_template_whose_beginnings_differ_is_refused_with_the_row(tmp_path, fo
     assert read(write(tmp_path, [{"messages": CHAT}]), folder, loss_on="all")[0].targets is None
 
 
+THOUGHT = {**ANSWER, "reasoning_content": "it is returned"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "one", "arguments": {"other": 1}}}]}
+QWEN3_CHATS = {
+    "one turn": CHAT[:3],
+    "turns": CHAT,
+    "thoughts": [QUESTION, THOUGHT, QUESTION, {**ANSWER, "content": "<think>\nbe brief\n</think>\n\nreturned"}],
+    "tools": [QUESTION, CALL, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, ANSWER],
+}
+
+
+@pytest.mark.parametrize("chat", QWEN3_CHATS.values(), ids=QWEN3_CHATS)
+def test_chats_of_qwen3_have_the_tokens_and_targets_of_trl(tmp_path, folder_with, chat):
+    """By the template that its folders hold, which renders the beginnings of chats otherwise."""
+    transformers, trl = pytest.importorskip("transformers"), pytest.importorskip("trl")
+    templates = Path(trl.__file__).parent / "chat_templates"
+    folder = folder_with((templates / "qwen3.jinja").read_text())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (templates / "qwen3_training.jinja").read_text()
+    rendered = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    labels = np.where(rendered["assistant_masks"], rendered["input_ids"], IGNORE).tolist()
+    assert {IGNORE} < set(labels)
+    assert read(write(tmp_path, [{"messages": chat}]), folder)[1] == [(rendered["input_ids"], labels)]
+
+
 def test_chats_need_a_template(tmp_path, bare_folder):
     for tokenizer, words in (
         (bare_folder, "^there is no chat template for line 1"),

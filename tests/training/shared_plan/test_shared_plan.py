@@ -23,7 +23,7 @@ from evenload.core.recipe.sizes import shape_of
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.sweep import sweep
 from evenload.training.pictures.report import page_of
-from evenload.training.shared_plan.reading import files_of, members_of
+from evenload.training.shared_plan.reading import lengths_of, members_of
 from rich.console import Console
 
 load_plugins()
@@ -104,7 +104,7 @@ def test_lengths_alone_are_enough(folder: Path, tmp_path: Path) -> None:
         path.unlink()
     words = [f"{name}={tmp_path / name}.txt" for name in ("long", "short")]
     recipe = recipe_of(folder)
-    files = files_of(recipe, words)
+    files = lengths_of(recipe, words)
     assert isinstance(files, dict)
     assert look_ahead(recipe, files, 2).to_json()["tenants"] == whole
     (stranger,) = members_of(recipe_of(None), {"stranger": tmp_path / "ten.txt"})
@@ -150,17 +150,18 @@ def test_what_cannot_be_planned_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_words_of_lengths(folder: Path) -> None:
     recipe, bare = recipe_of(folder), parse({})
-    assert files_of(recipe, []) == {}
-    assert files_of(recipe, ["a=x.txt", "b=y=z.txt"]) == {"a": Path("x.txt"), "b": Path("y=z.txt")}
-    assert files_of(bare, ["x.txt"]) == Path("x.txt")
+    assert lengths_of(recipe, []) == {}
+    assert lengths_of(recipe, ["a=x.txt", "b=y=z.txt"]) == {"a": Path("x.txt"), "b": Path("y=z.txt")}
+    assert lengths_of(bare, ["x.txt"]) == Path("x.txt")
+    with pytest.raises(EvenloadError, match="by their own tokenizers"):
+        lengths_of(recipe, [], "bytes")
     for of, words, message in (
         (recipe, ["x.txt"], "by name"),
         (recipe, ["a=x", "a=y"], "given twice"),
-        (bare, [], "no lengths to plan"),
         (bare, ["x", "y"], "planned from one file"),
     ):
         with pytest.raises(EvenloadError, match=message):
-            files_of(of, words)
+            lengths_of(of, words)
 
 
 def test_a_tenant_with_a_sample_of_too_many_slices_is_named(folder: Path, tmp_path: Path) -> None:

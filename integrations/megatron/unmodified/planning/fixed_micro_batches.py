@@ -38,6 +38,7 @@ from ..refusals.supported import bare_model, refuse_groups, why_stock
 from ..running.chunks import one_iterator
 from ..running.experts import gate_of, with_experts_in_step
 from ..running.order import LoopStep, run_order
+from ..writers import tell_writers
 from .user_loop import chain_of
 
 _IN_TURN = ("moe_router_load_balancing_type global_aux_loss", "moe_input_jitter_eps")
@@ -81,7 +82,7 @@ class Together:
         if not copies and not orders:
             return cls(None, why, names)
         chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in reasons))
-        return cls(PlannedLoop("Megatron-Core", chain), why, names)
+        return cls(PlannedLoop("Megatron-Core", chain, tell=tell_writers), why, names)
 
     def run(self, stock: Callable[..., Any], chunks: list[Any], call: dict[str, Any]) -> Any:
         """Run one training call of the loop. Collective."""

@@ -35,6 +35,7 @@ from ....unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..reading.rows import INPUT, Row, exchange_objects, joined, of_batch, refuse_uncommon, rows_of
 from ..running.objective import RowStep
 from ..running.order import with_dummies
+from ..writers import tell_writers
 
 log = logging.getLogger("evenload")
 
@@ -76,7 +77,7 @@ class RowSteps:
     """The training calls on rows of one model."""
 
     def __init__(self, chain: PlanChain) -> None:
-        self._planning = PlannedLoop("Megatron-Core", chain)
+        self._planning = PlannedLoop("Megatron-Core", chain, tell=tell_writers)
         self._tried = False
 
     def run(

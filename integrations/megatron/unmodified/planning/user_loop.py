@@ -28,6 +28,7 @@ from ..refusals.layers import refuse_experts, why_whole
 from ..refusals.supported import Trouble, why_stock
 from ..running.experts import with_experts_in_step
 from ..running.reports import Kinds
+from ..writers import tell_writers
 
 log = logging.getLogger("evenload")
 
@@ -84,7 +85,7 @@ class UserLoop:
             refuse_experts(gpt, len(gpts))
         splits = chain.limits.splits_backward and not together
         chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
-        planning = PlannedLoop("Megatron-Core", chain)
+        planning = PlannedLoop("Megatron-Core", chain, tell=tell_writers)
         return cls(planning, not borders, only_stock, source, one_context=OneContextRank() if stock.cp > 1 else None)
 
     def plane_of(self, plan: StepPlan) -> Plane | None:
