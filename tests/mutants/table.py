@@ -98,6 +98,7 @@ KILLERS: dict[str, Words] = {
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "proof": ("pytest", "tests/integrations/huggingface/test_proof.py"),
     "padded rows": ("pytest", "tests/integrations/huggingface/test_rows.py"),
+    "shapes": ("pytest", "tests/plugins/packing/test_shapes.py"),
     "padded groups": ("pytest", "tests/plugins/packing/test_padded.py"),
     "audit": ("pytest", "tests/integrations/huggingface/test_audit.py", "-k", "shifted or mean or positions"),
     "attention of families": ("pytest", "tests/integrations/huggingface/test_proof.py", "-k", "counted"),
@@ -1108,6 +1109,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not m.pad_to and len({s.length for s in m.slices}) > 1:",
         "if False:",
         "padded groups",
+    ),
+    Mutant(
+        "what fills a micro-batch up costs nothing",
+        "core/costs/costs.py",
+        "    tokens += -tokens % np.array([m.round_to or 1 for m in micro_batches])\n",
+        "",
+        "shapes",
     ),
     Mutant(
         "an audit misses one shifted label",
