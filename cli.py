@@ -18,7 +18,7 @@ import typer
 from . import __version__
 from .api import load_plugins, load_recipe
 from .core.errors import EvenloadError, RankError, shown
-from .core.input.bounds import LOCAL_RANKS, RANKS, REPEATS, STEPS, number_of_word
+from .core.input.bounds import LOCAL_RANKS, RANKS, REPEATS, SIZE, STEPS, number_of_word
 from .core.input.format import seconds
 from .core.recipe.recipe import Recipe
 
@@ -272,6 +272,25 @@ def check(
     with stdout_aside():
         result = work(recipe, command)
     _show("check", result, as_json)
+    raise SystemExit(EXIT_CODES[result["verdict"]])
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def audit(
+    recipe: RecipePath,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...")],
+    border: Annotated[str | None, typer.Option("--border", metavar="ID", help="The token that ends a sample.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge the batches of a training script as it makes them: each sample as it is alone? Nothing is planned."""
+    from .commands.audit import EXIT_CODES
+    from .commands.audit import audit as work
+    from .commands.tables.show import stdout_aside
+
+    token = None if border is None else number_of_word(border, "--border", SIZE)
+    with stdout_aside():
+        result = work(recipe, command, token)
+    _show("audit", result, as_json)
     raise SystemExit(EXIT_CODES[result["verdict"]])
 
 

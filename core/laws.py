@@ -54,6 +54,8 @@ def _keeps_every_law(plan: StepPlan, limits: Limits) -> bool:
         _ranks_exist,
         _together,
         _padded,
+        _rounded,
+        _largest_first,
         _sharing,
         _caps,
         _slices_ascend,
@@ -167,6 +169,22 @@ def _padded(plan: StepPlan) -> None:
             raise PlanError("a row holds a part of a sequence", f"{name}: sequence {cut}", "disable slices")
         if not m.pad_to and len({s.length for s in m.slices}) > 1:
             raise PlanError("the rows of a micro-batch have several lengths", f"{name}: pad_to 0", "pad them")
+
+
+def _rounded(plan: StepPlan) -> None:
+    """Micro-batches are filled up to the multiple of tokens that was asked for."""
+    for name, m in _both(plan) if plan.limits.round_tokens > 1 else ():
+        if m.can_be_rounded and m.num_padded_tokens % plan.limits.round_tokens:
+            detail = f"{name}: {m.num_padded_tokens} tokens, a multiple of {plan.limits.round_tokens} is asked for"
+            raise PlanError("a micro-batch is not filled up", detail, "give it round_to")
+
+
+def _largest_first(plan: StepPlan) -> None:
+    """A rank's micro-batches descend in tokens where that was asked for and is free."""
+    for rank in range(plan.limits.num_ranks) if plan.limits.largest_first and plan.is_sortable else ():
+        tokens = [plan.micro_batches[i].num_padded_tokens for i in plan.of_rank(rank)]
+        if tokens != sorted(tokens, reverse=True):
+            raise PlanError("a rank's largest micro-batch does not run first", f"rank {rank}: {tokens}", "sort them")
 
 
 def _sharing(plan: StepPlan) -> None:

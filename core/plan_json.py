@@ -48,6 +48,7 @@ class _MicroBatch(_Form):
     homes: list[list[Rank]] = []
     remap: StrictBool = False
     routed: StrictBool = False
+    round_to: Whole = 0
 
 
 _KEY_OF = {"cp_comm": "engine", "ulysses_degree": "inner", "cp_groups": "homes"}
@@ -271,7 +272,8 @@ def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
 
 def _micro_batch(row: _MicroBatch) -> MicroBatch:
     slices, cp_groups = tuple(Slice(*s) for s in row.slices), tuple(map(tuple, row.homes))
-    return MicroBatch(slices, tuple(row.ranks), row.pad_to, row.engine, row.inner, cp_groups, row.remap, row.routed)
+    shared = row.engine, row.inner, cp_groups, row.remap, row.routed
+    return MicroBatch(slices, tuple(row.ranks), row.pad_to, *shared, row.round_to)
 
 
 def _policy(row: _Experts) -> ExpertPolicy:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from . import cpu_bridge, deepspeed, megatron, megatron_fixes, ranks, transformers
+from . import audit, cpu_bridge, deepspeed, megatron, megatron_fixes, ranks, transformers
 from .row import Patch
 
 _SECTIONS = (
@@ -16,6 +16,7 @@ _SECTIONS = (
     ("DeepSpeed scripts", deepspeed),
     ("Scripts of Transformers' Trainer", transformers),
     ("All scripts", ranks),
+    ("Scripts whose batches are judged", audit),
 )
 """Modules that offer ``rows()``; their docstrings open the sections."""
 

@@ -36,6 +36,7 @@ RUN_BY = {
     ("profile", "megatron"): "commands/test_profile.py::test_profile_measures_a_real_trainer",
     ("check", "megatron"): "commands/test_check.py::test_a_step_of_megatron_is_checked_and_nothing_is_trained",
     ("check", "transformers"): "commands/test_check.py::test_a_step_of_the_trainer_is_checked_under_its_own_launcher",
+    ("audit", "transformers"): "commands/test_audit.py::test_a_wrong_script_is_wrong_before_its_update",
     (
         "run",
         "transformers",
@@ -138,6 +139,7 @@ def test_a_command_that_trains_is_a_right_request(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All is checked that is checked before ranks start; then ranks would start."""
+    import evenload.commands.audit as auditor
     import evenload.commands.check as checker
     import evenload.commands.run as runner
     import evenload.training.launching.launch as launcher
@@ -147,6 +149,8 @@ def test_a_command_that_trains_is_a_right_request(
     words, started = shlex.split(command), []
     monkeypatch.setattr(launcher, "launch", lambda *words: started.append(words))
     monkeypatch.setattr(runner, "run", lambda *words: started.append(words) or 0)
+    right = {"verdict": "right", "says": "", "step": None}
+    monkeypatch.setattr(auditor, "audit", lambda *words: started.append(words) or right)
     monkeypatch.setattr(checker, "check", lambda *words: started.append(words) or planned)
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "argv", words)

@@ -60,10 +60,11 @@ class Work(NamedTuple):
 def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
     """The work of each rank of these micro-batches, summed. A dummy is one token."""
     launches, tokens, pairs = 0, 0.0, 0.0
-    for slices, ranks, pad, *_ in micro_batches:
+    for m in micro_batches:
+        slices, ranks, pad, *_ = m
         rows = [(pad or s.stop - s.start, s.start) for s in slices] or [(1, 0)]
         launches += 1
-        tokens += sum(n for n, _ in rows) / len(ranks)
+        tokens += (m.num_padded_tokens if m.round_to else sum(n for n, _ in rows)) / len(ranks)
         pairs += sum(n * (p + 0.5 * n) for n, p in rows) / len(ranks)
     return Work(launches, tokens, pairs)
 
@@ -77,6 +78,7 @@ def works_of(micro_batches: Sequence[MicroBatch]) -> Floats:
     tokens, pairs = (np.bincount(owners, each, len(counts)) for each in (n, n * (prefix + 0.5 * n)))
     dummies = counts == 0
     tokens[dummies], pairs[dummies] = 1.0, 0.5
+    tokens += -tokens % np.array([m.round_to or 1 for m in micro_batches])
     degrees = np.array([len(m.ranks) for m in micro_batches])
     return np.stack([np.ones(len(counts)), tokens / degrees, pairs / degrees], axis=1)
 

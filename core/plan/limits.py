@@ -126,6 +126,10 @@ class Limits:
     padded: bool = False
     """The model keeps apart only what stands in different rows: the sequences of a micro-batch are whole, and padded
     to one length."""
+    round_tokens: int = 1
+    """The tokens of a micro-batch with slices, on one rank and not in padded rows, are a multiple of this."""
+    largest_first: bool = False
+    """Every rank runs its largest micro-batches first, where nothing else says their order."""
     v_shape: bool = False
     """Each device of a pipeline has two stages, device r the stages r and num_stages - 1 - r (`v_shape`)."""
 
@@ -147,6 +151,8 @@ class Limits:
             equal_size=caps.equal_size,
             groups_in_micro_batch=caps.groups_in_micro_batch,
             padded=caps.padded,
+            round_tokens=caps.round_tokens,
+            largest_first=caps.largest_first,
         )
 
     @property

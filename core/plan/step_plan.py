@@ -86,11 +86,18 @@ class MicroBatch(NamedTuple):
     """All modules but attention run on equally many tokens on every rank."""
     routed: bool = False
     """What travels between nodes is spread over all ranks of both nodes."""
+    round_to: int = 0
+    """On one rank: filled up behind its last slice to a multiple of this many tokens; 0: not."""
 
     @property
     def ranks_of_slices(self) -> tuple[tuple[int, ...], ...]:
         """For each slice the ranks that share its attention."""
         return self.cp_groups or (self.ranks,) * len(self.slices)
+
+    @property
+    def can_be_rounded(self) -> bool:
+        """Whether tokens without a slice can stand behind the last one: no dummy, on one rank, not in padded rows."""
+        return bool(self.slices) and len(self.ranks) == 1 and not self.pad_to
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +107,8 @@ class MicroBatch(NamedTuple):
     @property
     def num_padded_tokens(self) -> int:
         """Tokens that are computed, padding included."""
-        return max(1, len(self.slices) * self.pad_to if self.pad_to else self.num_tokens)
+        tokens = max(1, len(self.slices) * self.pad_to if self.pad_to else self.num_tokens)
+        return tokens + -tokens % (self.round_to or 1)
 
 
 PassKind = Literal["F", "B", "W"]
@@ -250,6 +258,28 @@ class StepPlan:
                 vars(other)[name] = vars(self)[name]
         return other
 
+    def rounded(self) -> StepPlan:
+        """The plan with its micro-batches filled up to ``limits.round_tokens``."""
+        multiple = self.limits.round_tokens
+        if multiple == 1:
+            return self
+        forward, backward = (
+            tuple(m._replace(round_to=multiple if m.can_be_rounded else 0) for m in passes)
+            for passes in (self.micro_batches, self.backward)
+        )
+        return self.revised(micro_batches=forward, backward=backward)
+
+    @property
+    def is_sortable(self) -> bool:
+        """Whether micro-batches may run in any order: no slices, passes, or merged sums depend on it."""
+        return not (self.cut or self.order or self.backward or self.merge or self.replayed)
+
+    def with_largest_first(self) -> StepPlan:
+        """The plan with its largest micro-batches first, where that is asked for and their order is free."""
+        if not self.limits.largest_first or not self.is_sortable:
+            return self
+        return self.revised(micro_batches=tuple(sorted(self.micro_batches, key=lambda m: -m.num_padded_tokens)))
+
     def with_micro_batches(
         self, micro_batches: Iterable[MicroBatch], limits: Limits, made_by: str, order: tuple[tuple[Op, ...], ...] = ()
     ) -> StepPlan:
@@ -334,6 +364,8 @@ class StepPlan:
             digest.update(repr(tuple(self.experts)).encode())
         if len(self.groups):
             arrays["groups"] = self.groups
+        if any(m.round_to for m in grouped):
+            arrays["rounds"] = np.array([m.round_to for m in grouped], dtype=np.int64)
         if self.merge:
             digest.update(repr(self.merge).encode())
         for name, array in arrays.items():

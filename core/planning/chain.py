@@ -350,7 +350,8 @@ class PlanChain:
     def under_caps(self, plan: StepPlan) -> StepPlan:
         """The plan, checked under the caps of the recipe, whatever its planner allowed itself. Raises PlanError."""
         groups = groups_of(plan.lengths, self.groups, self.links)
-        return check(merged(in_rounds(plan.revised(limits=plan.limits.held_to(self.caps), groups=groups))))
+        plan = plan.revised(limits=plan.limits.held_to(self.caps), groups=groups)
+        return check(merged(in_rounds(plan)).rounded().with_largest_first())
 
     def rule(self, name: str, batch: Lengths, tenants: Lengths | None = None) -> StepPlan:
         """The plan of a baseline that may run. Raises EvenloadError."""

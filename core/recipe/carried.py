@@ -17,6 +17,8 @@ from .traits import trainer_called
 VARIABLE = "PYTHON_EVENLOAD"
 CHECK = "PYTHON_EVENLOAD_CHECK"
 """Set where one step is checked and nothing updated (`integrations.unmodified.planned_runs`)."""
+AUDIT = "PYTHON_EVENLOAD_AUDIT"
+"""Set where a script's own batches are judged and nothing is planned: the token that ends a sample, or nothing."""
 
 
 def carried(recipe: Recipe) -> str:

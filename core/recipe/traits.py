@@ -128,6 +128,8 @@ class Trainer:
     """Modules whose ``rows(recipe)`` go on in scripts where a plugin is enabled."""
     patched_always: bool = False
     """They go on without one, too: the script's own config may enable it."""
+    audits: tuple[str, ...] = ()
+    """Modules whose rows go on in place of these where a script's own batches are judged; none: they cannot be."""
     mends: tuple[str, ...] = ()
     """Modules of rows that go on in any case."""
     bridges_cpu: bool = False

@@ -170,10 +170,7 @@ class Measurement:
         self._compute = compute
         # Weights may be offloaded.
         self._device = row["input_ids"].device
-        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        dtypes |= {torch.bfloat16} if half else set()
-        dtypes |= {torch.float16} if torch.backends.cuda.matmul.allow_tf32 else set()
-        self._tolerance = max(_TOLERANCE.get(dtype, _TOLERANCE[torch.bfloat16]) for dtype in dtypes)
+        self._tolerance = tolerance_of(model, {torch.bfloat16} if half else set())
 
     def proof(self) -> Proof:
         with ExitStack() as stack:
@@ -313,13 +310,24 @@ def num_targets(sample: Sequence[Sequence[int]]) -> int:
 
 
 def difference(own: Tensor, wanted: Tensor) -> float:
-    """Largest ||a - b|| / ||b|| over tokens; a token with next to nothing counts as a tenth of the largest. Infinities
-    that both have are equal; NaN where there are others."""
-    if own.shape != wanted.shape:
-        return float("inf")
+    """Largest ||a - b|| / ||b|| over tokens; NaN where there are infinities that not both have."""
+    return float("inf") if own.shape != wanted.shape else float(differences(own, wanted).max())
+
+
+def differences(own: Tensor, wanted: Tensor) -> Tensor:
+    """||a - b|| / ||b|| of each token [T]; one with next to nothing counts as a tenth of the largest. Infinities that
+    both have are equal."""
     norms_T = wanted.double().where(wanted.isfinite(), 0.0).flatten(1).norm(dim=1)
     off_T = (own.double() - wanted.double()).where(own != wanted, 0.0).flatten(1).norm(dim=1)
-    return float((off_T / norms_T.clamp(min=float(norms_T.max()) / 10).clamp(min=1e-300)).max())
+    relative_T: Tensor = off_T / norms_T.clamp(min=float(norms_T.max()) / 10).clamp(min=1e-300)
+    return relative_T
+
+
+def tolerance_of(model: Any, others: set[torch.dtype]) -> float:
+    """Largest difference that is rounding, where the model also computes in these other types."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | others
+    dtypes |= {torch.float16} if torch.backends.cuda.matmul.allow_tf32 else set()
+    return max(_TOLERANCE.get(dtype, _TOLERANCE[torch.bfloat16]) for dtype in dtypes)
 
 
 def twin_of(trainer: Any) -> Any:

@@ -67,4 +67,5 @@ TRANSFORMERS = Trainer(
     first_imports=("transformers", "accelerate"),
     planned_where="train by transformers.Trainer, or by a trainer made from it",
     patches=("evenload.patches.ranks", "evenload.patches.transformers"),
+    audits=("evenload.patches.ranks", "evenload.patches.audit"),
 )

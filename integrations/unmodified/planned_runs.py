@@ -108,8 +108,12 @@ def report_idle(loop: str, why: str, do: str) -> None:
 def end_of_check() -> None:
     """End this process in check mode with exit code 0, and do nothing outside it. Collective: all ranks are here, right
     before the optimizer's update of the first step."""
-    if not _checking():
-        return
+    if _checking():
+        end_together()
+
+
+def end_together() -> NoReturn:
+    """End this process with exit code 0. Collective."""
     if (distributed := _distributed()) is not None:
         distributed.barrier()
         distributed.destroy_process_group()

@@ -5,6 +5,7 @@
     idle-<digest>      a loop that was recognised and left alone: why, and which line to change
     refused-<digest>   an `EvenloadError`, once for the machine however many ranks raise it
     check              what `evenload check` shows of the first step
+    audit              what `evenload audit` shows of it
 
 The folder lies on one machine and lives as long as the command, so files are all that its processes need to share.
 """
@@ -66,6 +67,9 @@ class RunFolder:
     def write_check(self, record: dict[str, Any]) -> None:
         self._write("check", record)
 
+    def write_audit(self, record: dict[str, Any]) -> None:
+        self._write("audit", record)
+
     @property
     def started(self) -> int:
         """Processes that have imported the trainer."""
@@ -103,6 +107,11 @@ class RunFolder:
     def check(self) -> dict[str, Any] | None:
         """What the first planned step left in check mode; None where there was none on this machine."""
         return next(iter(self._read("check")), None)
+
+    @property
+    def audit(self) -> dict[str, Any] | None:
+        """What was judged of the script's own first step; None where none was reached on this machine."""
+        return next(iter(self._read("audit")), None)
 
     def _read(self, pattern: str) -> list[Any]:
         """The contents of such files, oldest first."""

@@ -51,6 +51,12 @@ class PackingConfig(PluginConfig):
     padded: bool = False
     """Sequences stay whole and are rows, padded to the longest of their micro-batch: for models that cannot keep apart
     several in one row. Transformers' Trainer sets it by itself where a model cannot run packs."""
+    round_tokens: TokenCount = 1
+    """Every micro-batch is filled up to a multiple of so many tokens: fewer shapes for kernels, compilers and
+    allocators. Dummies, padded rows and what ranks share stay as they are."""
+    largest_first: bool = False
+    """Each rank runs its largest micro-batch first, where the order is free: memory peaks at once. Slices of a sequence
+    and passes of a pipeline keep theirs."""
     polish_nodes: Effort = 0
     """Without effect, kept for older recipes: an integer program after the greedy gained at most 0.0003."""
 
@@ -77,6 +83,12 @@ class PackingConfig(PluginConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _holds_a_multiple(self) -> PackingConfig:
+        if self.max_tokens < self.round_tokens:
+            raise ValueError(f"max_tokens {self.max_tokens} holds no multiple of round_tokens {self.round_tokens}")
+        return self
+
     def folded(self, num_ranks: int) -> PackingConfig:
         # What ranks share runs backward in the groups of its forward.
         asymmetric = self.asymmetric and num_ranks == 1
@@ -84,8 +96,17 @@ class PackingConfig(PluginConfig):
 
     def capped(self, limits: Limits) -> Limits:
         capped = limits.under(self.max_tokens, self.activation_gib)
-        together = self.groups_in == "micro_batch"
-        return replace(capped, equal_size=self.equal_size, groups_in_micro_batch=together, padded=self.padded)
+        # What is filled up stays under the cap, whoever set it.
+        most = max(self.round_tokens, capped.max_tokens // self.round_tokens * self.round_tokens)
+        return replace(
+            capped,
+            max_tokens=most,
+            equal_size=self.equal_size,
+            groups_in_micro_batch=self.groups_in == "micro_batch",
+            padded=self.padded,
+            round_tokens=self.round_tokens,
+            largest_first=self.largest_first,
+        )
 
     def in_rows(self, count: int = 1) -> PackingConfig | None:
         if self.group_size or self.equal_size:

@@ -39,6 +39,7 @@ WORTH_A_CUT = 0.01
 UNCUT = Preference(slack=1 / (1 - WORTH_A_CUT) - 1, among=lambda one: not one.plan.cut)
 EVENNESS_COSTS = 0.005
 """Share of the step that equal micro-batches may cost."""
+_FIXED = "largest_first: slices or passes of this plan have an order of their own, which stays"
 
 
 def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) -> StepPlan:
@@ -70,7 +71,7 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
     problem: ReplayCapError | None = None
     for draft in drafts:
         try:
-            candidate = judge(fit_memory(draft), context)
+            candidate = judge(fit_memory(draft.rounded()).rounded(), context)
         except ReplayCapError as error:
             problem = error
             continue
@@ -86,7 +87,9 @@ def plan(incoming: StepPlan, context: PlanningContext, config: PackingConfig) ->
     if chosen is None:
         assert problem is not None
         raise problem
-    return chosen.plan.revised(notes=(*chosen.plan.notes, *_notes(chosen.plan, costs)))
+    final = chosen.plan
+    fixed = (_FIXED,) if config.largest_first and not final.is_sortable else ()
+    return final.revised(notes=(*final.notes, *fixed, *_notes(final, costs)))
 
 
 def _replayed(candidate: Candidate, context: PlanningContext) -> Candidate:

@@ -242,7 +242,7 @@ def lay_out_pack(
     pieces_of = _pieces_of_ranks(micro_batch, plane)
     slices = pieces_of(plane.rank) if plane and pieces_of else micro_batch.slices
     lengths = tuple(micro_batch.pad_to or s.length for s in slices) or (1,)
-    segments = padded_borders(lengths, *multiples)
+    segments = padded_borders(lengths, multiples[0], math.lcm(multiples[1], micro_batch.round_to or 1))
     shared = None
     if plane and pieces_of:
         shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
