@@ -313,13 +313,17 @@ def doctor(
             raise EvenloadError("doctor writes files about GPUs alone", f"--out {out}", "add --gpu, or drop --out")
         _show("doctor", work(load_recipe(recipe, overrides or ()) if recipe else None), as_json)
         return
+    from rich.markdown import Markdown
+
+    from .commands.first_hour.page import page
     from .commands.first_hour.parts import first_hour
     from .commands.tables.progress import progress_shown
+    from .commands.tables.show import emit
 
     limit_s, folder = number_of_word(limit, "--limit", 86400), (out or Path("evenload-gpu")).absolute()
     with progress_shown() as progress:
         result = first_hour(recipe, overrides or (), folder, limit_s, progress)
-    _show("first_hour", result, as_json)
+    emit(result, as_json, lambda done: Markdown(page(done)))
     if not result["well"]:
         raise SystemExit(1)
 

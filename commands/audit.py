@@ -1,7 +1,7 @@
 """``evenload audit RECIPE -- COMMAND``: the command's own first step judged, sample by sample; nothing is planned.
 
 The command runs as it does by itself up to its first update. There every sample of its batches runs once more alone
-through the same model, and what differs is named with its sample and token (`integrations.transformers.audit`).
+through the same model, and what differs is named with its sample and token (`integrations.transformers.audit.audit`).
 """
 
 from __future__ import annotations

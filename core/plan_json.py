@@ -73,12 +73,14 @@ _OF_NAME: dict[str, Any] = {
     "layers_per_stage": Layers,
     "max_activation_bytes": Amount | None,
 }
-_OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded", "v_shape")
+_OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded", "largest_first", "v_shape")
 """Limits that files say where they hold, as those of before do not know them."""
+_ONE = ("in_step", "round_tokens")
+"""Likewise, where they are not 1."""
 _SCALARS = [f for f in fields(Limits) if f.name != "memory"]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
 _limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
-_limits_fields["in_step"] = (Whole, 1)
+_limits_fields |= dict.fromkeys(_ONE, (Whole, 1))
 _limits_fields |= dict.fromkeys(_OPTIONAL, (StrictBool, False))
 _limits_fields["equal_counts"] = _limits_fields.pop("all_in_step")
 _limits_fields["expert_bytes_per_token"] = (Amount, 0.0)
@@ -230,8 +232,9 @@ def read_step(data: Mapping[str, Any], limits: Limits | None = None) -> StepPlan
 def _limits_json(limits: Limits) -> dict[str, Any]:
     scalars = {f.name: value for f in _SCALARS if (value := getattr(limits, f.name)) or f.name not in _OPTIONAL}
     scalars["equal_counts"] = scalars.pop("all_in_step")
-    if limits.in_step == 1:
-        del scalars["in_step"]
+    for name in _ONE:
+        if scalars[name] == 1:
+            del scalars[name]
     if limits.max_activation_bytes == float("inf"):
         scalars["max_activation_bytes"] = None
 

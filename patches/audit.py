@@ -1,4 +1,4 @@
-"""What `evenload audit` watches in a script, as rows; what is seen is judged in `integrations.transformers.audit`.
+"""What `evenload audit` watches in a script, as rows; `integrations.transformers.audit.audit` judges what is seen.
 
 They go on instead of all others, and for an audit alone.
 """
@@ -9,7 +9,7 @@ from ..core.recipe.recipe import Recipe
 from ..integrations.host.versions import requirement
 from .row import Patch, from_module
 
-_WATCHED = "..integrations.transformers.watched"
+_WATCHED = "..integrations.transformers.audit.watched"
 
 
 def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
@@ -21,7 +21,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=requirement("transformers"),
             why="Every Hugging Face model comes into being there, whatever trains or wraps it later: it gets hooks "
             "that look at its training forwards and their gradients and change neither.",
-            wrapper=from_module("..integrations.transformers.audit:start_model", recipe),
+            wrapper=from_module("..integrations.transformers.audit.audit:start_model", recipe),
             expects=("config",),
         ),
         Patch(

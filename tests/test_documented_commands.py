@@ -73,7 +73,7 @@ SYNOPSES = [c for c in DOCUMENTED if re.search(r"\bRECIPE\b|\||\[", c)]
 ASKED = [c.partition("-m ")[2] if c.startswith("torchrun") else c for c in DOCUMENTED if c not in SYNOPSES]
 ASKED = sorted({c for c in ASKED if c.startswith("evenload ")})
 PLANS = [c for c in ASKED if c.startswith(("evenload plan", "evenload env"))]
-READS = [c for c in ASKED if c.startswith("evenload lora")]
+READS = [c for c in ASKED if c.startswith(("evenload lora", "evenload watch"))]
 TRIES_GPUS = [c for c in ASKED if "--gpu" in c]
 TRAINS = [c for c in ASKED if c not in (*PLANS, *READS, *TRIES_GPUS)]
 
@@ -92,6 +92,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs" / "lora" / "asyncio").mkdir(parents=True)
     status = {"name": "asyncio", "state": "training", "step": 3, "steps": 80}
     (folder / "runs" / "lora" / "asyncio" / "status.json").write_text(json.dumps(status))
+    (folder / "runs" / "a").mkdir()
+    numbers = {"tokens": 100, "step_s": 0.5, "plan_s": 0.01, "plan_wait_s": 0.0, "predicted_s": 0.25, "imbalance": 1.25}
+    row = {"step": 0, **numbers, "padding_frac": 0.0, "bubble_frac": 0.0, "loss": 4.25, "of_steps": 1, "ends": "done"}
+    (folder / "runs" / "a" / "log.jsonl").write_text(json.dumps(row) + "\n")
     return folder
 
 
@@ -119,7 +123,7 @@ def test_a_command_that_reads_what_a_job_wrote_runs(
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert not end.value.code
-    assert "asyncio" in capsys.readouterr().out
+    assert {"lora": "asyncio", "watch": "4.25"}[shlex.split(command)[1]] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", TRIES_GPUS)
@@ -176,7 +180,7 @@ def test_options_of_a_synopsis_exist(command: str) -> None:
     import typer
 
     group: Any = typer.main.get_command(cli.app)
-    for verb in re.findall(r"\w+", re.split("RECIPE|CHECKPOINT|DIR", command.partition(" ")[2])[0]):
+    for verb in re.findall(r"\w+", re.split("RECIPE|CHECKPOINT|RUN|DIR", command.partition(" ")[2])[0]):
         options = {option for parameter in group.commands[verb].params for option in parameter.opts}
         assert set(re.findall(r"--\w+", command)) <= options
 

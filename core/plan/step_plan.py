@@ -358,7 +358,7 @@ class StepPlan:
             "replayed": np.array([len(self.backward), *self.replayed], dtype=np.int64),
         }
         order = [[(op.kind, op.micro_batch) for op in stage] for stage in self.order]
-        shared = [(i, m[_PLAIN:]) for i, m in enumerate(grouped) if len(m.ranks) > 1]
+        shared = [(i, m[_PLAIN:_ROUND]) for i, m in enumerate(grouped) if len(m.ranks) > 1]
         digest = hashlib.blake2b(repr((order, self.recompute, self.offload, shared)).encode(), digest_size=16)
         if self.experts != EXPERTS_AT_HOME:
             digest.update(repr(tuple(self.experts)).encode())
@@ -379,5 +379,5 @@ class StepPlan:
         return np.stack([np.arange(len(self.lengths)), self.lengths, tenants], axis=1)
 
 
-_PLAIN = MicroBatch._fields.index("cp_comm")
+_PLAIN, _ROUND = map(MicroBatch._fields.index, ("cp_comm", "round_to"))
 """Fields before this one say all of a micro-batch on one rank."""

@@ -6,14 +6,16 @@ script's own stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
+
+from ..unmodified.planned_loop import PlannedLoop
 
 _INTEGRATIONS = "transformers.integrations."
 
 
-def tell_trackers(trainer: Any, numbers: Mapping[str, float]) -> None:
-    """Hand numbers, by name, to every tracker; each writes where it writes at all, which is on one rank."""
-    for callback in trainer.callback_handler.callbacks if numbers else ():
-        if type(callback).__module__.startswith(_INTEGRATIONS):
-            callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(numbers), model=trainer.model)
+def tell_trackers(trainer: Any, planning: PlannedLoop) -> None:
+    """Hand the numbers of the last step to every tracker; each writes where it writes at all, which is on one rank."""
+    trackers = [one for one in trainer.callback_handler.callbacks if type(one).__module__.startswith(_INTEGRATIONS)]
+    numbers = planning.numbers if trackers else {}
+    for tracker in trackers if numbers else ():
+        tracker.on_log(trainer.args, trainer.state, trainer.control, logs=dict(numbers), model=trainer.model)

@@ -185,7 +185,7 @@ def log_numbers(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
     state, logs = _planned.get(trainer), args[0] if args else kwargs["logs"]
     if state is not None and state.planning is not None and "loss" in logs:
-        tell_trackers(trainer, state.planning.numbers)
+        tell_trackers(trainer, state.planning)
 
 
 @on_release

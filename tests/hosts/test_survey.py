@@ -87,8 +87,8 @@ def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
     text = console.export_text()
     assert "1  refused: no graphs" in text
     assert "TP > 1 2" in text
-    (last,) = [line for line in text.splitlines() if "│ all" in line]
-    assert [int(word) for word in last.replace("│", " ").split()[1:]] == [1, 0, 0, 0, 2, 0, 0, 3]
+    (last,) = [line for line in text.splitlines() if line.split()[:1] == ["all"]]
+    assert [int(word) for word in last.split()[1:]] == [1, 0, 0, 0, 2, 0, 0, 3]
 
 
 def test_outcomes_of_upstreams_tests_are_compared_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1195,21 +1195,21 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "an audit misses one shifted label",
-        "integrations/transformers/audit.py",
+        "integrations/transformers/audit/audit.py",
         "for one in judged if offset is not None else ():",
         "for one in judged if offset not in (None, 1) else ():",
         "audit",
     ),
     Mutant(
         "an audit takes a mean of means for right",
-        "integrations/transformers/audit.py",
+        "integrations/transformers/audit/audit.py",
         'if abs(one["count"] / usual["count"] - 1) <=',
         'if abs(one["count"] * one["targets"] / usual["count"] / usual["targets"] - 1) <=',
         "audit",
     ),
     Mutant(
         "an audit runs a sample alone at the positions of its row",
-        "integrations/transformers/audit.py",
+        "integrations/transformers/audit/audit.py",
         "        result = compared(one, span)\n",
         "        result = compared(one, span, positions_L)\n",
         "audit",
@@ -2613,8 +2613,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sequences dealt anew fill a micro-batch over its cap",
         "plugins/mesh/candidates/levelled.py",
-        "after[(shift > room[into])",
-        "after[(shift > 2 * room[into] + 9999)",
+        "after[(shift > free_tokens[into])",
+        "after[(shift > 2 * free_tokens[into] + 9999)",
         "levelled",
     ),
     Mutant(

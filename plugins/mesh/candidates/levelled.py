@@ -39,33 +39,33 @@ def levelled(plan: StepPlan, context: PlanningContext) -> Iterator[StepPlan]:
         np.repeat(np.arange(len(alone)), sizes),
     )
     seconds, tokens = context.costs.sequence_s(plan.lengths)[items], plan.lengths[items]
-    room, before = plan.limits.max_tokens - np.bincount(slot, tokens).astype(np.int64), slot.copy()
+    free_tokens, before = plan.limits.max_tokens - np.bincount(slot, tokens).astype(np.int64), slot.copy()
     for _ in range(_MOVES * num_ranks):
         busiest = int(loads.argmax())
         out, idle = np.flatnonzero(ranks[slot] == busiest), np.zeros(num_ranks, dtype=np.bool_)
         idle[np.argsort(loads, kind="stable")[:_REACH]] = True
         idle[busiest] = False
-        free, back = np.flatnonzero(idle[ranks]), np.flatnonzero(idle[ranks[slot]])
-        if not len(out) or not len(free):
+        free_slots, back = np.flatnonzero(idle[ranks]), np.flatnonzero(idle[ranks[slot]])
+        if not len(out) or not len(free_slots):
             break
         # A move is a change of places with nothing, for which every micro-batch is there.
-        into = np.concatenate([free, slot[back]])
-        shift_s = seconds[out][:, None] - np.concatenate([np.zeros(len(free)), seconds[back]])
-        shift = tokens[out][:, None] - np.concatenate([np.zeros(len(free), dtype=np.int64), tokens[back]])
+        into = np.concatenate([free_slots, slot[back]])
+        shift_s = seconds[out][:, None] - np.concatenate([np.zeros(len(free_slots)), seconds[back]])
+        shift = tokens[out][:, None] - np.concatenate([np.zeros(len(free_slots), dtype=np.int64), tokens[back]])
         after = np.maximum(loads[busiest] - shift_s, loads[ranks[into]] + shift_s)
-        after[(shift > room[into]) | (-shift > room[slot[out]][:, None])] = np.inf
-        after[sizes[slot[out]] == 1, : len(free)] = np.inf
+        after[(shift > free_tokens[into]) | (-shift > free_tokens[slot[out]][:, None])] = np.inf
+        after[sizes[slot[out]] == 1, : len(free_slots)] = np.inf
         row, column = divmod(int(after.argmin()), len(into))
         if after[row, column] > (1 - _GAIN) * loads[busiest]:
             break
         source, target = slot[out[row]], into[column]
         slot[out[row]] = target
-        if column < len(free):
+        if column < len(free_slots):
             sizes[[source, target]] += (-1, 1)
         else:
-            slot[back[column - len(free)]] = source
+            slot[back[column - len(free_slots)]] = source
         for k, sign in ((source, -1), (target, 1)):
-            room[k] -= sign * shift[row, column]
+            free_tokens[k] -= sign * shift[row, column]
             loads[ranks[k]] += sign * shift_s[row, column]
     if (before != slot).any():
         dealt = list(plan.micro_batches)

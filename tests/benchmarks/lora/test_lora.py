@@ -143,6 +143,6 @@ def test_tables_say_what_is_faster_and_by_how_much() -> None:
     assert "1.25x" in second
     winners = {"winner": "a.r=4", "loss": 6.5, "steps": 30, "train_s": 2.0, "all_s": 10.0}
     runs = [{"halving": winners, "full": {**winners, "steps": 64, "train_s": 5.0, "all_s": 14.0}}]
-    text = shown(sweep.table({"file": "a.yaml", "runs": runs}))
+    text = " ".join(shown(sweep.table({"file": "a.yaml", "runs": runs})).split())
     assert "faster by 2.50x, start and evaluations with it 1.40x" in text
     assert text.count("a.r=4") == 2

@@ -20,8 +20,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..huggingface.models import ATTENTION_DROPOUT
-from ..huggingface.refusals import KEYS
+from ...huggingface.models import ATTENTION_DROPOUT
+from ...huggingface.refusals import KEYS
 
 _MOST_BATCHES = 512
 _IN_THIS_PROCESS = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...core.costs.costs import Costs
-from ...core.recipe.carried import AUDIT
-from ...core.recipe.recipe import Recipe
-from ...runtime.world.agreement import everyone, rank_and_size
-from ..unmodified.planned_runs import end_together, on_release
-from ..unmodified.run_folder import RunFolder
+from ....core.costs.costs import Costs
+from ....core.recipe.carried import AUDIT
+from ....core.recipe.recipe import Recipe
+from ....runtime.world.agreement import everyone, rank_and_size
+from ...unmodified.planned_runs import end_together, on_release
+from ...unmodified.run_folder import RunFolder
+from ..planning import chain_for
+from ..proof import tolerance_of
 from . import watched
 from .alone import OFFSETS, Compared, compared
 from .borders import SampleSpan, spans
-from .planning import chain_for
-from .proof import tolerance_of
 from .watched import Seen, causal_model_of, lengths_of, unread_tensors
 
 _MOST_WRONGS = 200

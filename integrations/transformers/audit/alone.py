@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
+from ..conditions import as_if_without_dropout, embedded
+from ..proof import differences
 from .borders import SampleSpan
-from .conditions import as_if_without_dropout, embedded
-from .proof import differences
 from .watched import Seen, causal_model_of, paused
 
 OFFSETS = {1: "the next token", 0: "the token itself", 2: "the token after the next"}

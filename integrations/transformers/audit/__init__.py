@@ -1,0 +1,1 @@
+"""What `evenload audit` judges: a script's first step, each of its samples beside itself alone."""
