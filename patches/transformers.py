@@ -46,14 +46,6 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             expects=("model", "inputs", "num_items_in_batch"),
         ),
         Patch(
-            name="transformers.trackers",
-            target=f"{_TRAINER}.log",
-            supports=TRANSFORMERS,
-            why="Trackers (report_to) get losses there, and those of planned steps evenload's numbers; the rest stays.",
-            wrapper=from_module(f"{_LOOP}:log_numbers"),
-            expects=("logs", "start_time"),
-        ),
-        Patch(
             name="transformers.prepare",
             target="accelerate.accelerator:Accelerator.prepare",
             supports=ACCELERATE,

@@ -6,16 +6,27 @@ script's own stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from ..unmodified.planned_loop import PlannedLoop
 
 _INTEGRATIONS = "transformers.integrations."
 
 
-def tell_trackers(trainer: Any, planning: PlannedLoop) -> None:
-    """Hand the numbers of the last step to every tracker; each writes where it writes at all, which is on one rank."""
-    trackers = [one for one in trainer.callback_handler.callbacks if type(one).__module__.startswith(_INTEGRATIONS)]
-    numbers = planning.numbers if trackers else {}
-    for tracker in trackers if numbers else ():
-        tracker.on_log(trainer.args, trainer.state, trainer.control, logs=dict(numbers), model=trainer.model)
+def follow(trainer: Any, numbers: Callable[[], Mapping[str, float]]) -> None:
+    """Let a Trainer that has trackers give them, behind the losses of a step, what ``numbers`` says of it by name."""
+    from transformers import TrainerCallback
+
+    class Follower(TrainerCallback):
+        """The last callback of the Trainer."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+            said = numbers() if logs and "loss" in logs else {}
+            for tracker in _trackers(trainer) if said else ():
+                tracker.on_log(args, state, control, logs=dict(said), **more)
+
+    if _trackers(trainer):
+        trainer.add_callback(Follower())
+
+
+def _trackers(trainer: Any) -> list[Any]:
+    return [one for one in trainer.callback_handler.callbacks if type(one).__module__.startswith(_INTEGRATIONS)]

@@ -19,9 +19,10 @@ ZeRO 3) and metrics (TRL) are gathered in every one of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -52,7 +53,7 @@ from .proof_rows import rows_like
 from .proof_units import prove_units, short_units
 from .stage import TrainerStage, closed, log_step, reducing
 from .supported import inner_model, packs_fault, refuse_trainer, virtual_tokens, warn_of_dropout
-from .trackers import tell_trackers
+from .trackers import follow
 from .unit_batches import STOCK, ReadUnits, UnitBatch, gather_units, read_units, unit_rows
 from .unit_call import UnitCall
 
@@ -147,10 +148,15 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
             return batches, num_items
         refuse_trainer(trainer, num_items, of_units=units is not None)
         state = _planned[trainer] = PlannedTrainer(recipe, units)
+        follow(trainer, partial(_numbers, state))
     if not state.stays:
         _refuse_unfinished(state, trainer)
         state.window = StepWindow(len(batches), trainer.state)
     return batches, num_items
+
+
+def _numbers(state: PlannedTrainer) -> Mapping[str, float]:
+    return state.planning.numbers if state.planning else {}
 
 
 def training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
@@ -180,14 +186,6 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     return loss
 
 
-def log_numbers(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> None:
-    """`Trainer.log`: behind the losses of planned steps, what these steps came to."""
-    wrapped(*args, **kwargs)
-    state, logs = _planned.get(trainer), args[0] if args else kwargs["logs"]
-    if state is not None and state.planning is not None and "loss" in logs:
-        tell_trackers(trainer, state.planning)
-
-
 @on_release
 def release() -> None:
     """Forget every Trainer; for after the rows are off."""
@@ -195,6 +193,7 @@ def release() -> None:
         if state.plane is not None:
             state.plane.close()
         state.hooks.release()
+        state.planning = None
     _planned.clear()
 
 
