@@ -22,7 +22,7 @@ from ...runtime.world.exchange import exchange_bytes
 from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, shape_of
 from ..huggingface.refusals import raise_together
-from ..huggingface.samples import reach, split
+from ..huggingface.samples import reach, split, with_all_labels
 from ..unmodified.planned_loop import GlobalBatch
 from .supported import inner_model
 from .traits import rule_of_layers, traits_of
@@ -40,6 +40,8 @@ class StepBatch:
     """The script's batches have an ``attention_mask``."""
     divisors: tuple[float, ...]
     """What a stock run divides the loss of each sample by."""
+    num_batches: tuple[int, ...]
+    """Of every rank."""
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
 
@@ -71,7 +73,8 @@ def read(batch: Any, config: Any, num_items: Any) -> Read:
     Args:
         num_items: what the loop divides by, as it hands it to the model; None: nothing.
     """
-    here = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+    copied = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+    here = with_all_labels(copied)
     divisor, has_mask = None if num_items is None else float(num_items), "attention_mask" in batch
     try:
         samples = [torch.stack([*sample]) for sample in split(here, rotary=is_rotary(config))]
@@ -106,6 +109,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         samples,
         any(one.has_mask for one in batches),
         tuple(of_ranks[rank][2][k] for rank, k, _ in samples.places),
+        tuple(len(lengths) for _, lengths, *_ in of_ranks),
         any(hooked for *_, hooked in of_ranks),
     )
 

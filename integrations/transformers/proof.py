@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from ...runtime.attributes import with_attributes
 from ...runtime.world.agreement import everyone, rank_and_size
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
+from .pack_loss import PackLoss
 from .supported import inner_model
 
 LENGTHS = (7, 12)
@@ -106,33 +107,49 @@ def prove(model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], co
     return Proof(faults[0]) if faults else proof
 
 
-def prove_trainer(trainer: Any, samples: list[list[list[int]]], row: Mapping[str, Any], num_items: Any) -> Proof:
+def prove_trainer(
+    trainer: Any, samples: list[list[list[int]]], row: Mapping[str, Any], num_items: Any, loss: PackLoss | None = None
+) -> Proof:
     """Measure packs of a Trainer's model by its ``compute_loss``. Collective.
 
     The method runs on a copy of the Trainer that logs nothing, so that what it counts begins with the first step.
 
     Args:
-        num_items: targets of the step as the Trainer counts them, of the type it does.
+        num_items: targets of the step as the Trainer counts them, of the type it does; None: it takes means of batches.
+        loss: weighs tokens by the batch that they came in; None: one number divides all.
     """
     twin, model = _twin(trainer), trainer.accelerator.unwrap_model(trainer.model)
-    targets = sum(map(num_targets, samples))
+    inner, targets = inner_model(trainer), sum(map(num_targets, samples))
 
     def compute(batch: dict[str, Any], times: float) -> Call:
-        counted = num_items * 0 + int(targets * times)
+        counted = None if num_items is None else num_items * 0 + int(targets * times)
+        is_pack = attention.PACK in batch
+        if loss is not None and is_pack:
+            loss.weights_1T = weights_of(samples, times, counted).to(batch["input_ids"].device)
+        batch = batch if is_pack else twin._prepare_inputs(batch)
         with twin.compute_loss_context_manager():
-            result = twin.compute_loss(
-                model, twin._prepare_inputs(batch), return_outputs=True, num_items_in_batch=counted
-            )
+            result = twin.compute_loss(model, batch, return_outputs=True, num_items_in_batch=counted)
+        if loss is not None:
+            loss.refuse_unused(inner)
         return Call(*result) if isinstance(result, tuple) else Call(result, None)
 
     half = trainer.args.bf16 or trainer.args.fp16
-    return prove(inner_model(trainer), samples, row, compute, half=half)
+    with nullcontext() if loss is None else loss.within(inner):
+        return prove(inner, samples, row, compute, half=half)
+
+
+def weights_of(samples: list[list[list[int]]], times: float, divisor: Any = None) -> Tensor:
+    """What the tokens of a pack of `windows` count [1, T], each sample a batch of its own whose targets are counted so
+    many times; ``divisor`` divides both instead."""
+    counts = [times * num_targets(one) if divisor is None else float(divisor) for one in samples]
+    own = [torch.full((len(one[0]),), 1 / count) for one, count in zip(samples, counts, strict=True)]
+    return torch.cat(own)[None]
 
 
 class _Run(NamedTuple):
     loss: float
     logits: Tensor | None
-    """[T, ...]"""
+    """[T, ...]; None where not every token has some."""
     gradient: Tensor
     """[T, H]"""
     attention_calls: int
@@ -188,10 +205,10 @@ class _Measurement:
             stack.enter_context(torch.set_grad_enabled(backward))
             loss, outputs = self._compute(batch, targets)
             gradients = torch.autograd.grad(loss, leaves) if backward else [torch.zeros(1, 1)]
-        logits = getattr(outputs, "logits", None)
+        logits, num_tokens = getattr(outputs, "logits", None), batch["input_ids"].shape[1]
         return _Run(
             float(loss.detach()),
-            logits[0].detach() if isinstance(logits, Tensor) and logits.dim() > 1 else None,
+            logits[0].detach() if isinstance(logits, Tensor) and logits.shape[1:2] == (num_tokens,) else None,
             torch.cat([one.reshape(-1, one.shape[-1]) for one in gradients], dim=1),
             calls["attention"],
             calls["forwards"],

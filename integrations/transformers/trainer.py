@@ -11,16 +11,17 @@ does to it, and runs nothing; the last one plans the samples of all ranks as one
 its forwards and backwards is the Trainer's own ``training_step`` on a pack, whose ``accelerator.backward`` waits for
 its turn.
 
-Exact where the Trainer sums token losses and divides by ``num_items_in_batch``, which counts the targets of all ranks;
-`supported` refuses what does not. All ranks run the same sequence of forwards and backwards, because parameters (FSDP,
-ZeRO 3) and metrics (TRL) are gathered in every one of them.
+Exact where the Trainer sums token losses and divides by ``num_items_in_batch``, which counts the targets of all ranks.
+Where it takes the mean of each batch, or each rank divides by its own number, a token keeps the weight that it has in
+its stock batch (`pack_loss`); `supported` refuses the rest. All ranks run the same sequence of forwards and backwards,
+because parameters (FSDP, ZeRO 3) and metrics (TRL) are gathered in every one of them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -43,11 +44,12 @@ from ..huggingface.inputs import without_unread
 from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
-from .inside import inside
+from .inside import inside, is_running
+from .pack_loss import PackLoss
 from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
 from .proof import prove_trainer, windows
 from .stage import TrainerStage, reducing
-from .supported import inner_model, refuse_trainer, virtual_tokens, warn_of_dropout
+from .supported import divides_by_batch, inner_model, refuse_trainer, virtual_tokens, warn_of_dropout
 
 log = logging.getLogger("evenload")
 
@@ -81,6 +83,8 @@ class PlannedTrainer:
     recipe: Recipe
     planning: PlannedLoop | None = None
     """None until packs are measured, in the first step."""
+    loss: PackLoss | None = None
+    """Where a token's loss depends on the batch or the rank that it came in."""
     stays: bool = False
     """Its batches stay as they are: no pack is exact for it."""
     plane: Plane | None = None
@@ -95,6 +99,8 @@ _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
 
 def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
     """`Trainer.get_batch_samples`, which begins a window; returns what the stock one does."""
+    if is_running():  # inside a method of a script's own, around which the same wrapper is
+        return wrapped(*args, **kwargs)
     with inside(trainer.accelerator):
         batches, num_items = wrapped(*args, **kwargs)
     if not batches:
@@ -104,8 +110,10 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
         recipe = recipe_for(trainer, recipe)
         if not recipe.enabled():
             return batches, num_items
-        refuse_trainer(trainer, num_items)
+        refuse_trainer(trainer)
+        by_batch = divides_by_batch(trainer, num_items)
         state = _planned[trainer] = PlannedTrainer(recipe)
+        state.loss = PackLoss(inner_model(trainer).loss_function) if by_batch else None
     if not state.stays:
         _refuse_unfinished(state, trainer)
         state.window = StepWindow(len(batches), trainer.state)
@@ -160,7 +168,10 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     if batch is None:
         return _run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items
-    _refuse_divisors(batch, num_items)
+    if state.loss is None:
+        _refuse_divisors(batch, num_items)
+    elif len(set(batch.num_batches)) > 1:  # each rank divides by its own number of batches
+        return _run_stock(trainer, model, taken, call)
     if state.planning is None:
         _open(state, trainer, batch, taken[-1])
     if state.planning is None:
@@ -184,8 +195,10 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         plane=plane,
         num_backwards=sum(action.kind == "backward" for action in program),
         with_mask=batch.has_mask,
+        loss=state.loss,
+        divisors=batch.divisors,
     )
-    with _attention(inner), stage.guarded(inner):
+    with _attention(inner), stage.guarded(inner), nullcontext() if state.loss is None else state.loss.within(inner):
         run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
     if batch.hooked:
         state.hooks.refuse_unlike()
@@ -198,7 +211,8 @@ def _open(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
     Collective."""
     fault, may_cut = virtual_tokens(trainer.model), False
     if fault is None:
-        fault, may_cut = prove_trainer(trainer, windows([*batch.samples.own.values()]), taken.inputs, taken.num_items)
+        samples = windows([*batch.samples.own.values()])
+        fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, state.loss)
     if fault is None:
         warn_of_dropout(trainer.model)
         state.planning = PlannedLoop(NAME, chain_of(state.recipe, trainer, whole=not may_cut))
