@@ -42,7 +42,7 @@ from .hooks import GradientHooks
 from .inside import is_inside
 from .pack_loss import PackLoss
 from .planning import StepBatch, chain_for, gather, read, zero_stage_of
-from .proof import Call, num_targets, prove, windows
+from .proof import Call, prove, weights_of, windows
 from .supported import outer_model, unwrapped, virtual_tokens
 
 log = logging.getLogger("evenload")
@@ -225,8 +225,7 @@ def _prove(loop: PlannedModel, outer: Any, batch: Mapping[str, Any], *, half: bo
 
     def compute(inputs: dict[str, Any], times: float) -> Call:
         if attention.PACK in inputs:
-            own = [torch.full((len(one[0]),), 1 / (times * num_targets(one))) for one in samples]
-            loop.loss.weights_1T = torch.cat(own)[None].to(inputs["input_ids"].device)
+            loop.loss.weights_1T = weights_of(samples, times).to(inputs["input_ids"].device)
         outputs = outer(**inputs)
         return Call(outputs.loss, outputs)
 

@@ -7,7 +7,8 @@ constant and add others of its kind to it; that it does nothing else is measured
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,15 @@ class PackLoss:
         it. Raises EvenloadError where it was not computed here."""
         if attention.PACK not in kwargs:
             return None
+        self.refuse_unused(model)
+        if isinstance(output, tuple):
+            return (output[0], *(OfPack() for _ in output[1:]))
+        for key in [key for key in output if key != "loss"]:
+            output[key] = OfPack()
+        return output
+
+    def refuse_unused(self, model: Any) -> None:
+        """Raise EvenloadError where a planned forward did not compute its loss here."""
         if self.weights_1T is not None:
             self.weights_1T = None
             raise EvenloadError(
@@ -72,11 +82,15 @@ class PackLoss:
                 f"a model of type {type(model).__name__}",
                 "leave evenload off for this script",
             )
-        if isinstance(output, tuple):
-            return (output[0], *(OfPack() for _ in output[1:]))
-        for key in [key for key in output if key != "loss"]:
-            output[key] = OfPack()
-        return output
+
+    @contextmanager
+    def within(self, model: Any) -> Iterator[None]:
+        """Inside, the model's loss function is this one."""
+        model.loss_function = self
+        try:
+            yield
+        finally:
+            model.loss_function, self.weights_1T = self.stock, None
 
     def run_backward(self, loss: Tensor, run: Callable[[], Any]) -> tuple[Any, list[WaitingLoss]]:
         """Run the backward of a loss; what it gives, and the planned losses that are in its loss. Collective where some

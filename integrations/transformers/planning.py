@@ -24,7 +24,7 @@ from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, refuse_reach, shape_near, shape_of
 from ..huggingface.refusals import raise_together
 from ..huggingface.rows import PaddedForm, split_pairs
-from ..huggingface.samples import reach, split
+from ..huggingface.samples import reach, split, with_all_labels
 from ..unmodified.planned_loop import GlobalBatch
 from .supported import inner_model
 from .traits import rule_of_layers, traits_of
@@ -48,6 +48,8 @@ class StepBatch:
     """Why the model does not see the whole of each sample; None: it does."""
     divisors: tuple[float, ...]
     """What a stock run divides the loss of each sample by."""
+    num_batches: tuple[int, ...]
+    """Of every rank."""
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
 
@@ -83,7 +85,8 @@ def read(batch: Any, config: Any, num_items: Any) -> Read:
     Args:
         num_items: what the loop divides by, as it hands it to the model; None: nothing.
     """
-    here = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+    copied = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+    here = with_all_labels(copied)
     divisor, has_mask = None if num_items is None else float(num_items), "attention_mask" in batch
     try:
         pairs = getattr(config, "is_encoder_decoder", False)
@@ -143,6 +146,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         any(one.flattened for one in of_ranks),
         windows,
         tuple(of_ranks[rank].divisors[k] for rank, k, _ in samples.places),
+        tuple(len(one.lengths) for one in of_ranks),
         any(one.hooked for one in of_ranks),
     )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from ...runtime.world.agreement import everyone, rank_and_size
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
 from .conditions import UNREACHED, as_if_without_dropout, counted, embedded
+from .pack_loss import PackLoss
 from .supported import inner_model
 
 LENGTHS = (7, 12)
@@ -119,29 +120,45 @@ def prove_trainer(
     samples: list[list[list[int]]],
     row: Mapping[str, Any],
     num_items: Any,
+    *,
     kind: type[Measurement] | None = None,
+    loss: PackLoss | None = None,
 ) -> Proof:
     """Measure packs of a Trainer's model by its ``compute_loss``. Collective.
 
     The method runs on a copy of the Trainer that logs nothing, so that what it counts begins with the first step.
 
     Args:
-        num_items: targets of the step as the Trainer counts them, of the type it does.
+        num_items: targets of the step as the Trainer counts them, of the type it does; None: it takes means of batches.
         kind: what is measured instead of packs.
+        loss: weighs tokens by the batch that they came in; None: one number divides all.
     """
     twin, model = _twin(trainer), trainer.accelerator.unwrap_model(trainer.model)
-    targets = sum(map(num_targets, samples))
+    inner, targets = inner_model(trainer), sum(map(num_targets, samples))
 
     def compute(batch: dict[str, Any], times: float) -> Call:
-        counted = num_items * 0 + int(targets * times)
+        counted = None if num_items is None else num_items * 0 + int(targets * times)
+        is_pack = attention.PACK in batch
+        if loss is not None and is_pack:
+            loss.weights_1T = weights_of(samples, times, counted).to(batch["input_ids"].device)
+        batch = batch if is_pack else twin._prepare_inputs(batch)
         with twin.compute_loss_context_manager():
-            result = twin.compute_loss(
-                model, twin._prepare_inputs(batch), return_outputs=True, num_items_in_batch=counted
-            )
+            result = twin.compute_loss(model, batch, return_outputs=True, num_items_in_batch=counted)
+        if loss is not None:
+            loss.refuse_unused(inner)
         return Call(*result) if isinstance(result, tuple) else Call(result, None)
 
     half = trainer.args.bf16 or trainer.args.fp16
-    return prove(inner_model(trainer), samples, row, compute, half=half, kind=kind)
+    with nullcontext() if loss is None else loss.within(inner):
+        return prove(inner, samples, row, compute, half=half, kind=kind)
+
+
+def weights_of(samples: list[list[list[int]]], times: float, divisor: Any = None) -> Tensor:
+    """What the tokens of a pack of `windows` count [1, T], each sample a batch of its own whose targets are counted so
+    many times; ``divisor`` divides both instead."""
+    counts = [times * num_targets(one) if divisor is None else float(divisor) for one in samples]
+    own = [torch.full((len(one[0]),), 1 / count) for one, count in zip(samples, counts, strict=True)]
+    return torch.cat(own)[None]
 
 
 class ProofRun(NamedTuple):
@@ -149,7 +166,7 @@ class ProofRun(NamedTuple):
 
     loss: float
     logits: Tensor | None
-    """[B, T, ...]"""
+    """[B, T, ...]; None where not every label has some."""
     gradients: list[Tensor]
     """[B, T, H], of each call of the embeddings."""
     attention_calls: int
@@ -211,12 +228,13 @@ class Measurement:
             leaves = stack.enter_context(embedded(self._model))
             calls = stack.enter_context(counted(self._model, planned=attention.PACK in batch))
             stack.enter_context(torch.set_grad_enabled(backward))
+            shape = batch["labels"].shape  # a loss may take them out
             loss, outputs = self._compute(batch, targets)
             gradients = list(torch.autograd.grad(loss, leaves)) if backward else []
         logits = getattr(outputs, "logits", None)
         return ProofRun(
             float(loss.detach()),
-            logits.detach() if isinstance(logits, Tensor) and logits.dim() > 1 else None,
+            logits.detach() if isinstance(logits, Tensor) and logits.shape[:2] == shape else None,
             gradients,
             calls["attention"],
             calls["forwards"],

@@ -1,4 +1,5 @@
-"""Which Trainers of Transformers can be planned: those whose loss is a sum over target tokens, over their number.
+"""Which Trainers of Transformers can be planned: those whose loss is a sum over target tokens, over their number in the
+step or in each batch.
 
 Everything else is refused by name, before the first forward.
 """
@@ -23,13 +24,19 @@ _UPDATES_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 _OFF = "leave evenload off for this script"
 
 
-def refuse_trainer(trainer: Any, num_items: Any) -> None:
-    """Raise EvenloadError for a Trainer whose step cannot be planned exactly.
+def divides_by_batch(trainer: Any, num_items: Any) -> bool:
+    """Whether a token's loss depends on the batch or the rank that it came in.
 
     Args:
         num_items: what the Trainer divides its token losses by, None where it takes means of micro-batches.
     """
-    refuse_first(*_of_loss(trainer, num_items), *_of_run(trainer))
+    alone = trainer.accelerator.num_processes > 1 and not trainer.args.average_tokens_across_devices
+    return num_items is None or alone
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Raise EvenloadError for a Trainer whose step cannot be planned exactly."""
+    refuse_first(*_of_loss(trainer), *_of_run(trainer))
     model = inner_model(trainer)
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise EvenloadError(
@@ -39,7 +46,7 @@ def refuse_trainer(trainer: Any, num_items: Any) -> None:
         )
 
 
-def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
+def _of_loss(trainer: Any) -> list[Rule]:
     """Losses that change when samples are regrouped."""
     owner = next(c.__module__ for c in type(trainer).__mro__ if "compute_loss" in vars(c))
     name = type(trainer).__name__
@@ -49,18 +56,6 @@ def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
             f"{name} computes a loss of its own, which may not be a sum over tokens",
             f"{type(trainer).compute_loss.__qualname__} of {owner}",
             f"{_OFF}: evenload plans Trainer and TRL's SFTTrainer; pairs and rewards stay in their own batches",
-        ),
-        (
-            num_items is None,
-            "the Trainer takes the mean of micro-batches, which changes when they are regrouped",
-            f"no num_items_in_batch for {type(trainer.model).__name__}: it takes none, or its batches have no labels",
-            f"use a causal language model of transformers 5 and batches with labels, or {_OFF}",
-        ),
-        (
-            trainer.accelerator.num_processes > 1 and not trainer.args.average_tokens_across_devices,
-            "every rank divides by its own number of tokens, which changes when samples change ranks",
-            "average_tokens_across_devices = False",
-            "set average_tokens_across_devices=True, the default",
         ),
         (
             bool(trainer.args.neftune_noise_alpha),
@@ -141,6 +136,18 @@ def packs_fault(model: Any) -> EvenloadError | None:
     except EvenloadError as error:
         return error
     return None
+
+
+def rows_fault(by_batch: bool) -> EvenloadError | None:
+    """What keeps a Trainer from padded groups, where a token's loss depends on its batch (`divides_by_batch`): the loss
+    of several rows is the model's own, which counts their tokens alike."""
+    if not by_batch:
+        return None
+    return EvenloadError(
+        "tokens have weights of their own, which rows do not take",
+        "the Trainer divides by each batch or rank: no num_items_in_batch, or average_tokens_across_devices = False",
+        "nothing needs to be done: the script runs as it is, without plans",
+    )
 
 
 def virtual_tokens(model: Any) -> EvenloadError | None:

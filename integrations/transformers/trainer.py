@@ -11,9 +11,10 @@ does to it, and runs nothing; the last one plans the samples of all ranks as one
 its forwards and backwards is the Trainer's own ``training_step`` on a pack, whose ``accelerator.backward`` waits for
 its turn.
 
-Exact where the Trainer sums token losses and divides by ``num_items_in_batch``, which counts the targets of all ranks;
-`supported` refuses what does not. All ranks run the same sequence of forwards and backwards, because parameters (FSDP,
-ZeRO 3) and metrics (TRL) are gathered in every one of them.
+Exact where the Trainer sums token losses and divides by ``num_items_in_batch``, which counts the targets of all ranks.
+Where it takes the mean of each batch, or each rank divides by its own number, a token keeps the weight that it has in
+its stock batch (`pack_loss`); `supported` refuses the rest. All ranks run the same sequence of forwards and backwards,
+because parameters (FSDP, ZeRO 3) and metrics (TRL) are gathered in every one of them.
 """
 
 from __future__ import annotations
@@ -46,12 +47,21 @@ from ..huggingface.rows import rows_of
 from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
-from .inside import inside
+from .inside import inside, is_running
+from .pack_loss import PackLoss
 from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
 from .proof import prove_trainer, windows
 from .proof_rows import rows_like
 from .stage import TrainerStage, reducing
-from .supported import inner_model, packs_fault, refuse_trainer, virtual_tokens, warn_of_dropout
+from .supported import (
+    divides_by_batch,
+    inner_model,
+    packs_fault,
+    refuse_trainer,
+    rows_fault,
+    virtual_tokens,
+    warn_of_dropout,
+)
 
 log = logging.getLogger("evenload")
 
@@ -96,6 +106,8 @@ class PlannedTrainer:
     """None until a form is measured to be exact, in the first step."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
     """What plans micro-batches of a form, or why they are not exact."""
+    loss: PackLoss | None = None
+    """Where a token's loss depends on the batch or the rank that it came in."""
     stays: bool = False
     """Its batches stay as they are: nothing is exact for it."""
     plane: Plane | None = None
@@ -110,6 +122,8 @@ _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
 
 def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
     """`Trainer.get_batch_samples`, which begins a window; returns what the stock one does."""
+    if is_running():  # inside a method of a script's own, around which the same wrapper is
+        return wrapped(*args, **kwargs)
     with inside(trainer.accelerator):
         batches, num_items = wrapped(*args, **kwargs)
     if not batches:
@@ -119,8 +133,10 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
         recipe = recipe_for(trainer, recipe)
         if not recipe.enabled():
             return batches, num_items
-        refuse_trainer(trainer, num_items)
+        refuse_trainer(trainer)
+        by_batch = divides_by_batch(trainer, num_items)
         state = _planned[trainer] = PlannedTrainer(recipe)
+        state.loss = PackLoss(inner_model(trainer).loss_function) if by_batch else None
     if not state.stays:
         _refuse_unfinished(state, trainer)
         state.window = StepWindow(len(batches), trainer.state)
@@ -175,7 +191,10 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     if batch is None:
         return _run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items
-    _refuse_divisors(batch, num_items)
+    if state.loss is None:
+        _refuse_divisors(batch, num_items)
+    elif len(set(batch.num_batches)) > 1:  # each rank divides by its own number of batches
+        return _run_stock(trainer, model, taken, call)
     form = _form(state, trainer, batch, taken[-1])
     if form is None or state.planning is None:
         return _run_stock(trainer, model, taken, call)
@@ -198,8 +217,11 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         plane=plane,
         num_backwards=sum(action.kind == "backward" for action in program),
         inputs_of=_inputs_of(batch, form),
+        loss=state.loss,
+        divisors=batch.divisors,
     )
-    with _attention(inner) if form.packs else nullcontext(), stage.guarded(inner):
+    attends = _attention(inner) if form.packs else nullcontext()
+    with attends, stage.guarded(inner), nullcontext() if state.loss is None else state.loss.within(inner):
         run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
     if batch.hooked:
         state.hooks.refuse_unlike()
@@ -239,11 +261,11 @@ def _measured(
 ) -> PlanChain | EvenloadError:
     """What plans a Trainer's steps in this form, or why it is not exact. Collective."""
     model, may_cut = inner_model(trainer), False
-    fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else None)
+    fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else rows_fault(state.loss is not None))
     if fault is None:
         samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
         kind = None if form.packs else rows_like(batch.rows)
-        fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind)
+        fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
     if fault is not None:
         return fault
     warn_of_dropout(model)

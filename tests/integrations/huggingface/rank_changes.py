@@ -146,6 +146,72 @@ class Counting(Changed):
         return super().compute_loss(*args, **kwargs)
 
 
+class MeansOfBatches(Changed):
+    """The mean of each batch, as Axolotl takes it: the model is thought to take no number of targets."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+class MeansWithPenalty(MeansOfBatches):
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, *args, **kwargs)
+        penalty = 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+        return (loss[0] + penalty, loss[1]) if isinstance(loss, tuple) else loss + penalty
+
+
+class SmoothMeans(MeansOfBatches):
+    arguments: ClassVar[dict[str, Any]] = {"label_smoothing_factor": 0.1}
+
+
+class DivisorOfEachRank(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"average_tokens_across_devices": False}
+
+
+class KeptLogits(Changed):
+    """Logits of the answers alone, as ms-swift has them: labels are cut to these, and the model's mean is weighed."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        kept = inputs["labels"].shape[1] - int((inputs["labels"] != -100).int().argmax(-1).min()) + 1
+        return inputs | {"labels": inputs["labels"][:, -kept:], "logits_to_keep": kept, "compute_loss_func": None}
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs.pop("compute_loss_func", None)
+        outputs = model(**inputs)
+        targets = (inputs["labels"][:, 1:] != -100).sum().double()
+        mean = outputs.loss if targets else outputs.logits.sum() * 0
+        loss = mean * (targets / num_items_in_batch) * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class KeptLogitsOfRows(KeptLogits):
+    """One row a batch: logits before each target, and of the last token."""
+
+    arguments: ClassVar[dict[str, Any]] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = Trainer._prepare_inputs(self, inputs)
+        is_target = inputs["labels"][0] != -100
+        is_target[0] = False
+        labels = torch.nn.functional.pad(inputs["labels"][:, is_target], (1, 0), value=-100)
+        return inputs | {"labels": labels, "logits_to_keep": torch.nn.functional.pad(is_target[1:], (0, 1), value=True)}
+
+
+class RaisesOnShortRows(Changed):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if inputs["input_ids"].shape[1] < 13:
+            raise ValueError("rows of 13 tokens and more")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class OtherKeysOnARank(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"remove_unused_columns": False}
+
+
 class ChangedBehind(Changed):
     """A loss that is Trainer's own, of a batch that is changed before it, from the second step on."""
 
@@ -177,6 +243,12 @@ class Named(Changed):
 
 def _named(collate: Any) -> Any:
     return lambda rows: collate(rows) | {"sample_ids": torch.arange(len(rows))}
+
+
+def _one_sided(collate: Any) -> Any:
+    """Rank 1 has an entry more, which the model reads."""
+    one_more = torch.distributed.get_rank() == 1
+    return lambda rows: collate(rows) | ({"return_dict": True} if one_more else {})
 
 
 def _targetless(collate: Any) -> Any:
@@ -232,7 +304,15 @@ VARIANTS: dict[str, tuple[type[Changed], Callable[[Any], Any] | None, Callable[[
     "names of samples": (Named, _named, None),
     "targetless step": (Changed, _targetless, None),
     "masking hooks": (Changed, None, _hooked(lambda g: g * (g.new_ones(g.shape).cumsum(0) % 2))),
+    "means of batches": (MeansOfBatches, None, None),
+    "divisor of each rank": (DivisorOfEachRank, None, None),
+    "kept logits": (KeptLogits, None, None),
+    "kept logits of rows": (KeptLogitsOfRows, None, None),
     "own step": (OwnStep, None, None),
+    "means with a penalty": (MeansWithPenalty, None, None),
+    "smooth means": (SmoothMeans, None, None),
+    "raises on short rows": (RaisesOnShortRows, None, None),
+    "other keys on a rank": (OtherKeysOnARank, _one_sided, None),
     "prompt tuning": (Changed, None, _prompted),
     "last passed over": (LastPassedOver, None, None),
     "divisor of each batch": (DivisorOfEachBatch, None, None),

@@ -23,14 +23,25 @@ PLANNED = {
     "names of samples": 2,
     "targetless step": 1,
     "masking hooks": 2,
+    "means of batches": 2,
+    "divisor of each rank": 2,
+    "kept logits": 2,
+    "kept logits of rows": 2,
 }
 """Scripts, and how many of their steps are planned."""
-STOCK = {"own step": "does not call Trainer.training_step", "prompt tuning": "PromptTuningConfig"}
+STOCK = {
+    "own step": "does not call Trainer.training_step",
+    "prompt tuning": "PromptTuningConfig",
+    "means with a penalty": "a loss with another divisor than the number of targets of the whole batch",
+    "smooth means": "the model's forward does not compute its loss by its loss function",
+    "raises on short rows": "ValueError: rows of 13 tokens and more",
+}
 REFUSED = {
     "last passed over": "batches of a planned step did not come to Trainer.training_step",
     "divisor of each batch": "the batches of one step are not divided by one number",
     "changed behind": "batches are changed behind Trainer.training_step",
     "clamping hooks": "a hook on a parameter changes gradients, and not in proportion to them",
+    "other keys on a rank": "a batch with return_dict",
     "halving hooks": "a hook on a parameter changes gradients, and not in proportion to them",
 }
 
