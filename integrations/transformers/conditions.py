@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ def embedded(model: Any) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
-    """Inside, a planned model attends inside packs; counts its forwards and its calls of packed attention."""
-    calls = {"attention": 0, "forwards": 0}
+def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]:
+    """Inside, a planned model attends inside packs; counts its forwards, those of them that have come to their end, and
+    its calls of packed attention. ``entered``: the module whose call is its forward."""
+    calls = {"attention": 0, "forwards": 0, "ended": 0}
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls["attention"] += 1
@@ -54,10 +56,14 @@ def counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
             )
         return attention.attention(*args, **kwargs)
 
-    def forward(*_: Any) -> None:
-        calls["forwards"] += 1
+    def count(what: str, *_: Any) -> None:
+        calls[what] += 1
 
-    hook, stock = model.register_forward_pre_hook(forward), model.config._attn_implementation
+    hooks = (
+        entered.register_forward_pre_hook(partial(count, "forwards")),
+        entered.register_forward_hook(partial(count, "ended")),
+    )
+    stock = model.config._attn_implementation
     # What stands there is the session's own, or nothing where no session is on.
     before = AttentionInterface._global_mapping.get(attention.NAME)
     try:
@@ -66,7 +72,8 @@ def counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
             model.set_attn_implementation(attention.NAME)
         yield calls
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         if planned:
             model.set_attn_implementation(stock)
             attention.unregister()

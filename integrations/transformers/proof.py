@@ -30,7 +30,7 @@ from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
 from .conditions import UNREACHED, as_if_without_dropout, counted, embedded
 from .pack_loss import PackLoss
-from .supported import inner_model
+from .supported import entered_module, inner_model
 
 LENGTHS = (7, 12)
 """Tokens of the two samples at most: unlike, and short enough to cost little on any model."""
@@ -44,6 +44,9 @@ _LINEAR = 1e-4
 _SMALL = 1000
 """Entries of a container that is copied."""
 _STOCK = "nothing needs to be done: the script runs as it is, without plans"
+
+
+_MEND = "have compute_loss take a batch of one short row, or leave evenload off for this script"
 
 
 class Call(NamedTuple):
@@ -64,6 +67,10 @@ class Proof(NamedTuple):
     """Why packs are not exact; None: they are."""
     may_cut: bool = False
     """The loss goes by ``shift_labels``, so that a target may lie behind the end of a slice."""
+
+
+class LossRaisedError(EvenloadError):
+    """The script's own loss raised on what it is measured by, and not on a batch of the script."""
 
 
 def windows(samples: Sequence[Tensor], *, from_start: bool = False) -> list[list[list[int]]]:
@@ -88,6 +95,7 @@ def prove(
     compute: Compute,
     *,
     half: bool,
+    entered: Any = None,
     kind: type[Measurement] | None = None,
 ) -> Proof:
     """Measure packs of these samples against each of them alone. Collective where the model's forward is.
@@ -98,21 +106,27 @@ def prove(
         row: a batch of the script's own, whose keys the rows of single samples have.
         compute: the loop's own loss of a batch.
         half: passes run in half precision, whatever the weights are kept in.
+        entered: the module whose call is the model's forward; None: the model.
         kind: what is measured instead of packs.
 
-    A model or a loss that raises cannot be measured, which is a fault as well. On every rank the same fault.
+    A model or a loss that raises cannot be measured, which is a fault as well: a `LossRaisedError` where it is the loss
+    and it does not raise on the row. On every rank the same fault.
     """
+    measurement = (kind or Measurement)(model, samples, row, compute, half, entered)
+    proof, of_loss = Proof(None), False
     try:
-        proof = (kind or Measurement)(model, samples, row, compute, half).proof()
+        proof = measurement.proof()
+    except EvenloadError as error:
+        proof = Proof(EvenloadError(error.what, error.found, _STOCK))
     except Exception as error:  # of code that nobody here has seen
-        if isinstance(error, EvenloadError):
-            what, detail = error.what, error.found
-        else:
-            noun = (kind or Measurement).noun
-            what, detail = f"the model or its loss cannot run {noun}", f"{type(error).__name__}: {error}"
-        proof = Proof(EvenloadError(what, detail, _STOCK))
-    faults = [one for one in everyone(proof.fault) if one is not None]
-    return Proof(faults[0]) if faults else proof
+        of_loss = not measurement.is_in_model
+        detail = f"{type(error).__name__}: {error}"
+        proof = Proof(EvenloadError(f"the model or its loss cannot run {measurement.noun}", detail, _STOCK))
+    of_ranks = [(fault, raised) for fault, raised in everyone((proof.fault, of_loss)) if fault is not None]
+    raised = next((fault for fault, raised in of_ranks if raised), None)
+    if raised is not None and not any(everyone(measurement.raises_on_row())):
+        return Proof(LossRaisedError("the script's loss raises on two short samples of its data", raised.found, _MEND))
+    return Proof(of_ranks[0][0]) if of_ranks else proof
 
 
 def prove_trainer(
@@ -145,12 +159,13 @@ def prove_trainer(
         with twin.compute_loss_context_manager():
             result = twin.compute_loss(model, batch, return_outputs=True, num_items_in_batch=counted)
         if loss is not None:
-            loss.refuse_unused(inner)
+            loss.refuse_unused()
         return Call(*result) if isinstance(result, tuple) else Call(result, None)
 
     half = trainer.args.bf16 or trainer.args.fp16
     with nullcontext() if loss is None else loss.within(inner):
-        return prove(inner, samples, row, compute, half=half, kind=kind)
+        entered = entered_module(trainer.accelerator, trainer.model)
+        return prove(inner, samples, row, compute, half=half, entered=entered, kind=kind)
 
 
 def weights_of(samples: list[list[list[int]]], times: float, divisor: Any = None) -> Tensor:
@@ -179,9 +194,18 @@ class Measurement:
     noun = "a pack"
 
     def __init__(
-        self, model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], compute: Compute, half: bool
+        self,
+        model: Any,
+        samples: list[list[list[int]]],
+        row: Mapping[str, Any],
+        compute: Compute,
+        half: bool,
+        entered: Any = None,
     ) -> None:
         self._model = model
+        self._entered = model if entered is None else entered
+        self.is_in_model = False
+        """A forward of the model has begun, and not come to its end."""
         self._samples = samples
         self._row = row
         self._compute = compute
@@ -226,10 +250,13 @@ class Measurement:
     def _run(self, batch: dict[str, Any], targets: float = 1.0, *, backward: bool = True) -> ProofRun:
         with ExitStack() as stack:
             leaves = stack.enter_context(embedded(self._model))
-            calls = stack.enter_context(counted(self._model, planned=attention.PACK in batch))
+            calls = stack.enter_context(counted(self._model, self._entered, planned=attention.PACK in batch))
             stack.enter_context(torch.set_grad_enabled(backward))
             shape = batch["labels"].shape  # a loss may take them out
-            loss, outputs = self._compute(batch, targets)
+            try:
+                loss, outputs = self._compute(batch, targets)
+            finally:
+                self.is_in_model = calls["ended"] < calls["forwards"]
             gradients = list(torch.autograd.grad(loss, leaves)) if backward else []
         logits = getattr(outputs, "logits", None)
         return ProofRun(
@@ -239,6 +266,15 @@ class Measurement:
             calls["attention"],
             calls["forwards"],
         )
+
+    def raises_on_row(self) -> bool:
+        """Whether the loss raises on the script's own batch as well."""
+        try:
+            with as_if_without_dropout(self._model, self._device):
+                self._run(dict(self._row), backward=False)
+        except Exception:  # of code that nobody here has seen
+            return True
+        return False
 
     def _parts(self, together: Tensor, alone: list[Tensor]) -> Tensor:
         """What belongs to the samples, as it lies in both behind each other [T, ...]."""
@@ -346,6 +382,7 @@ def _twin(trainer: Any) -> Any:
     for name, value in vars(trainer).items():
         if _is_plain(value):
             setattr(twin, name, copy.deepcopy(value))
+    twin.state = copy.deepcopy(trainer.state)  # Axolotl counts tokens there
     twin.log = lambda *_, **__: None
     return twin
 

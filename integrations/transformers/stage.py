@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
@@ -17,10 +16,8 @@ from ...core.plan.step_plan import MicroBatch
 from ...runtime.attention.pack import Pack, build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.attributes import with_attributes
-from ...runtime.experts.weights import of_slots
 from ...runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ...runtime.world.plane import Plane
-from .pack_loss import PackLoss
 
 _TENSORS = ("input_ids", "position_ids", "shift_labels")
 """What a model computes a micro-batch from."""
@@ -42,8 +39,6 @@ class TrainerStage(StageTrainer):
         samples: tokens and labels [2, L] of what this rank computes, by its place in the global batch.
         num_backwards: of this rank in the step; gradients are summed over ranks in the last one.
         inputs_of: the arguments of the model's call for a micro-batch.
-        loss: the model's loss function where tokens count by the batch that they came in.
-        divisors: of each sample's losses there.
     """
 
     def __init__(
@@ -56,8 +51,6 @@ class TrainerStage(StageTrainer):
         plane: Plane | None,
         num_backwards: int,
         inputs_of: Callable[[Pack], dict[str, Any]],
-        loss: PackLoss | None = None,
-        divisors: Sequence[float] = (),
     ) -> None:
         super().__init__([], trainer.args.device)
         self._trainer = trainer
@@ -66,7 +59,6 @@ class TrainerStage(StageTrainer):
         self._samples = samples
         self._plane = plane
         self._left, self._inputs_of = num_backwards, inputs_of
-        self._loss, self._weights_S = loss, 1.0 / np.array(divisors)
         engine = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
         self._reduction = None if engine is None else _reduction(engine.engine, num_backwards)
         self._backward_arguments: dict[str, Any] = {}
@@ -92,13 +84,8 @@ class TrainerStage(StageTrainer):
 
         self._inputs = self._inputs_of(loaded.pack)
         self._versions = {key: self._inputs[key]._version for key in _TENSORS if key in self._inputs}
-        if self._loss is not None:
-            like = torch.zeros((), dtype=torch.float64, device=self.device)
-            self._loss.weights_1T = of_slots(self._weights_S, loaded.pack, like)[None]
         with with_attributes(accelerator, backward=hold), reducing(accelerator, self._model, self._left == 1):
             booked = self._call(dict(self._inputs))
-        if self._loss is not None:
-            self._loss.refuse_unused(self._model)
         if action.kind != "forward_kv":
             self.loss = self.loss + booked
         if self._reduction is not None and action.kind != "forward_kv":

@@ -115,6 +115,13 @@ def unwrapped(accelerator: Any, model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def entered_module(accelerator: Any, model: Any) -> Any:
+    """The module whose call is the forward of the Hugging Face model: it, or PEFT's tuner around it, which before 0.21
+    calls its ``forward`` past its hooks."""
+    outer = outer_model(accelerator, model)
+    return outer.base_model if hasattr(outer, "get_base_model") else outer
+
+
 _outer: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
 
 

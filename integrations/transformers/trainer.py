@@ -50,11 +50,12 @@ from .hooks import GradientHooks
 from .inside import inside, is_running
 from .pack_loss import PackLoss
 from .planning import Read, StepBatch, chain_of, gather, read, recipe_for
-from .proof import prove_trainer, windows
+from .proof import LossRaisedError, prove_trainer, windows
 from .proof_rows import rows_like
 from .stage import TrainerStage, reducing
 from .supported import (
     divides_by_batch,
+    entered_module,
     inner_model,
     packs_fault,
     refuse_trainer,
@@ -216,12 +217,11 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         samples=batch.exchange(plan),
         plane=plane,
         num_backwards=sum(action.kind == "backward" for action in program),
-        inputs_of=_inputs_of(batch, form),
-        loss=state.loss,
-        divisors=batch.divisors,
+        inputs_of=_inputs_of(batch, form, state.loss),
     )
     attends = _attention(inner) if form.packs else nullcontext()
-    with attends, stage.guarded(inner), nullcontext() if state.loss is None else state.loss.within(inner):
+    entered = entered_module(trainer.accelerator, trainer.model)
+    with attends, stage.guarded(entered), nullcontext() if state.loss is None else state.loss.within(inner):
         run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
     if batch.hooked:
         state.hooks.refuse_unlike()
@@ -250,6 +250,9 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
             log.info("samples are regrouped as padded rows: %s (%s)", faults[0].what, faults[0].found)
         state.planning.chain = chain
         return form
+    raised = [one for one in faults if isinstance(one, LossRaisedError)]
+    if raised and state.planning is None:  # before the first update
+        raise raised[0]
     state.stays = batch.windows is None and not batch.flattened
     why = "; padded groups: ".join(f"{one.what} ({one.found})" for one in faults)
     report_idle(NAME, why, faults[-1].do)
@@ -277,11 +280,18 @@ def _measured(
         return error
 
 
-def _inputs_of(batch: StepBatch, form: StepForm) -> Callable[[Pack], dict[str, Any]]:
-    """The arguments of the model's call for a micro-batch of a step."""
-    if form.packs:
-        return lambda pack: inputs_of(pack, with_mask=batch.has_mask)
-    return lambda pack: rows_of(pack, batch.rows)
+def _inputs_of(batch: StepBatch, form: StepForm, loss: PackLoss | None) -> Callable[[Pack], dict[str, Any]]:
+    """The arguments of the model's call for a micro-batch of a step, whose tokens ``loss`` is told to weigh."""
+    if not form.packs:
+        return lambda pack: rows_of(pack, batch.rows)
+
+    def of_pack(pack: Pack) -> dict[str, Any]:
+        if loss is not None:
+            loss.refuse_unused()
+            loss.weigh(pack, batch.divisors)
+        return inputs_of(pack, with_mask=batch.has_mask)
+
+    return of_pack
 
 
 def _run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:

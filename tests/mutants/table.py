@@ -1042,9 +1042,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a token of a mean of a batch counts by its pack",
-        "integrations/transformers/stage.py",
-        "self._loss, self._weights_S = loss, 1.0 / np.array(divisors)",
-        "self._loss, self._weights_S = loss, np.full(len(divisors), np.mean(1.0 / np.array(divisors)))",
+        "integrations/transformers/pack_loss.py",
+        "self.weights_1T = of_slots(1.0 / np.array(divisors), pack, like)[None]",
+        "self.weights_1T = of_slots(np.full(len(divisors), np.mean(1.0 / np.array(divisors))), pack, like)[None]",
         "changes of batches",
     ),
     Mutant(
@@ -1057,8 +1057,29 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loss that the model's loss function has no part in is planned",
         "integrations/transformers/proof.py",
-        "        if loss is not None:\n            loss.refuse_unused(inner)\n",
+        "        if loss is not None:\n            loss.refuse_unused()\n",
         "",
+        "stock trainers",
+    ),
+    Mutant(
+        "forwards of older adapters are looked for at hooks that they go past",
+        "integrations/transformers/supported.py",
+        'return outer.base_model if hasattr(outer, "get_base_model") else outer',
+        "return unwrapped(accelerator, model)",
+        "changes of batches",
+    ),
+    Mutant(
+        "a loss that raises where it is measured is passed over",
+        "integrations/transformers/trainer.py",
+        "    if raised and state.planning is None:",
+        "    if not trainer:",
+        "changes refused",
+    ),
+    Mutant(
+        "a loss that raises anyhow is taken for the measurement's fault",
+        "integrations/transformers/proof.py",
+        "    if raised is not None and not any(everyone(measurement.raises_on_row())):",
+        "    if raised is not None:",
         "stock trainers",
     ),
     Mutant(

@@ -74,7 +74,10 @@ PROGRAMS = {
             **{"logging_steps": 1, "save_strategy": "no", "num_epochs": 1, "attn_implementation": "sdpa"},
         },
         {},
-        {"adapter": "lora", "lora_r": 4, "lora_target_linear": True, **LORA},
+        {
+            **{"adapter": "lora", "lora_r": 4, "lora_target_linear": True, **LORA},
+            **dict.fromkeys(("lora_qkv_kernel", "lora_o_kernel", "lora_mlp_kernel", "lora_embedding_kernel"), False),
+        },
         ("--launcher", "torchrun", "--", "--standalone", "--nproc-per-node", "2"),
     ),
     "swift": Program(

@@ -208,6 +208,25 @@ class RaisesOnShortRows(Changed):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class RaisesAnyhow(Changed):
+    """A loss that a script mends after it has raised."""
+
+    mended = False
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.mended:
+            raise ValueError("no loss")
+        return super().compute_loss(*args, **kwargs)
+
+    def start(self) -> None:
+        try:
+            self.train()
+        except ValueError as error:
+            assert str(error) == "no loss", error
+            self.mended = True
+            self.train()
+
+
 class OtherKeysOnARank(Changed):
     arguments: ClassVar[dict[str, Any]] = {"remove_unused_columns": False}
 
@@ -288,6 +307,15 @@ def _prompted(model: Any) -> Any:
     return model
 
 
+def _adapted_by_older(model: Any) -> Any:
+    """PEFT before 0.21 calls the model's method, past hooks of the module."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(model, config).double()
+    model.base_model.forward = model.base_model.model.forward
+    return model
+
+
 VARIANTS: dict[str, tuple[type[Changed], Callable[[Any], Any] | None, Callable[[Any], Any] | None]] = {
     "labels of a step": (LabelsOfAStep, None, None),
     "ids in place": (IdsInPlace, None, None),
@@ -308,10 +336,12 @@ VARIANTS: dict[str, tuple[type[Changed], Callable[[Any], Any] | None, Callable[[
     "divisor of each rank": (DivisorOfEachRank, None, None),
     "kept logits": (KeptLogits, None, None),
     "kept logits of rows": (KeptLogitsOfRows, None, None),
+    "older adapters": (Changed, None, _adapted_by_older),
     "own step": (OwnStep, None, None),
     "means with a penalty": (MeansWithPenalty, None, None),
     "smooth means": (SmoothMeans, None, None),
     "raises on short rows": (RaisesOnShortRows, None, None),
+    "raises anyhow": (RaisesAnyhow, None, None),
     "other keys on a rank": (OtherKeysOnARank, _one_sided, None),
     "prompt tuning": (Changed, None, _prompted),
     "last passed over": (LastPassedOver, None, None),
@@ -333,9 +363,13 @@ def variants(load: Any, names: list[str]) -> dict[str, dict[str, Any]]:
 def _compared(trainers: Any, name: str) -> dict[str, Any]:
     stock, steps, said = _run(trainers, name), [], []
     result = {"planned": steps, "said": said, "refused": None, "grad": None, "loss": None}
+
+    def note(loop: str, chain: Any, *_: Any, **__: Any) -> None:
+        steps.append("rows" if chain.caps.padded else "packs")
+
     try:
         with (
-            with_attributes(planned_loop, report_step=lambda *_, **__: steps.append(1)),
+            with_attributes(planned_loop, report_step=note),
             with_attributes(planned_trainer, report_idle=lambda *words: said.append(" ".join(words))),
             enabled(trainers.recipes.parse(trainers.RECIPE)),
         ):
