@@ -1232,8 +1232,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loop of Accelerate takes the mean of a pack",
         "integrations/transformers/accelerate_loop.py",
-        "of_slots(1.0 / np.array(step.divisors), pack, like)",
-        "of_slots(0.0 * np.array(step.divisors) + 1.0 / pack.num_targets, pack, like)",
+        "loop.loss.weigh(pack, step.divisors)",
+        "loop.loss.weigh(pack, [pack.num_targets] * len(step.divisors))",
         "accelerate",
     ),
     Mutant(

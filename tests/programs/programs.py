@@ -105,10 +105,11 @@ class Trained(NamedTuple):
     steps: list[float]
     """Seconds at the end of each update, on rank 0."""
 
-    def printed(self) -> list[dict[str, str]]:
+    def printed(self) -> list[dict[str, Any]]:
         """What the program printed of each update, to its last digit."""
         rows = [ast.literal_eval(line) for line in re.findall(r"^\{'loss': .*\}$", self.output, re.MULTILINE)]
-        return [{key: row[key] for key in ("loss", "grad_norm", "token_acc") if key in row} for row in rows]
+        keys = ("loss", "grad_norm", "token_acc", "tokens/trainable")
+        return [{key: row[key] for key in keys if key in row} for row in rows]
 
 
 def here() -> list[str]:

@@ -23,13 +23,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("name", HERE)
-def test_losses_and_norms_are_stock_to_the_printed_digit(name: str, data: Path, tmp_path: Path) -> None:
+def test_losses_and_norms_are_stock_to_the_printed_digit(name: str, tuning: str, data: Path, tmp_path: Path) -> None:
     import programs
 
     runs: list[Any] = []
     for recipe in ("", programs.RECIPE):
-        runs.append(programs.train(name, "full", data, tmp_path / str(len(runs)), recipe))
+        runs.append(programs.train(name, tuning, data, tmp_path / str(len(runs)), recipe))
         assert runs[-1].code == 0, runs[-1].output[-6000:]
     stock, planned = runs
     assert "planned 6 steps of Transformers' Trainer with packing" in planned.output

@@ -34,7 +34,7 @@ STOCK = {
     "own step": "does not call Trainer.training_step",
     "prompt tuning": "PromptTuningConfig",
     "means with a penalty": "a loss with another divisor than the number of targets of the whole batch",
-    "raises anyhow": "ValueError: no loss",
+    "raises anyhow": "LookupError: no loss",
     "smooth means": "the model's forward does not compute its loss by its loss function",
 }
 REFUSED = {
