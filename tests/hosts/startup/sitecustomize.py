@@ -8,7 +8,8 @@ A group of gloo that ends with the last object that holds it waits for its threa
 that has just finished a collective may need the lock to drop its tensors: then the process stays for ever, on two busy
 cores one stock loop of Accelerate in sixty (torch 2.13).
 
-Axolotl puts the model of each of several ranks onto a GPU of the rank's number.
+Axolotl puts the model of each of several ranks onto a GPU of the rank's number, and draws the weights of LoRA before
+anything has a seed.
 """
 
 import os
@@ -55,8 +56,11 @@ def _without_gpu(module):
     place = module.ModelLoader._set_device_map_config
 
     def place_on_cpu(self):
+        import torch
+
         self.cfg.device_map = {"": "cpu"}
         place(self)
+        torch.manual_seed(self.cfg.seed)
 
     module.ModelLoader._set_device_map_config = place_on_cpu
 
