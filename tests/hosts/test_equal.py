@@ -167,3 +167,4 @@ def test_methods_that_a_program_assigns_anew_are_planned_all_the_same(
         tokens.append(sum(json.loads(path.read_text())["tokens"] for path in measured.iterdir()))
     compare(*runs)
     assert 0 < tokens[1] < 0.8 * tokens[0]
+    assert "nothing is planned" not in runs[1].output
