@@ -1176,7 +1176,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a measurement counts in the script's own metrics",
-        "integrations/transformers/proof.py",
+        "integrations/transformers/conditions.py",
         "            setattr(twin, name, copy.deepcopy(value))",
         "            setattr(twin, name, value)",
         "proof",
@@ -1281,7 +1281,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a measurement logs",
-        "integrations/transformers/proof.py",
+        "integrations/transformers/conditions.py",
         "    twin.log = lambda *_, **__: None\n",
         "",
         "proof",
@@ -1309,7 +1309,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a Trainer's packs have no borders",
-        _TRAINER_STEP,
+        _TRAINER_STAGE,
         "    model.set_attn_implementation(attention.NAME)",
         "    model.set_attn_implementation(stock)",
         "trainer",
