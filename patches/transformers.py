@@ -64,7 +64,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=TRANSFORMERS,
             why="Trackers (report_to) get losses there, and those of planned steps evenload's numbers; the rest stays.",
             wrapper=from_module(f"{_LOOP}:log_numbers"),
-            expects=("logs", "start_time"),
+            expects=("logs",),
         ),
         *_of_accelerate(recipe),
     )
