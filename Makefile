@@ -3,6 +3,7 @@
 # make check-cuda    more of them on a GPU that is rehearsed
 # make mutants faults planted one by one, each to be noticed (PART=3/10: a tenth)            make docs      generated pages
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
+# make test-hosts    LLaMA-Factory, Axolotl and ms-swift, each in an environment of its own
 # make site    the documents as web pages, into build/site; a warning is an error
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/pytest $(SPREAD)
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test check-cuda test-newest check-newest test-older check explore mutants lint types contracts docs site clean
+.PHONY: train test check-cuda test-newest check-newest test-older test-hosts check explore mutants lint types contracts docs site clean
 
 train: $(READY)
 	mkdir -p runs/quickstart
@@ -47,6 +48,12 @@ check-newest: .venv-newest/ready
 
 test-older: .venv-older/ready
 	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(OLDER))
+
+# Programs that people fine-tune with, each by its own command in an environment of its own.
+PROGRAMS := llamafactory axolotl swift
+
+test-hosts: $(PROGRAMS:%=.venv-%/ready)
+	for program in $(PROGRAMS); do .venv-$$program/bin/python -m pytest -q tests/programs || exit 1; done
 
 check: lint types contracts
 	$(PYTEST) -m "not gpu and not slow" -q

@@ -222,6 +222,36 @@ class Ledger:
                 unwound[slot.place] = before
 
 
+def put_back(rows: Iterable[Patch]) -> list[str]:
+    """Put wrappers that are on again around what others have assigned in their places since; what that is.
+
+    For programs that write a method anew, from the source of the one that they find. Undoing names them, as any change.
+    """
+    lost = []
+    for row in rows:
+        held = _holders.get(row.identity)
+        applied = next((a for a in (held._applied if held else ()) if a.row.identity == row.identity), None)
+        if held is None or applied is None:
+            continue
+        slot = applied.changes[0].slot
+        if (there := slot.read()) is MISSING or _reaches(there, row):
+            continue
+        after = PatchedFunction(there, applied.row)
+        slot.write(after)
+        held._applied.append(_Applied(applied.row, [_Change(slot, there, after)], there, ()))
+        lost.append(f"{slot.path}: {describe(there)}")
+    return lost
+
+
+def _reaches(value: Any, row: Patch) -> bool:
+    """Whether a function is the wrapper of a row, or says that it wraps one that is."""
+    while value is not None:
+        if isinstance(value, PatchedFunction) and value._self_row.identity == row.identity:
+            return True
+        value = getattr(value, "__wrapped__", None)
+    return False
+
+
 def _other_version(row: Patch) -> str:
     return f"not needed here: only {row.only} of {Requirement(row.supports).name} needs it"
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import Any
 
 from ..core.recipe.recipe import Recipe
 from ..integrations.host.versions import is_installed, requirement
+from .ledger import put_back
 from .row import Patch, from_module
+
+log = logging.getLogger("evenload")
 
 TRANSFORMERS = requirement("transformers")
 ACCELERATE = requirement("accelerate")
@@ -46,6 +51,20 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             expects=("model", "inputs", "num_items_in_batch"),
         ),
         Patch(
+            name="transformers.train",
+            target=f"{_TRAINER}.train",
+            supports=TRANSFORMERS,
+            why="Unsloth assigns the two methods above anew when it loads a model, from the source of what it finds. "
+            "Before a run they are looked at, and wrapped again where they are others; the run itself is left alone.",
+            wrapper=partial(_train, recipe),
+        ),
+        *_of_accelerate(recipe),
+    )
+
+
+def _of_accelerate(recipe: Recipe | None) -> tuple[Patch, ...]:
+    return (
+        Patch(
             name="transformers.prepare",
             target="accelerate.accelerator:Accelerator.prepare",
             supports=ACCELERATE,
@@ -67,6 +86,16 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             when=accelerate_installed,
         ),
     )
+
+
+def _train(recipe: Recipe | None, wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
+    """`Trainer.train`, whose steps come to evenload whatever was assigned since it was switched on."""
+    steps = [
+        row for row in rows(recipe) if row.target in (f"{_TRAINER}.get_batch_samples", f"{_TRAINER}.training_step")
+    ]
+    for lost in put_back(steps):
+        log.info("somebody has assigned a method anew, and evenload is put on again around it: %s", lost)
+    return wrapped(*args, **kwargs)
 
 
 def accelerate_installed() -> bool:

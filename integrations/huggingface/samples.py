@@ -75,6 +75,22 @@ def split(batch: Mapping[str, Any], *, rotary: bool) -> list[Sample]:
     return samples
 
 
+def with_all_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch whose labels [B, K] are those of the tokens that a model computes logits of (``logits_to_keep``: how many
+    of the last ones, their places, or a mask), with labels [B, T] of all tokens; any other batch as it is."""
+    keep, tokens_BT, labels_BK = (batch.get(key) for key in ("logits_to_keep", "input_ids", "labels"))
+    if keep is None or not isinstance(tokens_BT, Tensor) or not isinstance(labels_BK, Tensor):
+        return batch
+    places_T = torch.arange(tokens_BT.shape[-1])
+    kept_K = places_T[keep] if isinstance(keep, Tensor) else places_T[-keep:]
+    if kept_K.shape != labels_BK.shape[1:] or not bool((kept_K.diff() > 0).all()):
+        return batch
+    # A token's logits are held against the label behind its own.
+    labels_BT = torch.full_like(tokens_BT, IGNORE)
+    labels_BT[:, kept_K[:-1] + 1] = labels_BK[:, 1:]
+    return {key: value for key, value in batch.items() if key != "logits_to_keep"} | {"labels": labels_BT}
+
+
 def reach(batch: Mapping[str, Any]) -> int:
     """Positions that a stock run of the batch has, padding included: some rotary tables follow the largest one."""
     positions_BT = batch.get("position_ids")

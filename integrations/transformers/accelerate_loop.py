@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-import numpy as np
 import torch
 from accelerate.utils import DynamoBackend
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -30,7 +29,6 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from ...core.errors import EvenloadError, RankError, refuse_first
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import build_pack
-from ...runtime.experts.weights import of_slots
 from ...runtime.world.agreement import rank_and_size
 from ..deepspeed.unmodified.micro_batches import into_exactly
 from ..huggingface import attention
@@ -42,8 +40,8 @@ from .hooks import GradientHooks
 from .inside import is_inside
 from .pack_loss import PackLoss
 from .planning import StepBatch, chain_for, gather, reading, zero_stage_of
-from .proof import Call, num_targets, prove, windows
-from .supported import outer_model, unwrapped, virtual_tokens
+from .proof import Call, prove, weights_of, windows
+from .supported import entered_module, outer_model, unwrapped, virtual_tokens
 
 log = logging.getLogger("evenload")
 
@@ -146,7 +144,7 @@ def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwa
     if loop is None or planned is None:
         return None
     # Its own hook does not yet run in the call that has registered it.
-    _before_forward(loop, loop.model, (), planned)
+    _before_forward(loop, None, (), planned)
     return (), planned | {key: value for key, value in kept.items() if key == "return_dict"}
 
 
@@ -205,18 +203,19 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     loop = PlannedModel(
         model, PlannedLoop(NAME, chain), PackLoss(model.loss_function), model.config._attn_implementation
     )
-    loop.handles.append(model.register_forward_pre_hook(partial(_before_forward, loop), with_kwargs=True))
+    entered = entered_module(accelerator, accelerator._models[0])
+    loop.handles.append(entered.register_forward_pre_hook(partial(_before_forward, loop), with_kwargs=True))
     model.loss_function = loop.loss
     try:
-        _prove(loop, outer, batch, half=half)
+        _prove(loop, outer, entered, batch, half=half)
     except EvenloadError:
         _close(loop)
         raise
-    loop.handles.append(model.register_forward_hook(loop.loss.after_forward, with_kwargs=True))
+    loop.handles.append(entered.register_forward_hook(loop.loss.after_forward, with_kwargs=True))
     return loop
 
 
-def _prove(loop: PlannedModel, outer: Any, batch: Mapping[str, Any], *, half: bool) -> None:
+def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any], *, half: bool) -> None:
     """Raise EvenloadError, the same on all ranks, unless packs give each sample's own loss. Collective."""
     first = _gathered(batch, loop, None)
     if first is None:
@@ -225,20 +224,19 @@ def _prove(loop: PlannedModel, outer: Any, batch: Mapping[str, Any], *, half: bo
 
     def compute(inputs: dict[str, Any], times: float) -> Call:
         if attention.PACK in inputs:
-            own = [torch.full((len(one[0]),), 1 / (times * num_targets(one))) for one in samples]
-            loop.loss.weights_1T = torch.cat(own)[None].to(inputs["input_ids"].device)
+            loop.loss.weights_1T = weights_of(samples, times).to(inputs["input_ids"].device)
         outputs = outer(**inputs)
         return Call(outputs.loss, outputs)
 
-    fault = prove(loop.model, samples, batch, compute, half=half).fault
+    fault = prove(loop.model, samples, batch, compute, half=half, entered=entered).fault
     loop.loss.weights_1T = None
     if fault is not None:
         raise fault
 
 
-def _before_forward(loop: PlannedModel, model: Any, args: Any, kwargs: Any) -> None:
+def _before_forward(loop: PlannedModel, module: Any, args: Any, kwargs: Any) -> None:
     """The model attends inside packs where it is given one, else as it came; backwards follow their forward."""
-    model.set_attn_implementation(attention.NAME if attention.PACK in kwargs else loop.stock_attention)
+    loop.model.set_attn_implementation(attention.NAME if attention.PACK in kwargs else loop.stock_attention)
 
 
 def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> dict[str, Any] | None:
@@ -265,8 +263,8 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     (micro_batch,) = rows[rank_and_size()[0]]
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
     # A token's loss counts 1 over the divisor of the stock batch that its sample came in.
-    like = torch.zeros((), dtype=torch.float64, device=pack.tokens_T.device)
-    loop.loss.weights_1T, loop.loss.plan = of_slots(1.0 / np.array(step.divisors), pack, like)[None], plan
+    loop.loss.weigh(pack, step.divisors)
+    loop.loss.plan = plan
     return inputs_of(pack, with_mask=step.has_mask)
 
 

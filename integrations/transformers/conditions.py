@@ -1,9 +1,13 @@
-"""What a proof runs under: embeddings as leaves, attention that is counted, no dropout, and nothing left behind."""
+"""What a proof runs under: embeddings as leaves, attention that is counted, no dropout, a copy of the Trainer that
+counts for itself, and nothing left behind."""
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +19,8 @@ from ...core.errors import EvenloadError
 from ...runtime.attributes import with_attributes
 from ..huggingface import attention
 
+_SMALL = 1000
+"""Entries of a container that is copied."""
 UNREACHED = "attention that packs do not reach: the model does not leave it to Transformers' AttentionInterface"
 
 
@@ -42,9 +48,10 @@ def embedded(model: Any) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
-    """Inside, a planned model attends inside packs; counts its forwards and its calls of packed attention."""
-    calls = {"attention": 0, "forwards": 0}
+def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]:
+    """Inside, a planned model attends inside packs; counts its forwards, those of them that have come to their end, and
+    its calls of packed attention. ``entered``: the module whose call is its forward."""
+    calls = {"attention": 0, "forwards": 0, "ended": 0}
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls["attention"] += 1
@@ -54,10 +61,14 @@ def counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
             )
         return attention.attention(*args, **kwargs)
 
-    def forward(*_: Any) -> None:
-        calls["forwards"] += 1
+    def count(what: str, *_: Any) -> None:
+        calls[what] += 1
 
-    hook, stock = model.register_forward_pre_hook(forward), model.config._attn_implementation
+    hooks = (
+        entered.register_forward_pre_hook(partial(count, "forwards")),
+        entered.register_forward_hook(partial(count, "ended")),
+    )
+    stock = model.config._attn_implementation
     # What stands there is the session's own, or nothing where no session is on.
     before = AttentionInterface._global_mapping.get(attention.NAME)
     try:
@@ -66,7 +77,8 @@ def counted(model: Any, planned: bool) -> Iterator[dict[str, int]]:
             model.set_attn_implementation(attention.NAME)
         yield calls
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         if planned:
             model.set_attn_implementation(stock)
             attention.unregister()
@@ -105,3 +117,22 @@ def as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+def twin_of(trainer: Any) -> Any:
+    """A copy of a Trainer with counters of its own."""
+    twin = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if _is_plain(value):
+            setattr(twin, name, copy.deepcopy(value))
+    twin.state = copy.deepcopy(trainer.state)  # Axolotl counts tokens there
+    twin.log = lambda *_, **__: None
+    return twin
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, or a small container of such: metrics, not data."""
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        inner = value.values() if isinstance(value, dict) else value
+        return len(value) <= _SMALL and all(map(_is_plain, inner))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -15,7 +15,12 @@ _accelerators: WeakSet[Any] = WeakSet()
 
 def is_inside(accelerator: Any) -> bool:
     """Whether a Trainer takes batches or runs one right now, or an Accelerator is a Trainer's."""
-    return bool(_depth) or accelerator in _accelerators
+    return is_running() or accelerator in _accelerators
+
+
+def is_running() -> bool:
+    """Whether a method of a Trainer runs right now."""
+    return bool(_depth)
 
 
 @contextmanager

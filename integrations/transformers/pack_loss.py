@@ -7,16 +7,19 @@ constant and add others of its kind to it; that it does nothing else is measured
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ...core.errors import EvenloadError, refuse_first
 from ...core.plan.step_plan import StepPlan
-from ...runtime.attention.pack import IGNORE
+from ...runtime.attention.pack import IGNORE, Pack
+from ...runtime.experts.weights import of_slots
 from ...runtime.world.agreement import everyone
 from ..huggingface import attention
 from ..huggingface.inputs import OfPack
@@ -60,23 +63,43 @@ class PackLoss:
             self._waiting.append(WaitingLoss(loss, self.plan))
         return loss
 
+    def weigh(self, pack: Pack, divisors: Sequence[float]) -> None:
+        """Have the planned forward that comes divide a token's loss by the divisor of its sample."""
+        like = torch.zeros((), dtype=torch.float64, device=pack.tokens_T.device)
+        self.weights_1T = of_slots(1.0 / np.array(divisors), pack, like)[None]
+
     def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> Any:
         """Hook: a planned forward gives its loss alone, since all else lies in other places than the loop looks for
         it. Raises EvenloadError where it was not computed here."""
         if attention.PACK not in kwargs:
             return None
-        if self.weights_1T is not None:
-            self.weights_1T = None
-            raise EvenloadError(
-                "the model's forward does not compute its loss by its loss function",
-                f"a model of type {type(model).__name__}",
-                "leave evenload off for this script",
-            )
+        self.refuse_unused()
         if isinstance(output, tuple):
             return (output[0], *(OfPack() for _ in output[1:]))
         for key in [key for key in output if key != "loss"]:
             output[key] = OfPack()
         return output
+
+    def refuse_unused(self) -> None:
+        """Raise EvenloadError where a planned forward did not compute its loss here."""
+        if self.weights_1T is not None:
+            self.weights_1T = None
+            raise EvenloadError(
+                "the model's forward does not compute its loss by its loss function",
+                "a loss on packs that model.loss_function has no part in",
+                "leave evenload off for this script",
+            )
+
+    @contextmanager
+    def within(self, model: Any) -> Iterator[None]:
+        """Inside, the model's loss function is this one. Raises EvenloadError where a planned forward has not used
+        it."""
+        model.loss_function = self
+        try:
+            yield
+            self.refuse_unused()
+        finally:
+            model.loss_function, self.weights_1T = self.stock, None
 
     def run_backward(self, loss: Tensor, run: Callable[[], Any]) -> tuple[Any, list[WaitingLoss]]:
         """Run the backward of a loss; what it gives, and the planned losses that are in its loss. Collective where some

@@ -18,19 +18,30 @@ from ...core.plan.token_layout import ranks_of_samples
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.copy_rows import ToHost
-from ...runtime.attention.pack import IGNORE
+from ...runtime.attention.pack import IGNORE, Pack
 from ...runtime.world.agreement import everyone, rank_and_size
 from ...runtime.world.exchange import exchange_bytes
 from ..deepspeed.unmodified.section import KEY, parse_section, recipe_of
+from ..huggingface.inputs import inputs_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, refuse_reach, shape_near, shape_of
 from ..huggingface.refusals import raise_together
-from ..huggingface.rows import PaddedForm, split_pairs
-from ..huggingface.samples import reach, split
+from ..huggingface.rows import PaddedForm, rows_of, split_pairs
+from ..huggingface.samples import reach, split, with_all_labels
 from ..unmodified.planned_loop import GlobalBatch
+from .pack_loss import PackLoss
 from .supported import inner_model
 from .traits import rule_of_layers, traits_of
 
 _LENGTHS = LengthWords("the longest sample of the step", "max_length of the SFTConfig or of the tokenizer call")
+
+
+class StepForm(NamedTuple):
+    """What the micro-batches of planned steps are."""
+
+    packs: bool
+    """Else padded groups."""
+    left: bool = False
+    """Rows of these are padded on the left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +60,8 @@ class StepBatch:
     """Why the model does not see the whole of each sample; None: it does."""
     divisors: tuple[float, ...]
     """What a stock run divides the loss of each sample by."""
+    num_batches: tuple[int, ...]
+    """Of every rank."""
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
 
@@ -58,6 +71,19 @@ class StepBatch:
         sizes = [16 * length for length in plan.lengths.tolist()]
         parts = exchange_bytes(own, self.samples.source, ranks_of_samples(plan), sizes)
         return {i: part.cpu().view(torch.int64).view(2, -1).numpy() for i, part in parts.items()}
+
+    def inputs_of(self, form: StepForm, loss: PackLoss | None) -> Callable[[Pack], dict[str, Any]]:
+        """The arguments of the model's call for a micro-batch, whose tokens ``loss`` is told to weigh."""
+        if not form.packs:
+            return lambda pack: rows_of(pack, self.rows)
+
+        def of_pack(pack: Pack) -> dict[str, Any]:
+            if loss is not None:
+                loss.refuse_unused()
+                loss.weigh(pack, self.divisors)
+            return inputs_of(pack, with_mask=self.has_mask)
+
+        return of_pack
 
 
 class Read(NamedTuple):
@@ -93,7 +119,8 @@ def reading(batch: Any, config: Any, num_items: Any) -> Callable[[], Read]:
 def _read(coming: dict[str, Any], config: Any, divisor: Any) -> Read:
     if isinstance(divisor, ToHost):  # the last to leave: the others have come before it
         divisor = divisor.read()
-    here = {key: value.read() if isinstance(value, ToHost) else value for key, value in reversed(coming.items())}
+    read = {key: value.read() if isinstance(value, ToHost) else value for key, value in reversed(coming.items())}
+    here = with_all_labels(read)
     divisor, has_mask = None if divisor is None else float(divisor), "attention_mask" in here
     try:
         pairs = getattr(config, "is_encoder_decoder", False)
@@ -153,6 +180,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         any(one.flattened for one in of_ranks),
         windows,
         tuple(of_ranks[rank].divisors[k] for rank, k, _ in samples.places),
+        tuple(len(one.lengths) for one in of_ranks),
         any(one.hooked for one in of_ranks),
     )
 

@@ -13,10 +13,8 @@ Shape legend: T = slots of a row, H = width of the embeddings.
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +26,9 @@ from ...runtime.attention.pack import IGNORE, Pack, build_pack
 from ...runtime.world.agreement import everyone, rank_and_size
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
-from .conditions import UNREACHED, as_if_without_dropout, counted, embedded
-from .supported import inner_model
+from .conditions import UNREACHED, as_if_without_dropout, counted, embedded, twin_of
+from .pack_loss import PackLoss
+from .supported import entered_module, inner_model
 
 LENGTHS = (7, 12)
 """Tokens of the two samples at most: unlike, and short enough to cost little on any model."""
@@ -40,9 +39,8 @@ of float64 models in float32, and half precision differs by as much between two 
 _LINEAR = 1e-4
 """Of a loss that is computed twice from equal logits."""
 
-_SMALL = 1000
-"""Entries of a container that is copied."""
 _STOCK = "nothing needs to be done: the script runs as it is, without plans"
+_MEND = "have compute_loss take a batch of one short row, or leave evenload off for this script"
 
 
 class Call(NamedTuple):
@@ -63,6 +61,10 @@ class Proof(NamedTuple):
     """Why packs are not exact; None: they are."""
     may_cut: bool = False
     """The loss goes by ``shift_labels``, so that a target may lie behind the end of a slice."""
+
+
+class LossRaisedError(EvenloadError):
+    """The script's own loss raised on what it is measured by, and not on a batch of the script."""
 
 
 def windows(samples: Sequence[Tensor], *, from_start: bool = False) -> list[list[list[int]]]:
@@ -87,6 +89,7 @@ def prove(
     compute: Compute,
     *,
     half: bool,
+    entered: Any = None,
     kind: type[Measurement] | None = None,
 ) -> Proof:
     """Measure packs of these samples against each of them alone. Collective where the model's forward is.
@@ -97,21 +100,27 @@ def prove(
         row: a batch of the script's own, whose keys the rows of single samples have.
         compute: the loop's own loss of a batch.
         half: passes run in half precision, whatever the weights are kept in.
+        entered: the module whose call is the model's forward; None: the model.
         kind: what is measured instead of packs.
 
-    A model or a loss that raises cannot be measured, which is a fault as well. On every rank the same fault.
+    A model or a loss that raises cannot be measured, which is a fault as well: a `LossRaisedError` where it is the loss
+    and it does not raise on the row. On every rank the same fault.
     """
+    measurement = (kind or Measurement)(model, samples, row, compute, half, entered)
+    proof, of_loss = Proof(None), False
     try:
-        proof = (kind or Measurement)(model, samples, row, compute, half).proof()
+        proof = measurement.proof()
+    except EvenloadError as error:
+        proof = Proof(EvenloadError(error.what, error.found, _STOCK))
     except Exception as error:  # of code that nobody here has seen
-        if isinstance(error, EvenloadError):
-            what, detail = error.what, error.found
-        else:
-            noun = (kind or Measurement).noun
-            what, detail = f"the model or its loss cannot run {noun}", f"{type(error).__name__}: {error}"
-        proof = Proof(EvenloadError(what, detail, _STOCK))
-    faults = [one for one in everyone(proof.fault) if one is not None]
-    return Proof(faults[0]) if faults else proof
+        of_loss = not measurement.is_in_model
+        detail = f"{type(error).__name__}: {error}"
+        proof = Proof(EvenloadError(f"the model or its loss cannot run {measurement.noun}", detail, _STOCK))
+    of_ranks = [(fault, raised) for fault, raised in everyone((proof.fault, of_loss)) if fault is not None]
+    raised = next((fault for fault, raised in of_ranks if raised), None)
+    if raised is not None and not any(everyone(measurement.raises_on_row())):
+        return Proof(LossRaisedError("the script's loss raises on two short samples of its data", raised.found, _MEND))
+    return Proof(of_ranks[0][0]) if of_ranks else proof
 
 
 def prove_trainer(
@@ -119,29 +128,46 @@ def prove_trainer(
     samples: list[list[list[int]]],
     row: Mapping[str, Any],
     num_items: Any,
+    *,
     kind: type[Measurement] | None = None,
+    loss: PackLoss | None = None,
 ) -> Proof:
     """Measure packs of a Trainer's model by its ``compute_loss``. Collective.
 
     The method runs on a copy of the Trainer that logs nothing, so that what it counts begins with the first step.
 
     Args:
-        num_items: targets of the step as the Trainer counts them, of the type it does.
+        num_items: targets of the step as the Trainer counts them, of the type it does; None: it takes means of batches.
         kind: what is measured instead of packs.
+        loss: weighs tokens by the batch that they came in; None: one number divides all.
     """
     twin, model = twin_of(trainer), trainer.accelerator.unwrap_model(trainer.model)
-    targets = sum(map(num_targets, samples))
+    inner, targets = inner_model(trainer), sum(map(num_targets, samples))
 
     def compute(batch: dict[str, Any], times: float) -> Call:
-        counted = num_items * 0 + int(targets * times)
+        counted = None if num_items is None else num_items * 0 + int(targets * times)
+        is_pack = attention.PACK in batch
+        if loss is not None and is_pack:
+            loss.weights_1T = weights_of(samples, times, counted).to(batch["input_ids"].device)
+        batch = batch if is_pack else twin._prepare_inputs(batch)
         with twin.compute_loss_context_manager():
-            result = twin.compute_loss(
-                model, twin._prepare_inputs(batch), return_outputs=True, num_items_in_batch=counted
-            )
+            result = twin.compute_loss(model, batch, return_outputs=True, num_items_in_batch=counted)
+        if loss is not None:
+            loss.refuse_unused()
         return Call(*result) if isinstance(result, tuple) else Call(result, None)
 
     half = trainer.args.bf16 or trainer.args.fp16
-    return prove(inner_model(trainer), samples, row, compute, half=half, kind=kind)
+    with nullcontext() if loss is None else loss.within(inner):
+        entered = entered_module(trainer.accelerator, trainer.model)
+        return prove(inner, samples, row, compute, half=half, entered=entered, kind=kind)
+
+
+def weights_of(samples: list[list[list[int]]], times: float, divisor: Any = None) -> Tensor:
+    """What the tokens of a pack of `windows` count [1, T], each sample a batch of its own whose targets are counted so
+    many times; ``divisor`` divides both instead."""
+    counts = [times * num_targets(one) if divisor is None else float(divisor) for one in samples]
+    own = [torch.full((len(one[0]),), 1 / count) for one, count in zip(samples, counts, strict=True)]
+    return torch.cat(own)[None]
 
 
 class ProofRun(NamedTuple):
@@ -149,7 +175,7 @@ class ProofRun(NamedTuple):
 
     loss: float
     logits: Tensor | None
-    """[B, T, ...]"""
+    """[B, T, ...]; None where not every label has some."""
     gradients: list[Tensor]
     """[B, T, H], of each call of the embeddings."""
     attention_calls: int
@@ -162,9 +188,18 @@ class Measurement:
     noun = "a pack"
 
     def __init__(
-        self, model: Any, samples: list[list[list[int]]], row: Mapping[str, Any], compute: Compute, half: bool
+        self,
+        model: Any,
+        samples: list[list[list[int]]],
+        row: Mapping[str, Any],
+        compute: Compute,
+        half: bool,
+        entered: Any = None,
     ) -> None:
         self._model = model
+        self._entered = model if entered is None else entered
+        self.is_in_model = False
+        """A forward of the model has begun, and not come to its end."""
         self._samples = samples
         self._row = row
         self._compute = compute
@@ -206,18 +241,31 @@ class Measurement:
     def _run(self, batch: dict[str, Any], targets: float = 1.0, *, backward: bool = True) -> ProofRun:
         with ExitStack() as stack:
             leaves = stack.enter_context(embedded(self._model))
-            calls = stack.enter_context(counted(self._model, planned=attention.PACK in batch))
+            calls = stack.enter_context(counted(self._model, self._entered, planned=attention.PACK in batch))
             stack.enter_context(torch.set_grad_enabled(backward))
-            loss, outputs = self._compute(batch, targets)
+            labels = batch.get("labels")  # a loss may take them out
+            try:
+                loss, outputs = self._compute(batch, targets)
+            finally:
+                self.is_in_model = calls["ended"] < calls["forwards"]
             gradients = list(torch.autograd.grad(loss, leaves)) if backward else []
         logits = getattr(outputs, "logits", None)
         return ProofRun(
             float(loss.detach()),
-            logits.detach() if isinstance(logits, Tensor) and logits.dim() > 1 else None,
+            logits.detach() if isinstance(logits, Tensor) and _are_of(logits, labels) else None,
             gradients,
             calls["attention"],
             calls["forwards"],
         )
+
+    def raises_on_row(self) -> bool:
+        """Whether the loss raises on the script's own batch as well."""
+        try:
+            with as_if_without_dropout(self._model, self._device):
+                self._run(dict(self._row), backward=False)
+        except Exception:  # of code that nobody here has seen
+            return True
+        return False
 
     def _parts(self, together: Tensor, alone: list[Tensor]) -> Tensor:
         """What belongs to the samples, as it lies in both behind each other [T, ...]."""
@@ -330,19 +378,6 @@ def tolerance_of(model: Any, others: set[torch.dtype]) -> float:
     return max(_TOLERANCE.get(dtype, _TOLERANCE[torch.bfloat16]) for dtype in dtypes)
 
 
-def twin_of(trainer: Any) -> Any:
-    """A copy of a Trainer with counters of its own."""
-    twin = copy.copy(trainer)
-    for name, value in vars(trainer).items():
-        if _is_plain(value):
-            setattr(twin, name, copy.deepcopy(value))
-    twin.log = lambda *_, **__: None
-    return twin
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, or a small container of such: metrics, not data."""
-    if isinstance(value, (dict, list, tuple, set, deque)):
-        inner = value.values() if isinstance(value, dict) else value
-        return len(value) <= _SMALL and all(map(_is_plain, inner))
-    return value is None or isinstance(value, (bool, int, float, str))
+def _are_of(logits: Tensor, labels: Tensor | None) -> bool:
+    """Whether each label has logits; rows of units have no labels."""
+    return labels is not None and logits.shape[:2] == labels.shape

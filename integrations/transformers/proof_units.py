@@ -17,9 +17,9 @@ from torch import Tensor
 from ...core.errors import EvenloadError
 from ...runtime.world.agreement import everyone
 from ..huggingface.units import Unit, UnitForm, batch_of
-from .conditions import as_if_without_dropout
-from .proof import Call, Measurement, Proof, ProofRun, difference, prove, twin_of
-from .supported import inner_model
+from .conditions import as_if_without_dropout, twin_of
+from .proof import Call, Measurement, Proof, ProofRun, difference, prove
+from .supported import entered_module, inner_model
 
 _LENGTHS, _ANSWERS = (7, 12), (2, 5)
 """Tokens of the first row of each unit, and those that are its answer: unlike, so that a mean of them differs."""
@@ -95,7 +95,8 @@ def prove_units(trainer: Any, units: Sequence[Unit], row: Mapping[str, Any], for
             )
 
     half = trainer.args.bf16 or trainer.args.fp16
-    return prove(inner_model(trainer), [], row, compute, half=half, kind=OfUnits)
+    entered = entered_module(trainer.accelerator, trainer.model)
+    return prove(inner_model(trainer), [], row, compute, half=half, entered=entered, kind=OfUnits)
 
 
 def _longest(units: Sequence[Unit]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import DistributedType
@@ -21,6 +21,7 @@ from ...runtime.attributes import with_attributes
 from ...runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
+from ..huggingface import attention
 
 log = logging.getLogger("evenload")
 
@@ -33,6 +34,29 @@ def _reduction(engine: Any, num_backwards: int) -> Any:
     from ..deepspeed.engine.engine import OneReduction  # imports DeepSpeed, which other Trainers need not have
 
     return OneReduction(engine, num_backwards)
+
+
+class TakenBatch(NamedTuple):
+    """A batch that came to `Trainer.training_step`."""
+
+    inputs: Any
+    """As the model would have got it."""
+    num_items: Any
+    reading: Callable[[], Any]
+    """Cuts it, as it was when it came, into what is planned: samples, or units where these stay together."""
+
+
+class StepPasses(NamedTuple):
+    """What a rank runs of a plan."""
+
+    call: Callable[[dict[str, Any]], Tensor]
+    """The Trainer's own ``training_step`` of a batch."""
+    samples: dict[int, Any]
+    """Tokens and labels [2, L] of what this rank computes, by number."""
+    inputs_of: Callable[[Pack], dict[str, Any]]
+    """The batch of a micro-batch."""
+    hooked: bool
+    """Gradients of parameters go through hooks on some rank."""
 
 
 class TrainerStage(StageTrainer):
@@ -142,6 +166,26 @@ def reducing(accelerator: Any, model: Any, reduces: bool) -> Iterator[None]:
             yield
     finally:
         state._set_sync_gradients(updates)
+
+
+def run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
+    """The batches of a step one by one, as a run without evenload has them."""
+    loss = torch.zeros((), device=trainer.args.device)
+    for number, one in enumerate(taken, 1):
+        with reducing(trainer.accelerator, model, number == len(taken)):
+            loss = loss + call(one.inputs, one.num_items)
+    return loss
+
+
+@contextmanager
+def attending(model: Any) -> Iterator[None]:
+    """Inside, the model attends inside packs; afterwards as it came."""
+    stock = model.config._attn_implementation
+    model.set_attn_implementation(attention.NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(stock)
 
 
 def closed(plan: StepPlan, rank: int) -> Program:

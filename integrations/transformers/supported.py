@@ -1,4 +1,5 @@
-"""Which Trainers of Transformers can be planned: those whose loss is a sum over target tokens, over their number.
+"""Which Trainers of Transformers can be planned: those whose loss is a sum over target tokens, over their number in the
+step or in each batch.
 
 Everything else is refused by name, before the first forward.
 """
@@ -17,20 +18,26 @@ log = logging.getLogger("evenload")
 _UPDATES_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update weights inside a backward."""
 
-_OFF = "leave evenload off for this script"
 
-
-def refuse_trainer(trainer: Any, num_items: Any, *, of_units: bool = False) -> None:
-    """Raise EvenloadError for a Trainer whose step cannot be planned exactly.
+def divides_by_batch(trainer: Any, num_items: Any) -> bool:
+    """Whether a token's loss depends on the batch or the rank that it came in.
 
     Args:
         num_items: what the Trainer divides its token losses by, None where it takes means of micro-batches.
-        of_units: which are means of units, so that packs and sums of tokens do not matter.
     """
+    alone = trainer.accelerator.num_processes > 1 and not trainer.args.average_tokens_across_devices
+    return num_items is None or alone
+
+
+def refuse_trainer(trainer: Any, *, of_units: bool = False) -> None:
+    """Raise EvenloadError for a Trainer whose step cannot be planned exactly.
+
+    Args:
+        of_units: its loss is a mean of units, so that packs do not matter.
+    """
+    refuse_first(_of_noise(trainer), *_of_run(trainer))
     if of_units:
-        refuse_first(_of_noise(trainer), *_of_run(trainer))
         return
-    refuse_first(*_of_loss(trainer, num_items), _of_noise(trainer), *_of_run(trainer))
     model = inner_model(trainer)
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise EvenloadError(
@@ -38,24 +45,6 @@ def refuse_trainer(trainer: Any, num_items: Any, *, of_units: bool = False) -> N
             f"a model of type {type(model).__name__}",
             "give a Hugging Face causal language model",
         )
-
-
-def _of_loss(trainer: Any, num_items: Any) -> list[Rule]:
-    """Losses that change when samples are regrouped."""
-    return [
-        (
-            num_items is None,
-            "the Trainer takes the mean of micro-batches, which changes when they are regrouped",
-            f"no num_items_in_batch for {type(trainer.model).__name__}: it takes none, or its batches have no labels",
-            f"use a causal language model of transformers 5 and batches with labels, or {_OFF}",
-        ),
-        (
-            trainer.accelerator.num_processes > 1 and not trainer.args.average_tokens_across_devices,
-            "every rank divides by its own number of tokens, which changes when samples change ranks",
-            "average_tokens_across_devices = False",
-            "set average_tokens_across_devices=True, the default",
-        ),
-    ]
 
 
 def _of_noise(trainer: Any) -> Rule:
@@ -116,6 +105,13 @@ def unwrapped(accelerator: Any, model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def entered_module(accelerator: Any, model: Any) -> Any:
+    """The module whose call is the forward of the Hugging Face model: it, or PEFT's tuner around it, which before 0.21
+    calls its ``forward`` past its hooks."""
+    outer = outer_model(accelerator, model)
+    return outer.base_model if hasattr(outer, "get_base_model") else outer
+
+
 _outer: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
 
 
@@ -137,6 +133,18 @@ def packs_fault(model: Any) -> EvenloadError | None:
     except EvenloadError as error:
         return error
     return None
+
+
+def rows_fault(by_batch: bool) -> EvenloadError | None:
+    """What keeps a Trainer from padded groups, where a token's loss depends on its batch (`divides_by_batch`): the loss
+    of several rows is the model's own, which counts their tokens alike."""
+    if not by_batch:
+        return None
+    return EvenloadError(
+        "tokens have weights of their own, which rows do not take",
+        "the Trainer divides by each batch or rank: no num_items_in_batch, or average_tokens_across_devices = False",
+        "nothing needs to be done: the script runs as it is, without plans",
+    )
 
 
 def virtual_tokens(model: Any) -> EvenloadError | None:

@@ -11,19 +11,20 @@ does to it, and runs nothing; the last one plans the samples of all ranks as one
 its forwards and backwards is the Trainer's own ``training_step`` on a pack, whose ``accelerator.backward`` waits for
 its turn.
 
-Exact where the Trainer sums token losses and divides by ``num_items_in_batch``, which counts the targets of all ranks;
-`supported` refuses what does not. All ranks run the same sequence of forwards and backwards, because parameters (FSDP,
-ZeRO 3) and metrics (TRL) are gathered in every one of them.
+Exact where the Trainer sums token losses and divides by ``num_items_in_batch``, which counts the targets of all ranks.
+Where it takes the mean of each batch, or each rank divides by its own number, a token keeps the weight that it has in
+its stock batch (`pack_loss`); `supported` refuses the rest. All ranks run the same sequence of forwards and backwards,
+because parameters (FSDP, ZeRO 3) and metrics (TRL) are gathered in every one of them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,26 +34,33 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
-from ...runtime.attention.pack import Pack
 from ...runtime.attributes import with_attributes
 from ...runtime.measure.busy import BusyClock
 from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..host.step import Position, run_program
-from ..huggingface import attention
-from ..huggingface.inputs import inputs_of, without_unread
-from ..huggingface.rows import rows_of
+from ..huggingface.inputs import without_unread
 from ..huggingface.units import Unit
 from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
-from .inside import inside
-from .planning import Read, StepBatch, chain_of, gather, reading, recipe_for, refuse_divisors
-from .proof import prove_trainer, windows
+from .inside import inside, is_running
+from .pack_loss import PackLoss
+from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors
+from .proof import LossRaisedError, prove_trainer, windows
 from .proof_rows import rows_like
 from .proof_units import prove_units, short_units
-from .stage import TrainerStage, closed, log_step, reducing
-from .supported import inner_model, packs_fault, refuse_trainer, virtual_tokens, warn_of_dropout
+from .stage import StepPasses, TakenBatch, TrainerStage, attending, closed, log_step, run_stock
+from .supported import (
+    divides_by_batch,
+    entered_module,
+    inner_model,
+    packs_fault,
+    refuse_trainer,
+    rows_fault,
+    virtual_tokens,
+    warn_of_dropout,
+)
 from .trackers import follow
 from .unit_batches import STOCK, ReadUnits, UnitBatch, gather_units, read_units, unit_rows
 from .unit_call import UnitCall
@@ -63,16 +71,6 @@ NAME = "Transformers' Trainer"
 """What users call the loop."""
 
 
-class TakenBatch(NamedTuple):
-    """A batch that came to `Trainer.training_step`."""
-
-    inputs: Any
-    """As the model would have got it."""
-    num_items: Any
-    reading: Callable[[], Any]
-    """Cuts it, as it was when it came, into what is planned: `Read`, or `ReadUnits` where units are."""
-
-
 @dataclass(eq=False)
 class StepWindow:
     """The batches of one optimizer step: counted by their calls, since a loader may give one object twice."""
@@ -81,15 +79,6 @@ class StepWindow:
     run: Any
     """The Trainer's state, of which every call of ``train`` makes another."""
     taken: list[TakenBatch] = field(default_factory=list)
-
-
-class StepForm(NamedTuple):
-    """What the micro-batches of planned steps are."""
-
-    packs: bool
-    """Else padded groups."""
-    left: bool = False
-    """Rows of these are padded on the left."""
 
 
 @dataclass(eq=False)
@@ -105,6 +94,8 @@ class PlannedTrainer:
     """None until a form is measured to be exact, in the first step."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
     """What plans micro-batches of a form, or why they are not exact."""
+    loss: PackLoss | None = None
+    """Where a token's loss depends on the batch or the rank that it came in."""
     stays: bool = False
     """Its batches stay as they are: nothing is exact for it."""
     plane: Plane | None = None
@@ -114,24 +105,13 @@ class PlannedTrainer:
     hooks: GradientHooks = field(default_factory=GradientHooks)
 
 
-class StepPasses(NamedTuple):
-    """What a rank runs of a plan."""
-
-    call: Callable[[dict[str, Any]], Tensor]
-    """The Trainer's own ``training_step`` of a batch."""
-    samples: dict[int, Any]
-    """Tokens and labels [2, L] of what this rank computes, by number."""
-    inputs_of: Callable[[Pack], dict[str, Any]]
-    """The batch of a micro-batch."""
-    hooked: bool
-    """Gradients of parameters go through hooks on some rank."""
-
-
 _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
 
 
 def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe: Recipe) -> Any:
     """`Trainer.get_batch_samples`, which begins a window; returns what the stock one does."""
+    if is_running():  # inside a method of a script's own, around which the same wrapper is
+        return wrapped(*args, **kwargs)
     with inside(trainer.accelerator):
         batches, num_items = wrapped(*args, **kwargs)
     if not batches:
@@ -141,13 +121,7 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
         recipe = recipe_for(trainer, recipe)
         if not recipe.enabled():
             return batches, num_items
-        units = unit_rows(trainer)
-        if isinstance(units, EvenloadError):
-            state = _planned[trainer] = PlannedTrainer(recipe)
-            _stays(state, units)
-            return batches, num_items
-        refuse_trainer(trainer, num_items, of_units=units is not None)
-        state = _planned[trainer] = PlannedTrainer(recipe, units)
+        state = _planned[trainer] = _begun(trainer, recipe, num_items)
         follow(trainer, partial(_numbers, state))
     if not state.stays:
         _refuse_unfinished(state, trainer)
@@ -157,6 +131,18 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
 
 def _numbers(state: PlannedTrainer) -> Mapping[str, float]:
     return state.planning.numbers if state.planning else {}
+
+
+def _begun(trainer: Any, recipe: Recipe, num_items: Any) -> PlannedTrainer:
+    """What is kept for a Trainer whose first window begins. Raises EvenloadError where it cannot be planned exactly."""
+    units = unit_rows(trainer)
+    if isinstance(units, EvenloadError):
+        state = PlannedTrainer(recipe)
+        _stays(state, units)
+        return state
+    refuse_trainer(trainer, of_units=units is not None)
+    by_batch = units is None and divides_by_batch(trainer, num_items)
+    return PlannedTrainer(recipe, units, loss=PackLoss(inner_model(trainer).loss_function) if by_batch else None)
 
 
 def training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
@@ -206,23 +192,26 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     inner = inner_model(trainer)
     batch = gather([one.reading() for one in reversed(taken)][::-1], inner.config, hooked=state.hooks.watch(inner))
     if batch is None:
-        return _run_stock(trainer, model, taken, call)
+        return run_stock(trainer, model, taken, call)
     num_items = taken[-1].num_items
-    refuse_divisors(batch, num_items)
+    if state.loss is None:
+        refuse_divisors(batch, num_items)
+    elif len(set(batch.num_batches)) > 1:  # each rank divides by its own number of batches
+        return run_stock(trainer, model, taken, call)
     form = _form(state, trainer, batch, taken[-1])
     if form is None or state.planning is None:
-        return _run_stock(trainer, model, taken, call)
+        return run_stock(trainer, model, taken, call)
     plan = _plan(state, batch.samples, taken)
     if plan is None:
-        return _run_stock(trainer, model, taken, call)
+        return run_stock(trainer, model, taken, call)
     samples = batch.exchange(plan)
 
     def own_call(inputs: dict[str, Any]) -> Tensor:
         loss: Tensor = call(inputs, num_items)
         return loss
 
-    with _attention(inner) if form.packs else nullcontext():
-        passes = StepPasses(own_call, samples, _inputs_of(batch, form), batch.hooked)
+    with attending(inner) if form.packs else nullcontext():
+        passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss), batch.hooked)
         return _carried_out(state, trainer, model, plan, passes)
 
 
@@ -233,19 +222,19 @@ def _run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Take
         batch = gather_units([one.reading() for one in taken], hooked=state.hooks.watch(inner))
     except EvenloadError as error:
         _stays(state, error)
-        return _run_stock(trainer, model, taken, call)
+        return run_stock(trainer, model, taken, call)
     if batch.divisor is None:
         log.info("step %d runs as it is: its batches have unlike numbers of units", trainer.state.global_step + 1)
-        return _run_stock(trainer, model, taken, call)
+        return run_stock(trainer, model, taken, call)
     if state.planning is None:
         try:
             state.planning = PlannedLoop(NAME, _measured_units(state, trainer, batch, taken[-1]))
         except EvenloadError as error:
             _stays(state, error)
-            return _run_stock(trainer, model, taken, call)
+            return run_stock(trainer, model, taken, call)
     plan = _plan(state, batch.samples, taken)
     if plan is None:
-        return _run_stock(trainer, model, taken, call)
+        return run_stock(trainer, model, taken, call)
     assert state.idle is not None
     units = batch.exchange(plan)
     own = UnitCall(trainer, call, units, state.idle, batch.form, batch.divisor)
@@ -285,7 +274,9 @@ def _carried_out(state: PlannedTrainer, trainer: Any, model: Any, plan: StepPlan
         num_backwards=sum(action.kind == "backward" for action in program),
         inputs_of=passes.inputs_of,
     )
-    with stage.guarded(inner_model(trainer)):
+    entered = entered_module(trainer.accelerator, trainer.model)
+    weighed = nullcontext() if state.loss is None else state.loss.within(inner_model(trainer))
+    with stage.guarded(entered), weighed:
         run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
     if passes.hooked:
         state.hooks.refuse_unlike()
@@ -341,6 +332,9 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
             log.info("samples are regrouped as padded rows: %s (%s)", faults[0].what, faults[0].found)
         state.planning.chain = chain
         return form
+    raised = [one for one in faults if isinstance(one, LossRaisedError)]
+    if raised and state.planning is None:  # before the first update
+        raise raised[0]
     state.stays = batch.windows is None and not batch.flattened
     why = "; padded groups: ".join(f"{one.what} ({one.found})" for one in faults)
     report_idle(NAME, why, faults[-1].do)
@@ -352,11 +346,11 @@ def _measured(
 ) -> PlanChain | EvenloadError:
     """What plans a Trainer's steps in this form, or why it is not exact. Collective."""
     model, may_cut = inner_model(trainer), False
-    fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else None)
+    fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else rows_fault(state.loss is not None))
     if fault is None:
         samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
         kind = None if form.packs else rows_like(batch.rows)
-        fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind)
+        fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
     if fault is not None:
         return fault
     warn_of_dropout(model)
@@ -366,33 +360,6 @@ def _measured(
         if form.packs:
             raise
         return error
-
-
-def _inputs_of(batch: StepBatch, form: StepForm) -> Callable[[Pack], dict[str, Any]]:
-    """The arguments of the model's call for a micro-batch of a step."""
-    if form.packs:
-        return lambda pack: inputs_of(pack, with_mask=batch.has_mask)
-    return lambda pack: rows_of(pack, batch.rows)
-
-
-def _run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
-    """The batches of a step one by one, as a run without evenload has them."""
-    loss = torch.zeros((), device=trainer.args.device)
-    for number, one in enumerate(taken, 1):
-        with reducing(trainer.accelerator, model, number == len(taken)):
-            loss = loss + call(one.inputs, one.num_items)
-    return loss
-
-
-@contextmanager
-def _attention(model: Any) -> Iterator[None]:
-    """The model attends inside packs; afterwards as it came."""
-    stock = model.config._attn_implementation
-    model.set_attn_implementation(attention.NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(stock)
 
 
 def _refuse_unfinished(state: PlannedTrainer, trainer: Any) -> None:

@@ -5,6 +5,7 @@ Ranks are started by a forge (see tests/README.md); `test_benchmarks.py` starts 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -147,3 +148,23 @@ def test_runs_of_other_samples_are_not_equal(trained: Trained) -> None:
     other = trained(Case("trainer_script.py", "ddp", "--data_seed 2"), steps=2)
     with pytest.raises(AssertionError, match="differs by"):
         compare(one, other)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_methods_that_a_program_assigns_anew_are_planned_all_the_same(
+    model: str, forged_run: Trained, assets: Path, tmp_path: Path
+) -> None:
+    """As Unsloth does when it loads a model; the script says what is rebuilt."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    data = ["--model", assets / "models" / model, "--data", assets / "data" / "text", "--max_steps", 4]
+    runs, tokens = [], []
+    for number, recipe in enumerate((None, tmp_path / "recipe.yaml")):
+        measured = tmp_path / f"measured{number}"
+        measured.mkdir()
+        words = [*launching.COMMON, *data, *TWICE.split(), "--output_dir", tmp_path / "out"]
+        runs.append(forged_run("unsloth_script.py", words, recipe, {"HOSTS_MEASURED": str(measured)}))
+        assert runs[-1].code == 0, runs[-1].output[-4000:]
+        tokens.append(sum(json.loads(path.read_text())["tokens"] for path in measured.iterdir()))
+    compare(*runs)
+    assert 0 < tokens[1] < 0.8 * tokens[0]
+    assert "nothing is planned" not in runs[1].output

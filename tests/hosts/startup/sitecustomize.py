@@ -7,6 +7,9 @@ data parallelism where DeepSpeed or FSDP is asked for, without a word. No argume
 A group of gloo that ends with the last object that holds it waits for its threads and keeps the interpreter's lock. One
 that has just finished a collective may need the lock to drop its tensors: then the process stays for ever, on two busy
 cores one stock loop of Accelerate in sixty (torch 2.13).
+
+Axolotl puts the model of each of several ranks onto a GPU of the rank's number, and draws the weights of LoRA before
+anything has a seed.
 """
 
 import os
@@ -46,6 +49,20 @@ def _on_cpus(module):
             module.PartialState._shared_state["distributed_type"] = self.distributed_type
 
     module.PartialState.__init__, module.AcceleratorState.__init__ = start_on_cpu, decide_with_fsdp
+
+
+@wrapt.when_imported("axolotl.loaders.model")
+def _without_gpu(module):
+    place = module.ModelLoader._set_device_map_config
+
+    def place_on_cpu(self):
+        import torch
+
+        self.cfg.device_map = {"": "cpu"}
+        place(self)
+        torch.manual_seed(self.cfg.seed)
+
+    module.ModelLoader._set_device_map_config = place_on_cpu
 
 
 if "HOSTS_MEASURED" in os.environ:

@@ -221,6 +221,17 @@ class Prompted(Loop):
         return model
 
 
+class AdaptedByOlder(Loop):
+    """LoRA of PEFT before 0.21, which calls the model's method, past hooks of the module."""
+
+    def build(self) -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(super().build(), config).double()
+        model.base_model.forward = model.base_model.model.forward
+        return model
+
+
 def own_loss(logits: Any, labels: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
     """`ForCausalLMLoss` of a whole batch without its cast to float32."""
     shifted, reduction = pad(labels, (0, 1), value=-100)[..., 1:], "mean" if num_items_in_batch is None else "sum"
@@ -331,6 +342,7 @@ VARIANTS: dict[str, Made] = {
     "with a penalty": _written(_with_a_penalty),
     "without accelerator.backward": WithoutAccelerator,
     "masking hooks": lambda trainers: Hooked(trainers, lambda g: g * (g.new_ones(g.shape).cumsum(0) % 2)),
+    "older adapters": AdaptedByOlder,
     "clamping hooks": lambda trainers: Hooked(trainers, lambda g: g.clamp(-1e-3, 1e-3)),
     "prompt tuning": Prompted,
 }

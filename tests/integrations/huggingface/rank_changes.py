@@ -146,6 +146,90 @@ class Counting(Changed):
         return super().compute_loss(*args, **kwargs)
 
 
+class MeansOfBatches(Changed):
+    """The mean of each batch, as Axolotl takes it: the model is thought to take no number of targets."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+class MeansWithPenalty(MeansOfBatches):
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, *args, **kwargs)
+        penalty = 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+        return (loss[0] + penalty, loss[1]) if isinstance(loss, tuple) else loss + penalty
+
+
+class SmoothMeans(MeansOfBatches):
+    arguments: ClassVar[dict[str, Any]] = {"label_smoothing_factor": 0.1}
+
+
+class DivisorOfEachRank(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"average_tokens_across_devices": False}
+
+
+class KeptLogits(Changed):
+    """Logits of the answers alone, as ms-swift has them: labels are cut to these, and the model's mean is weighed."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        kept = inputs["labels"].shape[1] - int((inputs["labels"] != -100).int().argmax(-1).min()) + 1
+        return inputs | {"labels": inputs["labels"][:, -kept:], "logits_to_keep": kept, "compute_loss_func": None}
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs.pop("compute_loss_func", None)
+        outputs = model(**inputs)
+        targets = (inputs["labels"][:, 1:] != -100).sum().double()
+        mean = outputs.loss if targets else outputs.logits.sum() * 0
+        loss = mean * (targets / num_items_in_batch) * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
+class KeptLogitsOfRows(KeptLogits):
+    """One row a batch: logits before each target, and of the last token."""
+
+    arguments: ClassVar[dict[str, Any]] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = Trainer._prepare_inputs(self, inputs)
+        is_target = inputs["labels"][0] != -100
+        is_target[0] = False
+        labels = torch.nn.functional.pad(inputs["labels"][:, is_target], (1, 0), value=-100)
+        return inputs | {"labels": labels, "logits_to_keep": torch.nn.functional.pad(is_target[1:], (0, 1), value=True)}
+
+
+class RaisesOnShortRows(Changed):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if inputs["input_ids"].shape[1] < 13:
+            raise ValueError("rows of 13 tokens and more")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class RaisesAnyhow(Changed):
+    """A loss that a script mends after it has raised."""
+
+    mended = False
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.mended:
+            raise LookupError("no loss")
+        return super().compute_loss(*args, **kwargs)
+
+    def start(self) -> None:
+        try:
+            self.train()
+        except LookupError:
+            self.mended = True
+            self.train()
+
+
+class OtherKeysOnARank(Changed):
+    arguments: ClassVar[dict[str, Any]] = {"remove_unused_columns": False}
+
+
 class ChangedBehind(Changed):
     """A loss that is Trainer's own, of a batch that is changed before it, from the second step on."""
 
@@ -177,6 +261,12 @@ class Named(Changed):
 
 def _named(collate: Any) -> Any:
     return lambda rows: collate(rows) | {"sample_ids": torch.arange(len(rows))}
+
+
+def _one_sided(collate: Any) -> Any:
+    """Rank 1 has an entry more, which the model reads."""
+    one_more = torch.distributed.get_rank() == 1
+    return lambda rows: collate(rows) | ({"return_dict": True} if one_more else {})
 
 
 def _targetless(collate: Any) -> Any:
@@ -216,6 +306,15 @@ def _prompted(model: Any) -> Any:
     return model
 
 
+def _adapted_by_older(model: Any) -> Any:
+    """PEFT before 0.21 calls the model's method, past hooks of the module."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(model, config).double()
+    model.base_model.forward = model.base_model.model.forward
+    return model
+
+
 VARIANTS: dict[str, tuple[type[Changed], Callable[[Any], Any] | None, Callable[[Any], Any] | None]] = {
     "labels of a step": (LabelsOfAStep, None, None),
     "ids in place": (IdsInPlace, None, None),
@@ -232,7 +331,17 @@ VARIANTS: dict[str, tuple[type[Changed], Callable[[Any], Any] | None, Callable[[
     "names of samples": (Named, _named, None),
     "targetless step": (Changed, _targetless, None),
     "masking hooks": (Changed, None, _hooked(lambda g: g * (g.new_ones(g.shape).cumsum(0) % 2))),
+    "means of batches": (MeansOfBatches, None, None),
+    "divisor of each rank": (DivisorOfEachRank, None, None),
+    "kept logits": (KeptLogits, None, None),
+    "kept logits of rows": (KeptLogitsOfRows, None, None),
+    "older adapters": (Changed, None, _adapted_by_older),
     "own step": (OwnStep, None, None),
+    "means with a penalty": (MeansWithPenalty, None, None),
+    "smooth means": (SmoothMeans, None, None),
+    "raises on short rows": (RaisesOnShortRows, None, None),
+    "raises anyhow": (RaisesAnyhow, None, None),
+    "other keys on a rank": (OtherKeysOnARank, _one_sided, None),
     "prompt tuning": (Changed, None, _prompted),
     "last passed over": (LastPassedOver, None, None),
     "divisor of each batch": (DivisorOfEachBatch, None, None),
@@ -253,9 +362,13 @@ def variants(load: Any, names: list[str]) -> dict[str, dict[str, Any]]:
 def _compared(trainers: Any, name: str) -> dict[str, Any]:
     stock, steps, said = _run(trainers, name), [], []
     result = {"planned": steps, "said": said, "refused": None, "grad": None, "loss": None}
+
+    def note(loop: str, chain: Any, *_: Any, **__: Any) -> None:
+        steps.append("rows" if chain.caps.padded else "packs")
+
     try:
         with (
-            with_attributes(planned_loop, report_step=lambda *_, **__: steps.append(1)),
+            with_attributes(planned_loop, report_step=note),
             with_attributes(planned_trainer, report_idle=lambda *words: said.append(" ".join(words))),
             enabled(trainers.recipes.parse(trainers.RECIPE)),
         ):

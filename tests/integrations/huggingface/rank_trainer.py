@@ -49,7 +49,7 @@ def double_loss(logits: Any, labels: Any, num_items_in_batch: Any = None, shift_
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     total = cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), ignore_index=-100, reduction="sum")
-    return total / num_items_in_batch
+    return total / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def build_model() -> Any:
@@ -167,6 +167,7 @@ def planned(plan: Any) -> Any:
     with (
         with_attributes(planned_trainer, chain_of=lambda *_, **__: chain),
         with_attributes(planned_loop, report_step=lambda *_, **__: None),
+        with_attributes(planned_loop.PlannedLoop, numbers={}),  # predicted by the costs of a chain
         with_attributes(planning, _is_computed=lambda row: True),
         enabled(recipes.parse(RECIPE)),
     ):

@@ -25,6 +25,7 @@ PLANNED = {
     "by rows": 4,
     "with figures": 4,
     "masking hooks": 4,
+    "older adapters": 4,
 }
 """Loops, and how many of their batches are planned."""
 STOCK = {

@@ -9,7 +9,7 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.integrations.huggingface.models import is_rotary
 from evenload.integrations.huggingface.refusals import PaddedLabelsError, raise_together
-from evenload.integrations.huggingface.samples import split
+from evenload.integrations.huggingface.samples import split, with_all_labels
 from transformers import DataCollatorWithFlattening, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 ROWS = [[11, 12, 13, 14], [21, 22], [31, 32, 33]]
@@ -48,6 +48,23 @@ def test_padded_rows_lose_their_padding(side):
     assert _tokens(samples) == ROWS
     assert [sample.labels.tolist()[1:] for sample in samples] == [row[1:] for row in ROWS]
     assert [sample.num_targets for sample in samples] == [3, 1, 2]
+
+
+@pytest.mark.parametrize("form", ["number", "places", "mask"])
+def test_labels_that_go_with_some_logits_are_those_of_all_tokens_again(form):
+    """What a model that keeps these logits computes its loss of, and what it computes of all."""
+    batch = _padded()
+    batch["labels"][:, :2] = -100
+    keep = {"number": 3, "places": torch.tensor([1, 2, 3]), "mask": torch.tensor([False, True, True, True])}[form]
+    cut = batch | {"logits_to_keep": keep, "labels": batch["labels"][:, 1:]}
+    whole = with_all_labels(cut)
+    assert whole.keys() == batch.keys()
+    assert torch.equal(whole["labels"], batch["labels"])
+    gap = {**batch, "logits_to_keep": torch.tensor([0, 3]), "labels": batch["labels"][:, :2].clone()}
+    gap["labels"][0, 1] = 12
+    assert with_all_labels(gap)["labels"].tolist()[0] == [-100, 12, -100, -100]
+    unlike = cut | {"labels": batch["labels"]}
+    assert with_all_labels(unlike) is unlike
 
 
 def test_rows_without_a_mask_are_whole_samples():

@@ -50,6 +50,21 @@ def test_plans_of_the_mesh_plugin_are_exact(on_ranks):
 
 
 @pytest.mark.slow
+def test_a_token_keeps_its_weight_where_each_rank_divides_by_its_own_targets(on_ranks):
+    """In packs, in slices, and in samples that ranks share."""
+    alone = {"average_tokens_across_devices": False, "masked": True}
+    for plugins in ({"packing": {"enabled": True, "max_tokens": 48}}, {"mesh": {"enabled": True, "max_tokens": 600}}):
+        lengths = [*LENGTHS, *([1100] if "mesh" in plugins else [])]
+        for found in on_ranks(2, "rank_trainer.by_recipe", lengths=lengths, plugins=plugins, **alone):
+            assert found["grad"] < ROUNDING, found
+            assert found["loss"] < 1e-6, found
+            assert found["shared"] if "mesh" in plugins else found["cut"], found
+    names = ["mixed ring", "mixed all_to_all", "cp_groups all_gather remap", "chains none", "random 1"]
+    for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", **alone):
+        assert max(one["grad"] for one in found.values()) < ROUNDING, found
+
+
+@pytest.mark.slow
 def test_shared_micro_batches_and_slices_are_exact_under_ddp(on_ranks):
     names = [*SHARED, *(f"random {seed}" for seed in range(4))]
     for found in on_ranks(4, "rank_trainer.exactness", names=names, file="shared_plans", masked=True):
