@@ -16,7 +16,7 @@ def follow(trainer: Any, numbers: Callable[[], Mapping[str, float]]) -> None:
     """Let a Trainer that has trackers give them, behind the losses of a step, what ``numbers`` says of it by name."""
     from transformers import TrainerCallback
 
-    class Follower(TrainerCallback):
+    class _Numbers(TrainerCallback):  # type: ignore[misc]
         """The last callback of the Trainer."""
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
@@ -25,7 +25,7 @@ def follow(trainer: Any, numbers: Callable[[], Mapping[str, float]]) -> None:
                 tracker.on_log(args, state, control, logs=dict(said), **more)
 
     if _trackers(trainer):
-        trainer.add_callback(Follower())
+        trainer.add_callback(_Numbers())
 
 
 def _trackers(trainer: Any) -> list[Any]:
