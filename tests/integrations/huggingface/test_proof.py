@@ -160,8 +160,15 @@ def test_what_is_exact_is_planned_whoever_wrote_it(kind, tmp_path, families, cap
 def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
     """Counters, logs, random numbers, modes: the first step finds them as a stock run does."""
     import torch
+    from transformers import TrainerCallback
 
+    class Tracker(TrainerCallback):
+        def on_log(self, *_, logs, **__):
+            logged.append(logs)
+
+    logged: list[dict[str, float]] = []
     own = trainer("logs", tmp_path, families)
+    own.add_callback(Tracker())
     own.model.eval()
     torch.manual_seed(5)
     wanted = torch.rand(3)
@@ -172,7 +179,7 @@ def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
     row = families.collate(families._rows()[:2])
     assert proof.prove_trainer(own, samples, row, torch.tensor(5)) == proof.Proof(None, may_cut=True)
     assert torch.equal(torch.rand(3), wanted)
-    assert (own.counted, own.seen, own.state.log_history) == (0, [], [])
+    assert (own.counted, own.seen, own.state.log_history, logged) == (0, [], [], [])
     assert not any(module.training for module in own.model.modules())
     assert all(parameter.grad is None for parameter in own.model.parameters())
     assert own.model.config._attn_implementation != "evenload"
