@@ -52,6 +52,8 @@ class Facts:
     """Sequences stay whole, and run backward as they ran forward."""
     padded: bool = False
     """The sequences of a micro-batch are whole, and of one length or padded to one."""
+    round_tokens: int = 1
+    """A micro-batch with slices on one rank and not in padded rows has a multiple of so many tokens."""
     layer_bytes: float = 0.0
     """What a kept token leaves in a layer at the least, where layers are kept whole."""
     input_bytes: float = 0.0
@@ -80,6 +82,7 @@ def facts_of(recipe: dict[str, Any]) -> Facts:
         together=parallel.get("ep") or 1,
         splits=not deepspeed or pp > 1,
         padded=bool(sections.get("packing", {}).get("padded")),
+        round_tokens=sections.get("packing", {}).get("round_tokens", 1),
     )
 
 
@@ -164,6 +167,7 @@ def tokens_of(m: MicroBatch) -> dict[int, int]:
     """How many tokens each rank computes, padding included."""
     ranks, slices = m["ranks"], m["slices"]
     slots = max(1, len(slices) * m["pad_to"] if m.get("pad_to") else sum(b - a for _, a, b in slices))
+    slots += -slots % m.get("round_to", 1)
     if len(ranks) == 1 or m.get("remap") or not m.get("engine"):  # moved until counts are even; padded until they are
         return {rank: (slots + len(ranks) - 1 - place) // len(ranks) for place, rank in enumerate(ranks)}
     counts = dict.fromkeys(ranks, 0)
@@ -189,6 +193,8 @@ def _refuse_micro_batch(name: str, m: MicroBatch, lengths: list[int], cut: set[i
     if len(ranks) > 1 or m.get("homes"):
         _refuse_homes(name, m, cut, facts)
     tokens = tokens_of(m)
+    if slices and len(ranks) == 1 and not pad:
+        require(tokens[ranks[0]] % facts.round_tokens == 0, name, "has no multiple of", facts.round_tokens, "tokens")
     require(max(tokens.values()) <= facts.max_tokens, name, "holds", max(tokens.values()), "of", facts.max_tokens)
     require(min(tokens.values()) >= 1, name, "leaves a rank without a token")
 

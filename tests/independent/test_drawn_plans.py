@@ -76,6 +76,8 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "groups_in": st.sampled_from(["rank", "rank", "micro_batch"]),
         "equal_size": st.sampled_from([False] * 9 + [True]),
         "padded": st.sampled_from([False] * 4 + [True]),
+        "round_tokens": st.sampled_from([1] * 4 + [8, 64]),
+        "largest_first": st.sampled_from([False, False, True]),
     },
     "mesh": {
         "max_tokens": st.one_of(st.none(), CAPS),

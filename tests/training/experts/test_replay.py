@@ -198,7 +198,7 @@ def test_the_table_has_a_row_a_planner_and_says_what_is_predicted(tmp_path: Path
     text = caught.get()
     assert "experts, ep 2, loads of" in text
     assert "predicted, but for planning, from 2 passes of steps 2 to 3, 2 layers each" in text
-    assert re.search(r"│ static +│ +1.2500 │ +1.5000 │ +1.5000 │ +0.00 │ +0 MiB │", text)
+    assert re.search(r"static +1.2500 +1.5000 +1.5000 +0.00 +0 MiB", text)
     assert "plugins.moe is not enabled" in text
     assert "loads" not in look_ahead(recipe(), LENGTHS, 1).to_json()
 
