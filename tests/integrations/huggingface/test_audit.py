@@ -23,7 +23,7 @@ class EndedError(Exception):
 def audited(tmp_path, monkeypatch):
     """Runs a training function as `evenload audit` does; what it judged."""
     from evenload.core.recipe.carried import AUDIT
-    from evenload.integrations.transformers import audit
+    from evenload.integrations.transformers.audit import audit
     from evenload.integrations.unmodified.run_folder import VARIABLE, RunFolder
     from evenload.patches.session import enabled
 
