@@ -106,8 +106,10 @@ def summary(rows: list[Row], padded: list[Row]) -> Row:
     speeds = [row["tokens"] / row["epoch_s"] for row in rows]
     ratios = [speed * other["epoch_s"] / other["tokens"] for speed, other in zip(speeds, padded, strict=True)]
     one, other = rows[0], padded[0]
-    shared = one["loss"].keys() & other["loss"].keys()
-    apart = {name: max(abs(one[name][s] / other[name][s] - 1) for s in shared) for name in ("loss", "grad_norm")}
+    apart = {
+        name: max((abs(one[name][s] / other[name][s] - 1) for s in one[name].keys() & other[name].keys()), default=None)
+        for name in ("loss", "grad_norm")  # ZeRO 0 logs no norm
+    }
     return {
         **{key: one[key] for key in ("variant", "updates", "computed", "tokens")},
         "tokens_per_s": statistics.median(speeds),
@@ -137,7 +139,11 @@ def cells(row: Row) -> list[Any]:
     ratios = [f"{row['over_padded']:.2f}x", f"{row['ratios'][0]:.2f} .. {row['ratios'][-1]:.2f}"]
     computed = f"{row['computed']:,} of {row['tokens']:,}"
     times = [row["tokens_per_s"], *ratios, seconds(row["epoch_s"]), seconds(row["step_s"])]
-    return [row["variant"], *times, row["updates"], computed, *(f"{value:.0e}" for value in row["apart"].values())]
+    return [row["variant"], *times, row["updates"], computed, *map(_apart, row["apart"].values())]
+
+
+def _apart(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0e}"
 
 
 def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
