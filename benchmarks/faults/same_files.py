@@ -1,0 +1,63 @@
+"""What it takes a rank to tell the others which samples and weights it has, before the model is built. Measured.
+
+    python benchmarks/faults/same_files.py [--weights DIR] [--repeats 5] [--json]
+
+The least of so many times, for data that come with Python and, with --weights, for a folder of weights; sources and
+heads of files are open by then, as a run has to open them anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from evenload.commands.tables.show import emit, grid
+from evenload.data.sources import open_source
+
+
+def of_data(name: str) -> Callable[[], object]:
+    source = open_source(name, max_length=4096)
+    return lambda: source.fingerprint
+
+
+def of_weights(folder: Path) -> Callable[[], object]:
+    from evenload.integrations.huggingface.folders.reading import WeightFolder
+
+    return WeightFolder.open(folder).fingerprint
+
+
+def least_ms(opened: Callable[[], Callable[[], object]], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        tell = opened()
+        begin = time.perf_counter()
+        tell()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return min(times)
+
+
+def table(result: dict[str, Any]) -> Any:
+    return grid("before the model is built", ("of", "ms"), [(row["of"], row["ms"]) for row in result["rows"]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    named: dict[str, Callable[[], Callable[[], object]]] = {
+        "python-stdlib": lambda: of_data("python-stdlib"),
+        "python-docstrings": lambda: of_data("python-docstrings"),
+    }
+    if asked.weights:
+        named[str(asked.weights)] = lambda: of_weights(asked.weights)
+    rows = [{"of": name, "ms": least_ms(opened, asked.repeats)} for name, opened in named.items()]
+    emit({"rows": rows}, asked.json, table)
+
+
+if __name__ == "__main__":
+    main()
