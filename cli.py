@@ -177,6 +177,49 @@ def plan(
 
 
 @app.command()
+def search(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    lengths: Annotated[
+        list[str] | None, typer.Option("--lengths", metavar="FILE", help="Lengths or data. Default: its own data.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="DIR", help="Of --lengths that are data.")
+    ] = None,
+    nproc: Annotated[str, typer.Option("--nproc", metavar="N[,N...]", help="Devices; several: each by itself.")] = "8",
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="GIB", help="Of a device. Default: the cluster's.")
+    ] = None,
+    steps: Annotated[str, typer.Option("--steps", metavar="N", help="Global batches for each setting.")] = "1",
+    pin: Annotated[
+        list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="A key that is not searched; repeatable.")
+    ] = None,
+    gap: Annotated[float, typer.Option("--gap", help="End when nothing can be more percent faster.")] = 0.5,
+    minutes: Annotated[float, typer.Option("--minutes", help="End after so many, with what is known.")] = 5.0,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the best setting as a recipe.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The best layout, caps and plugins for these lengths, with a bound on what anything else could gain; predicted."""
+    from .commands.tables.progress import progress_shown
+    from .commands.tables.show import emit
+    from .commands.tables.sweep import table_of_search
+    from .training.forecast.search import Enough
+    from .training.forecast.search import search as work
+
+    chosen = load_recipe(recipe, overrides or ())
+    files = _lengths(chosen, lengths or (), tokenizer)
+    ranks = [number_of_word(word, "--nproc", RANKS) for word in _names(nproc)]
+    enough, num_steps = Enough(gap / 100, 60 * minutes), number_of_word(steps, "--steps", STEPS)
+    memory_gib = None if memory is None else number_of_word(memory, "--memory", SIZE)
+    with progress_shown() as progress:
+        result = work(
+            chosen, files, ranks, pin or (), steps=num_steps, memory_gib=memory_gib, enough=enough, out=out,
+            progress=progress,
+        )  # fmt: skip
+    emit(result, as_json, table_of_search)
+
+
+@app.command()
 def profile(
     recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Whose model to measure.")] = None,
     overrides: Overrides = None,

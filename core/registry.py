@@ -14,6 +14,7 @@ from .costs.context import PlanningContext as PlanningContext
 from .errors import EvenloadError, nearest
 from .experts.quotas import LayerPlanner, at_home
 from .input.validation import Frozen
+from .machine.layout import Layout
 from .plan.expert_policy import AT_HOME
 from .plan.limits import Limits
 from .plan.step_plan import StepPlan
@@ -113,6 +114,12 @@ class Plugin:
     """Baselines that take much longer to plan than ``plan`` itself, and up to which size they are planned."""
     row_baselines: frozenset[str] = frozenset()
     """Baselines that are made for padded rows (`Limits.padded`): tried there alone, and there no other one is."""
+    tries: Callable[[Layout], Mapping[str, tuple[Any, ...]]] | None = None
+    """``tries(layout)``: keys of the section, each with the values that a search compares on such a layout. None: it
+    leaves the section as the recipe has it."""
+    floor_s: Callable[[npt.NDArray[np.int64], Limits, PlanningContext, Any], float] | None = None
+    """``floor_s(lengths, limits, context, config)``: no plan that it makes of sequences [K] has run its last pass
+    before [s], gradient sum left out; None: it has no better bound than `core.balance.step_bound`."""
     breaks: Callable[[StepPlan, Any], str] | None = None
     """``breaks(plan, config)`` says which setting of the section a baseline's plan does not keep; empty: it keeps all.
 

@@ -187,6 +187,20 @@ class PlanChain:
         known_s = 0.0 if self.orders and context.costs.recompute else plan.bound_s
         return plan.revised(bound_s=max(own_s, known_s))
 
+    def passes_floor_s(self, batch: Lengths) -> float:
+        """No plan under these settings that fits has run its last pass before [s], asked before there is one."""
+        shares, room_bytes = any(plugin.shares for plugin, _ in self.links), budget_bytes(self.caps, self.context)
+        return passes_bound_s(batch, self.caps, self.context, shares=shares, orders=self.orders, room_bytes=room_bytes)
+
+    def plugins_floor_s(self, batch: Lengths) -> float:
+        """The same by the plugins' own bounds, which take longer; 0: they have none."""
+        if self.orders and self.context.costs.recompute:
+            return 0.0
+        floors = [
+            plugin.floor_s(batch, self.caps, self.context, config) for plugin, config in self.links if plugin.floor_s
+        ]
+        return max(floors, default=0.0)
+
     @property
     def orders(self) -> bool:
         """Whether plans say themselves what is recomputed."""

@@ -132,6 +132,10 @@ class Trainer:
     """Modules whose rows go on in place of these where a script's own batches are judged; none: they cannot be."""
     mends: tuple[str, ...] = ()
     """Modules of rows that go on in any case."""
+    tries: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of a recipe, each with the values that a search compares for the trainer."""
+    says: Callable[[Any], tuple[str, ...]] = lambda _: ()
+    """Lines that say in the trainer's own words what a recipe does of layout, shards and recomputation."""
     bridges_cpu: bool = False
     """It needs the CPU bridge where there is no CUDA."""
 

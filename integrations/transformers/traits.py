@@ -68,4 +68,5 @@ TRANSFORMERS = Trainer(
     planned_where="train by transformers.Trainer, or by a trainer made from it",
     patches=("evenload.patches.ranks", "evenload.patches.transformers"),
     audits=("evenload.patches.ranks", "evenload.patches.audit"),
+    says=lambda recipe: (f"TrainingArguments: gradient_checkpointing={recipe.train.recompute}",),
 )

@@ -7,7 +7,7 @@ if __name__ != "evenload.plugins.mesh":
 
 from ...core.plan.branches import SHARED
 from ...core.registry import Plugin, Sizes, register
-from . import baselines, config, dynamic_cp, plan, settings
+from . import baselines, bounds, config, dynamic_cp, plan, settings
 
 register(
     Plugin(
@@ -18,6 +18,8 @@ register(
         config=config.MeshConfig,
         places=True,
         plan=plan.plan,
+        tries=lambda layout: {"enabled": (False, True) if layout.dp > 1 else (False,)},
+        floor_s=bounds.lower_bound_s,
         does="shares",
         baselines={**baselines.BASELINES, "dynamic_cp": dynamic_cp.dynamic_cp},
         keeps=baselines.KEEPS,

@@ -19,6 +19,7 @@ register(
         places=True,
         keeps_groups=True,
         plan=plan.plan,
+        tries=lambda layout: {"enabled": (True,)},
         does="packs, slices",
         does_to_whole="packs of whole samples",
         baselines=baselines.BASELINES,

@@ -19,6 +19,7 @@ register(
         places=True,
         orders=True,
         plan=plan.plan,
+        tries=lambda layout: {"enabled": (True,), "v_shape": (False, True)} if layout.pp > 1 else {"enabled": (False,)},
         does="orders, PP > 1",
         baselines=baselines.BASELINES,
         branches=settings.branches,

@@ -15,7 +15,10 @@ step on one rank.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ....core.errors import Rule
+from ....core.input.format import to_json
 from ....core.recipe.families import families_with
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sizes import VALUE_BYTES, shape_of
@@ -154,6 +157,13 @@ def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     ]
 
 
+def config_line(recipe: Recipe) -> tuple[str, ...]:
+    """The recipe's shards and precision as a ds_config says them."""
+    config: dict[str, Any] = {"zero_optimization": {"stage": recipe.deepspeed.zero_stage}}
+    config |= {"bf16": {"enabled": True}} if recipe.train.dtype == "bf16" else {}
+    return (f"ds_config: {to_json(config)}",)
+
+
 DEEPSPEED = Trainer(
     traits,
     rules,
@@ -173,4 +183,6 @@ DEEPSPEED = Trainer(
     patches=("evenload.patches.ranks", "evenload.patches.deepspeed", "evenload.patches.transformers"),
     audits=("evenload.patches.ranks", "evenload.patches.audit"),
     patched_always=True,
+    tries={"deepspeed.zero_stage": (0, 1, 2, 3)},
+    says=config_line,
 )

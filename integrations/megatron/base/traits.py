@@ -96,6 +96,19 @@ def _stages_without_experts(recipe: Recipe) -> list[int]:
     return [stage for stage in range(recipe.parallel.pp) if stage not in with_experts]
 
 
+def flags(recipe: Recipe) -> tuple[str, ...]:
+    """The recipe's layout as flags of Megatron-LM's scripts."""
+    p, train = recipe.parallel, recipe.train
+    degrees = {"tensor-model-parallel-size": p.tp, "pipeline-model-parallel-size": p.pp}
+    degrees |= {"context-parallel-size": p.cp, "expert-model-parallel-size": p.ep}
+    words = [f"--{name} {size}" for name, size in degrees.items() if size > 1]
+    words += ["--use-distributed-optimizer"] if recipe.megatron.distributed_optimizer else []
+    words += ["--overlap-grad-reduce"] if recipe.megatron.overlap_grad_reduce else []
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    words += [recompute] if train.recompute else []
+    return ("Megatron-LM: " + " ".join(words + ["--bf16"] * (train.dtype == "bf16")),)
+
+
 MEGATRON = Trainer(
     traits,
     run_rules=run_rules,
@@ -112,5 +125,7 @@ MEGATRON = Trainer(
     planned_where="call the function that get_forward_backward_func() returns, with forward_only=False",
     patches=("evenload.patches.ranks", "evenload.patches.megatron"),
     mends=("evenload.patches.megatron_fixes",),
+    tries={"megatron.overlap_grad_reduce": (False, True)},
+    says=flags,
     bridges_cpu=True,
 )

@@ -1,0 +1,155 @@
+"""The search against all plans of small spaces: the same best, and what it excluded is slower or too large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from evenload import api
+from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import as_lengths
+from evenload.core.planning.judge import judge
+from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.search.answer import answer, by_hand
+from evenload.core.search.best_first import LACKS, best_first
+from evenload.core.search.space import space_of
+from evenload.core.simulate.step import after_passes_s
+from evenload.training.forecast.search import Enough, search
+
+api.load_plugins()
+
+MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512}
+EXPERTS = {**MODEL, "family": "mixtral", "moe": {"num_experts": 4, "topk": 2}}
+
+
+class Case(NamedTuple):
+    """A space small enough to plan whole."""
+
+    recipe: dict[str, Any]
+    ranks: int
+    pins: dict[str, Any]
+    memory_gib: float | None = None
+
+
+CASES = {
+    "dense": Case({"model": MODEL}, 4, {"max_tokens": 1024}),
+    "a pipeline": Case({"model": MODEL}, 4, {"parallel.pp": 2, "parallel.tp": 1, "max_tokens": 512 * 2}),
+    "caps": Case({"model": MODEL}, 4, {"parallel.tp": 1, "parallel.pp": 1, "train.recompute": False}),
+    "little memory": Case({"model": MODEL}, 4, {"parallel.pp": 1, "max_tokens": 1024}, 0.04),
+    "experts": Case({"model": EXPERTS}, 4, {"max_tokens": 2048, "parallel.pp": 1, "parallel.tp": 1}),
+    "ZeRO": Case({"trainer": "deepspeed", "model": MODEL}, 4, {"max_tokens": 1024, "train.recompute": False}),
+    "the Trainer": Case({"trainer": "transformers", "model": MODEL}, 4, {}),
+}
+
+
+def recipe_of(case: Case) -> Recipe:
+    return parse({"cluster": "a100", "train": {"global_batch_size": 12}, "data": {"max_length": 4096}, **case.recipe})
+
+
+def drawn(count: int = 2) -> list[Any]:
+    rng = np.random.default_rng(7)
+    return [as_lengths(np.minimum(4096, rng.lognormal(6.0, 1.2, 12).astype(int) + 2)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_large(name: str) -> None:
+    case, batches = CASES[name], drawn()
+    space = space_of(recipe_of(case), case.ranks, case.pins, case.memory_gib)
+    assert 2 <= len(space.choices) <= 200
+    *_, state = best_first(space.choices, batches)
+    means = [_mean_of_all_plans(one.choice.chain, batches) for one in state.played]
+    best = min(means)
+    assert state.gap == 0.0
+    assert state.best is not None
+    assert state.best.mean_s == pytest.approx(best, rel=1e-12)
+    for one, mean_s in zip(state.played, means, strict=True):
+        assert one.out == "" or math.isinf(mean_s), f"{one.choice.values} is left out for nothing"
+        assert one.out or one.mean_s <= mean_s * (1 + 1e-9), "a floor lies above the plan"
+        assert one.whole or one.out or mean_s >= best
+    assert name != "little memory" or any(one.out == LACKS and not one.steps for one in state.played)
+    said = answer(state, space, 10**6)
+    assert said["rows"][0]["step_s"] == pytest.approx(best)
+    assert said["planned"] + said["by_bound"] + said["by_memory"] + said["refused"] >= said["settings"]
+
+
+def _mean_of_all_plans(chain: Any, batches: list[Any]) -> float:
+    """The mean step of a setting that is planned whatever its bounds say; infinite where it cannot run."""
+    try:
+        steps = [judge(chain.plan(batch), chain.context) for batch in batches]
+    except EvenloadError:
+        return math.inf
+    return sum(step.step_s for step in steps) / len(steps) if all(step.fits for step in steps) else math.inf
+
+
+def test_every_moment_has_a_true_bound() -> None:
+    space, batches = space_of(recipe_of(CASES["dense"]), 4, CASES["dense"].pins), drawn(1)
+    moments = [(state.best.mean_s, state.gap) for state in best_first(space.choices, batches) if state.best]
+    least_s = moments[-1][0]
+    for seconds, gap in moments:
+        assert seconds / (1 + gap) <= least_s * (1 + 1e-9) <= seconds * (1 + 2e-9)
+    gaps = [gap for _, gap in moments]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] == 0.0
+
+
+def test_plugins_bounds_hold_for_what_they_plan() -> None:
+    case = CASES["caps"]
+    for choice in space_of(recipe_of(case), case.ranks, case.pins).choices:
+        for batch in drawn():
+            step_s = judge(choice.chain.plan(batch), choice.chain.context).step_s
+            after_s = after_passes_s(choice.chain.context)
+            floor_s = max(choice.chain.passes_floor_s(batch), choice.chain.plugins_floor_s(batch))
+            assert floor_s + after_s <= step_s * (1 + 1e-9)
+
+
+def _searched(out: Path | None = None, pins: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+    lengths = np.concatenate(drawn(3))
+    recipe = recipe_of(CASES["dense"]).changed(changes)
+    return search(recipe, lengths, [4], ("max_tokens=1024", *pins), steps=2, enough=Enough(0.0), out=out)
+
+
+def test_the_recipe_that_is_written_is_what_its_own_settings_give(tmp_path: Path) -> None:
+    path = tmp_path / "best.yaml"
+    best = _searched(path)["rows"][0]
+    again = api.load_recipe(path)
+    assert path.read_text().startswith("# Megatron-LM: ")
+    pins = tuple(f"{key}={str(value).lower()}" for key, value in best["settings"].items() if key != "max_tokens")
+    assert _searched(pins=pins)["rows"][0]["step_s"] == best["step_s"]
+    layout = again.layout(4)
+    degrees = {f"parallel.{name}": getattr(layout, name) for name in ("tp", "pp", "ep")}
+    assert degrees.items() <= best["settings"].items()
+
+
+@pytest.mark.parametrize(
+    ("asks", "says"),
+    [
+        (lambda: _searched(pins=("parallel.tp=3",)), "a pin is outside of its axis"),
+        (lambda: _searched(pins=("parallel.tpp=1",)), "parallel.tp"),
+        (lambda: _searched(pins=("nonsense",)), "--pin parallel.tp=1"),
+        (lambda: _searched(Path(__file__)), "--out is there already"),
+        (
+            lambda: search(recipe_of(CASES["dense"]), drawn(1)[0], [4], ("max_tokens=1024",), memory_gib=1e-6),
+            "lacks least",
+        ),
+        (lambda: search(recipe_of(CASES["dense"]), drawn(1)[0][:3], [4]), "fewer"),
+        (lambda: search(recipe_of(CASES["dense"]), drawn(1)[0], [7], ("max_tokens=1024",)), ""),
+    ],
+)
+def test_bad_requests_are_refused_by_name(asks: Callable[[], Any], says: str) -> None:
+    if not says:
+        assert asks()["rows"], "seven ranks have data parallelism alone"
+        return
+    with pytest.raises(EvenloadError, match=says):
+        asks()
+
+
+def test_rules_of_thumb_go_by_the_size_of_the_model() -> None:
+    space = space_of(recipe_of(CASES["dense"]), 4, {"max_tokens": 1024})
+    layouts = [one.chain.context.layout for one in space.choices]
+    of_degrees = {(layout.tp, layout.pp): layout for layout in layouts}
+    named = {weights: {at for at, one in of_degrees.items() if by_hand(one, weights)} for weights in (10**8, 5 * 10**9)}
+    assert named == {10**8: {(1, 1)}, 5 * 10**9: {(2, 1), (4, 1)}}
