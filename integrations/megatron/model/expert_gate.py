@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe import token_dispatcher
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.func import functional_call
@@ -31,26 +30,25 @@ from ....runtime.experts.copies import Fetch
 from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.once import NodeRows, counts_in_node, sent_once
 from ....runtime.experts.owners import HomeOwner, Owner
-from .experts import PlannedRouter
+from .experts import PlannedRouter, layers_with_experts
 from .sharded_experts import ShardedExperts
 
 
 def bind_gate(gpt: Any, gate: ExpertGate) -> ExitStack:
     """Let all layers of a GPTModel that have experts pass the gate, until the stack that is returned is closed."""
     undo = ExitStack()
-    for layer in gpt.decoder.layers:
-        if isinstance(layer.mlp, MoELayer):
-            undo.callback(gate.mark_around(layer.mlp, layer.layer_number - 1))
-            bound, dispatcher, experts = _GatedLayer(layer, gate), layer.mlp.token_dispatcher, layer.mlp.experts
-            dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
-            dispatcher.combine_postprocess = bound.postprocess
-            if bound.exchanges:
-                dispatcher._maybe_dtoh_and_synchronize = bound.synchronize
-                undo.callback(delattr, dispatcher, "_maybe_dtoh_and_synchronize")
-            undo.callback(delattr, dispatcher, "dispatch_preprocess")
-            undo.callback(delattr, dispatcher, "combine_postprocess")
-            undo.callback(delattr, experts, "forward")
-            undo.callback(bound.lay_out, layer.mlp.num_local_experts)
+    for layer in layers_with_experts(gpt):
+        undo.callback(gate.mark_around(layer.mlp, layer.layer_number - 1))
+        bound, dispatcher, experts = _GatedLayer(layer, gate), layer.mlp.token_dispatcher, layer.mlp.experts
+        dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
+        dispatcher.combine_postprocess = bound.postprocess
+        if bound.exchanges:
+            dispatcher._maybe_dtoh_and_synchronize = bound.synchronize
+            undo.callback(delattr, dispatcher, "_maybe_dtoh_and_synchronize")
+        undo.callback(delattr, dispatcher, "dispatch_preprocess")
+        undo.callback(delattr, dispatcher, "combine_postprocess")
+        undo.callback(delattr, experts, "forward")
+        undo.callback(bound.lay_out, layer.mlp.num_local_experts)
     return undo
 
 
