@@ -14,11 +14,12 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 try:
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel as _Hybrid
 except ImportError:
-    from megatron.core.models.mamba.mamba_model import MambaModel as HybridModel
+    from megatron.core.models.mamba.mamba_model import MambaModel as _Hybrid
 
-MODELS: tuple[type, ...] = (GPTModel, HybridModel)
+HybridModel: Any = _Hybrid
+MODELS: tuple[Any, ...] = (GPTModel, HybridModel)
 ATTENTION, MLP, EXPERTS = "*+", "-", "E"
 """Letters of layers that keep packed samples apart; ``+`` is latent attention."""
 

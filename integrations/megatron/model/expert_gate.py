@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ def bind_gate(gpt: Any, gate: ExpertGate) -> ExitStack:
         undo.callback(delattr, experts, "forward")
         undo.callback(bound.lay_out, layer.mlp.num_local_experts)
     return undo
+
+
+def _permuted(permute: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **how: Any) -> Any:
+    """Megatron's `permute` of rows for a node: each goes to a number of experts of its own, and 0.19 counts on one that
+    is the same for all."""
+    return permute(tokens, routing_map, **{**how, "num_out_tokens": int(routing_map.sum())})
 
 
 class _GatedLayer:
@@ -92,10 +99,13 @@ class _GatedLayer:
             counts = copy_rows(rows, counts.device)["counts"].to(counts.dtype)
             routing_map, probs = shares.spread(routing_map, probs)
         self.lay_out(self._own if shares is None else shares.slots)
+        stand_ins: dict[str, Any] = {}
         if self._gate.once_ranks:
+            stand_ins["permute"] = partial(_permuted, token_dispatcher.permute)
             self._gate.check()
             hidden_states, routing_map, probs, counts = self._once(hidden_states, routing_map, probs, counts)
-        with with_attributes(token_dispatcher, gather_from_sequence_parallel_region=lambda *_, **__: counts):
+        stand_ins["gather_from_sequence_parallel_region"] = lambda *_, **__: counts
+        with with_attributes(token_dispatcher, **stand_ins):
             return self._own_preprocess(hidden_states, routing_map, probs)
 
     def synchronize(self, point: str, *counts: Any) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
+import evenload
 import torch
+from evenload.core.errors import EvenloadError
 from evenload.integrations.megatron.base.families import bare, pattern_of
 from evenload.integrations.megatron.stage import recomputing
 from evenload.integrations.megatron.unmodified.planning.user_loop import shape_of
 from evenload.integrations.megatron.unmodified.refusals.supported import why_stock
-from megatron_user_jobs import user_loop
+from megatron_user_jobs import recipe, user_loop
 
 
 def forwards_of_layers(world: Any, *, layers: int, **loop: Any) -> list[int]:
@@ -39,3 +42,18 @@ def sizes_and_order(world: Any, **loop: Any) -> tuple[Any, str]:
         trouble = why_stock([user.model], "")
         experts = shape.experts and shape.experts.layers
         return (*shape[:5], experts), trouble[0] if trouble else ""
+
+
+def refused_hybrids(world: Any, **loop: Any) -> dict[str, str]:
+    """What a loop is told of settings and layers that a hybrid model cannot have."""
+    with user_loop(**loop) as user:
+        gpt, said = bare(user.model), {}
+        stranger = patch.dict(gpt.decoder.layers[0]._modules, self_attention=torch.nn.Identity())
+        virtual = patch.object(user.model.config, "virtual_pipeline_model_parallel_size", 2)
+        for name, change in (("virtual", virtual), ("stranger", stranger)):
+            try:
+                with evenload.enabled(recipe()), change:
+                    user.step()
+            except EvenloadError as error:
+                said[name] = str(error)
+        return said

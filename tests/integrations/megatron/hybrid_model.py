@@ -51,14 +51,14 @@ class Recurrence(torch.nn.Module):
 
 def hybrid_model(pattern: str, *, config: Any, transformer_layer_spec: Any, **rest: Any) -> Any:
     """The hybrid model with that pattern of layers, built as GPTModel is."""
-    dense = get_gpt_layer_local_spec().submodules
-    norm = dense.input_layernorm
+    given, dense = transformer_layer_spec.submodules, get_gpt_layer_local_spec().submodules
+    norm = given.input_layernorm
     attention = TransformerLayerSubmodules(
-        input_layernorm=norm, self_attention=dense.self_attention, self_attn_bda=get_bias_dropout_add
+        input_layernorm=norm, self_attention=given.self_attention, self_attn_bda=get_bias_dropout_add
     )
     mlps = [
         TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=spec.mlp, mlp_bda=get_bias_dropout_add)
-        for spec in (dense, transformer_layer_spec.submodules)
+        for spec in (dense, given)
     ]
     mamba = MambaLayerSubmodules(norm=norm, mixer=Recurrence, mamba_bda=get_bias_dropout_add)
     layers = StackSubmodules(

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -83,6 +84,14 @@ def why_whole(gpt: Any, *, shares: bool) -> str:
 def refuse_attention(gpt: Any) -> None:
     """Raise EvenloadError for attention of a model that cannot keep packed samples apart as it treats single ones."""
     layers = layers_with_attention(gpt)
+    mixers = [getattr(layer, "self_attention", None) for layer in gpt.decoder.layers]
+    odd = {type(m).__name__ for m in mixers if not (m is None or isinstance(m, IdentityOp) or m in layers)}
+    if odd:
+        raise EvenloadError(
+            "a layer's attention is not known to keep packed samples apart",
+            ", ".join(sorted(odd)),
+            "use Megatron-Core's own, or disable evenload's plugins",
+        )
     unknown = {type(o.core_attention).__name__ for o in layers if not isinstance(o.core_attention, _known())}
     if unknown:
         raise EvenloadError(

@@ -54,6 +54,12 @@ def refuse_loop(chunk: Any, rest: dict[str, Any]) -> None:
             "adjust_tensor_shapes_fn",
             "leave it out, or disable evenload's plugins",
         ),
+        (
+            bool(pattern_of(bare(chunk)) and config.virtual_pipeline_model_parallel_size),
+            "packs of a hybrid model do not run in virtual pipeline stages",
+            f"virtual_pipeline_model_parallel_size {config.virtual_pipeline_model_parallel_size}",
+            "leave it unset, or disable evenload's plugins for this model",
+        ),
         *_model_rules(config),
     )
 
@@ -124,13 +130,13 @@ def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
         ("pipeline_model_parallel_layout", None, "the loop says which layers a stage has"),
         ("mtp_num_layers", None, "the last stage predicts further tokens"),
     )
-    if pattern := pattern_of(bare(chunk)):
-        layers, stages = len(bare(chunk).decoder.layers), config.pipeline_model_parallel_size
+    if len(chunks) > 1:
+        return "an order of a plan cannot run where stages have several chunks", f"{len(chunks)} model chunks", do
+    if pattern := pattern_of(model := bare(chunk)):
+        layers, stages = len(model.decoder.layers), config.pipeline_model_parallel_size
         if layers * stages != len(pattern):
             why = "an order of a plan cannot run where stages have unequal numbers of layers"
             return why, f"{layers} layers here of the pattern {pattern}", do
-    if len(chunks) > 1:
-        return "an order of a plan cannot run where stages have several chunks", f"{len(chunks)} model chunks", do
     for name, wanted, why in settings:
         if (value := getattr(config, name, wanted)) != wanted:
             return f"an order of a plan cannot run where {why}", f"{name} {value}", do

@@ -34,6 +34,13 @@ def test_random_plans_give_the_gradients_of_the_stock_loop(on_ranks, size, layou
             assert any(found[name] for found in rank[:-1]), name
 
 
+def test_gradients_are_those_of_context_parallelism(on_ranks):
+    for rank in on_ranks(2, "in_context", plugins=[PACKS], hybrid="*-*-", cp=2):
+        for result in rank:
+            assert result["grad"] < 1e-9, result
+            assert result["reports"] < 1e-12
+
+
 def test_the_layers_that_a_plan_recomputes_run_twice(on_ranks):
     assert on_ranks(1, "forwards_of_layers", layers=2, hybrid="*-*-") == [[2, 2, 1, 1]]
 
@@ -63,5 +70,12 @@ def test_samples_of_mamba_layers_stay_in_their_micro_batches(on_ranks):
         assert not ordered["idle"]
         assert not copied["idle"]
         assert alone["plans"] == 0
-    first = on_ranks(2, "kept_together", cases=cases[:1])[0][0]
-    assert "layers M of the pattern M-M* keep of earlier tokens" in first["idle"][0]
+    said = on_ranks(1, "kept_together", cases=cases[:1])[0][0]["idle"]
+    assert "layers M of the pattern M-M* keep of earlier tokens" in said[0]
+
+
+def test_what_hybrid_models_cannot_have_is_refused_by_name(on_ranks):
+    (said,) = on_ranks(1, "refused_hybrids", hybrid="*-*-")
+    assert "virtual_pipeline_model_parallel_size 2" in said["virtual"]
+    assert "attention is not known to keep packed samples apart" in said["stranger"]
+    assert "Identity" in said["stranger"]
