@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.executor import Graph, Loaded, StageTrainer
 from ...runtime.stage.offload import layers_of
 from .base.compat import backward_step
+from .base.families import HybridModel
 from .model.linears import deferring_wgrads
 
 
@@ -90,7 +92,7 @@ class MegatronStage(StageTrainer):
     def forward(self, loaded: Any, received: Tensor | None, action: Action) -> Tensor:
         # A forward that only fills the prefix returns hidden states: it needs no logits and no loss.
         head = action.kind != "forward_kv" and self._gpt.post_process
-        with recomputing(self._gpt.config, action.recomputed), with_attributes(self._gpt, post_process=head):
+        with recomputing(self._gpt, action.recomputed), with_attributes(self._gpt, post_process=head):
             number = self._shape.number if self._shape else 1
             arguments: tuple[Any, ...] = self._step, loaded, self._model, number, received, [], self._config, 1
             output: Tensor = forward_step(*arguments, is_last_stage=self._last and head)[0]
@@ -110,17 +112,33 @@ class MegatronStage(StageTrainer):
         deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
 
 
-def recomputing(config: Any, layers: int | None) -> AbstractContextManager[None]:
-    """Forwards inside recompute the first ``layers`` of their stage in backward; None leaves it to the config.
+def recomputing(gpt: Any, layers: int | None) -> AbstractContextManager[Any]:
+    """Forwards inside recompute the first ``layers`` of their stage in backward; None leaves it to the model's config.
 
-    ``config``: that of the GPTModel itself. Megatron reads these fields in the forward only, and its closures keep what
-    they were given.
+    Megatron reads these fields in the forward only, and its closures keep what they were given. The decoder of a hybrid
+    model reads them from 0.19 on alone, so its layers are recomputed one by one here.
     """
+    config = gpt.config
     if layers is None:
         return nullcontext()
+    if isinstance(gpt, HybridModel):
+        undo = ExitStack()
+        undo.enter_context(with_attributes(config, recompute_granularity=None))
+        for layer in gpt.decoder.layers[:layers]:
+            undo.enter_context(with_attributes(layer, forward=_recomputed(layer.forward)))
+        return undo
     granularity, method, number = ("full", "block", layers) if layers else (None, None, None)
     names = {"recompute_granularity": granularity, "recompute_method": method, "recompute_num_layers": number}
     return with_attributes(config, **names)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward that keeps its input alone."""
+
+    def recomputed(*, hidden_states: Tensor, **rest: Any) -> Any:
+        return checkpoint(lambda states: forward(hidden_states=states, **rest), False, hidden_states)
+
+    return recomputed
 
 
 @contextmanager

@@ -39,6 +39,7 @@ def _quick(run: str) -> Words:
 
 
 _PACKED = "tests/integrations/megatron/unmodified/test_packed.py"
+_HYBRID = "tests/integrations/megatron/unmodified/test_hybrid.py"
 _SAVING = "tests/integrations/megatron/saving"
 _OF_STOCK = "test_gradients_and_reports_are_those_of_the_stock_loop"
 _FORMS = "integrations/megatron/unmodified/reading/"
@@ -88,6 +89,10 @@ KILLERS: dict[str, Words] = {
     + ("-k", "means and tp2ep2"),
     "together": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "copies"),
     "together, in an order": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "order_of"),
+    "hybrid, Mamba": ("pytest", _HYBRID, "-k", "mamba"),
+    "hybrid, recomputed": ("pytest", _HYBRID, "-k", "recomputes"),
+    "hybrid, mean": ("pytest", _HYBRID, "-k", "mean"),
+    "hybrid, strangers": ("pytest", _HYBRID, "-k", "refused"),
     "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
     "mesh in loops": ("pytest", "tests/integrations/megatron/unmodified/test_mesh.py", "-k", "dp2 and means"),
     "context in loops": ("pytest", "tests/integrations/megatron/unmodified/test_context_parallel.py")
@@ -2534,6 +2539,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "            number = self._shape.number if self._shape else 1\n",
         "            number = 1\n",
         "together, in an order",
+    ),
+    Mutant(
+        "samples of Mamba layers are packed",
+        "integrations/megatron/base/families.py",
+        'ATTENTION, MLP, EXPERTS = "*+", "-", "E"\n',
+        'ATTENTION, MLP, EXPERTS = "*+M", "-", "E"\n',
+        "hybrid, Mamba",
+    ),
+    Mutant(
+        "layers of a hybrid model are recomputed in the plan alone",
+        "integrations/megatron/stage.py",
+        "        for layer in gpt.decoder.layers[:layers]:\n",
+        "        for layer in gpt.decoder.layers[:0]:\n",
+        "hybrid, recomputed",
+    ),
+    Mutant(
+        "every layer of a hybrid model counts as one with attention",
+        "integrations/megatron/unmodified/planning/user_loop.py",
+        "        attention = sum(map(kinds.count, ATTENTION)) / layers\n",
+        "        attention = 1.0\n",
+        "hybrid, mean",
+    ),
+    Mutant(
+        "a layer that mixes tokens by something of its own is taken for one without attention",
+        "integrations/megatron/unmodified/refusals/layers.py",
+        "isinstance(m, IdentityOp) or m in layers",
+        "True",
+        "hybrid, strangers",
     ),
     Mutant(
         "padding is said to change losses where there is none",

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe import token_dispatcher
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.func import functional_call
@@ -31,27 +31,32 @@ from ....runtime.experts.copies import Fetch
 from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.once import NodeRows, counts_in_node, sent_once
 from ....runtime.experts.owners import HomeOwner, Owner
-from .experts import PlannedRouter
+from .experts import PlannedRouter, layers_with_experts
 from .sharded_experts import ShardedExperts
 
 
 def bind_gate(gpt: Any, gate: ExpertGate) -> ExitStack:
     """Let all layers of a GPTModel that have experts pass the gate, until the stack that is returned is closed."""
     undo = ExitStack()
-    for layer in gpt.decoder.layers:
-        if isinstance(layer.mlp, MoELayer):
-            undo.callback(gate.mark_around(layer.mlp, layer.layer_number - 1))
-            bound, dispatcher, experts = _GatedLayer(layer, gate), layer.mlp.token_dispatcher, layer.mlp.experts
-            dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
-            dispatcher.combine_postprocess = bound.postprocess
-            if bound.exchanges:
-                dispatcher._maybe_dtoh_and_synchronize = bound.synchronize
-                undo.callback(delattr, dispatcher, "_maybe_dtoh_and_synchronize")
-            undo.callback(delattr, dispatcher, "dispatch_preprocess")
-            undo.callback(delattr, dispatcher, "combine_postprocess")
-            undo.callback(delattr, experts, "forward")
-            undo.callback(bound.lay_out, layer.mlp.num_local_experts)
+    for layer in layers_with_experts(gpt):
+        undo.callback(gate.mark_around(layer.mlp, layer.layer_number - 1))
+        bound, dispatcher, experts = _GatedLayer(layer, gate), layer.mlp.token_dispatcher, layer.mlp.experts
+        dispatcher.dispatch_preprocess, experts.forward = bound.preprocess, bound.forward
+        dispatcher.combine_postprocess = bound.postprocess
+        if bound.exchanges:
+            dispatcher._maybe_dtoh_and_synchronize = bound.synchronize
+            undo.callback(delattr, dispatcher, "_maybe_dtoh_and_synchronize")
+        undo.callback(delattr, dispatcher, "dispatch_preprocess")
+        undo.callback(delattr, dispatcher, "combine_postprocess")
+        undo.callback(delattr, experts, "forward")
+        undo.callback(bound.lay_out, layer.mlp.num_local_experts)
     return undo
+
+
+def _permuted(permute: Callable[..., Any], tokens: Tensor, routing_map: Tensor, **how: Any) -> Any:
+    """Megatron's `permute` of rows for a node: each goes to a number of experts of its own, and 0.19 counts on one that
+    is the same for all."""
+    return permute(tokens, routing_map, **{**how, "num_out_tokens": int(routing_map.sum())})
 
 
 class _GatedLayer:
@@ -94,10 +99,13 @@ class _GatedLayer:
             counts = copy_rows(rows, counts.device)["counts"].to(counts.dtype)
             routing_map, probs = shares.spread(routing_map, probs)
         self.lay_out(self._own if shares is None else shares.slots)
+        stand_ins: dict[str, Any] = {}
         if self._gate.once_ranks:
+            stand_ins["permute"] = partial(_permuted, token_dispatcher.permute)
             self._gate.check()
             hidden_states, routing_map, probs, counts = self._once(hidden_states, routing_map, probs, counts)
-        with with_attributes(token_dispatcher, gather_from_sequence_parallel_region=lambda *_, **__: counts):
+        stand_ins["gather_from_sequence_parallel_region"] = lambda *_, **__: counts
+        with with_attributes(token_dispatcher, **stand_ins):
             return self._own_preprocess(hidden_states, routing_map, probs)
 
     def synchronize(self, point: str, *counts: Any) -> Any:

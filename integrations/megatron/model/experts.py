@@ -140,23 +140,26 @@ def routers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, TopKRouter)]
 
 
+def layers_with_experts(gpt: Any) -> list[Any]:
+    """Megatron's layers whose ``mlp`` has experts; a hybrid model has layers without any ``mlp``."""
+    return [layer for layer in gpt.decoder.layers if isinstance(getattr(layer, "mlp", None), MoELayer)]
+
+
 def tell_routers(gpt: Any) -> None:
     """Let each layer that has a `PlannedRouter` tell it the pack that it runs."""
-    for layer in gpt.decoder.layers:
-        router = getattr(layer.mlp, "router", None)
-        if isinstance(router, PlannedRouter):
-            layer.register_forward_pre_hook(router.take_pack, with_kwargs=True)
+    for layer in layers_with_experts(gpt):
+        if isinstance(layer.mlp.router, PlannedRouter):
+            layer.register_forward_pre_hook(layer.mlp.router.take_pack, with_kwargs=True)
 
 
 def forget_tokens(gpt: Any) -> None:
     """Let go of what routers and dispatchers keep of the last pass: memory between steps, and graphs whose nodes hold
     the model in a circle that Python's collector cannot see, with the process groups of its layers and their threads.
     """
-    for layer in gpt.decoder.layers:
-        if isinstance(layer.mlp, MoELayer):
-            dispatcher = layer.mlp.token_dispatcher
-            for name, value in list(vars(dispatcher).items()):
-                if isinstance(value, Tensor) and value.grad_fn is not None:
-                    setattr(dispatcher, name, None)
-            for name in ("pack", "step"):
-                vars(layer.mlp.router).pop(name, None)
+    for layer in layers_with_experts(gpt):
+        dispatcher = layer.mlp.token_dispatcher
+        for name, value in list(vars(dispatcher).items()):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(dispatcher, name, None)
+        for name in ("pack", "step"):
+            vars(layer.mlp.router).pop(name, None)

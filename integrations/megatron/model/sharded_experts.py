@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from ....runtime.experts.owners import ShardedOwner
+from .experts import layers_with_experts
 
 SHARDS = ".shards"
 """How the name of the pieces ends."""
@@ -27,9 +27,8 @@ SHARDS = ".shards"
 
 def shard_experts(gpt: Any) -> None:
     """Cut the experts of all layers of a GPTModel that have some, before it is wrapped. Collective."""
-    for layer in gpt.decoder.layers:
-        if isinstance(layer.mlp, MoELayer):
-            layer.mlp.experts = ShardedExperts(layer.mlp.experts)
+    for layer in layers_with_experts(gpt):
+        layer.mlp.experts = ShardedExperts(layer.mlp.experts)
 
 
 class ShardedExperts(nn.Module):

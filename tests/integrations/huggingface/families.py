@@ -218,6 +218,7 @@ First stands what is measured, then what the family's default config says of pac
 where it says no, padded groups are tried. For the measurement a tiny model of the family, with windows of 512 tokens,
 is trained by the real Trainer for a step, and its gradients are compared with the stock Trainer's in float64. What
 counts for a model of yours is measured before its first update, on the model itself ([Hugging Face](huggingface.md)).
+Megatron-Core's models are on [its page](megatron.md#the-hybrid-model).
 
 """
 _WORDS = {"planned": "packs", "padded groups": "padded groups", "stock": "as it is", "refused": "refused"}

@@ -89,6 +89,7 @@ def piped(
                 "loss": abs(result.loss - expected_loss) / max(1e-300, expected_loss),
                 "grad": grad_rel_err(gradients, expected),
                 "executed": result.executed,
+                "trained": list(gradients),
             }
         )
     return found

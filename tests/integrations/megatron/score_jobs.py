@@ -13,6 +13,7 @@ import torch
 from evenload.core.laws import check
 from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import StepPlan
+from evenload.core.simulate.v_shape import merged
 from evenload.integrations.host import scoring
 from evenload.integrations.megatron import PlainModel
 from evenload.runtime.attention.labels import Labels
@@ -57,9 +58,11 @@ def _plan(host: Any, which: str | int) -> StepPlan:
     layout = host.layout
     if isinstance(which, str) or (which > 100 and layout.ep == 1):
         return sharing(host, which)
-    sizes = {"num_stages": layout.pp, "layers_per_stage": host.recipe.model.num_layers // layout.pp}
+    stages = layout.num_stages
+    sizes = {"num_stages": stages, "layers_per_stage": host.recipe.model.num_layers // stages}
     plan = random_plan(which, HAND_LENGTHS, num_ranks=layout.dp_cp_size, **sizes)
-    return check(in_rounds(replace(plan, limits=replace(plan.limits, in_step=layout.ep))))
+    limits = replace(plan.limits, in_step=layout.ep, v_shape=layout.v_shape)
+    return check(merged(in_rounds(replace(plan, limits=limits))))
 
 
 def _masked() -> Labels:

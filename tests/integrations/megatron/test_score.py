@@ -12,6 +12,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packs, slices and shared ones": {"plans": [3, 8, "all_gather", "chain", 101]},
     "tensor parallelism": {"plans": [5, 102], "parallel__tp": 2},
     "a pipeline": {"plans": [6, 9, 103], "parallel__pp": 2},
+    "a V": {"plans": [6, 9], "parallel__pp": 2, "plugins__pipeline": {"enabled": True, "v_shape": True}},
     "experts": {"plans": [4, 7], "parallel__ep": 2, "experts": True},
 }
 

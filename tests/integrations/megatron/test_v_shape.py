@@ -61,6 +61,26 @@ def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout):
         assert ran == sorted((i, t) for i, n in enumerate(LENGTHS) for t in range(n) for _ in range(copies))
 
 
+def test_frozen_parameters_have_no_gradient_and_the_others_theirs(on_ranks):
+    # All of stage 0, and part of stage 1, whose device trains another stage.
+    frozen = ["embedding.*", "decoder.layers.0.*", "*.1.mlp.*"]
+    results = run(on_ranks, "pp2", [drawn(5, "pp2", **KINDS[0])], train__freeze=frozen)
+    for found, number in zip(results, (3, 1), strict=True):
+        assert found[0]["loss"] < 1e-12
+        assert found[0]["grad"] < 1e-9
+        names = found[0]["trained"]
+        assert any(f".layers.{number}." in name for name in names)
+        assert not [n for n in names if n.startswith(("embedding", "decoder.layers.0.", "decoder.layers.1.mlp"))]
+
+
+def test_in_bfloat16_gradients_are_those_of_float32_from_the_same_weights(on_ranks):
+    plans = [drawn(seed, "pp2", **KINDS[seed]) for seed in (0, 3)]
+    for rank in run(on_ranks, "pp2", plans, train__dtype="bf16"):
+        for found in rank:
+            assert found["loss"] < 1e-3
+            assert found["grad"] < 3e-2
+
+
 def test_devices_hold_the_weights_of_their_stages(on_ranks):
     whole = on_ranks(1, "initial_weights")[0]
     parts = on_ranks(2, "initial_weights", parallel__pp=2, **V)

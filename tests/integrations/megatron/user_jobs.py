@@ -51,6 +51,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_expert_jobs import layer_planner_of, with_drawn_copies
 from megatron_float64 import all_in_float64
+from megatron_hybrid_model import hybrid_model
 from megatron_random_plans import random_plan
 from megatron_slice_jobs import dropped_accumulator
 from torch.distributed import distributed_c10d
@@ -94,6 +95,7 @@ def user_loop(
     full: bool = False,
     te: bool = False,
     mla: bool = False,
+    hybrid: str = "",
     positions: str = "rope",
     exact: bool = False,
     micro_batches: int = 0,
@@ -109,6 +111,7 @@ def user_loop(
         micro_batches: of a rank; 0: as the script has them.
         scale: by which the optimizer scales losses, as Megatron-LM's loop sets it; 0: it does not.
         te: Transformer Engine's layer spec; with ``mla`` for latent attention.
+        hybrid: a pattern: Megatron-Core's hybrid model, with layers of the local spec; "": its GPTModel.
         frozen: weights whose name holds this need no gradient; "": all do.
         spec: makes the spec of a layer; None: Megatron-Core's local one.
         config: changes fields of its TransformerConfig.
@@ -134,6 +137,7 @@ def user_loop(
             script.get_gpt_layer_local_spec = spec_of
         script.get_gpt_layer_local_spec = spec or script.get_gpt_layer_local_spec
         make, make_model = MLATransformerConfig if mla else script.TransformerConfig, script.GPTModel
+        make_model = partial(hybrid_model, hybrid) if hybrid else make_model
 
         def partly_frozen(**fields: Any) -> Any:
             model = make_model(**fields)
@@ -143,7 +147,8 @@ def user_loop(
 
         try:
             script.GPTModel = partly_frozen
-            layout = {"num_layers": 4, "context_parallel_size": cp}
+            layers = len(hybrid.replace("|", "").split("/")[0]) or 4
+            layout = {"num_layers": layers, "context_parallel_size": cp}
             latent = {"num_query_groups": 4, "add_bias_linear": False} if mla else {}
             own = _yarn if positions == "yarn" else lambda config: config
             script.TransformerConfig = lambda **fields: own(make(**{**fields, **layout, **latent, **config}))

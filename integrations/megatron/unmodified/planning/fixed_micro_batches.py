@@ -1,8 +1,9 @@
-"""Micro-batches that stay as they are, since something of their experts depends on which samples are in them.
+"""Micro-batches that stay as they are, since something of the model depends on which samples are in them.
 
-A balance loss over a micro-batch, Sinkhorn's routing, the capacity of experts: whoever regroups samples changes them.
-So nothing is regrouped. Every rank runs the batches of its own iterator, in the loop's own form, with Megatron's own
-routers, losses and reports; in a plan a whole micro-batch stands for one sequence. What plugins can still do:
+A balance loss over a micro-batch, Sinkhorn's routing, the capacity of experts, the state of a Mamba layer: whoever
+regroups samples changes them. So nothing is regrouped. Every rank runs the batches of its own iterator, in the loop's
+own form, with Megatron's own routers, losses and reports; in a plan a whole micro-batch stands for one sequence. What
+plugins can still do:
 
     moe         copies of experts, in every layer of every pass; Megatron's own schedule runs
     pipeline    an order of the micro-batches, with recomputation and passes for weight gradients
@@ -29,12 +30,13 @@ from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
 from ....unmodified.planned_loop import PlannedLoop
 from ....unmodified.planned_runs import end_of_check, report_idle
+from ...base.families import bare
 from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
 from ...stage import FixedShape
 from ..refusals.layers import refuse_experts
-from ..refusals.supported import bare_model, refuse_groups, why_stock
+from ..refusals.supported import refuse_groups, why_stock
 from ..running.chunks import one_iterator
 from ..running.experts import gate_of, with_experts_in_step
 from ..running.order import LoopStep, run_order
@@ -73,7 +75,7 @@ class Together:
         orders = alone and any(plugin.orders for plugin in enabled)
         if not copies and not orders:
             return cls(None, why, names)
-        gpt = bare_model(chunks[0])
+        gpt = bare(chunks[0])
         refuse_groups(call.get("pg_collection"), call.get("p2p_communicator"))
         if copies:
             refuse_experts(gpt, len(chunks))
@@ -105,7 +107,7 @@ class Together:
         """The order of a plan; reports are given back in the order of the loop's micro-batches."""
         if self.links is None:
             self.links = stage_links()
-        batches = FixedBatches(plan, bare_model(chunk), gate, call)
+        batches = FixedBatches(plan, bare(chunk), gate, call)
         return batches.in_order_of_loop(run_order(plan, batches, chunk=chunk, links=self.links, plane=None, rest=call))
 
 
@@ -118,7 +120,7 @@ def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: di
         gate.enter("a micro-batch")
         return function(*args, **named)
 
-    with bind_gate(bare_model(chunk), gate):
+    with bind_gate(bare(chunk), gate):
         return stock(**{**call, "forward_step_func": forward_step})
 
 

@@ -19,6 +19,7 @@ from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
 from .....runtime.world.plane import Plane
 from ....unmodified.planned_loop import PlannedLoop
+from ...base.families import ATTENTION, EXPERTS, MLP, pattern_of
 from ...base.plane import current_layout, open_plane, stage_links
 from ...base.traits import traits_of
 from ...model.linears import why_in_backward
@@ -112,34 +113,41 @@ class UserLoop:
 def chain_of(recipe: Recipe, gpt: Any, layout: Layout, *, warn: bool, whole: bool = True) -> PlanChain:
     """The planners of a recipe for a GPTModel; `PlanChain.of_model` has the arguments. Raises EvenloadError."""
     dtype = {torch.float32: "fp32", torch.float64: "fp64"}.get(gpt.config.params_dtype, "bf16")
-    config, shape = gpt.config, shape_of(gpt.config, gpt.vocab_size, layout.pp)
+    config, shape = gpt.config, shape_of(gpt.config, gpt.vocab_size, layout.pp, pattern_of(gpt))
     # Both want the tokens of this rank, each with all its experts, where rows for a node are.
     sends_once = not any(getattr(config, name, False) for name in ("moe_permute_fusion", "moe_shared_expert_overlap"))
     traits = replace(traits_of(dtype, recipe.megatron), sends_once=sends_once)
     return PlanChain.of_model(recipe, shape, layout, traits, warn=warn, whole=whole)
 
 
-def shape_of(config: Any, vocab_size: int, num_stages: int) -> Shape:
-    """The sizes that a TransformerConfig tells."""
+def shape_of(config: Any, vocab_size: int, num_stages: int, pattern: str | None = None) -> Shape:
+    """The sizes that a TransformerConfig tells. ``pattern``: of a hybrid model (`pattern_of`), whose layers have
+    attention or an MLP: planners are given their mean."""
+    kinds, layers = (pattern or "").split("/")[0], config.num_layers
+    attention = mlp = 1.0
+    if kinds:
+        layers, experts = len(kinds), kinds.count(EXPERTS)
+        attention = sum(map(kinds.count, ATTENTION)) / layers
+        mlp = kinds.count(MLP) / max(1, layers - experts)
     return Shape(
         # Where stages have unequal numbers of layers no order runs, and costs are those of the next equal number.
-        -(-config.num_layers // num_stages) * num_stages,
+        -(-layers // num_stages) * num_stages,
         config.hidden_size,
-        config.ffn_hidden_size,
-        config.kv_channels * config.num_attention_heads,
-        config.kv_channels * config.num_query_groups,
+        round(mlp * config.ffn_hidden_size),
+        round(attention * config.kv_channels * config.num_attention_heads),
+        round(attention * config.kv_channels * config.num_query_groups),
         vocab_size,
         config.gated_linear_unit,
-        _experts_of(config),
+        _experts_of(config, kinds),
         heads=config.num_attention_heads,
     )
 
 
-def _experts_of(config: Any) -> ExpertShape | None:
+def _experts_of(config: Any, kinds: str) -> ExpertShape | None:
     if not config.num_moe_experts:
         return None
-    every = config.moe_layer_freq
-    layers = range(config.num_layers)
+    every = [kind == EXPERTS for kind in kinds] if kinds else config.moe_layer_freq
+    layers = range(len(kinds) or config.num_layers)
     return ExpertShape(
         config.num_moe_experts,
         config.moe_router_topk,

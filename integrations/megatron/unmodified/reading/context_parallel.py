@@ -103,7 +103,7 @@ def refuse_together(config: Any, why: str) -> None:
     """Raise EvenloadError for a loop with context parallelism whose micro-batches stay as they are, as ``why`` says."""
     if config.context_parallel_size > 1:
         raise EvenloadError(
-            "context parallelism is taken over by the plan, and not where experts keep micro-batches as they are",
+            "context parallelism is taken over by the plan, and not where micro-batches stay as they are",
             f"context_parallel_size {config.context_parallel_size}, {why}",
             "set context_parallel_size=1, or disable evenload's plugins",
         )

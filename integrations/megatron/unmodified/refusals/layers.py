@@ -9,14 +9,15 @@ from typing import Any
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from .....core.errors import EvenloadError, Rule, refuse_first
+from ...base.families import ATTENTION, EXPERTS, MLP
 from ...model.attention import PackedCoreAttention
-from ...model.experts import SEQUENCE_LOSS, routers
+from ...model.experts import SEQUENCE_LOSS, layers_with_experts, routers
 from ...model.rope import TokenRope
 
 _KNOWN_ROPES = (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding, TokenRope)
@@ -83,11 +84,19 @@ def why_whole(gpt: Any, *, shares: bool) -> str:
 def refuse_attention(gpt: Any) -> None:
     """Raise EvenloadError for attention of a model that cannot keep packed samples apart as it treats single ones."""
     layers = layers_with_attention(gpt)
-    unknown = sorted({type(o.core_attention).__name__ for o in layers if not isinstance(o.core_attention, _known())})
+    mixers = [getattr(layer, "self_attention", None) for layer in gpt.decoder.layers]
+    odd = {type(m).__name__ for m in mixers if not (m is None or isinstance(m, IdentityOp) or m in layers)}
+    if odd:
+        raise EvenloadError(
+            "a layer's attention is not known to keep packed samples apart",
+            ", ".join(sorted(odd)),
+            "use Megatron-Core's own, or disable evenload's plugins",
+        )
+    unknown = {type(o.core_attention).__name__ for o in layers if not isinstance(o.core_attention, _known())}
     if unknown:
         raise EvenloadError(
             "a layer's core attention is not known to keep packed samples apart",
-            ", ".join(unknown),
+            ", ".join(sorted(unknown)),
             "use Megatron-Core's local or Transformer Engine layer spec, or disable evenload's plugins",
         )
     for layer in layers:
@@ -137,7 +146,7 @@ def refuse_experts(gpt: Any, num_chunks: int = 1) -> None:
             "leave virtual_pipeline_model_parallel_size unset, or set plugins.moe.enabled=false",
         )
     config = gpt.config
-    experts = [layer.mlp.experts for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    experts = [layer.mlp.experts for layer in layers_with_experts(gpt)]
     odd = sorted({type(each).__qualname__ for each in experts if type(each) is not SequentialMLP})
     odd += [name for name in _OFF if getattr(config, name, None)]
     odd += [f"{name} {getattr(config, name)}" for name, value in _WANTED.items() if getattr(config, name) != value]
@@ -150,9 +159,11 @@ def refuse_experts(gpt: Any, num_chunks: int = 1) -> None:
         )
 
 
-def why_together(config: Any) -> str:
-    """What of a model's experts depends on which samples are in a micro-batch; empty: nothing. Micro-batches of a loop
-    stay as they are then (`together`)."""
+def why_together(config: Any, pattern: str | None = None) -> str:
+    """What of a model depends on which samples are in a micro-batch; empty: nothing. Micro-batches of a loop stay as
+    they are then (`together`). ``pattern``: of a hybrid model (`pattern_of`)."""
+    if odd := sorted(set(pattern or "") - set(ATTENTION + MLP + EXPERTS)):
+        return f"what layers {' '.join(odd)} of the pattern {pattern} keep of earlier tokens"
     if config.num_moe_experts is None:
         return ""
     for name in losses_of_routers(config):

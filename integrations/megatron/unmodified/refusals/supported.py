@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from .....core.errors import EvenloadError, Rule, refuse_first
 from .....core.plan.step_plan import StepPlan
+from ...base.families import MODELS, bare, pattern_of
 from ..reading.context_parallel import rules_of_context
 from .layers import refuse_attention
 
@@ -54,6 +54,12 @@ def refuse_loop(chunk: Any, rest: dict[str, Any]) -> None:
             "adjust_tensor_shapes_fn",
             "leave it out, or disable evenload's plugins",
         ),
+        (
+            bool(pattern_of(bare(chunk)) and config.virtual_pipeline_model_parallel_size),
+            "packs of a hybrid model do not run in virtual pipeline stages",
+            f"virtual_pipeline_model_parallel_size {config.virtual_pipeline_model_parallel_size}",
+            "leave it unset, or disable evenload's plugins for this model",
+        ),
         *_model_rules(config),
     )
 
@@ -86,13 +92,12 @@ def collection(pg_collection: Any) -> Any:
 
 
 def bare_model(chunk: Any) -> Any:
-    """The GPTModel inside its wrappers. Raises EvenloadError for another model, or attention that takes no packs."""
-    model = chunk
-    while hasattr(model, "module"):
-        model = model.module
-    if not isinstance(model, GPTModel) or "packed_seq_params" not in inspect.signature(model.forward).parameters:
+    """The GPTModel, or hybrid model, inside its wrappers. Raises EvenloadError for another model, or attention that
+    takes no packs."""
+    model = bare(chunk)
+    if not isinstance(model, MODELS) or "packed_seq_params" not in inspect.signature(model.forward).parameters:
         raise EvenloadError(
-            "evenload packs the batches of Megatron-Core's GPTModel",
+            "evenload packs the batches of Megatron-Core's GPTModel and HybridModel",
             f"a model of type {type(model).__name__}",
             "disable evenload's plugins",
         )
@@ -127,6 +132,11 @@ def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
     )
     if len(chunks) > 1:
         return "an order of a plan cannot run where stages have several chunks", f"{len(chunks)} model chunks", do
+    if pattern := pattern_of(model := bare(chunk)):
+        layers, stages = len(model.decoder.layers), config.pipeline_model_parallel_size
+        if layers * stages != len(pattern):
+            why = "an order of a plan cannot run where stages have unequal numbers of layers"
+            return why, f"{layers} layers here of the pattern {pattern}", do
     for name, wanted, why in settings:
         if (value := getattr(config, name, wanted)) != wanted:
             return f"an order of a plan cannot run where {why}", f"{name} {value}", do

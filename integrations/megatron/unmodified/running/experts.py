@@ -39,7 +39,7 @@ from .....runtime.experts.routing import StepRouting
 from .....runtime.experts.weights import REPORTED_SEQUENCE, LoopWeights
 from ....host.step import no_mark
 from ...base.compat import ROUTERS_COUNT_ALL, report_router_loss
-from ...model.experts import PlannedRouter, forget_tokens
+from ...model.experts import PlannedRouter, forget_tokens, layers_with_experts
 
 CameWith = Sequence[Sequence[int]]
 """For each sequence of a step the lengths of those that came in one micro-batch of the loop, its own among them."""
@@ -80,8 +80,8 @@ class LoopRouter(PlannedRouter):
 def routing_packs(gpt: Any) -> Iterator[None]:
     """Inside, the routers of a GPTModel route the packs that its layers are given."""
     with ExitStack() as undo:
-        for layer in gpt.decoder.layers:
-            router = getattr(layer.mlp, "router", None)
+        for layer in layers_with_experts(gpt):
+            router = layer.mlp.router
             if isinstance(router, TopKRouter):
                 undo.callback(setattr, router, "__class__", type(router))
                 router.__class__ = LoopRouter

@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from .....core.errors import EvenloadError
@@ -26,6 +25,7 @@ from .....runtime.attention.prefix import PrefixStore
 from .....runtime.attributes import with_attributes
 from .....runtime.experts.gate import ExpertGate
 from .....runtime.experts.routing import StepRouting
+from ...base.families import MODELS
 from ...model.attention import PlannedSeqParams, seq_params
 from ...model.expert_gate import bind_gate
 from ...model.rope import TokenRope
@@ -78,7 +78,8 @@ class UserStep(LoopStep):
                 self._listen(gpt, undo)
             if self.losses.further is not None:
                 undo.enter_context(self.losses.further.listening(self.gpts))
-            undo.enter_context(with_attributes(GPTModel, forward=_refusing_others(GPTModel.forward, self.gpts)))
+            for kind in MODELS:
+                undo.enter_context(with_attributes(kind, forward=_refusing_others(kind.forward, self.gpts)))
             yield
 
     def _listen(self, gpt: Any, undo: ExitStack) -> None:
@@ -124,7 +125,7 @@ class UserStep(LoopStep):
 
 
 def _refusing_others(stock: Callable[..., Any], gpts: Sequence[Any]) -> Callable[..., Any]:
-    """`GPTModel.forward`, which refuses a pack in a model that is not told what is in it, such as a teacher."""
+    """A model's forward, which refuses a pack where nobody has told the model what is in it, as in a teacher."""
 
     @wraps(stock)
     def forward(gpt: Any, *args: Any, **kwargs: Any) -> Any:

@@ -37,9 +37,10 @@ from .....runtime.stage.stage_links import StageLinks
 from .....runtime.stage.tape import Tape
 from .....runtime.world.plane import Plane
 from ....host.step import Position, run_program
+from ...base.families import bare
 from ...stage import FixedShape, MegatronStage
 from ..reading.context_parallel import data_rank
-from ..refusals.supported import bare_model, collection
+from ..refusals.supported import collection
 from .objective import refuse_loss
 
 
@@ -80,7 +81,7 @@ def run_order(
         rest: the other arguments of Megatron's schedule: ``force_all_reduce`` leaves the whole gradient sum on every
             rank, ``pg_collection`` goes to ``finalize_model_grads_func``.
     """
-    gpt = bare_model(chunk)
+    gpt = bare(chunk)
     config, device = get_model_config(chunk), next(gpt.parameters()).device
     timers = config.timers
     if timers is not None:
