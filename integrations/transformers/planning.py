@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from ..huggingface.rows import PaddedForm, rows_of, split_pairs
 from ..huggingface.samples import reach, split, with_all_labels
 from ..unmodified.planned_loop import GlobalBatch
 from .multimodal.parts import NO_PARTS, PartForm, Parts, split_parts
-from .multimodal.step import BroughtParts, PartsOfRank, StepParts
+from .multimodal.step import BroughtParts, Idle, PartsOfRank, StepParts
 from .multimodal.work import seconds_beside, towers_of
 from .pack_loss import PackLoss
 from .supported import inner_model
@@ -83,6 +83,17 @@ class StepBatch:
         sizes = [16 * length for length in plan.lengths.tolist()]
         parts = exchange_bytes(own, self.samples.source, ranks_of_samples(plan), sizes)
         return {i: part.cpu().view(torch.int64).view(2, -1).numpy() for i, part in parts.items()}
+
+    def parts_of_rank(
+        self, model: Any, form: StepForm, samples: Mapping[int, Any], plan: StepPlan, idles: Sequence[Idle]
+    ) -> PartsOfRank | None:
+        """The parts of the samples of which this rank computes some, which `exchange` gave. Collective."""
+        if self.parts is None:
+            return None
+        # Numbers below 0 count as padding, which in packs nobody attends to.
+        first_idle = -len(idles) if form.packs else len(plan.lengths)
+        parts = self.parts.exchange(plan, self.samples)
+        return PartsOfRank(model, form.parts, samples, parts, idles, first_idle, plan.limits.round_tokens)
 
     def inputs_of(
         self, form: StepForm, loss: PackLoss | None, parts: PartsOfRank | None = None
@@ -290,10 +301,10 @@ def chain_for(
 
 def with_work(chain: PlanChain, model: Any, batch: StepBatch) -> PlanChain:
     """The chain of a step, with what its samples have beside tokens weighed."""
-    if batch.parts is None:
+    costs, values = chain.context.costs, batch.parts.values if batch.parts else ()
+    if not values and not costs.beside:
         return chain
-    costs, shape = chain.context.costs, _shape(model, rows=True)
-    return chain.with_beside(seconds_beside(batch.parts.values, towers_of(model), shape, costs))
+    return chain.with_beside(seconds_beside(values, towers_of(model), _shape(model, rows=True), costs))
 
 
 def _shape(model: Any, *, rows: bool) -> Shape:

@@ -46,7 +46,7 @@ from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside, is_running
 from .multimodal.measured import short_samples, with_parts
-from .multimodal.step import Idle, PartsOfRank
+from .multimodal.step import Idle
 from .pack_loss import PackLoss
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
 from .proof import LossRaisedError, Measurement, prove_trainer, windows
@@ -217,16 +217,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         loss: Tensor = call(inputs, num_items)
         return loss
 
-    parts = batch.parts and PartsOfRank(
-        inner,
-        form.parts,
-        samples,
-        batch.parts.exchange(plan, batch.samples),
-        state.idles[form],
-        # Below 0 padding counts them, which in packs nobody attends to.
-        -len(state.idles[form]) if form.packs else len(plan.lengths),
-        plan.limits.round_tokens,
-    )
+    parts = batch.parts_of_rank(inner, form, samples, plan, state.idles.get(form, ()))
     with attending(inner) if form.packs else nullcontext():
         passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss, parts), batch.hooked)
         return _carried_out(state, trainer, model, plan, passes)

@@ -104,13 +104,14 @@ def split_parts(batch: Mapping[str, Any], config: Any) -> ReadParts:
     return ReadParts(tuple(sorted(form.values())), own)
 
 
-def tokens_standing_for(config: Any) -> set[int]:
-    """The tokens that a model's config names for pictures, sounds and their borders."""
-    return {value for name, value in vars(config).items() if _STANDS_FOR.search(name) and isinstance(value, int)}
+def tokens_standing_for(config: Any) -> dict[int, str]:
+    """The tokens that a model's config names for pictures, sounds and their borders, and their names."""
+    names = [name for name in vars(config) if _STANDS_FOR.search(name)]
+    return {value: name for name in names if isinstance(value := getattr(config, name), int)}
 
 
 def _counted(
-    extra: Mapping[str, Tensor], rows: Sequence[Sequence[int]], stands_for: set[int]
+    extra: Mapping[str, Tensor], rows: Sequence[Sequence[int]], stands_for: Mapping[int, str]
 ) -> Iterator[tuple[str, Kind, str, list[int]]]:
     """Kind, group and number of entries or pieces in each row, of all tensors that are not of tokens."""
     left = dict(extra)
@@ -140,15 +141,22 @@ def _counted(
                 kind, shape, counts = "row", value.shape[:2], there
         if kind == "entry":
             counts = _agreeing(leader, rows, stands_for, lambda wanted, runs, e=entries: _even(e, wanted, runs))
-        for key in [key for key, one in left.items() if one.shape[: len(shape)] == shape]:
+        alike = [key for key, one in left.items() if one.shape[: len(shape)] == shape]
+        for key in [key for key in alike if _modality(key) == _modality(leader)]:
             yield key, kind, leader, counts
             del left[key]
 
 
-def _agreeing(name: str, rows: Sequence[Sequence[int]], stands_for: set[int], fit: Any) -> list[int]:
+def _modality(name: str) -> str:
+    """Where shapes leave a choice: what the name of an entry speaks of."""
+    return "video" if "video" in name else "audio" if "audio" in name or "feature" in name else "image"
+
+
+def _agreeing(name: str, rows: Sequence[Sequence[int]], stands_for: Mapping[int, str], fit: Any) -> list[int]:
     """Entries of each row by the token that agrees with their number, one of many before one of few. Raises
     EvenloadError where none does."""
-    tokens = sorted(stands_for, key=lambda token: (-sum(row.count(token) for row in rows), token))
+    own = [token for token, called in stands_for.items() if _modality(name) in called] or [*stands_for]
+    tokens = sorted(own, key=lambda token: (-sum(row.count(token) for row in rows), token))
     for token in tokens:
         wanted = [row.count(token) for row in rows]
         if sum(wanted) and (counts := fit(wanted, _runs(rows, token))) is not None:

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.transformers import trainer as planned_trainer
-from evenload.integrations.unmodified import planned_loop, planned_runs
+from evenload.integrations.unmodified import planned_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from transformers import AutoModelForImageTextToText, TrainingArguments
@@ -178,3 +178,34 @@ def exact(load: Any, name: str, rows: Any = None, **more: Any) -> dict[str, Any]
     rows_moved = any(m.pad_to for _, plan in plans for m in plan.micro_batches)
     beside = [chain.context.costs.beside for chain, _ in plans]
     return {"loss": abs(own_loss - loss) / loss, "grad": error, "idle": idle, "padded": rows_moved, "beside": beside}
+
+
+def each(load: Any, names: list[str], **more: Any) -> dict[str, Any]:
+    """`exact` of several models."""
+    return {name: exact(load, name, **more) for name in names}
+
+
+def one_sided(load: Any, name: str) -> dict[str, Any]:
+    """`exact` where the batches of the first rank have pictures, and those of the others none."""
+    size, rows = load("rank_trainer")._join(), samples_of(name, count=48)
+    own = [row for row in rows if row["pictures"]], [row for row in rows if not row["pictures"]]
+    mixed = [own[min(place % size, 1)].pop() for _ in range(2) for place in range(size) for _ in range(2)]
+    return exact(load, name, mixed)
+
+
+def refused(load: Any, name: str, fault: str) -> str:
+    """What a planned run says of samples in which a picture lacks a token, or a token its picture."""
+    size = load("rank_trainer")._join()
+    rows = samples_of(name, count=2 * size)
+    row = rows[2]
+    if fault == "token":
+        place = row["tokens"].index(IMAGE)
+        del row["tokens"][place], row["labels"][place]
+    else:
+        row["pictures"], row["grids"], row["patches"] = [], [], []
+    try:
+        with enabled(recipes.parse(RECIPE)):
+            train(load, name, rows, size)
+    except EvenloadError as error:
+        return str(error)
+    return "no error"
