@@ -32,6 +32,8 @@ from ...huggingface.samples import spans_of
 
 Kind = Literal["token", "piece", "entry", "row"]
 
+_ENTRY: Kind = "entry"
+
 Parts = dict[str, Tensor]
 """What a sample has of each key of the batch, on the host: [L] of its tokens, else [entries, ...] or [pieces, ...]."""
 
@@ -133,13 +135,13 @@ def _counted(
                 del left[key]
     while left:
         leader = max(left, key=lambda key: left[key].numel())
-        value, kind = left[leader], "entry"
+        value, kind = left[leader], _ENTRY
         entries, shape = len(value), value.shape[:1]
         if value.dim() >= 5 and len(value) == len(rows):  # pictures of each row, behind them empty ones
             there = (value.flatten(2) != 0).any(2).sum(1).tolist()
             if any(_runs(rows, token) == there for token in stands_for):
                 kind, shape, counts = "row", value.shape[:2], there
-        if kind == "entry":
+        if kind == _ENTRY:
             counts = _agreeing(leader, rows, stands_for, lambda wanted, runs, e=entries: _even(e, wanted, runs))
         alike = [key for key, one in left.items() if one.shape[: len(shape)] == shape]
         for key in [key for key in alike if _modality(key) == _modality(leader)]:

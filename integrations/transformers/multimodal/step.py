@@ -150,7 +150,7 @@ class PartsOfRank:
         self._samples = {**samples, **{number: idle.sample for number, idle in numbered.items()}}
         self._parts = {**parts, **{number: idle.parts for number, idle in numbered.items()}}
         inner = getattr(model, "model", model)
-        self._positions = getattr(inner, "compute_3d_position_ids", None)
+        self._positions: Any = getattr(inner, "compute_3d_position_ids", None)
 
     def filled(self, pack: Pack, *, rows: bool) -> Pack:
         """The pack with an idle sample for each modality that it has nothing of."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -209,3 +210,12 @@ def refused(load: Any, name: str, fault: str) -> str:
     except EvenloadError as error:
         return str(error)
     return "no error"
+
+
+def loop(load: Any, name: str) -> dict[str, Any]:
+    """What a plain loop of Accelerate over samples with pictures comes to, planned and as it is."""
+    load("rank_trainer")._join()
+    loops = load("rank_accelerate")
+    own = {"build_model": lambda: build_model(load, name), "samples_of": lambda *_, **__: samples_of(name, count=16)}
+    compared: dict[str, Any] = loops._compared(lambda: loops.Loop(SimpleNamespace(**own, collate=collator(name))).run())
+    return compared

@@ -44,3 +44,13 @@ def test_pictures_and_tokens_that_disagree_end_all_ranks_by_one_message(on_ranks
     assert first == second
     assert first.startswith("pictures of a batch and the tokens that stand for them disagree")
     assert "image_grid_thw does not fit rows with" in first
+
+
+@pytest.mark.slow
+def test_a_loop_of_accelerate_trains_as_without_evenload(on_ranks):
+    for ended in on_ranks(2, "rank_pictures.loop", name="qwen2_5_vl"):
+        assert not ended["refused"], ended
+        assert not ended["said"], ended
+        assert ended["grad"] < ROUNDING, ended
+        assert ended["loss"] < ROUNDING, ended
+        assert len(ended["planned"]) == 4, ended
