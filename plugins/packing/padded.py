@@ -54,7 +54,7 @@ Stops = list[int]
 
 
 class SortedRows(NamedTuple):
-    """The sequences of a batch as rows, the longest first."""
+    """The sequences of a batch as rows, the longest first, of equal ones that which costs most."""
 
     order: Ints
     """Which sequence each row is, int64 [K]."""
@@ -72,13 +72,13 @@ class SortedRows(NamedTuple):
     def of(cls, lengths: Ints, limits: Limits, context: PlanningContext, price: PassCost | None = None) -> SortedRows:
         """``price``: of a micro-batch; None: forward and backward."""
         price = price or context.costs.both
-        order = np.argsort(-lengths, kind="stable")
+        beside_s = context.costs.beside_s(len(lengths))
+        order = np.lexsort((-beside_s, -lengths))
         tokens = lengths[order]
         most = np.minimum(np.maximum(1, limits.max_tokens // tokens), len(tokens) - np.arange(len(tokens)))
         launch_s = price.launch_s + sum(gathering_s(context, passes) for passes in (1, 2))
         seconds = np.asarray(price.seconds(tokens.astype(np.float64)))
-        beside_s = context.costs.beside_s(len(lengths))[order]
-        return cls(order, tokens, seconds, launch_s, most, [0.0, *np.cumsum(beside_s).tolist()])
+        return cls(order, tokens, seconds, launch_s, most, [0.0, *np.cumsum(beside_s[order]).tolist()])
 
     def costs(self, stops: Stops) -> list[float]:
         """Seconds of each run of these, in their order."""

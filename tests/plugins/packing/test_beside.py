@@ -19,7 +19,7 @@ def chain(*, rows: bool) -> PlanChain:
         {
             "trainer": "transformers",
             "parallel": {"dp": 2},
-            "plugins": {"packing": {"enabled": True, "max_tokens": 2048, "padded": rows}},
+            "plugins": {"packing": {"enabled": True, "max_tokens": 4096, "padded": rows}},
         }
     )
     made = PlanChain.of_recipe(recipe, recipe.layout())
@@ -46,7 +46,7 @@ def test_pictures_are_dealt_over_ranks_as_work_is(rows):
     assert alone_s <= 1.05 * each_s.max()
     assert others_s >= 0.85 * (each_s.sum() - each_s.max())
     blind = seconds_of_ranks(made.plan(lengths), each_s)
-    assert max(blind) > 1.4 * alone_s
+    assert max(blind) > 1.3 * alone_s
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -66,7 +66,7 @@ def test_seconds_beside_tokens_are_those_of_both_passes_of_its_micro_batch(rows)
 
 def test_runs_of_rows_are_weighed_with_what_stands_beside_their_tokens():
     made, lengths = chain(rows=True), as_lengths([100, 90, 80])
-    beside = [(1.0, 2.0), (0.0, 0.0), (4.0, 0.0)]
+    beside = [(4.0, 0.0), (0.0, 0.0), (1.0, 2.0)]
     weighed = made.with_beside(beside)
     bare, rows = (padded.SortedRows.of(lengths, one.caps, one.context) for one in (made, weighed))
     assert rows.cost(0, 3) - bare.cost(0, 3) == pytest.approx(7.0)
