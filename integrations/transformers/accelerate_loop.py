@@ -39,7 +39,7 @@ from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
 from .multimodal.measured import short_samples, with_parts
-from .multimodal.step import Idle
+from .multimodal.step import IdleSample
 from .pack_loss import PackLoss
 from .planning import StepBatch, StepForm, chain_for, gather, reading, with_work, zero_stage_of
 from .proof import Call, Measurement, prove, weights_of, windows
@@ -65,7 +65,7 @@ class PlannedModel:
     hooked: bool = False
     form: StepForm | None = None
     """Of the batch that was measured."""
-    idles: list[Idle] = field(default_factory=list)
+    idles: list[IdleSample] = field(default_factory=list)
     """Short samples with pictures, for packs that have none."""
 
 

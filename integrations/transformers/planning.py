@@ -30,7 +30,7 @@ from ..huggingface.rows import PaddedForm, rows_of, split_pairs
 from ..huggingface.samples import reach, split, with_all_labels
 from ..unmodified.planned_loop import GlobalBatch
 from .multimodal.parts import NO_PARTS, PartForm, Parts, split_parts
-from .multimodal.step import BroughtParts, Idle, PartsOfRank, StepParts
+from .multimodal.step import BroughtParts, IdleSample, PartsOfRank, StepParts
 from .multimodal.work import seconds_beside, towers_of
 from .pack_loss import PackLoss
 from .supported import inner_model
@@ -85,7 +85,7 @@ class StepBatch:
         return {i: part.cpu().view(torch.int64).view(2, -1).numpy() for i, part in parts.items()}
 
     def parts_of_rank(
-        self, model: Any, form: StepForm, samples: Mapping[int, Any], plan: StepPlan, idles: Sequence[Idle]
+        self, model: Any, form: StepForm, samples: Mapping[int, Any], plan: StepPlan, idles: Sequence[IdleSample]
     ) -> PartsOfRank | None:
         """The parts of the samples of which this rank computes some, which `exchange` gave. Collective."""
         if self.parts is None:

@@ -46,7 +46,7 @@ from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside, is_running
 from .multimodal.measured import short_samples, with_parts
-from .multimodal.step import Idle
+from .multimodal.step import IdleSample
 from .pack_loss import PackLoss
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
 from .proof import LossRaisedError, Measurement, prove_trainer, windows
@@ -92,7 +92,7 @@ class PlannedTrainer:
     """Rows that stay together, where the loss is a mean over such units; None: it is a sum over tokens."""
     idle: Unit | None = None
     """A short unit, for a rank that has none."""
-    idles: dict[StepForm, list[Idle]] = field(default_factory=dict)
+    idles: dict[StepForm, list[IdleSample]] = field(default_factory=dict)
     """Short samples with pictures, for micro-batches that have none."""
     planning: PlannedLoop | None = None
     """None until a form is measured to be exact, in the first step."""

@@ -16,7 +16,7 @@ from ....runtime.attention.pack import IGNORE, Pack
 from ....runtime.world.agreement import everyone
 from ..proof import Measurement
 from .parts import PartForm, Parts, joined, tokens_standing_for
-from .step import Idle, PartsOfRank, StepParts, from_bytes, to_bytes
+from .step import IdleSample, PartsOfRank, StepParts, from_bytes, to_bytes
 
 _BEHIND = 2
 """Tokens behind the first target and the last picture."""
@@ -29,7 +29,7 @@ class ShortSamples(NamedTuple):
     """Tokens and labels of two."""
     parts: list[Parts]
     """Theirs."""
-    idles: list[Idle]
+    idles: list[IdleSample]
     """One of each modality."""
 
 
@@ -53,7 +53,7 @@ def short_samples(samples: Mapping[int, Tensor], step: StepParts, config: Any) -
     of_ranks = everyone([(sample.tolist(), to_bytes(own)) for sample, own in chosen])
     every = [(torch.tensor(sample), from_bytes(own)) for of_rank in of_ranks for sample, own in of_rank]
     every.sort(key=lambda one: order(*one))
-    idles = [Idle(group, *_without_targets(next(one for one in every if group in one[1]))) for group in groups]
+    idles = [IdleSample(group, *_without_targets(next(one for one in every if group in one[1]))) for group in groups]
     first, first_parts = every[0]
     unlike = [one for one in every if one[0].tolist() != first.tolist()]
     # A single sample stands beside another picture of its own.

@@ -60,7 +60,7 @@ class ReadParts(NamedTuple):
     of_rows: Sequence[Parts] = ()
 
     def of_samples(self, count: int) -> Sequence[Parts]:
-        """Those of each sample, of which there are so many. Raises EvenloadError where rows hold several."""
+        """The parts of each sample of the batch, which has ``count``. Raises EvenloadError where rows hold several."""
         if self.form and len(self.of_rows) != count:
             raise EvenloadError(
                 "rows with pictures hold several samples",

@@ -81,7 +81,7 @@ class StepParts:
             return None
         shapes = sorted({shape for one in of_ranks for shape in one.shapes})
         kinds = [(key.name, f"({key.kind})") for key in form]
-        unlike = {one for found in (shapes, kinds) for (one, _), (other, _) in pairwise(found) if one == other}
+        unlike = {one for pairs in (shapes, kinds) for (one, _), (other, _) in pairwise(pairs) if one == other}
         fault = EvenloadError(
             "pictures of one step have unlike shapes, so they cannot stand in one batch",
             ", ".join(f"{key} {shape}" for key, shape in (*shapes, *kinds) if key in unlike),
@@ -115,7 +115,7 @@ def from_bytes(content: Tensor) -> Parts:
     return parts
 
 
-class Idle(NamedTuple):
+class IdleSample(NamedTuple):
     """A short sample without a target, for micro-batches that have nothing of a modality."""
 
     group: str
@@ -141,12 +141,13 @@ class PartsOfRank:
         form: PartForm,
         samples: Mapping[int, Any],
         parts: Mapping[int, Parts],
-        idles: Sequence[Idle] = (),
+        idles: Sequence[IdleSample] = (),
         first_idle: int = 0,
         round_to: int = 1,
     ) -> None:
         numbered = {first_idle + place: idle for place, idle in enumerate(idles)}
-        self._form, self._idles, self._round_to = form, numbered, round_to
+        self._form, self._idles = form, numbered
+        self._round_to = round_to
         self._samples = {**samples, **{number: idle.sample for number, idle in numbered.items()}}
         self._parts = {**parts, **{number: idle.parts for number, idle in numbered.items()}}
         inner = getattr(model, "model", model)

@@ -25,7 +25,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Values(NamedTuple):
-    """Of the pictures, or of the sounds, of one sample."""
+    """How large the pictures, or the sounds, of one sample are, in numbers that a tower reads."""
 
     is_sound: bool
     total: float
