@@ -30,7 +30,7 @@ from ..huggingface.rows import PaddedForm, rows_of, split_pairs
 from ..huggingface.samples import reach, split, with_all_labels
 from ..unmodified.planned_loop import GlobalBatch
 from .multimodal.parts import NO_PARTS, PartForm, Parts, split_parts
-from .multimodal.step import BroughtParts, IdleSample, PartsOfRank, StepParts
+from .multimodal.step import BroughtParts, IdleSample, PartsOfRank, StepParts, to_bytes
 from .multimodal.work import seconds_beside, towers_of
 from .pack_loss import PackLoss
 from .supported import inner_model
@@ -201,7 +201,8 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     chosen = [[*map(_is_computed, one.samples)] for one in batches]
     own = [[*compress(one.samples, which)] for one, which in zip(batches, chosen, strict=True)]
     own_parts = [[*compress(one.parts, which)] for one, which in zip(batches, chosen, strict=True)]
-    brought = BroughtParts.of({key for one in batches for key in one.form}, own_parts)
+    content = [[*map(to_bytes, parts)] for parts in own_parts]
+    brought = BroughtParts.of({key for one in batches for key in one.form}, own_parts, content)
     divisors = [sum(map(_num_targets, one.samples)) if one.divisor is None else one.divisor for one in batches]
     lengths, errors = [[sample.shape[1] for sample in samples] for samples in own], [one.error for one in batches]
     forms = [one.rows for one in batches if one.rows is not None]
@@ -228,7 +229,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         tuple(of_ranks[rank].divisors[k] for rank, k, _ in samples.places),
         tuple(len(one.lengths) for one in of_ranks),
         any(one.hooked for one in of_ranks),
-        StepParts.of([one.parts for one in of_ranks], samples, own_parts),
+        StepParts.of([one.parts for one in of_ranks], samples, own_parts, content),
     )
 
 

@@ -27,6 +27,9 @@ from ...unmodified.planned_loop import GlobalBatch
 from .parts import PartForm, PartKey, Parts, joined
 from .work import Values, values_of
 
+Content = Sequence[Sequence[Tensor]]
+"""Parts of each sample of each batch as bytes."""
+
 
 class BroughtParts(NamedTuple):
     """What a rank tells the others of the parts of its samples, by batch and sample."""
@@ -39,7 +42,7 @@ class BroughtParts(NamedTuple):
     values: list[list[list[Values]]]
 
     @classmethod
-    def of(cls, form: Iterable[PartKey], batches: Sequence[Sequence[Parts]]) -> BroughtParts:
+    def of(cls, form: Iterable[PartKey], batches: Sequence[Sequence[Parts]], content: Content) -> BroughtParts:
         form = tuple(sorted(form))
         lengths = {key.name for key in form if key.kind == "token"}
         shapes = {
@@ -48,7 +51,7 @@ class BroughtParts(NamedTuple):
             for parts in own
             for key, one in parts.items()
         }
-        sizes = [[len(to_bytes(parts)) for parts in own] for own in batches]
+        sizes = [[len(one) for one in own] for own in content]
         return cls(form, frozenset(shapes), sizes, [[values_of(parts, form) for parts in own] for own in batches])
 
 
@@ -59,6 +62,8 @@ class StepParts:
     form: PartForm
     own: Mapping[int, Parts]
     """Of this rank's samples, by number."""
+    content: Mapping[int, Tensor]
+    """The same as bytes."""
     sizes: Sequence[int]
     """Of all samples [bytes]."""
     values: Sequence[Sequence[Values]]
@@ -68,13 +73,17 @@ class StepParts:
 
     @classmethod
     def of(
-        cls, of_ranks: Sequence[BroughtParts], samples: GlobalBatch[Any], own: Sequence[Sequence[Parts]]
+        cls,
+        of_ranks: Sequence[BroughtParts],
+        samples: GlobalBatch[Any],
+        own: Sequence[Sequence[Parts]],
+        content: Content,
     ) -> StepParts | None:
         """None where no sample of any rank has a part.
 
         Args:
             samples: the numbers of all.
-            own: of this rank's batches.
+            own, content: of this rank's batches.
         """
         form = tuple(sorted({key for one in of_ranks for key in one.form}))
         if not form:
@@ -88,9 +97,11 @@ class StepParts:
             "have the processor give all of one size, as it does with tiles (do_image_splitting) and patches",
         )
         places, rank = samples.places, rank_and_size()[0]
+        mine = {i: (place, row) for i, (other, place, row) in enumerate(places) if other == rank}
         return cls(
             form,
-            {i: own[place][row] for i, (other, place, row) in enumerate(places) if other == rank},
+            {i: own[place][row] for i, (place, row) in mine.items()},
+            {i: content[place][row] for i, (place, row) in mine.items()},
             [of_ranks[other].sizes[place][row] for other, place, row in places],
             [of_ranks[other].values[place][row] for other, place, row in places],
             fault if unlike else None,
@@ -98,9 +109,12 @@ class StepParts:
 
     def exchange(self, plan: StepPlan, samples: GlobalBatch[Any]) -> dict[int, Parts]:
         """The parts of the samples that this rank computes. Collective."""
-        own = {i: to_bytes(parts) for i, parts in self.own.items()}
-        coming = exchange_bytes(own, samples.source, ranks_of_samples(plan), self.sizes)
-        return {i: from_bytes(content) for i, content in coming.items()}
+        source, rank = samples.source, rank_and_size()[0]
+        # What stays where it is need not be copied.
+        targets = [{*ranks} - {home} for ranks, home in zip(ranks_of_samples(plan), source, strict=True)]
+        leaving = {i: content for i, content in self.content.items() if targets[i]}
+        coming = exchange_bytes(leaving, source, targets, self.sizes)
+        return {**self.own, **{i: from_bytes(content) for i, content in coming.items() if source[i] != rank}}
 
 
 def to_bytes(parts: Parts) -> Tensor:

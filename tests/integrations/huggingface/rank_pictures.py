@@ -178,7 +178,9 @@ def exact(load: Any, name: str, rows: Any = None, **more: Any) -> dict[str, Any]
     error = max(float((gradients[key] - one).norm()) / max(float(one.norm()), least) for key, one in wanted.items())
     rows_moved = any(m.pad_to for _, plan in plans for m in plan.micro_batches)
     beside = [chain.context.costs.beside for chain, _ in plans]
-    return {"loss": abs(own_loss - loss) / loss, "grad": error, "idle": idle, "padded": rows_moved, "beside": beside}
+    slices = [(s.sequence, m.ranks[0]) for _, plan in plans for m in plan.micro_batches for s in m.slices]
+    planned = {"beside": beside, "padded": rows_moved, "ranks": {rank for i, rank in slices if beside[0][i][0]}}
+    return {"loss": abs(own_loss - loss) / loss, "grad": error, "idle": idle, **planned}
 
 
 def each(load: Any, names: list[str], **more: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def test_a_rank_whose_batches_have_no_pictures_computes_those_of_others(on_ranks
     for found in on_ranks(2, "rank_pictures.one_sided", name="qwen2_5_vl"):
         assert found["grad"] < ROUNDING, found
         assert not found["idle"], found
+        assert found["ranks"] == {0, 1}, found
 
 
 @pytest.mark.slow
