@@ -195,7 +195,11 @@ class PartsOfRank:
             words |= {"input_ids": tokens_1L, "attention_mask": torch.ones_like(tokens_1L)}
             taken = inspect.signature(self._positions).parameters.values()
             wanted = [one.name for one in taken if one.name in words or one.default is one.empty]
-            own_31L = self._positions(**{key: words.get(key) for key in wanted})
+            try:
+                own_31L = self._positions(**{key: words.get(key) for key in wanted})
+            except Exception as error:  # of code that nobody here has seen
+                what = "the model does not compute positions of a sample with pictures by itself"
+                raise EvenloadError(what, f"{type(error).__name__}: {error}", "leave evenload off") from error
             if own_31L is not None:
                 positions_31T[..., first : first + piece.length] = own_31L
         return {"position_ids": positions_31T.to(pack.tokens_T.device)}

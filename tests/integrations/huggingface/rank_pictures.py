@@ -66,6 +66,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "scale_factor": 2,
     },
 }
+CONFIGS["llava across pictures"] = CONFIGS["llava"]
 RECIPE = {"trainer": "transformers", "plugins": {"packing": {"enabled": True, "max_tokens": 160}}}
 
 
@@ -77,6 +78,9 @@ def build_model(load: Any, name: str) -> Any:
         config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = 91, 92, 93
     model = AutoModelForImageTextToText.from_config(config).double()
     model.loss_function = load("rank_trainer").double_loss
+    if "across" in name:
+        projector = model.model.multi_modal_projector
+        projector.register_forward_hook(lambda module, args, output: output * args[0].mean().exp())
     return model
 
 

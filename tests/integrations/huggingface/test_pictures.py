@@ -21,6 +21,14 @@ def test_rows_change_ranks_with_their_pictures_exactly(on_ranks):
 
 
 @pytest.mark.slow
+def test_a_tower_that_looks_across_pictures_leaves_the_script_as_it_is(on_ranks):
+    for found in on_ranks(2, "rank_pictures.exact", name="llava across pictures"):
+        assert found["grad"] == 0, found
+        (line,) = found["idle"]
+        assert "off by" in line, found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, 3])
 def test_the_same_under_zero(on_ranks, zero):
     """In float32; every rank runs the tower in every pass."""
