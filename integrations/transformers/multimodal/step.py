@@ -111,7 +111,7 @@ class StepParts:
         """The parts of the samples that this rank computes. Collective."""
         source, rank = samples.source, rank_and_size()[0]
         # What stays where it is need not be copied.
-        targets = [{*ranks} - {home} for ranks, home in zip(ranks_of_samples(plan), source, strict=True)]
+        targets = [{*ranks} - {sender} for ranks, sender in zip(ranks_of_samples(plan), source, strict=True)]
         leaving = {i: content for i, content in self.content.items() if targets[i]}
         coming = exchange_bytes(leaving, source, targets, self.sizes)
         return {**self.own, **{i: from_bytes(content) for i, content in coming.items() if source[i] != rank}}
