@@ -97,11 +97,11 @@ class StepParts:
             "have the processor give all of one size, as it does with tiles (do_image_splitting) and patches",
         )
         places, rank = samples.places, rank_and_size()[0]
-        mine = {i: (place, row) for i, (other, place, row) in enumerate(places) if other == rank}
+        numbered = {i: (place, row) for i, (other, place, row) in enumerate(places) if other == rank}
         return cls(
             form,
-            {i: own[place][row] for i, (place, row) in mine.items()},
-            {i: content[place][row] for i, (place, row) in mine.items()},
+            {i: own[place][row] for i, (place, row) in numbered.items()},
+            {i: content[place][row] for i, (place, row) in numbered.items()},
             [of_ranks[other].sizes[place][row] for other, place, row in places],
             [of_ranks[other].values[place][row] for other, place, row in places],
             fault if unlike else None,
