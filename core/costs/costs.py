@@ -180,11 +180,19 @@ class Costs(Frozen):
     """Neighbouring ranks that share the experts of a layer. It is the layout's, so in no cost model."""
     expert_imbalance: float = Field(default=1.0, ge=1.0, exclude=True)
     """Tokens of the busiest of these ranks' experts over those of the mean one; 1: routing is even."""
+    beside: tuple[tuple[float, float], ...] = Field(default=(), exclude=True)
+    """(forward, backward) seconds of each sequence of one batch beside its tokens, such as those of its pictures, where
+    sequences stay whole; empty: none. The batch's, so in no cost model."""
 
     def sequence_s(self, lengths: Any) -> Floats:
         """Forward and backward seconds of whole sequences, launch left out. lengths int [S] -> float64 [S]."""
         n = np.asarray(lengths, dtype=np.float64)
-        return np.asarray(self.forward.seconds(n) + self.backward.seconds(n), dtype=np.float64)
+        return np.asarray(self.forward.seconds(n) + self.backward.seconds(n) + self.beside_s(len(n)), dtype=np.float64)
+
+    def beside_s(self, count: int) -> Floats:
+        """`beside`, both passes together, of the batch's sequences, float64 [S]."""
+        seconds: Floats = np.array(self.beside).reshape(count, 2).sum(axis=1) if self.beside else np.zeros(count)
+        return seconds
 
     @property
     def launch_s(self) -> float:
@@ -200,7 +208,8 @@ class Costs(Frozen):
         """(forward, backward) seconds of a micro-batch, compute only: on each of its ranks, or on the busiest one."""
         if is_even(micro_batch):
             work = work_of([micro_batch])
-            return self.forward.of(work), self.backward.of(work)
+            beside = [self.beside[s.sequence] for s in micro_batch.slices] if self.beside else []
+            return self.forward.of(work) + sum(f for f, _ in beside), self.backward.of(work) + sum(b for _, b in beside)
         forward, backward = self.rank_s(micro_batch)
         return float(forward.max()), float(backward.max())
 
@@ -209,7 +218,7 @@ class Costs(Frozen):
         works = works_of(micro_batches)
         forward, backward = (cost.of_each(works).tolist() for cost in (self.forward, self.backward))
         for number, m in enumerate(micro_batches):
-            if not is_even(m):
+            if self.beside or not is_even(m):
                 forward[number], backward[number] = self.micro_batch_s(m)
         return forward, backward
 

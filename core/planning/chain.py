@@ -117,6 +117,11 @@ class PlanChain:
         """This chain for a batch in which samples of one number stay together, integers [S]; None: as settings say."""
         return self if groups is None else replace(self, groups=as_lengths(groups))
 
+    def with_beside(self, seconds: Iterable[tuple[float, float]]) -> PlanChain:
+        """This chain for a batch whose sequences take so many seconds beside their tokens (`Costs.beside`)."""
+        costs = self.context.costs.model_copy(update={"beside": tuple(seconds)})
+        return replace(self, context=replace(self.context, costs=costs))
+
     def in_rows(self, count: int = 1) -> PlanChain:
         """The chain where the model keeps apart only what stands in rows of its own, ``count`` of which are a sequence
         of the plan. Raises EvenloadError where no enabled plugin plans padded groups."""

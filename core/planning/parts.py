@@ -80,7 +80,7 @@ def parts_of(lengths: Ints, limits: Limits, context: PlanningContext) -> Parts |
     lengths int64 [S].
     """
     node = limits.node_ranks or limits.num_ranks
-    if limits.num_stages > 1 or limits.together > 1:
+    if limits.num_stages > 1 or limits.together > 1 or context.costs.beside:
         return None
     longest_first = np.argsort(-lengths, kind="stable")
     all_s = float(context.costs.sequence_s(lengths).sum())

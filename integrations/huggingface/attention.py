@@ -44,6 +44,22 @@ def unregister() -> None:
     AttentionInterface._global_mapping.pop(NAME, None)
 
 
+def attention_of(model: Any) -> str:
+    """The name of the implementation by which a model's text attends."""
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
+
+
+def set_attention(model: Any, name: str) -> str:
+    """Have a model's text attend by the implementation of this name, and all beside it, such as a tower of pictures, as
+    it did; the name of what the text attended by."""
+    text, stock = model.config.get_text_config(), attention_of(model)
+    parts = getattr(model.config, "sub_configs", None) or {}
+    own = next((key for key in parts if getattr(model.config, key, None) is text), None)
+    model.set_attn_implementation(name if own is None else {own: name})
+    return stock
+
+
 def attention(
     module: torch.nn.Module,
     query_1HTD: torch.Tensor,

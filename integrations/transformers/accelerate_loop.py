@@ -32,15 +32,17 @@ from ...runtime.attention.pack import build_pack
 from ...runtime.world.agreement import rank_and_size
 from ..deepspeed.unmodified.micro_batches import into_exactly
 from ..huggingface import attention
-from ..huggingface.inputs import inputs_of, without_unread
+from ..huggingface.inputs import without_unread
 from ..huggingface.models import refuse_unsupported
 from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
+from .multimodal.measured import short_samples, with_parts
+from .multimodal.step import IdleSample
 from .pack_loss import PackLoss
-from .planning import StepBatch, chain_for, gather, reading, zero_stage_of
-from .proof import Call, prove, weights_of, windows
+from .planning import StepBatch, StepForm, chain_for, gather, reading, with_work, zero_stage_of
+from .proof import Call, Measurement, prove, weights_of, windows
 from .supported import entered_module, outer_model, unwrapped, virtual_tokens
 
 log = logging.getLogger("evenload")
@@ -61,6 +63,10 @@ class PlannedModel:
     """Of hooks on the model."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
     hooked: bool = False
+    form: StepForm | None = None
+    """Of the batch that was measured."""
+    idles: list[IdleSample] = field(default_factory=list)
+    """Short samples with pictures, for packs that have none."""
 
 
 _prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -121,7 +127,7 @@ def _close(loop: PlannedModel) -> None:
         handle.remove()
     loop.hooks.release()
     loop.model.loss_function = loop.loss.stock
-    loop.model.set_attn_implementation(loop.stock_attention)
+    attention.set_attention(loop.model, loop.stock_attention)
 
 
 def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwargs: Any) -> Any:
@@ -200,9 +206,7 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     half = accelerator.mixed_precision in ("bf16", "fp16")
     rows, stage = batch["input_ids"].shape[0], zero_stage_of(accelerator)
     chain = chain_for(recipe, model, zero_stage=stage, half=half, whole=True, micro_batch_size=rows)
-    loop = PlannedModel(
-        model, PlannedLoop(NAME, chain), PackLoss(model.loss_function), model.config._attn_implementation
-    )
+    loop = PlannedModel(model, PlannedLoop(NAME, chain), PackLoss(model.loss_function), attention.attention_of(model))
     entered = entered_module(accelerator, accelerator._models[0])
     loop.handles.append(entered.register_forward_pre_hook(partial(_before_forward, loop), with_kwargs=True))
     model.loss_function = loop.loss
@@ -220,7 +224,12 @@ def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any
     first = _gathered(batch, loop, None)
     if first is None:
         raise EvenloadError("no token of the first batch has a target", "labels that are all -100", "give it others")
-    samples = windows([*first.samples.own.values()])
+    loop.form, kind = StepForm(True, parts=first.part_form), Measurement
+    if first.parts:
+        samples, parts, loop.idles = short_samples(first.samples.own, first.parts, loop.model.config)
+        kind = with_parts(kind, parts, first.part_form, left=False)
+    else:
+        samples = windows([*first.samples.own.values()])
 
     def compute(inputs: dict[str, Any], times: float) -> Call:
         if attention.PACK in inputs:
@@ -228,7 +237,7 @@ def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any
         outputs = outer(**inputs)
         return Call(outputs.loss, outputs)
 
-    fault = prove(loop.model, samples, batch, compute, half=half, entered=entered).fault
+    fault = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind).fault
     loop.loss.weights_1T = None
     if fault is not None:
         raise fault
@@ -236,7 +245,7 @@ def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any
 
 def _before_forward(loop: PlannedModel, module: Any, args: Any, kwargs: Any) -> None:
     """The model attends inside packs where it is given one, else as it came; backwards follow their forward."""
-    loop.model.set_attn_implementation(attention.NAME if attention.PACK in kwargs else loop.stock_attention)
+    attention.set_attention(loop.model, attention.NAME if attention.PACK in kwargs else loop.stock_attention)
 
 
 def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> dict[str, Any] | None:
@@ -253,7 +262,18 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
         return None
     if step is None:
         return None
+    assert loop.form is not None
+    if step.part_form != loop.form.parts:
+        keys = ", ".join(key.name for key in step.part_form) or "nothing"
+        _leave(
+            loop,
+            EvenloadError(
+                "other entries than the first batch had", f"{keys} beside tokens", "nothing needs to be done"
+            ),
+        )
+        return None
     loop.hooked = step.hooked
+    loop.planning.chain = with_work(loop.planning.chain, loop.model, step)
     plan = loop.planning.plan(step.samples.lengths)
     if stock := loop.planning.stock_instead(step.samples, plan):
         loop.planning.report(stock)
@@ -262,18 +282,19 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     tokens = step.exchange(plan)
     (micro_batch,) = rows[rank_and_size()[0]]
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
-    # A token's loss counts 1 over the divisor of the stock batch that its sample came in.
-    loop.loss.weigh(pack, step.divisors)
+    parts = step.parts_of_rank(loop.model, loop.form, tokens, plan, loop.idles)
     loop.loss.plan = plan
-    return inputs_of(pack, with_mask=step.has_mask)
+    # A token's loss counts 1 over the divisor of the stock batch that its sample came in.
+    return step.inputs_of(loop.form, loop.loss, parts)(pack)
 
 
 def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> StepBatch | None:
     """The samples of all ranks' batches. Collective. Raises EvenloadError for those of which no pack can be made."""
     config = loop.model.config
     step = gather([reading(batch, config, num_items)()], config, hooked=loop.hooked)
-    if step is not None and step.windows is not None:
-        raise step.windows
+    fault = step and (step.windows or (step.parts and step.parts.fault))
+    if fault:
+        raise fault
     return step
 
 

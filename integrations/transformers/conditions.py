@@ -68,19 +68,19 @@ def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]
         entered.register_forward_pre_hook(partial(count, "forwards")),
         entered.register_forward_hook(partial(count, "ended")),
     )
-    stock = model.config._attn_implementation
+    stock = ""
     # What stands there is the session's own, or nothing where no session is on.
     before = AttentionInterface._global_mapping.get(attention.NAME)
     try:
         if planned:
             AttentionInterface.register(attention.NAME, counting)
-            model.set_attn_implementation(attention.NAME)
+            stock = attention.set_attention(model, attention.NAME)
         yield calls
     finally:
         for hook in hooks:
             hook.remove()
         if planned:
-            model.set_attn_implementation(stock)
+            attention.set_attention(model, stock)
             attention.unregister()
             if before is not None:
                 AttentionInterface.register(attention.NAME, before)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,9 @@ from ..huggingface.refusals import raise_together
 from ..huggingface.rows import PaddedForm, rows_of, split_pairs
 from ..huggingface.samples import reach, split, with_all_labels
 from ..unmodified.planned_loop import GlobalBatch
+from .multimodal.parts import NO_PARTS, PartForm, Parts, split_parts
+from .multimodal.step import BroughtParts, IdleSample, PartsOfRank, StepParts, to_bytes
+from .multimodal.work import seconds_beside, towers_of
 from .pack_loss import PackLoss
 from .supported import inner_model
 from .traits import rule_of_layers, traits_of
@@ -42,6 +46,8 @@ class StepForm(NamedTuple):
     """Else padded groups."""
     left: bool = False
     """Rows of these are padded on the left."""
+    parts: PartForm = ()
+    """What samples have beside tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +70,12 @@ class StepBatch:
     """Of every rank."""
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
+    parts: StepParts | None
+    """What samples have beside tokens; None: nothing."""
+
+    @property
+    def part_form(self) -> PartForm:
+        return self.parts.form if self.parts else ()
 
     def exchange(self, plan: StepPlan) -> dict[int, Any]:
         """Tokens and labels, int64 [2, L], of the samples of which this rank computes some. Collective."""
@@ -72,16 +84,30 @@ class StepBatch:
         parts = exchange_bytes(own, self.samples.source, ranks_of_samples(plan), sizes)
         return {i: part.cpu().view(torch.int64).view(2, -1).numpy() for i, part in parts.items()}
 
-    def inputs_of(self, form: StepForm, loss: PackLoss | None) -> Callable[[Pack], dict[str, Any]]:
-        """The arguments of the model's call for a micro-batch, whose tokens ``loss`` is told to weigh."""
-        if not form.packs:
-            return lambda pack: rows_of(pack, self.rows)
+    def parts_of_rank(
+        self, model: Any, form: StepForm, samples: Mapping[int, Any], plan: StepPlan, idles: Sequence[IdleSample]
+    ) -> PartsOfRank | None:
+        """The parts of the samples of which this rank computes some, which `exchange` gave. Collective."""
+        if self.parts is None:
+            return None
+        # Numbers below 0 count as padding, which in packs nobody attends to.
+        first_idle = -len(idles) if form.packs else len(plan.lengths)
+        parts = self.parts.exchange(plan, self.samples)
+        return PartsOfRank(model, form.parts, samples, parts, idles, first_idle, plan.limits.round_tokens)
+
+    def inputs_of(
+        self, form: StepForm, loss: PackLoss | None, parts: PartsOfRank | None = None
+    ) -> Callable[[Pack], dict[str, Any]]:
+        """The arguments of the model's call for a micro-batch, whose tokens ``loss`` is told to weigh, with the
+        ``parts`` of its samples."""
 
         def of_pack(pack: Pack) -> dict[str, Any]:
-            if loss is not None:
+            pack = parts.filled(pack, rows=not form.packs) if parts else pack
+            if loss is not None and form.packs:
                 loss.refuse_unused()
                 loss.weigh(pack, self.divisors)
-            return inputs_of(pack, with_mask=self.has_mask)
+            inputs = inputs_of(pack, with_mask=self.has_mask) if form.packs else rows_of(pack, self.rows)
+            return inputs | parts.inputs_of(pack, rows=not form.packs, left=form.left) if parts else inputs
 
         return of_pack
 
@@ -102,6 +128,9 @@ class Read(NamedTuple):
     """What the loop divides the loss of the batch by; None: the number of its targets."""
     error: EvenloadError | None
     """Why it cannot be cut, for all ranks to raise together."""
+    form: PartForm = ()
+    parts: Sequence[Parts] = ()
+    """What its samples have beside tokens and labels."""
 
 
 def reading(batch: Any, config: Any, num_items: Any) -> Callable[[], Read]:
@@ -124,11 +153,24 @@ def _read(coming: dict[str, Any], config: Any, divisor: Any) -> Read:
     divisor, has_mask = None if divisor is None else float(divisor), "attention_mask" in here
     try:
         pairs = getattr(config, "is_encoder_decoder", False)
+        parts = NO_PARTS if pairs else split_parts(here, config)
+        here = {key: value for key, value in here.items() if key not in {one.name for one in parts.form}}
         own = split_pairs(here, config) if pairs else split(here, rotary=is_rotary(config))
+        of_samples = parts.of_samples(len(own))
     except EvenloadError as error:
         return Read((), 0, has_mask, None, False, divisor, error)
     samples, rows = [torch.stack([*sample]) for sample in own], PaddedForm.of(here, config)
-    return Read(samples, reach(here), has_mask, rows, len(samples) > len(here["input_ids"]), divisor, None)
+    return Read(
+        samples,
+        reach(here),
+        has_mask,
+        rows,
+        len(samples) > len(here["input_ids"]),
+        divisor,
+        None,
+        parts.form,
+        of_samples,
+    )
 
 
 class _Brought(NamedTuple):
@@ -141,6 +183,7 @@ class _Brought(NamedTuple):
     hooked: bool
     left: bool
     flattened: bool
+    parts: BroughtParts
 
 
 def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> StepBatch | None:
@@ -155,13 +198,17 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     Raises EvenloadError, the same on all ranks, where the batches of one cannot be cut into samples, and where the
     model's rotary tables depend on what a sample stands beside.
     """
-    own = [[sample for sample in one.samples if _is_computed(sample)] for one in batches]
+    chosen = [[*map(_is_computed, one.samples)] for one in batches]
+    own = [[*compress(one.samples, which)] for one, which in zip(batches, chosen, strict=True)]
+    own_parts = [[*compress(one.parts, which)] for one, which in zip(batches, chosen, strict=True)]
+    content = [[*map(to_bytes, parts)] for parts in own_parts]
+    brought = BroughtParts.of({key for one in batches for key in one.form}, own_parts, content)
     divisors = [sum(map(_num_targets, one.samples)) if one.divisor is None else one.divisor for one in batches]
     lengths, errors = [[sample.shape[1] for sample in samples] for samples in own], [one.error for one in batches]
     forms = [one.rows for one in batches if one.rows is not None]
     far, left = max((one.reach for one in batches), default=0), any(form.left for form in forms)
     own_flat = any(one.flattened for one in batches)
-    of_ranks = [_Brought(*row) for row in everyone((errors, lengths, divisors, far, hooked, left, own_flat))]
+    of_ranks = [_Brought(*row) for row in everyone((errors, lengths, divisors, far, hooked, left, own_flat, brought))]
     raise_together(error for one in of_ranks for error in one.errors if error is not None)
     rank, _ = rank_and_size()
     samples = GlobalBatch.of([one.lengths for one in of_ranks], own, rank)
@@ -182,6 +229,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
         tuple(of_ranks[rank].divisors[k] for rank, k, _ in samples.places),
         tuple(len(one.lengths) for one in of_ranks),
         any(one.hooked for one in of_ranks),
+        StepParts.of([one.parts for one in of_ranks], samples, own_parts, content),
     )
 
 
@@ -250,6 +298,14 @@ def chain_for(
     )
     chain = replace(chain, micro_batch_size=micro_batch_size)
     return chain.in_rows(rows) if rows else chain
+
+
+def with_work(chain: PlanChain, model: Any, batch: StepBatch) -> PlanChain:
+    """The chain of a step, with what its samples have beside tokens weighed."""
+    costs, values = chain.context.costs, batch.parts.values if batch.parts else ()
+    if not values and not costs.beside:
+        return chain
+    return chain.with_beside(seconds_beside(values, towers_of(model), _shape(model, rows=True), costs))
 
 
 def _shape(model: Any, *, rows: bool) -> Shape:

@@ -186,6 +186,7 @@ class Measurement:
     """Two samples in one pack against each alone."""
 
     noun = "a pack"
+    of_rows = False
 
     def __init__(
         self,
@@ -230,7 +231,10 @@ class Measurement:
 
     def _together(self, samples: list[list[list[int]]]) -> dict[str, Any]:
         """Samples as a planned step has them."""
-        return inputs_of(self._pack(samples), with_mask="attention_mask" in self._row)
+        return self._inputs(self._pack(samples))
+
+    def _inputs(self, pack: Pack) -> dict[str, Any]:
+        return inputs_of(pack, with_mask="attention_mask" in self._row)
 
     def _pack(self, samples: list[list[list[int]]], pad_to: int = 0) -> Pack:
         of_token, of_label = ([torch.tensor(one[k]).numpy() for one in samples] for k in range(2))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError
+from ...runtime.attention.pack import Pack
 from ..huggingface.rows import PaddedForm, rows_of
 from .proof import Measurement, ProofRun
 
@@ -27,6 +28,7 @@ def rows_like(form: PaddedForm) -> type[Measurement]:
         """Two samples as rows of one batch against each alone."""
 
         noun = "padded rows"
+        of_rows = True
 
         def __init__(self, model: Any, samples: list[list[list[int]]], *others: Any) -> None:
             first, second = samples
@@ -38,7 +40,10 @@ def rows_like(form: PaddedForm) -> type[Measurement]:
             return rows_of(self._pack([self._samples[index]]), form)
 
         def _together(self, samples: list[list[list[int]]]) -> dict[str, Any]:
-            return rows_of(self._pack(samples, _PADDING + max(len(tokens) for tokens, _ in samples)), form)
+            return self._inputs(self._pack(samples, _PADDING + max(len(tokens) for tokens, _ in samples)))
+
+        def _inputs(self, pack: Pack) -> dict[str, Any]:
+            return rows_of(pack, form)
 
         def _parts(self, together: Tensor, alone: list[Tensor]) -> Tensor:
             rows = zip(together, (one.shape[1] for one in alone), strict=True)

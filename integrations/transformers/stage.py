@@ -180,12 +180,11 @@ def run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> T
 @contextmanager
 def attending(model: Any) -> Iterator[None]:
     """Inside, the model attends inside packs; afterwards as it came."""
-    stock = model.config._attn_implementation
-    model.set_attn_implementation(attention.NAME)
+    stock = attention.set_attention(model, attention.NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(stock)
+        attention.set_attention(model, stock)
 
 
 def closed(plan: StepPlan, rank: int) -> Program:

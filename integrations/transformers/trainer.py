@@ -45,9 +45,11 @@ from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import inside, is_running
+from .multimodal.measured import short_samples, with_parts
+from .multimodal.step import IdleSample
 from .pack_loss import PackLoss
-from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors
-from .proof import LossRaisedError, prove_trainer, windows
+from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
+from .proof import LossRaisedError, Measurement, prove_trainer, windows
 from .proof_rows import rows_like
 from .proof_units import prove_units, short_units
 from .stage import StepPasses, TakenBatch, TrainerStage, attending, closed, log_step, run_stock
@@ -90,6 +92,8 @@ class PlannedTrainer:
     """Rows that stay together, where the loss is a mean over such units; None: it is a sum over tokens."""
     idle: Unit | None = None
     """A short unit, for a rank that has none."""
+    idles: dict[StepForm, list[IdleSample]] = field(default_factory=dict)
+    """Short samples with pictures, for micro-batches that have none."""
     planning: PlannedLoop | None = None
     """None until a form is measured to be exact, in the first step."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
@@ -198,6 +202,9 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         refuse_divisors(batch, num_items)
     elif len(set(batch.num_batches)) > 1:  # each rank divides by its own number of batches
         return run_stock(trainer, model, taken, call)
+    if batch.parts and batch.parts.fault:
+        report_idle(NAME, f"{batch.parts.fault.what} ({batch.parts.fault.found})", batch.parts.fault.do)
+        return run_stock(trainer, model, taken, call)
     form = _form(state, trainer, batch, taken[-1])
     if form is None or state.planning is None:
         return run_stock(trainer, model, taken, call)
@@ -210,8 +217,9 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         loss: Tensor = call(inputs, num_items)
         return loss
 
+    parts = batch.parts_of_rank(inner, form, samples, plan, state.idles.get(form, ()))
     with attending(inner) if form.packs else nullcontext():
-        passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss), batch.hooked)
+        passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss, parts), batch.hooked)
         return _carried_out(state, trainer, model, plan, passes)
 
 
@@ -315,9 +323,9 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
     """What the micro-batches of a step are: packs, where the model computes them, else padded groups; None where
     neither is exact, which is said once. Measured before the first step of a form. Collective."""
     faults: list[EvenloadError] = [] if batch.windows is None else [batch.windows]
-    forms = [StepForm(True)] if batch.windows is None else []
+    forms = [StepForm(True, parts=batch.part_form)] if batch.windows is None else []
     # What a model makes of several samples in a row without their borders is its own affair.
-    forms += [] if batch.flattened else [StepForm(False, batch.rows.left)]
+    forms += [] if batch.flattened else [StepForm(False, batch.rows.left, batch.part_form)]
     for form in forms:
         if form not in state.measured:
             state.measured[form] = _measured(state, trainer, batch, taken, form)
@@ -330,7 +338,7 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
         if faults and faults[0].found not in state.planning.warned:
             state.planning.warned.add(faults[0].found)
             log.info("samples are regrouped as padded rows: %s (%s)", faults[0].what, faults[0].found)
-        state.planning.chain = chain
+        state.planning.chain = with_work(chain, inner_model(trainer), batch)
         return form
     raised = [one for one in faults if isinstance(one, LossRaisedError)]
     if raised and state.planning is None:  # before the first update
@@ -348,8 +356,12 @@ def _measured(
     model, may_cut = inner_model(trainer), False
     fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else rows_fault(state.loss is not None))
     if fault is None:
-        samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
-        kind = None if form.packs else rows_like(batch.rows)
+        kind = Measurement if form.packs else rows_like(batch.rows)
+        if batch.parts:
+            samples, parts, state.idles[form] = short_samples(batch.samples.own, batch.parts, model.config)
+            kind = with_parts(kind, parts, form.parts, left=form.left)
+        else:
+            samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
         fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
     if fault is not None:
         return fault

@@ -14,7 +14,8 @@ to e(i, b):
 
 with b on a grid from c(n_i) on. That gives rounds of neighbours; beside it stand runs of equal cost in as few rounds as
 hold them, and those of least total. In small batches the best of them is polished: borders between runs move, runs join
-and part. Rounds are dealt over groups of ranks that need not wait for each other, longest first.
+and part. Rounds are dealt over groups of ranks that need not wait for each other, longest first. What a sequence costs
+beside its tokens (`Costs.beside`) is the same in any micro-batch, so it is no part of T; runs are weighed with it.
 
 Shape legend: K = rows, B = budgets tried.
 """
@@ -53,7 +54,7 @@ Stops = list[int]
 
 
 class SortedRows(NamedTuple):
-    """The sequences of a batch as rows, the longest first."""
+    """The sequences of a batch as rows, the longest first, of equal ones that which costs most."""
 
     order: Ints
     """Which sequence each row is, int64 [K]."""
@@ -64,23 +65,27 @@ class SortedRows(NamedTuple):
     launch_s: float
     most: Ints
     """SortedRows of a micro-batch that begins with each row, under the token cap, int64 [K]."""
+    beside: list[float]
+    """Seconds beside tokens (`Costs.beside`) of all rows before each, [K + 1]."""
 
     @classmethod
     def of(cls, lengths: Ints, limits: Limits, context: PlanningContext, price: PassCost | None = None) -> SortedRows:
         """``price``: of a micro-batch; None: forward and backward."""
         price = price or context.costs.both
-        order = np.argsort(-lengths, kind="stable")
+        beside_s = context.costs.beside_s(len(lengths))
+        order = np.lexsort((-beside_s, -lengths))
         tokens = lengths[order]
         most = np.minimum(np.maximum(1, limits.max_tokens // tokens), len(tokens) - np.arange(len(tokens)))
         launch_s = price.launch_s + sum(gathering_s(context, passes) for passes in (1, 2))
-        return cls(order, tokens, np.asarray(price.seconds(tokens.astype(np.float64))), launch_s, most)
+        seconds = np.asarray(price.seconds(tokens.astype(np.float64)))
+        return cls(order, tokens, seconds, launch_s, most, [0.0, *np.cumsum(beside_s[order]).tolist()])
 
     def costs(self, stops: Stops) -> list[float]:
         """Seconds of each run of these, in their order."""
         return [self.cost(a, b) for a, b in pairwise(stops)]
 
     def cost(self, start: int, stop: int) -> float:
-        return float(self.seconds[start]) * (stop - start) + self.launch_s
+        return float(self.seconds[start]) * (stop - start) + self.beside[stop] - self.beside[start] + self.launch_s
 
 
 def portfolio(incoming: StepPlan, limits: Limits, context: PlanningContext) -> Iterator[StepPlan]:
@@ -139,6 +144,7 @@ def least_total(rows: SortedRows) -> tuple[float, Stops]:
 def equal_runs(rows: SortedRows, count: int) -> Stops:
     """At most so many micro-batches, of which the costliest costs least; more where the token cap asks for them."""
     low, high = float(rows.seconds[0]), float(rows.seconds.sum() + rows.seconds[0] * len(rows.seconds))
+    high += rows.beside[-1]
     best = greedy(rows, high)
     if len(best) - 1 > count:
         return best
@@ -271,8 +277,10 @@ def greedy(rows: SortedRows, budget_s: float, first: int = 0, stop: int | None =
     end = len(rows.tokens) if stop is None else stop
     stops = [first]
     while first < end:
-        affordable = budget_s / rows.seconds[first] + 1e-9
-        first += max(1, int(min(affordable, rows.most[first], end - first)))
+        most = int(min(budget_s / rows.seconds[first] + 1e-9, rows.most[first], end - first))
+        while most > 1 and rows.cost(first, first + most) - rows.launch_s > budget_s * (1 + 1e-9):
+            most -= 1
+        first += max(1, most)
         stops.append(first)
     return stops
 

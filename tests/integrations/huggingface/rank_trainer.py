@@ -77,6 +77,8 @@ class Keep(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
+            if gradient is None:  # of layers that a tower's model has and nobody asks
+                continue
             whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
             self.gradients[name.removeprefix("module.")] = whole.detach().clone()
 

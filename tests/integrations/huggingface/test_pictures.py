@@ -1,0 +1,65 @@
+"""Pictures that travel with their row under the real Trainer: loss and gradients of a stock Trainer."""
+
+from __future__ import annotations
+
+import pytest
+
+ROUNDING = 1e-9
+MODELS = ["qwen2_5_vl", "llava", "llava with windows", "smolvlm"]
+
+
+@pytest.mark.slow
+def test_rows_change_ranks_with_their_pictures_exactly(on_ranks):
+    """Patches by grid, a picture an entry, pictures of a row; in packs, and with short windows in padded groups."""
+    for found in on_ranks(2, "rank_pictures.each", names=MODELS):
+        for name, one in found.items():
+            assert one["grad"] < ROUNDING, (name, one)
+            assert one["loss"] < 1e-6, (name, one)
+            assert not one["idle"], (name, one)
+            assert one["padded"] == ("windows" in name), (name, one)
+            assert all(any(back for _, back in beside) for beside in one["beside"]), (name, one)
+
+
+@pytest.mark.slow
+def test_a_tower_that_looks_across_pictures_leaves_the_script_as_it_is(on_ranks):
+    for found in on_ranks(2, "rank_pictures.exact", name="llava across pictures"):
+        assert found["grad"] == 0, found
+        (line,) = found["idle"]
+        assert "off by" in line, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+def test_the_same_under_zero(on_ranks, zero):
+    """In float32; every rank runs the tower in every pass."""
+    for found in on_ranks(2, "rank_pictures.each", names=["qwen2_5_vl"], zero=zero):
+        for one in found.values():
+            assert one["grad"] < 2e-6, one
+            assert not one["idle"], one
+
+
+@pytest.mark.slow
+def test_a_rank_whose_batches_have_no_pictures_computes_those_of_others(on_ranks):
+    for found in on_ranks(2, "rank_pictures.one_sided", name="qwen2_5_vl"):
+        assert found["grad"] < ROUNDING, found
+        assert not found["idle"], found
+        assert found["ranks"] == {0, 1}, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["token", "picture"])
+def test_pictures_and_tokens_that_disagree_end_all_ranks_by_one_message(on_ranks, fault):
+    first, second = on_ranks(2, "rank_pictures.refused", name="qwen2_5_vl", fault=fault)
+    assert first == second
+    assert first.startswith("pictures of a batch and the tokens that stand for them disagree")
+    assert "image_grid_thw does not fit rows with" in first
+
+
+@pytest.mark.slow
+def test_a_loop_of_accelerate_trains_as_without_evenload(on_ranks):
+    for ended in on_ranks(2, "rank_pictures.loop", name="qwen2_5_vl"):
+        assert not ended["refused"], ended
+        assert not ended["said"], ended
+        assert ended["grad"] < ROUNDING, ended
+        assert ended["loss"] < ROUNDING, ended
+        assert len(ended["planned"]) == 4, ended
