@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import EvenloadError
-from ...runtime.world.agreement import everyone
-from ..huggingface.units import Unit, UnitForm, batch_of
-from .conditions import as_if_without_dropout, twin_of
-from .proof import Call, Measurement, Proof, ProofRun, difference, prove
-from .supported import entered_module, inner_model
+from ....core.errors import EvenloadError
+from ....runtime.world.agreement import everyone
+from ...huggingface.units import Unit, UnitForm, batch_of
+from ..conditions import as_if_without_dropout, twin_of
+from ..proof import Call, Measurement, Proof, ProofRun, difference, prove
+from ..supported import entered_module, inner_model
 
 _LENGTHS, _ANSWERS = (7, 12), (2, 5)
 """Tokens of the first row of each unit, and those that are its answer: unlike, so that a mean of them differs."""

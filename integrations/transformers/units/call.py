@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.attention.pack import Pack
-from ...runtime.attributes import with_attributes
-from ...runtime.world.agreement import everyone
-from ..huggingface.units import Unit, UnitForm, batch_of
+from ....runtime.attention.pack import Pack
+from ....runtime.attributes import with_attributes
+from ....runtime.world.agreement import everyone
+from ...huggingface.units import Unit, UnitForm, batch_of
 
 _TOTAL, _OF_TOTAL = "_total_train_tokens", "num_tokens"
 """Tokens that a Trainer of TRL has seen, and the metric that repeats them."""

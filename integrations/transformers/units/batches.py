@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...core.errors import EvenloadError
-from ...core.plan.step_plan import StepPlan
-from ...core.plan.token_layout import ranks_of_samples
-from ...runtime.world.agreement import everyone, rank_and_size
-from ...runtime.world.exchange import exchange_bytes
-from ..huggingface.refusals import raise_together
-from ..huggingface.units import Unit, UnitForm, split_units
-from ..unmodified.planned_loop import GlobalBatch
-
-STOCK = "nothing needs to be done: the script runs as it is, without plans"
+from ....core.errors import EvenloadError
+from ....core.plan.step_plan import StepPlan
+from ....core.plan.token_layout import ranks_of_samples
+from ....runtime.world.agreement import everyone, rank_and_size
+from ....runtime.world.exchange import exchange_bytes
+from ...huggingface.refusals import raise_together
+from ...huggingface.units import Unit, UnitForm, split_units
+from ...unmodified.planned_loop import GlobalBatch
+from ..planned import STOCK
 
 _TOKEN_LOSSES = "trl.trainer.sft_trainer"
 _ROWS = {"trl.trainer.dpo_trainer": 2, "trl.trainer.reward_trainer": 2, "trl.trainer.kto_trainer": 1}
