@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,10 +17,11 @@ from ...runtime.measure.busy import BusyClock
 from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..host.step import Position, run_program
-from ..huggingface.units import Unit
+from ..huggingface.units import Unit, slots_of
 from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..unmodified.planned_runs import report_idle
 from .hooks import GradientHooks
+from .pack_call import PackCalls
 from .pack_loss import PackLoss
 from .planning import StepForm
 from .stage import StepPasses, TakenBatch, TrainerStage, closed, log_step
@@ -44,15 +45,32 @@ class StepWindow:
     taken: list[TakenBatch] = field(default_factory=list)
 
 
+class MeasuredUnits(NamedTuple):
+    """What changes micro-batches exactly."""
+
+    of_mean: bool
+    """A batch's loss is the mean of its units'; else their sum over a number of the whole step."""
+    idle: Unit
+    """A short one, for a rank that has none."""
+    packs: PackCalls | None
+    """What computes them without padding; None: in padded rows."""
+
+
 @dataclass(eq=False)
 class PlannedTrainer:
     """What evenload keeps for one Trainer."""
 
     recipe: Recipe
     unit_rows: int | None = None
-    """Rows that stay together, where the loss is a mean over such units; None: it is a sum over tokens."""
-    idle: Unit | None = None
-    """A short unit, for a rank that has none."""
+    """Rows that stay together, where the loss goes by such units; 0: all stay in place; None: it goes by tokens."""
+    in_place_why: EvenloadError | None = None
+    """Why its rows stay where they are, where its class and settings say so."""
+    units: MeasuredUnits | None = None
+    """None until measured, in the first step."""
+    in_place: bool = False
+    """Its rows stay where they are."""
+    packs: PackCalls | None = None
+    """What computes rows without padding, where that is exact."""
     planning: PlannedLoop | None = None
     """None until a form is measured to be exact, in the first step."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
@@ -76,7 +94,7 @@ def plan_of(state: PlannedTrainer, samples: GlobalBatch[Any], taken: list[TakenB
         log.info("step %d: %d samples of one length run as they are", state.planning.steps, len(plan.lengths))
         state.planning.report(stock)
         return None
-    slots = sum(one.inputs["input_ids"].numel() for one in taken) // (state.unit_rows or 1)
+    slots = sum(slots_of(one.inputs) for one in taken) // (state.unit_rows or 1)
     log_step(state.planning.steps, plan, slots)
     return plan
 
@@ -108,7 +126,7 @@ def carried_out(state: PlannedTrainer, trainer: Any, model: Any, plan: StepPlan,
     return stage.loss
 
 
-def stays(state: PlannedTrainer, why: EvenloadError) -> None:
-    """Leave a Trainer's batches as they are, and say why."""
-    state.stays = True
-    report_idle(NAME, f"{why.what} ({why.found})", STOCK)
+def stays(state: PlannedTrainer, why: EvenloadError, padded: str | None) -> None:
+    """Leave a Trainer's rows where they are, and say why, and why they are padded; None: they are not."""
+    state.stays = padded is not None
+    report_idle(NAME, f"{why.what} ({why.found}; {padded or 'their padding is not computed'})", STOCK)

@@ -90,8 +90,11 @@ def _begun(trainer: Any, recipe: Recipe, num_items: Any) -> PlannedTrainer:
     """What is kept for a Trainer whose first window begins. Raises EvenloadError where it cannot be planned exactly."""
     units = unit_rows(trainer)
     if isinstance(units, EvenloadError):
-        state = PlannedTrainer(recipe)
-        stays(state, units)
+        state = PlannedTrainer(recipe, 0, units)
+        try:
+            refuse_trainer(trainer, of_units=True)
+        except EvenloadError as error:
+            stays(state, units, error.found)
         return state
     refuse_trainer(trainer, of_units=units is not None)
     by_batch = units is None and divides_by_batch(trainer, num_items)
@@ -111,7 +114,8 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     call = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
     model, num_items = call["model"], call.get("num_items_in_batch")
-    inputs = trainer._prepare_inputs(call["inputs"])
+    with nullcontext() if state.packs is None else state.packs.running():  # it may score completions
+        inputs = trainer._prepare_inputs(call["inputs"])
     window.taken.append(TakenBatch(inputs, num_items, _reading(state, trainer, inputs, num_items)))
     # A script may pass over batches: the Trainer says which one is the last before its update.
     if not trainer.accelerator.gradient_state.sync_gradients and len(window.taken) < window.num_batches:
@@ -168,9 +172,11 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         return carried_out(state, trainer, model, plan, passes)
 
 
-def _reading(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -> Callable[[], Read | ReadUnits]:
+def _reading(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -> Callable[[], Read | ReadUnits | None]:
     """What cuts a batch into what is planned of it."""
     config = inner_model(trainer).config
+    if state.unit_rows == 0:
+        return lambda: None
     if state.unit_rows is not None:
         units = read_units(inputs, state.unit_rows, config)
         return lambda: units

@@ -99,7 +99,7 @@ KILLERS: dict[str, Words] = {
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "proof": ("pytest", "tests/integrations/huggingface/test_proof.py"),
-    "units": ("pytest", "tests/integrations/huggingface/test_units.py", "-k", "figures or sft"),
+    "units": ("pytest", "tests/integrations/huggingface/test_units.py", "-k", "figures or sft or places"),
     "padded rows": ("pytest", "tests/integrations/huggingface/test_rows.py"),
     "shapes": ("pytest", "tests/plugins/packing/test_shapes.py"),
     "padded groups": ("pytest", "tests/plugins/packing/test_padded.py"),
@@ -1163,8 +1163,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a loss that is no sum over samples is planned",
         "integrations/transformers/proof.py",
-        "if abs(packed.loss - total) > self._tolerance / 5 * abs(total):",
-        "if abs(packed.loss - total) > abs(total):",
+        "if abs(packed.loss - total) > self._tolerance / 5 * sum(abs(one.loss) for one in alone):",
+        "if abs(packed.loss - total) > sum(abs(one.loss) for one in alone):",
         "proof",
     ),
     Mutant(
@@ -1191,8 +1191,29 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a row of a unit stands on the wrong side",
         _UNITS,
-        "most - len(row[key]) if form.left else 0",
-        "0 if form.left else most - len(row[key])",
+        "most - len(row[key]) if part.left else 0",
+        "0 if part.left else most - len(row[key])",
+        "units",
+    ),
+    Mutant(
+        "a row's old log-probabilities follow another row",
+        _UNITS,
+        "{key: value if key in of_step else value[n].clone() for key, value in rest.items()}",
+        "{key: value if key in of_step else value[n - 1].clone() for key, value in rest.items()}",
+        "units",
+    ),
+    Mutant(
+        "a sum over units counts as their mean",
+        "integrations/transformers/units/step.py",
+        "batch.divisor if measured.of_mean else None",
+        "batch.divisor",
+        "units",
+    ),
+    Mutant(
+        "what a pack gives goes back to other rows",
+        "integrations/transformers/pack_call.py",
+        "index_copy(0, self.slots_N, own_N)",
+        "index_copy(0, self.slots_N.flip(0), own_N)",
         "units",
     ),
     Mutant(
@@ -1212,7 +1233,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "figures of units are weighed alike",
         "integrations/transformers/units/call.py",
-        "weights = {key: _weight(key, self._own) for key in figures}",
+        "weights = {key: _weight(key, self._own, by_token) for key in figures}",
         "weights = dict.fromkeys(figures, 1)",
         "units",
     ),

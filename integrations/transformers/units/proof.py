@@ -8,7 +8,7 @@ both, and so the gradient at the input embeddings. Where a run begins, the polic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone
-from ...huggingface.units import Unit, UnitForm, batch_of
+from ...huggingface.units import Unit, UnitForm, batch_of, mask_of
 from ..conditions import as_if_without_dropout, twin_of
+from ..pack_call import PackCalls
+from ..planned import STOCK
 from ..proof import Call, Measurement, Proof, ProofRun, difference, prove
 from ..supported import entered_module, inner_model
 
@@ -31,31 +33,60 @@ _STEP = 0.1
 """How far, over the mean size of a weight's entries; for one of zeros, a fifth of this itself."""
 
 
+_NO_WEIGHT = (0.5, -1.0)
+"""What stands for a value of 0: an advantage of it would hide what a unit does."""
+
+
 def short_units(units: Sequence[Unit]) -> list[Unit]:
-    """Two short units out of those of all ranks. Collective."""
-    pairs = zip((*units[:2], *units[:1]), _LENGTHS, _ANSWERS, strict=False)
-    own = [unit.shortened(most, answer) for unit, most, answer in pairs]
+    """Two units out of those of all ranks, short and of unlike lengths. Collective.
+
+    Generated ones stay whole, so that log-probabilities that they bring are those of their tokens. Raises EvenloadError
+    where all of these have one token.
+    """
+    if units and units[0].is_generated:
+        own = sorted(units, key=lambda unit: max(unit.sizes))
+        own = [own[0], next((unit for unit in own if max(unit.sizes) > max(own[0].sizes)), own[-1])]
+    else:
+        pairs = zip((*units[:2], *units[:1]), _LENGTHS, _ANSWERS, strict=False)
+        own = [unit.shortened(most, answer) for unit, most, answer in pairs]
     of_all = sorted(everyone([unit.to_bytes() for unit in own]), key=len, reverse=True)
     first, second = (Unit.of_bytes(content) for content in of_all[0])
-    if first.length == second.length > 2:  # rows of one length would hide what padding and means do
-        second = second.shortened(first.length - 1)
+    size = max(second.sizes)
+    if max(first.sizes) == size:  # rows of one length would hide what padding and means do
+        if second.is_generated and size == 1:
+            raise EvenloadError("units are tried by two of unlike lengths", "completions of one token each", STOCK)
+        second = second.shortened(size - 1) if size > 2 or second.is_generated else second
+    for unit, value in zip((first, second), _NO_WEIGHT, strict=True):
+        for key, one in unit.values.items():
+            unit.values[key] = torch.full_like(one, value) if one.is_floating_point() and not bool(one) else one
     return [first, second]
 
 
-def prove_units(trainer: Any, units: Sequence[Unit], row: Mapping[str, Any], form: UnitForm) -> Proof:
+def prove_units(
+    trainer: Any,
+    units: Sequence[Unit],
+    row: Mapping[str, Any],
+    form: UnitForm,
+    *,
+    of_mean: bool,
+    packs: PackCalls | None,
+) -> Proof:
     """Measure units of a Trainer's batches by its ``compute_loss``, on a copy of the Trainer. Collective.
 
     Args:
         units: two of `short_units`.
         row: a batch of the script's own.
+        of_mean: the loss is to be the mean of the units'; else their sum.
+        packs: several units are computed without padding by these; each alone as it is.
     """
     twin, model = twin_of(trainer), trainer.accelerator.unwrap_model(trainer.model)
 
     def compute(batch: dict[str, Any], times: float) -> Call:
-        count = len(batch["input_ids"]) // form.num_rows
-        with twin.compute_loss_context_manager():
-            loss = twin.compute_loss(model, twin._prepare_inputs(batch))
-        return Call(loss * count * times, None)
+        count = len(mask_of(batch)) // form.num_rows
+        packed = packs is not None and count > 1
+        with twin.compute_loss_context_manager(), packs.running() if packs and packed else nullcontext():
+            loss = twin.compute_loss(model, batch)
+        return Call(loss * (count if of_mean else 1) * times, None)
 
     class OfUnits(Measurement):
         """Two units in one batch against each alone."""
@@ -65,14 +96,16 @@ def prove_units(trainer: Any, units: Sequence[Unit], row: Mapping[str, Any], for
         def proof(self) -> Proof:
             with ExitStack() as stack:
                 stack.enter_context(as_if_without_dropout(self._model, self._device))
-                seen = set()
-                for side in (1.0, -1.0):
+                seen, flows = set(), False
+                for side in (0.0, 1.0, -1.0) if units[0].is_generated else (1.0, -1.0):
                     with moved(trainer.model, side):
                         alone = [self._run(batch_of([unit], form, self._device)) for unit in units]
-                        together = self._run(batch_of(units, form, self._device, _PADDING + _longest(units)))
+                        together = self._run(batch_of(units, form, self._device, _PADDING))
                     self._refuse_other_losses(alone, together, is_divided=True)
-                    seen.add((together.loss, *(float(one.norm()) for one in together.gradients)))
-                if len(seen) == 1:
+                    norms = [float(one.norm()) for one in together.gradients]
+                    flows = flows or any(norms)
+                    seen.add((together.loss, *norms))
+                if len(seen) == 1 or not flows:
                     raise EvenloadError(
                         "units are tried beside the point where training begins",
                         f"the loss of a {type(self._model).__name__} stays {together.loss:.6g} when weights are moved",
@@ -80,17 +113,17 @@ def prove_units(trainer: Any, units: Sequence[Unit], row: Mapping[str, Any], for
             return Proof(None)
 
         def _off(self, together: Tensor, alone: list[Tensor]) -> float:
-            parts = []
-            for number, own in enumerate(alone):
-                slots = own.shape[1]
-                rows = together[number :: len(alone)]
-                parts.append(rows[:, rows.shape[1] - slots :] if form.left else rows[:, :slots])
-            flat = [torch.cat([one.flatten(0, 1) for one in of]) for of in (parts, alone)]
-            return float("inf") if not bool(flat[1].any()) else difference(*flat)
+            masks = [mask_of(batch_of([unit], form, together.device)) for unit in units]
+            rows = [_rows(one, mask) for one, mask in zip(alone, masks, strict=True)]
+            wanted = torch.cat([of_unit[place] for place in range(form.num_rows) for of_unit in rows])
+            own = torch.cat(_rows(together, mask_of(batch_of(units, form, together.device, _PADDING))))
+            if not bool(wanted.any()):  # clipped, as no update has them
+                return float("inf") if bool(own.any()) else 0.0
+            return difference(own, wanted)
 
         def _other_tokens(self, packed: ProofRun, what: str, off: float) -> EvenloadError:
             return EvenloadError(
-                "a loss that is not the mean of its units'",
+                f"a loss that is not the {'mean' if of_mean else 'sum'} of its units'",
                 f"{what} of a {type(self._model).__name__} off by {off:.1e}, {self._tolerance:g} is rounding",
             )
 
@@ -99,8 +132,10 @@ def prove_units(trainer: Any, units: Sequence[Unit], row: Mapping[str, Any], for
     return prove(inner_model(trainer), [], row, compute, half=half, entered=entered, kind=OfUnits)
 
 
-def _longest(units: Sequence[Unit]) -> int:
-    return max(unit.length for unit in units)
+def _rows(gradient: Tensor, mask_RT: Tensor) -> list[Tensor]:
+    """Of each row [L, H], without padding; of padded rows [R, T, H], or of a pack of them [1, N, H]."""
+    flat_NH = gradient[mask_RT.bool()] if gradient.shape[:2] == mask_RT.shape else gradient[0]
+    return list(torch.split(flat_NH, mask_RT.bool().sum(1).tolist()))
 
 
 @contextmanager
