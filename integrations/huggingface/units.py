@@ -57,7 +57,7 @@ class Unit:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
+        """How many tokens each row has."""
         return [sum(len(row[mask]) for mask in _masks_of(row)) for row in self.rows]
 
     @property
@@ -135,7 +135,7 @@ def slots_of(batch: Mapping[str, Tensor]) -> int:
     return batch["input_ids"].numel() if "input_ids" in batch else mask_of(batch).numel()
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A part of rows, as it lies in the batches of a loop."""
 
     fills: dict[str, float]
@@ -149,7 +149,7 @@ class UnitForm(NamedTuple):
 
     num_rows: int
     """Of a unit."""
-    parts: tuple[Part, ...]
+    parts: tuple[RowPart, ...]
     """Of a row, from left to right."""
     of_step: frozenset[str] = frozenset()
     """Values that belong to the whole step."""
@@ -157,7 +157,7 @@ class UnitForm(NamedTuple):
     def merged(self, other: UnitForm) -> UnitForm:
         """What holds for batches of both: where one has no padding, the other's."""
         pairs = zip(self.parts, other.parts, strict=True)
-        return self._replace(parts=tuple(Part(b.fills | a.fills, a.left or b.left) for a, b in pairs))
+        return self._replace(parts=tuple(RowPart(b.fills | a.fills, a.left or b.left) for a, b in pairs))
 
 
 def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[list[Unit], UnitForm]:
@@ -218,7 +218,7 @@ def _place(key: str, masks: tuple[str, ...]) -> int:
     return int(len(masks) > 1 and not key.startswith(_OF_PROMPT))
 
 
-def _part(batch: Mapping[str, Any], mask: str, keys: list[str], fill: int) -> tuple[list[tuple[int, int]], Part]:
+def _part(batch: Mapping[str, Any], mask: str, keys: list[str], fill: int) -> tuple[list[tuple[int, int]], RowPart]:
     """Where the tokens of each row are in a part, and how it lies there. A completion that counts nothing, whose mask
     is 0 throughout, keeps its first slot."""
     mask_RT = batch[mask].clone()
@@ -238,7 +238,7 @@ def _part(batch: Mapping[str, Any], mask: str, keys: list[str], fill: int) -> tu
     )
     fills: dict[str, float] = {key: fill for key in keys if key.endswith(_IDS)}
     fills |= {key: values.item() for key, values in padded.items() if len(values)}
-    return spans, Part(fills, any(first for first, _ in spans))
+    return spans, RowPart(fills, any(first for first, _ in spans))
 
 
 def batch_of(units: Sequence[Unit], form: UnitForm, device: torch.device, padding: int = 0) -> dict[str, Tensor]:

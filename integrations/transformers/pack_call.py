@@ -119,8 +119,9 @@ class PackCalls:
         calls.append(call)
         if attention.PACK in kwargs:  # of a call that is packed already
             return None
+        words = dict(zip(_ROWS[:1], args, strict=False)) | kwargs
         outer = entry is not model.base_model
-        packed = None if args or (outer and not kwargs.get(_FUSED)) else _pack(kwargs)
+        packed = None if len(args) > 1 or (outer and not kwargs.get(_FUSED)) else _pack(words)
         if packed is not None and _sees_all(model, packed[1].max_seqlen):
             calls[-1] = call._replace(rows=packed[0])
             self.rows += [packed[0]] * torch.is_grad_enabled()

@@ -46,7 +46,7 @@ class StepWindow:
 
 
 class MeasuredUnits(NamedTuple):
-    """What changes micro-batches exactly."""
+    """What changes micro-batches exactly in the batches of a Trainer."""
 
     of_mean: bool
     """A batch's loss is the mean of its units'; else their sum over a number of the whole step."""

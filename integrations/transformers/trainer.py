@@ -114,6 +114,7 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     call = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
     model, num_items = call["model"], call.get("num_items_in_batch")
+    model.train()  # completions are for training where it is in that mode
     with nullcontext() if state.packs is None else state.packs.running():  # it may score completions
         inputs = trainer._prepare_inputs(call["inputs"])
     window.taken.append(TakenBatch(inputs, num_items, _reading(state, trainer, inputs, num_items)))

@@ -88,6 +88,15 @@ def prove_units(
             loss = twin.compute_loss(model, batch)
         return Call(loss * (count if of_mean else 1) * times, None)
 
+    kind = _units_like(trainer.model, units, form, of_mean)
+    half = trainer.args.bf16 or trainer.args.fp16
+    entered = entered_module(trainer.accelerator, trainer.model)
+    return prove(inner_model(trainer), [], row, compute, half=half, entered=entered, kind=kind)
+
+
+def _units_like(model: Any, units: Sequence[Unit], form: UnitForm, of_mean: bool) -> type[Measurement]:
+    """What measures these units in one batch, the weights of a model moved meanwhile."""
+
     class OfUnits(Measurement):
         """Two units in one batch against each alone."""
 
@@ -98,7 +107,7 @@ def prove_units(
                 stack.enter_context(as_if_without_dropout(self._model, self._device))
                 seen, flows = set(), False
                 for side in (0.0, 1.0, -1.0) if units[0].is_generated else (1.0, -1.0):
-                    with moved(trainer.model, side):
+                    with moved(model, side):
                         alone = [self._run(batch_of([unit], form, self._device)) for unit in units]
                         together = self._run(batch_of(units, form, self._device, _PADDING))
                     self._refuse_other_losses(alone, together, is_divided=True)
@@ -127,13 +136,11 @@ def prove_units(
                 f"{what} of a {type(self._model).__name__} off by {off:.1e}, {self._tolerance:g} is rounding",
             )
 
-    half = trainer.args.bf16 or trainer.args.fp16
-    entered = entered_module(trainer.accelerator, trainer.model)
-    return prove(inner_model(trainer), [], row, compute, half=half, entered=entered, kind=OfUnits)
+    return OfUnits
 
 
 def _rows(gradient: Tensor, mask_RT: Tensor) -> list[Tensor]:
-    """Of each row [L, H], without padding; of padded rows [R, T, H], or of a pack of them [1, N, H]."""
+    """What lies under each row [L, H], out of padded rows [R, T, H] or a pack of them [1, N, H]."""
     flat_NH = gradient[mask_RT.bool()] if gradient.shape[:2] == mask_RT.shape else gradient[0]
     return list(torch.split(flat_NH, mask_RT.bool().sum(1).tolist()))
 

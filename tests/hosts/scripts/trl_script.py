@@ -1,11 +1,12 @@
 """A Trainer of TRL by its name, unmodified; what GRPO and RLOO would generate is drawn from the data, so that a step is
 its update alone.
 
-torchrun --nproc-per-node 2 trl_script.py kto|reward|grpo|rloo --model_name_or_path MODEL --dataset_name FOLDER
+torchrun --nproc-per-node 2 trl_script.py dpo|kto|reward|grpo|rloo --model_name_or_path MODEL --dataset_name FOLDER
     --output_dir OUT [any of the Trainer's config and ModelConfig]
 """
 
 import json
+import logging
 import os
 import random
 import sys
@@ -15,6 +16,8 @@ import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import (
+    DPOConfig,
+    DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
     KTOConfig,
@@ -29,6 +32,7 @@ from trl import (
 )
 
 TRAINERS = {
+    "dpo": (DPOTrainer, DPOConfig),
     "kto": (KTOTrainer, KTOConfig),
     "reward": (RewardTrainer, RewardConfig),
     "grpo": (GRPOTrainer, GRPOConfig),
@@ -54,6 +58,8 @@ def many_unlike_words(completions: list[str], **_: object) -> list[float]:
 
 
 def main() -> None:
+    logging.basicConfig()
+    logging.getLogger("evenload").setLevel(logging.INFO)
     task = sys.argv.pop(1)
     kind, config = TRAINERS[task]
     script, training, model = TrlParser((ScriptArguments, config, ModelConfig)).parse_args_and_config()

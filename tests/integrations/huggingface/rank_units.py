@@ -89,8 +89,8 @@ def model(kind: str) -> Any:
     config._attn_implementation = "sdpa" if kind in GENERATING else "eager"
     if kind == "reward":
         config.num_labels = 1
-        return LlamaForSequenceClassification(config).double()
-    return LlamaForCausalLM(config).double()
+        return LlamaForSequenceClassification(config).double().eval()
+    return LlamaForCausalLM(config).double().eval()  # as from_pretrained leaves it
 
 
 def data(kind: str) -> Any:
