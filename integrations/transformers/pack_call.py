@@ -87,8 +87,8 @@ class PackCalls:
             model = unwrapped(trainer.accelerator, module)
             if isinstance(model, PreTrainedModel) and packs_fault(model) is None:
                 self._models[model] = {model.base_model, entered_module(trainer.accelerator, module)}
-        self.rows: list[PackedRows] = []
-        """Of calls with a graph, since somebody looked."""
+        self.seen: list[PackedRows] | None = None
+        """The rows of calls with a graph, while somebody looks."""
 
     @property
     def is_any(self) -> bool:
@@ -124,7 +124,8 @@ class PackCalls:
         packed = None if len(args) > 1 or (outer and not kwargs.get(_FUSED)) else _pack(words)
         if packed is not None and _sees_all(model, packed[1].max_seqlen):
             calls[-1] = call._replace(rows=packed[0])
-            self.rows += [packed[0]] * torch.is_grad_enabled()
+            if self.seen is not None and torch.is_grad_enabled():
+                self.seen.append(packed[0])
             model.config._attn_implementation = attention.NAME
             return (), {**packed[2], attention.PACK: packed[1]}
         model.config._attn_implementation = stock

@@ -46,15 +46,16 @@ def prove_calls(trainer: Any, packs: PackCalls, row: Mapping[str, Any], num_item
                     with moved(trainer.model, side):
                         packed = False
                         stock = self._run(dict(self._row))
-                        packed, packs.rows = True, []
+                        packed, packs.seen = True, []
                         own = self._run(dict(self._row))
+                        seen, packs.seen = packs.seen or [], None
                     self._refuse("the loss", abs(own.loss - stock.loss) / max(abs(stock.loss), _LEAST_LOSS))
-                    rows = iter(packs.rows)
+                    rows = list(seen)
                     for of_stock, of_own in zip(stock.gradients, own.gradients, strict=True):
-                        if of_stock.shape != of_own.shape:
-                            of_own = next(rows)._replace(shifted=False).rows_of(of_own)
+                        if rows and of_own.shape[:2] == (1, len(rows[0].slots_N)):
+                            of_own = rows.pop(0)._replace(shifted=False).rows_of(of_own)
                         self._refuse("gradients", difference(of_own.flatten(0, 1), of_stock.flatten(0, 1)))
-            if not packs.rows:
+            if not seen:
                 raise EvenloadError("no call of its model has rows that can be packed", "calls without a mask", "")
             return Proof(None)
 
