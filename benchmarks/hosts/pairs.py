@@ -1,6 +1,7 @@
 """Instruction pairs with a long tail under TRL on two CPU ranks: padding, TRL's own packing, evenload.
 
-    python benchmarks/hosts/pairs.py [--repeats 3] [--layout ddp] [--task sft|dpo] [--quick] [--json] [--out FILE]
+    python benchmarks/hosts/pairs.py [--repeats 3] [--layout ddp] [--task sft|dpo|kto|reward|grpo|rloo] [--quick]
+        [--json] [--out FILE]
 
 One epoch of 192 prompts with completions, of which the completions' losses count; lengths are lognormal with a median
 of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden size 256 and 2,048 words, in float32.
@@ -16,6 +17,10 @@ of 128 tokens, the longest near 1,024. The model is a Llama of 4 layers, hidden 
 With ``--task dpo`` the texts are preferences, a prompt with a chosen and a rejected answer, DPOTrainer trains them
 against a reference model, and the variants are padded and evenload: pairs change micro-batches and ranks. Median and
 longest are half of those above, since a pair has two rows and both models run.
+
+``kto`` and ``reward`` train on the same preferences by KTOTrainer, whose KL keeps rows in place, and RewardTrainer.
+With ``grpo`` and ``rloo`` completions are drawn from the answers instead of generated, four to a prompt, so that
+seconds are those of updates alone; a quarter of an epoch runs.
 
 Variants alternate, and each is compared with the padded run before it. Seconds are of the epoch's steps, the first as
 long as the mean of the others, on rank 0; a token is one of a sample, so tokens a second compare runs whose steps
@@ -54,8 +59,10 @@ VARIANTS = {
 TASKS = {
     "sft": ("trl_sft_script.py", "completions", list(VARIANTS)),
     "dpo": ("dpo_script.py", "preferences", ["padded", "evenload"]),
+    **{task: ("trl_script.py", "preferences", ["padded", "evenload"]) for task in ("kto", "reward", "grpo", "rloo")},
 }
 """Script, kind of rows, and variants that there are."""
+GENERATED = ("grpo", "rloo")
 
 Row = dict[str, Any]
 
@@ -81,7 +88,9 @@ def measured(task: str, variant: str, arguments: list[str], data: Path, folder: 
     words = [*launching.COMMON, *arguments, *VARIANTS[variant].split(), "--output_dir", folder / "out"]
     names = ["--model_name_or_path", data / "model", "--dataset_name", data / "pairs", "--bf16", "False"]
     folder.mkdir()
-    run = launching.launch(script, [*names, *words], folder, recipe, variables={"HOSTS_MEASURED": str(folder)})
+    first = [task] if script.name == "trl_script.py" else []
+    variables = {"HOSTS_MEASURED": str(folder)}
+    run = launching.launch(script, [*first, *names, *words], folder, recipe, variables=variables)
     if run.code:
         return {"variant": variant, "failed": run.output.strip().splitlines()[-1:]}
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(launching.RANKS)]
@@ -151,6 +160,9 @@ def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     longest = make(folder, asked.quick, TASKS[asked.task][1])
     (folder / "recipe.yaml").write_text(RECIPE)
     shared = ["--num_train_epochs", "1", "--max_length", str(longest)]
+    if asked.task in GENERATED:
+        shared = ["--num_train_epochs", "0.25", "--max_completion_length", str(longest), "--num_generations", "4"]
+        shared += ["--beta", "0.0"]
     shared += launching.trainer_arguments(asked.layout, folder)
     runs: dict[str, list[Row]] = {
         variant: [] for variant in (asked.variants or ",".join(TASKS[asked.task][2])).split(",")

@@ -1,11 +1,14 @@
 """Units of a loop's batch: rows that stay together, such as the two answers of a pair, cut out of it and put together.
 
     rows of a batch of 3 pairs:  chosen 0, chosen 1, chosen 2, rejected 0, rejected 1, rejected 2
+    rows of generated answers:   padding, prompt | completion, padding
 
 Row r of B units belongs to unit r mod B, which is how TRL's collators of pairs lay them out; single rows are units of
-one row. What a batch has beside rows [R, T] are values of a unit [B], such as log-probabilities of a reference.
+one row. A row is one part [T] under ``attention_mask``, or a prompt and a completion, each under a mask of its own.
+What a batch has beside rows are values of a unit [B], such as log-probabilities of a reference or an advantage, and
+numbers of a whole step [], such as the tokens that divide its loss.
 
-Shape legend: R = rows of a batch, B = its units, T = slots of a row, L = tokens of a row.
+Shape legend: R = rows of a batch, B = its units, T = slots of a part, L = tokens of a part.
 """
 
 from __future__ import annotations
@@ -19,10 +22,16 @@ import torch
 from torch import Tensor
 
 from ...core.errors import refuse_first
-from ...runtime.attention.pack import IGNORE
 from .samples import spans_of
 
-_TOKENS, _MASK, _ANSWER = "input_ids", "attention_mask", "completion_mask"
+_MASK, _ANSWER, _PROMPT, _TOOLS = "attention_mask", "completion_mask", "prompt_mask", "tool_mask"
+_MASKS = ((_MASK,), (_PROMPT, _ANSWER))
+"""Masks of the parts of a row, from left to right: one of these."""
+_OF_PROMPT = "prompt"
+"""How the names of what belongs to a prompt begin."""
+_IDS = "_ids"
+"""How those of tokens end."""
+_STOCK = "nothing needs to be done: the script runs as it is, without plans"
 
 
 class Answer(NamedTuple):
@@ -33,48 +42,59 @@ class Answer(NamedTuple):
     """That are targets."""
 
 
+def _masks_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return next((masks for masks in _MASKS if all(isinstance(row.get(mask), Tensor) for mask in masks)), ())
+
+
 @dataclass(frozen=True, eq=False)
 class Unit:
     """Rows that stay together, without padding, on the host."""
 
     rows: tuple[dict[str, Tensor], ...]
-    """By key [L] each, of every row; all of a row are as long."""
+    """By key [L] each, of every row; all of a part are as long."""
     values: dict[str, Tensor]
     """By key, one number each."""
 
     @property
-    def length(self) -> int:
-        """Tokens of its longest row."""
-        return max(len(row[_TOKENS]) for row in self.rows)
+    def lengths(self) -> list[int]:
+        """How many tokens each row has."""
+        return [sum(len(row[mask]) for mask in _masks_of(row)) for row in self.rows]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of the last part of each row."""
+        return [len(row[_masks_of(row)[-1]]) for row in self.rows]
+
+    @property
+    def is_generated(self) -> bool:
+        """Its rows are prompts and completions, each a part of its own."""
+        return len(_masks_of(self.rows[0])) > 1
 
     @property
     def answers(self) -> list[Answer]:
         """The answer of each row: the first of a pair is chosen, and a single one where its ``label`` says so."""
-        masks = [row.get(_ANSWER) for row in self.rows]
-        sizes = [0 if mask is None else int(mask[1:].sum()) for mask in masks]
         chosen = bool(self.values["label"]) if "label" in self.values else True
-        return [Answer(chosen is not bool(place), size) for place, size in enumerate(sizes)]
-
-    @property
-    def longest(self) -> Any:
-        """What stands for it in a pack: tokens, and as many of no target, int64 [2, L]."""
-        tokens_L = max((row[_TOKENS] for row in self.rows), key=len)
-        return torch.stack([tokens_L, torch.full_like(tokens_L, IGNORE)]).numpy()
+        return [Answer(chosen is not bool(place), _num_targets(row)) for place, row in enumerate(self.rows)]
 
     def shortened(self, most: int, answer: int = 0) -> Unit:
-        """The ends of its rows, each one token shorter than the one before it.
+        """The ends of its rows, each one token shorter than the one before it; a prompt that is a part of its own stays
+        whole, and so its completion's log-probabilities hold.
 
         Args:
-            most: tokens of the first row.
+            most: tokens of the first row, or of its completion.
             answer: tokens of a row that are its answer, one more in each; 0: those that were.
         """
-        sizes = [max(2, most - place) for place in range(len(self.rows))]
-        rows = [{key: value[-size:] for key, value in row.items()} for size, row in zip(sizes, self.rows, strict=True)]
+        is_one = not self.is_generated
+        sizes = [max(1 + is_one, most - place) for place in range(len(self.rows))]
+        rows = [
+            {key: _cut(key, value, size, is_one) for key, value in row.items()}
+            for size, row in zip(sizes, self.rows, strict=True)
+        ]
         for place, row in enumerate(rows):
-            if answer and _ANSWER in row:
+            if answer and is_one and _ANSWER in row:
                 size = len(row[_ANSWER])
                 row[_ANSWER] = (torch.arange(size) >= max(1, size - answer - place)).to(row[_ANSWER])
-        part = max(len(row[_TOKENS]) for row in rows) / self.length
+        part = max(Unit(tuple(rows), {}).sizes) / max(self.sizes)
         # Log-probabilities of whole rows grow with their tokens.
         values = {key: value * part if value.is_floating_point() else value for key, value in self.values.items()}
         return Unit(tuple(rows), values)
@@ -90,87 +110,152 @@ class Unit:
         return cls(tuple({key: torch.from_numpy(value) for key, value in row.items()} for row in rows), values)
 
 
+def _num_targets(row: Mapping[str, Tensor]) -> int:
+    answer = row.get(_ANSWER)
+    if answer is None:
+        return 0
+    if _MASK in row:
+        return int(answer[1:].sum())
+    return int((answer * row[_TOOLS] if _TOOLS in row else answer).sum())
+
+
+def _cut(key: str, value: Tensor, size: int, is_one: bool) -> Tensor:
+    if is_one:
+        return value[-size:]
+    return value if key.startswith(_OF_PROMPT) else value[:size]
+
+
+def mask_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """1 on the tokens of whole rows [R, T]."""
+    return torch.cat([batch[mask] for mask in _masks_of(batch)], 1)
+
+
+def slots_of(batch: Mapping[str, Tensor]) -> int:
+    """Slots of a batch, padding included."""
+    return batch["input_ids"].numel() if "input_ids" in batch else mask_of(batch).numel()
+
+
+class RowPart(NamedTuple):
+    """A part of rows, as it lies in the batches of a loop."""
+
+    fills: dict[str, float]
+    """By key what padding holds."""
+    left: bool
+    """Padding stands before the tokens."""
+
+
 class UnitForm(NamedTuple):
     """How units lie in the batches of a loop."""
 
     num_rows: int
     """Of a unit."""
-    left: bool = False
-    """Padding stands before the tokens."""
-    fill: int = 0
-    """The token of padding."""
+    parts: tuple[RowPart, ...]
+    """Of a row, from left to right."""
+    of_step: frozenset[str] = frozenset()
+    """Values that belong to the whole step."""
+
+    def merged(self, other: UnitForm) -> UnitForm:
+        """What holds for batches of both: where one has no padding, the other's."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return self._replace(parts=tuple(RowPart(b.fills | a.fills, a.left or b.left) for a, b in pairs))
 
 
 def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[list[Unit], UnitForm]:
     """The units of a batch, and how they lie in it.
 
     Args:
-        batch: ``input_ids`` and ``attention_mask`` [R, T] and perhaps other tensors [R, T] and [B], on the host.
+        batch: masks [R, T] of the parts, their tokens, and perhaps other tensors [R, T], [B] and [], on the host.
         num_rows: of a unit.
         fill: the token of padding, where the batch has none.
 
     Raises EvenloadError for another form.
     """
-    mask_RT = batch.get(_MASK)
-    missing = [key for key in (_TOKENS, _MASK) if not isinstance(batch.get(key), Tensor)]
+    masks = _masks_of(batch)
     refuse_first(
         (
-            bool(missing),
-            "evenload regroups units by their input_ids and attention_mask",
-            f"a batch without {', '.join(missing)}: it has {', '.join(sorted(map(str, batch)))}",
+            not masks,
+            "evenload regroups units by the masks of their tokens",
+            f"a batch without attention_mask or prompt_mask and completion_mask: {', '.join(sorted(map(str, batch)))}",
             "use TRL's own collator, or leave evenload off",
         )
     )
-    assert isinstance(mask_RT, Tensor)
-    count = len(mask_RT) // num_rows
     entries = {key: value for key, value in batch.items() if value is not None}
-    of_rows = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == mask_RT.shape}
-    of_units = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == (count,)}
-    other = sorted(str(key) for key in entries if key not in of_rows | of_units)
+    num, count = len(batch[masks[0]]), len(batch[masks[0]]) // num_rows
+    keys: list[list[str]] = [[] for _ in masks]
+    for key, value in entries.items():
+        place = _place(key, masks)
+        if isinstance(value, Tensor) and value.shape == batch[masks[place]].shape:
+            keys[place].append(key)
+    rest = {key: value for key, value in entries.items() if not any(key in own for own in keys)}
+    of_step = frozenset(key for key, value in rest.items() if isinstance(value, Tensor) and value.dim() == 0)
+    other = sorted(
+        str(key)
+        for key, value in rest.items()
+        if key not in of_step and not (isinstance(value, Tensor) and len(value) == count and value.numel() == count)
+    )
     refuse_first(
         (
-            bool(other) or count * num_rows != len(mask_RT) or _TOKENS not in of_rows,
+            bool(other) or count * num_rows != num,
             f"units of {num_rows} rows have tensors of a number for each of their tokens, or one number each",
-            f"{len(mask_RT)} rows, and {', '.join(other) or 'nothing'} of another shape",
-            "nothing needs to be done: the script runs as it is, without plans",
+            f"{num} rows, and {', '.join(other) or 'nothing'} of another shape",
+            _STOCK,
         )
     )
+    rows: list[dict[str, Tensor]] = [{} for _ in range(num)]
+    parts = []
+    for mask, own in zip(masks, keys, strict=True):
+        spans, part = _part(batch, mask, own, fill)
+        parts.append(part)
+        for number, span in enumerate(spans):
+            rows[number] |= {key: batch[key][number, slice(*span)].clone() for key in own}
+    values = [{key: value if key in of_step else value[n].clone() for key, value in rest.items()} for n in range(count)]
+    units = [Unit(tuple(rows[number::count]), values[number]) for number in range(count)]
+    return units, UnitForm(num_rows, tuple(parts), of_step)
+
+
+def _place(key: str, masks: tuple[str, ...]) -> int:
+    """The part that something of a row belongs to."""
+    return int(len(masks) > 1 and not key.startswith(_OF_PROMPT))
+
+
+def _part(batch: Mapping[str, Any], mask: str, keys: list[str], fill: int) -> tuple[list[tuple[int, int]], RowPart]:
+    """Where the tokens of each row are in a part, and how it lies there. A completion that counts nothing, whose mask
+    is 0 throughout, keeps its first slot."""
+    mask_RT = batch[mask].clone()
+    empty_R = mask_RT.sum(1) == 0
+    if mask == _ANSWER:
+        mask_RT[empty_R, 0] = 1
     spans = spans_of(mask_RT)
-    padding_RT = mask_RT == 0
-    padded = {key: batch[key][padding_RT].unique() for key in of_rows}
+    padding_RT = (mask_RT == 0) & ~empty_R[:, None]
+    padded = {key: batch[key][padding_RT].unique() for key in keys}
     refuse_first(
         (
-            any(len(values) > 1 for values in padded.values())
-            or any(bool(padded[key].any()) for key in of_rows - {_TOKENS}),
-            "padding holds one token, and zeros in all else",
-            ", ".join(f"{key}: {values.tolist()[:4]}" for key, values in padded.items()),
-            "nothing needs to be done: the script runs as it is, without plans",
+            any(len(values) > 1 for values in padded.values()),
+            "padding holds one value in each of its tensors",
+            ", ".join(f"{key}: {values.tolist()[:4]}" for key, values in padded.items() if len(values) > 1),
+            _STOCK,
         )
     )
-    fills = padded[_TOKENS].tolist()
-    units = [
-        Unit(
-            tuple(
-                {key: batch[key][row, slice(*spans[row])].clone() for key in of_rows}
-                for row in range(number, len(mask_RT), count)
-            ),
-            {key: batch[key][number].clone() for key in of_units - of_rows},
-        )
-        for number in range(count)
-    ]
-    return units, UnitForm(num_rows, any(first for first, _ in spans), fills[0] if fills else fill)
+    fills: dict[str, float] = {key: fill for key in keys if key.endswith(_IDS)}
+    fills |= {key: values.item() for key, values in padded.items() if len(values)}
+    return spans, RowPart(fills, any(first for first, _ in spans))
 
 
-def batch_of(units: Sequence[Unit], form: UnitForm, device: torch.device, slots: int = 0) -> dict[str, Tensor]:
-    """Units as a batch of the loop's own: rows [R, T] padded to the longest or to ``slots``, and values [B]."""
+def batch_of(units: Sequence[Unit], form: UnitForm, device: torch.device, padding: int = 0) -> dict[str, Tensor]:
+    """Units as a batch of the loop's own: parts of rows [R, T] padded to the longest and by ``padding`` slots more, and
+    values [B] and []."""
     rows = [unit.rows[place] for place in range(form.num_rows) for unit in units]
-    most = max(slots, *(unit.length for unit in units))
+    masks = _masks_of(rows[0])
     batch = {}
-    for key in rows[0]:
-        batch_RT = rows[0][key].new_full((len(rows), most), form.fill if key == _TOKENS else 0)
-        for own_T, row in zip(batch_RT, rows, strict=True):
-            first = most - len(row[key]) if form.left else 0
-            own_T[first : first + len(row[key])] = row[key]
-        batch[key] = batch_RT
-    batch |= {key: torch.stack([unit.values[key] for unit in units]) for key in units[0].values}
+    for place, (mask, part) in enumerate(zip(masks, form.parts, strict=True)):
+        most = max(len(row[mask]) for row in rows) + padding
+        for key in (key for key in rows[0] if _place(key, masks) == place):
+            batch_RT = rows[0][key].new_full((len(rows), most), part.fills.get(key, 0))
+            for own_T, row in zip(batch_RT, rows, strict=True):
+                first = most - len(row[key]) if part.left else 0
+                own_T[first : first + len(row[key])] = row[key]
+            batch[key] = batch_RT
+    of_units = units[0].values.keys() - form.of_step
+    batch |= {key: torch.stack([unit.values[key] for unit in units]) for key in of_units}
+    batch |= {key: units[0].values[key] for key in form.of_step}
     return {key: value.to(device) for key, value in batch.items()}

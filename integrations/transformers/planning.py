@@ -36,7 +36,8 @@ from .pack_loss import PackLoss
 from .supported import inner_model
 from .traits import rule_of_layers, traits_of
 
-_LENGTHS = LengthWords("the longest sample of the step", "max_length of the SFTConfig or of the tokenizer call")
+LENGTHS = LengthWords("the longest sample of the step", "max_length of the SFTConfig or of the tokenizer call")
+"""Of a step, in refusals."""
 
 
 class StepForm(NamedTuple):
@@ -215,9 +216,9 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     if not samples.places:
         return None
     longest, windows = int(samples.lengths.max()), None
-    refuse_reach(config, longest, max(one.reach for one in of_ranks), _LENGTHS)
+    refuse_reach(config, longest, max(one.reach for one in of_ranks), LENGTHS)
     try:
-        refuse_lengths(config, longest, longest, _LENGTHS)
+        refuse_lengths(config, longest, longest, LENGTHS)
     except EvenloadError as error:
         windows = error
     return StepBatch(

@@ -205,7 +205,7 @@ class Measurement:
         self._row = row
         self._compute = compute
         # Weights may be offloaded.
-        self._device = row["input_ids"].device
+        self._device = next(value.device for value in row.values() if isinstance(value, Tensor))
         self._tolerance = tolerance_of(model, {torch.bfloat16} if half else set())
 
     def proof(self) -> Proof:
@@ -320,7 +320,7 @@ class Measurement:
                 "a loss with another divisor than the number of targets of the whole batch",
                 f"{packed.loss:.6g} of a {name} is not halved where the batch has twice as many targets",
             )
-        if abs(packed.loss - total) > self._tolerance / 5 * abs(total):
+        if abs(packed.loss - total) > self._tolerance / 5 * sum(abs(one.loss) for one in alone):
             raise EvenloadError(
                 "a loss that is not the sum of its samples'",
                 f"{packed.loss:.6g} of {self.noun} of two samples of a {name}, {total:.6g} of both alone",

@@ -133,7 +133,8 @@ class TrainerStage(StageTrainer):
     def guarded(self, model: Any) -> Iterator[None]:
         """Inside, the model's forward raises EvenloadError unless the tensors of the pack reach it as they were
         loaded."""
-        hook = model.register_forward_pre_hook(self._refuse_other_pack, with_kwargs=True)
+        # Before calls on rows become packs.
+        hook = model.register_forward_pre_hook(self._refuse_other_pack, with_kwargs=True, prepend=True)
         try:
             yield
         finally:

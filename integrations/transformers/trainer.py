@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,31 +30,22 @@ import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError
-from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
-from ...runtime.measure.busy import BusyClock
-from ...runtime.world.agreement import rank_and_size
-from ...runtime.world.plane import Plane
-from ..host.step import Position, run_program
 from ..huggingface.inputs import without_unread
-from ..huggingface.units import Unit
-from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
+from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
-from .hooks import GradientHooks
 from .inside import inside, is_running
 from .multimodal.measured import short_samples, with_parts
-from .multimodal.step import IdleSample
 from .pack_loss import PackLoss
+from .planned import NAME, PlannedTrainer, StepWindow, carried_out, plan_of, stays
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
 from .proof import LossRaisedError, Measurement, prove_trainer, windows
 from .proof_rows import rows_like
-from .proof_units import prove_units, short_units
-from .stage import StepPasses, TakenBatch, TrainerStage, attending, closed, log_step, run_stock
+from .stage import StepPasses, TakenBatch, attending, run_stock
 from .supported import (
     divides_by_batch,
-    entered_module,
     inner_model,
     packs_fault,
     refuse_trainer,
@@ -64,50 +54,10 @@ from .supported import (
     warn_of_dropout,
 )
 from .trackers import follow
-from .unit_batches import STOCK, ReadUnits, UnitBatch, gather_units, read_units, unit_rows
-from .unit_call import UnitCall
+from .units.batches import ReadUnits, read_units, unit_rows
+from .units.step import run_units
 
 log = logging.getLogger("evenload")
-
-NAME = "Transformers' Trainer"
-"""What users call the loop."""
-
-
-@dataclass(eq=False)
-class StepWindow:
-    """The batches of one optimizer step: counted by their calls, since a loader may give one object twice."""
-
-    num_batches: int
-    run: Any
-    """The Trainer's state, of which every call of ``train`` makes another."""
-    taken: list[TakenBatch] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class PlannedTrainer:
-    """What evenload keeps for one Trainer."""
-
-    recipe: Recipe
-    unit_rows: int | None = None
-    """Rows that stay together, where the loss is a mean over such units; None: it is a sum over tokens."""
-    idle: Unit | None = None
-    """A short unit, for a rank that has none."""
-    idles: dict[StepForm, list[IdleSample]] = field(default_factory=dict)
-    """Short samples with pictures, for micro-batches that have none."""
-    planning: PlannedLoop | None = None
-    """None until a form is measured to be exact, in the first step."""
-    measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
-    """What plans micro-batches of a form, or why they are not exact."""
-    loss: PackLoss | None = None
-    """Where a token's loss depends on the batch or the rank that it came in."""
-    stays: bool = False
-    """Its batches stay as they are: nothing is exact for it."""
-    plane: Plane | None = None
-    """What ranks share micro-batches over; made for the first plan that shares one."""
-    window: StepWindow | None = None
-    """Of the step that runs, until its plan has."""
-    hooks: GradientHooks = field(default_factory=GradientHooks)
-
 
 _planned: WeakKeyDictionary[Any, PlannedTrainer] = WeakKeyDictionary()
 
@@ -141,8 +91,11 @@ def _begun(trainer: Any, recipe: Recipe, num_items: Any) -> PlannedTrainer:
     """What is kept for a Trainer whose first window begins. Raises EvenloadError where it cannot be planned exactly."""
     units = unit_rows(trainer)
     if isinstance(units, EvenloadError):
-        state = PlannedTrainer(recipe)
-        _stays(state, units)
+        state = PlannedTrainer(recipe, 0, units)
+        try:
+            refuse_trainer(trainer, of_units=True)
+        except EvenloadError as error:
+            stays(state, units, error.found)
         return state
     refuse_trainer(trainer, of_units=units is not None)
     by_batch = units is None and divides_by_batch(trainer, num_items)
@@ -162,7 +115,9 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     call = dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
     model, num_items = call["model"], call.get("num_items_in_batch")
-    inputs = trainer._prepare_inputs(call["inputs"])
+    model.train()  # completions are for training where it is in that mode
+    with nullcontext() if state.packs is None else state.packs.running():  # it may score completions
+        inputs = trainer._prepare_inputs(call["inputs"])
     window.taken.append(TakenBatch(inputs, num_items, _reading(state, trainer, inputs, num_items)))
     # A script may pass over batches: the Trainer says which one is the last before its update.
     if not trainer.accelerator.gradient_state.sync_gradients and len(window.taken) < window.num_batches:
@@ -170,7 +125,7 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     state.window = None
     # Of the script's own: it has seen the batches, and is not to see packs.
     with with_attributes(trainer, _prepare_inputs=lambda inputs: inputs):
-        run = _run if state.unit_rows is None else _run_units
+        run = _run if state.unit_rows is None else run_units
         loss = run(state, trainer, model, window.taken, lambda *batch: wrapped(model, *batch))
     end_of_check()
     return loss
@@ -208,7 +163,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     form = _form(state, trainer, batch, taken[-1])
     if form is None or state.planning is None:
         return run_stock(trainer, model, taken, call)
-    plan = _plan(state, batch.samples, taken)
+    plan = plan_of(state, batch.samples, taken)
     if plan is None:
         return run_stock(trainer, model, taken, call)
     samples = batch.exchange(plan)
@@ -220,103 +175,18 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     parts = batch.parts_of_rank(inner, form, samples, plan, state.idles.get(form, ()))
     with attending(inner) if form.packs else nullcontext():
         passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss, parts), batch.hooked)
-        return _carried_out(state, trainer, model, plan, passes)
+        return carried_out(state, trainer, model, plan, passes)
 
 
-def _run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> Tensor:
-    """`_run` where units change micro-batches."""
-    inner = inner_model(trainer)
-    try:
-        batch = gather_units([one.reading() for one in taken], hooked=state.hooks.watch(inner))
-    except EvenloadError as error:
-        _stays(state, error)
-        return run_stock(trainer, model, taken, call)
-    if batch.divisor is None:
-        log.info("step %d runs as it is: its batches have unlike numbers of units", trainer.state.global_step + 1)
-        return run_stock(trainer, model, taken, call)
-    if state.planning is None:
-        try:
-            state.planning = PlannedLoop(NAME, _measured_units(state, trainer, batch, taken[-1]))
-        except EvenloadError as error:
-            _stays(state, error)
-            return run_stock(trainer, model, taken, call)
-    plan = _plan(state, batch.samples, taken)
-    if plan is None:
-        return run_stock(trainer, model, taken, call)
-    assert state.idle is not None
-    units = batch.exchange(plan)
-    own = UnitCall(trainer, call, units, state.idle, batch.form, batch.divisor)
-    samples = {number: unit.longest for number, unit in units.items()}
-    loss = _carried_out(state, trainer, model, plan, StepPasses(own, samples, own.inputs_of, batch.hooked))
-    own.book(len(taken))
-    return loss
-
-
-def _plan(state: PlannedTrainer, samples: GlobalBatch[Any], taken: list[TakenBatch]) -> StepPlan | None:
-    """The plan of a step; None where a stock run is as good. Collective."""
-    assert state.planning is not None
-    plan = state.planning.plan(samples.lengths)
-    if stock := state.planning.stock_instead(samples, plan):
-        log.info("step %d: %d samples of one length run as they are", state.planning.steps, len(plan.lengths))
-        state.planning.report(stock)
-        return None
-    slots = sum(one.inputs["input_ids"].numel() for one in taken) // (state.unit_rows or 1)
-    log_step(state.planning.steps, plan, slots)
-    return plan
-
-
-def _carried_out(state: PlannedTrainer, trainer: Any, model: Any, plan: StepPlan, passes: StepPasses) -> Tensor:
-    """This rank's loss of a step that runs its plan. Collective."""
-    assert state.planning is not None
-    rank, size = rank_and_size()
-    if plan.shared and state.plane is None:
-        state.plane = Plane.make([tuple(range(size))], plan.limits.node_ranks)
-    plane = state.plane if plan.shared else None
-    program = closed(plan, rank)
-    stage = TrainerStage(
-        trainer,
-        model,
-        passes.call,
-        samples=passes.samples,
-        plane=plane,
-        num_backwards=sum(action.kind == "backward" for action in program),
-        inputs_of=passes.inputs_of,
-    )
-    entered = entered_module(trainer.accelerator, trainer.model)
-    weighed = nullcontext() if state.loss is None else state.loss.within(inner_model(trainer))
-    with stage.guarded(entered), weighed:
-        run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
-    if passes.hooked:
-        state.hooks.refuse_unlike()
-    state.planning.report(plan)
-    return stage.loss
-
-
-def _stays(state: PlannedTrainer, why: EvenloadError) -> None:
-    """Leave a Trainer's batches as they are, and say why."""
-    state.stays = True
-    report_idle(NAME, f"{why.what} ({why.found})", STOCK)
-
-
-def _reading(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -> Callable[[], Read | ReadUnits]:
+def _reading(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -> Callable[[], Read | ReadUnits | None]:
     """What cuts a batch into what is planned of it."""
     config = inner_model(trainer).config
+    if state.unit_rows == 0:
+        return lambda: None
     if state.unit_rows is not None:
         units = read_units(inputs, state.unit_rows, config)
         return lambda: units
     return reading(without_unread(inputs, trainer.model, type(trainer)), config, num_items)
-
-
-def _measured_units(state: PlannedTrainer, trainer: Any, batch: UnitBatch, taken: TakenBatch) -> PlanChain:
-    """What plans a Trainer's units. Collective. Raises EvenloadError, on all ranks, where regrouping is not exact."""
-    if fault := virtual_tokens(trainer.model):
-        raise fault
-    units = short_units(taken.reading().units)
-    if fault := prove_units(trainer, units, taken.inputs, batch.form).fault:
-        raise fault
-    state.idle = units[0].shortened(2)
-    warn_of_dropout(inner_model(trainer))
-    return chain_of(state.recipe, trainer, whole=True, rows=batch.form.num_rows)
 
 
 def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> StepForm | None:

@@ -11,6 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from evenload.core.recipe import recipe as recipes
+from evenload.integrations.transformers import pack_call
 from evenload.integrations.unmodified import planned_loop, planned_runs
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
@@ -88,8 +89,8 @@ def model(kind: str) -> Any:
     config._attn_implementation = "sdpa" if kind in GENERATING else "eager"
     if kind == "reward":
         config.num_labels = 1
-        return LlamaForSequenceClassification(config).double()
-    return LlamaForCausalLM(config).double()
+        return LlamaForSequenceClassification(config).double().eval()
+    return LlamaForCausalLM(config).double().eval()  # as from_pretrained leaves it
 
 
 def data(kind: str) -> Any:
@@ -174,16 +175,23 @@ def errors(load: Any, kinds: list[str], **more: Any) -> dict[str, Any]:
 def compared(load: Any, kind: str, size: int = 1, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
     planned_runs._idle.clear()
     plans: list[Any] = []
+    calls: list[Any] = []
+    packs_of = pack_call._pack
     report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
     if kind == "kto":
         more = {"loss_type": "apo_zero_unpaired", **more}
     with ExitStack() as stack:
-        if kind not in GENERATING:  # which stay as they are, in whatever they compute
+        if kind != "distillation":  # whose kernel writes into float32 of its own
             stack.enter_context(load("rank_rows").Wide())
             stack.enter_context(with_attributes(chunked_logprob, torch=WideHead()))
             stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
         stock, wanted = trained(load, kind, size, **more)
-        with with_attributes(planned_loop, **report), enabled(recipe(max_tokens)):
+        pack = {"_pack": lambda kwargs: calls.append(kwargs) or packs_of(kwargs)}
+        with (
+            with_attributes(planned_loop, **report),
+            with_attributes(pack_call, **pack),
+            enabled(recipe(max_tokens)),
+        ):
             own, gradients = trained(load, kind, size, **more)
     assert wanted.keys() == gradients.keys()
     largest = max(float(w.norm()) for w in wanted.values())
@@ -201,6 +209,7 @@ def compared(load: Any, kind: str, size: int = 1, max_tokens: int = 512, **more:
         "planned": len(plans),
         "micro_batches": [len(plan.micro_batches) for plan in plans],
         "most_slots": max((m.num_padded_tokens for plan in plans for m in plan.micro_batches), default=0),
+        "packed": len(calls),
         "idle": [idle.why for idle in planned_runs._idle],
     }
 

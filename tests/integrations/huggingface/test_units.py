@@ -1,16 +1,18 @@
-"""Pairs and single answers: what TRL's Trainers train under plans of units is what they train without."""
+"""Pairs, single and generated answers: what TRL's Trainers train under plans of units is what they train without, and
+so is what keeps its rows in place and loses their padding."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
 DOUBLE = 1e-9
-PLANNED = ["dpo", "reward", "kto"]
+PLANNED = ["dpo", "reward", "kto", "grpo", "rloo"]
 OF_STEP = ("entropy", "logits/", "mean_token_accuracy", "min_reward", "max_reward")
 """Figures that are those of a step, where stock ones are means over its batches."""
 OF_SIDES = (*OF_STEP, "rewards/", "logps/")
@@ -21,6 +23,8 @@ def check(kind: str, one: dict, named: tuple[str, ...] = ()) -> None:
     assert one["idle"] == [], (kind, one)
     assert one["planned"] > 0, (kind, one)
     assert one["grad"] < DOUBLE < one["size"], (kind, one)
+    assert one["packed"] > 0, (kind, one)
+    named += ("loss", "train_loss") if kind == "rloo" else ()  # advantages are centred, and rounding is left
     apart = {key: off for key, off in one["apart"].items() if off > 1e-6 and not key.startswith(named or "-")}
     assert not apart, (kind, apart)
 
@@ -47,23 +51,47 @@ def test_values_of_units_travel_with_them():
     check("dpo", loaded().compared(load, "dpo", precompute_ref_log_probs=True), OF_STEP)
 
 
+OF_ROWS = [
+    ("grpo", {"loss_type": "dr_grpo"}),
+    ("grpo", {"loss_type": "sapo", "lora": True, "beta": 0.1, "num_iterations": 2, "steps": 2}),
+    ("rloo", {"num_iterations": 2, "steps": 2}),
+]
+"""Means over rows; references and log-probabilities of the step before travel with them."""
+MORE_OF_ROWS = [("grpo", {"loss_type": kind}) for kind in ("grpo", "cispo", "vespo", "luspo")]
+
+
+def drawn(cases: list) -> list:
+    """Those that every run has, and the others, which `make explore` has."""
+    if hypothesis.settings.get_current_profile_name() == "explore":
+        return cases + MORE_OF_ROWS
+    return cases
+
+
+def test_answers_change_places_with_their_log_probabilities_whatever_loss_sums_over_them():
+    for kind, more in drawn(OF_ROWS):
+        check(kind, loaded().compared(load, kind, **more), (*OF_STEP, "kl", "clip_ratio"))
+
+
 STAYS = [
     ("dpo", {"loss_type": "sft"}, "a loss that is not the sum of its samples'"),
     ("dpo", {"loss_type": "aot"}, "loss_type aot sorts the answers"),
     ("kto", {"loss_type": "kto"}, "a KL term that is the mean of the micro-batch"),
-    ("grpo", {}, "completions are generated inside training_step"),
-    ("rloo", {}, "completions are generated inside training_step"),
-    ("distillation", {}, "completions are generated inside training_step"),
+    ("grpo", {"loss_type": "bnpo"}, "a loss that is not the sum of its samples'"),
+    ("grpo", {"top_entropy_quantile": 0.5}, "top_entropy_quantile ranks the tokens"),
+    ("distillation", {}, "does not know the batches of trl.trainer.distillation_trainer"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "more", "why"), STAYS, ids=str)
-def test_what_is_no_mean_of_units_stays_as_it_is_and_says_so(kind, more, why):
+def test_what_is_no_mean_of_units_stays_in_place_without_padding_and_says_so(kind, more, why):
     rank_units = loaded()
     one = rank_units.compared(load, kind, **more)
     assert one["planned"] == 0
     assert why in one["idle"][0]
-    assert one["grad"] == 0.0
+    assert "their padding is not computed" in one["idle"][0]
+    assert one["packed"] > 0
+    # Distillation computes in float32 whatever its model is.
+    assert one["grad"] < (2e-6 if kind == "distillation" else DOUBLE)
 
 
 @pytest.mark.parametrize("batch_term", ["mean of the batch", "mean of the gaps, squared"])
@@ -72,7 +100,7 @@ def test_a_term_of_the_whole_batch_is_measured_where_a_run_begins_with_its_own_r
     one = rank_units.compared(load, "dpo", penalty=batch_term)
     assert one["planned"] == 0
     assert "sum of its samples" in one["idle"][0] or "mean of its units" in one["idle"][0]
-    assert one["grad"] == 0.0
+    assert one["grad"] < DOUBLE
 
 
 def load(name: str):

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...core.errors import EvenloadError
-from ...core.plan.step_plan import StepPlan
-from ...core.plan.token_layout import ranks_of_samples
-from ...runtime.world.agreement import everyone, rank_and_size
-from ...runtime.world.exchange import exchange_bytes
-from ..huggingface.refusals import raise_together
-from ..huggingface.units import Unit, UnitForm, split_units
-from ..unmodified.planned_loop import GlobalBatch
-
-STOCK = "nothing needs to be done: the script runs as it is, without plans"
+from ....core.errors import EvenloadError
+from ....core.plan.step_plan import StepPlan
+from ....core.plan.token_layout import ranks_of_samples
+from ....runtime.world.agreement import everyone, rank_and_size
+from ....runtime.world.exchange import exchange_bytes
+from ...huggingface.refusals import raise_together
+from ...huggingface.units import Unit, UnitForm, split_units
+from ...unmodified.planned_loop import GlobalBatch
+from ..planned import STOCK
 
 _TOKEN_LOSSES = "trl.trainer.sft_trainer"
-_ROWS = {"trl.trainer.dpo_trainer": 2, "trl.trainer.reward_trainer": 2, "trl.trainer.kto_trainer": 1}
-"""Rows of a unit, by the module of TRL's Trainer."""
-_GENERATED = "its completions are generated inside training_step, and advantages belong to groups of them"
-_OTHERS = {
-    "trl.trainer.grpo_trainer": _GENERATED,
-    "trl.trainer.rloo_trainer": _GENERATED,
-    "trl.trainer.distillation_trainer": _GENERATED,
+_ROWS = {
+    "trl.trainer.dpo_trainer": 2,
+    "trl.trainer.reward_trainer": 2,
+    "trl.trainer.kto_trainer": 1,
+    "trl.trainer.grpo_trainer": 1,
+    "trl.trainer.rloo_trainer": 1,
 }
+"""Rows of a unit, by the module of TRL's Trainer."""
 _SORTED = ("aot", "aot_unpaired")
 """Losses that pair the answers of a micro-batch anew, by rank: where the policy is the reference none shows it."""
 
@@ -45,10 +45,15 @@ def unit_rows(trainer: Any) -> int | EvenloadError | None:
 
 
 def _why_not(trainer: Any, module: str) -> str | None:
+    """What a loss goes by that its value where training begins does not show."""
     if module not in _ROWS:
-        return _OTHERS.get(module, f"evenload does not know the batches of {module}")
+        return f"evenload does not know the batches of {module}"
     if getattr(trainer, "calculate_KL", False):
         return "its loss goes by a KL term that is the mean of the micro-batch"
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
+        return "top_entropy_quantile ranks the tokens of a micro-batch of all ranks"
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "its entropy bonus is the mean over a micro-batch's tokens"
     ranked = [kind for kind in _SORTED if kind in getattr(trainer, "loss_types", ())]
     return f"loss_type {ranked[0]} sorts the answers of a micro-batch" if ranked else None
 
@@ -77,12 +82,14 @@ class UnitBatch:
     """The units of one optimizer step."""
 
     samples: GlobalBatch[Tensor]
-    """As they go to other ranks, uint8 each, and as long as their longest row."""
+    """As they go to other ranks, uint8 each, and as long as their longest row, or as all their rows in packs."""
     sizes: tuple[int, ...]
     """Of each [bytes]."""
     form: UnitForm
     divisor: int | None
     """Units of every micro-batch of a stock run, which takes their mean; None: these differ."""
+    is_one_step: bool
+    """What belongs to the step is the same in all batches."""
     hooked: bool
     """Gradients of parameters go through hooks on some rank."""
 
@@ -99,23 +106,32 @@ class _Brought(NamedTuple):
     lengths: list[list[int]]
     sizes: list[list[int]]
     forms: list[UnitForm]
+    of_step: set[tuple[tuple[str, float], ...]]
     hooked: bool
 
 
-def gather_units(batches: Sequence[ReadUnits], *, hooked: bool) -> UnitBatch:
+def gather_units(batches: Sequence[ReadUnits], *, packs: bool, hooked: bool) -> UnitBatch:
     """The units of all ranks. Collective. Raises EvenloadError, the same on all ranks, where the batches of one cannot
     be cut into units, or pad on another side than those of another.
 
     Args:
         batches: of this rank in the step.
+        packs: micro-batches are computed without padding.
         hooked: hooks of this rank may change gradients.
     """
+    whole = sum if packs else max
     own = [[unit.to_bytes() for unit in one.units] for one in batches]
     brought = _Brought(
         [one.error for one in batches if one.error is not None],
-        [[unit.length for unit in one.units] for one in batches],
+        [[whole(unit.lengths) for unit in one.units] for one in batches],
         [[len(content) for content in of_batch] for of_batch in own],
         [one.form for one in batches if one.form is not None],
+        {
+            tuple(sorted((key, float(unit.values[key])) for key in one.form.of_step))
+            for one in batches
+            if one.form is not None
+            for unit in one.units[:1]
+        },
         hooked,
     )
     of_ranks = everyone(brought)
@@ -124,6 +140,7 @@ def gather_units(batches: Sequence[ReadUnits], *, hooked: bool) -> UnitBatch:
     sizes = tuple(of_ranks[rank].sizes[k][row] for rank, k, row in samples.places)
     counts = {len(units) for one in of_ranks for units in one.lengths}
     forms = [form for one in of_ranks for form in one.forms]
-    form = forms[0]._replace(left=any(form.left for form in forms))
+    form = reduce(UnitForm.merged, forms)
     divisor = counts.pop() if len(counts) == 1 else None
-    return UnitBatch(samples, sizes, form, divisor, any(one.hooked for one in of_ranks))
+    steps = {values for one in of_ranks for values in one.of_step}
+    return UnitBatch(samples, sizes, form, divisor, len(steps) == 1, any(one.hooked for one in of_ranks))

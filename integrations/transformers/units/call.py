@@ -1,10 +1,11 @@
 """``training_step`` on regrouped units: each counts what it did in the script's batches, and so do TRL's metrics.
 
 A stock step takes the mean of B units in each of its batches; a planned micro-batch of k takes the mean of k, times
-k / B. TRL's Trainers gather their figures over ranks inside ``compute_loss``, of as many units on each, and append one
-number a call to ``_metrics``: planned, figures stay on their rank in the call, and the step gets their mean over its
-micro-batches, weighed by what each is a mean of, once for each batch of a stock run. That is the stock figure where it
-is a mean of units; a mean of tokens, and a least or a largest, are those of the step, not means of the batches' own.
+k / B. A loss that is a sum over units, over a number of the whole step, needs no factor. TRL's Trainers gather their
+figures over ranks inside ``compute_loss``, of as many units on each, and append one number a call to ``_metrics``:
+planned, figures stay on their rank in the call, and the step gets their mean over its micro-batches, weighed by what
+each is a mean of, once for each batch of a stock run. That is the stock figure where it is a mean of units; a mean of
+tokens, and a least or a largest, are those of the step, not means of the batches' own.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.attention.pack import Pack
-from ...runtime.attributes import with_attributes
-from ...runtime.world.agreement import everyone
-from ..huggingface.units import Unit, UnitForm, batch_of
+from ....runtime.attention.pack import Pack
+from ....runtime.attributes import with_attributes
+from ....runtime.world.agreement import everyone
+from ...huggingface.units import Unit, UnitForm, batch_of
 
 _TOTAL, _OF_TOTAL = "_total_train_tokens", "num_tokens"
 """Tokens that a Trainer of TRL has seen, and the metric that repeats them."""
@@ -27,7 +28,10 @@ _TOTAL, _OF_TOTAL = "_total_train_tokens", "num_tokens"
 _SIDES, _MARGIN = ("rewards/chosen", "rewards/rejected"), "rewards/margins"
 _ACCURACY = "mean_token_accuracy"
 """Of chosen answers."""
-_OF_TOKENS = ("entropy", "logits/", _ACCURACY)
+_OF_TOKENS = ("entropy", "logits/", _ACCURACY, "kl", "cispo_clip_ratio")
+_LEAST, _MOST, _LEAST_OF, _MOST_OF = "min_", "max_", "_min", "_max"
+_CLIPPED, _LEVEL = "clip_ratio/", "importance_sampling_level"
+"""Ratios are clipped by token where a Trainer's level says so, else by row."""
 """How the names of figures begin that are means over tokens of answers; others are means over rows."""
 
 
@@ -47,7 +51,7 @@ class UnitCall:
         call: the Trainer's own ``training_step`` of a batch.
         units: that this rank computes, by number.
         idle: stands for a unit where a rank has none, and counts nothing.
-        divisor: units of each batch of the stock run.
+        divisor: units of each batch of the stock run, where its loss is their mean; None: it is a sum.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class UnitCall:
         units: Mapping[int, Unit],
         idle: Unit,
         form: UnitForm,
-        divisor: int,
+        divisor: int | None,
     ) -> None:
         self._trainer = trainer
         self._call = call
@@ -77,14 +81,15 @@ class UnitCall:
         return dict(batch_of(self._own or [self._idle], self._form, self._trainer.args.device))
 
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
-        accelerator, weight = self._trainer.accelerator, len(self._own) / self._divisor
+        accelerator = self._trainer.accelerator
+        weight = float(bool(self._own)) if self._divisor is None else len(self._own) / self._divisor
         backward = accelerator.backward
 
         def weighed(loss: Tensor, **arguments: Any) -> None:
             backward(loss * weight, **arguments)
 
         before, tokens = {key: len(values) for key, values in self._lists.items()}, getattr(self._trainer, _TOTAL, 0)
-        local = {"gather": _as_it_is, "gather_for_metrics": _as_it_is}
+        local = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), _as_it_is)
         with with_attributes(accelerator, backward=weighed, **local):
             booked = self._call(inputs) * weight
         new = {key: values[before.get(key, 0) :] for key, values in self._lists.items() if key != _OF_TOTAL}
@@ -92,7 +97,8 @@ class UnitCall:
             del self._lists[key][len(self._lists[key]) - len(values) :]
         if self._own:
             figures = {key: sum(values) / len(values) for key, values in new.items() if values}
-            weights = {key: _weight(key, self._own) for key in figures}
+            by_token = getattr(self._trainer, _LEVEL, None) == "token"
+            weights = {key: _weight(key, self._own, by_token) for key in figures}
             self._rows.append(MicroBatchFigures(getattr(self._trainer, _TOTAL, 0) - tokens, figures, weights))
         return booked
 
@@ -104,27 +110,30 @@ class UnitCall:
             of_step[_MARGIN] = of_step[_SIDES[0]] - of_step[_SIDES[1]]
         for key, value in of_step.items():
             self._lists[key] += [value] * times
-        if hasattr(self._trainer, _TOTAL):
-            total = self._total + sum(row.tokens for row in rows)
+        if tokens := sum(row.tokens for row in rows):
+            total = self._total + tokens
             setattr(self._trainer, _TOTAL, total)
             self._lists[_OF_TOTAL] = [total]
 
 
-def _weight(name: str, units: list[Unit]) -> int:
+def _weight(name: str, units: list[Unit], by_token: bool) -> int:
     """What a figure of a micro-batch is a mean of: rows, or tokens of answers, of all rows or of those of one side."""
     answers = [answer for unit in units for answer in unit.answers]
     side = next((side for side in ("chosen", "rejected") if name.endswith(side)), None)
     chosen = side == "chosen" or name == _ACCURACY
     own = answers if side is None and not chosen else [one for one in answers if one.chosen is chosen]
-    return sum(one.num_tokens for one in own) if name.startswith(_OF_TOKENS) else len(own)
+    of_tokens = name.startswith(_OF_TOKENS) or (by_token and name.startswith(_CLIPPED))
+    return sum(one.num_tokens for one in own) if of_tokens else len(own)
 
 
 def _merged(name: str, rows: list[MicroBatchFigures]) -> float:
     """A figure of the whole step."""
     own = [row for row in rows if row.weights.get(name)]
     values = [row.figures[name] for row in own]
-    if name.startswith(("min_", "max_")):
-        return (min if name.startswith("min_") else max)(values)
+    if name.startswith(_LEAST) or name.endswith(_LEAST_OF):
+        return min(values)
+    if name.startswith(_MOST) or name.endswith(_MOST_OF):
+        return max(values)
     return sum(row.weights[name] * row.figures[name] for row in own) / max(1, sum(row.weights[name] for row in own))
 
 

@@ -1,0 +1,1 @@
+"""Steps of a Trainer whose rows stay together in units."""
