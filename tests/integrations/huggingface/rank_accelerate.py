@@ -25,8 +25,8 @@ LENGTHS = [61, 5, 17, 33, 9, 50, 3, 40, 26, 11, 44, 7, 12, 30, 21, 8]
 PLUGINS = {"packing": {"enabled": True, "max_tokens": 256}}
 
 
-def recipe() -> Any:
-    return recipes.parse({"trainer": "transformers", "plugins": PLUGINS})
+def recipe(**packing: Any) -> Any:
+    return recipes.parse({"trainer": "transformers", "plugins": {"packing": PLUGINS["packing"] | packing}})
 
 
 class Loop:
@@ -355,6 +355,17 @@ def variants(load: Any, names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: _compared(lambda make=VARIANTS[name]: make(trainers).run()) for name in names}
 
 
+def filled_up(load: Any) -> dict[str, Any]:
+    """The plain loop with packs of a multiple of tokens, and the tokens of each."""
+    trainers = load("rank_trainer")
+    trainers._join()
+    embed, ran = torch.nn.Embedding.forward, []
+    noting = {"forward": lambda own, ids: ran.append(ids.numel()) or embed(own, ids)}
+    with with_attributes(torch.nn.Embedding, **noting):
+        result = _compared(Loop(trainers).run, round_tokens=64)
+    return result | {"ran": ran[-len(result["planned"]) :]}
+
+
 def unlike_recipes(load: Any) -> str:
     """What this rank reads whose recipe has another cap than its neighbour's, and that no roll call has compared."""
     trainers = load("rank_trainer")
@@ -369,14 +380,14 @@ def unlike_recipes(load: Any) -> str:
     return "no error"
 
 
-def _compared(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _compared(run: Callable[[], dict[str, Any]], **packing: Any) -> dict[str, Any]:
     stock, steps, said = run(), [], []
     result: dict[str, Any] = {"planned": steps, "said": said, "refused": None, "grad": None, "loss": None}
     try:
         with (
             with_attributes(planned_loop, report_step=lambda *_, **__: steps.append(1)),
             with_attributes(accelerate_loop, report_idle=lambda *words: said.append(" ".join(words))),
-            enabled(recipe()),
+            enabled(recipe(**packing)),
         ):
             own = run()
     except EvenloadError as error:

@@ -54,6 +54,13 @@ def test_loops_that_are_planned_train_as_without_evenload(on_ranks):
             assert not ended["said"], (name, ended)
 
 
+def test_packs_are_filled_up(on_ranks):
+    for ended in on_ranks(2, "rank_accelerate.filled_up"):
+        assert ended["grad"] < 1e-9, ended
+        assert len(ended["planned"]) == 4, ended
+        assert not any(tokens % 64 for tokens in ended["ran"]), ended
+
+
 def test_batches_of_one_length_run_as_they_are(on_ranks):
     """Bit by bit the stock step, and it is reported as a plan."""
     for of_rank in on_ranks(2, "rank_accelerate.variants", names=["one length"]):

@@ -30,6 +30,16 @@ def test_plans_of_the_packing_plugin_are_exact(on_ranks):
 
 
 @pytest.mark.slow
+def test_packs_are_filled_up_and_the_largest_runs_first(on_ranks):
+    packing = {"enabled": True, "max_tokens": 128, "slices": "off", "round_tokens": 16, "largest_first": True}
+    for found in on_ranks(2, "rank_trainer.by_recipe", lengths=[*LENGTHS, 16, 90, 8, 60, 30], plugins={"packing": packing}, masked=True):
+        assert found["grad"] < ROUNDING, found
+        assert found["ran"] == sorted(found["ran"], reverse=True), found
+        assert len(set(found["ran"])) > 1, found
+        assert not any(tokens % 16 for tokens in found["ran"]), found
+
+
+@pytest.mark.slow
 def test_samples_of_one_length_run_as_they_are_where_packs_gain_nothing(on_ranks):
     """Bit by bit the stock step; packs of several are fewer passes."""
     for tokens, micro_batches in ((40, 8), (256, 2)):
