@@ -1,11 +1,12 @@
 """evenload beside what evens batches by changing them: ODB, Transformers' two samplers, TRL's packing and padding-free.
 
-    python benchmarks/hosts/peers.py [--models llama qwen3] [--lengths published uniform two_kinds] [--repeats 1] [--json]
+    python benchmarks/hosts/peers.py [--models llama qwen3] [--lengths published uniform] [--repeats 1] [--json]
 
 TRL's SFTTrainer trains one epoch on two CPU ranks, 8 samples a rank and step, in float32: on a Llama of 2 layers and a
-Qwen 3 of 3 layers, hidden size 128. ``published`` is the setting in which the authors of ``batch_rebalance`` published
-theirs: 1,600 lengths lognormal(5, 1) in [16, 1024]; ``uniform`` is 16 to 1,024; of ``two_kinds`` 85 % have 32 to 128
-tokens and 15 % 768 to 1,024 (400 samples each).
+Qwen 3 of 3 layers, hidden size 128, or (`--models gemma3 gemma2`) a Gemma of 2 layers, whose windows of 256 tokens and
+soft caps run no packs: there evenload regroups padded rows. ``published`` is the setting in which the authors of
+``batch_rebalance`` published theirs: 1,600 lengths lognormal(5, 1) in [16, 1024]; ``uniform`` is 16 to 1,024; of
+``two_kinds`` 85 % have 32 to 128 tokens and 15 % 768 to 1,024 (400 samples each).
 
     padded       SFTTrainer's default
     by length    train_sampling_strategy="group_by_length"
@@ -17,13 +18,13 @@ tokens and 15 % 768 to 1,024 (400 samples each).
                  `pip install --no-deps online-dynamic-batching==0.1.2`
     evenload     the padded run, planned
 
-Variants take turns in one process a rank; ODB replaces methods for good, so it has a process of its own, beside a padded
-run there. Each is over the padded run of its process. A second is one of CPU time on the busier rank of each step (ranks
-meet once in it), so that other work on the machine counts nothing; `wall` is by the clock. The first step is left out.
-A token is one of a sample. What a variant changes of the objective is counted where batches come to the Trainer:
-``same`` steps have the samples of the padded run's step; ``seen`` counts samples, of those that there are; ``samples`` is
-the least and most a step; ``weight`` the least and most that a rank's loss is multiplied by besides Trainer's own
-divisor, which is the number of all targets of the step.
+Variants take turns in one process a rank; ODB replaces methods for good, so it has a process of its own, beside a
+padded run there. Each is over the padded run of its process. A second is one of CPU time on the busier rank of each
+step (ranks meet once in it), so that other work on the machine counts nothing; `wall` is by the clock. The first step
+is left out. A token is one of a sample. What a variant changes of the objective is counted where batches come to the
+Trainer: ``same`` steps have the samples of the padded run's step; ``seen`` counts samples, of those that there are;
+``samples`` is the least and most a step; ``weight`` the least and most that a rank's loss is multiplied by besides
+Trainer's own divisor, which is the number of all targets of the step.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "hosts"))
 
 RANKS, BATCH, LONGEST, VOCABULARY, START = 2, 8, 1024, 512, 1
-STEADY = {"max_length": LONGEST, "average_tokens_across_devices": True, "learning_rate": 1e-4, "lr_scheduler_type": "constant"}
+STEADY = {
+    "max_length": LONGEST,
+    "average_tokens_across_devices": True,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "constant",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {},
     "by length": {"train_sampling_strategy": "group_by_length"},
@@ -90,13 +97,17 @@ def rows_of(name: str, most: int) -> list[list[int]]:
 
 def model_of(name: str) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+    from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": VOCABULARY}
     sizes |= {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "pad_token_id": 0}
     torch.manual_seed(0)
     kinds = {"llama": LlamaConfig(num_hidden_layers=2, **sizes)}
     kinds["qwen3"] = Qwen3Config(num_hidden_layers=3, head_dim=32, **sizes)
+    both = ["sliding_attention", "full_attention"]
+    windows = {"num_hidden_layers": 2, "head_dim": 32, "sliding_window": 256, "layer_types": both}
+    kinds["gemma3"] = Gemma3TextConfig(**sizes, **windows)
+    kinds["gemma2"] = Gemma2Config(**sizes, **windows)
     return AutoModelForCausalLM.from_config(kinds[name])
 
 
@@ -175,7 +186,9 @@ def train(model_name: str, rows: list[list[int]], variant: str, tokenizer: Any, 
             num_workers=2,
             prefetch_factor=64,
         )
-        enable_odb(trainer, train_dataloader=loader, token_budget=int(size), max_optimizer_steps=steps if steps > 0 else None)
+        enable_odb(
+            trainer, train_dataloader=loader, token_budget=int(size), max_optimizer_steps=steps if steps > 0 else None
+        )
     recipe = Path(tempfile.mkdtemp()) / "recipe.yaml"
     recipe.write_text(RECIPE)
     with evenload.enabled(recipe) if variant == "evenload" else nullcontext():
@@ -204,7 +217,7 @@ def child(asked: argparse.Namespace) -> None:
     for number in range(asked.repeats + 1):
         for variant in asked.variants:
             # The first round only warms up.
-            own = train(asked.models[0], rows, variant, tokenizer, asked.steps if number else 3)
+            own = train(asked.models[0], rows, variant, tokenizer, asked.steps if number else 1)
             of_ranks: list[Any] = [None] * RANKS
             dist.all_gather_object(of_ranks, own)
             if number:
@@ -223,7 +236,11 @@ def runs_of(asked: argparse.Namespace, model: str, lengths: str, variants: list[
         plain = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HOME": folder}
         plain |= {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": folder}
         process = subprocess.run(
-            list(map(str, [*launch, *own])), env=os.environ | plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            list(map(str, [*launch, *own])),
+            env=os.environ | plain,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         return json.loads(out.read_text()) if out.exists() else process.stdout.strip().splitlines()[-12:]
 
@@ -235,8 +252,8 @@ def step_s(of_ranks: list[Row]) -> float:
 
 def figures(of_ranks: list[Row], padded: list[Row], total: int) -> Row:
     """A run beside the padded one of its process."""
-    steps = [sorted(sum(of_step, [])) for of_step in zip(*(one["seen"] for one in of_ranks), strict=False)]
-    wanted = [sorted(sum(of_step, [])) for of_step in zip(*(one["seen"] for one in padded), strict=False)]
+    steps = [sorted(chain(*of_step)) for of_step in zip(*(one["seen"] for one in of_ranks), strict=False)]
+    wanted = [sorted(chain(*of_step)) for of_step in zip(*(one["seen"] for one in padded), strict=False)]
     tokens = [sum(of_step) for of_step in zip(*(one["tokens"] for one in of_ranks), strict=False)]
     samples = [number for step in steps for number in step]
     weights = [weight for one in of_ranks for weight in one["weights"]]
@@ -284,7 +301,9 @@ def combined(runs: list[Row]) -> Row:
     """Runs of a variant as one row."""
     if "failed" in runs[0]:
         return runs[0]
-    means = {name: statistics.median(run[name] for run in runs) for name in ("tokens_per_s", "over_padded", "wall_over")}
+    means = {
+        name: statistics.median(run[name] for run in runs) for name in ("tokens_per_s", "over_padded", "wall_over")
+    }
     return runs[0] | means
 
 
@@ -297,12 +316,17 @@ def table(result: dict[str, Any]) -> Any:
             return [*first, *("-" for _ in range(8)), row["failed"][-200:]]
         spans = ["{}..{}".format(*row["samples"]), "{:.2f}..{:.2f}".format(*row["weight"])]
         same, seen = f"{row['same']} of {row['steps']}", f"{row['seen']:.0%}" + f" +{row['again']}" * bool(row["again"])
-        times = [row["tokens_per_s"], f"{row['over_padded']:.2f}x", f"{row['wall_over']:.2f}x", f"{row['computed']:.2f}"]
+        times = [
+            row["tokens_per_s"],
+            f"{row['over_padded']:.2f}x",
+            f"{row['wall_over']:.2f}x",
+            f"{row['computed']:.2f}",
+        ]
         return [*first, *times, same, seen, *spans, f"{row['apart']:.0e}"]
 
     head = ("model", "lengths", "variant", "tokens/CPU s", "over padded", "wall", "computed a token")
     head += ("same", "seen", "samples", "weight", "loss")
-    below = "loss: largest relative difference of a step's from the padded run's, which is over other samples where steps are not the same"
+    below = "loss: largest relative difference from the padded run's, step by step: of other samples where not the same"
     return grid("Beside what changes batches, 2 CPU ranks", head, [cells(row) for row in result["rows"]], below)
 
 
@@ -328,7 +352,12 @@ def main() -> None:
         for model in asked.models:
             for lengths in asked.lengths:
                 rows += rows_for(asked, model, lengths)
-                print(model, lengths, [(r["variant"], r.get("over_padded", r.get("failed"))) for r in rows[-7:]], file=sys.stderr)
+                print(
+                    model,
+                    lengths,
+                    [(r["variant"], r.get("over_padded", r.get("failed"))) for r in rows[-7:]],
+                    file=sys.stderr,
+                )
                 if asked.out:
                     asked.out.write_text(json.dumps({"rows": rows}, indent=1))
     emit({"rows": rows}, asked.json, table)

@@ -1,6 +1,6 @@
 """LLaMA-Factory, Axolotl and ms-swift by their own commands on two CPU ranks: stock and planned, in turn.
 
-    python benchmarks/hosts/programs.py [--programs axolotl ...] [--tunings full lora] [--repeats 2] [--steps 8] [--json]
+    python benchmarks/hosts/programs.py [--programs axolotl] [--tunings full lora] [--repeats 2] [--steps 8] [--json]
 
 Each runs in its own environment, which `make test-hosts` makes (`.venv-llamafactory` and so on), by the YAML of
 `tests/programs`: 16 pairs of instruction and answer a step in two micro-batches of four a rank, of lognormal lengths
@@ -23,10 +23,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "programs"))  # this file has the same name
+# In front, since this file has the same name.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "programs"))
 import programs
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 RECIPE = programs.RECIPE.replace("1024", "2048")
 ROWS = {"per_device_train_batch_size": 4}
@@ -88,9 +89,9 @@ def table(rows: list[Row]) -> Any:
         faster = [f"{row['faster']:.2f}x", f"{row['ratios'][0]:.2f} .. {row['ratios'][-1]:.2f}"]
         return [row["program"], row["tuning"], row["updates"], computed, *times, *faster, row["equal"]]
 
-    head = ("program", "tuning", "steps", "computed", "s a step, stock", "planned", "faster", "lowest .. highest", "equal")
+    head = ("program", "tuning", "steps", "computed", "s a step, stock", "planned", "faster", "lowest .. highest")
     below = "equal: losses, norms and tokens are printed as in a stock run, to the last digit"
-    return grid("Programs, 2 CPU ranks", head, [cells(row) for row in rows], below)
+    return grid("Programs, 2 CPU ranks", (*head, "equal"), [cells(row) for row in rows], below)
 
 
 def main() -> None:

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.errors import refuse_first
+from ...core.errors import EvenloadError, refuse_first
 from ...runtime.attention.pack import IGNORE
 from .samples import spans_of
 
 _TOKENS, _MASK, _ANSWER = "input_ids", "attention_mask", "completion_mask"
+
+
+class BrokenUnitsError(EvenloadError):
+    """Rows that make no whole units: what a loss over these would be nobody can say."""
 
 
 class Answer(NamedTuple):
@@ -109,7 +113,7 @@ def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[lis
         num_rows: of a unit.
         fill: the token of padding, where the batch has none.
 
-    Raises EvenloadError for another form.
+    Raises EvenloadError for another form, `BrokenUnitsError` for rows that are left over.
     """
     mask_RT = batch.get(_MASK)
     missing = [key for key in (_TOKENS, _MASK) if not isinstance(batch.get(key), Tensor)]
@@ -123,13 +127,19 @@ def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[lis
     )
     assert isinstance(mask_RT, Tensor)
     count = len(mask_RT) // num_rows
+    if count * num_rows != len(mask_RT):
+        raise BrokenUnitsError(
+            f"a batch has units with fewer than {num_rows} rows",
+            f"{len(mask_RT)} rows of input_ids",
+            "have the collate function give each chosen answer its rejected one, chosen answers before rejected ones",
+        )
     entries = {key: value for key, value in batch.items() if value is not None}
     of_rows = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == mask_RT.shape}
     of_units = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == (count,)}
     other = sorted(str(key) for key in entries if key not in of_rows | of_units)
     refuse_first(
         (
-            bool(other) or count * num_rows != len(mask_RT) or _TOKENS not in of_rows,
+            bool(other) or _TOKENS not in of_rows,
             f"units of {num_rows} rows have tensors of a number for each of their tokens, or one number each",
             f"{len(mask_RT)} rows, and {', '.join(other) or 'nothing'} of another shape",
             "nothing needs to be done: the script runs as it is, without plans",

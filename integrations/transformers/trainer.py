@@ -40,7 +40,7 @@ from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..host.step import Position, run_program
 from ..huggingface.inputs import without_unread
-from ..huggingface.units import Unit
+from ..huggingface.units import BrokenUnitsError, Unit
 from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .hooks import GradientHooks
@@ -220,6 +220,8 @@ def _run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Take
     inner = inner_model(trainer)
     try:
         batch = gather_units([one.reading() for one in taken], hooked=state.hooks.watch(inner))
+    except BrokenUnitsError:
+        raise
     except EvenloadError as error:
         _stays(state, error)
         return run_stock(trainer, model, taken, call)

@@ -102,6 +102,7 @@ KILLERS: dict[str, Words] = {
     "units": ("pytest", "tests/integrations/huggingface/test_units.py", "-k", "figures or sft"),
     "padded rows": ("pytest", "tests/integrations/huggingface/test_rows.py"),
     "shapes": ("pytest", "tests/plugins/packing/test_shapes.py"),
+    "filled up": ("pytest", _ACCELERATE, "-k", "filled_up"),
     "padded groups": ("pytest", "tests/plugins/packing/test_padded.py"),
     "audit": ("pytest", "tests/integrations/huggingface/test_audit.py", "-k", "shifted or mean or positions"),
     "attention of families": ("pytest", "tests/integrations/huggingface/test_proof.py", "-k", "counted"),
@@ -1257,6 +1258,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "    tokens += -tokens % np.array([m.round_to or 1 for m in micro_batches])\n",
         "",
         "shapes",
+    ),
+    Mutant(
+        "the smallest micro-batch runs first",
+        "core/plan/step_plan.py",
+        "key=lambda m: -m.num_padded_tokens)))",
+        "key=lambda m: m.num_padded_tokens)))",
+        "shapes",
+    ),
+    Mutant(
+        "the packs of a loop of Accelerate are not filled up",
+        "integrations/deepspeed/unmodified/micro_batches.py",
+        "own = [[m._replace(pad_to=0) for i",
+        "own = [[m._replace(pad_to=0, round_to=0) for i",
+        "filled up",
     ),
     Mutant(
         "an audit misses one shifted label",

@@ -20,6 +20,7 @@ from evenload.runtime.world import agreement
 from evenload.runtime.world.agreement import rank_and_size
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader
+from transformers import MistralConfig, MistralForCausalLM
 
 LENGTHS = [61, 5, 17, 33, 9, 50, 3, 40, 26, 11, 44, 7, 12, 30, 21, 8]
 PLUGINS = {"packing": {"enabled": True, "max_tokens": 256}}
@@ -221,6 +222,17 @@ class Prompted(Loop):
         return model
 
 
+class Windowed(Loop):
+    """A model that sees less than its longest sample."""
+
+    def build(self) -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return MistralForCausalLM(
+            MistralConfig(vocab_size=97, num_key_value_heads=4, sliding_window=8, pad_token_id=0, **sizes)
+        ).double()
+
+
 class AdaptedByOlder(Loop):
     """LoRA of PEFT before 0.21, which calls the model's method, past hooks of the module."""
 
@@ -343,6 +355,7 @@ VARIANTS: dict[str, Made] = {
     "without accelerator.backward": WithoutAccelerator,
     "masking hooks": lambda trainers: Hooked(trainers, lambda g: g * (g.new_ones(g.shape).cumsum(0) % 2)),
     "older adapters": AdaptedByOlder,
+    "windows": Windowed,
     "clamping hooks": lambda trainers: Hooked(trainers, lambda g: g.clamp(-1e-3, 1e-3)),
     "prompt tuning": Prompted,
 }

@@ -33,6 +33,7 @@ STOCK = {
     "on logits": "a batch without labels",
     "labels are inputs": "the labels of this batch count padding as targets",
     "prompt tuning": "PromptTuningConfig",
+    "windows": "train by transformers.Trainer, where padded rows are regrouped too",
 }
 REFUSED = {
     "own tokens": "the ranks multiply the model's loss by different numbers",
