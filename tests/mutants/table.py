@@ -99,7 +99,7 @@ KILLERS: dict[str, Words] = {
     "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
     "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
     "proof": ("pytest", "tests/integrations/huggingface/test_proof.py"),
-    "units": ("pytest", "tests/integrations/huggingface/test_units.py", "-k", "figures or sft"),
+    "units": ("pytest", "tests/integrations/huggingface/test_units.py", "-k", "figures or sft or pair_of_one"),
     "padded rows": ("pytest", "tests/integrations/huggingface/test_rows.py"),
     "shapes": ("pytest", "tests/plugins/packing/test_shapes.py"),
     "filled up": ("pytest", _ACCELERATE, "-k", "filled_up"),
@@ -1258,6 +1258,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "    tokens += -tokens % np.array([m.round_to or 1 for m in micro_batches])\n",
         "",
         "shapes",
+    ),
+    Mutant(
+        "an answer without a partner passes",
+        _UNITS,
+        "    if count * num_rows != len(mask_RT):\n",
+        "    if False:\n",
+        "units",
     ),
     Mutant(
         "the smallest micro-batch runs first",
