@@ -126,13 +126,7 @@ def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[lis
         )
     )
     assert isinstance(mask_RT, Tensor)
-    count = len(mask_RT) // num_rows
-    if count * num_rows != len(mask_RT):
-        raise BrokenUnitsError(
-            f"a batch has units with fewer than {num_rows} rows",
-            f"{len(mask_RT)} rows of input_ids",
-            "have the collate function give each chosen answer its rejected one, chosen answers before rejected ones",
-        )
+    count = _num_units(len(mask_RT), num_rows)
     entries = {key: value for key, value in batch.items() if value is not None}
     of_rows = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == mask_RT.shape}
     of_units = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == (count,)}
@@ -169,6 +163,17 @@ def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[lis
         for number in range(count)
     ]
     return units, UnitForm(num_rows, any(first for first, _ in spans), fills[0] if fills else fill)
+
+
+def _num_units(rows: int, num_rows: int) -> int:
+    """Units in so many rows of a batch. Raises BrokenUnitsError where some are left over."""
+    if rows % num_rows:
+        raise BrokenUnitsError(
+            f"a batch has units with fewer than {num_rows} rows",
+            f"{rows} rows of input_ids",
+            "have the collate function give each chosen answer its rejected one, chosen answers before rejected ones",
+        )
+    return rows // num_rows
 
 
 def batch_of(units: Sequence[Unit], form: UnitForm, device: torch.device, slots: int = 0) -> dict[str, Tensor]:

@@ -45,7 +45,9 @@ from .supported import entered_module, outer_model, packs_fault, unwrapped, virt
 log = logging.getLogger("evenload")
 
 NAME = "a loop of Accelerate"
-_BY_TRAINER = "train by transformers.Trainer, where padded rows are regrouped too; as it is, the loop runs without plans"
+_BY_TRAINER = (
+    "train by transformers.Trainer, where padded rows are regrouped too; as it is, the loop runs without plans"
+)
 
 
 @dataclass(eq=False)
