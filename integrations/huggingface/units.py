@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.errors import refuse_first
+from ...core.errors import EvenloadError, refuse_first
 from .samples import spans_of
 
 _MASK, _ANSWER, _PROMPT, _TOOLS = "attention_mask", "completion_mask", "prompt_mask", "tool_mask"
@@ -32,6 +32,10 @@ _OF_PROMPT = "prompt"
 _IDS = "_ids"
 """How those of tokens end."""
 _STOCK = "nothing needs to be done: the script runs as it is, without plans"
+
+
+class BrokenUnitsError(EvenloadError):
+    """Rows that make no whole units: what a loss over these would be nobody can say."""
 
 
 class Answer(NamedTuple):
@@ -168,7 +172,7 @@ def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[lis
         num_rows: of a unit.
         fill: the token of padding, where the batch has none.
 
-    Raises EvenloadError for another form.
+    Raises EvenloadError for another form, `BrokenUnitsError` for rows that are left over.
     """
     masks = _masks_of(batch)
     refuse_first(
@@ -180,7 +184,8 @@ def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[lis
         )
     )
     entries = {key: value for key, value in batch.items() if value is not None}
-    num, count = len(batch[masks[0]]), len(batch[masks[0]]) // num_rows
+    num = len(batch[masks[0]])
+    count = _num_units(num, num_rows)
     keys: list[list[str]] = [[] for _ in masks]
     for key, value in entries.items():
         place = _place(key, masks)
@@ -195,7 +200,7 @@ def split_units(batch: Mapping[str, Any], num_rows: int, fill: int) -> tuple[lis
     )
     refuse_first(
         (
-            bool(other) or count * num_rows != num,
+            bool(other),
             f"units of {num_rows} rows have tensors of a number for each of their tokens, or one number each",
             f"{num} rows, and {', '.join(other) or 'nothing'} of another shape",
             _STOCK,
@@ -239,6 +244,17 @@ def _part(batch: Mapping[str, Any], mask: str, keys: list[str], fill: int) -> tu
     fills: dict[str, float] = {key: fill for key in keys if key.endswith(_IDS)}
     fills |= {key: values.item() for key, values in padded.items() if len(values)}
     return spans, RowPart(fills, any(first for first, _ in spans))
+
+
+def _num_units(rows: int, num_rows: int) -> int:
+    """Units in so many rows of a batch. Raises BrokenUnitsError where some are left over."""
+    if rows % num_rows:
+        raise BrokenUnitsError(
+            f"a batch has units with fewer than {num_rows} rows",
+            f"{rows} rows of input_ids",
+            "have the collate function give each chosen answer its rejected one, chosen answers before rejected ones",
+        )
+    return rows // num_rows
 
 
 def batch_of(units: Sequence[Unit], form: UnitForm, device: torch.device, padding: int = 0) -> dict[str, Tensor]:

@@ -33,7 +33,6 @@ from ...runtime.world.agreement import rank_and_size
 from ..deepspeed.unmodified.micro_batches import into_exactly
 from ..huggingface import attention
 from ..huggingface.inputs import without_unread
-from ..huggingface.models import refuse_unsupported
 from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
@@ -43,11 +42,14 @@ from .multimodal.step import IdleSample
 from .pack_loss import PackLoss
 from .planning import StepBatch, StepForm, chain_for, gather, reading, with_work, zero_stage_of
 from .proof import Call, Measurement, prove, weights_of, windows
-from .supported import entered_module, outer_model, unwrapped, virtual_tokens
+from .supported import entered_module, outer_model, packs_fault, unwrapped, virtual_tokens
 
 log = logging.getLogger("evenload")
 
 NAME = "a loop of Accelerate"
+_BY_TRAINER = (
+    "train by transformers.Trainer, where padded rows are regrouped too; as it is, the loop runs without plans"
+)
 
 
 @dataclass(eq=False)
@@ -202,7 +204,8 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     outer = outer_model(accelerator, accelerator._models[0])
     if fault := virtual_tokens(outer):
         raise fault
-    refuse_unsupported(model.config)
+    if fault := packs_fault(model):
+        raise EvenloadError(fault.what, fault.found, _BY_TRAINER)
     half = accelerator.mixed_precision in ("bf16", "fp16")
     rows, stage = batch["input_ids"].shape[0], zero_stage_of(accelerator)
     chain = chain_for(recipe, model, zero_stage=stage, half=half, whole=True, micro_batch_size=rows)
@@ -240,7 +243,7 @@ def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any
     fault = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind).fault
     loop.loss.weights_1T = None
     if fault is not None:
-        raise fault
+        raise EvenloadError(fault.what, fault.found, _BY_TRAINER)
 
 
 def _before_forward(loop: PlannedModel, module: Any, args: Any, kwargs: Any) -> None:
@@ -292,9 +295,10 @@ def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> S
     """The samples of all ranks' batches. Collective. Raises EvenloadError for those of which no pack can be made."""
     config = loop.model.config
     step = gather([reading(batch, config, num_items)()], config, hooked=loop.hooked)
-    fault = step and (step.windows or (step.parts and step.parts.fault))
-    if fault:
-        raise fault
+    if step is not None and step.windows is not None:
+        raise EvenloadError(step.windows.what, step.windows.found, _BY_TRAINER)
+    if step is not None and step.parts and step.parts.fault:
+        raise step.parts.fault
     return step
 
 

@@ -108,3 +108,16 @@ def test_the_command_says_it_once_and_in_its_last_line(case: Case, assets: Path,
     assert case.do in last
     assert len(before) == case.code, "a refusal is printed once by all ranks together, a warning in the last line alone"
     assert ("grad_norm" in ended.output) == (case is not NO_STEP)
+
+
+def test_a_loss_that_raises_on_what_it_is_measured_by_ends_all_ranks_with_code_2(assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = arguments(ROUTER._replace(model="llama"), assets, tmp_path)
+    script = launching.SCRIPTS / "raising_loss_script.py"
+    ended = launching.launch(script, words, tmp_path / "run", tmp_path / "recipe.yaml")
+    assert ended.code == 1, "torchrun gives 1 for ranks that end with 2"
+    assert "exitcode  : 2" in ended.output, ended.output[-3000:]
+    printed = [line for line in ended.output.splitlines() if "the script's loss raises on two short samples" in line]
+    assert len(printed) == 2, "once by all ranks together, and in the last line of the command"
+    assert "ValueError: batches of 16 tokens and more" in ended.output
+    assert "grad_norm" not in ended.output

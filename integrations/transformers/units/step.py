@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ....core.errors import EvenloadError
+from ...huggingface.units import BrokenUnitsError
 from ...unmodified.planned_loop import PlannedLoop
 from ..pack_call import PackCalls
 from ..planned import NAME, MeasuredUnits, PlannedTrainer, carried_out, plan_of, stays
@@ -40,6 +41,8 @@ def run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken
     read, hooked = [one.reading() for one in taken], state.hooks.watch(inner)
     try:
         batch = gather_units(read, packs=measured.packs is not None, hooked=hooked)
+    except BrokenUnitsError:
+        raise
     except EvenloadError as error:
         log.info("step %d runs as it is: %s", trainer.state.global_step + 1, error.found)
         return run_in_place(state, trainer, model, taken, call)
@@ -76,6 +79,8 @@ def _measure(state: PlannedTrainer, trainer: Any, taken: list[TakenBatch]) -> No
             state.units = _measured_units(state, trainer, packs, taken)
             state.packs = state.units.packs
             return
+        except BrokenUnitsError:
+            raise
         except EvenloadError as error:
             why = error
     state.in_place = True

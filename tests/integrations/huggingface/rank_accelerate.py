@@ -20,13 +20,14 @@ from evenload.runtime.world import agreement
 from evenload.runtime.world.agreement import rank_and_size
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader
+from transformers import MistralConfig, MistralForCausalLM
 
 LENGTHS = [61, 5, 17, 33, 9, 50, 3, 40, 26, 11, 44, 7, 12, 30, 21, 8]
 PLUGINS = {"packing": {"enabled": True, "max_tokens": 256}}
 
 
-def recipe() -> Any:
-    return recipes.parse({"trainer": "transformers", "plugins": PLUGINS})
+def recipe(**packing: Any) -> Any:
+    return recipes.parse({"trainer": "transformers", "plugins": {"packing": PLUGINS["packing"] | packing}})
 
 
 class Loop:
@@ -221,6 +222,17 @@ class Prompted(Loop):
         return model
 
 
+class Windowed(Loop):
+    """A model that sees less than its longest sample."""
+
+    def build(self) -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        return MistralForCausalLM(
+            MistralConfig(vocab_size=97, num_key_value_heads=4, sliding_window=8, pad_token_id=0, **sizes)
+        ).double()
+
+
 class AdaptedByOlder(Loop):
     """LoRA of PEFT before 0.21, which calls the model's method, past hooks of the module."""
 
@@ -343,6 +355,7 @@ VARIANTS: dict[str, Made] = {
     "without accelerator.backward": WithoutAccelerator,
     "masking hooks": lambda trainers: Hooked(trainers, lambda g: g * (g.new_ones(g.shape).cumsum(0) % 2)),
     "older adapters": AdaptedByOlder,
+    "windows": Windowed,
     "clamping hooks": lambda trainers: Hooked(trainers, lambda g: g.clamp(-1e-3, 1e-3)),
     "prompt tuning": Prompted,
 }
@@ -353,6 +366,17 @@ def variants(load: Any, names: list[str]) -> dict[str, dict[str, Any]]:
     trainers = load("rank_trainer")
     trainers._join()
     return {name: _compared(lambda make=VARIANTS[name]: make(trainers).run()) for name in names}
+
+
+def filled_up(load: Any) -> dict[str, Any]:
+    """The plain loop with packs of a multiple of tokens, and the tokens of each."""
+    trainers = load("rank_trainer")
+    trainers._join()
+    embed, ran = torch.nn.Embedding.forward, []
+    noting = {"forward": lambda own, ids: ran.append(ids.numel()) or embed(own, ids)}
+    with with_attributes(torch.nn.Embedding, **noting):
+        result = _compared(Loop(trainers).run, round_tokens=64)
+    return result | {"ran": ran[-len(result["planned"]) :]}
 
 
 def unlike_recipes(load: Any) -> str:
@@ -369,14 +393,14 @@ def unlike_recipes(load: Any) -> str:
     return "no error"
 
 
-def _compared(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _compared(run: Callable[[], dict[str, Any]], **packing: Any) -> dict[str, Any]:
     stock, steps, said = run(), [], []
     result: dict[str, Any] = {"planned": steps, "said": said, "refused": None, "grad": None, "loss": None}
     try:
         with (
             with_attributes(planned_loop, report_step=lambda *_, **__: steps.append(1)),
             with_attributes(accelerate_loop, report_idle=lambda *words: said.append(" ".join(words))),
-            enabled(recipe()),
+            enabled(recipe(**packing)),
         ):
             own = run()
     except EvenloadError as error:

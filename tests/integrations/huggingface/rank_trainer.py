@@ -206,11 +206,14 @@ def by_recipe(load: Any, lengths: list[int], plugins: Any, masked: bool = False,
     loss, wanted = train(rows, size, **more)
     recipe = recipes.parse({**RECIPE, "plugins": plugins})
     report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
-    with with_attributes(planned_loop, **report), enabled(recipe):
+    embed, ran = torch.nn.Embedding.forward, []
+    noting = {"forward": lambda own, ids: ran.append(ids.numel()) or embed(own, ids)}
+    with with_attributes(planned_loop, **report), with_attributes(torch.nn.Embedding, **noting), enabled(recipe):
         own_loss, gradients = train(rows, size, **more)
     (plan,) = plans
     shared = sum(len(m.ranks) > 1 for m in plan.micro_batches)
     made = {"cut": len(plan.cut), "shared": shared, "micro_batches": len(plan.micro_batches)}
+    made["ran"] = ran[-len(plan.of_rank(rank_and_size()[0])) :]
     return {"loss": abs(own_loss - loss) / loss, "grad": relative_error(gradients, wanted), **made}
 
 

@@ -6,10 +6,12 @@ import os
 import tempfile
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.transformers import pack_call
 from evenload.integrations.unmodified import planned_loop, planned_runs
@@ -170,6 +172,28 @@ def errors(load: Any, kinds: list[str], **more: Any) -> dict[str, Any]:
     for kind in kinds:
         found[kind] = compared(load, kind, size, **more)
     return found
+
+
+def with_pairs_of_one(load: Any) -> dict[str, Any]:
+    """What a rank reads whose neighbour's collate function loses the last rejected answer, and updates until then."""
+    rank_trainer = load("rank_trainer")
+    size, updates = rank_trainer._join(), []
+    step = torch.optim.SGD.step
+
+    class Losing(DPOTrainer):
+        def get_train_dataloader(self) -> Any:
+            collate = self.data_collator
+            if torch.distributed.get_rank():
+                self.data_collator = lambda rows: {key: value[:-1] for key, value in collate(rows).items()}
+            return super().get_train_dataloader()
+
+    counting = {"step": lambda *args, **kwargs: updates.append(1) or step(*args, **kwargs)}
+    with with_attributes(torch.optim.SGD, **counting), patch.dict(KINDS, dpo=(Losing, DPOConfig)), enabled(recipe(512)):
+        try:
+            trained(load, "dpo", size)
+        except EvenloadError as error:
+            return {"message": str(error), "updates": len(updates)}
+    return {"message": "no error", "updates": len(updates)}
 
 
 def compared(load: Any, kind: str, size: int = 1, max_tokens: int = 512, **more: Any) -> dict[str, Any]:

@@ -33,6 +33,7 @@ STOCK = {
     "on logits": "a batch without labels",
     "labels are inputs": "the labels of this batch count padding as targets",
     "prompt tuning": "PromptTuningConfig",
+    "windows": "train by transformers.Trainer, where padded rows are regrouped too",
 }
 REFUSED = {
     "own tokens": "the ranks multiply the model's loss by different numbers",
@@ -52,6 +53,13 @@ def test_loops_that_are_planned_train_as_without_evenload(on_ranks):
             assert ended["loss"] < 1e-9, (name, ended)
             assert len(ended["planned"]) == PLANNED[name], (name, ended)
             assert not ended["said"], (name, ended)
+
+
+def test_packs_are_filled_up(on_ranks):
+    for ended in on_ranks(2, "rank_accelerate.filled_up"):
+        assert ended["grad"] < 1e-9, ended
+        assert len(ended["planned"]) == 4, ended
+        assert not any(tokens % 64 for tokens in ended["ran"]), ended
 
 
 def test_batches_of_one_length_run_as_they_are(on_ranks):

@@ -30,6 +30,17 @@ def test_plans_of_the_packing_plugin_are_exact(on_ranks):
 
 
 @pytest.mark.slow
+def test_packs_are_filled_up_and_the_largest_runs_first(on_ranks):
+    packing = {"enabled": True, "max_tokens": 128, "slices": "off", "round_tokens": 16, "largest_first": True}
+    alone = [70, 100, 66, 120, 90, 68]  # no two fit into one pack
+    for found in on_ranks(2, "rank_trainer.by_recipe", lengths=alone, plugins={"packing": packing}, masked=True):
+        assert found["grad"] < ROUNDING, found
+        assert found["ran"] == sorted(found["ran"], reverse=True), found
+        assert len(set(found["ran"])) > 1, found
+        assert not any(tokens % 16 for tokens in found["ran"] if tokens > 1), "a dummy has one token"
+
+
+@pytest.mark.slow
 def test_samples_of_one_length_run_as_they_are_where_packs_gain_nothing(on_ranks):
     """Bit by bit the stock step; packs of several are fewer passes."""
     for tokens, micro_batches in ((40, 8), (256, 2)):

@@ -47,6 +47,14 @@ def test_micro_batches_keep_under_the_cap_of_all_rows_of_their_units(on_ranks):
         assert found["dpo"]["most_slots"] <= 100, found
 
 
+def test_a_pair_of_one_answer_is_refused_on_all_ranks_before_an_update(on_ranks):
+    own, other = on_ranks(2, "rank_units.with_pairs_of_one")
+    assert own == other
+    assert own["message"].startswith("a batch has units with fewer than 2 rows")
+    assert "3 rows of input_ids" in own["message"]
+    assert own["updates"] == 0
+
+
 def test_values_of_units_travel_with_them():
     check("dpo", loaded().compared(load, "dpo", precompute_ref_log_probs=True), OF_STEP)
 

@@ -356,8 +356,10 @@ def user_plans(
     return results
 
 
-def plugin_plans(world: Any, *, settings: list[dict[str, Any]], **loop: Any) -> list[dict[str, Any]]:
-    """The pipeline plugin in the user's loop, once with each of its settings."""
+def plugin_plans(
+    world: Any, *, settings: list[dict[str, Any]], plugin: str = "pipeline", **loop: Any
+) -> list[dict[str, Any]]:
+    """A plugin in the user's loop, once with each of its settings."""
     results, make = [], PlanChain.plan
     with user_loop(**loop) as user:
         stock, groups = user.step(), len(distributed_c10d._world.pg_map)
@@ -366,7 +368,7 @@ def plugin_plans(world: Any, *, settings: list[dict[str, Any]], **loop: Any) -> 
             def plan(chain: PlanChain, lengths: list[int]) -> StepPlan:
                 return make(chain, as_lengths(lengths))
 
-            with evenload.enabled(recipe(pipeline={"enabled": True, **one})), planning(plan) as made:
+            with evenload.enabled(recipe(**{plugin: {"enabled": True, **one}})), planning(plan) as made:
                 found = user.step()
             results.append(
                 {
@@ -377,6 +379,7 @@ def plugin_plans(world: Any, *, settings: list[dict[str, Any]], **loop: Any) -> 
                     "weights": sum(map(len, made[0].split)),
                     "recomputed": sum(map(sum, made[0].recompute)),
                     "tokens": max(tokens for _, tokens in found["shapes"]),
+                    "ran": [tokens for _, tokens in found["shapes"]],
                     "groups": len(distributed_c10d._world.pg_map) - groups,
                 }
             )

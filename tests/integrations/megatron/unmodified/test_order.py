@@ -90,6 +90,16 @@ def test_the_pipeline_plugin_orders_a_users_loop(on_ranks):
         assert [bool(found["recomputed"]) for found in rank] == [False, True]
 
 
+def test_packs_are_filled_up_and_the_largest_runs_first(on_ranks):
+    settings = [{"max_tokens": 64, "slices": "off", "round_tokens": 4, "largest_first": True}]
+    for (found,) in on_ranks(2, "plugin_plans", settings=settings, plugin="packing", overlap=True, micro_batches=6):
+        assert found["grad"] < 1e-9
+        assert len(found["ran"]) > 2
+        assert len(set(found["ran"])) > 1, "packs of one size are in any order"
+        assert found["ran"] == sorted(found["ran"], reverse=True)
+        assert not any(tokens % 4 for tokens in found["ran"] if tokens > 1), found["ran"]
+
+
 CHAINS = {"pieces": [4], "asymmetric": False, "replay": "none", "recompute": True}
 MUTANTS = ["restarted positions", "shifted labels", "dropped accumulator", "plan of the latest", "uncounted tokens"]
 
