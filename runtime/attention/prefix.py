@@ -153,6 +153,9 @@ class PrefixStore:
             entry.dk_PGD[: piece.stop].add_(dk_PNGD)
             entry.dv_PGD[: piece.stop].add_(dv_PNGD)
             own = entry.dk_PGD[piece.start : piece.stop], entry.dv_PGD[piece.start : piece.stop]
+            for sums in (entry.dk_PGD, entry.dv_PGD):  # of the stream of a half that takes turns with this one
+                if sums.is_cuda:
+                    sums.record_stream(torch.cuda.current_stream())
         entry.unsettled = piece.start
         if piece.start == 0:
             del self._entries[layer, piece.sequence]
