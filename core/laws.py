@@ -225,6 +225,7 @@ def _halves(plan: StepPlan) -> None:
             raise PlanError("halves of a micro-batch take turns, and all runs at once here", name, HALVES_OFF)
         beside = {
             "the host's own schedule": not plan.order,
+            "pipeline stages": limits.num_stages > 1,
             "a backward pass of its own": plan.backward or plan.replayed,
             "activations in host memory": any(plan.offload),
             "moved tokens": m.remap,

@@ -10,8 +10,8 @@
     experts        tokens to their experts and back over ep ranks, in each layer that has any, by the rank of a round
                    (`rounds`) that sends or receives most, not hidden; expert weights of a micro-batch, hidden behind
                    its compute
-    halves         that take turns (`MicroBatch.first_half`): what one moves inside its layers hides behind what the other
-                   computes, all but the first travel, and takes a share of the device from it (DistCA, arXiv 2510.18121)
+    halves         that take turns (`MicroBatch.first_half`): what one moves inside its layers hides behind what the
+                   other computes, and takes a share of the device from it (DistCA, arXiv 2510.18121)
     gradients      at the end of a step over the plane, experts' over every ep-th rank of it: all-reduce; with a sharded
                    optimizer reduce-scatter, and all-gather of the updated weights; with sharded parameters (ZeRO 3)
                    instead all-gather of weights in every pass and reduce-scatter of gradients in every backward, hidden
@@ -94,15 +94,13 @@ def exposed_of_ranks(
 
 
 def _in_turns(context: PlanningContext, direction: Direction, micro_batch: MicroBatch, routed: float | None) -> Floats:
-    """What two halves move that neither hides, and what hiding takes. The first travel of a pass has nothing beside it;
-    a half that attends to the other one's keys is a layer behind."""
+    """What two halves move that neither hides, and what hiding takes. Of a pass a layer's share of it has nothing
+    beside it: its last travel, and that of embedding or output layer."""
     halves, cost = micro_batch.halves, direction.cost
     travel, other = (exposed_of_ranks(context, direction, half, routed) for half in halves)
     beside, own = (cost.of_each(np.array(list(rank_works(half).values()))) - cost.launch_s for half in halves)
     hidden: Floats = np.minimum(travel, own) + np.minimum(other, beside)
-    behind = 2 if micro_batch.is_tied else 1
-    alone = min(1.0, behind / context.traffic.layers)
-    return travel + other - (1.0 - BESIDE - alone) * hidden
+    return travel + other - max(0.0, 1.0 - BESIDE - 1.0 / context.traffic.layers) * hidden
 
 
 def _modules_s(context: PlanningContext, direction: Direction, rank: int, tokens: Any, routed: float | None) -> Any:

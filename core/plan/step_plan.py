@@ -100,12 +100,6 @@ class MicroBatch(NamedTuple):
         return tuple(self._replace(slices=slices, cp_groups=groups, first_half=0) for slices, groups in parts)
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the second half continues a sequence of the first, and attends to its keys."""
-        first = {s.sequence for s in self.slices[: self.first_half]}
-        return any(s.sequence in first for s in self.slices[self.first_half :])
-
-    @property
     def ranks_of_slices(self) -> tuple[tuple[int, ...], ...]:
         """For each slice the ranks that share its attention."""
         return self.cp_groups or (self.ranks,) * len(self.slices)

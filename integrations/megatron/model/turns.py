@@ -1,27 +1,31 @@
 """Two halves of a micro-batch in turns through the layers of a stage, after DistCA (arXiv 2510.18121).
 
-    first half   layer 1 |         | layer 2 |         | ...
-    second half          | layer 1 |         | layer 2 | ...      on a stream of its own each
+    first half    attention  ~~~~~~  MLP        ~~~~~~     attention   ~ its reduction, or what a CP group sends
+    second half              attention  ~~~~~~  MLP        ~~~~~~
 
-The host asks for the layers alternately. Each stream waits for its own reductions of tensor parallelism and messages of
-a CP group alone, so that while one half's activations travel, the device computes the other half; whichever of them
-comes to its travel first is ahead by that from then on, so nothing sets the pace. Autograd runs each half backward on
-the stream of its forward, the later layer first and of a layer the second half first: mirrored, in one order on all
-ranks. Without CUDA all of it runs on the spot, in that order.
+Each half has a stream of its own, and the host asks for attention and MLP of both alternately. So the reductions of
+tensor parallelism, which run in the order of asking, come in that order too, and while one half's activations travel
+the device computes the other half. Autograd runs each node backward on the stream of its forward, the latest first:
+mirrored, in one order on all ranks. Without CUDA all of it runs on the spot, in the same order.
 
-Embedding, last norm, output layer and loss see the micro-batch as one. Where the second half continues a sequence of the
-first, it attends to the keys that this one has left in the store: forward it follows a layer behind, and backward the
-first follows it, since it takes the gradients of these keys.
+Embedding, last norm, output layer and loss see the micro-batch as one. Where the second half continues a sequence of
+the first it attends to the keys that this one has left in the store, which has them wait for each other
+(`runtime.attention.prefix`). A layer that is recomputed is one checkpoint of both halves.
+
+With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` a device takes work in the order of asking, so that a half which waits for its
+reduction holds the other up where it is asked first; leave the variable out.
 
 Shape legend: T = slots of the pack, C = hidden size, D = head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
@@ -29,8 +33,21 @@ from torch import Tensor, nn
 
 from .attention import PlannedSeqParams, seq_params
 
+log = logging.getLogger("evenload")
+
 Stream = torch.cuda.Stream | None
 """None without CUDA."""
+
+
+class _Half(NamedTuple):
+    """What the layers of a half ask for beside its hidden states."""
+
+    params: PlannedSeqParams
+    rotary_T11D: Tensor
+    stream: Stream
+
+    def running(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 def take_turns(model: nn.Module) -> nn.Module:
@@ -44,40 +61,36 @@ def _forward(block: Any, stock: Callable[..., Tensor], hidden_states: Tensor, *a
     params = kwargs.get("packed_seq_params")
     if not (isinstance(params, PlannedSeqParams) and params.pack and params.pack.halves):
         return stock(hidden_states, *args, **kwargs)
-    hidden_T1C = _in_turns(block, hidden_states, params, kwargs["rotary_pos_emb"])
-    return hidden_T1C if block.final_layernorm is None else block.final_layernorm(hidden_T1C)
-
-
-def _in_turns(block: Any, hidden_T1C: Tensor, params: PlannedSeqParams, rotary_T11D: Tensor) -> Tensor:
-    assert params.pack is not None
-    packs, streams = params.pack.halves, _streams(hidden_T1C.device)
-    sizes = [pack.num_padded_tokens for pack in packs]
-    halves = [seq_params(pack, routing=params.routing) for pack in packs]
-    parts, rotary = list(torch.split(hidden_T1C, sizes)), torch.split(rotary_T11D, sizes)
-    for stream, *tensors in zip(streams, parts, rotary, strict=True):
-        _begin(stream, tensors)
-    first, second = ({piece.sequence for piece in pack.slices} for pack in packs)
-    tied, recomputed = not first.isdisjoint(second), _recomputed_layers(block)
+    sizes = [pack.num_padded_tokens for pack in params.pack.halves]
+    parts, rotary = (torch.split(x, sizes) for x in (hidden_states, kwargs["rotary_pos_emb"]))
+    each = zip(params.pack.halves, rotary, _streams(hidden_states.device), strict=True)
+    halves = [_Half(seq_params(pack, routing=params.routing), angles, stream) for pack, angles, stream in each]
+    for half, part in zip(halves, parts, strict=True):
+        _begin(half, part)
     for number, layer in enumerate(block.layers):
-        for place, stream in enumerate(streams):
-            with _on(stream):
-                if tied and place and stream is not None:
-                    stream.wait_stream(streams[0])
-                run = partial(_run_layer, layer, halves[place], rotary[place])
-                again = number < recomputed
-                parts[place] = tensor_parallel.checkpoint(run, False, parts[place]) if again else run(parts[place])
-                if tied and not place and stream is not None:
-                    parts[0] = _BehindOther.apply(parts[0], streams[1])  # type: ignore[no-untyped-call]
-    for stream, part in zip(streams, parts, strict=True):
-        _end(stream, part)
-    return torch.cat(parts)
-
-
-def _run_layer(layer: Any, params: PlannedSeqParams, rotary_T11D: Tensor, hidden_T1C: Tensor) -> Tensor:
-    output: Tensor = layer(
-        hidden_states=hidden_T1C, attention_mask=None, rotary_pos_emb=rotary_T11D, packed_seq_params=params
-    )[0]
+        run = partial(_run_layer, layer, halves)
+        again = number < _recomputed_layers(block)
+        parts = tensor_parallel.checkpoint(run, False, *parts) if again else run(*parts)
+    for half, part in zip(halves, parts, strict=True):
+        _end(half, part)
+    output: Tensor = block.final_layernorm(torch.cat(parts))
     return output
+
+
+def _run_layer(layer: Any, halves: Sequence[_Half], *parts_T1C: Tensor) -> tuple[Tensor, ...]:
+    parts = list(parts_T1C)
+    for place, half in enumerate(halves):
+        with half.running():
+            parts[place], _ = layer._forward_attention(
+                parts[place],
+                attention_mask=None,
+                rotary_pos_emb=half.rotary_T11D,
+                packed_seq_params=half.params,
+            )
+    for place, half in enumerate(halves):
+        with half.running():
+            parts[place] = layer._forward_mlp(parts[place])
+    return tuple(parts)
 
 
 def _recomputed_layers(block: Any) -> int:
@@ -88,40 +101,28 @@ def _recomputed_layers(block: Any) -> int:
     return int(config.recompute_num_layers) if config.recompute_method == "block" else len(block.layers)
 
 
-class _BehindOther(torch.autograd.Function):
-    """Leaves the first half as it is; what its backward asks for comes behind all that the other half's has."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_T1C: Tensor, other: torch.cuda.Stream) -> Tensor:
-        ctx.other = other
-        return hidden_T1C.view_as(hidden_T1C)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        torch.cuda.current_stream().wait_stream(ctx.other)
-        return gradient, None
-
-
 @cache
 def _streams(device: torch.device) -> tuple[Stream, Stream]:
-    return (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else (None, None)
+    if device.type != "cuda":
+        return None, None
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        log.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: halves of micro-batches hide less of each other's traffic; unset it"
+        )
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
-def _on(stream: Stream) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+def _begin(half: _Half, part_T1C: Tensor) -> None:
+    """Its stream goes on from here with tensors of the current one."""
+    if half.stream is not None:
+        half.stream.wait_stream(torch.cuda.current_stream())
+        for tensor in (part_T1C, half.rotary_T11D):
+            tensor.record_stream(half.stream)
 
 
-def _begin(stream: Stream, tensors: list[Tensor]) -> None:
-    """The stream goes on from here with tensors of the current one."""
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
-        for tensor in tensors:
-            tensor.record_stream(stream)
-
-
-def _end(stream: Stream, part: Tensor) -> None:
-    """The current stream goes on with what the other one has computed."""
-    if stream is not None:
+def _end(half: _Half, part_T1C: Tensor) -> None:
+    """The current stream goes on with what the half has computed."""
+    if half.stream is not None:
         current = torch.cuda.current_stream()
-        current.wait_stream(stream)
-        part.record_stream(current)
+        current.wait_stream(half.stream)
+        part_T1C.record_stream(current)
