@@ -61,7 +61,7 @@ def plan(incoming: StepPlan, context: PlanningContext, config: MeshConfig) -> St
     kept = _under(incoming, limits)
     if limits.whole_sequences:
         return kept or _on_single_ranks(incoming, limits, context, config)
-    if kept and limits.num_ranks == 1:
+    if kept and limits.num_ranks == 1 and not limits.takes_turns:
         return kept
     if not len(lengths):
         return step(incoming, limits, [], "mesh")
