@@ -65,14 +65,18 @@ def _forward(block: Any, stock: Callable[..., Tensor], hidden_states: Tensor, *a
     parts, rotary = (torch.split(x, sizes) for x in (hidden_states, kwargs["rotary_pos_emb"]))
     each = zip(params.pack.halves, rotary, _streams(hidden_states.device), strict=True)
     halves = [_Half(seq_params(pack, routing=params.routing), angles, stream) for pack, angles, stream in each]
-    for half, part in zip(halves, parts, strict=True):
-        _begin(half, part)
+    for half in halves:
+        if half.stream is not None:  # it goes on from here
+            half.stream.wait_stream(torch.cuda.current_stream())
     for number, layer in enumerate(block.layers):
         run = partial(_run_layer, layer, halves)
         again = number < _recomputed_layers(block)
         parts = tensor_parallel.checkpoint(run, False, *parts) if again else run(*parts)
+    current = torch.cuda.current_stream() if halves[0].stream else None
     for half, part in zip(halves, parts, strict=True):
-        _end(half, part)
+        if current is not None:
+            current.wait_stream(half.stream)
+            part.record_stream(current)  # a recomputed layer of backward begins without waiting for it
     output: Tensor = block.final_layernorm(torch.cat(parts))
     return output
 
@@ -110,19 +114,3 @@ def _streams(device: torch.device) -> tuple[Stream, Stream]:
             "CUDA_DEVICE_MAX_CONNECTIONS=1: halves of micro-batches hide less of each other's traffic; unset it"
         )
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-def _begin(half: _Half, part_T1C: Tensor) -> None:
-    """Its stream goes on from here with tensors of the current one."""
-    if half.stream is not None:
-        half.stream.wait_stream(torch.cuda.current_stream())
-        for tensor in (part_T1C, half.rotary_T11D):
-            tensor.record_stream(half.stream)
-
-
-def _end(half: _Half, part_T1C: Tensor) -> None:
-    """The current stream goes on with what the half has computed."""
-    if half.stream is not None:
-        current = torch.cuda.current_stream()
-        current.wait_stream(half.stream)
-        part_T1C.record_stream(current)

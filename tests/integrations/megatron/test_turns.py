@@ -48,8 +48,13 @@ def test_the_drawn_plans_hold_what_they_are_to_prove():
     assert [name for name, holds in wanted.items() if not any(map(holds, micro_batches))] == []
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"), [(4, {"parallel__tp": 2}), (4, {}), (2, {"parallel__tp": 2})], ids=["tp2 cp2", "dp4", "tp2"]
-)
-def test_halves_in_turn_give_the_gradients_of_plain_training(on_ranks, size, layout):
-    _shared._exact(on_ranks(size, "shared", plans=TURNS, **TWO, **layout), layout)
+LAYOUTS = [
+    pytest.param(4, {"parallel__tp": 2}, TURNS[:2], id="tp2 cp2"),
+    pytest.param(4, {}, TURNS[:4], id="dp4"),
+    pytest.param(2, {"parallel__tp": 2}, TURNS, id="tp2"),
+]
+
+
+@pytest.mark.parametrize(("size", "layout", "plans"), LAYOUTS)
+def test_halves_in_turn_give_the_gradients_of_plain_training(on_ranks, size, layout, plans):
+    _shared._exact(on_ranks(size, "shared", plans=plans, **TWO, **layout), layout)
