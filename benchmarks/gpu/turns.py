@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from evenload.api import load_plugins
 from evenload.commands.tables.show import emit, grid
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
@@ -133,6 +134,7 @@ def main() -> None:
     if not (torch.cuda.is_available() or words.tiny):
         raise SystemExit("there is no CUDA device here; --tiny --tokens 512 tries the script out on a CPU")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch)\.")
+    load_plugins()
     bridge_cpu()
     world = init_world()
     result, leads = benchmark(words, world), world.rank == 0

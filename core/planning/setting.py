@@ -172,8 +172,21 @@ def limits_of(setting: Setting, context: PlanningContext, *, halves: bool = Fals
     ``halves``: the recipe lets halves of micro-batches take turns. Raises EvenloadError where they cannot.
     """
     layout, traits = context.layout, setting.traits
-    if halves:
-        _refuse_halves(setting, layout)
+    do = "set plugins.mesh.halves=off"
+    refuse_first(
+        (
+            halves and not traits.takes_turns,
+            "halves of a micro-batch take turns under Megatron-Core in `evenload train` alone",
+            "plugins.mesh.halves auto",
+            do,
+        ),
+        (
+            halves and (layout.num_stages > 1 or setting.shape.experts is not None),
+            "halves of a micro-batch take turns without pipeline stages and experts",
+            f"{layout.num_stages} stages, {setting.shape.moe_layers} layers with experts",
+            do,
+        ),
+    )
     return Limits(
         num_ranks=layout.dp_cp_size,
         max_tokens=UNCAPPED,
@@ -188,24 +201,6 @@ def limits_of(setting: Setting, context: PlanningContext, *, halves: bool = Fals
         splits_backward=layout.pp >= traits.fewest_stages_that_split and not setting.frozen,
         v_shape=layout.v_shape,
         takes_turns=halves,
-    )
-
-
-def _refuse_halves(setting: Setting, layout: Layout) -> None:
-    do = "set plugins.mesh.halves=off"
-    refuse_first(
-        (
-            not setting.traits.takes_turns,
-            "halves of a micro-batch take turns under Megatron-Core in `evenload train` alone",
-            "plugins.mesh.halves auto",
-            do,
-        ),
-        (
-            layout.num_stages > 1 or setting.shape.experts is not None,
-            "halves of a micro-batch take turns without pipeline stages and experts",
-            f"{layout.num_stages} stages, {setting.shape.moe_layers} layers with experts",
-            do,
-        ),
     )
 
 

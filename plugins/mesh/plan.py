@@ -87,9 +87,8 @@ def _chosen(
         quickest = min(candidates, key=fastest)
         candidates += judged(offloaded(quickest.plan, context), context)
     if limits.takes_turns:
-        near = sorted(candidates, key=fastest)[:_HALVED]
-        halved = [plan for one in near if (plan := in_turns(one.plan, context)) is not None]
-        candidates += judged(halved, context, candidates)
+        halved = [in_turns(one.plan, context) for one in sorted(candidates, key=fastest)[:_HALVED]]
+        candidates += judged((one for one in halved if one is not None), context, candidates)
     chosen = _lawful(candidates)
     if chosen is None:
         raise EvenloadError("no way was found to share these sequences out", f"{len(incoming.lengths)} sequences")

@@ -72,9 +72,9 @@ def _forward(block: Any, stock: Callable[..., Tensor], hidden_states: Tensor, *a
         run = partial(_run_layer, layer, halves)
         again = number < _recomputed_layers(block)
         parts = tensor_parallel.checkpoint(run, False, *parts) if again else run(*parts)
-    current = torch.cuda.current_stream() if halves[0].stream else None
     for half, part in zip(halves, parts, strict=True):
-        if current is not None:
+        if half.stream is not None:
+            current = torch.cuda.current_stream()
             current.wait_stream(half.stream)
             part.record_stream(current)  # a recomputed layer of backward begins without waiting for it
     output: Tensor = block.final_layernorm(torch.cat(parts))
@@ -113,4 +113,4 @@ def _streams(device: torch.device) -> tuple[Stream, Stream]:
         log.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS=1: halves of micro-batches hide less of each other's traffic; unset it"
         )
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
