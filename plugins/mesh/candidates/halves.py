@@ -51,7 +51,7 @@ def in_turns(plan: StepPlan, context: PlanningContext) -> StepPlan | None:
 
 
 def _seconds(micro_batches: Sequence[MicroBatch], plan: StepPlan, context: PlanningContext) -> list[float]:
-    """Of each of these in place of the plan's, forward and backward."""
+    """What each of these micro-batches takes in place of the plan's, forward and backward [s]."""
     times = PassTimes(plan.revised(micro_batches=tuple(micro_batches)), context)
     return [sum(both) for both in zip(*times.whole_s(0), strict=True)]
 
