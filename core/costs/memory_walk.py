@@ -184,7 +184,8 @@ class Walk:
         at_first = first + max(mlp, attention + booked / layers)
         at_last = after + layer - late / layers + max(mlp, attention)
         self._live_bytes = after - (self._let_go(part) if part.cut else 0.0)
-        return max(at_head, at_first, at_last) + memory.pass_bytes
+        gradients = 2 if self._plan.passes("B")[number].first_half else 1  # one of a weight waits for the other half's
+        return max(at_head, at_first, at_last) + gradients * memory.pass_bytes
 
     def _weights(self, number: int, part: Part) -> float:
         level = self._live_bytes + self._memory.pass_bytes
@@ -223,7 +224,7 @@ class Walk:
     def _book(self, part: Part) -> float:
         """The bytes of dK and dV of the sequences whose first backward this is: of all tokens before the slice."""
         booked_bytes = 0.0
-        for number, tokens, own in part.cut:
+        for number, tokens, own in reversed(part.cut):  # a second half's comes first
             sequence = self._sequences[number]
             if sequence.tokens_left == sequence.tokens:
                 prefix_bytes = (sequence.own - own) * self._memory.kv_grad_bytes_per_token

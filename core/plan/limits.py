@@ -132,6 +132,8 @@ class Limits:
     """Every rank runs its largest micro-batches first, where nothing else says their order."""
     v_shape: bool = False
     """Each device of a pipeline has two stages, device r the stages r and num_stages - 1 - r (`v_shape`)."""
+    takes_turns: bool = False
+    """Two halves of a micro-batch may take turns (`MicroBatch.first_half`)."""
 
     def under(self, max_tokens: int | None, activation_gib: float | None = None) -> Limits:
         """These limits under further caps on tokens and activations [GiB]; None caps nothing."""

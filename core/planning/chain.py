@@ -75,7 +75,8 @@ class PlanChain:
         links, of_layers, of_slices = (
             tuple(link for link in enabled if link[0].place == place) for place in ("steps", "layers", "slices")
         )
-        limits = limits_of(setting, context)
+        halves = any(getattr(config, "halves", "off") == "auto" for _, config in enabled)
+        limits = limits_of(setting, context, halves=halves)
         return cls(links, context, limits, recipe.train.micro_batch_size, of_layers=of_layers, of_slices=of_slices)
 
     @classmethod
@@ -105,6 +106,7 @@ class PlanChain:
                 "set plugins.moe.owners=home, or train with `evenload train`",
             )
         )
+        traits = replace(traits, takes_turns=False)
         chain = cls._of_setting(recipe, Setting.of_recipe(recipe, shape, traits), layout)
         if warn:
             warn_of_idle(chain.links, whole=whole, orders=orders)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..costs import costs as cost_models
 from ..costs.context import ExpertContext, PlanningContext, Traffic
-from ..errors import EvenloadError
+from ..errors import EvenloadError, refuse_first
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import Shape
@@ -166,9 +166,27 @@ def _traffic_of(setting: Setting, layout: Layout) -> Traffic:
     )
 
 
-def limits_of(setting: Setting, context: PlanningContext) -> Limits:
-    """What the trainer and the machine allow. The token cap is a plugin's to set."""
+def limits_of(setting: Setting, context: PlanningContext, *, halves: bool = False) -> Limits:
+    """What the trainer and the machine allow. The token cap is a plugin's to set.
+
+    ``halves``: the recipe lets halves of micro-batches take turns. Raises EvenloadError where they cannot.
+    """
     layout, traits = context.layout, setting.traits
+    do = "set plugins.mesh.halves=off"
+    refuse_first(
+        (
+            halves and not traits.takes_turns,
+            "halves of a micro-batch take turns under Megatron-Core in `evenload train` alone",
+            "plugins.mesh.halves auto",
+            do,
+        ),
+        (
+            halves and (layout.num_stages > 1 or setting.shape.experts is not None),
+            "halves of a micro-batch take turns without pipeline stages and experts",
+            f"{layout.num_stages} stages, {setting.shape.moe_layers} layers with experts",
+            do,
+        ),
+    )
     return Limits(
         num_ranks=layout.dp_cp_size,
         max_tokens=UNCAPPED,
@@ -182,6 +200,7 @@ def limits_of(setting: Setting, context: PlanningContext) -> Limits:
         # Where no weight has a gradient, there is nothing to put off.
         splits_backward=layout.pp >= traits.fewest_stages_that_split and not setting.frozen,
         v_shape=layout.v_shape,
+        takes_turns=halves,
     )
 
 

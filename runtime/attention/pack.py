@@ -91,6 +91,8 @@ class Pack:
     """Keys and values of the sequences of the step that are cut; None where none is."""
     shared: Shared | None = None
     """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
+    halves: tuple[Pack, ...] = ()
+    """Its first and its second tokens, which take turns in the layers; none where all run at once."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], segments: tuple[int, ...], **fields: Any) -> Pack:
@@ -247,6 +249,9 @@ def lay_out_pack(
     if plane and pieces_of:
         shared = Shared(plane, micro_batch, pieces_of, prefix, segments[: len(slices)], segments[-1])
     fields = fill(slices, segments, tuple(accumulate(lengths, initial=0)))
+    fields["halves"] = tuple(
+        lay_out_pack(half, fill, prefix, plane=plane, multiples=multiples) for half in micro_batch.halves
+    )
     return Pack.of(lengths, segments, slices=slices, prefix=prefix, shared=shared, **fields)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import clocks, functions, graphs, groups, kernels, ledger, streams
+from . import backwards, clocks, functions, graphs, groups, kernels, ledger, streams
 from .functions import Functions, asking
 from .ops import Ops
 from .storages import device, memory, on_device, put_storage, storage_on_device
@@ -137,6 +137,7 @@ def install() -> None:
     kernels.install()
     _triton()
     groups.install()
+    backwards.install()
     _reducer()
     _threads()
     Functions().__enter__()

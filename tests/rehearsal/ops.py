@@ -44,6 +44,10 @@ class Ops(TorchDispatchMode):
             with asking(True):
                 return self.__torch_dispatch__(func, types, args, {**kwargs, "device": CPU})
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        taker = streams.taker_of(tensors)
+        if taker is not None and taker is not streams.current() and not streams.is_carried():
+            with taker:
+                return self.__torch_dispatch__(func, types, args, kwargs)
         there = [on_device(t) for t in tensors]
         any_there = any(there)
         if any_there and not all(there):

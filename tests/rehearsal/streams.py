@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -116,10 +117,12 @@ class Stream:
 
     def __enter__(self) -> Stream:
         _stack().append(self)
+        _note_move()
         return self
 
     def __exit__(self, *_: object) -> None:
         _stack().pop()
+        _note_move()
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -196,6 +199,40 @@ def current(*_: Any, **__: Any) -> Stream:
 
 def set_current(stream: Stream) -> None:
     _stack()[-1] = stream
+    _note_move()
+
+
+def _moves() -> list[tuple[int, Stream]]:
+    moves: list[tuple[int, Stream]] = _local.__dict__.setdefault("moves", [(0, Stream.main)])
+    return moves
+
+
+def _note_move() -> None:
+    """From the next node of autograd on that this thread makes, the current stream is another one."""
+    moves, number, now = _moves(), torch.autograd._get_sequence_nr(), current()
+    if moves[-1][0] == number and len(moves) > 1:
+        moves.pop()
+    if moves[-1][1] is not now:
+        moves.append((number, now))
+
+
+def stream_at(number: int) -> Stream:
+    """The stream on which this thread made the node of that number; of gradients of parameters the main one."""
+    if number >= 1 << 63:
+        return Stream.main
+    moves = _moves()
+    return moves[bisect_right(moves, number, key=lambda move: move[0]) - 1][1]
+
+
+def take_gradients(taken: dict[int | None, Stream] | None) -> None:
+    """Between two nodes of a backward: gradients by their storage, and who takes them; None: a node runs."""
+    _local.taken = taken
+
+
+def taker_of(tensors: Iterable[Tensor]) -> Stream | None:
+    """The stream on which a sum of gradients between two nodes runs."""
+    taken = getattr(_local, "taken", None)
+    return next((taken[key(t)] for t in tensors if key(t) in taken), None) if taken else None
 
 
 @contextmanager

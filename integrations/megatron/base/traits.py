@@ -36,6 +36,7 @@ def traits_of(dtype: str, section: Megatron) -> TrainerTraits:
         overlaps_gradients=section.overlap_grad_reduce,
         waits_for_sends=True,
         sends_once=True,
+        takes_turns=True,
     )
 
 

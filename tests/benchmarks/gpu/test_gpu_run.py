@@ -254,7 +254,18 @@ def test_adapters_are_as_exact_as_a_textbook_has_them(script: Callable[..., Done
         assert 0 < row["error"]["evenload"] < 1.5 * row["error"]["loop"]
 
 
-@pytest.mark.parametrize("name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py"])
+def test_halves_that_take_turns_give_the_norm_of_one_pass(script: Callable[..., Done]) -> None:
+    done = script("turns.py", "--tiny", "--tokens", "256", "--layers", "2", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["name"] for row in rows] == ["whole", "cut"]
+    assert max(row["grad_norm_rel_diff"] for row in rows) < 1e-5
+    assert all(row["at_once_s"] > 0 and row["halves_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py", "turns.py"]
+)
 def test_what_needs_a_card_says_so(name: str, script: Callable[..., Done]) -> None:
     done = script(name)
     assert done.returncode == 1

@@ -23,7 +23,7 @@ from evenload.runtime.stage.executor import Executor
 from evenload.runtime.world.plane import Pending
 from megatron_jobs import hosted, in_stock_schedule, tokens
 from megatron_random_plans import random_plan
-from megatron_shared_plans import HAND_LENGTHS, by_hand, random_shared_plan
+from megatron_shared_plans import HAND_LENGTHS, by_hand, in_turns, random_shared_plan
 from megatron_slice_jobs import errors_of_plans
 
 
@@ -32,6 +32,8 @@ def sharing(host: Any, which: str | int, lengths: Any = HAND_LENGTHS, **drawn: A
     layout, model = host.layout, host.recipe.model
     sizes = {"num_ranks": layout.dp_cp_size, "num_stages": layout.pp, "layers_per_stage": model.num_layers // layout.pp}
     sizes["heads"] = model.num_attention_heads // layout.tp
+    if isinstance(which, str) and which.startswith("turns "):
+        return in_turns(int(which.split()[1]), **sizes, **drawn)
     if isinstance(which, str):
         return by_hand(which, **sizes)
     return random_shared_plan(which, lengths, **sizes, **drawn)
