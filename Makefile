@@ -3,7 +3,7 @@
 # make check-cuda    more of them on a GPU that is rehearsed
 # make mutants faults planted one by one, each to be noticed (PART=3/10: a tenth)            make docs      generated pages
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
-# make test-hosts    LLaMA-Factory, Axolotl and ms-swift, each in an environment of its own
+# make test-hosts    LLaMA-Factory, Axolotl, ms-swift and Ray Train, each in an environment of its own
 # make site    the documents as web pages, into build/site; a warning is an error
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,7 +50,7 @@ test-older: .venv-older/ready
 	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(OLDER))
 
 # Programs that people fine-tune with, each by its own command in an environment of its own.
-PROGRAMS := llamafactory axolotl swift
+PROGRAMS := llamafactory axolotl swift ray
 
 test-hosts: $(PROGRAMS:%=.venv-%/ready)
 	for program in $(PROGRAMS); do .venv-$$program/bin/python -m pytest -q tests/programs || exit 1; done

@@ -293,7 +293,7 @@ def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar
 def env(
     recipe: RecipePath,
     overrides: Overrides = None,
-    export: Annotated[str, typer.Option("--export", help="shell, json, dotenv or k8s.")] = "shell",
+    export: Annotated[str, typer.Option("--export", help="shell, json, dotenv, k8s or ray.")] = "shell",
 ) -> None:
     """The variables that `evenload run` sets, for launchers that start processes on other machines."""
     from .commands import env as forms

@@ -3,6 +3,7 @@
     eval "$(evenload env recipe.yaml)"; torchrun ...              in a job's script, on each machine
     evenload env recipe.yaml --export dotenv      lines of an environment file
     evenload env recipe.yaml --export k8s         the ``env`` of a container
+    evenload env recipe.yaml --export ray         a runtime_env of Ray, as ``ray job submit --runtime-env`` takes it
 
 What they switch on is what `evenload run` does, but for its last line: who starts the command by another launcher has
 the messages of its ranks. The folder on PYTHONPATH is that of this installation; where evenload lies elsewhere on the
@@ -21,9 +22,10 @@ import yaml
 
 from ..core.errors import EvenloadError
 from ..core.input.format import to_json
-from ..core.recipe.carried import VARIABLE, carried
+from ..core.recipe.carried import AUDIT, CHECK, VARIABLE, carried
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_in_loops
+from ..integrations.unmodified.run_folder import VARIABLE as FOLDER
 from ..training.hosts import require
 
 STARTUP = Path(__file__).parent / "startup"
@@ -55,7 +57,28 @@ def _container(values: Mapping[str, str]) -> str:
     return yaml.safe_dump(rows, sort_keys=False, width=1 << 20).rstrip()
 
 
-EXPORTS: Mapping[str, Any] = {"shell": _shell, "json": to_json, "dotenv": _lines, "k8s": _container}
+def ray_runtime_env(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A runtime_env of Ray that also carries what this process has of `evenload run`, whose processes Ray asks it of
+    (RAY_RUNTIME_ENV_HOOK), to workers wherever their cluster was started. What is on PYTHONPATH there stays."""
+    present = dict(runtime_env or {})
+    variables = present.get("env_vars") or {}
+    own = {name: os.environ[name] for name in (VARIABLE, FOLDER, CHECK, AUDIT) if name in os.environ}
+    own["PYTHONPATH"] = os.pathsep.join([str(STARTUP), variables.get("PYTHONPATH", "${PYTHONPATH}")])
+    return present | {"env_vars": {**variables, **own}}
+
+
+def _runtime_env(values: Mapping[str, str]) -> str:
+    own = {**values, "PYTHONPATH": os.pathsep.join([values["PYTHONPATH"], "${PYTHONPATH}"])}
+    return yaml.safe_dump({"env_vars": own}, sort_keys=False, width=1 << 20).rstrip()
+
+
+EXPORTS: Mapping[str, Any] = {
+    "shell": _shell,
+    "json": to_json,
+    "dotenv": _lines,
+    "k8s": _container,
+    "ray": _runtime_env,
+}
 
 
 def variables_as(recipe: Recipe, export: str) -> str:

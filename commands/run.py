@@ -27,12 +27,14 @@ from ..core.errors import EvenloadError
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.traits import trainer_called
 from ..integrations.unmodified.run_folder import VARIABLE, RunFolder
-from .env import variables
+from .env import ray_runtime_env, variables
 
 _OF_OUR_LOOP = ("model", "data", "parallel", "train", "planner", "checkpoint", "log", "safety")
 """Sections of a recipe that a script of one's own answers itself."""
 _PLANNED_WITH = ("train.recompute", "train.micro_batch_size")
 """Of these, what planners are told about the script all the same."""
+_RAY_HOOK = "RAY_RUNTIME_ENV_HOOK"
+"""Names what a script that starts or joins a cluster of Ray asks for the variables of its workers."""
 _SHOWN = 6
 """Keys that a warning names."""
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
@@ -63,7 +65,8 @@ def run_in(folder: RunFolder, recipe: Recipe, command: Sequence[str], **more: st
         keys = ", ".join(idle[:_SHOWN]) + (f" and {len(idle) - _SHOWN} more" if len(idle) > _SHOWN else "")
         why = "the script says what is trained, on what and how; `evenload train` honours them"
         print(f"evenload: warning: the recipe's {keys} have no effect here: {why}", file=sys.stderr)
-    return _wait(subprocess.Popen(list(command), env={**os.environ, **own, VARIABLE: str(folder.path), **more}))
+    environment = {_RAY_HOOK: f"{ray_runtime_env.__module__}.{ray_runtime_env.__name__}", **os.environ, **own, **more}
+    return _wait(subprocess.Popen(list(command), env={**environment, VARIABLE: str(folder.path)}))
 
 
 def without_effect(recipe: Recipe) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -18,6 +19,8 @@ from .machine.layout import Layout
 from .plan.expert_policy import AT_HOME
 from .plan.limits import Limits
 from .plan.step_plan import StepPlan
+
+log = logging.getLogger("evenload")
 
 ENTRY_POINT_GROUP = "evenload.plugins"
 
@@ -217,18 +220,19 @@ def layer_planner(name: str) -> LayerPlanner:
 
 
 def load_entry_points() -> None:
-    """Import what other packages offer under the entry-point group ``evenload.plugins``; each registers itself."""
+    """Import what other packages offer under the entry-point group ``evenload.plugins``; each registers itself.
+
+    One that cannot be imported is warned of: only a recipe that names its plugin is refused then. Raises EvenloadError
+    where one registers a name that is taken.
+    """
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             entry.load()
         except EvenloadError:
             raise
         except Exception as error:
-            raise EvenloadError(
-                f"the plugin package behind '{entry.name}' cannot be imported",
-                f"{entry.value}: {type(error).__name__}: {error}",
-                "repair or uninstall that package",
-            ) from error
+            text = "the plugin package behind '%s' cannot be imported (%s: %s: %s); repair or uninstall it"
+            log.warning(text, entry.name, entry.value, type(error).__name__, error)
 
 
 def refuse_clashes(enabled: Iterable[str]) -> None:

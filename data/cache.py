@@ -2,8 +2,9 @@
 
 The folder is ``$EVENLOAD_CACHE``, else ``$XDG_CACHE_HOME/evenload``, else ``~/.cache/evenload``. An entry's name is a
 hash of the files' paths, sizes and modification times and of whatever else shaped it, so that a changed file never
-meets a stale entry. Entries appear whole (written aside, then renamed); processes that need the same one wait for the
-first, which a rank that dies does not block: the kernel frees its lock.
+meets a stale entry. Entries appear whole (written aside, then renamed); processes that need the same one, of other
+machines too where they share the folder, wait for the first. One that dies blocks nobody, since the kernel, or the file
+server, frees its lock; the next one takes away what it had written.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def _locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock_path = path.with_suffix(".lock")
     with open(lock_path, "a") as lock:
-        _acquire(lock.fileno(), path)
+        if _acquire(lock.fileno(), path):
+            _clear(path)
         try:
             yield
         finally:
@@ -135,7 +137,15 @@ def _locked(path: Path) -> Iterator[None]:
                 lock_path.unlink()
 
 
-def _acquire(descriptor: int, path: Path) -> None:
+def _clear(path: Path) -> None:
+    """Take away what writers of the entry that were killed have left; the caller holds its lock."""
+    for part in path.parent.glob(f"{path.stem}*.part"):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+
+def _acquire(descriptor: int, path: Path) -> bool:
+    """Wait for the lock; whether the file system has given it."""
     with contextlib.suppress(OSError):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,3 +155,5 @@ def _acquire(descriptor: int, path: Path) -> None:
             said.start()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             said.cancel()
+        return True
+    return False

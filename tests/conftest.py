@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -63,6 +64,20 @@ LONGEST = (
 
 WITHOUT_FORGE = ("tests/integrations/huggingface/test_families.py", "tests/integrations/huggingface/test_proof.py")
 """Files of those folders that start no rank."""
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-dev-shm-usage",
+    "--disable-sync",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -365,3 +380,22 @@ def scripted(forge: Callable[[str], Forge]) -> Callable[..., Done]:
         return forge(trainer).run(place, tuple(map(str, words)), ranks, planted, script)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Chromium without a window, which fetches nothing by itself; tests of it are skipped where it is not installed."""
+    chromedriver = shutil.which("chromedriver")
+    if not (CHROMIUM and chromedriver):
+        pytest.skip("no chromium and chromedriver on this machine")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    for flag in (*BROWSER_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+    yield driver
+    driver.quit()

@@ -16,14 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.commands.tables.show import grid
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import on_ranks
 
 HEAT = 16
 SETTINGS = ("plugins.moe.enabled=true", "train.steps=16")
@@ -68,16 +71,10 @@ def on_rank(arguments: argparse.Namespace) -> None:
         print(json.dumps(result))
 
 
-def benchmark(arguments: argparse.Namespace) -> dict[str, Any]:
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     """Of all ranks, started by torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(arguments.ranks), __file__]
-    command += ["--workload", arguments.workload, "--ranks", str(arguments.ranks), "--against", arguments.against]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    done = subprocess.run(
-        [*command, *arguments.settings], stdout=subprocess.PIPE, text=True, check=True, env=environment
-    )
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {"workload": arguments.workload, "ranks": arguments.ranks, **result}
+    result = on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], asked.ranks))
+    return {"workload": asked.workload, "ranks": asked.ranks, **result}
 
 
 def table(result: dict[str, Any]) -> Any:
@@ -106,23 +103,14 @@ def table(result: dict[str, Any]) -> Any:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=("real", "W0", "W1", "W2"), default="real")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--against", default="static,eplb,ultraep,moonep")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("settings", nargs="*", help="Overrides of recipes/moe.yaml.")
-    arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        on_rank(arguments)
-        return
-    result = benchmark(arguments)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, arguments.json, table)
+def arguments() -> argparse.ArgumentParser:
+    own = on_ranks.parser(__doc__)
+    own.add_argument("--workload", choices=("real", "W0", "W1", "W2"), default="real")
+    own.add_argument("--ranks", type=int, default=2)
+    own.add_argument("--against", default="static,eplb,ultraep,moonep")
+    own.add_argument("settings", nargs="*", help="Overrides of recipes/moe.yaml.")
+    return own
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks.main(arguments(), on_rank, benchmark, table)

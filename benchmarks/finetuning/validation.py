@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.tables.show import emit, grid
+from evenload.commands.tables.show import grid
 from evenload.core.input.format import seconds
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import on_ranks
 
 SAMPLES = 8
 OURS = "evenload"
@@ -126,13 +128,9 @@ def on_rank(asked: argparse.Namespace) -> None:
         print(json.dumps(result))
 
 
-def benchmark(asked: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     """Of all ranks, started by torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(asked.ranks), __file__, *words]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    return on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], asked.ranks))
 
 
 def table(result: dict[str, Any]) -> Any:
@@ -148,24 +146,15 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"validation under {result['host']['trainer']}, {result['host']['device']}, measured", head, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="quickstart")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batches", type=int, default=6)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("settings", nargs="*", help="Overrides of the recipe.")
-    asked = parser.parse_args()
-    if "RANK" in os.environ:
-        on_rank(asked)
-        return
-    result = benchmark(asked, sys.argv[1:])
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+def arguments() -> argparse.ArgumentParser:
+    own = on_ranks.parser(__doc__)
+    own.add_argument("--recipe", default="quickstart")
+    own.add_argument("--ranks", type=int, default=2)
+    own.add_argument("--batches", type=int, default=6)
+    own.add_argument("--repeats", type=int, default=2)
+    own.add_argument("settings", nargs="*", help="Overrides of the recipe.")
+    return own
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks.main(arguments(), on_rank, benchmark, table)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -23,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from lora_ranks import ADAPTER, LONGEST, batch_of, begun, on_rank, plan_of, result_of, train_of, trained
+import on_ranks
+from lora_ranks import ADAPTER, LONGEST, batch_of, on_rank, plan_of, train_of, trained
 
 TOGETHER, AT_ONCE = "one job", "a job each"
 RANKS = 2
@@ -76,8 +76,8 @@ def run(parts: list[str], asked: argparse.Namespace) -> dict[str, Any]:
         words = ["--samples", str(asked.samples), "--steps", str(asked.steps), "--longest", str(asked.longest)]
         words += ["--meet", meet, "--jobs", str(len(parts))]
         launched = time.time()
-        jobs = [begun(__file__, [*words, "--numbers", part], RANKS) for part in parts]
-        results = [result_of(job) for job in jobs]
+        jobs = [on_ranks.begun(__file__, [*words, "--numbers", part], RANKS) for part in parts]
+        results = [on_ranks.result_of(job) for job in jobs]
     seconds = max(r["end"] for r in results) - min(r["begin"] for r in results)
     return {
         "start_s": max(r["begin"] for r in results) - launched,
@@ -118,29 +118,18 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"tenants at once on {RANKS} CPU ranks, measured", head, rows, note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tenants", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--longest", type=int, default=LONGEST, help="Tokens of a sample.")
-    parser.add_argument("--numbers", help=argparse.SUPPRESS)
-    parser.add_argument("--meet", help=argparse.SUPPRESS)
-    parser.add_argument("--jobs", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    if "RANK" in os.environ:
-        work(asked)
-        return
-    from evenload.commands.tables.show import emit
-
-    result = benchmark(asked)
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+def arguments() -> argparse.ArgumentParser:
+    own = on_ranks.parser(__doc__)
+    own.add_argument("--samples", type=int, default=8)
+    own.add_argument("--tenants", type=int, default=4)
+    own.add_argument("--steps", type=int, default=20)
+    own.add_argument("--repeats", type=int, default=3)
+    own.add_argument("--longest", type=int, default=LONGEST, help="Tokens of a sample.")
+    own.add_argument("--numbers", help=argparse.SUPPRESS)
+    own.add_argument("--meet", help=argparse.SUPPRESS)
+    own.add_argument("--jobs", type=int, help=argparse.SUPPRESS)
+    return own
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks.main(arguments(), work, benchmark, table)

@@ -7,13 +7,8 @@ recipes/pipeline.yaml, frozen, float32.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,20 +114,3 @@ def trained(job: Any, plan: StepPlan, batch: Batch) -> Mapping[int, float]:
     bad = {number: tenant.failed for number, tenant in result.tenants.items() if tenant.failed}
     assert not bad, bad
     return {number: tenant.loss for number, tenant in result.tenants.items()}
-
-
-def begun(script: str, words: Sequence[str], ranks: int) -> subprocess.Popen[str]:
-    """The script once more, on so many ranks; its last line on stdout is its result."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    command = [*launcher, str(Path(script).resolve()), *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def result_of(job: subprocess.Popen[str]) -> dict[str, Any]:
-    """Of ranks that `begun` has started. Raises RuntimeError where they fail."""
-    out, _ = job.communicate()
-    if job.returncode:
-        raise RuntimeError(f"{' '.join(map(str, job.args))} ended with {job.returncode}")  # type: ignore[arg-type]
-    result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-    return result

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from lora_ranks import ADAPTER, LAYOUTS, LONGEST, Batch, batch_of, begun, on_rank, plan_of, result_of, train_of, trained
+import on_ranks
+from lora_ranks import ADAPTER, LAYOUTS, LONGEST, Batch, batch_of, on_rank, plan_of, train_of, trained
 
 TOGETHER, ALONE = "together", "one after another"
 APART = 1000
@@ -93,6 +93,11 @@ def work(asked: argparse.Namespace) -> None:
         print(json.dumps(result))
 
 
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
+    """Of all ranks, started by torchrun."""
+    return on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], 1 if asked.layout == "dp1" else 2))
+
+
 def table(result: dict[str, Any]) -> Any:
     from evenload.commands.tables.show import grid
 
@@ -106,27 +111,15 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"tenants of {result['layout']}, {result['host']['device']}, measured", head, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", choices=LAYOUTS, default="dp2")
-    parser.add_argument("--samples", default="4,8,16")
-    parser.add_argument("--tenants", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--longest", type=int, default=LONGEST, help="Tokens of a sample.")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    if "RANK" in os.environ:
-        work(asked)
-        return
-    from evenload.commands.tables.show import emit
-
-    ranks = 1 if asked.layout == "dp1" else 2
-    result = result_of(begun(__file__, sys.argv[1:], ranks))
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+def arguments() -> argparse.ArgumentParser:
+    own = on_ranks.parser(__doc__)
+    own.add_argument("--layout", choices=LAYOUTS, default="dp2")
+    own.add_argument("--samples", default="4,8,16")
+    own.add_argument("--tenants", type=int, default=4)
+    own.add_argument("--steps", type=int, default=20)
+    own.add_argument("--longest", type=int, default=LONGEST, help="Tokens of a sample.")
+    return own
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks.main(arguments(), work, benchmark, table)

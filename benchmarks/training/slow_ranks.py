@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid
+from evenload.commands.tables.show import grid
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import on_ranks
 
 SLOW = 1
 SMALL = (
@@ -94,10 +97,7 @@ def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for cause in asked.causes.split(","):
         words = ["--causes", cause, "--steps", str(asked.steps), *asked.settings]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, *words]
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        rows.append(on_ranks.result_of(on_ranks.begun(__file__, words, 2)))
     return {"rows": rows}
 
 
@@ -114,22 +114,13 @@ def said(row: dict[str, Any]) -> str:
     return f"{who} {row['cause']} {100 * row['share']:.0f} %"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--causes", default=",".join(SLOWED))
-    parser.add_argument("--steps", type=int, default=41)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("settings", nargs="*", help="Overrides of the recipe.")
-    asked = parser.parse_args()
-    if "RANK" in os.environ:
-        on_rank(asked)
-        return
-    result = benchmark(asked)
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+def arguments() -> argparse.ArgumentParser:
+    own = on_ranks.parser(__doc__)
+    own.add_argument("--causes", default=",".join(SLOWED))
+    own.add_argument("--steps", type=int, default=41)
+    own.add_argument("settings", nargs="*", help="Overrides of the recipe.")
+    return own
 
 
 if __name__ == "__main__":
-    main()
+    on_ranks.main(arguments(), on_rank, benchmark, table)

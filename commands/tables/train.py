@@ -51,6 +51,8 @@ def _variants(result: Result) -> Table:
         f"imbalance: busiest rank over mean, measured; planning took {percent(result['plan_share'])} of the step\n"
         "idle: share of the step outside forward and backward, mean and worst rank; predicted: the simulator's step"
     )
+    if any(not 0.5 < row["step_s"] / (row["predicted_s"] or row["step_s"]) < 2 for row in result["variants"].values()):
+        caption += "\npredicted is far off: `evenload profile RECIPE --out costs.yaml` fits it, then costs=costs.yaml"
     if result["trace"]:
         caption += f"\n{result['trace']} shows measured and predicted steps: open it in ui.perfetto.dev"
     if result["delay_steps"] or result["waiting"]:

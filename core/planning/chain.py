@@ -259,6 +259,9 @@ class PlanChain:
                 # What one planner cannot place (a sequence over its cap), a later one may.
                 notes.append(f"{LEFT_OUT}{plugin.name}: {error.what} ({error.found})")
                 plan = replace(plan, limits=config.capped(plan.limits))
+            except Exception as error:
+                error.add_note(f"raised by the plugin '{plugin.name}' while it planned")
+                raise
             if place < len(self.links) - 1 and plan.micro_batches:
                 yield plan
         yield plan.revised(notes=(*plan.notes, *notes)) if notes else plan
@@ -319,7 +322,8 @@ class PlanChain:
         if fastest is ours:
             return plan
         warnings = [note for note in plan.notes if note.startswith(WARNINGS)]
-        note = f"the baseline '{fastest.baseline}' takes its place: {plan.made_by} would take {ours.step_s:.4g} s"
+        times = f"{fastest.step_s:.4g} s, {plan.made_by} {ours.step_s:.4g} s"
+        note = f"the simple rule '{fastest.baseline}' runs, as it is predicted to be faster here: {times}"
         return fastest.plan.revised(bound_s=plan.bound_s, notes=(*fastest.plan.notes, note, *warnings))
 
     def _faster(self, name: str, fastest: Candidate, ours: Candidate) -> Candidate:

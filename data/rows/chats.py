@@ -90,7 +90,7 @@ class ChatTemplate:
                 until = self._text(messages[: number + 1], extras, place) if number + 1 < len(messages) else text
                 if not (text.startswith(before) and text.startswith(until)):
                     what = f"the chat template renders the beginning of {place} otherwise than the whole"
-                    do = "mark what the assistant says with {% generation %} in the template, or set data.loss_on=all"
+                    do = "mark by {% generation %} what the assistant says, or train prompts too: data.loss_on=all"
                     raise EvenloadError(what, f"up to message {number}, {shown(message['content'])}", do)
                 yield len(before), len(until)
 

@@ -32,6 +32,7 @@ _LOOK_S = 0.1
 _DO = "start the command of every node by `evenload run` with the same recipe and version"
 _CARRIED = f"PYTHONPATH and {VARIABLE}"
 _CARRIERS = {
+    "RAY_JOB_ID": f"give all of Ray's workers {_CARRIED}: `evenload env --export ray` prints their runtime_env",
     "OMPI_COMM_WORLD_RANK": f"let mpirun carry {_CARRIED}: mpirun -x PYTHONPATH -x {VARIABLE}",
     "PMI_RANK": f"let mpirun carry {_CARRIED}: mpirun -genvlist PYTHONPATH,{VARIABLE}",
     "SLURM_PROCID": f"let srun carry {_CARRIED}: srun --export=ALL",

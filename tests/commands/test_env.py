@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 from evenload.api import load_recipe
-from evenload.commands.env import STARTUP, variables, variables_as
+from evenload.commands.env import STARTUP, ray_runtime_env, variables, variables_as
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe.carried import VARIABLE, carried
+from evenload.core.recipe.carried import CHECK, VARIABLE, carried
 from evenload.core.recipe.recipe import Recipe, shipped
 from evenload.core.recipe.rules import refuse_in_loops
 from evenload.integrations.unmodified.roll_call import _how_to_carry
@@ -88,6 +88,8 @@ def test_every_form_says_the_same() -> None:
     own = variables(RECIPE)
     assert json.loads(variables_as(RECIPE, "json")) == own
     assert {row["name"]: row["value"] for row in yaml.safe_load(variables_as(RECIPE, "k8s"))} == own
+    for_ray = own | {"PYTHONPATH": f"{STARTUP}:${{PYTHONPATH}}"}
+    assert yaml.safe_load(variables_as(RECIPE, "ray")) == {"env_vars": for_ray}
     lines = dict(line.split("=", 1) for line in variables_as(RECIPE, "dotenv").splitlines())
     assert lines[VARIABLE] == own[VARIABLE]
     assert lines["PYTHONPATH"].split(os.pathsep)[0] == str(STARTUP)
@@ -107,10 +109,28 @@ def test_a_variable_that_was_damaged_on_the_way_is_named_and_switches_nothing_on
 
 @pytest.mark.parametrize(
     ("variable", "word"),
-    [("OMPI_COMM_WORLD_RANK", "-x PYTHONPATH"), ("SLURM_PROCID", "--export=ALL"), ("RANK", "`evenload env` prints")],
+    [
+        ("OMPI_COMM_WORLD_RANK", "-x PYTHONPATH"),
+        ("PMI_RANK", "-genvlist PYTHONPATH"),
+        ("SLURM_PROCID", "--export=ALL"),
+        ("RAY_JOB_ID", "--export ray"),
+        ("RANK", "`evenload env` prints"),
+    ],
 )
 def test_what_a_launcher_drops_is_mended_in_its_own_words(variable: str, word: str) -> None:
     assert word in _how_to_carry({variable: "0"})
+
+
+def test_a_script_under_run_gives_ray_s_workers_its_variables_beside_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "x")
+    monkeypatch.setenv("EVENLOAD_STARTED", "/tmp/run")
+    monkeypatch.delenv(CHECK, raising=False)
+    carried_on = {VARIABLE: "x", "EVENLOAD_STARTED": "/tmp/run"}
+    assert ray_runtime_env(None) == {"env_vars": carried_on | {"PYTHONPATH": f"{STARTUP}:${{PYTHONPATH}}"}}
+    own = {"pip": ["mine"], "env_vars": {"PYTHONPATH": "/mine", "A": "1"}}
+    wanted = {"pip": ["mine"], "env_vars": {"A": "1", "PYTHONPATH": f"{STARTUP}:/mine"} | carried_on}
+    assert ray_runtime_env(own) == wanted
+    assert own == {"pip": ["mine"], "env_vars": {"PYTHONPATH": "/mine", "A": "1"}}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from evenload.api import load_plugins
 from evenload.core import registry
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import StepPlan
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe import recipe as recipes
 from evenload.core.registry import PlanningContext, Plugin, PluginConfig
@@ -66,10 +66,27 @@ def test_plugins_that_exclude_each_other(other: Plugin) -> None:
         recipes.parse({"plugins": {"other": {"enabled": True}, "packing": {"enabled": True}}})
 
 
-def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_entry_point_is_named_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from importlib.metadata import EntryPoint
 
     broken = EntryPoint("theirs", "no_such_module_of_theirs", registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [broken] if group == registry.ENTRY_POINT_GROUP else [])
-    with pytest.raises(EvenloadError, match="'theirs' cannot be imported"):
+    with caplog.at_level("WARNING"):
         registry.load_entry_points()
+    assert "'theirs' cannot be imported (no_such_module_of_theirs: ModuleNotFoundError" in caplog.text
+
+
+def test_a_plugin_that_raises_is_named() -> None:
+    def fail(plan: StepPlan, context: PlanningContext, config: PluginConfig) -> StepPlan:
+        raise KeyError("theirs")
+
+    evenload.register(replace(OTHER, plan=fail, clashes=()))
+    try:
+        recipe = recipes.parse({"plugins": {"other": {"enabled": True}}})
+        with pytest.raises(KeyError) as caught:
+            PlanChain.of_recipe(recipe, recipe.layout()).plan(as_lengths([3, 4]))
+        assert caught.value.__notes__ == ["raised by the plugin 'other' while it planned"]
+    finally:
+        evenload.unregister("other")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data import cache as module
-from evenload.data.cache import cache_dir, cached_arrays, cached_file, key_of
+from evenload.data.cache import cache_dir, cached_arrays, cached_file, cached_folder, key_of
 
 
 def arrays(calls: list[int]):
@@ -91,6 +91,48 @@ def test_the_cache_is_beside_the_others_of_the_user(monkeypatch):
     assert cache_dir() == Path("/somewhere/evenload")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir() == Path.home() / ".cache" / "evenload"
+
+
+def write_until_killed(began: str) -> None:
+    def write(aside: Path) -> None:
+        (aside / "half").write_text("half of it")
+        Path(began).touch()
+        time.sleep(60)
+
+    cached_folder("shared", write)
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_blocks_nobody_and_leaves_nothing(cache, tmp_path):
+    """One process writes and another waits for it, as hosts with a shared folder do; then the writer is killed."""
+    began = tmp_path / "began"
+    writer = multiprocessing.get_context("fork").Process(target=write_until_killed, args=(str(began),))
+    writer.start()
+    while not began.exists():
+        time.sleep(0.01)
+    waiting = threading.Thread(target=cached_folder, args=("shared", lambda aside: (aside / "whole").touch()))
+    waiting.start()
+    time.sleep(0.3)
+    assert not (cache / "shared").exists()
+    writer.kill()
+    waiting.join(20)
+    writer.join()
+    assert not waiting.is_alive()
+    assert [path.name for path in cache.iterdir()] == ["shared"]
+    assert [path.name for path in (cache / "shared").iterdir()] == ["whole"]
+
+
+def test_without_locks_an_entry_that_another_process_writes_stays_its_own(cache, monkeypatch):
+    """As on file systems that know none: an entry may be made twice, and none is taken away under its writer."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(module.fcntl, "flock", refuse)
+    cache.mkdir(exist_ok=True)
+    (cache / "entryother.part").write_text("of another process")
+    assert cached_arrays("entry", arrays([]))["lengths"].tolist() == [0, 1, 2, 3, 4]
+    assert {path.name for path in cache.iterdir()} == {"entry.npz", "entryother.part"}
 
 
 def build_and_note(note: str) -> None:

@@ -55,6 +55,13 @@ _TRAINER_STEP = "integrations/transformers/trainer.py"
 _SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
 
 KILLERS: dict[str, Words] = {
+    "cache": ("pytest", "tests/data/test_cache.py"),
+    "variables of workers": ("pytest", "tests/commands/test_env.py", "-m", "not slow"),
+    "monitor": (
+        "pytest",
+        "tests/integrations/deepspeed/unmodified/test_script.py::"
+        "test_activation_checkpointing_changes_nothing_and_a_monitor_gets_the_numbers",
+    ),
     "data of ranks": ("pytest", "tests/commands/test_train.py", "-k", "other_samples or other_weights"),
     "quick overlap": _quick("megatron, overlapped reduction"),
     "quick tensor parallel": _quick("megatron, tensor parallel"),
@@ -3118,5 +3125,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if limits.takes_turns:\n        context = untravelled(context)\n    if orders",
         "    if orders",
         "halves planned",
+    ),
+    Mutant(
+        "without locks a writer takes away what another writes",
+        "data/cache.py",
+        "        if _acquire(lock.fileno(), path):\n            _clear(path)\n",
+        "        _acquire(lock.fileno(), path)\n        _clear(path)\n",
+        "cache",
+    ),
+    Mutant(
+        "what a killed writer has left stays",
+        "data/cache.py",
+        "            _clear(path)\n",
+        "            pass\n",
+        "cache",
+    ),
+    Mutant(
+        "Ray's workers lose what a script has on their PYTHONPATH",
+        "commands/env.py",
+        'variables.get("PYTHONPATH", "${PYTHONPATH}")',
+        '"${PYTHONPATH}"',
+        "variables of workers",
+    ),
+    Mutant(
+        "a monitor has evenload's numbers under the step before",
+        "integrations/deepspeed/unmodified/monitor.py",
+        "engine.global_samples + engine.train_batch_size()",
+        "engine.global_samples",
+        "monitor",
     ),
 )

@@ -73,6 +73,7 @@ class PlannedLoader:
         num_micro_batches: of each rank in each step.
         handed_out: receives every micro-batch before the script does.
         active: false once evenload is disabled; the loader is then the stock one again.
+        tell: gets the loop with the numbers of every step.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class PlannedLoader:
         num_micro_batches: int,
         handed_out: deque[PlannedMicroBatch],
         active: Callable[[], bool],
+        tell: Callable[[PlannedLoop], object],
     ) -> None:
         self.stock = stock
-        self._planning = PlannedLoop("DeepSpeed", chain)
+        self._planning = PlannedLoop("DeepSpeed", chain, tell=tell)
         self._num_micro_batches = num_micro_batches
         self._handed_out, self._lives = handed_out, active
         self._has_warned = False

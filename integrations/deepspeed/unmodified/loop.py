@@ -26,6 +26,7 @@ import inspect
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +47,7 @@ from ..engine.experts import expert_ranks
 from ..engine.traits import traits_of
 from .loader import PlannedLoader
 from .micro_batches import PlannedMicroBatch
+from .monitor import tell_monitor
 from .section import KEY, parse_section, recipe_of
 
 
@@ -91,7 +93,13 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
         state = _attached[engine] = Attached(config._attn_implementation, gated=gated)
         engine.module.set_attn_implementation(attention.NAME)
     return PlannedLoader(
-        stock, chain, config, engine.gradient_accumulation_steps(), state.handed_out, lambda: state.active
+        stock,
+        chain,
+        config,
+        engine.gradient_accumulation_steps(),
+        state.handed_out,
+        active=lambda: state.active,
+        tell=partial(tell_monitor, engine),
     )
 
 

@@ -24,6 +24,7 @@ DS_CONFIG = {
     "gradient_clipping": 0.0,
     "zero_allow_untested_optimizer": True,
 }
+NUMBERS = [f"evenload_{name}" for name in ("plan_s", "predicted_s", "predicted_imbalance", "padding_frac")]
 SECTION = {"evenload": {"packing": {"enabled": True, "max_tokens": CAP, "slices": "even"}}}
 
 
@@ -94,9 +95,15 @@ def test_every_stage_takes_exact_steps_and_disable_restores_every_symbol(tmp_pat
             assert result["evaluation"] == pytest.approx(plain["evaluation"], abs=1e-6)
 
 
-def test_activation_checkpointing_changes_nothing(tmp_path, plain, scripted):
-    done = _start(scripted, tmp_path, DS_CONFIG | SECTION, "--stages", "3", "--checkpointing")
+def test_activation_checkpointing_changes_nothing_and_a_monitor_gets_the_numbers(tmp_path, plain, scripted):
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "monitor"), "job_name": "script"}}
+    done = _start(scripted, tmp_path, DS_CONFIG | SECTION | monitor, "--stages", "3", "--checkpointing")
     _assert_restored(done)
+    rows = {path.stem: path.read_text().split()[1:] for path in (tmp_path / "monitor" / "script").glob("*.csv")}
+    samples = {name: [row.split(",")[0] for row in rows[f"Train_Samples_{name}"]] for name in ("lr", *NUMBERS)}
+    assert samples["lr"] == [str(RANKS * SAMPLES_PER_MICRO_BATCH * GAS * (s + 1)) for s in range(plain["steps"])]
+    assert all(samples[name] == samples["lr"] for name in NUMBERS)
+    assert all(float(row.split(",")[1]) >= 1 for row in rows["Train_Samples_evenload_predicted_imbalance"])
     # Slices are asked for; a script runs whole samples, and each rank says so once.
     assert done.stderr.count("packing.slices=even has no effect") == RANKS
     absolute, relative = _errors(_results(tmp_path, 3)[0]["weights"], plain)

@@ -1,0 +1,233 @@
+"""Four journeys of a newcomer, timed: what is typed, how long it takes, how many pages have it. Measured.
+
+    python benchmarks/journeys.py [--only TEXT] [--package FOLDER] [--json] [--out FILE]
+
+    fine-tune   a model and chats of one's own to a folder that Transformers opens
+    tenants     five customers' files to five adapters that PEFT opens
+    plan        lengths to a page about 64 GPUs
+    script      a script of Transformers' Trainer, checked and run, not edited
+
+Each starts in an empty folder with what a newcomer brings (a model, chats, lengths, a script), on two CPU ranks. Typed:
+commands. Minutes: wall clock from the first command to the last; CPU: of all processes, which a busy machine changes
+less. Pages: the fewest pages, README first, on which all words of the commands and keys stand. Came out: whether what
+was wanted is there; else the first message that stopped it.
+
+--package is a folder with another version of evenload in it, such as a worktree of an earlier commit named `evenload`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from evenload.commands.tables.show import emit, grid
+
+ROOT = Path(__file__).parents[1]
+CLUSTER = "parallel.dp=64 cluster=h200 costs=verl-7b train.global_batch_size=512 --lengths lengths.txt"
+SMALL = "parallel: {dp: 2}\ntrain: {steps: 12, global_batch_size: 16, export: tuned}\n"
+TUNE = """
+trainer: megatron
+model: {weights: model}
+data: {source: chats.jsonl, max_length: 512, long_samples: truncate}
+plugins: {packing: {enabled: true, max_tokens: 2048}}
+"""
+TENANTS = """
+trainer: megatron
+model: {weights: model}
+parallel: {dp: 2}
+plugins: {packing: {enabled: true, max_tokens: 4096}, lora: {enabled: true, tenants: customers, out: adapters}}
+"""
+CUSTOMER = """
+data: {source: CHATS, max_length: 512, long_samples: truncate}
+adapter: {r: 4, lora_alpha: 8}
+train: {steps: 8, batch_size: 4, lr: 1.0e-2}
+"""
+
+
+class Journey(NamedTuple):
+    """What is typed, in order, and how it is known that it came out."""
+
+    commands: tuple[str, ...]
+    words: tuple[str, ...]
+    """Of commands and keys, which a newcomer has to read somewhere."""
+    came_out: Callable[[Path], bool]
+
+
+def opens(folder: Path) -> bool:
+    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(folder)!r})"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def adapters(folder: Path) -> bool:
+    return len([*folder.glob("adapters/*/adapter_model.safetensors")]) == 5
+
+
+JOURNEYS = {
+    "fine-tune": Journey(
+        ("evenload train recipe.yaml",),
+        ("evenload train", "weights:", "messages", "export:", "long_samples"),
+        lambda folder: opens(folder / "tuned"),
+    ),
+    "tenants": Journey(
+        ("evenload plan recipe.yaml", "evenload train recipe.yaml", "evenload lora adapters"),
+        ("evenload train", "evenload lora", "tenants:", "out:", "adapter:", "batch_size:"),
+        adapters,
+    ),
+    "plan": Journey(
+        (
+            f"evenload plan gpu-node {CLUSTER}",
+            f"evenload plan gpu-node {CLUSTER} plugins.mesh.enabled=true --report report.html",
+        ),
+        ("evenload plan", "--lengths", "parallel.dp=", "cluster=", "costs=", "plugins.mesh", "--report"),
+        lambda folder: (folder / "report.html").stat().st_size > 10_000,
+    ),
+    "script": Journey(
+        (
+            "evenload check hf-trainer -- torchrun --standalone --nproc-per-node 2 train.py out",
+            "evenload run hf-trainer -- torchrun --standalone --nproc-per-node 2 train.py out",
+        ),
+        ("evenload check", "evenload run hf-trainer -- ", "torchrun"),
+        lambda folder: (folder / "out" / "checkpoint-2").is_dir(),
+    ),
+}
+
+
+def brought(folder: Path, model: Path) -> None:
+    """What a newcomer has: a model with Qwen3's template, chats of several turns, lengths, a script, and the files that
+    the pages let them write."""
+    random = np.random.default_rng(0)
+    shutil.copytree(model, folder / "model")
+    (folder / "customers").mkdir()
+    for name in ("chats", "a", "b", "c", "d", "e"):
+        rows = [json.dumps({"messages": chat(random)}) + "\n" for _ in range(200 if name == "chats" else 40)]
+        (folder / f"{name}.jsonl").write_text("".join(rows))
+        if name != "chats":
+            (folder / "customers" / f"{name}.yaml").write_text(CUSTOMER.replace("CHATS", str(folder / f"{name}.jsonl")))
+    lengths = random.lognormal(np.log(665), 1.4, 4096).astype(int).clip(16, 131_072)
+    (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
+    shutil.copy(ROOT / "tests" / "scripts" / "trainer_script.py", folder / "train.py")
+
+
+def chat(random: np.random.Generator) -> list[dict[str, str]]:
+    """Several turns of words."""
+    words = ["red", "green", "blue", "round", "square"]
+    said = [" ".join(random.choice(words, random.integers(2, 40))) for _ in range(2 * random.integers(1, 4))]
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
+
+
+def own_model(folder: Path) -> Path:
+    """A small model with the template of Qwen3, as its makers give it."""
+    import trl
+    from evenload.integrations.huggingface.examples import TINY_LLAMA
+    from transformers import AutoTokenizer
+
+    shutil.copytree(TINY_LLAMA.folder(), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def pages_of(docs: Path, words: tuple[str, ...]) -> list[str]:
+    """The fewest pages that together have all words, README first. Empty: no four of them do."""
+    texts = {path.name: path.read_text() for path in (docs / "docs").glob("*.md")}
+    readme = (docs / "README.md").read_text()
+    left = [word for word in words if word not in readme]
+    for count in range(4):
+        for chosen in combinations(sorted(texts), count):
+            if all(any(word in texts[page] for page in chosen) for word in left):
+                return ["README.md", *chosen]
+    return []
+
+
+def travelled(name: str, package: Path, model: Path) -> dict[str, Any]:
+    journey = JOURNEYS[name]
+    with tempfile.TemporaryDirectory(prefix="evenload-journey-") as path:
+        folder = Path(path)
+        brought(folder, model)
+        (folder / "recipe.yaml").write_text(TENANTS if name == "tenants" else TUNE + SMALL)
+        (folder / "bin").mkdir()
+        starter = f'#!/bin/sh\nexec {sys.executable} -m evenload "$@"\n'
+        (folder / "bin" / "evenload").write_text(starter)
+        (folder / "bin" / "evenload").chmod(0o755)
+        paths = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+        environment = {**os.environ, "PATH": os.pathsep.join(paths), "PYTHONPATH": str(package)}
+        environment |= {"EVENLOAD_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        began_s, cpu_s = time.monotonic(), spent_s()
+        stopped = ""
+        for command in journey.commands:
+            done = subprocess.run(
+                command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                stopped = next(messages(done.stderr), f"exit code {done.returncode}")
+                break
+        took = {"minutes": (time.monotonic() - began_s) / 60, "cpu_s": spent_s() - cpu_s}
+        came_out = not stopped and journey.came_out(folder)
+    pages = pages_of(package / "evenload", journey.words)
+    return {
+        "journey": name,
+        "typed": len(journey.commands),
+        **took,
+        "pages": pages,
+        "came_out": came_out,
+        "stopped": stopped,
+    }
+
+
+def messages(text: str) -> Iterator[str]:
+    """First lines of what evenload said before it ended."""
+    lines = text.splitlines()
+    for line, following in pairwise(lines):
+        if line.startswith("evenload: ") and following.startswith("  "):
+            yield line.removeprefix("evenload: ")
+
+
+def spent_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def table(result: dict[str, Any]) -> Any:
+    rows = []
+    for row in result["journeys"]:
+        pages = f"{len(row['pages'])}: {', '.join(row['pages'])}" if row["pages"] else "over 4"
+        came_out = "yes" if row["came_out"] else row["stopped"] or "no"
+        rows.append([row["journey"], row["typed"], f"{row['minutes']:.1f}", f"{row['cpu_s']:.0f} s", pages, came_out])
+    head = ("journey", "typed", "minutes", "CPU", "pages", "came out")
+    return grid(f"a newcomer's journeys with {result['version']}, measured", head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="journeys whose name has this in it")
+    parser.add_argument("--package", type=Path, help="a folder with another version, named evenload")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="evenload-journeys-") as path:
+        package = asked.package or Path(path)
+        if not asked.package:
+            (package / "evenload").symlink_to(ROOT)
+        model = own_model(Path(path) / "model")
+        rows = [travelled(name, package, model) for name in JOURNEYS if asked.only in name]
+    result = {"version": str(asked.package or "this version"), "journeys": rows}
+    if asked.out:
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, asked.json, table)
+
+
+if __name__ == "__main__":
+    main()
