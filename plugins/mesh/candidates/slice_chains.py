@@ -80,7 +80,7 @@ def chained(
         slices = np.maximum(np.minimum(by_time, lengths[cut] / LEAST_TOKENS), by_cap).sum()
         return int(slices / max(1, degree)) + len(lengths)
 
-    tried_degrees = [*_powers(cost_table.usable), *([_OWN] if stages > 1 else [])]
+    tried_degrees = [*_powers(cost_table.usable), *([_OWN] if stages > 1 and seconds.max(initial=0.0) > mean_s else [])]
     forms = [(s * whole_s, d) for s in (_SHORTER if stages > 1 else _SHORTER[:1]) for d in tried_degrees]
     spent = 0
     for round_s, degree in sorted(forms, key=lambda form: slices_of(*form)):
