@@ -10,7 +10,8 @@ Every stage has all of the work, so each term holds for any plan, whoever made i
                 launch, and so are weights that are gathered for it (ZeRO 3)
     way in      the first pass of stage s follows s forwards, each a launch at the least, and s hops
     way out     likewise behind its last backward; nothing where weight gradients may fill that time
-    ramp        few micro-batches are long and stages wait for the first of them; many take as many launches (`_ramp_s`)
+    ramp        few micro-batches are long, and stages wait for the first of them and for what one takes through all
+                stages and back; many take as many launches (`_ramp_s`)
     memory      all forwards of a sequence come before its first backward, so what its rank cannot keep by then runs
                 again, or has layers that do. A last stage need not run a replay's first forward but for keys and
                 values, and not at all for the slice that runs backward first, which is then held whole
@@ -211,18 +212,24 @@ def _ramp_s(
     """Least seconds of a rank with mean work at the last of these stages, over all numbers of micro-batches.
 
     Let the stage be the one behind s others, x_k what the k-th of K micro-batches takes forward at the least of these,
-    b_k what its backward takes there without weight gradients, w_k what it takes at the stage, g_k of it for weight
-    gradients, G those of all, I what the rank idles. Links keep their order, so a forward starts at the stage no sooner
-    than after x_1 + ... + x_k + (s - 1) x_k and s hops, and until then the stage has done no more than w_1 + ... +
-    w_(k-1). Behind the end of a backward at the stage the same holds in the order of backwards from the last one, and
-    the stage has no more to do than G and the w_i - g_i behind it:
+    b_k what its backward takes there without weight gradients, h_k each hand-over, w_k what it takes at the stage, g_k
+    of it for weight gradients, G those of all, I what the rank idles. Links keep their order, so a forward starts at
+    the stage no sooner than after x_1 + ... + x_k + (s - 1) x_k + s h_k, and until then the stage has done no more than
+    w_1 + ... + w_(k-1). Behind the end of a backward at the stage the same holds in the order of backwards from the
+    last one, and the stage has no more to do than G and the w_i - g_i behind it:
 
-        s x_k <= I + (w - x) of those before         s b_k <= I + G + (w - g - b) of those behind
+        s (x_k + h_k) <= I + (w - x) of those before       s (b_k + h_k) <= I + G + (w - g - b) of those behind
 
-    With w <= r x these grow no faster than (1 + (r - 1) / s)^k, so of both orders, each from its end, the k-th largest
-    is under the k-th of both rows. All x must sum up to the rank's forwards. What runs again counts as idle, and so may
-    what pairs take beyond r x, so that r need not be theirs: some rank has the mean work beside that, or more. I is cut
-    into steps of 7 %, and the least of each is taken with the fewest micro-batches of its most.
+    With w + h <= r (x + h) these grow no faster than (1 + (r - 1) / s)^k, so of both orders, each from its end, the
+    k-th largest is under the k-th of both rows. Nothing is done twice: of another micro-batch i the time before this
+    forward and that behind this backward together hold no more than w_i, and where they hold any of it but g_i, stages
+    before have x_i to do in the one, b_i in the other, or both. So for each of them
+
+        s (x_k + b_k + 2 h_k) <= I + g_k + (w_i - min(x_i, b_i)) of all others
+
+    which caps it by K. All x + h must sum up to those of the rank. What runs again counts as idle, and so may what
+    pairs take beyond r x, so that r need not be theirs: some rank has the mean work beside that, or more. I is cut into
+    steps of 7 %, and the least of each is taken with the fewest micro-batches of its most.
 
     Args:
         work: tokens and pairs of a mean rank.

@@ -9,7 +9,7 @@ each of the others a ragged tail. Here every long sequence gets a mesh of its ow
 and short sequences are packed into what is left of T beside the slices, or into chunks of their own, longest first onto
 the cheapest. T is enumerated: more chunks mean smaller bubbles, and more launches. Sequences of most chunks run first,
 since a stage would otherwise wait for their backwards in the middle of a step (InfiniPipe, section IV). `opening` puts
-small ones before them.
+small ones before them. What ranks share in the plan that came in stays on them, comes first, and is cut at the same T.
 
 O(K log K) for K sequences and each T.
 """

@@ -10,7 +10,8 @@ reverse, and each rank runs one micro-batch a round:
 
 Slices of a chain cost alike, so that rounds do; chains are placed longest first on neighbouring ranks of the first
 block with room, whole sequences on the emptiest cells. No published system chooses between the two axes for each
-sequence; here every degree is tried for the long ones, and the simulator judges.
+sequence; here every degree is tried for the long ones, in pipelines also degrees of their own, so that what is shorter
+than a mean rank's work is not shared, and the simulator judges.
 """
 
 from __future__ import annotations
