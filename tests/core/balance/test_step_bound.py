@@ -106,7 +106,7 @@ def test_growing_micro_batches_come_near_the_bound(stages: int, count: int) -> N
         taken.setdefault(growth, []).append(seconds)
     least_s = passes_bound_s(np.ones(count), Limits(1, count, stages, splits_backward=True), context)
     least = {growth: min(seconds) / least_s for growth, seconds in taken.items()}
-    assert 1 <= min(least.values()) < 1.06
+    assert 1 <= min(least.values()) < 1.07
     assert least[1.0] > min(least.values()) + 0.02
 
 
