@@ -76,10 +76,8 @@ def of_tokens(stages: int, launch_s: float, hand_over_s: float) -> PlanningConte
         name="a", source="a", ranks_per_node=8, flops_per_s=1e12, memory_bytes=1e9, intra=link, inter=link
     )
     forward, backward = PassCost(launch_s=launch_s, token_s=1), PassCost(launch_s=launch_s, token_s=2)
-    costs, traffic = (
-        Costs(source="a", forward=forward, backward=backward),
-        Traffic(state_bytes_per_token=hand_over_s * 1e12),
-    )
+    costs = Costs(source="a", forward=forward, backward=backward)
+    traffic = Traffic(state_bytes_per_token=hand_over_s * link.bytes_per_s)
     return PlanningContext(costs, Layout(1, stages, 1, 1, 1), cluster, traffic, 0.2)
 
 
@@ -98,15 +96,16 @@ def test_growing_micro_batches_come_near_the_bound(stages: int, count: int) -> N
     """Equal ones stay a tenth above: few of them are long, many are as many launches."""
     context = of_tokens(stages, 2.0, 0.0)
     taken: dict[float, list[float]] = {}
-    for growth, most in product((1.0, 1.5, 1.8, 2.2, 3.0), (20, 40, 80)):
-        sizes = [2 if growth > 1 else most]
-        while sum(sizes) < count:
-            sizes.append(min(most, round(sizes[-1] * growth), count - sum(sizes)))
+    for growth, most, ends in product((1.0, 1.5, 1.8, 2.2, 3.0), (20, 40, 80), ([], [20, 10])):
+        sizes, growing = [2 if growth > 1 else most], count - sum(ends)
+        while sum(sizes) < growing:
+            sizes.append(min(most, round(sizes[-1] * growth), growing - sum(sizes)))
+        sizes += ends
         seconds = simulate(tapered(sizes, stages), context, record=False).passes_s
         taken.setdefault(growth, []).append(seconds)
     least_s = passes_bound_s(np.ones(count), Limits(1, count, stages, splits_backward=True), context)
     least = {growth: min(seconds) / least_s for growth, seconds in taken.items()}
-    assert 1 <= min(least.values()) < 1.07
+    assert 1 <= min(least.values()) < 1.05
     assert least[1.0] > min(least.values()) + 0.02
 
 
