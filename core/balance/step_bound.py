@@ -242,11 +242,10 @@ def _ramp_s(
     hop, out_s = _hop(context), 0.0 if splits else own.out_s
     back = PassCost(token_s=0.0) if context.forward_only else hop
     sooner = _least([ahead, behind])
+    ahead, behind, others = ahead.plus(hop), behind.plus(back), _beyond(own.both, sooner)
     # Of one micro-batch both ways, and what the others can fill of them.
-    ways = PassCost(**{k: depth * v for k, v in ahead.plus(hop).plus(behind).plus(back).model_dump().items()})
-    ways, others = ways.plus(_beyond(left, sooner)), _beyond(own.both, sooner)
+    ways = ahead.plus(behind).scaled(depth, depth).plus(_beyond(left, sooner))
     filled_s = others.linear_s * work.tokens + others.pair_s * work.pairs + _COUNTS * others.launch_s
-    ahead, behind = ahead.plus(hop), behind.plus(back)
     largest_s = ahead.launch_s + float(ahead.seconds(*largest))
     best = 0.0
     for names in (_LINEAR, _ALL):
