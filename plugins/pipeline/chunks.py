@@ -45,6 +45,8 @@ TOLERANCE = 0.35
 FACTORS = (0.8, 0.7, 1.0, 0.9, 0.6, 0.45, 1.25, 0.35, 1.6, 2.5)
 """Numbers of chunks tried, over the one at which a launch more costs what the bubble loses: the first three, and more
 of them while all have no more than `CHEAP` chunks together."""
+LEAST_SHARED = 4
+"""Tokens that a rank has at least of a slice that it shares: with every cp_comm each rank then has some."""
 PROBES = 1024, 8192
 """Tokens for which the traffic inside a pass is asked."""
 CHEAP = 400
@@ -75,7 +77,7 @@ def chunkings(
             slice_s = mean_s / count
             # What is dealt will be in so many launches, which the shared micro-batches have already.
             launching = 1.0 + price.launch_s / slice_s if slice_s else 1.0
-            again = recut(shared, lengths, price, slice_s, limits.max_tokens, config.block_tokens)
+            again = recut(shared, lengths, price, slice_s, limits.max_tokens, most, config.block_tokens)
             more = Counter(rank for m in again for rank in m.ranks)
             more.subtract(rank for m in shared for rank in m.ranks)
             base_s = [(s + more[rank] * price.launch_s) / launching for rank, s in enumerate(came_s)]
@@ -98,7 +100,7 @@ def shared_of(incoming: StepPlan) -> tuple[MicroBatch, ...]:
 
 
 def recut(
-    shared: tuple[MicroBatch, ...], lengths: Ints, price: PassCost, slice_s: float, cap: int, block: int
+    shared: tuple[MicroBatch, ...], lengths: Ints, price: PassCost, slice_s: float, cap: int, most: int, block: int
 ) -> tuple[MicroBatch, ...]:
     """The same with sequences that have theirs to themselves, all on the same ranks, in slices of about ``slice_s``."""
     chains: dict[Any, list[MicroBatch]] = {}
@@ -109,9 +111,12 @@ def recut(
         own, ranks = chain[0].slices, len(chain[0].ranks)
         length = int(lengths[own[0].sequence])
         if len(own) == 1 and sum(m.num_tokens for m in chain) == length:
-            parts = max(1, math.ceil(float(price.seconds(length)) / ranks / slice_s - TOLERANCE))
-            slices = evenly(own[0].sequence, length, parts, price, ranks * (cap - 2), ranks * block)
-            if slices[-1].length >= ranks * block:
+            wanted = math.ceil(float(price.seconds(length)) / ranks / slice_s - TOLERANCE) if slice_s else 1
+            parts = min(most, max(1, wanted))
+            least = ranks * block * -(-LEAST_SHARED // block)
+            whole_cap = ranks * (cap - 2)
+            slices = evenly(own[0].sequence, length, parts, price, whole_cap, least) if whole_cap >= least else []
+            if slices and slices[-1].length >= least:
                 chain = [chain[0]._replace(slices=(s,)) for s in slices]
         result += chain
     return tuple(result)
