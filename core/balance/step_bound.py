@@ -10,7 +10,8 @@ Every stage has all of the work, so each term holds for any plan, whoever made i
                 launch, and so are weights that are gathered for it (ZeRO 3)
     way in      the first pass of stage s follows s forwards, each a launch at the least, and s hops
     way out     likewise behind its last backward; nothing where weight gradients may fill that time
-    ramp        few micro-batches are long and stages wait for the first of them; many take as many launches (`_ramp_s`)
+    ramp        few micro-batches are long, and stages wait for the first of them and for what one takes through all
+                stages and back; many take as many launches (`_ramp_s`)
     memory      all forwards of a sequence come before its first backward, so what its rank cannot keep by then runs
                 again, or has layers that do. A last stage need not run a replay's first forward but for keys and
                 values, and not at all for the slice that runs backward first, which is then held whole
@@ -121,7 +122,7 @@ def _kept(context: PlanningContext) -> PlanningContext:
 
 
 def _stages(context: PlanningContext) -> Iterator[StageCost]:
-    layout, hop_s = context.layout, _hop_s(context)
+    layout, hop_s = context.layout, _hop(context).launch_s
     in_s = out_s = 0.0
     for stage in range(layout.pp):
         forward, backward = (_pass_cost(context, stage, passes) for passes in (1, 2))
@@ -164,11 +165,13 @@ def _moved_s(context: PlanningContext, direction: Direction, tokens: int) -> flo
     return min(exposed_s(at, direction, MicroBatch(slices, (lead,))) for lead in leads)
 
 
-def _hop_s(context: PlanningContext) -> float:
-    """Least seconds of a hand-over between neighbouring stages."""
-    cluster, layout = context.cluster, context.layout
+def _hop(context: PlanningContext) -> PassCost:
+    """Least seconds of a hand-over between neighbouring stages, and of a token in it."""
+    cluster, layout, state_bytes = context.cluster, context.layout, context.traffic.state_bytes_per_token
     apart = layout.dp_cp_size * layout.tp >= cluster.ranks_per_node
-    return cluster.inter.latency_s if apart else min(cluster.intra.latency_s, cluster.inter.latency_s)
+    links = [cluster.inter] if apart else [cluster.intra, cluster.inter]
+    token_s = min(state_bytes / link.bytes_per_s for link in links)
+    return PassCost(launch_s=min(link.latency_s for link in links), token_s=token_s)
 
 
 def _of_stage(
@@ -223,18 +226,24 @@ def _ramp_s(
     """Least seconds of a rank with mean work at the last of these stages, over all numbers of micro-batches.
 
     Let the stage be the one behind s others, x_k what the k-th of K micro-batches takes forward at the least of these,
-    b_k what its backward takes there without weight gradients, w_k what it takes at the stage, g_k of it for weight
-    gradients, G those of all, I what the rank idles. Links keep their order, so a forward starts at the stage no sooner
-    than after x_1 + ... + x_k + (s - 1) x_k and s hops, and until then the stage has done no more than w_1 + ... +
-    w_(k-1). Behind the end of a backward at the stage the same holds in the order of backwards from the last one, and
-    the stage has no more to do than G and the w_i - g_i behind it:
+    b_k what its backward takes there without weight gradients, h_k each hand-over, w_k what it takes at the stage, g_k
+    of it for weight gradients, G those of all, I what the rank idles. Links keep their order, so a forward starts at
+    the stage no sooner than after x_1 + ... + x_k + (s - 1) x_k + s h_k, and until then the stage has done no more than
+    w_1 + ... + w_(k-1). Behind the end of a backward at the stage the same holds in the order of backwards from the
+    last one, and the stage has no more to do than G and the w_i - g_i behind it:
 
-        s x_k <= I + (w - x) of those before         s b_k <= I + G + (w - g - b) of those behind
+        s (x_k + h_k) <= I + (w - x) of those before       s (b_k + h_k) <= I + G + (w - g - b) of those behind
 
-    With w <= r x these grow no faster than (1 + (r - 1) / s)^k, so of both orders, each from its end, the k-th largest
-    is under the k-th of both rows. All x must sum up to the rank's forwards. What runs again counts as idle, and so may
-    what pairs take beyond r x, so that r need not be theirs: some rank has the mean work beside that, or more. I is cut
-    into steps of 7 %, and the least of each is taken with the fewest micro-batches of its most.
+    With w + h <= r (x + h) these grow no faster than (1 + (r - 1) / s)^k, so of both orders, each from its end, the
+    k-th largest is under the k-th of both rows. Nothing is done twice: of another micro-batch i the time before this
+    forward and that behind this backward together hold no more than w_i, and where they hold any of it but g_i, stages
+    before have x_i to do in the one, b_i in the other, or both. So for each of them
+
+        s (x_k + b_k + 2 h_k) <= I + g_k + (w_i - min(x_i, b_i)) of all others
+
+    which caps it by K. All x + h must sum up to those of the rank. What runs again counts as idle, and so may what
+    pairs take beyond r x, so that r need not be theirs: some rank has the mean work beside that, or more. I is cut into
+    steps of 7 %, and the least of each is taken with the fewest micro-batches of its most.
 
     Args:
         work: tokens and pairs of a mean rank.
@@ -244,22 +253,30 @@ def _ramp_s(
     apart_s = context.costs.weights_s(1.0, context.head_frac) if splits else 0.0
     ahead, behind = _least([one.forward for one in before]), _least([one.backward for one in before])
     behind, left = (one.model_copy(update={"token_s": max(0.0, one.token_s - apart_s)}) for one in (behind, own.both))
-    hops_s, out_s = depth * _hop_s(context), 0.0 if splits else own.out_s
+    hop, out_s = _hop(context), 0.0 if splits else own.out_s
+    back = PassCost(token_s=0.0) if context.forward_only else hop
+    sooner = _least([ahead, behind])
+    ahead, behind, others = ahead.plus(hop), behind.plus(back), _beyond(own.both, sooner)
+    # Of one micro-batch both ways, and what the others can fill of them.
+    ways = ahead.plus(behind).scaled(depth, depth).plus(_beyond(left, sooner))
+    filled_s = others.linear_s * work.tokens + others.pair_s * work.pairs + _COUNTS * others.launch_s
     largest_s = ahead.launch_s + float(ahead.seconds(*largest))
     best = 0.0
     for names in (_LINEAR, _ALL):
-        ratio = _ratio(own.both, ahead, names)
+        ratio = _ratio(own.both.plus(hop), ahead, names)
         if np.isinf(ratio):
             continue
         pair_s = min(own.both.pair_s, ratio * ahead.pair_s)
         work_s = own.both.linear_s * work.tokens + pair_s * work.pairs
         idle = max(own.in_s + out_s, 1e-6 * work_s) * _IDLES
         deferred_s = work_s * apart_s / own.both.linear_s if apart_s else 0.0
-        forwards = _row((idle - out_s - hops_s) / depth, ratio, depth)
+        forwards = _row((idle - out_s) / depth, ratio, depth)
         most = np.minimum(forwards, largest_s)
-        if np.isfinite(back := _ratio(left, behind)):
-            most = np.minimum(most, _ratio(ahead, behind) * _row((idle - own.in_s + deferred_s) / depth, back, depth))
-        enough = np.cumsum(most, axis=1) >= work_s / ratio + _COUNTS * ahead.launch_s
+        if np.isfinite(growth := _ratio(left.plus(back), behind)):
+            most = np.minimum(most, _ratio(ahead, behind) * _row((idle - own.in_s + deferred_s) / depth, growth, depth))
+        cap = _ratio(ahead, ways) * np.maximum(0.0, idle[:, None] + filled_s)
+        grown_s = work_s + hop.token_s * work.tokens
+        enough = _sums(most, cap) >= grown_s / ratio + _COUNTS * ahead.launch_s
         fewest = np.where(enough.any(axis=1), enough.argmax(axis=1) + 1, len(_COUNTS) + 1)
         best = max(best, work_s + float((idle + np.append(fewest[1:], 1) * own.both.launch_s).min()))
     return best
@@ -269,6 +286,19 @@ def _row(first: Floats, ratio: float, depth: int) -> Floats:
     """What the k-th micro-batch takes at most, float64 [idle seconds, counts]."""
     growth = np.minimum(700.0, np.arange(len(_COUNTS)) * np.log1p(max(0.0, ratio - 1.0) / depth))
     return np.asarray(np.maximum(0.0, first)[:, None] * np.exp(growth))
+
+
+def _sums(most: Floats, cap: Floats) -> Floats:
+    """Sums of the first K of ascending rows, each at most what ``cap`` has for K, float64 [idle seconds, counts]."""
+    sums = np.concatenate([np.zeros((len(most), 1)), np.cumsum(most, axis=1)], axis=1)
+    below = np.array([np.searchsorted(row, own) for row, own in zip(most, cap, strict=True)])
+    below = np.minimum(below, _COUNTS)
+    return np.asarray(np.take_along_axis(sums, below, axis=1) + (_COUNTS - below) * cap)
+
+
+def _beyond(cost: PassCost, less: PassCost) -> PassCost:
+    """What a cost has of each coefficient beyond another, not below none."""
+    return PassCost(**{name: max(0.0, value - getattr(less, name)) for name, value in cost.model_dump().items()})
 
 
 def _least(costs: list[PassCost]) -> PassCost:

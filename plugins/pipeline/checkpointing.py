@@ -38,6 +38,7 @@ from ...core.simulate.events import play
 from ...core.simulate.passes import PassTimes
 from ...core.simulate.predict import own_costs
 from .config import PipelineConfig
+from .elastic import teams_of
 from .memory_rows import MemoryRows, Most, Probes, fullest, joined, levels_of
 from .recompute_milp import alike, lowered, solved
 
@@ -95,7 +96,7 @@ def _chosen(probes: Probes, budget_bytes: float, context: PlanningContext, solve
     """The plan with those layers, of three answers, with which each team of ranks ends soonest."""
     plan = probes.plan
     backwards, seconds = _backwards(plan), _layer_seconds(plan, context)
-    teams = [_Team(probes, budget_bytes, seconds, backwards, ranks) for ranks in _teams(plan)]
+    teams = [_Team(probes, budget_bytes, seconds, backwards, ranks) for ranks in teams_of(plan)]
     answers = [[team.by_stage() for team in teams], [team.by_diagonal() for team in teams]]
     if solver_ms:
         searched = [team.by_program(solver_ms) for team in teams]
@@ -176,15 +177,6 @@ def _backwards(plan: StepPlan) -> list[list[int]]:
     """For each rank the micro-batches whose activations wait for their backwards, in the order of these."""
     kept = plan.kept
     return [[i for kind, i in ops if kind == "B" and i in kept] for ops in orders_of_stage(plan, 0)]
-
-
-def _teams(plan: StepPlan) -> list[list[int]]:
-    """Ranks that share micro-batches, directly or through others."""
-    team = list(range(plan.limits.num_ranks))
-    for micro_batch in plan.micro_batches if plan.shared else ():
-        joining = {team[rank] for rank in micro_batch.ranks}
-        team = [min(joining) if one in joining else one for one in team]
-    return [[rank for rank, one in enumerate(team) if one == first] for first in sorted(set(team))]
 
 
 def _diagonals(plan: StepPlan, backwards: list[list[int]], numbers: list[int]) -> Ints:

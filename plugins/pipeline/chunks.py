@@ -9,7 +9,7 @@ each of the others a ragged tail. Here every long sequence gets a mesh of its ow
 and short sequences are packed into what is left of T beside the slices, or into chunks of their own, longest first onto
 the cheapest. T is enumerated: more chunks mean smaller bubbles, and more launches. Sequences of most chunks run first,
 since a stage would otherwise wait for their backwards in the middle of a step (InfiniPipe, section IV). `opening` puts
-small ones before them.
+small ones before them. What ranks share in the plan that came in stays on them, comes first, and is cut at the same T.
 
 O(K log K) for K sequences and each T.
 """
@@ -17,8 +17,10 @@ O(K log K) for K sequences and each T.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.limits import Limits
 from ...core.plan.order import in_turn
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
+from .clock import clock_of
 from .config import PipelineConfig
 
 Pack = list[Slice]
@@ -42,6 +45,8 @@ TOLERANCE = 0.35
 FACTORS = (0.8, 0.7, 1.0, 0.9, 0.6, 0.45, 1.25, 0.35, 1.6, 2.5)
 """Numbers of chunks tried, over the one at which a launch more costs what the bubble loses: the first three, and more
 of them while all have no more than `CHEAP` chunks together."""
+LEAST_SHARED = 4
+"""Tokens that a rank has at least of a slice that it shares: with every cp_comm each rank then has some."""
 PROBES = 1024, 8192
 """Tokens for which the traffic inside a pass is asked."""
 CHEAP = 400
@@ -62,19 +67,70 @@ def chunkings(
     most = 1 if limits.whole_sequences else config.chunks
     if most == 1:
         refuse_longer(lengths, limits)
-    price = price_of(context)
-    ranks = dealt(lengths, price, limits.num_ranks)
-    seen: set[tuple[MicroBatch, ...]] = set()
-    for count in counts(lengths, price, limits):
-        slice_s = float(price.seconds(lengths).sum()) / limits.num_ranks / count
-        packs = [
-            chunks_of(rank_items, lengths, price, slice_s, limits.max_tokens, most, config.block_tokens)
-            for rank_items in ranks
-        ]
-        plan = assembled(incoming, limits, packs)
-        if plan.micro_batches not in seen:
-            seen.add(plan.micro_batches)
-            yield plan
+    price, seen = price_of(context), set[tuple[MicroBatch, ...]]()
+    for shared in dict.fromkeys((() if limits.v_shape else shared_of(incoming), ())):
+        came_s = _seconds_of_ranks(incoming, shared, context)
+        in_shared = {s.sequence for m in shared for s in m.slices}
+        alone = np.array([i for i in range(len(lengths)) if i not in in_shared], dtype=np.int64)
+        mean_s = (float(price.seconds(lengths[alone]).sum()) + sum(came_s)) / limits.num_ranks
+        for count in counts(lengths, price, limits):
+            slice_s = mean_s / count
+            # What is dealt will be in so many launches, which the shared micro-batches have already.
+            launching = 1.0 + price.launch_s / slice_s if slice_s else 1.0
+            again = recut(shared, lengths, price, slice_s, limits.max_tokens, most, config.block_tokens)
+            more = Counter(rank for m in again for rank in m.ranks)
+            more.subtract(rank for m in shared for rank in m.ranks)
+            base_s = [(s + more[rank] * price.launch_s) / launching for rank, s in enumerate(came_s)]
+            packs = [
+                chunks_of(alone[places].tolist(), lengths, price, slice_s, limits.max_tokens, most, config.block_tokens)
+                for places in dealt(lengths[alone], price, limits.num_ranks, base_s)
+            ]
+            plan = assembled(incoming, limits, packs, again)
+            if plan.micro_batches not in seen:
+                seen.add(plan.micro_batches)
+                yield plan
+
+
+def shared_of(incoming: StepPlan) -> tuple[MicroBatch, ...]:
+    """The micro-batches that ranks share, those of most ranks first; none where sequences are partly in others."""
+    shared = sorted((m for m in incoming.micro_batches if len(m.ranks) > 1), key=lambda m: -len(m.ranks))
+    in_shared = {s.sequence for m in shared for s in m.slices}
+    others = (s.sequence for m in incoming.micro_batches if len(m.ranks) == 1 for s in m.slices)
+    return () if incoming.backward or not in_shared.isdisjoint(others) else tuple(shared)
+
+
+def recut(
+    shared: tuple[MicroBatch, ...], lengths: Ints, price: PassCost, slice_s: float, cap: int, most: int, block: int
+) -> tuple[MicroBatch, ...]:
+    """The same with sequences that have theirs to themselves, all on the same ranks, in slices of about ``slice_s``."""
+    chains: dict[Any, list[MicroBatch]] = {}
+    for m in shared:
+        chains.setdefault((m.slices[0].sequence, m._replace(slices=())) if len(m.slices) == 1 else m, []).append(m)
+    result = []
+    for chain in chains.values():
+        own, ranks = chain[0].slices, len(chain[0].ranks)
+        length = int(lengths[own[0].sequence])
+        if len(own) == 1 and sum(m.num_tokens for m in chain) == length:
+            wanted = math.ceil(float(price.seconds(length)) / ranks / slice_s - TOLERANCE) if slice_s else 1
+            parts = min(most, max(1, wanted))
+            least = ranks * block * -(-LEAST_SHARED // block)
+            whole_cap = ranks * (cap - 2)
+            slices = evenly(own[0].sequence, length, parts, price, whole_cap, least) if whole_cap >= least else []
+            if slices and slices[-1].length >= least:
+                chain = [chain[0]._replace(slices=(s,)) for s in slices]
+        result += chain
+    return tuple(result)
+
+
+def _seconds_of_ranks(incoming: StepPlan, shared: tuple[MicroBatch, ...], context: PlanningContext) -> list[float]:
+    """What each rank has of these micro-batches, at a middle stage [s]."""
+    busy_s = [0.0] * incoming.limits.num_ranks
+    if shared:
+        clock, stage = clock_of(incoming, context), min(1, incoming.limits.num_stages - 1)
+        for m, *both in zip(incoming.micro_batches, clock.forward[stage], clock.backward[stage], strict=True):
+            for rank in m.ranks if len(m.ranks) > 1 else ():
+                busy_s[rank] += sum(both)
+    return busy_s
 
 
 def price_of(context: PlanningContext) -> PassCost:
@@ -90,7 +146,7 @@ def price_of(context: PlanningContext) -> PassCost:
 
 
 def least_s(plan: StepPlan, context: PlanningContext, *, split: bool = False) -> float:
-    """Passes of micro-batches on single ranks take no less in any order [s], what moves in them included; 0 where ranks
+    """Passes of micro-batches take no less in any order [s], what moves in them on single ranks included; 0 where ranks
     share experts. ``split``: backwards may leave weight gradients to passes of their own."""
     if context.layout.ep > 1:
         return 0.0
@@ -99,7 +155,8 @@ def least_s(plan: StepPlan, context: PlanningContext, *, split: bool = False) ->
     # unless it has weight gradients to compute meanwhile.
     travels, waits_s = context.costs.forward if split else price, math.inf
     for m in plan.micro_batches:
-        busy_s[m.ranks[0]] += _seconds(price, m)
+        for rank in m.ranks:
+            busy_s[rank] += _seconds(price, m)
         waits_s = min(waits_s, _seconds(travels, m))
     if plan.limits.v_shape:  # the device with the output layer has two stages of mean work, or more
         return 2 * max(busy_s)
@@ -108,7 +165,8 @@ def least_s(plan: StepPlan, context: PlanningContext, *, split: bool = False) ->
 
 
 def _seconds(price: PassCost, micro_batch: MicroBatch) -> float:
-    return price.launch_s + sum(float(price.seconds(s.stop - s.start, s.start)) for s in micro_batch.slices)
+    slices_s = sum(float(price.seconds(s.stop - s.start, s.start)) for s in micro_batch.slices)
+    return price.launch_s + slices_s / len(micro_batch.ranks)
 
 
 def refuse_longer(lengths: Ints, limits: Limits) -> None:
@@ -122,11 +180,13 @@ def refuse_longer(lengths: Ints, limits: Limits) -> None:
         )
 
 
-def dealt(lengths: Ints, price: PassCost, num_ranks: int) -> list[list[int]]:
-    """Sequences of each rank, whole, so that all ranks cost alike. lengths int64 [K]."""
+def dealt(lengths: Ints, price: PassCost, num_ranks: int, base_s: Sequence[float] = ()) -> list[list[int]]:
+    """Sequences of each rank, whole, so that all ranks cost alike with ``base_s`` [s] that they have already. lengths
+    int64 [K]."""
     if num_ranks == 1:
         return [list(range(len(lengths)))]
-    ranks = level(price.seconds(lengths * 1.0)[None], np.ones((1, num_ranks)), np.zeros((1, num_ranks)))
+    base = np.array([base_s or np.zeros(num_ranks)])
+    ranks = level(price.seconds(lengths * 1.0)[None], np.ones((1, num_ranks)), base)
     return members(ranks, num_ranks)
 
 
@@ -179,8 +239,12 @@ def chunks_of(
     return [pack for pack in packs if pack]
 
 
-def assembled(incoming: StepPlan, limits: Limits, packs: list[list[Pack]]) -> StepPlan:
-    """The plan of ``packs[rank]``, in forward order: the k-th micro-batch of each rank, then the next of each rank."""
-    launched = in_turn([of_rank or [[]] for of_rank in packs])
-    micro_batches = (MicroBatch(tuple(pack), (rank,)) for rank, pack in launched)
+def assembled(
+    incoming: StepPlan, limits: Limits, packs: list[list[Pack]], shared: tuple[MicroBatch, ...] = ()
+) -> StepPlan:
+    """The plan of ``packs[rank]``, in forward order: the k-th micro-batch of each rank, then the next of each rank.
+    Shared ones come before."""
+    busy = {rank for m in shared for rank in m.ranks}
+    launched = in_turn([of_rank or [[]][rank in busy :] for rank, of_rank in enumerate(packs)])
+    micro_batches = (*shared, *(MicroBatch(tuple(pack), (rank,)) for rank, pack in launched))
     return incoming.with_micro_batches(micro_batches, limits, "pipeline")

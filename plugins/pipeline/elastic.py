@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from itertools import accumulate
+from itertools import accumulate, chain, zip_longest
 from typing import NamedTuple
 
 from ...core.costs.context import PlanningContext
@@ -54,9 +54,10 @@ def ordered(
 ) -> StepPlan:
     """The plan with an order for every stage, whatever order it had.
 
-    Plans that group the backward anew, replay, share micro-batches or run in step on all ranks keep theirs. With one
-    stage, where nothing waits, a sequence runs backward before the next one's forward. A group of ranks in step that
-    have equally many micro-batches runs one order of rounds, each as long as the longest of its micro-batches.
+    Plans that group the backward anew, replay or run in step on all ranks keep theirs. With one stage, where nothing
+    waits, a sequence runs backward before the next one's forward. A group of ranks in step that have equally many
+    micro-batches runs one order of rounds, each as long as the longest of its micro-batches; so do ranks that share
+    micro-batches, if each of these is the k-th of all its ranks.
 
     ``extra``: forwards that a stage runs ahead for each stage behind it, beyond the one of 1F1B: memory for time.
     ``cap_bytes``: activations and prefix KV, estimated, above which it does not run ahead of what its next backward
@@ -64,22 +65,48 @@ def ordered(
     ``played``: False for the order in slots alone where memory is left out, which is found in half the time.
     """
     limits = plan.limits
-    if plan.backward or plan.replayed or plan.shared or limits.all_in_step:
+    groups = groups_in_rounds(plan)
+    if plan.backward or plan.replayed or limits.all_in_step or groups is None:
         return plan
     clock = clock_of(plan, context)
     kept = [kept_bytes(plan, stage) for stage in range(limits.num_stages)] if cap_bytes < math.inf else []
     orders: list[list[Op]] = [[] for _ in range(limits.num_stages)]
-    for first in range(0, limits.num_ranks, limits.in_step):
-        for rounds in _rows(plan, range(first, first + limits.in_step)):
-            lines, of_rounds = lines_of_rounds(plan, rounds), _clock_of_rounds(clock, rounds)
-            kept_in_rounds = [[max(row[i] for i in round_) for round_ in rounds] for row in kept]
-            if played or kept or limits.num_stages == 1:
-                rows = _best(lines, of_rounds, extra, kept_in_rounds, cap_bytes)
-            else:
-                rows = _slots(lines, limits.num_stages, extra)
-            for ops, of_row in zip(orders, rows, strict=True):
-                ops += [Op(kind, number) for kind, place in of_row for number in rounds[place]]
+    for rounds in groups:
+        lines, of_rounds = lines_of_rounds(plan, rounds), clock_of_rounds(clock, rounds)
+        kept_in_rounds = [[max(row[i] for i in round_) for round_ in rounds] for row in kept]
+        if played or kept or limits.num_stages == 1:
+            rows = _best(lines, of_rounds, extra, kept_in_rounds, cap_bytes)
+        else:
+            rows = _slots(lines, limits.num_stages, extra)
+        for ops, of_row in zip(orders, rows, strict=True):
+            ops += [Op(kind, number) for kind, place in of_row for number in rounds[place]]
     return reordered(plan, orders)
+
+
+def groups_in_rounds(plan: StepPlan) -> list[list[Round]] | None:
+    """The rounds of every group of ranks that run in step or share micro-batches; where counts of the former differ,
+    those of each rank by itself. None where a shared micro-batch is in no single round."""
+    limits = plan.limits
+    if not plan.shared:
+        firsts = range(0, limits.num_ranks, limits.in_step)
+        return [rows for first in firsts for rows in _rows(plan, range(first, first + limits.in_step))]
+    groups = []
+    for team in teams_of(plan):
+        behind = zip_longest(*(plan.of_rank(rank) for rank in team))
+        rounds = [tuple(dict.fromkeys(i for i in round_ if i is not None)) for round_ in behind]
+        if len(set(chain.from_iterable(rounds))) < sum(map(len, rounds)):
+            return None
+        groups.append(rounds)
+    return groups if limits.in_step == 1 else None
+
+
+def teams_of(plan: StepPlan) -> list[list[int]]:
+    """Ranks that share micro-batches, directly or through others."""
+    team = list(range(plan.limits.num_ranks))
+    for micro_batch in plan.micro_batches if plan.shared else ():
+        joining = {team[rank] for rank in micro_batch.ranks}
+        team = [min(joining) if one in joining else one for one in team]
+    return [[rank for rank, one in enumerate(team) if one == first] for first in sorted(set(team))]
 
 
 def _rows(plan: StepPlan, group: range) -> list[list[Round]]:
@@ -90,7 +117,7 @@ def _rows(plan: StepPlan, group: range) -> list[list[Round]]:
     return [[(number,) for number in row] for row in numbers]
 
 
-def _clock_of_rounds(clock: Clock, rounds: list[Round]) -> Clock:
+def clock_of_rounds(clock: Clock, rounds: list[Round]) -> Clock:
     """What the passes of rounds take, by their places: as long as the longest of their micro-batches."""
     own = [round_[0] for round_ in rounds] if all(len(round_) == 1 for round_ in rounds) else None
 

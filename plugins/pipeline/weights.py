@@ -19,14 +19,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import fixed_bytes
 from ...core.plan.order import orders_of_stage
+from ...core.plan.rounds import Round
 from ...core.plan.step_plan import Op, StepPlan
 from .clock import Clock, clock_of, end_of, reordered
+from .elastic import clock_of_rounds, groups_in_rounds, teams_of
 from .memory_rows import levels_of
 
 TRIES = ((0.0, 4), (0.0, None), (0.5, None))
@@ -60,29 +64,36 @@ class Placing:
     def __init__(self, plan: StepPlan, context: PlanningContext, budget_bytes: float, splits: bool) -> None:
         limits, memory = plan.limits, plan.limits.memory
         self.plan = plan
+        self._round_of = _rounds_of_shared(plan)
         self._clock, levels = clock_of(plan, context), levels_of(plan)
-        self._rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
-        deferred = [slots * memory.deferred_bytes_per_token for slots in plan.slots["B"]]
+        tokens = (slots / len(m.ranks) for slots, m in zip(plan.slots["B"], plan.passes("B"), strict=True))
+        deferred = [each * memory.deferred_bytes_per_token for each in tokens]
+        rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
+        if self._round_of:
+            of_each = [self._round_of[i] for i in range(len(plan.micro_batches))]
+            self._clock = clock_of_rounds(self._clock, of_each)
+            deferred = [max(deferred[i] for i in round_) for round_ in of_each]
+            rows, levels = _of_teams(plan, rows, levels, self._round_of)
         self._lines = [
-            _Line([row[rank] for row in self._rows], [level[rank] for level in levels], deferred, memory.pass_bytes)
-            for rank in range(limits.num_ranks)
+            _Line([row[line] for row in rows], [level[line] for level in levels], deferred, memory.pass_bytes)
+            for line in range(len(rows[0]))
         ]
         self._budget_bytes = budget_bytes
         self._fixed_bytes = fixed_bytes(memory, limits)
-        hindered = plan.shared or limits.all_in_step or not splits or limits.num_stages == 1
+        hindered = (plan.shared and not self._round_of) or limits.all_in_step or not splits or limits.num_stages == 1
         self._hindered = hindered or not plan.order or any(plan.split)
-        """Without an order, where the host cannot split backwards, and where ranks share micro-batches or all run in
-        step, there are no W passes. A plan that has some keeps them."""
+        """Without an order, where the host cannot split backwards, and where ranks all run in step or share
+        micro-batches that are in no rounds, there are no W passes. A plan that has some keeps them."""
         self.fits = max(line.fullest_bytes for line in self._lines) <= budget_bytes
 
     @cached_property
     def _freest(self) -> list[_Moves]:
-        """With as many W passes as the device has memory for, of each rank."""
+        """With as many W passes as the device has memory for, of each line."""
         return [_filled(line, self._clock, 0.0, math.inf, self._budget_bytes) for line in self._lines]
 
     @cached_property
     def _kept(self) -> list[_Moves]:
-        """As it is, of each rank."""
+        """As it is, of each line."""
         return [_Moves(one.orders, end_of(one.orders, self._clock), one.fullest_bytes) for one in self._lines]
 
     @cached_property
@@ -97,21 +108,21 @@ class Placing:
         the plan as it is where none are to be placed, and where it does not fit."""
         if self._hindered or not self.fits:
             return self.plan
-        choices = [self._choices(rank) for rank in range(len(self._lines))]
+        choices = [self._choices(line) for line in range(len(self._lines))]
         least_s = max(min(moves.end_s for moves in each) for each in choices)
-        orders: list[list[Op]] = [[] for _ in self._rows]
+        orders: list[list[Op]] = [[] for _ in range(self.plan.limits.num_stages)]
         for each in choices:
             for ops, more in zip(orders, self._chosen(each, least_s).orders, strict=True):
-                ops += more
+                ops += [Op(kind, i) for kind, first in more for i in self._round_of.get(first, (first,))]
         splits = any(op.kind == "W" for ops in orders for op in ops)
         return reordered(self.plan, orders) if splits else self.plan
 
-    def _choices(self, rank: int) -> list[_Moves]:
-        """The orders of a rank as they are and with W passes, under the caps up to the device's."""
-        line, clock, freest = self._lines[rank], self._clock, self._freest[rank]
+    def _choices(self, number: int) -> list[_Moves]:
+        """The orders of a line as they are and with W passes, under the caps up to the device's."""
+        line, clock, freest = self._lines[number], self._clock, self._freest[number]
         most, least_bytes = min(self._budget_bytes, freest.held_bytes), line.fullest_bytes
         tails = [(patience, math.inf if tail is None else tail * clock.num_stages) for patience, tail in TRIES]
-        choices = [self._kept[rank], *(_filled(line, clock, *each, least_bytes) for each in tails)]
+        choices = [self._kept[number], *(_filled(line, clock, *each, least_bytes) for each in tails)]
         if most > least_bytes:
             between = (times * least_bytes for times in TIMES if times * least_bytes < most)
             choices += [_filled(line, clock, 0.0, math.inf, cap) for cap in between]
@@ -127,7 +138,7 @@ class Placing:
 
 
 class _Moves(NamedTuple):
-    """Passes of a rank of the plane."""
+    """Passes of a line."""
 
     orders: list[list[Op]]
     """At each stage."""
@@ -137,6 +148,8 @@ class _Moves(NamedTuple):
 
 
 class _Line(NamedTuple):
+    """A rank of the plane, or ranks that share micro-batches: these have the first of each round, as long as that."""
+
     orders: list[list[Op]]
     levels: list[list[float]]
     """The most that is held in each of them [bytes]."""
@@ -148,6 +161,41 @@ class _Line(NamedTuple):
     @property
     def fullest_bytes(self) -> float:
         return max((max(levels) for levels in self.levels if levels), default=0.0)
+
+
+def _rounds_of_shared(plan: StepPlan) -> dict[int, Round]:
+    """The round of each micro-batch where ranks share some, and every stage runs rounds; else nothing."""
+    groups = groups_in_rounds(plan) if plan.shared and plan.order and not plan.backward else None
+    round_of = {i: round_ for rounds in groups or () for round_ in rounds for i in round_}
+    for ops in plan.order if round_of else ():
+        if list(ops) != [op._replace(micro_batch=i) for op in _firsts(ops, round_of) for i in round_of[op.micro_batch]]:
+            return {}
+    return round_of
+
+
+def _firsts(ops: Sequence[Op], round_of: dict[int, Round]) -> list[Op]:
+    return [op for op in ops if round_of[op.micro_batch][0] == op.micro_batch]
+
+
+def _of_teams(
+    plan: StepPlan, rows: list[list[list[Op]]], levels: list[list[list[float]]], round_of: dict[int, Round]
+) -> tuple[list[list[list[Op]]], list[list[list[float]]]]:
+    """By stage and team the passes of the first of every round, and the most that a rank holds in each round."""
+    teams = teams_of(plan)
+    team_of = {i: number for number, ranks in enumerate(teams) for rank in ranks for i in plan.of_rank(rank)}
+    orders: list[list[list[Op]]] = []
+    held: list[list[list[float]]] = []
+    for ops, of_ranks, of_levels in zip(plan.order, rows, levels, strict=True):
+        most: dict[Op, float] = {}
+        for op, held_bytes in zip(chain.from_iterable(of_ranks), chain.from_iterable(of_levels), strict=True):
+            most[op] = max(most.get(op, 0.0), held_bytes)
+        orders.append([[] for _ in teams])
+        held.append([[] for _ in teams])
+        for op in _firsts(ops, round_of):
+            orders[-1][team_of[op.micro_batch]].append(op)
+            fullest = max(most[op._replace(micro_batch=i)] for i in round_of[op.micro_batch])
+            held[-1][team_of[op.micro_batch]].append(fullest)
+    return orders, held
 
 
 def _filled(line: _Line, clock: Clock, patience: float, tail: float, cap_bytes: float) -> _Moves:

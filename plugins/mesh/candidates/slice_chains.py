@@ -10,12 +10,14 @@ reverse, and each rank runs one micro-batch a round:
 
 Slices of a chain cost alike, so that rounds do; chains are placed longest first on neighbouring ranks of the first
 block with room, whole sequences on the emptiest cells. No published system chooses between the two axes for each
-sequence; here every degree is tried for the long ones, and the simulator judges.
+sequence; here every degree is tried for the long ones, in pipelines also degrees of their own, so that what is shorter
+than a mean rank's work is not shared, and the simulator judges.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import pairwise
@@ -36,6 +38,8 @@ from ..emit.blocks import Block
 
 _SHORTER = (1.0, 0.5, 0.25, 0.125, 0.0625)
 """Times of a round over the longest that the token cap allows, where stages wait for each other."""
+_OWN = 0
+"""Instead of a degree: each sequence on as few ranks as take no longer than the mean of all ranks."""
 _FULL = 1.02
 """Time of a cell over the round's from which it takes no further sequence."""
 _SLICES = 1 << 15
@@ -74,9 +78,11 @@ def chained(
         cut = (lengths > limits.max_tokens) | (seconds > _FULL * round_s)
         by_time = seconds[cut] / max(round_s, 1e-300) if round_s else lengths[cut]
         by_cap = lengths[cut] / limits.max_tokens
-        return int(np.maximum(np.minimum(by_time, lengths[cut] / LEAST_TOKENS), by_cap).sum() / degree) + len(lengths)
+        slices = np.maximum(np.minimum(by_time, lengths[cut] / LEAST_TOKENS), by_cap).sum()
+        return int(slices / max(1, degree)) + len(lengths)
 
-    forms = [(s * whole_s, d) for s in (_SHORTER if stages > 1 else _SHORTER[:1]) for d in _powers(cost_table.usable)]
+    tried_degrees = [*_powers(cost_table.usable), *([_OWN] if stages > 1 and seconds.max(initial=0.0) > mean_s else [])]
+    forms = [(s * whole_s, d) for s in (_SHORTER if stages > 1 else _SHORTER[:1]) for d in tried_degrees]
     spent = 0
     for round_s, degree in sorted(forms, key=lambda form: slices_of(*form)):
         if spent and spent + slices_of(round_s, degree) > _SLICES:
@@ -84,9 +90,11 @@ def chained(
                 notes.append("mesh: a large batch in slices: divisions into more of them were not tried")
             return
         spent += slices_of(round_s, degree)
-        chain_of = cache(partial(_chain, degree=degree, round_s=round_s, cost_table=cost_table, limits=limits))
+        chain_of = cache(partial(_chain, round_s=round_s, cost_table=cost_table, limits=limits))
         cut = [i for i in longest_first if i in too_long or seconds[i] > _FULL * round_s]
-        cuts = [chain.of(i) for i in cut if (chain := chain_of(int(lengths[i]))) is not None]
+        degrees = [degree if degree != _OWN else math.ceil(seconds[i] / mean_s) for i in cut]
+        tried = ((i, chain_of(int(lengths[i]), degree=d)) for i, d in zip(cut, degrees, strict=True))
+        cuts = [chain.of(i) for i, chain in tried if chain is not None]
         named = {chain.slices[0].sequence for chain in cuts}
         if not named >= too_long:
             continue  # one of them has too few tokens for so many ranks

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from megatron_random_plans import regrouped, with_order
 
 HAND_LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
+_APART = ", weights apart"
 RING_LIKE = ("ring", "all_gather")
 Hand = tuple[list[MicroBatch], bool | None]
 """Micro-batches, and whether they get an order; None: where there are several stages."""
@@ -37,7 +38,20 @@ def by_hand(
         made_by=name,
     )
     wanted = num_stages > 1 if ordered is None else ordered
-    return check(with_order(bare, np.random.default_rng(1)) if wanted else bare)
+    plan = with_order(bare, np.random.default_rng(1)) if wanted else bare
+    return check(_apart(plan) if name.endswith(_APART) else plan)
+
+
+def _apart(plan: StepPlan) -> StepPlan:
+    """Every weight gradient is a pass of its own, two passes behind its backward or later."""
+    orders = []
+    for ops in plan.order:
+        row = [*ops, *(Op("W", op.micro_batch) for op in ops if op.kind == "B")]
+        late = {op: place + 2.5 for place, op in enumerate(ops)}
+        orders.append(
+            tuple(sorted(row, key=lambda op: late[Op("B", op.micro_batch)] if op.kind == "W" else late[op] - 2.5))
+        )
+    return replace(plan, order=tuple(orders), limits=replace(plan.limits, splits_backward=True))
 
 
 def _mixed(cp_comm: str, ulysses_degree: int = 0) -> Any:
@@ -135,6 +149,7 @@ _HAND = {
     "growth": _growth,
     "pairs, ring": _pairs("ring"),
     "pairs, all_to_all": _pairs("all_to_all"),
+    **{f"pairs, {cp_comm}{_APART}": _pairs(cp_comm) for cp_comm in ("ring", "all_to_all")},
 }
 
 

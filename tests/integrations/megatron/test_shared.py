@@ -18,10 +18,11 @@ TWO = {"model__num_layers": 2}
 MIXED = ["ring", "all_gather", "all_to_all", "hybrid"]
 BY_HAND = [*MIXED, "zones", "zones, remap", "chain", "growth"]
 PAIRS = ["pairs, ring", "pairs, all_to_all", "together"]
+APART = ["pairs, ring, weights apart", "pairs, all_to_all, weights apart"]
 LAYOUTS = [
     pytest.param({}, [*BY_HAND, *SEEDS], id="plane4"),
-    pytest.param({"parallel__tp": 2}, [*PAIRS, *SEEDS[:4]], id="tp2"),
-    pytest.param({"parallel__pp": 2}, [*PAIRS, *SEEDS], id="pp2"),
+    pytest.param({"parallel__tp": 2}, [*PAIRS, *APART, *SEEDS[:4]], id="tp2"),
+    pytest.param({"parallel__pp": 2}, [*PAIRS, *APART, *SEEDS], id="pp2"),
 ]
 
 

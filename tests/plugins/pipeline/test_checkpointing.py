@@ -26,7 +26,7 @@ from evenload.plugins.pipeline import checkpointing
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError, fitted
 from evenload.plugins.pipeline.chunks import chunkings
 from evenload.plugins.pipeline.config import PipelineConfig
-from evenload.plugins.pipeline.elastic import ordered
+from evenload.plugins.pipeline.elastic import ordered, teams_of
 from evenload.plugins.pipeline.memory_rows import MemoryRows, Probes, levels_of
 from evenload.plugins.pipeline.plan import plan as plan_of_plugin
 from evenload.plugins.pipeline.recompute_milp import GAP, lowered, solved
@@ -465,7 +465,7 @@ def test_passes_that_delay_each_other_share_a_diagonal() -> None:
 
 def test_ranks_that_share_are_one_team_and_a_shared_micro_batch_stands_with_its_first_rank() -> None:
     plan = shared(limits(2, 2))
-    assert checkpointing._teams(plan) == [[0, 1], [2]]
+    assert teams_of(plan) == [[0, 1], [2]]
     backwards = checkpointing._backwards(plan)
     assert backwards == [[0, 1, 4], [0, 2, 4], [3, 5]]
     first, last = checkpointing._diagonals(plan, backwards, [0, 1, 2, 4]).tolist()

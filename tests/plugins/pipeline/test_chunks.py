@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.machine.cluster import load
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.setting import RECIPES
 from evenload.plugins.pipeline.baselines import on_one_mesh
 from evenload.plugins.pipeline.chunks import FACTORS, LARGEST, TOLERANCE, chunkings, chunks_of, counts
@@ -114,3 +115,32 @@ def test_the_number_of_chunks_is_bounded_over_all_ranks_and_stages(stages: int, 
     found = counts(np.full(4096, 5000), PRICE.model_copy(update={"launch_s": 1e-9}), limits)
     assert max(found) * ranks * stages <= max(FACTORS) * max(LARGEST, 2 * stages * ranks * stages)
     assert max(found) >= 2 * stages
+
+
+def _of(ranks: int) -> PlanningContext:
+    return replace(AT, layout=Layout(pp=4, dp=ranks))
+
+
+def test_what_ranks_share_stays_on_them_and_the_rest_is_dealt_beside_it() -> None:
+    lengths = [5000, *range(300, 1500, 50), *[700] * 12]
+    limits = Limits(num_ranks=4, max_tokens=2000, num_stages=4)
+    shared = tuple(MicroBatch((Slice(0, a, a + 1000),), (1, 2), 0, "all_to_all") for a in range(0, 5000, 1000))
+    came = StepPlan(as_lengths(lengths), (*shared, MicroBatch((Slice(1, 0, 300),), (0,))), limits)
+    for plan in list(chunkings(came, limits, _of(4), PipelineConfig(max_tokens=2000)))[:3]:
+        long = [m for m in plan.micro_batches if any(s.sequence == 0 for s in m.slices)]
+        assert {(m.ranks, m.cp_comm) for m in long} == {((1, 2), "all_to_all")}
+        # First in both ranks, whatever their number: so they are in rounds.
+        assert list(plan.micro_batches[: len(long)]) == long
+        assert tokens_once([list(m.slices) for m in plan.micro_batches], lengths)
+        seconds_s = [0.0] * 4
+        for m in plan.micro_batches:
+            for rank in m.ranks:
+                seconds_s[rank] += PRICE.launch_s + seconds(list(m.slices)) / len(m.ranks)
+        assert max(seconds_s) < 1.15 * sum(seconds_s) / 4
+
+
+def test_sequences_that_are_shared_in_part_alone_are_dealt_like_others() -> None:
+    limits = Limits(num_ranks=2, max_tokens=2000, num_stages=4)
+    parts = MicroBatch((Slice(0, 0, 1000),), (0, 1), 0, "ring"), MicroBatch((Slice(0, 1000, 1500),), (0,))
+    came = StepPlan(as_lengths([1500]), parts, limits)
+    assert all(len(m.ranks) == 1 for m in next(chunkings(came, limits, _of(2), PipelineConfig())).micro_batches)

@@ -319,10 +319,51 @@ def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None
     assert simulate(made, context(2)).step_s < simulate(plan, context(2)).step_s
 
 
-def test_shared_micro_batches_keep_their_order() -> None:
+@settings(max_examples=40, deadline=None)
+@given(
+    chains=st.lists(st.integers(1, 5), min_size=1, max_size=2),
+    singles=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+    stages=st.integers(1, 5),
+    extra=st.integers(0, 3),
+    memory=st.sampled_from([1.0, 1.3, 9.0]),
+)
+def test_ranks_that_share_micro_batches_run_rounds_in_which_these_meet(
+    chains: list[int], singles: list[int], stages: int, extra: int, memory: float
+) -> None:
+    """Chains of slices on ranks 0 and 2, then sequences of each rank alone: a circle of waiting breaks a law."""
+    lengths = [4 * count for count in chains] + [3] * sum(singles)
+    shared = [Slice(i, 4 * k, 4 * k + 4) for i, count in enumerate(chains) for k in range(count)]
+    ranks = [rank for rank, count in enumerate(singles) for _ in range(count)]
+    alone = [MicroBatch((Slice(len(chains) + k, 0, 3),), (rank,)) for k, rank in enumerate(ranks)]
+    batches = (*(MicroBatch((s,), (0, 2), cp_comm="all_gather") for s in shared), *alone)
+    plan = StepPlan(as_lengths(lengths), batches, replace(LIMITS, num_ranks=3, num_stages=stages))
+    made = check(split_where_faster(plan, context(stages, ranks=3), extra, memory))
+    ordinary = ordered(plan, context(stages, ranks=3), extra=extra)
+    assert without_weights(made) == [list(ops) for ops in ordinary.order]
+    assert peak_bytes(made) <= memory * peak_bytes(ordinary) * (1 + 1e-9)
+    for stage in range(stages):
+        rows = orders_of_stage(made, stage)
+        met = [[op for op in rows[rank] if op.micro_batch < len(shared)] for rank in (0, 2)]
+        assert met[0] == met[1]
+
+
+def test_weight_gradients_of_shared_micro_batches_fill_waits() -> None:
     limits = replace(LIMITS, num_ranks=2)
-    batches = (MicroBatch((Slice(0, 0, 8),), (0, 1), cp_comm="ring"), MicroBatch((Slice(1, 0, 2),), (1,)))
-    plan = check(StepPlan(as_lengths([8, 2]), batches, limits))
+    chain_of_two = [MicroBatch((Slice(0, a, a + 4),), (0, 1), cp_comm="all_gather") for a in (0, 4)]
+    batches = (*chain_of_two, *(MicroBatch((Slice(1 + k, 0, 2),), (k % 2,)) for k in range(4)))
+    plan = StepPlan(as_lengths([8, 2, 2, 2, 2]), batches, limits)
+    made = check(split_where_faster(plan, context(2, ranks=2), times=9.0))
+    assert {0, 1} & set(made.split[1])
+    assert (
+        simulate(made, context(2, ranks=2)).step_s
+        < simulate(ordered(plan, context(2, ranks=2)), context(2, ranks=2)).step_s
+    )
+
+
+def test_a_shared_micro_batch_that_is_in_no_round_of_its_ranks_keeps_its_order() -> None:
+    limits = replace(LIMITS, num_ranks=2)
+    batches = (MicroBatch((Slice(1, 0, 2),), (1,)), MicroBatch((Slice(0, 0, 8),), (0, 1), cp_comm="ring"))
+    plan = StepPlan(as_lengths([8, 2]), batches, limits)
     assert split_where_faster(plan, context(2, ranks=2)) is plan
 
 

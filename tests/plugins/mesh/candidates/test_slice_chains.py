@@ -55,6 +55,21 @@ def test_a_pipeline_waits_less_with_slices() -> None:
     assert sliced < 0.75 * shared
 
 
+def test_in_a_pipeline_only_what_is_more_than_a_ranks_share_is_shared() -> None:
+    planner, lengths = chain(1024, dp=4, pp=4), np.array([30_000, *[4000] * 6, *[500] * 20], dtype=np.int64)
+    limits = replace(planner.limits, max_tokens=1024)
+    cost_table = cost_table_of(planner.context, limits, MeshConfig(), 30_000)
+    seconds = planner.context.costs.sequence_s(lengths)
+    wide = set(np.flatnonzero(seconds > seconds.sum() / 4).tolist())
+    found = list(chained(lengths, cost_table, limits))
+    shared = [
+        {s.sequence for b in blocks for r in b.rounds for m in r if len(m.ranks) > 1 for s in m.slices}
+        for blocks in found
+    ]
+    assert wide == {0}
+    assert wide in shared
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(2, 6000), min_size=2, max_size=12),
