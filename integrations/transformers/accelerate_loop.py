@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from ...runtime.world.agreement import rank_and_size
 from ..deepspeed.unmodified.micro_batches import into_exactly
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of, without_unread
+from ..huggingface.mixers import apart
 from ..huggingface.models import refuse_unsupported
 from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import on_release, report_idle
@@ -61,6 +63,10 @@ class PlannedModel:
     """Of hooks on the model."""
     hooks: GradientHooks = field(default_factory=GradientHooks)
     hooked: bool = False
+    windows: bool | None = None
+    """Attention is told of every window of the model; None: not measured yet."""
+    mixers: ExitStack = field(default_factory=ExitStack)
+    """What keeps samples of packs apart outside of attention."""
 
 
 _prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -120,6 +126,7 @@ def _close(loop: PlannedModel) -> None:
     for handle in loop.handles:
         handle.remove()
     loop.hooks.release()
+    loop.mixers.close()
     loop.model.loss_function = loop.loss.stock
     loop.model.set_attn_implementation(loop.stock_attention)
 
@@ -196,7 +203,7 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     outer = outer_model(accelerator, accelerator._models[0])
     if fault := virtual_tokens(outer):
         raise fault
-    refuse_unsupported(model.config)
+    refuse_unsupported(model.config, measured=True)
     half = accelerator.mixed_precision in ("bf16", "fp16")
     rows, stage = batch["input_ids"].shape[0], zero_stage_of(accelerator)
     chain = chain_for(recipe, model, zero_stage=stage, half=half, whole=True, micro_batch_size=rows)
@@ -228,10 +235,12 @@ def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any
         outputs = outer(**inputs)
         return Call(outputs.loss, outputs)
 
-    fault = prove(loop.model, samples, batch, compute, half=half, entered=entered).fault
+    proof = prove(loop.model, samples, batch, compute, half=half, entered=entered)
     loop.loss.weights_1T = None
-    if fault is not None:
-        raise fault
+    if proof.fault is not None:
+        raise proof.fault
+    loop.windows = proof.windows
+    loop.mixers.enter_context(apart(proof.mixers))
 
 
 def _before_forward(loop: PlannedModel, module: Any, args: Any, kwargs: Any) -> None:
@@ -272,7 +281,7 @@ def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> S
     """The samples of all ranks' batches. Collective. Raises EvenloadError for those of which no pack can be made."""
     config = loop.model.config
     step = gather([reading(batch, config, num_items)()], config, hooked=loop.hooked)
-    if step is not None and step.windows is not None:
+    if step is not None and step.windows is not None and loop.windows is False:
         raise step.windows
     return step
 

@@ -170,7 +170,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     longest, windows = int(samples.lengths.max()), None
     refuse_reach(config, longest, max(one.reach for one in of_ranks), _LENGTHS)
     try:
-        refuse_lengths(config, longest, longest, _LENGTHS)
+        refuse_lengths(config, longest, longest, _LENGTHS, windows=False)
     except EvenloadError as error:
         windows = error
     return StepBatch(
@@ -246,19 +246,17 @@ def chain_for(
     rank, size = rank_and_size()
     traits = traits_of(zero_stage, "bf16" if half else "fp32")
     chain = PlanChain.of_model(
-        recipe, _shape(model, rows=bool(rows)), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
+        recipe, _shape(model), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
     )
     chain = replace(chain, micro_batch_size=micro_batch_size)
     return chain.in_rows(rows) if rows else chain
 
 
-def _shape(model: Any, *, rows: bool) -> Shape:
-    """The model's sizes; of one whose config does not say them all, as many an architecture of rows, about those."""
+def _shape(model: Any) -> Shape:
+    """The model's sizes; of one whose config does not say them all about those."""
     try:
         return shape_of(model.config)
     except Exception:  # of configs that nobody here has seen
-        if not rows:
-            raise
         return shape_near(model)
 
 

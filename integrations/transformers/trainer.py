@@ -40,6 +40,7 @@ from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..host.step import Position, run_program
 from ..huggingface.inputs import without_unread
+from ..huggingface.models import num_windows
 from ..huggingface.units import Unit
 from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
@@ -47,7 +48,7 @@ from .hooks import GradientHooks
 from .inside import inside, is_running
 from .pack_loss import PackLoss
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors
-from .proof import LossRaisedError, prove_trainer, windows
+from .proof import LossRaisedError, Proof, prove_trainer, windows
 from .proof_rows import rows_like
 from .proof_units import prove_units, short_units
 from .stage import StepPasses, TakenBatch, TrainerStage, attending, closed, log_step, run_stock
@@ -94,6 +95,8 @@ class PlannedTrainer:
     """None until a form is measured to be exact, in the first step."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
     """What plans micro-batches of a form, or why they are not exact."""
+    packs: Proof = Proof(None)
+    """What is measured of packs."""
     loss: PackLoss | None = None
     """Where a token's loss depends on the batch or the rank that it came in."""
     stays: bool = False
@@ -210,7 +213,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         loss: Tensor = call(inputs, num_items)
         return loss
 
-    with attending(inner) if form.packs else nullcontext():
+    with attending(inner, state.packs.mixers) if form.packs else nullcontext():
         passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss), batch.hooked)
         return _carried_out(state, trainer, model, plan, passes)
 
@@ -314,16 +317,18 @@ def _measured_units(state: PlannedTrainer, trainer: Any, batch: UnitBatch, taken
 def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> StepForm | None:
     """What the micro-batches of a step are: packs, where the model computes them, else padded groups; None where
     neither is exact, which is said once. Measured before the first step of a form. Collective."""
-    faults: list[EvenloadError] = [] if batch.windows is None else [batch.windows]
-    forms = [StepForm(True)] if batch.windows is None else []
+    faults: list[EvenloadError] = []
+    forms = [StepForm(True)]
     # What a model makes of several samples in a row without their borders is its own affair.
     forms += [] if batch.flattened else [StepForm(False, batch.rows.left)]
     for form in forms:
         if form not in state.measured:
             state.measured[form] = _measured(state, trainer, batch, taken, form)
         chain = state.measured[form]
-        if isinstance(chain, EvenloadError):
-            faults.append(chain)
+        unseen = batch.windows if form.packs and not state.packs.windows else None
+        fault = chain if isinstance(chain, EvenloadError) else unseen
+        if isinstance(chain, EvenloadError) or fault is not None:
+            faults += [fault] if fault else []
             continue
         if state.planning is None:
             state.planning = PlannedLoop(NAME, chain)
@@ -345,17 +350,21 @@ def _measured(
     state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch, form: StepForm
 ) -> PlanChain | EvenloadError:
     """What plans a Trainer's steps in this form, or why it is not exact. Collective."""
-    model, may_cut = inner_model(trainer), False
+    model, proof = inner_model(trainer), Proof(None)
     fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else rows_fault(state.loss is not None))
     if fault is None:
         samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
         kind = None if form.packs else rows_like(batch.rows)
-        fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
+        proof = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
+        fault = proof.fault
     if fault is not None:
         return fault
     warn_of_dropout(model)
+    state.packs = proof if form.packs else state.packs
+    # Ranks do not share the keys of a window.
+    unshared = num_windows(model.config) > 0 and any(plugin.shares for plugin in state.recipe.enabled())
     try:
-        return chain_of(state.recipe, trainer, whole=not may_cut, rows=int(not form.packs))
+        return chain_of(state.recipe, trainer, whole=not proof.may_cut or unshared, rows=int(not form.packs))
     except EvenloadError as error:
         if form.packs:
             raise

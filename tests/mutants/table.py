@@ -718,9 +718,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention's scale is two per cent off in bfloat16",
         "runtime/attention/sharing/attention.py",
-        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)\n",
-        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)\n"
-        "    scale = scale * 1.02 if q_THD.dtype == torch.bfloat16 else scale\n",
+        "    window, sinks_H = scores.window, scores.sinks_H\n",
+        "    window, sinks_H = scores.window, scores.sinks_H\n"
+        "    if q_THD.dtype == torch.bfloat16:\n        scores = scores._replace(scale=scores.scale * 1.02)\n",
         "slices bf16",
     ),
     Mutant(

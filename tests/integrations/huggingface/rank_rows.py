@@ -15,7 +15,6 @@ from evenload.integrations.unmodified import planned_loop, planned_runs
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from torch.nn.functional import cross_entropy
-from torch.overrides import TorchFunctionMode
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -33,21 +32,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 LENGTHS = (61, 5, 17, 33, 9, 90, 3, 40, 26, 11, 72, 7, 14, 2, 55, 21)
 PLUGINS = {"packing": {"enabled": True, "max_tokens": 256}}
-
-
-class Wide(TorchFunctionMode):
-    """Inside, nothing of float64 is computed in float32, which families do in norms, losses and linear layers."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            if func in (torch.Tensor.to, torch.Tensor.type):
-                args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
 
 def _model(load: Any, family: str, dtype: str) -> Any:
@@ -166,7 +150,7 @@ def errors(
         own |= {"loss": _token_sum} if family == "t5" and not mean else {}
         plans: list[Any] = []
         report = {"report_step": lambda _, chain, plan, plans=plans, **__: plans.append(plan)}
-        with Wide() if dtype == "float64" else nullcontext():
+        with load("families").Wide() if dtype == "float64" else nullcontext():
             loss, wanted, stock_slots = _train(model, family, size, accumulate, **own)
             model.load_state_dict(weights)
             model.zero_grad()

@@ -117,7 +117,7 @@ def test_the_proof_catches_a_window_that_ends_with_its_slice():
 
 @pytest.mark.parametrize("window", [0, 3, 11, 40])
 def test_every_block_that_knows_windows_sees_the_same(window):
-    rows = [row for row in BLOCKS if row.windows and row.supports(torch.float64, torch.device("cpu"), 8)]
+    rows = [row for row in BLOCKS if "window" in row.options and row.supports(torch.float64, torch.device("cpu"), 8)]
     assert [row.name for row in rows] == ["plain"]
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(n, h, 8, generator=generator, dtype=torch.float64) for n, h in ((5, 4), (12, 2), (12, 2)))
@@ -131,7 +131,7 @@ def test_kernels_without_windows_are_not_chosen_for_them():
     kernels.choose_kernel.cache_clear()
     cpu = torch.device("cpu")
     assert blocks.choose_block(cpu, torch.float64, 8).name == "torch_cpu"
-    assert blocks.choose_block(cpu, torch.float64, 8, True).name == "plain"
+    assert blocks.choose_block(cpu, torch.float64, 8, frozenset({"window"})).name == "plain"
     assert kernels.choose_kernel(cpu, torch.float64, 8, frozenset({"window", "dropout"})).name == "sdpa"
     assert {k.name: sorted(k.options) for k in kernels.KERNELS} == {
         "flash_attn": ["dropout", "window"],
