@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from ...core.errors import EvenloadError
@@ -37,38 +38,81 @@ _LOUD = 1e3
 class Mixer(NamedTuple):
     """A part of a model that is called in a form of its own where a pack runs."""
 
-    layer: torch.nn.Module
-    """Whose call has the pack among its arguments."""
+    holder: torch.nn.Module
+    """Whose call has the pack among its arguments: the part's decoder layer, or, where the model hands its layers no
+    arguments on, all of them."""
     module: torch.nn.Module
     form: Callable[..., Any]
     """Gives the output by (forward, pack, arguments, keyword arguments)."""
+    recomputed: bool = True
+    """The holder is called again where layers are recomputed."""
+
+    def refuse_unfit(self, recomputes: bool) -> None:
+        """Raise EvenloadError where calls of this form have no pack, or other numbers of collectives on other ranks.
+
+        Args:
+            recomputes: layers are recomputed.
+        """
+        name = type(self.module).__name__
+        if recomputes and not self.recomputed:
+            raise EvenloadError(
+                "layers that mix tokens are recomputed, and get no keyword arguments of the model's call",
+                f"{name} of a {type(self.holder).__name__} with gradient checkpointing",
+            )
+        divided = any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
+        divided |= any(isinstance(module, FSDPModule) for module in self.module.modules())
+        if divided and self.form is in_rows:
+            raise EvenloadError(
+                "layers that mix tokens are called once for each length, and each call gathers their weights",
+                f"{name}, whose weights are divided by themselves",
+            )
+
+
+Packs = dict[torch.nn.Module, Pack | None]
+"""What holders that run were called with; None: without a pack."""
 
 
 @contextmanager
 def apart(mixers: Sequence[Mixer]) -> Iterator[None]:
     """Inside, mixers keep the samples of packs apart, also where a layer is recomputed."""
     with ExitStack() as stack:
-        packs: dict[torch.nn.Module, Pack | None] = {}
-        for layer in {mixer.layer for mixer in mixers}:
-            stack.callback(layer.register_forward_pre_hook(partial(_enter, packs), with_kwargs=True).remove)
-            stack.callback(layer.register_forward_hook(partial(_leave, packs), always_call=True).remove)
-        for layer, module, form in mixers:
-            own = partial(_run, packs, layer, form, module.forward)
-            stack.enter_context(with_attributes(module, forward=own))
+        packs: Packs = {}
+        for holder in {mixer.holder for mixer in mixers}:
+            stack.enter_context(_noting(packs, holder))
+        for mixer in mixers:
+            own = partial(_run, packs, mixer, mixer.module.forward)
+            stack.enter_context(with_attributes(mixer.module, forward=own))
         yield
 
 
-def _enter(packs: dict[torch.nn.Module, Pack | None], layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
-    packs[layer] = kwargs.get(PACK)
+@contextmanager
+def _noting(packs: Packs, holder: torch.nn.Module) -> Iterator[None]:
+    def enter(module: Any, args: Any, kwargs: Any) -> None:
+        packs[holder] = kwargs.get(PACK)
+
+    def leave(*_: Any) -> None:
+        packs.pop(holder, None)  # a part may belong to several layers
+
+    hooks = (
+        holder.register_forward_pre_hook(enter, with_kwargs=True),
+        holder.register_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _leave(packs: dict[torch.nn.Module, Pack | None], layer: torch.nn.Module, *_: Any) -> None:
-    packs[layer] = None  # a part may belong to several layers
-
-
-def _run(packs: Any, layer: torch.nn.Module, form: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    pack = packs.get(layer)
-    return forward(*args, **kwargs) if pack is None else form(forward, pack, args, kwargs)
+def _run(packs: Packs, mixer: Mixer, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not mixer.recomputed and mixer.holder not in packs:
+        raise EvenloadError(
+            "a layer is recomputed that is not told of its pack again",
+            f"{type(mixer.module).__name__} of a {type(mixer.holder).__name__}",
+            "leave gradient checkpointing off for this model, or evenload",
+        )
+    pack = packs.get(mixer.holder)
+    return forward(*args, **kwargs) if pack is None else mixer.form(forward, pack, args, kwargs)
 
 
 def with_borders(forward: Any, pack: Pack, args: Any, kwargs: Any) -> Any:
@@ -173,32 +217,40 @@ class Search:
         self._num_calls = num_calls
         self._tolerance = tolerance
         self._difference = difference
+        self._body = model
         lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-        layers = [layer for each in lists for layer in each]
-        self._watched = [(layer, child) for layer in layers for child in layer.children()]
+        self._layers = [layer for each in lists for layer in each]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, a part that mixes the samples of a pack is noted and gives each what it gets alone."""
-        with apart([Mixer(layer, child, partial(self._look, layer, child)) for layer, child in self._watched]):
+        with ExitStack() as stack:
+            packs: Packs = {}
+            for holder in {self._body, *self._layers}:
+                stack.enter_context(_noting(packs, holder))
+            for layer in self._layers:
+                for module in layer.children():
+                    look = partial(self._look, packs, layer, module, module.forward)
+                    stack.enter_context(with_attributes(module, forward=look))
             yield
 
-    def _look(self, layer: Any, module: Any, forward: Any, pack: Pack, args: Any, kwargs: Any) -> Any:
-        before = self._num_calls()
+    def _look(self, packs: Packs, layer: Any, module: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        told = packs.get(layer) is not None
+        before, pack = self._num_calls(), packs.get(layer if told else self._body)
         out = forward(*args, **kwargs)
-        first, *_ = sizes = _sizes(pack)
-        if self._num_calls() > before or len(sizes) == 1:
+        if pack is None or layer not in packs or self._num_calls() > before:
             return out
-        own = _tokens(out, sum(sizes))
-        with torch.no_grad():
-            moved = _map((args, kwargs), partial(_loud, sizes))
-            try:
-                other = _tokens(forward(*moved[0], **moved[1]), sum(sizes))
-            except Exception:  # of code that nobody here has seen
-                return out
+        first, *_ = sizes = _sizes(pack)
+        moved = _map((args, kwargs), partial(_loud, sizes))
+        try:
+            with torch.no_grad():
+                own, other = (_tokens(one, sum(sizes)) for one in (out, forward(*moved[0], **moved[1])))
+        except Exception:  # of code that nobody here has seen
+            return out
         if own is None or other is None or not self._difference(other[first:], own[first:]) > self._tolerance:
             return out
-        return self._kept_apart(Mixer(layer, module, in_rows), forward, pack, args, kwargs)
+        mixer = Mixer(layer if told else self._body, module, in_rows, told)
+        return self._kept_apart(mixer, forward, pack, args, kwargs)
 
     def _kept_apart(self, mixer: Mixer, forward: Any, pack: Pack, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
