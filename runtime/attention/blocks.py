@@ -240,11 +240,12 @@ def _plain_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     for first, end in _row_ranges(x):
         scores_GRNM, seen = _plain_scores(x, first, end)
-        lse_GRN = scores_GRNM.logsumexp(-1)
-        weights = torch.exp(scores_GRNM - lse_GRN[..., None])
+        most_GRN1 = scores_GRNM.amax(-1, keepdim=True)
+        weights = scores_GRNM.sub_(most_GRN1).exp_()
+        total_GRN1 = weights.sum(-1, keepdim=True)
         out = torch.einsum("grnm,mgd->ngrd", weights, x.v_MGD[seen].to(weights.dtype))
-        outs.append(out.flatten(1, 2).to(x.q_NHD.dtype))
-        lses.append(lse_GRN.flatten(0, 1))
+        outs.append((out / total_GRN1.permute(2, 0, 1, 3)).flatten(1, 2).to(x.q_NHD.dtype))
+        lses.append((most_GRN1 + total_GRN1.log()).squeeze(-1).flatten(0, 1))
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
@@ -255,12 +256,13 @@ def _plain_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor
         q, dout, out = (_by_group(t[first:end].to(k.dtype), x) for t in (x.q_NHD, dout_NHD, out_NHD))
         lse_GRN = lse_HN[:, first:end].reshape(x.k_MGD.shape[1], -1, end - first)
         scores, seen = _plain_scores(x, first, end)
-        weights = torch.exp(scores - lse_GRN[..., None])
+        # Of a capped score s, d s / d (scale * q k^T) = 1 - (s / softcap)^2; what is masked has a weight of 0.
+        slope = None if x.softcap is None else scores.clamp(min=-x.softcap).div_(x.softcap).square_().neg_().add_(1)
+        weights = scores.sub_(lse_GRN[..., None]).exp_()
         dv[seen] += torch.einsum("grnm,ngrd->mgd", weights, dout)
         delta_GRN = (dout * out).sum(-1).permute(1, 2, 0)
-        dscores = weights * (torch.einsum("ngrd,mgd->grnm", dout, v[seen]) - delta_GRN[..., None]) * x.scale
-        if x.softcap is not None:  # what is masked has a weight of 0
-            dscores *= 1 - (scores.clamp(min=-x.softcap) / x.softcap).square()
+        dscores = torch.einsum("ngrd,mgd->grnm", dout, v[seen]).sub_(delta_GRN[..., None]).mul_(weights).mul_(x.scale)
+        dscores = dscores if slope is None else dscores.mul_(slope)
         dqs.append(torch.einsum("grnm,mgd->ngrd", dscores, k[seen]).flatten(1, 2))
         dk[seen] += torch.einsum("grnm,ngrd->mgd", dscores, q)
     return torch.cat(dqs).to(x.q_NHD.dtype), dk.to(x.k_MGD.dtype), dv.to(x.v_MGD.dtype)
@@ -274,9 +276,9 @@ def _plain_scores(x: Inputs, first: int, end: int) -> tuple[Tensor, slice]:
     if x.causal:
         seen = slice(0 if x.window is None else max(0, before + first - x.window), before + end)
     q, k = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x.q_NHD[first:end], x.k_MGD[seen]))
-    scores = torch.einsum("ngrd,mgd->grnm", _by_group(q, x), k) * x.scale
+    scores = torch.einsum("ngrd,mgd->grnm", _by_group(q, x), k).mul_(x.scale)
     if x.softcap is not None:
-        scores = x.softcap * torch.tanh(scores / x.softcap)
+        scores.div_(x.softcap).tanh_().mul_(x.softcap)
     if x.causal:
         ahead = before + first - seen.start + 1
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(ahead)
