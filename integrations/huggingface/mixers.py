@@ -277,4 +277,3 @@ def _tokens(out: Any, size: int) -> Tensor | None:
     """The first output [T, ...] of a part that gives one for each token."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     return first[0].detach() if isinstance(first, Tensor) and first.shape[:2] == (1, size) else None
-

@@ -70,9 +70,7 @@ def refuse_unsupported(
         fault = f"its config raises {type(error).__name__}", "use a causal language model whose layers are alike"
     _raise(config, fault)
     if longest is not None:
-        refuse_lengths(
-            config, longest, longest, LengthWords("data.max_length", "data.max_length"), windows=windows
-        )
+        refuse_lengths(config, longest, longest, LengthWords("data.max_length", "data.max_length"), windows=windows)
 
 
 def refuse_lengths(config: Any, longest: int, reach: int, words: LengthWords, *, windows: bool) -> None:

@@ -95,7 +95,7 @@ class PlannedTrainer:
     """None until a form is measured to be exact, in the first step."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
     """What plans micro-batches of a form, or why they are not exact."""
-    packs: Proof = Proof(None)
+    packs: Proof = field(default_factory=partial(Proof, None))
     """What is measured of packs."""
     loss: PackLoss | None = None
     """Where a token's loss depends on the batch or the rank that it came in."""

@@ -3,9 +3,9 @@
 Shape legend: T = slots of the pack, N = tokens of some of its segments, H = query heads, G = key/value heads (H is a
 multiple of G), D = head dimension.
 
-Segments of whole sequences go through the kernels of `kernels`, or, where scores are capped or have sinks, by the
-blocks of `blocks`, which are merged with what takes no part in any key. Those of sequences that are cut attend to their prefix
-in the pack's store as well, by the block pairs of `blocks`, as if ranks shared them and there were one (`sharing`).
+Segments of whole sequences go through the kernels of `kernels`. Those of sequences that are cut attend to their prefix
+in the pack's store as well, by the block pairs of `blocks`, as if ranks shared them and there were one (`sharing`). So
+do whole sequences where scores are capped or have sinks, which blocks alone know.
 
 Values of another width than queries and keys (multi-head latent attention) are taken as well: the narrower ones are
 filled up with zeros, which change neither scores nor sums, so that every kernel, store and exchange knows one width.

@@ -28,5 +28,10 @@ class Scores(NamedTuple):
     @property
     def options(self) -> frozenset[str]:
         """What of this a kernel must be able to do."""
-        wanted = {"window": self.window, "dropout": self.dropout or None, "softcap": self.softcap, "sinks": self.sinks_H}
+        wanted = {
+            "window": self.window,
+            "dropout": self.dropout or None,
+            "softcap": self.softcap,
+            "sinks": self.sinks_H,
+        }
         return frozenset(name for name, value in wanted.items() if value is not None)

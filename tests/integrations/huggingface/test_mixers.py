@@ -1,5 +1,5 @@
-"""Packs of models with windows, soft caps, sinks and parts that mix tokens without attention: a sample gets what it gets
-alone, also where it is cut, or a layer is recomputed; what cannot keep samples apart stays out of packs."""
+"""Packs of models with windows, soft caps, sinks and parts that mix tokens without attention: a sample gets what it
+gets alone, also where it is cut, or a layer is recomputed; what cannot keep samples apart stays out of packs."""
 
 from __future__ import annotations
 
