@@ -3,7 +3,9 @@ gets alone, also where it is cut, or a layer is recomputed; what cannot keep sam
 
 from __future__ import annotations
 
+import importlib
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,18 @@ def test_a_state_does_not_run_over_the_border_of_two_samples(torch, knows_border
     assert max(difference(a[0], b[0]) for a, b in zip(found, wanted, strict=True)) < 1e-12
     across = model(torch.cat(rows, dim=1), evenload_pack=pack_of(*lengths))
     assert difference(across[0], alone[0]) > 1e-2
+
+
+def test_a_state_that_would_run_over_a_border_is_measured_before_the_first_step(torch):
+    from evenload.api import load_plugins
+    from evenload.integrations.huggingface import mixers
+    from evenload.runtime.attributes import with_attributes
+
+    load_plugins()
+    families = importlib.import_module("families")
+    with with_attributes(mixers.Search, watching=nullcontext):
+        assert families.outcome("nemotron_h") == ("padded groups", pytest.approx(0, abs=DOUBLE))
+    assert families.outcome("nemotron_h") == ("planned", pytest.approx(0, abs=DOUBLE))
 
 
 def test_a_layer_that_is_recomputed_without_its_pack_raises(torch):
