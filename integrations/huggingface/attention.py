@@ -95,7 +95,7 @@ def attention(
         softcap=others.get("softcap"),
         sinks_H=others.get("s_aux"),
     )
-    return out_THD[None], None
+    return out_THD.contiguous()[None], None  # some models take views of it
 
 
 def tokens_before(arguments: Mapping[str, Any]) -> int | None:
