@@ -61,12 +61,13 @@ def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]
             raise EvenloadError(
                 UNREACHED, f"{type(args[0]).__name__} hands no keyword arguments of the model's call on"
             )
-        *tensors, mask = (*args[1:], *(kwargs.pop(name) for name in ("attention_mask",) if name in kwargs))
+        module, query, key, value, *rest = args
+        mask = rest[0] if rest else kwargs.pop("attention_mask", None)
         if isinstance(mask, LocalMask):
             calls["windows"] += 1
             calls["untold"] += kwargs.get("sliding_window") != mask.size
             mask = None
-        return attention.attention(args[0], *tensors, mask, **kwargs)
+        return attention.attention(module, query, key, value, mask, **kwargs)
 
     def count(what: str, *_: Any) -> None:
         calls[what] += 1
