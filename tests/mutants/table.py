@@ -1144,8 +1144,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a model's own attention is not seen to be its own",
         "integrations/transformers/proof.py",
-        "if packed.attention_calls != layers * packed.forwards:",
-        "if packed.attention_calls > layers * packed.forwards:",
+        "if calls != layers * forwards and not self._mixers:",
+        "if calls > layers * forwards and not self._mixers:",
         "attention of families",
     ),
     Mutant(
