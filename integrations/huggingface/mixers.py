@@ -54,9 +54,9 @@ class Mixer(NamedTuple):
             recomputes: layers are recomputed.
         """
         name = type(self.module).__name__
-        if recomputes and not self.recomputed:
+        if recomputes:
             raise EvenloadError(
-                "layers that mix tokens are recomputed, and get no keyword arguments of the model's call",
+                "layers that mix tokens are recomputed, which saves other tensors than their forward did",
                 f"{name} of a {type(self.holder).__name__} with gradient checkpointing",
             )
         divided = any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
