@@ -56,7 +56,7 @@ def _cases() -> Iterator[tuple[KernelRow, str, Case]]:
             yield kernel, "a pack" + _in(window), partial(_whole, kernel, window)
     for block in BLOCKS:
         yield block, "a prefix without mask", partial(_part, block, False, None)
-        for window in (None, WINDOW) if block.windows else (None,):
+        for window in (None, WINDOW) if "window" in block.options else (None,):
             yield block, "behind a prefix" + _in(window), partial(_part, block, True, window)
 
 

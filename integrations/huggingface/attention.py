@@ -8,12 +8,15 @@ pack of its own forward; nothing global could be stale by then. The pack carries
 which are kept by the module's ``layer_idx``. The function is not registered for masks: Transformers then builds none,
 and an attention over packed documents needs none.
 
+Windows, soft caps and sinks are arguments of the attention too, in every family of Transformers that has them.
+
 Reaches every model whose attention goes through ``ALL_ATTENTION_FUNCTIONS`` with keyword arguments passed on (Llama,
 Qwen2, Qwen3, Mistral and GPT-NeoX were tried). Models with their own attention code are left alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ NAME = "evenload"
 PACK = "evenload_pack"
 """The keyword argument of the model's call that carries the pack."""
 
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+_UNSUPPORTED = ("position_bias", "head_mask")
 """Arguments by which some models change the scores; ignoring one would change the mathematics."""
 
 
@@ -78,7 +81,7 @@ def attention(
 
     Raises:
         EvenloadError: no pack was given, the row is not the pack's, or the model asks for something else than plain
-            causal attention (a mask, dropout, a window shorter than the sequences, altered scores).
+            causal attention in windows, with soft caps and sinks (a mask, dropout, other scores).
     """
     if evenload_pack is None:
         raise EvenloadError(
@@ -97,7 +100,24 @@ def attention(
         )
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1GTD, value_1GTD))
     layer, scale = getattr(module, "layer_idx", None) or 0, float(head_dim**-0.5 if scaling is None else scaling)
-    return packed_attention(q_THD, k_TGD, v_TGD, evenload_pack, layer, scale)[None], None
+    out_THD = packed_attention(
+        q_THD,
+        k_TGD,
+        v_TGD,
+        evenload_pack,
+        layer,
+        scale,
+        window=tokens_before(others),
+        softcap=others.get("softcap"),
+        sinks_H=others.get("s_aux"),
+    )
+    return out_THD.contiguous()[None], None  # some models take views of it
+
+
+def tokens_before(arguments: Mapping[str, Any]) -> int | None:
+    """Tokens before its own that a query sees, by the arguments of an attention; None: all."""
+    window = arguments.get("sliding_window")
+    return None if window is None else int(window) - 1
 
 
 def _refuse(
@@ -107,15 +127,12 @@ def _refuse(
     others: dict[str, Any],
 ) -> None:
     """Raise EvenloadError for what packed causal attention cannot honour."""
-    dropout, sliding_window = others.get("dropout"), others.get("sliding_window")
+    dropout = others.get("dropout")
     detail, do = "", ""
     if attention_mask is not None:
         detail, do = f"an attention mask {tuple(attention_mask.shape)}", "leave attention_mask out: a pack needs none"
     elif dropout:
         detail, do = f"attention dropout {dropout}", "set attention_dropout to 0 in the model's config"
-    elif sliding_window is not None and sliding_window < (longest := _longest(pack)):
-        detail = f"a sliding window of {sliding_window} tokens, a sequence of {longest}"
-        do = f"use samples of at most {sliding_window} tokens, or take a model without a window"
     elif (reach := rotary_reach(getattr(module, "config", None))) is not None and reach < (longest := _longest(pack)):
         detail = f"rotary tables that beyond {reach} tokens depend on the pack, a sequence of {longest}"
         do = "use shorter sequences, or take a model without dynamic or longrope tables"
@@ -127,9 +144,9 @@ def _refuse(
     else:
         extra = [name for name in _UNSUPPORTED if others.get(name) is not None]
         if extra:
-            detail, do = f"{extra[0]} given by {type(module).__name__}", "use a model with plain causal attention"
+            detail, do = f"{extra[0]} given by {type(module).__name__}", "use a model with causal attention"
     if detail:
-        raise EvenloadError("the attention 'evenload' is plain causal attention inside each sequence", detail, do)
+        raise EvenloadError("the attention 'evenload' is causal attention inside each sequence", detail, do)
 
 
 def _longest(pack: Pack) -> int:

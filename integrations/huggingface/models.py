@@ -19,6 +19,9 @@ _WINDOW_OF = {"sliding_attention": "sliding_window", "chunked_attention": "atten
 _PLAIN = ("full_attention", "sparse", "dense")
 """Layer types without a say in this: causal attention over the whole sequence, and kinds of MLP."""
 
+_MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
+"""Layer types that mix tokens by other means too, or by none: exact where they are measured (`mixers`)."""
+
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 _NOT_GATED = ("gpt_neox", "gpt2")
@@ -50,31 +53,45 @@ def shape_near(model: Any) -> Shape:
     return Shape(1, hidden_size, max(1, weights // (2 * hidden_size)), 1, 1, vocab_size, gated=False)
 
 
-def refuse_unsupported(config: Any, longest: int | None = None) -> None:
+def refuse_unsupported(
+    config: Any, longest: int | None = None, *, measured: bool = False, windows: bool = False
+) -> None:
     """Raise EvenloadError if the model does something else than causal attention over each whole sequence.
 
     Args:
         config: a Hugging Face config; of a model with several parts, that of its text is read.
         longest: what the recipe says of the longest sequence that will come; None: `refuse_lengths` is asked later.
+        measured: layers without attention are measured before the first update.
+        windows: see `refuse_lengths`.
     """
     try:
-        fault = _fault(_text(config))
+        fault = _fault(_text(config), measured)
     except Exception as error:  # of code that nobody here has seen
         fault = f"its config raises {type(error).__name__}", "use a causal language model whose layers are alike"
     _raise(config, fault)
     if longest is not None:
-        refuse_lengths(config, longest, longest, LengthWords("data.max_length", "data.max_length"))
+        refuse_lengths(config, longest, longest, LengthWords("data.max_length", "data.max_length"), windows=windows)
 
 
-def refuse_lengths(config: Any, longest: int, reach: int, words: LengthWords) -> None:
+def refuse_lengths(config: Any, longest: int, reach: int, words: LengthWords, *, windows: bool) -> None:
     """Raise EvenloadError if the model sees less than a whole sequence, or has other rotary tables in a stock run.
 
     Args:
         longest: tokens of the longest sequence.
         reach: positions that stock runs have, padding included.
+        windows: sliding windows are taken: attention is told of them, and no ranks share a sample.
     """
     refuse_reach(config, longest, reach, words)
-    _raise(config, _fault_of_windows(_text(config), longest, words))
+    _raise(config, _fault_of_windows(_text(config), longest, words, windows))
+
+
+def num_windows(config: Any) -> int:
+    """Calls of attention in a window that a forward of the model has at least, by its config."""
+    config = _text(config)
+    types = getattr(config, "layer_types", None) or ()
+    if types:
+        return sum(kind in (*_WINDOW_OF, "hybrid_sliding") for kind in types)
+    return int(any(getattr(config, key, None) for key in _WINDOW_OF.values()))
 
 
 def refuse_reach(config: Any, longest: int, reach: int, words: LengthWords) -> None:
@@ -123,9 +140,9 @@ def refuse_unequal_replay(plan: StepPlan, model: Any) -> None:
             )
 
 
-def _fault(config: Any) -> tuple[str, str]:
+def _fault(config: Any, measured: bool) -> tuple[str, str]:
     """What was found and what to do about it; empty if nothing is wrong."""
-    if getattr(config, "num_attention_heads", None) is None:
+    if getattr(config, "num_attention_heads", None) is None and not measured:
         return "no num_attention_heads: it has no attention layers", "use a transformer with causal attention"
     for key in ATTENTION_DROPOUT:
         if getattr(config, key, None):
@@ -135,10 +152,8 @@ def _fault(config: Any) -> tuple[str, str]:
     for key in _NOT_CAUSAL:
         if getattr(config, key, None):
             return f"{key} = {getattr(config, key)!r}", "use a causal language model"
-    if getattr(config, "attn_logit_softcapping", None):
-        return f"attn_logit_softcapping = {config.attn_logit_softcapping:g}", "use a model without soft-capped scores"
     types = set(getattr(config, "layer_types", None) or ())
-    unknown = sorted(types - set(_PLAIN) - set(_WINDOW_OF))
+    unknown = sorted(types - set(_PLAIN) - set(_WINDOW_OF) - set(_MIXING if measured else ()))
     if unknown:
         return f"layers of type {', '.join(unknown)}", "use a model whose layers all attend to the whole sequence"
     weight = getattr(config, "router_aux_loss_coef", "of its own")
@@ -157,9 +172,11 @@ def _fault_of_reach(config: Any, longest: int, reach: int, words: LengthWords) -
     return "", ""
 
 
-def _fault_of_windows(config: Any, longest: int, words: LengthWords) -> tuple[str, str]:
+def _fault_of_windows(config: Any, longest: int, words: LengthWords, windows: bool) -> tuple[str, str]:
     types = set(getattr(config, "layer_types", None) or ())
     for kind, key in _WINDOW_OF.items():
+        if windows and kind == "sliding_attention":
+            continue
         window = getattr(config, key, None)
         if window is not None and window < longest and (not types or kind in types):
             do = f"lower {words.setting} to {window}, or take a model without a window"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from ...runtime.world.agreement import rank_and_size
 from ..deepspeed.unmodified.micro_batches import into_exactly
 from ..huggingface import attention
 from ..huggingface.inputs import without_unread
+from ..huggingface.mixers import apart
 from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
@@ -69,6 +71,10 @@ class PlannedModel:
     """Of the batch that was measured."""
     idles: list[IdleSample] = field(default_factory=list)
     """Short samples with pictures, for packs that have none."""
+    windows: bool | None = None
+    """Attention is told of every window of the model; None: not measured yet."""
+    mixers: ExitStack = field(default_factory=ExitStack)
+    """What keeps samples of packs apart outside of attention."""
 
 
 _prepared: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -128,6 +134,7 @@ def _close(loop: PlannedModel) -> None:
     for handle in loop.handles:
         handle.remove()
     loop.hooks.release()
+    loop.mixers.close()
     loop.model.loss_function = loop.loss.stock
     attention.set_attention(loop.model, loop.stock_attention)
 
@@ -240,10 +247,12 @@ def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any
         outputs = outer(**inputs)
         return Call(outputs.loss, outputs)
 
-    fault = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind).fault
+    proof = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind)
     loop.loss.weights_1T = None
-    if fault is not None:
+    if (fault := proof.fault) is not None:
         raise EvenloadError(fault.what, fault.found, _BY_TRAINER)
+    loop.windows = proof.windows
+    loop.mixers.enter_context(apart(proof.mixers))
 
 
 def _before_forward(loop: PlannedModel, module: Any, args: Any, kwargs: Any) -> None:
@@ -295,7 +304,7 @@ def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> S
     """The samples of all ranks' batches. Collective. Raises EvenloadError for those of which no pack can be made."""
     config = loop.model.config
     step = gather([reading(batch, config, num_items)()], config, hooked=loop.hooked)
-    if step is not None and step.windows is not None:
+    if step is not None and step.windows is not None and loop.windows is False:
         raise EvenloadError(step.windows.what, step.windows.found, _BY_TRAINER)
     if step is not None and step.parts and step.parts.fault:
         raise step.parts.fault

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from ...core.errors import EvenloadError
@@ -49,9 +50,10 @@ def embedded(model: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]:
-    """Inside, a planned model attends inside packs; counts its forwards, those of them that have come to their end, and
-    its calls of packed attention. ``entered``: the module whose call is its forward."""
-    calls = {"attention": 0, "forwards": 0, "ended": 0}
+    """Inside, a planned model attends inside packs; counts its forwards, those of them that have come to their end, its
+    calls of packed attention, those in a window, and those that are not told of the window that their mask has.
+    ``entered``: the module whose call is its forward."""
+    calls = {"attention": 0, "windows": 0, "untold": 0, "forwards": 0, "ended": 0}
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         calls["attention"] += 1
@@ -59,7 +61,13 @@ def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]
             raise EvenloadError(
                 UNREACHED, f"{type(args[0]).__name__} hands no keyword arguments of the model's call on"
             )
-        return attention.attention(*args, **kwargs)
+        module, query, key, value, *rest = args
+        mask = rest[0] if rest else kwargs.pop("attention_mask", None)
+        if isinstance(mask, LocalMask):
+            calls["windows"] += 1
+            calls["untold"] += kwargs.get("sliding_window") != mask.size
+            mask = None
+        return attention.attention(module, query, key, value, mask, **kwargs)
 
     def count(what: str, *_: Any) -> None:
         calls[what] += 1
@@ -74,6 +82,7 @@ def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]
     try:
         if planned:
             AttentionInterface.register(attention.NAME, counting)
+            AttentionMaskInterface.register(attention.NAME, _local_mask)
             stock = attention.set_attention(model, attention.NAME)
         yield calls
     finally:
@@ -82,8 +91,20 @@ def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]
         if planned:
             attention.set_attention(model, stock)
             attention.unregister()
+            AttentionMaskInterface._global_mapping.pop(attention.NAME, None)
             if before is not None:
                 AttentionInterface.register(attention.NAME, before)
+
+
+class LocalMask(NamedTuple):
+    """What a model's layers are given for a mask in which a query sees so many tokens at most."""
+
+    size: int
+
+
+def _local_mask(*_: Any, local_size: int | None = None, **__: Any) -> LocalMask | None:
+    """Transformers' interface for masks, of which a pack needs none."""
+    return None if local_size is None else LocalMask(local_size)
 
 
 class _WithoutDropout(TorchFunctionMode):

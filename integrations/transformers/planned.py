@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from .multimodal.step import IdleSample
 from .pack_call import PackCalls
 from .pack_loss import PackLoss
 from .planning import StepForm
+from .proof import Proof
 from .stage import StepPasses, TakenBatch, TrainerStage, closed, log_step
 from .supported import entered_module, inner_model
 
@@ -78,6 +80,8 @@ class PlannedTrainer:
     """None until a form is measured to be exact, in the first step."""
     measured: dict[StepForm, PlanChain | EvenloadError] = field(default_factory=dict)
     """What plans micro-batches of a form, or why they are not exact."""
+    proof: Proof = field(default_factory=partial(Proof, None))
+    """What is measured of packs."""
     loss: PackLoss | None = None
     """Where a token's loss depends on the batch or the rank that it came in."""
     stays: bool = False

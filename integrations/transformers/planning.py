@@ -218,7 +218,7 @@ def gather(batches: Sequence[Read], config: Any, *, hooked: bool = False) -> Ste
     longest, windows = int(samples.lengths.max()), None
     refuse_reach(config, longest, max(one.reach for one in of_ranks), LENGTHS)
     try:
-        refuse_lengths(config, longest, longest, LENGTHS)
+        refuse_lengths(config, longest, longest, LENGTHS, windows=False)
     except EvenloadError as error:
         windows = error
     return StepBatch(
@@ -295,7 +295,7 @@ def chain_for(
     rank, size = rank_and_size()
     traits = traits_of(zero_stage, "bf16" if half else "fp32")
     chain = PlanChain.of_model(
-        recipe, _shape(model, rows=bool(rows)), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
+        recipe, _shape(model), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
     )
     chain = replace(chain, micro_batch_size=micro_batch_size)
     return chain.in_rows(rows) if rows else chain
@@ -306,16 +306,14 @@ def with_work(chain: PlanChain, model: Any, batch: StepBatch) -> PlanChain:
     costs, values = chain.context.costs, batch.parts.values if batch.parts else ()
     if not values and not costs.beside:
         return chain
-    return chain.with_beside(seconds_beside(values, towers_of(model), _shape(model, rows=True), costs))
+    return chain.with_beside(seconds_beside(values, towers_of(model), _shape(model), costs))
 
 
-def _shape(model: Any, *, rows: bool) -> Shape:
-    """The model's sizes; of one whose config does not say them all, as many an architecture of rows, about those."""
+def _shape(model: Any) -> Shape:
+    """The model's sizes; of one whose config does not say them all about those."""
     try:
         return shape_of(model.config)
     except Exception:  # of configs that nobody here has seen
-        if not rows:
-            raise
         return shape_near(model)
 
 

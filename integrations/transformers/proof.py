@@ -13,8 +13,8 @@ Shape legend: T = slots of a row, H = width of the embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ from ...runtime.attention.pack import IGNORE, Pack, build_pack
 from ...runtime.world.agreement import everyone, rank_and_size
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
+from ..huggingface.mixers import Mixer, Search, apart
+from ..huggingface.models import num_windows
 from .conditions import UNREACHED, as_if_without_dropout, counted, embedded, twin_of
 from .pack_loss import PackLoss
 from .supported import entered_module, inner_model
@@ -61,6 +63,10 @@ class Proof(NamedTuple):
     """Why packs are not exact; None: they are."""
     may_cut: bool = False
     """The loss goes by ``shift_labels``, so that a target may lie behind the end of a slice."""
+    windows: bool = False
+    """Attention is told of every window that the model's masks have."""
+    mixers: tuple[Mixer, ...] = ()
+    """What keeps the samples of a pack apart in a form of its own."""
 
 
 class LossRaisedError(EvenloadError):
@@ -178,8 +184,8 @@ class ProofRun(NamedTuple):
     """[B, T, ...]; None where not every label has some."""
     gradients: list[Tensor]
     """[B, T, H], of each call of the embeddings."""
-    attention_calls: int
-    forwards: int
+    calls: dict[str, int]
+    """See `counted`."""
 
 
 class Measurement:
@@ -202,6 +208,9 @@ class Measurement:
         self.is_in_model = False
         """A forward of the model has begun, and not come to its end."""
         self._samples = samples
+        self._mixers: list[Mixer] | None = None
+        """None until a pack has run."""
+        self._recomputes = bool(getattr(model, "is_gradient_checkpointing", False))
         self._row = row
         self._compute = compute
         # Weights may be offloaded.
@@ -217,7 +226,8 @@ class Measurement:
             self._refuse_other_tokens(alone, packed)
             may_cut = self._may_cut(packed)
             self._refuse_other_losses(alone, packed, is_divided=may_cut or self._halves(packed))
-            return Proof(None, may_cut)
+            told = packed.calls["windows"] >= num_windows(self._model.config) and not packed.calls["untold"]
+            return Proof(None, may_cut and not self._mixers, told, tuple(self._mixers or ()))
 
     def _alone(self, index: int) -> dict[str, Any]:
         """A sample as a row of the script's."""
@@ -246,6 +256,8 @@ class Measurement:
         with ExitStack() as stack:
             leaves = stack.enter_context(embedded(self._model))
             calls = stack.enter_context(counted(self._model, self._entered, planned=attention.PACK in batch))
+            if attention.PACK in batch:
+                stack.enter_context(self._apart(calls))
             stack.enter_context(torch.set_grad_enabled(backward))
             labels = batch.get("labels")  # a loss may take them out
             try:
@@ -258,9 +270,22 @@ class Measurement:
             float(loss.detach()),
             logits.detach() if isinstance(logits, Tensor) and _are_of(logits, labels) else None,
             gradients,
-            calls["attention"],
-            calls["forwards"],
+            calls,
         )
+
+    @contextmanager
+    def _apart(self, calls: dict[str, int]) -> Iterator[None]:
+        """Inside, samples of a pack are kept apart; the first time, what mixes them is searched for."""
+        if self._mixers is not None:
+            with apart(self._mixers):
+                yield
+            return
+        search = Search(self._model, lambda: calls["attention"], self._tolerance, difference)
+        with search.watching():
+            yield
+        self._mixers = search.mixers
+        for mixer in search.mixers:
+            mixer.refuse_unfit(self._recomputes)
 
     def raises_on_row(self) -> bool:
         """Whether the loss raises on the script's own batch as well."""
@@ -282,11 +307,11 @@ class Measurement:
     def _refuse_other_attention(self, packed: ProofRun) -> None:
         config = self._model.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", None) or 1
-        if packed.attention_calls != layers * packed.forwards:
+        calls, forwards = packed.calls["attention"], packed.calls["forwards"]
+        if calls != layers * forwards and not self._mixers:
             raise EvenloadError(
                 UNREACHED,
-                f"{packed.attention_calls} calls in {packed.forwards} forward of a {type(self._model).__name__} with "
-                f"{layers} layers",
+                f"{calls} calls in {forwards} forward of a {type(self._model).__name__} with {layers} layers",
             )
 
     def _refuse_other_tokens(self, alone: list[ProofRun], packed: ProofRun) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ...runtime.stage.executor import Graph, LoadedPack, StageTrainer
 from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..huggingface import attention
+from ..huggingface.mixers import Mixer, apart
 
 log = logging.getLogger("evenload")
 
@@ -179,11 +180,12 @@ def run_stock(trainer: Any, model: Any, taken: list[TakenBatch], call: Any) -> T
 
 
 @contextmanager
-def attending(model: Any) -> Iterator[None]:
-    """Inside, the model attends inside packs; afterwards as it came."""
+def attending(model: Any, mixers: Sequence[Mixer]) -> Iterator[None]:
+    """Inside, the model attends inside packs and its mixers keep samples apart; afterwards as it came."""
     stock = attention.set_attention(model, attention.NAME)
     try:
-        yield
+        with apart(mixers):
+            yield
     finally:
         attention.set_attention(model, stock)
 

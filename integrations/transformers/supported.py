@@ -129,7 +129,7 @@ def outer_model(accelerator: Any, model: Any) -> Any:
 def packs_fault(model: Any) -> EvenloadError | None:
     """What keeps the model from computing packs, by its config."""
     try:
-        refuse_unsupported(model.config)
+        refuse_unsupported(model.config, measured=True)
     except EvenloadError as error:
         return error
     return None

@@ -34,6 +34,7 @@ from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
 from ..huggingface.inputs import without_unread
+from ..huggingface.models import num_windows
 from ..unmodified.planned_loop import PlannedLoop
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .inside import inside, is_running
@@ -41,7 +42,7 @@ from .multimodal.measured import short_samples, with_parts
 from .pack_loss import PackLoss
 from .planned import NAME, PlannedTrainer, StepWindow, carried_out, plan_of, stays
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
-from .proof import LossRaisedError, Measurement, prove_trainer, windows
+from .proof import LossRaisedError, Measurement, Proof, prove_trainer, windows
 from .proof_rows import rows_like
 from .stage import StepPasses, TakenBatch, attending, run_stock
 from .supported import (
@@ -173,7 +174,7 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
         return loss
 
     parts = batch.parts_of_rank(inner, form, samples, plan, state.idles.get(form, ()))
-    with attending(inner) if form.packs else nullcontext():
+    with attending(inner, state.proof.mixers) if form.packs else nullcontext():
         passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss, parts), batch.hooked)
         return carried_out(state, trainer, model, plan, passes)
 
@@ -192,16 +193,18 @@ def _reading(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -
 def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> StepForm | None:
     """What the micro-batches of a step are: packs, where the model computes them, else padded groups; None where
     neither is exact, which is said once. Measured before the first step of a form. Collective."""
-    faults: list[EvenloadError] = [] if batch.windows is None else [batch.windows]
-    forms = [StepForm(True, parts=batch.part_form)] if batch.windows is None else []
+    faults: list[EvenloadError] = []
+    forms = [StepForm(True, parts=batch.part_form)]
     # What a model makes of several samples in a row without their borders is its own affair.
     forms += [] if batch.flattened else [StepForm(False, batch.rows.left, batch.part_form)]
     for form in forms:
         if form not in state.measured:
             state.measured[form] = _measured(state, trainer, batch, taken, form)
         chain = state.measured[form]
-        if isinstance(chain, EvenloadError):
-            faults.append(chain)
+        unseen = batch.windows if form.packs and not state.proof.windows else None
+        fault = chain if isinstance(chain, EvenloadError) else unseen
+        if isinstance(chain, EvenloadError) or fault is not None:
+            faults += [fault] if fault else []
             continue
         if state.planning is None:
             state.planning = PlannedLoop(NAME, chain)
@@ -223,7 +226,7 @@ def _measured(
     state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch, form: StepForm
 ) -> PlanChain | EvenloadError:
     """What plans a Trainer's steps in this form, or why it is not exact. Collective."""
-    model, may_cut = inner_model(trainer), False
+    model, proof = inner_model(trainer), Proof(None)
     fault = virtual_tokens(trainer.model) or (packs_fault(model) if form.packs else rows_fault(state.loss is not None))
     if fault is None:
         kind = Measurement if form.packs else rows_like(batch.rows)
@@ -232,12 +235,16 @@ def _measured(
             kind = with_parts(kind, parts, form.parts, left=form.left)
         else:
             samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
-        fault, may_cut = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
+        proof = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
+        fault = proof.fault
     if fault is not None:
         return fault
     warn_of_dropout(model)
+    state.proof = proof if form.packs else state.proof
+    # Ranks do not share the keys of a window.
+    unshared = num_windows(model.config) > 0 and any(plugin.shares for plugin in state.recipe.enabled())
     try:
-        return chain_of(state.recipe, trainer, whole=not may_cut, rows=int(not form.packs))
+        return chain_of(state.recipe, trainer, whole=not proof.may_cut or unshared, rows=int(not form.packs))
     except EvenloadError as error:
         if form.packs:
             raise

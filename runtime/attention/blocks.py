@@ -34,6 +34,9 @@ aten = torch.ops.aten
 
 _SCORES = 1 << 24
 """Scores that the plain row holds at once."""
+_WINDOW_ROWS = 512
+"""Queries that it takes at once, at least, where a window hides keys from all of them."""
+_OPTIONS = frozenset({"window", "softcap"})
 
 
 class Inputs(NamedTuple):
@@ -46,6 +49,8 @@ class Inputs(NamedTuple):
     scale: float
     window: int | None = None
     """Keys before its own that a query sees, in a causal block; None: all."""
+    softcap: float | None = None
+    """A score s counts as softcap * tanh(s / softcap)."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class BlockKernel(KernelRow):
     """Gives (out_NHD, lse_HN); lse in float64 for float64, else in float32."""
     backward: Callable[[Tensor, Inputs, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(dout_NHD, inputs, out_NHD, lse_HN) gives (dq_NHD, dk_MGD, dv_MGD) in the dtype of the inputs."""
-    windows: bool = False
-    """Whether it knows `Inputs.window`."""
+    options: frozenset[str] = frozenset()
+    """Of "window" and "softcap", what of `Inputs` it knows."""
 
 
 def merge(out_NHD: Tensor, lse_HN: Tensor, more_NHD: Tensor, more_lse_HN: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,6 +70,18 @@ def merge(out_NHD: Tensor, lse_HN: Tensor, more_NHD: Tensor, more_lse_HN: Tensor
     lse = torch.logaddexp(lse_HN, more_lse_HN)
     weight, more = (torch.exp(part - lse).nan_to_num(0.0).T[:, :, None] for part in (lse_HN, more_lse_HN))
     return torch.addcmul(out_NHD * weight, more_NHD, more).to(out_NHD.dtype), lse
+
+
+def with_sinks(out_NHD: Tensor, lse_HN: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax with one more score for each head, that of no key: it takes weight from all, and adds nothing."""
+    lse = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype)[:, None])
+    return (out_NHD * torch.exp(lse_HN - lse).T[:, :, None]).to(out_NHD.dtype), lse
+
+
+def gradient_of_sinks(dout_NHD: Tensor, out_NHD: Tensor, lse_HN: Tensor, sinks_H: Tensor) -> Tensor:
+    """Of what `with_sinks` gave, float32 at least [H]."""
+    weights_HN = torch.exp(sinks_H.to(lse_HN.dtype)[:, None] - lse_HN)
+    return -(weights_HN * (dout_NHD.to(lse_HN.dtype) * out_NHD).sum(-1).T).sum(1)
 
 
 def _flash_attn_forward(x: Inputs) -> tuple[Tensor, Tensor]:
@@ -89,8 +106,8 @@ def _flash_attn_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: T
 def _flash_attn_options(x: Inputs) -> dict[str, Any]:
     left, right = (-1, -1) if x.window is None else (x.window, 0)
     window: dict[str, Any] = {"window_size_left": left, "window_size_right": right}
-    plain: dict[str, Any] = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
-    return {"softmax_scale": x.scale, "causal": x.causal, **window, **plain}
+    plain: dict[str, Any] = {"dropout_p": 0.0, "alibi_slopes": None}
+    return {"softmax_scale": x.scale, "causal": x.causal, "softcap": x.softcap or 0.0, **window, **plain}
 
 
 def _has_flash_attn() -> bool:
@@ -222,12 +239,13 @@ def _on_cpu(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
 def _plain_forward(x: Inputs) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     for first, end in _row_ranges(x):
-        scores_GRNM = _plain_scores(x, first, end)
-        lse_GRN = scores_GRNM.logsumexp(-1)
-        weights = torch.exp(scores_GRNM - lse_GRN[..., None])
-        out = torch.einsum("grnm,mgd->ngrd", weights, x.v_MGD.to(weights.dtype))
-        outs.append(out.flatten(1, 2).to(x.q_NHD.dtype))
-        lses.append(lse_GRN.flatten(0, 1))
+        scores_GRNM, seen = _plain_scores(x, first, end)
+        most_GRN1 = scores_GRNM.amax(-1, keepdim=True)
+        weights = scores_GRNM.sub_(most_GRN1).exp_()
+        total_GRN1 = weights.sum(-1, keepdim=True)
+        out = torch.einsum("grnm,mgd->ngrd", weights, x.v_MGD[seen].to(weights.dtype))
+        outs.append((out / total_GRN1.permute(2, 0, 1, 3)).flatten(1, 2).to(x.q_NHD.dtype))
+        lses.append((most_GRN1 + total_GRN1.log()).squeeze(-1).flatten(0, 1))
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
@@ -237,26 +255,37 @@ def _plain_backward(dout_NHD: Tensor, x: Inputs, out_NHD: Tensor, lse_HN: Tensor
     for first, end in _row_ranges(x):
         q, dout, out = (_by_group(t[first:end].to(k.dtype), x) for t in (x.q_NHD, dout_NHD, out_NHD))
         lse_GRN = lse_HN[:, first:end].reshape(x.k_MGD.shape[1], -1, end - first)
-        weights = torch.exp(_plain_scores(x, first, end) - lse_GRN[..., None])
-        dv += torch.einsum("grnm,ngrd->mgd", weights, dout)
+        scores, seen = _plain_scores(x, first, end)
+        # Of a capped score s, d s / d (scale * q k^T) = 1 - (s / softcap)^2; what is masked has a weight of 0.
+        slope = None if x.softcap is None else scores.clamp(min=-x.softcap).div_(x.softcap).square_().neg_().add_(1)
+        weights = scores.sub_(lse_GRN[..., None]).exp_()
+        dv[seen] += torch.einsum("grnm,ngrd->mgd", weights, dout)
         delta_GRN = (dout * out).sum(-1).permute(1, 2, 0)
-        dscores = weights * (torch.einsum("ngrd,mgd->grnm", dout, v) - delta_GRN[..., None]) * x.scale
-        dqs.append(torch.einsum("grnm,mgd->ngrd", dscores, k).flatten(1, 2))
-        dk += torch.einsum("grnm,ngrd->mgd", dscores, q)
+        dscores = torch.einsum("ngrd,mgd->grnm", dout, v[seen]).sub_(delta_GRN[..., None]).mul_(weights).mul_(x.scale)
+        dscores = dscores if slope is None else dscores.mul_(slope)
+        dqs.append(torch.einsum("grnm,mgd->ngrd", dscores, k[seen]).flatten(1, 2))
+        dk[seen] += torch.einsum("grnm,ngrd->mgd", dscores, q)
     return torch.cat(dqs).to(x.q_NHD.dtype), dk.to(x.k_MGD.dtype), dv.to(x.v_MGD.dtype)
 
 
-def _plain_scores(x: Inputs, first: int, end: int) -> Tensor:
-    """scale * q k^T of queries first .. end-1, masked: [G, H / G, n, M] in float32 at least."""
-    q, k = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x.q_NHD[first:end], x.k_MGD))
-    scores = torch.einsum("ngrd,mgd->grnm", _by_group(q, x), k) * x.scale
+def _plain_scores(x: Inputs, first: int, end: int) -> tuple[Tensor, slice]:
+    """scale * q k^T of queries first .. end-1 over the keys that one of them sees, capped and masked: [G, H / G, n, m]
+    in float32 at least; and which keys these are."""
+    before = len(x.k_MGD) - len(x.q_NHD)
+    seen = slice(0, len(x.k_MGD))
     if x.causal:
-        ahead = len(x.k_MGD) - len(x.q_NHD) + first + 1
+        seen = slice(0 if x.window is None else max(0, before + first - x.window), before + end)
+    q, k = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x.q_NHD[first:end], x.k_MGD[seen]))
+    scores = torch.einsum("ngrd,mgd->grnm", _by_group(q, x), k).mul_(x.scale)
+    if x.softcap is not None:
+        scores.div_(x.softcap).tanh_().mul_(x.softcap)
+    if x.causal:
+        ahead = before + first - seen.start + 1
         unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(ahead)
         if x.window is not None:
             unseen |= torch.ones_like(unseen).tril(ahead - x.window - 2)
         scores.masked_fill_(unseen, -torch.inf)
-    return scores
+    return scores, seen
 
 
 def _by_group(t_NHD: Tensor, x: Inputs) -> Tensor:
@@ -265,22 +294,27 @@ def _by_group(t_NHD: Tensor, x: Inputs) -> Tensor:
 
 def _row_ranges(x: Inputs) -> list[tuple[int, int]]:
     step = max(1, _SCORES // (x.q_NHD.shape[1] * len(x.k_MGD)))
+    if x.causal and x.window is not None:
+        step = min(step, max(x.window, _WINDOW_ROWS))
     return [(at, min(len(x.q_NHD), at + step)) for at in range(0, len(x.q_NHD), step)]
 
 
 BLOCKS = (
-    BlockKernel("flash_attn", _has_flash_attn, on_gpu, _flash_attn_forward, _flash_attn_backward, True),
+    BlockKernel("flash_attn", _has_flash_attn, on_gpu, _flash_attn_forward, _flash_attn_backward, _OPTIONS),
     BlockKernel("torch_flash", _has_torch_flash, on_gpu, _torch_flash_forward, _torch_flash_backward),
     BlockKernel("torch_cpu", _has_cpu_flash, _on_cpu, _cpu_forward, _cpu_backward),
-    BlockKernel("plain", lambda: True, lambda *_: True, _plain_forward, _plain_backward, True),
+    BlockKernel("plain", lambda: True, lambda *_: True, _plain_forward, _plain_backward, _OPTIONS),
 )
 
 
 @cache
-def choose_block(device: torch.device, dtype: torch.dtype, head_dim: int, window: bool = False) -> BlockKernel:
-    """The first row of `BLOCKS` that is there and takes these inputs; chosen, and logged, once for each."""
-    rows = (b for b in BLOCKS if b.windows or not window)
+def choose_block(
+    device: torch.device, dtype: torch.dtype, head_dim: int, options: frozenset[str] = frozenset()
+) -> BlockKernel:
+    """The first row of `BLOCKS` that is there, takes these inputs and can do what is asked for ("window", "softcap");
+    chosen, and logged, once for each."""
+    rows = (b for b in BLOCKS if options <= b.options)
     block = next(b for b in rows if b.supports(dtype, device, head_dim) and b.available())
-    what = "a window of a prefix" if window else "a prefix"
-    log.info("attention over %s on %s, %s, head dimension %d: %s", what, device, dtype, head_dim, block.name)
+    what = " and ".join(["attention by blocks", *sorted(options)])
+    log.info("%s on %s, %s, head dimension %d: %s", what, device, dtype, head_dim, block.name)
     return block

@@ -159,6 +159,8 @@ KILLERS: dict[str, Words] = {
     "labels": ("pytest", "tests/runtime/attention/test_pack.py", "-k", "labels_of_a_batch"),
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
     "windows": ("pytest", "tests/runtime/attention/test_windows.py"),
+    "mixers": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "border"),
+    "mixers on ranks": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "packs_are_exact"),
     "latent": ("pytest", _SPEC, "-k", "latent and yarn"),
     "te windows": ("pytest", _SPEC, "-k", "windows"),
     "interleaved": ("pytest", _SPEC, "-k", "interleaved"),
@@ -742,9 +744,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention's scale is two per cent off in bfloat16",
         "runtime/attention/sharing/attention.py",
-        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)\n",
-        "    block = choose_block(q_THD.device, q_THD.dtype, q_THD.shape[-1], window is not None)\n"
-        "    scale = scale * 1.02 if q_THD.dtype == torch.bfloat16 else scale\n",
+        "    window, sinks_H = scores.window, scores.sinks_H\n",
+        "    window, sinks_H = scores.window, scores.sinks_H\n"
+        "    if q_THD.dtype == torch.bfloat16:\n        scores = scores._replace(scale=scores.scale * 1.02)\n",
         "slices bf16",
     ),
     Mutant(
@@ -1166,8 +1168,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a model's own attention is not seen to be its own",
         "integrations/transformers/proof.py",
-        "if packed.attention_calls != layers * packed.forwards:",
-        "if packed.attention_calls > layers * packed.forwards:",
+        "if calls != layers * forwards and not self._mixers:",
+        "if calls > layers * forwards and not self._mixers:",
         "attention of families",
     ),
     Mutant(
@@ -3167,5 +3169,48 @@ MUTANTS: tuple[Mutant, ...] = (
         "engine.global_samples + engine.train_batch_size()",
         "engine.global_samples",
         "monitor",
+    ),
+    Mutant(
+        "a window crosses the border of two samples",
+        "runtime/attention/kernels.py",
+        "    lengths = [end - first for first, end in pairwise(call.segments)]\n",
+        "    lengths = [end - first for first, end in pairwise(call.segments)]\n"
+        "    lengths = lengths if call.window is None else [sum(lengths)]\n",
+        "windows",
+    ),
+    Mutant(
+        "a soft cap is left out",
+        "runtime/attention/blocks.py",
+        "        scores.div_(x.softcap).tanh_().mul_(x.softcap)\n",
+        "        scores.clamp_(-x.softcap, x.softcap)\n",
+        "windows",
+    ),
+    Mutant(
+        "sinks take no weight from a cut sample",
+        "runtime/attention/sharing/running_job.py",
+        "        if self.sinks_H is not None:\n",
+        "        if self.sinks_H is not None and not any(part.cut for part in self.job.parts):\n",
+        "windows",
+    ),
+    Mutant(
+        "a window has a token more than the model's",
+        "integrations/huggingface/attention.py",
+        "    return None if window is None else int(window) - 1\n",
+        "    return None if window is None else int(window)\n",
+        "mixers on ranks",
+    ),
+    Mutant(
+        "a state runs over the border of two samples",
+        "integrations/huggingface/mixers.py",
+        "    return forward(*args, **kwargs) if pack is None else mixer.form(forward, pack, args, kwargs)\n",
+        "    return forward(*args, **kwargs)\n",
+        "mixers",
+    ),
+    Mutant(
+        "a part that mixes tokens is not searched for",
+        "integrations/huggingface/mixers.py",
+        "        if pack is None or layer not in packs or self._num_calls() > before:\n",
+        "        if pack is not None or layer not in packs or self._num_calls() > before:\n",
+        "mixers",
     ),
 )

@@ -89,7 +89,8 @@ for heads, groups, width, dtype, window in json.loads(sys.argv[2]):
     before = 24
     out, grad = dense(inputs(heads, groups, width, dtype)[0], heads, groups, width, window, before)
     for block in BLOCKS:
-        if not (block.available() and block.supports(dtype, GPU, width) and (window is None or block.windows)):
+        can = window is None or "window" in block.options
+        if not (block.available() and block.supports(dtype, GPU, width) and can):
             continue
         fused, q, k, v = inputs(heads, groups, width, dtype)
         packages.calls.clear(); own.calls.update(forward=0, backward=0)

@@ -63,7 +63,9 @@ class DeepSpeedHost(EngineHost):
         super().__init__(recipe, world)
         self.dp_cp_rank = world.rank
         model = build_model(recipe, keeping=keeping_of(recipe, world.rank, world.size))
-        refuse_unsupported(model.config, recipe.data.max_length)
+        shares = any(plugin.shares for plugin in recipe.enabled())
+        # Ranks do not share the keys of a window.
+        refuse_unsupported(model.config, recipe.data.max_length, windows=not shares)
         if recipe.train.recompute:
             recompute_layers(model)
         self.trained = train(self, model)
@@ -74,7 +76,6 @@ class DeepSpeedHost(EngineHost):
         if num_experts_of(self.engine.module):
             self.gated = GatedExperts(self.engine.module, self.experts.group if self.experts else None)
         self._all_in_step = self.stage == 3 and self.experts is None
-        shares = any(plugin.shares for plugin in recipe.enabled())
         exchanges = self.stage == 3 or shares or self.experts is not None
         self.busy_waits = exchanges and world.size > 1 and counts_waiting(world.device)
         self._warned_of_dummies = False

@@ -140,7 +140,7 @@ class PlannedLoader:
         entries = [of_ranks[rank].entries[place][row] for rank, place, row in batch.places]
         refuse_first((not entries, "a batch has no target token", "no label but -100", "check labels and data"))
         longest = int(batch.lengths.max())
-        refuse_lengths(self._config, longest, max(own.reach for own in of_ranks), _LENGTHS)
+        refuse_lengths(self._config, longest, max(own.reach for own in of_ranks), _LENGTHS, windows=True)
 
         def sample(number: int) -> Sample:
             entry = entries[number]

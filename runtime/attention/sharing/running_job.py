@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....core.plan.step_plan import CpComm
 from ...world.plane import FIRST_TAG, Pending, Plane
-from ..blocks import BlockKernel, Inputs, merge
+from ..blocks import BlockKernel, Inputs, merge, with_sinks
 from ..prefix import PrefixStore
 from .jobs import CpGroupJob, Heads, heads_of
 from .routing import PendingLegs, RankMessage
@@ -47,6 +47,10 @@ class AttentionCall(NamedTuple):
     routed: bool
     window: int | None = None
     """Tokens before its own that a query sees; only where no keys come from other ranks."""
+    softcap: float | None = None
+    """See `Inputs.softcap`."""
+    sinks_H: Tensor | None = None
+    """The score of no key, of each query head of all ranks; None: there is none."""
 
 
 class Tile(NamedTuple):
@@ -186,8 +190,11 @@ class RunningJob(ABC):
     def finish(self, done: Sequence[Pair | None]) -> None:
         """Set outputs and LSE of the job by those of its slices, in their order."""
         outs, lses = zip(*(pair or self._nothing() for pair in done), strict=True)
-        self.out_NHD = joined([out.to(self.q_NHD.dtype) for out in outs])
         self.lse_HN = lses[0] if len(lses) == 1 else torch.cat(lses, dim=1)
+        out_NHD = joined(outs)
+        if self.sinks_H is not None:
+            out_NHD, self.lse_HN = with_sinks(out_NHD, self.lse_HN, self.sinks_H)
+        self.out_NHD = out_NHD.to(self.q_NHD.dtype)
 
     def backward_tiles(
         self, number: int, tiles: Sequence[Tile], keys: Pair, dout_NHD: Tensor, dq_NHD: Tensor, sums: Pair | None
@@ -232,10 +239,15 @@ class RunningJob(ABC):
             begin = max(0, tile.keys - (tile.end - tile.first) - window)
         k_MGD, v_MGD = (self.heads.spread(x[begin : tile.keys]) for x in keys)
         queries = self.q_NHD[first + tile.first : first + tile.end]
-        return Inputs(queries, k_MGD, v_MGD, tile.causal, self.call.scale, window)
+        return Inputs(queries, k_MGD, v_MGD, tile.causal, self.call.scale, window, self.call.softcap)
 
     def _nothing(self) -> Pair:
         return self.q_NHD[:0], self.q_NHD.new_empty(self.q_NHD.shape[1], 0, dtype=self.wide)
+
+    @property
+    def sinks_H(self) -> Tensor | None:
+        """Of the heads that this rank attends for."""
+        return None if self.call.sinks_H is None else self.call.sinks_H[self.heads.queries]
 
     @property
     def _store(self) -> PrefixStore:

@@ -52,10 +52,10 @@ class Shared:
     """Slots of the pack."""
 
     @classmethod
-    def alone(cls, pieces: Pieces, store: PrefixStore, borders: tuple[int, ...]) -> Shared:
-        """Pieces between these slots that the store's rank has for itself."""
-        ranks = (store.rank,)
-        plane, micro_batch = Plane(None, ranks, store.rank), MicroBatch(pieces, ranks)
+    def alone(cls, pieces: Pieces, store: PrefixStore | None, borders: tuple[int, ...]) -> Shared:
+        """Pieces between these slots that the store's rank has for itself; whole sequences need no store."""
+        rank = store.rank if store else 0
+        plane, micro_batch = Plane(None, (rank,), rank), MicroBatch(pieces, (rank,))
         return cls(plane, micro_batch, lambda _: pieces, store, borders[:-1], borders[-1])
 
     @cached_property

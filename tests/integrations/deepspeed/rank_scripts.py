@@ -15,7 +15,14 @@ from evenload.patches import deepspeed as patch
 from evenload.patches import transformers
 from evenload.patches.ledger import Ledger
 from evenload.runtime.world.world import init_world
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig, MistralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3MoeConfig,
+)
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -82,12 +89,12 @@ def refusals() -> dict[str, str]:
     """Messages of what cannot be regrouped, on this rank; the rows at fault are some other rank's alone."""
     prepare_deepspeed()
     init_world()
-    windowed = MistralConfig(**SMALL, sliding_window=16)
+    chunked = Llama4TextConfig(**SMALL, attention_chunk_size=16, layer_types=["chunked_attention"] * 2)
     dynamic = LlamaConfig(**SMALL, max_position_embeddings=16, rope_parameters=DYNAMIC)
     routed = Qwen3MoeConfig(**SMALL, output_router_logits=True)
     cases: dict[str, Callable[[], Any]] = {
         "labels on padding": lambda: start(rows_of(8, 8, 8, 5), lambda rows: collate(rows, fill=0)),
-        "window": lambda: start(rows_of(8, 8, 8, 20), collate, windowed),
+        "chunks": lambda: start(rows_of(8, 8, 8, 20), collate, chunked),
         "rotary": lambda: start(rows_of(8, 8, 8, 17), collate, dynamic),
         "rotary of padding": lambda: start(rows_of(8, 8, 8, 9), lambda rows: collate(rows, width=17), dynamic),
         "router loss": lambda: start(rows_of(8, 8, 8, 8), collate, routed),
@@ -139,13 +146,14 @@ def unlike_plans() -> str:
     return message
 
 
-def losses_of_dummies(experts: bool) -> dict[str, Any]:
+def losses_of_dummies(kind: str) -> dict[str, Any]:
     """A step in which a rank has one sample for two micro-batches: losses, and the weights' error to a plain step."""
     prepare_deepspeed()
     init_world()
     data = rows_of(60, 4, 5, 3)
     routed = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-    config = Qwen3MoeConfig(**SMALL, **routed) if experts else LlamaConfig(**SMALL)
+    windowed = MistralConfig(**SMALL, sliding_window=16)
+    config = {"experts": Qwen3MoeConfig(**SMALL, **routed), "window": windowed, "": LlamaConfig(**SMALL)}[kind]
     with Ledger() as ledger:
         ledger.apply([*transformers.rows()[:1], *patch.rows()])  # the first one names the attention
         engine, loader = start(data, collate, config, size=1, gas=2)

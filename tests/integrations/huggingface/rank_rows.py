@@ -1,4 +1,4 @@
-"""What the ranks of a test world run: families that run no packs under the real Trainer, stock and in padded groups."""
+"""What the ranks of a test world run: families under the real Trainer, stock and planned."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState
+from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
+from evenload.integrations.transformers import trainer as planned_trainer
 from evenload.integrations.unmodified import planned_loop, planned_runs
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from torch.nn.functional import cross_entropy
-from torch.overrides import TorchFunctionMode
 from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -33,21 +34,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 LENGTHS = (61, 5, 17, 33, 9, 90, 3, 40, 26, 11, 72, 7, 14, 2, 55, 21)
 PLUGINS = {"packing": {"enabled": True, "max_tokens": 256}}
-
-
-class Wide(TorchFunctionMode):
-    """Inside, nothing of float64 is computed in float32, which families do in norms, losses and linear layers."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            if func in (torch.Tensor.to, torch.Tensor.type):
-                args = tuple(torch.float64 if one is torch.float32 else one for one in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
 
 
 def _model(load: Any, family: str, dtype: str) -> Any:
@@ -149,9 +135,11 @@ def errors(
     plugins: Any = None,
     plan: Any = None,
     mean: bool = False,
+    no_packs: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """Of each family the largest error of a gradient and of the loss against the stock Trainer's, and what was run."""
+    """Of each family the largest error of a gradient and of the loss against the stock Trainer's, and what was run.
+    ``no_packs``: as if none were exact."""
     rank_trainer = load("rank_trainer")
     size, found = rank_trainer._join(), {}
     for family in families:
@@ -166,16 +154,18 @@ def errors(
         own |= {"loss": _token_sum} if family == "t5" and not mean else {}
         plans: list[Any] = []
         report = {"report_step": lambda _, chain, plan, plans=plans, **__: plans.append(plan)}
-        with Wide() if dtype == "float64" else nullcontext():
+        with load("families").Wide() if dtype == "float64" else nullcontext():
             loss, wanted, stock_slots = _train(model, family, size, accumulate, **own)
             model.load_state_dict(weights)
             model.zero_grad()
             recipe = recipes.parse({"trainer": "transformers", "plugins": plugins or PLUGINS})
-            with with_attributes(planned_loop, **report), enabled(recipe):
+            refused = {"packs_fault": lambda _: EvenloadError("no packs", "here", "")} if no_packs else {}
+            with with_attributes(planned_loop, **report), with_attributes(planned_trainer, **refused), enabled(recipe):
                 own_loss, gradients, slots = _train(model, family, size, accumulate, **own)
         largest = max(float(w.norm()) for w in wanted.values())
         grad = max(float((gradients[n] - w).norm()) / max(float(w.norm()), 1e-6 * largest) for n, w in wanted.items())
         one = {"loss": abs(own_loss - loss) / loss, "grad": grad, "slots": slots, "stock_slots": stock_slots}
         one |= {"padded": [plan.limits.padded for plan in plans], "idle": [idle.why for idle in planned_runs._idle]}
+        one |= {"cut": sum(len(plan.cut) for plan in plans), "shared": sum(bool(plan.shared) for plan in plans)}
         found[family] = one
     return found

@@ -206,7 +206,7 @@ def compared(load: Any, kind: str, size: int = 1, max_tokens: int = 512, **more:
         more = {"loss_type": "apo_zero_unpaired", **more}
     with ExitStack() as stack:
         if kind != "distillation":  # whose kernel writes into float32 of its own
-            stack.enter_context(load("rank_rows").Wide())
+            stack.enter_context(load("families").Wide())
             stack.enter_context(with_attributes(chunked_logprob, torch=WideHead()))
             stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
         stock, wanted = trained(load, kind, size, **more)

@@ -112,8 +112,7 @@ def _call(**changes):
         ({"evenload_pack": None}, "without a pack"),
         ({"attention_mask": torch.zeros(1, 1, 35, 35)}, "attention mask"),
         ({"dropout": 0.1}, "dropout 0.1"),
-        ({"sliding_window": 18}, "sliding window of 18"),
-        ({"softcap": 30.0}, "softcap"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"evenload_pack": _pack((0, 1))}, "not those of its pack"),
     ],
 )

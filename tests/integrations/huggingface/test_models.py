@@ -24,9 +24,12 @@ LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
             transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=1),
             "sliding_window = 64",
         ),
+        (
+            transformers.Llama4TextConfig(**SMALL, attention_chunk_size=64, layer_types=["chunked_attention"] * 2),
+            "attention_chunk_size = 64",
+        ),
         (transformers.LlamaConfig(**SMALL, attention_dropout=0.1), "attention_dropout = 0.1"),
         (transformers.GPT2Config(), "attn_pdrop = 0.1"),
-        (transformers.Gemma2Config(**SMALL), "attn_logit_softcapping = 50"),
         (transformers.BertConfig(attention_probs_dropout_prob=0.0, is_decoder=True, add_cross_attention=True), "cross"),
         (transformers.T5Config(), "is_encoder_decoder = True"),
         (transformers.MambaConfig(), "no attention layers"),
@@ -72,6 +75,21 @@ def test_plain_causal_models_pass(config):
 
 def test_a_window_passes_where_the_lengths_are_not_known():
     refuse_unsupported(transformers.MistralConfig(**SMALL, sliding_window=128))
+
+
+def test_windows_pass_where_no_ranks_share_a_sample_but_chunks_do_not():
+    refuse_unsupported(transformers.MistralConfig(**SMALL, sliding_window=128), 200, windows=True)
+    refuse_unsupported(transformers.Gemma2Config(**SMALL), 200, windows=True)
+    chunks = transformers.Llama4TextConfig(**SMALL, attention_chunk_size=64, layer_types=["chunked_attention"] * 2)
+    with pytest.raises(EvenloadError, match="attention_chunk_size"):
+        refuse_unsupported(chunks, 200, windows=True)
+
+
+def test_layers_that_mix_tokens_pass_where_they_are_measured_and_those_that_choose_keys_do_not():
+    refuse_unsupported(transformers.MambaConfig(), 200, measured=True)
+    refuse_unsupported(transformers.Qwen3NextConfig(**SMALL), 200, measured=True)
+    with pytest.raises(EvenloadError, match="indexed_attention"):
+        refuse_unsupported(transformers.DeepseekV32Config(num_hidden_layers=2), 200, measured=True)
 
 
 def test_dropout_cannot_be_replayed():

@@ -261,7 +261,7 @@ def test_the_choice_on_a_cpu_and_that_it_is_logged_once(caplog):
         for _ in range(3):
             assert choose_block(torch.device("cpu"), torch.float64, 24).name == "torch_cpu"
     assert [r.message for r in caplog.records] == [
-        "attention over a prefix on cpu, torch.float64, head dimension 24: torch_cpu"
+        "attention by blocks on cpu, torch.float64, head dimension 24: torch_cpu"
     ]
 
 

@@ -1,7 +1,9 @@
-"""Sliding windows, values of another width, and dropout: packed attention against an explicit mask in float64."""
+"""Sliding windows, soft caps, sinks, values of another width, and dropout: packed attention against its definition in
+float64."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -21,13 +23,16 @@ from hypothesis import strategies as st
 HEADS, GROUPS, SCALE = 4, 2, 0.3
 
 
-def dense(q, k, v, window):
-    """One sample by its definition: a query sees itself and so many tokens before it."""
+def dense(q, k, v, window, softcap=None, sinks_H=None):
+    """One sample by its definition: a query sees itself and so many tokens before it; a sink is the score of no key."""
     k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
     behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
     unseen = (behind < 0) | (behind > (len(q) if window is None else window))
-    scores = (torch.einsum("nhd,mhd->hnm", q, k) * SCALE).masked_fill(unseen, -torch.inf)
-    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v)
+    scores = torch.einsum("nhd,mhd->hnm", q, k) * SCALE
+    scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)).masked_fill(unseen, -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1)[..., : len(q)], v)
 
 
 def samples(lengths, width, wide):
@@ -43,7 +48,7 @@ def parts_of(length, pieces):
     return list(pairwise(borders))
 
 
-def run(rows, pieces, window, attend=packed_attention):
+def run(rows, pieces, window, attend=packed_attention, **more):
     """Outputs and gradients where each sample is cut into so many pieces, the k-th of all samples in pack k."""
     lengths = [len(row[0]) for row in rows]
     cuts = [parts_of(n, p) for n, p in zip(lengths, pieces, strict=True)]
@@ -54,7 +59,7 @@ def run(rows, pieces, window, attend=packed_attention):
         slices = tuple(Slice(i, *cuts[i][step]) for i in range(len(rows)) if step < len(cuts[i]))
         pack = build_pack(MicroBatch(slices, (0,)), lambda i: np.zeros(lengths[i], dtype=np.int64), prefix=store)
         q, k, v, weight = (torch.cat([rows[s.sequence][x][s.start : s.stop] for s in slices]) for x in range(4))
-        out = attend(q, k, v, pack, 1, SCALE, window=window)
+        out = attend(q, k, v, pack, 1, SCALE, window=window, **more)
         losses.append((out * weight).sum())
         for piece, part in zip(slices, torch.split(out.detach(), [s.length for s in slices]), strict=True):
             outs[piece.sequence].append(part)
@@ -78,6 +83,51 @@ def error(lengths, pieces, window, width=8, wide=8, attend=packed_attention):
     return max(worst(outs, wanted), worst(grads, [x.grad for row in rows for x in row[:3]]))
 
 
+@contextmanager
+def small_blocks():
+    """Inside, a sample has more than one block of queries."""
+    before = kernels._ROWS, blocks._WINDOW_ROWS, blocks._SCORES
+    kernels._ROWS, blocks._WINDOW_ROWS, blocks._SCORES = 3, 3, 200
+    try:
+        yield
+    finally:
+        kernels._ROWS, blocks._WINDOW_ROWS, blocks._SCORES = before
+
+
+def error_of_scores(lengths, pieces, window, softcap, with_sinks, changes=None):
+    """Largest relative error of outputs and gradients, those of the sinks too; `changes` to what is packed."""
+    found, wanted = [], []
+    for errs, own in ((found, True), (wanted, False)):
+        rows, sinks = samples(lengths, 8, 8), torch.linspace(-1.0, 2.0, HEADS, dtype=torch.float64)
+        more = {"softcap": softcap, "sinks_H": sinks.requires_grad_() if with_sinks else None}
+        if own:
+            outs, grads = run(rows, pieces, window, **more | (changes or {}))
+        else:
+            outs = [dense(*row[:3], window, **more) for row in rows]
+            sum((out * row[3]).sum() for out, row in zip(outs, rows, strict=True)).backward()
+            grads = [x.grad for row in rows for x in row[:3]]
+        errs += [*(out.detach() for out in outs), *grads, *([sinks.grad] if with_sinks else [])]
+    return worst(found, wanted)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=4),
+    st.one_of(st.none(), st.integers(0, 45)),
+    st.sampled_from([None, 0.5, 3.0]),
+    st.booleans(),
+)
+def test_soft_caps_and_sinks_are_exact_for_whole_and_cut_samples(drawn, window, softcap, with_sinks):
+    lengths, pieces = zip(*drawn, strict=True)
+    with small_blocks():
+        assert error_of_scores(lengths, pieces, window, softcap, with_sinks) < 1e-12
+
+
+@pytest.mark.parametrize("change", [{"softcap": None}, {"softcap": 0.6}, {"sinks_H": torch.zeros(HEADS).double()}])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_proof_catches_a_soft_cap_or_sinks_left_out(change, pieces):
+    assert error_of_scores([20], [pieces], 4, 0.5, "sinks_H" not in change, change) > 1e-2
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 5)), min_size=1, max_size=4),
     st.one_of(st.none(), st.integers(0, 45)),
@@ -85,12 +135,8 @@ def error(lengths, pieces, window, width=8, wide=8, attend=packed_attention):
 )
 def test_windows_and_widths_are_exact_for_whole_and_cut_samples(drawn, window, widths):
     lengths, pieces = zip(*drawn, strict=True)
-    rows = kernels._ROWS
-    kernels._ROWS = 3  # so that a sample has more than one block
-    try:
+    with small_blocks():
         assert error(lengths, pieces, window, *widths) < 1e-12
-    finally:
-        kernels._ROWS = rows
 
 
 def windowless(q, k, v, pack, layer, scale, window):
@@ -117,7 +163,7 @@ def test_the_proof_catches_a_window_that_ends_with_its_slice():
 
 @pytest.mark.parametrize("window", [0, 3, 11, 40])
 def test_every_block_that_knows_windows_sees_the_same(window):
-    rows = [row for row in BLOCKS if row.windows and row.supports(torch.float64, torch.device("cpu"), 8)]
+    rows = [row for row in BLOCKS if "window" in row.options and row.supports(torch.float64, torch.device("cpu"), 8)]
     assert [row.name for row in rows] == ["plain"]
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(n, h, 8, generator=generator, dtype=torch.float64) for n, h in ((5, 4), (12, 2), (12, 2)))
@@ -131,8 +177,14 @@ def test_kernels_without_windows_are_not_chosen_for_them():
     kernels.choose_kernel.cache_clear()
     cpu = torch.device("cpu")
     assert blocks.choose_block(cpu, torch.float64, 8).name == "torch_cpu"
-    assert blocks.choose_block(cpu, torch.float64, 8, True).name == "plain"
+    assert blocks.choose_block(cpu, torch.float64, 8, frozenset({"window"})).name == "plain"
     assert kernels.choose_kernel(cpu, torch.float64, 8, frozenset({"window", "dropout"})).name == "sdpa"
+    assert {b.name: sorted(b.options) for b in BLOCKS} == {
+        "flash_attn": ["softcap", "window"],
+        "torch_flash": [],
+        "torch_cpu": [],
+        "plain": ["softcap", "window"],
+    }
     assert {k.name: sorted(k.options) for k in kernels.KERNELS} == {
         "flash_attn": ["dropout", "window"],
         "transformer_engine": ["window"],

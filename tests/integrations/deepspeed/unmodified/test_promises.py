@@ -11,7 +11,12 @@ def test_what_cannot_be_regrouped_is_refused_on_all_ranks_with_one_message(on_ra
     first, second = on_ranks(2, "rank_scripts.refusals")
     parts = {
         "labels on padding": ("3 labels of 1 samples", "labels[attention_mask == 0] = -100"),
-        "window": ("sliding_window = 16", "longest sample of the step = 20", "lower max_length", "tokenizer call"),
+        "chunks": (
+            "attention_chunk_size = 16",
+            "longest sample of the step = 20",
+            "lower max_length",
+            "tokenizer call",
+        ),
         "rotary": ("beyond 16 tokens", "longest sample of the step = 17", "tokenizer call to 16"),
         "rotary of padding": ("longest sample of the step = 9, padded to 17",),
         "router loss": ("output_router_logits = True", "output_router_logits: false"),
@@ -36,9 +41,9 @@ def test_every_sample_with_a_target_is_handed_out_once(on_ranks, kind):
     assert samples == sorted((row, [-100, *row[1:]]) for row in ROWS if len(row) > 1)
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_a_dummy_shows_the_loss_of_its_rank_and_changes_nothing(on_ranks, experts):
-    of_ranks = on_ranks(2, "rank_scripts.losses_of_dummies", experts=experts)
+@pytest.mark.parametrize("kind", ["", "experts", "window"])
+def test_a_dummy_shows_the_loss_of_its_rank_and_changes_nothing(on_ranks, kind):
+    of_ranks = on_ranks(2, "rank_scripts.losses_of_dummies", kind=kind)
     assert sorted(result["real"] for result in of_ranks) == [[True, False], [True, True]]
     for result in of_ranks:
         assert result["error"] < 3e-7

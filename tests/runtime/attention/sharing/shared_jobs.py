@@ -34,19 +34,28 @@ def tensors_of(sequence, length, layer, heads):
     return [torch.randn(length, n, DIM, generator=generator, dtype=torch.float64) for n in counts]
 
 
-def dense(q, k, v, dout):
+def sinks_of(layer, heads):
+    """Scores of no key, which the second layer has."""
+    return torch.linspace(-1.0, 2.0, heads, dtype=torch.float64) if layer else None
+
+
+def dense(q, k, v, dout, layer):
     """out, dq, dk, dv of one whole sequence."""
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     repeat = q.shape[1] // k.shape[1]
     keys, values = (t.repeat_interleave(repeat, dim=1) for t in leaves[1:])
     scores = torch.einsum("nhd,mhd->hnm", leaves[0], keys) * DIM**-0.5
     unseen = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
-    out = torch.einsum("hnm,mhd->nhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), values)
+    scores, sinks = scores.masked_fill(unseen, -torch.inf), sinks_of(layer, q.shape[1])
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    out = torch.einsum("hnm,mhd->nhd", scores.softmax(-1)[..., : len(q)], values)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 def plain(q, k, v, pack, layer):
-    return packed_attention(q, k, v, pack, layer, DIM**-0.5)
+    sinks = sinks_of(layer, q.shape[1])
+    return packed_attention(q, k, v, pack, layer, DIM**-0.5, sinks_H=None if sinks is None else sinks.to(q.dtype))
 
 
 def reentrant(*arguments):
@@ -125,7 +134,7 @@ def errors(found, pack, layer, lengths, heads):
     for piece, first in zip(pack.slices, pack.segments, strict=False):
         key = piece.sequence, lengths[piece.sequence], layer, tuple(heads)
         if key not in _wanted:
-            _wanted[key] = dense(*tensors_of(*key))
+            _wanted[key] = dense(*tensors_of(*key), layer)
         for i, t in enumerate(found):
             off = (t[first : first + piece.length] - _wanted[key][i][piece.start : piece.stop]).abs().max()
             # The queries and keys of a sequence of one token have no gradient but rounding.
