@@ -14,7 +14,6 @@ CALLED_FROM_OUTSIDE = {
     "repr_bytes": "reprlib calls it",
     "read_plans": "reads plan.json for users (docs/input.md)",
     "_partition_layers": "DeepSpeed calls it",
-    "record_event": "Megatron calls it",
     "async_save": "Megatron calls it",
     "exact_on_device": "for layers whose counts stay on the device",
 }

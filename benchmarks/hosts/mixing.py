@@ -101,7 +101,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     load_plugins()
-    found = {}
+    rows = {}
     for name in MODELS:
         least: dict[bool, float] = {}
         slots: dict[bool, float] = {}
@@ -110,11 +110,11 @@ def main() -> None:
                 seconds, slots[packs] = run(name, packs, options.steps)
                 least[packs] = min(least.get(packs, np.inf), *seconds)
         row = {"rows_slots": slots[False], "packs_slots": slots[True], "rows_s": least[False], "packs_s": least[True]}
-        found[name] = row | {"ratio": least[False] / least[True]}
+        rows[name] = row | {"ratio": least[False] / least[True]}
         if not options.json:
-            print(f"{name:12} " + "  ".join(f"{key} {value:.3f}" for key, value in found[name].items()), flush=True)
+            print(f"{name:12} " + "  ".join(f"{key} {value:.3f}" for key, value in rows[name].items()), flush=True)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def _ramp_s(
     sooner = _least([ahead, behind])
     ahead, behind, others = ahead.plus(hop), behind.plus(back), _beyond(own.both, sooner)
     # Of one micro-batch both ways, and what the others can fill of them.
-    ways = ahead.plus(behind).scaled(depth, depth).plus(_beyond(left, sooner))
+    there_and_back = ahead.plus(behind).scaled(depth, depth).plus(_beyond(left, sooner))
     filled_s = others.linear_s * work.tokens + others.pair_s * work.pairs + _COUNTS * others.launch_s
     largest_s = ahead.launch_s + float(ahead.seconds(*largest))
     best = 0.0
@@ -274,7 +274,7 @@ def _ramp_s(
         most = np.minimum(forwards, largest_s)
         if np.isfinite(growth := _ratio(left.plus(back), behind)):
             most = np.minimum(most, _ratio(ahead, behind) * _row((idle - own.in_s + deferred_s) / depth, growth, depth))
-        cap = _ratio(ahead, ways) * np.maximum(0.0, idle[:, None] + filled_s)
+        cap = _ratio(ahead, there_and_back) * np.maximum(0.0, idle[:, None] + filled_s)
         grown_s = work_s + hop.token_s * work.tokens
         enough = _sums(most, cap) >= grown_s / ratio + _COUNTS * ahead.launch_s
         fewest = np.where(enough.any(axis=1), enough.argmax(axis=1) + 1, len(_COUNTS) + 1)

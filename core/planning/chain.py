@@ -200,7 +200,7 @@ class PlanChain:
         return passes_bound_s(batch, self.caps, self.context, shares=shares, orders=self.orders, room_bytes=room_bytes)
 
     def plugins_floor_s(self, batch: Lengths) -> float:
-        """The same by the plugins' own bounds, which take longer; 0: they have none."""
+        """What plugins' own bounds say of that, which take longer to ask [s]; 0: they have none."""
         if self.orders and self.context.costs.recompute:
             return 0.0
         floors = [

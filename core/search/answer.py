@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import EvenloadError
 from ..machine.layout import Layout
 from ..planning.judge import outcome_of
-from .best_first import LACKS, Played, Search
+from .best_first import LACKS, Played, SearchState
 from .space import CAP, Space
 
 MOST_ROWS = 10
@@ -28,7 +28,7 @@ BY_HAND: tuple[tuple[float, tuple[tuple[int, int], ...]], ...] = (
 """(Weights up to, (tp, pp) each) of the table in Megatron-Bridge's performance guide; larger models: the last row."""
 
 
-def answer(search: Search, space: Space, weights: int) -> Result:
+def answer(search: SearchState, space: Space, weights: int) -> Result:
     """Everything that is known at this moment, the best first; all seconds are predicted.
 
     ``weights``: of the model. Raises EvenloadError where no setting can run.
@@ -54,7 +54,7 @@ def answer(search: Search, space: Space, weights: int) -> Result:
     }
 
 
-def _nothing_fits(search: Search) -> EvenloadError:
+def _nothing_fits(search: SearchState) -> EvenloadError:
     lacking = [one for one in search.played if one.out == LACKS]
     if not lacking:
         return EvenloadError("no setting can be planned", search.played[0].out, "pin less, or another --nproc")
@@ -86,7 +86,7 @@ def _is_tie(one: Played, best: Played) -> bool:
 
 
 def _best_known(some: Iterable[Played]) -> tuple[float, str]:
-    """Of settings, the mean step of the fastest or a floor of them all [s], and what that is."""
+    """The mean step of the fastest of some settings, or a floor of them all [s], and which of the two."""
     alive = [one for one in some if not one.out]
     whole = [one.mean_s for one in alive if one.whole]
     floors = [one.mean_s for one in alive if not one.whole]
@@ -95,7 +95,7 @@ def _best_known(some: Iterable[Played]) -> tuple[float, str]:
     return min([*floors, *whole], default=math.inf), "bound"
 
 
-def _lines(search: Search, space: Space, known: list[Played]) -> list[Result]:
+def _lines(search: SearchState, space: Space, known: list[Played]) -> list[Result]:
     """A line a value of each axis: how fast it may be beside the best, or why it cannot run."""
     lines = []
     for key, values in space.axes.items():
@@ -138,7 +138,7 @@ def by_hand(layout: Layout, weights: int) -> bool:
     return (layout.tp, layout.pp) in degrees
 
 
-def _more_memory(search: Search, best: Played | None) -> Result | None:
+def _more_memory(search: SearchState, best: Played | None) -> Result | None:
     """What a device with more memory might gain at the most, by the floors of what does not fit into this one."""
     hopeful = [one for one in search.played if one.out == LACKS and (best is None or one.mean_s < best.mean_s)]
     if not hopeful:

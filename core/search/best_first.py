@@ -43,12 +43,12 @@ class Played:
 
     @property
     def whole(self) -> bool:
-        """Every batch was planned."""
+        """Whether every batch of it was planned."""
         return len(self.steps) == len(self.floors_s)
 
 
 @dataclass
-class Search:
+class SearchState:
     """What is known of a space at a moment."""
 
     played: list[Played]
@@ -78,12 +78,12 @@ class Search:
 
 def best_first(
     choices: Sequence[Choice], batches: Sequence[Lengths], beside: Callable[[Layout], bool] = lambda _: False
-) -> Iterator[Search]:
+) -> Iterator[SearchState]:
     """The search by bounds alone and after each plan, until the best is proven; who has seen enough stops asking.
 
     ``beside``: layouts of which one setting is planned, whatever its floor.
     """
-    search = Search([_bounded(choice, batches) for choice in choices])
+    search = SearchState([_bounded(choice, batches) for choice in choices])
     search.fill()
     yield search
     for one in _one_of_each_layout(search.played, batches):
@@ -112,7 +112,7 @@ def _order(one: Played) -> int:
 
 
 def _one_of_each_layout(played: Sequence[Played], batches: Sequence[Lengths]) -> Iterator[Played]:
-    """Of each layout the setting of the least floor, of these the one that is planned soonest; least floors first."""
+    """One setting for each layout: that of the least floor, and of equal ones that which is planned soonest."""
     first: dict[Layout, Played] = {}
     work_s = {id(one): one.choice.chain.work_s(batches[0]) for one in played}
     for one in sorted(played, key=lambda one: (one.mean_s, work_s[id(one)])):

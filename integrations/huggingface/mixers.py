@@ -121,8 +121,8 @@ def with_borders(forward: Any, pack: Pack, args: Any, kwargs: Any) -> Any:
     numbers = torch.arange(len(borders) - 1, dtype=torch.int32, device=borders.device)
     numbers = torch.repeat_interleave(numbers, borders.diff().long(), output_size=pack.num_padded_tokens)
     longest = max(_sizes(pack))
-    told = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "seq_idx": numbers[None]}
-    return forward(*args, **kwargs | told | {"max_length_q": longest, "max_length_k": longest})
+    words = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "seq_idx": numbers[None]}
+    return forward(*args, **kwargs | words | {"max_length_q": longest, "max_length_k": longest})
 
 
 def in_rows(forward: Any, pack: Pack, args: Any, kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-class Search:
+class MixerSearch:
     """Finds the mixers of a model in a planned forward.
 
     Args:
@@ -235,8 +235,8 @@ class Search:
             yield
 
     def _look(self, packs: Packs, layer: Any, module: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        told = packs.get(layer) is not None
-        before, pack = self._num_calls(), packs.get(layer if told else self._body)
+        has_pack = packs.get(layer) is not None
+        before, pack = self._num_calls(), packs.get(layer if has_pack else self._body)
         out = forward(*args, **kwargs)
         if pack is None or layer not in packs or self._num_calls() > before:
             return out
@@ -249,19 +249,19 @@ class Search:
             return out
         if own is None or other is None or not self._difference(other[first:], own[first:]) > self._tolerance:
             return out
-        mixer = Mixer(layer if told else self._body, module, in_rows, told)
+        mixer = Mixer(layer if has_pack else self._body, module, in_rows, has_pack)
         return self._kept_apart(mixer, forward, pack, args, kwargs)
 
     def _kept_apart(self, mixer: Mixer, forward: Any, pack: Pack, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
             try:
-                told, wanted = (
+                bordered, wanted = (
                     _tokens(form(forward, pack, args, kwargs), pack.num_padded_tokens)
                     for form in (with_borders, in_rows)
                 )
             except Exception:  # a stand-in without its kernel refuses borders
-                told = wanted = None
-        knows = told is not None and wanted is not None and self._difference(told, wanted) <= self._tolerance
+                bordered = wanted = None
+        knows = bordered is not None and wanted is not None and self._difference(bordered, wanted) <= self._tolerance
         self.mixers.append(mixer._replace(form=with_borders) if knows else mixer)
         return self.mixers[-1].form(forward, pack, args, kwargs)
 

@@ -26,7 +26,7 @@ from ...runtime.attention.pack import IGNORE, Pack, build_pack
 from ...runtime.world.agreement import everyone, rank_and_size
 from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
-from ..huggingface.mixers import Mixer, Search, apart
+from ..huggingface.mixers import Mixer, MixerSearch, apart
 from ..huggingface.models import num_windows
 from .conditions import UNREACHED, as_if_without_dropout, counted, embedded, twin_of
 from .pack_loss import PackLoss
@@ -226,8 +226,8 @@ class Measurement:
             self._refuse_other_tokens(alone, packed)
             may_cut = self._may_cut(packed)
             self._refuse_other_losses(alone, packed, is_divided=may_cut or self._halves(packed))
-            told = packed.calls["windows"] >= num_windows(self._model.config) and not packed.calls["untold"]
-            return Proof(None, may_cut and not self._mixers, told, tuple(self._mixers or ()))
+            sees_windows = packed.calls["windows"] >= num_windows(self._model.config) and not packed.calls["untold"]
+            return Proof(None, may_cut and not self._mixers, sees_windows, tuple(self._mixers or ()))
 
     def _alone(self, index: int) -> dict[str, Any]:
         """A sample as a row of the script's."""
@@ -280,7 +280,7 @@ class Measurement:
             with apart(self._mixers):
                 yield
             return
-        search = Search(self._model, lambda: calls["attention"], self._tolerance, difference)
+        search = MixerSearch(self._model, lambda: calls["attention"], self._tolerance, difference)
         with search.watching():
             yield
         self._mixers = search.mixers

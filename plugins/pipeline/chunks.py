@@ -102,7 +102,7 @@ def shared_of(incoming: StepPlan) -> tuple[MicroBatch, ...]:
 def recut(
     shared: tuple[MicroBatch, ...], lengths: Ints, price: PassCost, slice_s: float, cap: int, most: int, block: int
 ) -> tuple[MicroBatch, ...]:
-    """The same with sequences that have theirs to themselves, all on the same ranks, in slices of about ``slice_s``."""
+    """These micro-batches, those of one sequence alone on its ranks cut into slices of about ``slice_s`` seconds."""
     chains: dict[Any, list[MicroBatch]] = {}
     for m in shared:
         chains.setdefault((m.slices[0].sequence, m._replace(slices=())) if len(m.slices) == 1 else m, []).append(m)

@@ -138,7 +138,7 @@ class Placing:
 
 
 class _Moves(NamedTuple):
-    """Passes of a line."""
+    """Where the passes of a line go."""
 
     orders: list[list[Op]]
     """At each stage."""

@@ -24,7 +24,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Slice
 from .kernels import KernelCall, choose_kernel
 from .pack import Pack, SegmentRun
-from .scores import Scores
+from .scores import ScoreForm
 from .sharing.attention import shared_attention
 from .sharing.running_job import joined
 from .sharing.shared import Shared
@@ -49,7 +49,7 @@ def packed_attention(
         q_THD, k_TGD, v_TGD: queries, keys and values of the pack; a query head h reads key/value head h // (H / G).
             D of the values may be another.
         layer: any number that no other layer of this pipeline stage has.
-        scale, window, dropout, softcap, sinks_H: how scores become weights; see `Scores`.
+        scale, window, dropout, softcap, sinks_H: how scores become weights; see `ScoreForm`.
 
     Returns:
         out_THD, as wide as the values; 0 where padding is left alone.
@@ -57,7 +57,7 @@ def packed_attention(
     Raises:
         EvenloadError: a slice lacks its prefix, or runs in an order in which its gradients would be wrong.
     """
-    scores = Scores(scale, window, dropout, softcap, sinks_H)
+    scores = ScoreForm(scale, window, dropout, softcap, sinks_H)
     width, wide = v_TGD.shape[-1], max(v_TGD.shape[-1], q_THD.shape[-1])
     if width == q_THD.shape[-1]:
         return _packed(q_THD, k_TGD, v_TGD, pack, layer, scores)
@@ -65,7 +65,7 @@ def packed_attention(
     return _packed(q_THD, k_TGD, v_TGD, pack, layer, scores)[..., :width]
 
 
-def _packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scores: Scores) -> Tensor:
+def _packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scores: ScoreForm) -> Tensor:
     if pack.shared:
         return _shared(q_THD, k_TGD, v_TGD, pack.shared, layer, scores)
     runs, spans = pack.layout
@@ -83,7 +83,7 @@ def _packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int,
     return torch.cat(outs)
 
 
-def _attend(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, run: SegmentRun, layer: int, scores: Scores) -> Tensor:
+def _attend(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, run: SegmentRun, layer: int, scores: ScoreForm) -> Tensor:
     if run.cut:
         return _shared(q_NHD, k_NGD, v_NGD, run.cut, layer, scores)
     longest = max(run.lengths)
@@ -104,7 +104,7 @@ def _whole(lengths: tuple[int, ...]) -> Shared:
     return Shared.alone(pieces, None, tuple(accumulate(lengths, initial=0)))
 
 
-def _shared(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, shared: Shared, layer: int, scores: Scores) -> Tensor:
+def _shared(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, shared: Shared, layer: int, scores: ScoreForm) -> Tensor:
     if scores.dropout:
         raise EvenloadError(
             "attention dropout cannot be drawn where samples are cut or shared, nor in blocks",

@@ -79,7 +79,7 @@ def with_sinks(out_NHD: Tensor, lse_HN: Tensor, sinks_H: Tensor) -> tuple[Tensor
 
 
 def gradient_of_sinks(dout_NHD: Tensor, out_NHD: Tensor, lse_HN: Tensor, sinks_H: Tensor) -> Tensor:
-    """Of what `with_sinks` gave, float32 at least [H]."""
+    """The gradient of the sinks by what `with_sinks` gave, in float32 at least [H]."""
     weights_HN = torch.exp(sinks_H.to(lse_HN.dtype)[:, None] - lse_HN)
     return -(weights_HN * (dout_NHD.to(lse_HN.dtype) * out_NHD).sum(-1).T).sum(1)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Scores(NamedTuple):
+class ScoreForm(NamedTuple):
     """softmax(softcap * tanh(scale * q k^T / softcap)), one more score in it that is of no key."""
 
     scale: float

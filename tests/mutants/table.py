@@ -1413,8 +1413,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a Trainer's packs have no borders",
         _TRAINER_STAGE,
-        "    model.set_attn_implementation(attention.NAME)",
-        "    model.set_attn_implementation(stock)",
+        "    stock = attention.set_attention(model, attention.NAME)",
+        "    stock = model.config._attn_implementation",
         "trainer",
     ),
     Mutant(
@@ -1440,9 +1440,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a loop of Accelerate takes the mean of a pack",
-        "integrations/transformers/accelerate_loop.py",
-        "loop.loss.weigh(pack, step.divisors)",
-        "loop.loss.weigh(pack, [pack.num_targets] * len(step.divisors))",
+        "integrations/transformers/planning.py",
+        "loss.weigh(pack, self.divisors)",
+        "loss.weigh(pack, [pack.num_targets] * len(self.divisors))",
         "accelerate",
     ),
     Mutant(

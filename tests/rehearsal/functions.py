@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_iter
 
 from . import streams
@@ -277,6 +278,7 @@ def install() -> None:
     """Let tensors answer, also where torch calls Python from within a function and modes are off: hooks, backwards."""
     for name, own in METHODS.items():
         setattr(Tensor, name, _method(getattr(Tensor, name), own))
+    _device_constructors()  # what `with torch.device(...)` looks for is remembered as it is before
     for factory in FACTORIES:
         setattr(torch, factory.__name__, _made(factory))
     for name, own in PROPERTIES.items():

@@ -22,7 +22,7 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.recipe.traits import trainer_called
 from ...core.search.answer import Result, answer, by_hand, said
-from ...core.search.best_first import Search, best_first
+from ...core.search.best_first import SearchState, best_first
 from ...core.search.space import Space, space_of
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
@@ -84,7 +84,7 @@ def search(
 
 def _searched(
     space: Space, batches: Sequence[Lengths], weights: int, enough: Enough, progress: Progress
-) -> tuple[Search, float | None]:
+) -> tuple[SearchState, float | None]:
     """What is known when the search ends, and after how many seconds a first setting could run."""
     begin, first_s = time.perf_counter(), None
     states = best_first(space.choices, batches, lambda layout: by_hand(layout, weights))

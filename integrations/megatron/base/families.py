@@ -24,7 +24,7 @@ ATTENTION, MLP, EXPERTS = "*+", "-", "E"
 """Letters of layers that keep packed samples apart; ``+`` is latent attention."""
 
 
-def bare(chunk: Any) -> Any:
+def unwrapped_chunk(chunk: Any) -> Any:
     """The model inside its wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module

@@ -38,7 +38,7 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.routing import StepRouting
 from ...unmodified.planned_runs import end_of_check, on_release
-from ..base.families import bare, pattern_of
+from ..base.families import pattern_of, unwrapped_chunk
 from ..base.plane import current_layout
 from .planning.call_plan import CallPlan, data_group, plan_call, warn_of_differences
 from .planning.fixed_micro_batches import Together
@@ -78,7 +78,7 @@ class PlannedSteps:
             if not self.active or call.get("forward_only"):
                 return stock(*args, **call)
             chunks = chunks_of(call["model"])
-            if why := why_together(get_model_config(chunks[0]), pattern_of(bare(chunks[0]))):
+            if why := why_together(get_model_config(chunks[0]), pattern_of(unwrapped_chunk(chunks[0]))):
                 return self._run_together(stock, foreign_owner, why, chunks, call)
             return self._run(stock, foreign_owner, **call)
 

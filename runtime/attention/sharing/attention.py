@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ....core.errors import EvenloadError
 from ..blocks import choose_block, gradient_of_sinks
-from ..scores import Scores
+from ..scores import ScoreForm
 from .gather import Gather
 from .jobs import CpGroupJob
 from .relayout import Relayout, TensorSpec
@@ -30,7 +30,9 @@ from .running_job import AttentionCall, RunningJob, in_turn
 from .shared import Shared
 
 
-def shared_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, shared: Shared, layer: int, scores: Scores) -> Tensor:
+def shared_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, shared: Shared, layer: int, scores: ScoreForm
+) -> Tensor:
     """`packed_attention` of a pack whose micro-batch is shared; every rank of it calls this, layer by layer.
 
     Raises EvenloadError for a window where keys of a sequence lie on several ranks.

@@ -246,7 +246,7 @@ class RunningJob(ABC):
 
     @property
     def sinks_H(self) -> Tensor | None:
-        """Of the heads that this rank attends for."""
+        """Sinks of the heads that this rank attends for."""
         return None if self.call.sinks_H is None else self.call.sinks_H[self.heads.queries]
 
     @property

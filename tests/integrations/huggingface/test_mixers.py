@@ -123,7 +123,7 @@ def test_a_state_does_not_run_over_the_border_of_two_samples(torch, knows_border
     rows = [torch.randn(1, length, 4, dtype=torch.float64, requires_grad=True) for length in lengths]
     alone = torch.cat([model(row) for row in rows], dim=1)
     wanted = torch.autograd.grad(alone.square().sum(), rows)
-    search = mixers.Search(model, lambda: 0, 1e-4, difference)
+    search = mixers.MixerSearch(model, lambda: 0, 1e-4, difference)
     with search.watching():
         model(torch.cat(rows, dim=1), evenload_pack=pack_of(*lengths))
     assert [type(mixer.module).__name__ for mixer in search.mixers] == ["Decay"] * 2
@@ -145,7 +145,7 @@ def test_a_state_that_would_run_over_a_border_is_measured_before_the_first_step(
 
     load_plugins()
     families = importlib.import_module("families")
-    with with_attributes(mixers.Search, watching=nullcontext):
+    with with_attributes(mixers.MixerSearch, watching=nullcontext):
         assert families.outcome("nemotron_h") == ("padded groups", pytest.approx(0, abs=DOUBLE))
     assert families.outcome("nemotron_h") == ("planned", pytest.approx(0, abs=DOUBLE))
 

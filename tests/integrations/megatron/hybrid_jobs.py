@@ -8,7 +8,7 @@ from unittest.mock import patch
 import evenload
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.integrations.megatron.base.families import bare, pattern_of
+from evenload.integrations.megatron.base.families import pattern_of, unwrapped_chunk
 from evenload.integrations.megatron.stage import recomputing
 from evenload.integrations.megatron.unmodified.planning.user_loop import shape_of
 from evenload.integrations.megatron.unmodified.refusals.supported import why_stock
@@ -18,7 +18,7 @@ from megatron_user_jobs import recipe, user_loop
 def forwards_of_layers(world: Any, *, layers: int, **loop: Any) -> list[int]:
     """How often each layer runs in a forward and backward of which the first ``layers`` are recomputed."""
     with user_loop(**loop) as user:
-        gpt = bare(user.model)
+        gpt = unwrapped_chunk(user.model)
         counts = [0] * len(gpt.decoder.layers)
 
         def count(number: int) -> Any:
@@ -37,7 +37,7 @@ def forwards_of_layers(world: Any, *, layers: int, **loop: Any) -> list[int]:
 def sizes_and_order(world: Any, **loop: Any) -> tuple[Any, str]:
     """What planners are told of a model, and why no order can run, if so."""
     with user_loop(**loop) as user:
-        gpt = bare(user.model)
+        gpt = unwrapped_chunk(user.model)
         shape = shape_of(gpt.config, gpt.vocab_size, loop.get("pp", 1), pattern_of(gpt))
         trouble = why_stock([user.model], "")
         experts = shape.experts and shape.experts.layers
@@ -47,7 +47,7 @@ def sizes_and_order(world: Any, **loop: Any) -> tuple[Any, str]:
 def refused_hybrids(world: Any, **loop: Any) -> dict[str, str]:
     """What a loop is told of settings and layers that a hybrid model cannot have."""
     with user_loop(**loop) as user:
-        gpt, said = bare(user.model), {}
+        gpt, said = unwrapped_chunk(user.model), {}
         stranger = patch.dict(gpt.decoder.layers[0]._modules, self_attention=torch.nn.Identity())
         virtual = patch.object(user.model.config, "virtual_pipeline_model_parallel_size", 2)
         for name, change in (("virtual", virtual), ("stranger", stranger)):

@@ -30,7 +30,6 @@ from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
 from ....unmodified.planned_loop import PlannedLoop
 from ....unmodified.planned_runs import end_of_check, report_idle
-from ...base.families import bare
 from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
@@ -75,7 +74,7 @@ class Together:
         orders = alone and any(plugin.orders for plugin in enabled)
         if not copies and not orders:
             return cls(None, why, names)
-        gpt = bare(chunks[0])
+        gpt = unwrapped_chunk(chunks[0])
         refuse_groups(call.get("pg_collection"), call.get("p2p_communicator"))
         if copies:
             refuse_experts(gpt, len(chunks))
@@ -107,7 +106,7 @@ class Together:
         """The order of a plan; reports are given back in the order of the loop's micro-batches."""
         if self.links is None:
             self.links = stage_links()
-        batches = FixedBatches(plan, bare(chunk), gate, call)
+        batches = FixedBatches(plan, unwrapped_chunk(chunk), gate, call)
         return batches.in_order_of_loop(run_order(plan, batches, chunk=chunk, links=self.links, plane=None, rest=call))
 
 
@@ -120,7 +119,7 @@ def _run_stock(stock: Callable[..., Any], gate: ExpertGate, chunk: Any, call: di
         gate.enter("a micro-batch")
         return function(*args, **named)
 
-    with bind_gate(bare(chunk), gate):
+    with bind_gate(unwrapped_chunk(chunk), gate):
         return stock(**{**call, "forward_step_func": forward_step})
 
 

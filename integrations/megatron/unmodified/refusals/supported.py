@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 
 from .....core.errors import EvenloadError, Rule, refuse_first
 from .....core.plan.step_plan import StepPlan
-from ...base.families import MODELS, bare, pattern_of
+from ...base.families import MODELS, pattern_of, unwrapped_chunk
 from ..reading.context_parallel import rules_of_context
 from .layers import refuse_attention
 
@@ -55,7 +55,7 @@ def refuse_loop(chunk: Any, rest: dict[str, Any]) -> None:
             "leave it out, or disable evenload's plugins",
         ),
         (
-            bool(pattern_of(bare(chunk)) and config.virtual_pipeline_model_parallel_size),
+            bool(pattern_of(unwrapped_chunk(chunk)) and config.virtual_pipeline_model_parallel_size),
             "packs of a hybrid model do not run in virtual pipeline stages",
             f"virtual_pipeline_model_parallel_size {config.virtual_pipeline_model_parallel_size}",
             "leave it unset, or disable evenload's plugins for this model",
@@ -94,7 +94,7 @@ def collection(pg_collection: Any) -> Any:
 def bare_model(chunk: Any) -> Any:
     """The GPTModel, or hybrid model, inside its wrappers. Raises EvenloadError for another model, or attention that
     takes no packs."""
-    model = bare(chunk)
+    model = unwrapped_chunk(chunk)
     if not isinstance(model, MODELS) or "packed_seq_params" not in inspect.signature(model.forward).parameters:
         raise EvenloadError(
             "evenload packs the batches of Megatron-Core's GPTModel and HybridModel",
@@ -132,7 +132,7 @@ def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
     )
     if len(chunks) > 1:
         return "an order of a plan cannot run where stages have several chunks", f"{len(chunks)} model chunks", do
-    if pattern := pattern_of(model := bare(chunk)):
+    if pattern := pattern_of(model := unwrapped_chunk(chunk)):
         layers, stages = len(model.decoder.layers), config.pipeline_model_parallel_size
         if layers * stages != len(pattern):
             why = "an order of a plan cannot run where stages have unequal numbers of layers"

@@ -37,7 +37,6 @@ from .....runtime.stage.stage_links import StageLinks
 from .....runtime.stage.tape import Tape
 from .....runtime.world.plane import Plane
 from ....host.step import Position, run_program
-from ...base.families import bare
 from ...stage import FixedShape, MegatronStage
 from ..reading.context_parallel import data_rank
 from ..refusals.supported import collection
@@ -81,7 +80,7 @@ def run_order(
         rest: the other arguments of Megatron's schedule: ``force_all_reduce`` leaves the whole gradient sum on every
             rank, ``pg_collection`` goes to ``finalize_model_grads_func``.
     """
-    gpt = bare(chunk)
+    gpt = unwrapped_chunk(chunk)
     config, device = get_model_config(chunk), next(gpt.parameters()).device
     timers = config.timers
     if timers is not None:
