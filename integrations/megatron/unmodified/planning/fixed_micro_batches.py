@@ -30,6 +30,7 @@ from .....runtime.stage.stage_links import StageLinks
 from .....runtime.world.agreement import everyone
 from ....unmodified.planned_loop import PlannedLoop
 from ....unmodified.planned_runs import end_of_check, report_idle
+from ...base.families import unwrapped_chunk
 from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward

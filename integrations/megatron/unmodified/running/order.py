@@ -37,6 +37,7 @@ from .....runtime.stage.stage_links import StageLinks
 from .....runtime.stage.tape import Tape
 from .....runtime.world.plane import Plane
 from ....host.step import Position, run_program
+from ...base.families import unwrapped_chunk
 from ...stage import FixedShape, MegatronStage
 from ..reading.context_parallel import data_rank
 from ..refusals.supported import collection
