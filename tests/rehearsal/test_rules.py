@@ -118,6 +118,7 @@ ACTS: dict[str, tuple[str, str]] = {
 }
 FINE: dict[str, str] = {
     "a number on the host": "assert (gpu * torch.tensor(2.0)).sum().item() == 6",
+    "a context's device": "with torch.device('meta'): x = torch.empty(2)\nassert x.is_meta, x.device",
     "an index on the host": "assert gpu[torch.tensor([0, 1])].is_cuda",
     "a gradient comes back": (
         "x = torch.ones(3, requires_grad=True); (x.cuda() * gpu).sum().backward(); assert not x.grad.is_cuda"
