@@ -20,7 +20,7 @@ from evenload.runtime.world import agreement
 from evenload.runtime.world.agreement import rank_and_size
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 LENGTHS = [61, 5, 17, 33, 9, 50, 3, 40, 26, 11, 44, 7, 12, 30, 21, 8]
 PLUGINS = {"packing": {"enabled": True, "max_tokens": 256}}
@@ -233,6 +233,15 @@ class Windowed(Loop):
         ).double()
 
 
+class OwnAttention(Loop):
+    """A model whose attention is its own, so that packs do not reach it."""
+
+    def build(self) -> Any:
+        torch.manual_seed(0)
+        config = BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
+        return BloomForCausalLM(config).double()
+
+
 class AdaptedByOlder(Loop):
     """LoRA of PEFT before 0.21, which calls the model's method, past hooks of the module."""
 
@@ -356,6 +365,7 @@ VARIANTS: dict[str, Made] = {
     "masking hooks": lambda trainers: Hooked(trainers, lambda g: g * (g.new_ones(g.shape).cumsum(0) % 2)),
     "older adapters": AdaptedByOlder,
     "windows": Windowed,
+    "own attention": OwnAttention,
     "clamping hooks": lambda trainers: Hooked(trainers, lambda g: g.clamp(-1e-3, 1e-3)),
     "prompt tuning": Prompted,
 }

@@ -26,6 +26,7 @@ PLANNED = {
     "with figures": 4,
     "masking hooks": 4,
     "older adapters": 4,
+    "windows": 4,
 }
 """Loops, and how many of their batches are planned."""
 STOCK = {
@@ -33,7 +34,7 @@ STOCK = {
     "on logits": "a batch without labels",
     "labels are inputs": "the labels of this batch count padding as targets",
     "prompt tuning": "PromptTuningConfig",
-    "windows": "train by transformers.Trainer, where padded rows are regrouped too",
+    "own attention": "train by transformers.Trainer, where padded rows are regrouped too",
 }
 REFUSED = {
     "own tokens": "the ranks multiply the model's loss by different numbers",
