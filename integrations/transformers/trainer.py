@@ -211,7 +211,7 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
         if faults and faults[0].found not in state.planning.warned:
             state.planning.warned.add(faults[0].found)
             log.info("samples are regrouped as padded rows: %s (%s)", faults[0].what, faults[0].found)
-        state.planning.chain = with_work(chain, inner_model(trainer), batch)
+        state.planning.chain = with_work(chain, inner_model(trainer), batch) if batch.parts else chain
         return form
     raised = [one for one in faults if isinstance(one, LossRaisedError)]
     if raised and state.planning is None:  # before the first update
