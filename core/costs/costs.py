@@ -189,7 +189,8 @@ class Costs(Frozen):
     def sequence_s(self, lengths: Any) -> Floats:
         """Forward and backward seconds of whole sequences, launch left out. lengths int [S] -> float64 [S]."""
         n = np.asarray(lengths, dtype=np.float64)
-        return np.asarray(self.forward.seconds(n) + self.backward.seconds(n) + self.beside_s(len(n)), dtype=np.float64)
+        beside_s = self.beside_s(len(n)) if self.beside else 0.0
+        return np.asarray(self.forward.seconds(n) + self.backward.seconds(n) + beside_s, dtype=np.float64)
 
     def beside_s(self, count: int) -> Floats:
         """`beside`, both passes together, of the batch's sequences, float64 [S]."""
