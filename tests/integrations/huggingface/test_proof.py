@@ -177,7 +177,7 @@ def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
 
     samples = proof.windows([torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[9, 10, 11]] * 2)])
     row = families.collate(families._rows()[:2])
-    assert proof.prove_trainer(own, samples, row, torch.tensor(5)) == proof.Proof(None, may_cut=True)
+    assert proof.prove_trainer(own, samples, row, torch.tensor(5)) == proof.Proof(None, may_cut=True, windows=True)
     assert torch.equal(torch.rand(3), wanted)
     assert (own.counted, own.seen, own.state.log_history, logged) == (0, [], [], [])
     assert not any(module.training for module in own.model.modules())
@@ -194,7 +194,7 @@ def test_a_sample_is_cut_only_where_the_loss_goes_by_shifted_labels(tmp_path, fa
     row = families.collate(families._rows()[:2])
     for kind, may_cut in (("", True), ("loss function", False), ("older checkpoints", True)):
         found = proof.prove_trainer(trainer(kind, tmp_path, families), samples, row, torch.tensor(5))
-        assert found == proof.Proof(None, may_cut=may_cut), kind
+        assert found == proof.Proof(None, may_cut=may_cut, windows=True), kind
 
 
 def test_two_samples_are_made_of_one(families):
