@@ -72,7 +72,7 @@ DOCUMENTED = sorted(
 SYNOPSES = [c for c in DOCUMENTED if re.search(r"\bRECIPE\b|\||\[", c)]
 ASKED = [c.partition("-m ")[2] if c.startswith("torchrun") else c for c in DOCUMENTED if c not in SYNOPSES]
 ASKED = sorted({c for c in ASKED if c.startswith("evenload ")})
-PLANS = [c for c in ASKED if c.startswith(("evenload plan", "evenload env"))]
+PLANS = [c for c in ASKED if c.startswith(("evenload plan", "evenload search", "evenload env"))]
 READS = [c for c in ASKED if c.startswith(("evenload lora", "evenload watch"))]
 TRIES_GPUS = [c for c in ASKED if "--gpu" in c]
 TRAINS = [c for c in ASKED if c not in (*PLANS, *READS, *TRIES_GPUS)]
@@ -186,7 +186,7 @@ def test_options_of_a_synopsis_exist(command: str) -> None:
 
 
 def test_targets_and_scripts_exist() -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     asked = [shlex.split(command, comments=True) for command in DOCUMENTED]
     assert not [words[1] for words in asked if words[0] == "make" and words[1] not in targets]
     scripts = {words[1] for words in asked if words[0] == "python" and words[1] != "-c"}

@@ -79,3 +79,20 @@ def test_pairs_are_equal_and_less_is_computed(
     assert ours["apart"]["grad_norm"] < 5e-5
     assert ours["same_steps"]
     assert ours["tokens"] == padded["tokens"] <= ours["computed"] < 0.8 * padded["computed"]
+
+
+def test_runs_of_a_program_are_one_row_and_a_failed_one_says_why() -> None:
+    """`make test-hosts` and the benchmark itself run the programs, in environments of their own."""
+    of = runpy.run_path(str(launching.SCRIPTS.parents[2] / "benchmarks" / "hosts" / "programs.py"))
+    run = {"printed": [[1.5, 0.25]], "updates": 3}
+    pairs = [
+        {"stock": {**run, "tokens": 200, "step_s": 2.0 * slow}, "planned": {**run, "tokens": 150, "step_s": slow}}
+        for slow in (1.0, 2.0, 4.0)
+    ]
+    row = of["summary"]("axolotl", "full", pairs)
+    assert (row["faster"], row["stock_step_s"], row["planned_step_s"], row["equal"]) == (2.0, 4.0, 2.0, True)
+    pairs[0]["planned"]["printed"] = [[1.5, 0.26]]
+    assert not of["summary"]("axolotl", "full", pairs)["equal"]
+    failed = of["summary"]("axolotl", "lora", [{"stock": pairs[0]["stock"], "planned": {"failed": ["no space left"]}}])
+    assert failed["failed"] == ["no space left"]
+    assert of["table"]([row, failed]).row_count == 2
