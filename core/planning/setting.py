@@ -176,7 +176,7 @@ def limits_of(setting: Setting, context: PlanningContext, *, halves: bool = Fals
     refuse_first(
         (
             halves and not traits.takes_turns,
-            "halves of a micro-batch take turns under Megatron-Core in `evenload train` alone",
+            "the halves of a micro-batch do not take turns under this trainer, or in a loop of your own",
             "plugins.mesh.halves auto",
             do,
         ),

@@ -25,7 +25,7 @@ BY_HAND: tuple[tuple[float, tuple[tuple[int, int], ...]], ...] = (
     (7e10, ((4, 2), (8, 2), (4, 4), (8, 4))),
     (2e11, ((8, 4), (8, 8))),
 )
-"""(Weights up to, (tp, pp) each) of the table in Megatron-Bridge's performance guide; larger models: the last row."""
+"""(Weights up to, (tp, pp) each) of the rules that guides for large models give; larger ones: the last row."""
 
 
 def answer(search: SearchState, space: Space, weights: int) -> Result:

@@ -88,6 +88,7 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "routed": st.sampled_from(["auto", "off"]),
         "offload": st.sampled_from(["auto", "off"]),
         "effort": st.sampled_from([0, 1, 2, HUGE]),
+        "halves": st.sampled_from(["off", "auto"]),
     },
     "pipeline": {
         "max_tokens": CAPS,
@@ -170,6 +171,8 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
         every = SETTINGS[name]
         plugins[name] = {"enabled": True, **{key: draw(every[key]) for key in every if draw(st.booleans())}}
     ep = draw(st.sampled_from([1, 1, 2, 3])) if draw(st.booleans()) else 1
+    if (deepspeed or pp > 1 or ep > 1 or names[-1:] == ["moe"]) and "mesh" in plugins:
+        plugins["mesh"].pop("halves", None)  # which is refused there
     ep = {"moe": draw(st.sampled_from([1, 2, 2, 3, 4])), "lora": 1}.get(names[-1] if names else "", ep)
     experts = {
         "family": "mixtral",
