@@ -37,6 +37,7 @@ from ...core.plan.order import in_turn
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from .clock import clock_of
 from .config import PipelineConfig
+from .elastic import groups_in_rounds
 
 Pack = list[Slice]
 
@@ -86,7 +87,8 @@ def chunkings(
                 for places in dealt(lengths[alone], price, limits.num_ranks, base_s)
             ]
             plan = assembled(incoming, limits, packs, again)
-            if plan.micro_batches not in seen:
+            # What is in no rounds gets no order, without which no sequence may be cut.
+            if plan.micro_batches not in seen and not (again and groups_in_rounds(plan) is None):
                 seen.add(plan.micro_batches)
                 yield plan
 

@@ -144,3 +144,13 @@ def test_sequences_that_are_shared_in_part_alone_are_dealt_like_others() -> None
     parts = MicroBatch((Slice(0, 0, 1000),), (0, 1), 0, "ring"), MicroBatch((Slice(0, 1000, 1500),), (0,))
     came = StepPlan(as_lengths([1500]), parts, limits)
     assert all(len(m.ranks) == 1 for m in next(chunkings(came, limits, _of(2), PipelineConfig())).micro_batches)
+
+
+def test_what_is_shared_stays_so_only_where_it_can_be_ordered() -> None:
+    """Ranks that run in step, since they share experts, have no order of rounds beside shared micro-batches."""
+    parts = tuple(MicroBatch((Slice(0, start, start + 500),), (0, 1), 0, "ring") for start in (0, 500))
+    for in_step, shares in ((1, True), (2, False)):
+        limits = Limits(num_ranks=2, max_tokens=2000, num_stages=4, in_step=in_step)
+        came = StepPlan(as_lengths([1000, 40]), parts, limits)
+        plans = [plan for plan in chunkings(came, limits, _of(2), PipelineConfig()) if plan.micro_batches]
+        assert any(len(m.ranks) > 1 for plan in plans for m in plan.micro_batches) == shares
