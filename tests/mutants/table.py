@@ -244,6 +244,7 @@ KILLERS: dict[str, Words] = {
     "halves planned": ("pytest", "tests/plugins/mesh/candidates/test_halves.py"),
     "a GPU's halves": ("pytest", "tests/rehearsal/test_turns.py", "-k", "tp2 and kept"),
     "a GPU's recomputed halves": ("pytest", "tests/rehearsal/test_turns.py", "-k", "tp2 and recomputed"),
+    "a GPU's recomputed halves beside others": ("pytest", "tests/rehearsal/test_turns.py", "-k", "cp2 and recomputed"),
     "a GPU's stages": ("pytest", "tests/rehearsal/test_nccl.py", "-k", "one_queue and turns"),
     "a GPU's kernels": ("pytest", "tests/rehearsal/test_kernels.py", "-k", "definition"),
     "a GPU's packages": ("pytest", "tests/rehearsal/test_kernels.py", "-k", "quickstart or bytes"),
@@ -3092,6 +3093,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "            half.stream.wait_stream(torch.cuda.current_stream())\n",
         "            pass\n",
         "a GPU's halves",
+    ),
+    Mutant(
+        "a recomputed half begins before what it takes memory from is read",
+        "integrations/megatron/model/turns.py",
+        "    _go_on_from_here(halves)\n    return run",
+        "    return run",
+        "a GPU's recomputed halves beside others",
     ),
     Mutant(
         "nobody waits for the halves",

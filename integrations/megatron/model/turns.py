@@ -65,13 +65,11 @@ def _forward(block: Any, stock: Callable[..., Tensor], hidden_states: Tensor, *a
     parts, rotary = (torch.split(x, sizes) for x in (hidden_states, kwargs["rotary_pos_emb"]))
     each = zip(params.pack.halves, rotary, _streams(hidden_states.device), strict=True)
     halves = [_Half(seq_params(pack, routing=params.routing), angles, stream) for pack, angles, stream in each]
-    for half in halves:
-        if half.stream is not None:  # it goes on from here
-            half.stream.wait_stream(torch.cuda.current_stream())
+    _go_on_from_here(halves)
     for number, layer in enumerate(block.layers):
         run = partial(_run_layer, layer, halves)
         again = number < _recomputed_layers(block)
-        parts = tensor_parallel.checkpoint(run, False, *parts) if again else run(*parts)
+        parts = tensor_parallel.checkpoint(partial(_run_again, run, halves), False, *parts) if again else run(*parts)
     for half, part in zip(halves, parts, strict=True):
         if half.stream is not None:
             current = torch.cuda.current_stream()
@@ -79,6 +77,21 @@ def _forward(block: Any, stock: Callable[..., Tensor], hidden_states: Tensor, *a
             part.record_stream(current)  # a recomputed layer of backward begins without waiting for it
     output: Tensor = block.final_layernorm(torch.cat(parts))
     return output
+
+
+def _go_on_from_here(halves: Sequence[_Half]) -> None:
+    """Let the streams of halves begin behind what was asked of the current one."""
+    for half in halves:
+        if half.stream is not None:
+            half.stream.wait_stream(torch.cuda.current_stream())
+
+
+def _run_again(
+    run: Callable[..., tuple[Tensor, ...]], halves: Sequence[_Half], *parts_T1C: Tensor
+) -> tuple[Tensor, ...]:
+    """A layer that is recomputed in backward, where the current stream may still read what halves have made before."""
+    _go_on_from_here(halves)
+    return run(*parts_T1C)
 
 
 def _run_layer(layer: Any, halves: Sequence[_Half], *parts_T1C: Tensor) -> tuple[Tensor, ...]:
