@@ -128,7 +128,7 @@ def test_what_the_other_half_computes_hides_traffic_and_pays_for_it():
             {"model": {"family": "mixtral", "moe": {"num_experts": 8, "topk": 2}}, "tp": 1},
             "without pipeline stages and experts",
         ),
-        ({"trainer": "deepspeed", "tp": 1}, "under Megatron-Core"),
+        ({"trainer": "deepspeed", "tp": 1}, "under this trainer"),
     ],
     ids=["stages", "experts", "deepspeed"],
 )
@@ -143,7 +143,7 @@ def test_loops_that_nobody_edits_refuse_them():
     recipe = recipe_of()
     shape = __import__("evenload.core.recipe.sizes", fromlist=["shape_of"]).shape_of(recipe.model)
     traits = trainer_called("megatron").traits(recipe)
-    with pytest.raises(EvenloadError, match="in `evenload train` alone"):
+    with pytest.raises(EvenloadError, match="in a loop of your own"):
         PlanChain.of_model(recipe, shape, recipe.layout(), traits, warn=False)
 
 
