@@ -1231,13 +1231,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "units",
     ),
     Mutant(
-        "a sum over units counts as their mean",
-        "integrations/transformers/units/step.py",
-        "batch.divisor if measured.of_mean else None",
-        "batch.divisor",
-        "units",
-    ),
-    Mutant(
         "what a pack gives goes back to other rows",
         "integrations/transformers/pack_call.py",
         "index_copy(0, self.slots_N, own_N)",
