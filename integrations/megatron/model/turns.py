@@ -70,11 +70,9 @@ def _forward(block: Any, stock: Callable[..., Tensor], hidden_states: Tensor, *a
         run = partial(_run_layer, layer, halves)
         again = number < _recomputed_layers(block)
         parts = tensor_parallel.checkpoint(partial(_run_again, run, halves), False, *parts) if again else run(*parts)
-    for half, part in zip(halves, parts, strict=True):
+    for half in halves:
         if half.stream is not None:
-            current = torch.cuda.current_stream()
-            current.wait_stream(half.stream)
-            part.record_stream(current)  # a recomputed layer of backward begins without waiting for it
+            torch.cuda.current_stream().wait_stream(half.stream)
     output: Tensor = block.final_layernorm(torch.cat(parts))
     return output
 
