@@ -194,9 +194,11 @@ class PlanChain:
         known_s = 0.0 if self.orders and context.costs.recompute else plan.bound_s
         return plan.revised(bound_s=max(own_s, known_s))
 
-    def passes_floor_s(self, batch: Lengths) -> float:
-        """No plan under these settings that fits has run its last pass before [s], asked before there is one."""
-        shares, room_bytes = any(plugin.shares for plugin, _ in self.links), budget_bytes(self.caps, self.context)
+    def passes_floor_s(self, batch: Lengths, *, fits: bool = True) -> float:
+        """No plan under these settings has run its last pass before [s], asked before there is one. ``fits``: none that
+        fits into the device; else into any."""
+        shares = any(plugin.shares for plugin, _ in self.links)
+        room_bytes = budget_bytes(self.caps, self.context) if fits else math.inf
         return passes_bound_s(batch, self.caps, self.context, shares=shares, orders=self.orders, room_bytes=room_bytes)
 
     def plugins_floor_s(self, batch: Lengths) -> float:

@@ -124,8 +124,16 @@ def _one_of_each_layout(played: Sequence[Played], batches: Sequence[Lengths]) ->
 def _bounded(choice: Choice, batches: Sequence[Lengths]) -> Played:
     lacking_bytes = max(choice.lacking_bytes(batch) for batch in batches)
     after_s = after_passes_s(choice.chain.context)
+    if lacking_bytes > 0:
+        return Played(choice, _of_any_memory(choice, batches), out=LACKS, lacking_bytes=lacking_bytes)
     floors_s = [choice.chain.passes_floor_s(batch) + after_s for batch in batches]
-    return Played(choice, floors_s, out=LACKS if lacking_bytes > 0 else "", lacking_bytes=max(0.0, lacking_bytes))
+    return Played(choice, floors_s)
+
+
+def _of_any_memory(choice: Choice, batches: Sequence[Lengths]) -> list[float]:
+    """What no plan of a setting beats, however much a device holds [s], for each batch."""
+    after_s = after_passes_s(choice.chain.context)
+    return [choice.chain.passes_floor_s(batch, fits=False) + after_s for batch in batches]
 
 
 LACKS = "a device has too little memory"
@@ -149,4 +157,5 @@ def _know_more(one: Played, batches: Sequence[Lengths]) -> bool:
     one.floors_s[place] = step.step_s
     if not step.fits:
         one.out, one.lacking_bytes = LACKS, step.missing_bytes
+        one.floors_s = _of_any_memory(one.choice, batches)
     return True

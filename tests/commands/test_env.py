@@ -123,9 +123,9 @@ def test_what_a_launcher_drops_is_mended_in_its_own_words(variable: str, word: s
 
 def test_a_script_under_run_gives_ray_s_workers_its_variables_beside_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "x")
-    monkeypatch.setenv("EVENLOAD_STARTED", "/tmp/run")
+    monkeypatch.setenv("EVENLOAD_STARTED", "runs/started")
     monkeypatch.delenv(CHECK, raising=False)
-    carried_on = {VARIABLE: "x", "EVENLOAD_STARTED": "/tmp/run"}
+    carried_on = {VARIABLE: "x", "EVENLOAD_STARTED": "runs/started"}
     assert ray_runtime_env(None) == {"env_vars": carried_on | {"PYTHONPATH": f"{STARTUP}:${{PYTHONPATH}}"}}
     own = {"pip": ["mine"], "env_vars": {"PYTHONPATH": "/mine", "A": "1"}}
     wanted = {"pip": ["mine"], "env_vars": {"A": "1", "PYTHONPATH": f"{STARTUP}:/mine"} | carried_on}

@@ -3217,8 +3217,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a search plans what no device holds",
         "core/search/best_first.py",
-        'out=LACKS if lacking_bytes > 0 else ""',
-        'out=""',
+        "    if lacking_bytes > 0:\n",
+        "    if lacking_bytes > 1e18:\n",
         "search",
+    ),
+    Mutant(
+        "a sum over units counts as their mean",
+        "integrations/transformers/units/step.py",
+        "batch.divisor if measured.of_mean else None",
+        "batch.divisor",
+        "units",
     ),
 )

@@ -12,12 +12,14 @@ import pytest
 from evenload import api
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
+from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import judge
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.search.answer import answer, by_hand
 from evenload.core.search.best_first import LACKS, best_first
 from evenload.core.search.space import space_of
 from evenload.core.simulate.step import after_passes_s
+from evenload.training.drawing import Drawing, batch_size
 from evenload.training.forecast.search import Enough, search
 
 api.load_plugins()
@@ -73,6 +75,10 @@ def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_lar
     assert name != "little memory" or any(one.out == LACKS and not one.steps for one in state.played)
     said = answer(state, space, 10**6)
     assert said["rows"][0]["step_s"] == pytest.approx(best)
+    if more := said["more_memory"]:
+        free = space_of(recipe_of(case), case.ranks, case.pins).choices
+        (named,) = [one.chain for one in free if one.values == more["settings"]]
+        assert _mean_of_all_plans(named, batches) >= best / more["gain_at_most"] * (1 - 1e-9)
     assert said["planned"] + said["by_bound"] + said["by_memory"] + said["refused"] >= said["settings"]
 
 
@@ -120,6 +126,12 @@ def test_the_recipe_that_is_written_is_what_its_own_settings_give(tmp_path: Path
     pins = tuple(f"{key}={str(value).lower()}" for key, value in best["settings"].items() if key != "max_tokens")
     assert _searched(pins=pins)["rows"][0]["step_s"] == best["step_s"]
     layout = again.layout(4)
+    chain = PlanChain.of_recipe(again, layout)
+    drawing = Drawing.resume(
+        None, as_lengths(np.concatenate(drawn(3))), batch_size(again), chain, seed=again.train.seed
+    )
+    steps = [judge(chain.plan(as_lengths(drawing().lengths)), chain.context).step_s for _ in range(2)]
+    assert sum(steps) / 2 == best["step_s"]
     degrees = {f"parallel.{name}": getattr(layout, name) for name in ("tp", "pp", "ep")}
     assert degrees.items() <= best["settings"].items()
 

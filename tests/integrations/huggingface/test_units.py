@@ -61,11 +61,13 @@ def test_values_of_units_travel_with_them():
 
 
 OF_ROWS = [
+    ("grpo", {"max_tokens": 24}),
     ("grpo", {"loss_type": "dr_grpo"}),
     ("grpo", {"loss_type": "sapo", "lora": True, "beta": 0.1, "num_iterations": 2, "steps": 2}),
     ("rloo", {"num_iterations": 2, "steps": 2}),
 ]
-"""Means over rows; references and log-probabilities of the step before travel with them."""
+"""The first is a sum over the step's tokens, in micro-batches of unlike counts of rows; the others are means over rows.
+References and log-probabilities of the step before travel with them."""
 MORE_OF_ROWS = [("grpo", {"loss_type": kind}) for kind in ("grpo", "cispo", "vespo", "luspo")]
 
 
