@@ -71,7 +71,16 @@ def opens(folder: Path) -> bool:
 
 
 def adapters(folder: Path) -> bool:
-    return len([*folder.glob("adapters/*/adapter_model.safetensors")]) == 5
+    """Whether PEFT opens five adapters over the model."""
+    trained = sorted(map(str, folder.glob("adapters/*/last")))
+    code = f"""
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+for adapter in {trained!r}:
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(folder / "model")!r}), adapter)
+"""
+    opened = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    return len(trained) == 5 and opened.returncode == 0
 
 
 JOURNEYS = {

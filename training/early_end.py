@@ -30,15 +30,17 @@ AT_ONCE_S = 2.0
 """A launcher and a scheduler may both pass the same signal on: what comes within this time is one request."""
 NOTHING_HEARD = 0
 _OUT_OF_TIME = 1000
-_BEGAN_S = time.monotonic()
+BEGAN = "EVENLOAD_BEGAN_S"
+"""Tells the ranks of a launcher when its command began, by the machine's monotonic clock."""
+BEGAN_S = float(os.environ.get(BEGAN) or time.monotonic())
 """`launching.launch` imports this before anything that takes long."""
 
 
 class EarlyEnd:
-    """What this rank has heard. ``max_minutes``: of this process; None sets no limit."""
+    """What this rank has heard. ``max_minutes``: of the command; None sets no limit."""
 
     def __init__(self, max_minutes: float | None = None) -> None:
-        self._until_s = None if max_minutes is None else _BEGAN_S + 60 * max_minutes
+        self._until_s = None if max_minutes is None else BEGAN_S + 60 * max_minutes
         self.signal = NOTHING_HEARD
 
     def heard(self, step_s: float) -> int:

@@ -115,10 +115,7 @@ def summary(rows: list[Row], padded: list[Row]) -> Row:
     speeds = [row["tokens"] / row["epoch_s"] for row in rows]
     ratios = [speed * other["epoch_s"] / other["tokens"] for speed, other in zip(speeds, padded, strict=True)]
     one, other = rows[0], padded[0]
-    apart = {
-        name: max((abs(one[name][s] / other[name][s] - 1) for s in one[name].keys() & other[name].keys()), default=None)
-        for name in ("loss", "grad_norm")  # ZeRO 0 logs no norm
-    }
+    apart = {name: _furthest(one[name], other[name]) for name in ("loss", "grad_norm")}  # ZeRO 0 logs no norm
     return {
         **{key: one[key] for key in ("variant", "updates", "computed", "tokens")},
         "tokens_per_s": statistics.median(speeds),
@@ -131,11 +128,18 @@ def summary(rows: list[Row], padded: list[Row]) -> Row:
     }
 
 
+def _furthest(one: dict[int, float], other: dict[int, float]) -> float | None:
+    """The largest difference of a step, of the largest value: centred advantages have losses of 0."""
+    both = one.keys() & other.keys()
+    most = max((abs(other[step]) for step in both), default=0.0)
+    return max(abs(one[step] - other[step]) for step in both) / most if most else None
+
+
 def table(result: dict[str, Any]) -> Any:
     """The result for a person."""
     times = ("tokens/s", "over padded", "lowest .. highest", "s an epoch", "s a step")
     below = (
-        "loss, norm: largest relative difference from the padded run, step by step. bfd's and "
+        "loss, norm: largest difference from the padded run, step by step, of its largest. bfd's and "
         "rebalance's steps hold other samples, so these are other losses; evenload's are the padded run's."
     )
     head = ("variant", *times, "steps", "computed", "loss", "norm")

@@ -114,6 +114,7 @@ def train(asked: argparse.Namespace) -> None:
     log = [row for row in trainer.state.log_history if "loss" in row]
     result = {"times": Clock.times, "loss": [row["loss"] for row in log], "norm": [row.get("grad_norm") for row in log]}
     Path(f"{os.environ['RANK']}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()  # else its threads now and then abort the process as it ends
 
 
 def measured(variant: str, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -64,10 +64,17 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 
 
 def test_no_step_begins_that_might_end_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_end, "_BEGAN_S", time.monotonic() - 50.0)
+    monkeypatch.setattr(early_end, "BEGAN_S", time.monotonic() - 50.0)
     ending = EarlyEnd(max_minutes=1.0)
     assert ending.heard(step_s=5.0) == 0
     assert reason_of(ending.heard(step_s=15.0)) == "train.max_minutes"
+
+
+def test_the_minutes_of_a_rank_are_those_of_the_command_that_started_it() -> None:
+    code = "from evenload.training.early_end import EarlyEnd; print(EarlyEnd(1.0).heard(0.0))"
+    environment = {**os.environ, early_end.BEGAN: str(time.monotonic() - 61.0)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1000\n", "")
 
 
 def test_ranks_agree_on_the_most_that_one_has_heard() -> None:

@@ -32,7 +32,7 @@ from ...runtime.watchdog import marks
 from ...runtime.watchdog.orphans import die_with_parent
 from ...runtime.watchdog.store_socket import STORE_SOCKET, bound
 from ...runtime.world.variables import RESULT, job_variables
-from ..early_end import AT_ONCE_S, SIGNALS
+from ..early_end import AT_ONCE_S, BEGAN, BEGAN_S, SIGNALS
 from ..preflight import preflight
 from ..progress import PROGRESS_SOCKET, Progress, inherited_progress, pass_on_progress, progress_sockets, silent
 from ..tenants.arrivals.preflight import preflight as preflight_of_tenants
@@ -109,7 +109,7 @@ def launch(arguments: Sequence[str], num_ranks: int, safety: Safety, progress: P
         tempfile.TemporaryDirectory(prefix="evenload-", dir=memory) as places,
     ):
         result = Path(folder) / "result.json"
-        shared = {RESULT: str(result), marks.MARKS: places}
+        shared = {RESULT: str(result), marks.MARKS: places, BEGAN: str(BEGAN_S)}
         own_end, other_end = progress_sockets()
         with bound() as store, other_end:
             of_first = {STORE_SOCKET: store, PROGRESS_SOCKET: other_end}
