@@ -129,10 +129,10 @@ def summary(rows: list[Row], padded: list[Row]) -> Row:
 
 
 def _furthest(one: dict[int, float], other: dict[int, float]) -> float | None:
-    """The largest difference of a step, of the largest value: centred advantages have losses of 0."""
+    """The largest difference of a step, of the largest value or 0.001: centred advantages have losses of rounding."""
     both = one.keys() & other.keys()
     most = max((abs(other[step]) for step in both), default=0.0)
-    return max(abs(one[step] - other[step]) for step in both) / most if most else None
+    return max(abs(one[step] - other[step]) for step in both) / max(most, 1e-3) if both else None
 
 
 def table(result: dict[str, Any]) -> Any:

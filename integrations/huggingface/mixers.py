@@ -35,6 +35,13 @@ _LOUD = 1e3
 """Times which the first sample is multiplied, so that what the second one feels of it is more than rounding."""
 
 
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""Where Transformers keeps what recomputes a layer. It runs the layer's forward again, without the layer's hooks."""
+
+Form = Callable[..., Any]
+"""Gives the output of a mixer by (forward, pack, arguments, keyword arguments)."""
+
+
 class Mixer(NamedTuple):
     """A part of a model that is called in a form of its own where a pack runs."""
 
@@ -42,29 +49,16 @@ class Mixer(NamedTuple):
     """Whose call has the pack among its arguments: the part's decoder layer, or, where the model hands its layers no
     arguments on, all of them."""
     module: torch.nn.Module
-    form: Callable[..., Any]
-    """Gives the output by (forward, pack, arguments, keyword arguments)."""
-    recomputed: bool = True
-    """The holder is called again where layers are recomputed."""
+    form: Form
 
-    def refuse_unfit(self, recomputes: bool) -> None:
-        """Raise EvenloadError where calls of this form have no pack, or other numbers of collectives on other ranks.
-
-        Args:
-            recomputes: layers are recomputed.
-        """
-        name = type(self.module).__name__
-        if recomputes:
-            raise EvenloadError(
-                "layers that mix tokens are recomputed, which saves other tensors than their forward did",
-                f"{name} of a {type(self.holder).__name__} with gradient checkpointing",
-            )
+    def refuse_divided(self) -> None:
+        """Raise EvenloadError where calls of this form have other numbers of collectives on other ranks."""
         divided = any(hasattr(parameter, "ds_id") for parameter in self.module.parameters())
         divided |= any(isinstance(module, FSDPModule) for module in self.module.modules())
         if divided and self.form is in_rows:
             raise EvenloadError(
                 "layers that mix tokens are called once for each length, and each call gathers their weights",
-                f"{name}, whose weights are divided by themselves",
+                f"{type(self.module).__name__}, whose weights are divided by themselves",
             )
 
 
@@ -77,11 +71,17 @@ def apart(mixers: Sequence[Mixer]) -> Iterator[None]:
     """Inside, mixers keep the samples of packs apart, also where a layer is recomputed."""
     with ExitStack() as stack:
         packs: Packs = {}
-        for holder in {mixer.holder for mixer in mixers}:
+        holders = {mixer.holder for mixer in mixers}
+        for holder in holders:
             stack.enter_context(_noting(packs, holder))
-        for mixer in mixers:
-            own = partial(_run, packs, mixer, mixer.module.forward)
-            stack.enter_context(with_attributes(mixer.module, forward=own))
+        for module in {module for holder in holders for module in holder.modules()}:
+            if hasattr(module, _CHECKPOINT):
+                again = partial(_checkpointed, packs, getattr(module, _CHECKPOINT))
+                stack.enter_context(with_attributes(module, **{_CHECKPOINT: again}))
+        for module in {mixer.module for mixer in mixers}:
+            forms = {mixer.holder: mixer.form for mixer in mixers if mixer.module is module}
+            own = partial(_run, packs, forms, module.forward)
+            stack.enter_context(with_attributes(module, forward=own))
         yield
 
 
@@ -104,15 +104,32 @@ def _noting(packs: Packs, holder: torch.nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _run(packs: Packs, mixer: Mixer, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if not mixer.recomputed and mixer.holder not in packs:
+def _checkpointed(packs: Packs, checkpoint: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A checkpoint whose function has its packs again when it is recomputed, where hooks of its layer do not run."""
+    own = dict(packs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        others = dict(packs)
+        packs.update(own)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            packs.clear()
+            packs.update(others)
+
+    return checkpoint(run, *args, **kwargs)
+
+
+def _run(packs: Packs, forms: dict[torch.nn.Module, Form], forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    holder = next((holder for holder in forms if holder in packs), None)
+    if holder is None:
         raise EvenloadError(
-            "a layer is recomputed that is not told of its pack again",
-            f"{type(mixer.module).__name__} of a {type(mixer.holder).__name__}",
-            "leave gradient checkpointing off for this model, or evenload",
+            "a layer is recomputed without its pack",
+            f"a part of a {type(next(iter(forms))).__name__} by other means than Transformers' gradient checkpointing",
+            "use gradient_checkpointing=True, or leave evenload off for this model",
         )
-    pack = packs.get(mixer.holder)
-    return forward(*args, **kwargs) if pack is None else mixer.form(forward, pack, args, kwargs)
+    pack = packs[holder]
+    return forward(*args, **kwargs) if pack is None else forms[holder](forward, pack, args, kwargs)
 
 
 def with_borders(forward: Any, pack: Pack, args: Any, kwargs: Any) -> Any:
@@ -249,7 +266,7 @@ class MixerSearch:
             return out
         if own is None or other is None or not self._difference(other[first:], own[first:]) > self._tolerance:
             return out
-        mixer = Mixer(layer if has_pack else self._body, module, in_rows, has_pack)
+        mixer = Mixer(layer if has_pack else self._body, module, in_rows)
         return self._kept_apart(mixer, forward, pack, args, kwargs)
 
     def _kept_apart(self, mixer: Mixer, forward: Any, pack: Pack, args: Any, kwargs: Any) -> Any:

@@ -210,7 +210,6 @@ class Measurement:
         self._samples = samples
         self._mixers: list[Mixer] | None = None
         """None until a pack has run."""
-        self._recomputes = bool(getattr(model, "is_gradient_checkpointing", False))
         self._row = row
         self._compute = compute
         # Weights may be offloaded.
@@ -285,7 +284,7 @@ class Measurement:
             yield
         self._mixers = search.mixers
         for mixer in search.mixers:
-            mixer.refuse_unfit(self._recomputes)
+            mixer.refuse_divided()
 
     def raises_on_row(self) -> bool:
         """Whether the loss raises on the script's own batch as well."""

@@ -160,6 +160,7 @@ KILLERS: dict[str, Words] = {
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
     "windows": ("pytest", "tests/runtime/attention/test_windows.py"),
     "mixers": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "border"),
+    "recomputed mixers": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "pack_again"),
     "mixers on ranks": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "packs_are_exact"),
     "latent": ("pytest", _SPEC, "-k", "latent and yarn"),
     "te windows": ("pytest", _SPEC, "-k", "windows"),
@@ -3227,5 +3228,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "batch.divisor if measured.of_mean else None",
         "batch.divisor",
         "units",
+    ),
+    Mutant(
+        "a recomputed layer has no pack",
+        "integrations/huggingface/mixers.py",
+        "        packs.update(own)\n",
+        "        pass\n",
+        "recomputed mixers",
     ),
 )
