@@ -20,15 +20,16 @@ TASKS = {"dpo": "", "kto": "", "reward": "", "grpo": GENERATED, "rloo": GENERATE
 IN_PLACE = ("kto",)
 """Its KL is the mean of a micro-batch."""
 FLOAT32 = 2e-6
-NO_LOSS = 1e-6
-"""Of centred advantages, whose loss is rounding."""
+OF_SUMS = 5e-4
+"""RLOO's ratios are of whole answers' log-probabilities, sums of hundreds in float32, which are scored in other packs
+than they are trained in; so is its loss, which centred advantages leave no other value. In float64: test_units."""
 CASES = [(task, layout) for layout in launching.LAYOUTS for task in TASKS]
 
 
 def drawn() -> list[tuple[str, str]]:
     """One of them; `make explore` has all."""
     explores = hypothesis.settings.get_current_profile_name() == "explore"
-    return CASES if explores else [("grpo", "fsdp")]
+    return CASES if explores else [("rloo", "fsdp")]
 
 
 def ran(launch: Callable[..., Any], case: tuple[str, str], assets: Path, folder: Path, recipe: Path | None) -> Any:
@@ -55,5 +56,6 @@ def test_a_trainer_of_trl_trains_the_same_in_a_layout(
         wanted, got = stock.logged(name), own.logged(name)
         assert wanted.keys() == got.keys()
         assert wanted or name == "grad_norm"  # ZeRO 0 logs no norm
-        apart = {step: abs(got[step] - value) - NO_LOSS * (case[0] == "rloo") for step, value in wanted.items()}
-        assert all(off <= FLOAT32 * abs(wanted[step]) for step, off in apart.items()), (name, wanted, got)
+        for step, value in wanted.items():
+            most = OF_SUMS * max(abs(value), 1.0) if case[0] == "rloo" else FLOAT32 * abs(value)
+            assert abs(got[step] - value) <= most, (name, step, wanted, got)

@@ -160,6 +160,7 @@ KILLERS: dict[str, Words] = {
     "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
     "windows": ("pytest", "tests/runtime/attention/test_windows.py"),
     "mixers": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "border"),
+    "TRL's layouts": ("pytest", "tests/hosts/test_trl_layouts.py"),
     "recomputed mixers": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "pack_again"),
     "mixers on ranks": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "packs_are_exact"),
     "latent": ("pytest", _SPEC, "-k", "latent and yarn"),
@@ -3235,5 +3236,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "        packs.update(own)\n",
         "        pass\n",
         "recomputed mixers",
+    ),
+    Mutant(
+        "weights are moved in a copy that is freed",
+        "integrations/transformers/units/proof.py",
+        "            module.reshard()",
+        "            pass",
+        "TRL's layouts",
     ),
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from ....core.errors import EvenloadError
 from ....runtime.world.agreement import everyone
@@ -148,6 +149,9 @@ def _rows(gradient: Tensor, mask_RT: Tensor) -> list[Tensor]:
 @contextmanager
 def moved(model: Any, side: float) -> Iterator[None]:
     """Inside, weights that are trained lie a little to one side of where they are."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else what is moved may be a copy of a forward before, which is freed meanwhile
     trained = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
     kept: list[tuple[Tensor, Tensor]] = []
     entries = 0
