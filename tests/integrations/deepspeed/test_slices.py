@@ -12,7 +12,7 @@ from evenload.integrations.deepspeed.engine.model import build_model, recompute_
 from evenload.integrations.deepspeed.engine.stage import call_of
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
 from evenload.integrations.host.scoring import token_losses
-from evenload.runtime.attention.labels import count_targets, labels_of
+from evenload.runtime.attention.labels import count_targets, readers_of
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 
@@ -39,7 +39,7 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
             if one.kind == "backward":
                 losses.pop(one.graph).backward()
                 continue
-            pack = build_pack(one.micro_batch, tokens_of, "cpu", store, labels_of=labels_of(labels))
+            pack = build_pack(one.micro_batch, tokens_of, "cpu", store, **readers_of(labels))
             if one.kind == "forward_kv":
                 with torch.no_grad():
                     logits = model(**call_of(pack), logits_to_keep=1).logits
