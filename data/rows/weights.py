@@ -39,20 +39,20 @@ def read_weights(rows: Rows, field: str, documents: Documents, spans: TargetSpan
         for number, (key, (place, row)) in enumerate(rows.read_all()):
             if field not in row:
                 raise no_weight(place, field, row)
-            mine = [number, number + 1]
+            own = [number, number + 1]
             if documents.keys is not None:
-                mine = [int(np.searchsorted(documents.keys, key, side=side)) for side in ("left", "right")]
-            borders = begin[mine[0] : mine[1] + 1].tolist()
+                own = [int(np.searchsorted(documents.keys, key, side=side)) for side in ("left", "right")]
+            borders = begin[own[0] : own[1] + 1].tolist()
             for first, weight in _runs(row[field], borders, spans, f"{field!r} in {place}"):
                 if not value or weight != value[-1]:
                     start.append(first if value else 0)
                     value.append(weight)
         return {"start": np.array(start, dtype=np.int64), "value": np.array(value).view(np.int64)}
 
-    made = hashlib.blake2b(digest_size=16)
+    encoded = hashlib.blake2b(digest_size=16)
     for one in (documents.lengths, *spans):
-        made.update(one.astype("<i8").tobytes())
-    kept = cached_arrays(key_of(rows.files, "weights-1", field, made.hexdigest()), scan)
+        encoded.update(one.astype("<i8").tobytes())
+    kept = cached_arrays(key_of(rows.files, "weights-1", field, encoded.hexdigest()), scan)
     runs = WeightRuns(kept["start"], kept["value"].view(np.float64))
     return None if (runs.value == 1).all() else runs
 

@@ -41,7 +41,8 @@ class Reduction:
     """
 
     def __init__(self, ddp: Any, plan: StepPlan, clock: BusyClock, divisor: float | None = None) -> None:
-        self._ddp, self._clock, self._divisor = ddp, clock, divisor
+        self._ddp, self._clock = ddp, clock
+        self._divisor = divisor
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
         self.quiet = self.overlap and (idle or not plan.in_host_schedule)

@@ -10,7 +10,7 @@ may have any sign. A token whose weight is 0 is no target. Without weights each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,16 @@ def readers_of(labels: Labels | None) -> dict[str, Any]:
     if labels is None:
         return {}
     return {"labels_of": labels.of, "weights_of": None if labels.weights is None else labels.weights.of}
+
+
+def part_of(labels: Labels | None, places: Sequence[int]) -> Labels | None:
+    """The labels of some sequences of a batch, as a batch of their own."""
+    if labels is None:
+        return None
+    own = Labels(lambda index: labels.of(places[index]), labels.targets[places])
+    if (weights := labels.weights) is None:
+        return own
+    return own._replace(weights=TargetWeights(lambda index: weights.of(places[index]), weights.sums[places]))
 
 
 def weighed(labels: Labels | None, tokens_of: TokensOf, lengths: Lengths, weights_of: WeightsOf) -> Labels:

@@ -221,9 +221,10 @@ def build_pack(
 
     def fill(slices: Slices, segments: Borders, borders: Borders) -> dict[str, Any]:
         rows = _fill(slices, segments, tokens_of, labels_of or tokens_of)
-        if weights_of:
-            rows["weights_T"] = np.where(rows["labels_T"] == IGNORE, 0.0, _weights(slices, segments, weights_of))
-        num_targets = int(np.count_nonzero(rows["labels_T"] != IGNORE))
+        target_T = rows["labels_T"] != IGNORE
+        if weights_of and ((weights_T := _weights(slices, segments, weights_of)) != 1)[target_T].any():
+            rows["weights_T"] = np.where(target_T, weights_T, 0.0)
+        num_targets = int(np.count_nonzero(target_T))
         rows["cu_seqlens"] = np.array(borders, dtype=np.int32)
         return {**copy_rows(rows, device), "num_targets": num_targets}
 

@@ -23,7 +23,7 @@ from ...integrations.reference.exactness import relative_error
 from ...integrations.reference.textbook import AdamState, AdamW, norm_of
 from ...integrations.reference.textbook_adapter import Alone
 from ...runtime.adapters.places import AdapterState
-from ...runtime.attention.labels import Labels, TargetWeights
+from ...runtime.attention.labels import Labels, part_of
 from ...runtime.attention.pack import TokensOf
 from ...runtime.world.agreement import everyone
 from ..drawing import Drawing
@@ -186,13 +186,7 @@ def proven_step(step: ProofStep, tenants: Sequence[TenantBeside]) -> Proven:
 def _own(plan: StepPlan, number: int, tokens_of: TokensOf, labels: Labels | None) -> Batch:
     """The sequences of one tenant, as a batch of its own."""
     places = np.flatnonzero(plan.tenants == number).tolist()
-    tokens, lengths = (lambda i: tokens_of(places[i])), plan.lengths[places]
-    if labels is None:
-        return tokens, lengths, None
-    own = Labels(lambda i: labels.of(places[i]), labels.targets[places])
-    if (weights := labels.weights) is not None:
-        own = own._replace(weights=TargetWeights(lambda i: weights.of(places[i]), weights.sums[places]))
-    return tokens, lengths, own
+    return lambda i: tokens_of(places[i]), plan.lengths[places], part_of(labels, places)
 
 
 def _changed(job: TenantJob, one: TenantBeside, before: AdapterState) -> bool:

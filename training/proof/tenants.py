@@ -49,7 +49,8 @@ class _Proof:
     """The tenants of a recipe, each beside itself alone. Everything is collective."""
 
     def __init__(self, recipe: Recipe, steps: int, progress: Progress, *, weights: bool) -> None:
-        self._recipe, self._steps, self._weights = recipe, steps, weights
+        self._recipe, self._steps = recipe, steps
+        self._weights = weights
         self._tenants: list[TenantBeside] = []
         self._base: dict[str, Tensor] = {}
         self._proven = ProvenSteps(steps, progress)

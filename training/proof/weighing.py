@@ -32,10 +32,10 @@ def drawn_weights(
     owners = np.zeros(len(lengths), dtype=np.int64) if tenants is None else tenants
     for left in reversed(range(_DRAWS)):
         drawn = [_weights(random, int(length), by, plain=not left) for length in lengths]
-        made = weighed(labels, tokens_of, lengths, drawn.__getitem__)
-        if not left or all(_usable(made, np.flatnonzero(owners == owner)) for owner in np.unique(owners)):
+        weighted = weighed(labels, tokens_of, lengths, drawn.__getitem__)
+        if not left or all(_usable(weighted, np.flatnonzero(owners == owner)) for owner in np.unique(owners)):
             break
-    return made
+    return weighted
 
 
 def _weights(random: np.random.Generator, length: int, by: By, *, plain: bool) -> Floats:

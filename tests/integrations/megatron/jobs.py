@@ -30,6 +30,7 @@ from evenload.integrations.megatron.saving import checkpoint as checkpoint_modul
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.measure.busy import BusyClock
 from evenload.training.proof.masking import half_masked
+from evenload.training.proof.weighing import drawn_weights
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -72,6 +73,15 @@ def tokens(lengths: Any = LENGTHS, seed: int = 3) -> Callable[[int], np.ndarray]
 def masked(lengths: Any = LENGTHS, seed: int = 0) -> Labels:
     """Labels in which half of the tokens carry no loss, and the others count as tokens of another seed."""
     return half_masked(None, tokens(lengths, seed + 100), np.arange(len(lengths)), as_lengths(lengths), seed)
+
+
+def labels_in_turn(turn: int, lengths: Any = LENGTHS, tenants: Any = None) -> Labels | None:
+    """Every token; half of them; with weights by sequence; half of them, with weights by token, and so on."""
+    labels = masked(lengths) if turn % 2 else None
+    if turn % 4 < 2:
+        return labels
+    by: Any = "token" if turn % 2 else "sequence"
+    return drawn_weights(labels, tokens(lengths, 100), as_lengths(lengths), by, [turn % 4], tenants)
 
 
 def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = False) -> StepPlan:

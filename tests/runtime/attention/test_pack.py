@@ -85,8 +85,9 @@ def test_each_target_has_its_own_weight_wherever_the_batch_is_cut(batch, draw):
     known = Labels(bare.__getitem__, np.array([np.count_nonzero(row[1:] != IGNORE) for row in bare]))
     labels = weighed(known, tokens_of(lengths), as_lengths(lengths), rows.__getitem__)
     packs = [build_pack(m, tokens_of(lengths), **readers_of(labels)) for m in micro_batches]
-    found, weights = (torch.cat([getattr(p, name) for p in packs]) for name in ("labels_T", "weights_T"))
+    found = torch.cat([p.labels_T for p in packs])
     carries = found != IGNORE
+    weights = torch.cat([(p.labels_T != IGNORE).double() if p.weights_T is None else p.weights_T for p in packs])
     assert weights.dtype == torch.float64
     assert torch.equal(weights != 0, carries)
     assert torch.equal(weights[carries].abs(), 1 / found[carries].double())
@@ -97,6 +98,19 @@ def test_each_target_has_its_own_weight_wherever_the_batch_is_cut(batch, draw):
     losses = [torch.rand(p.num_padded_tokens, dtype=torch.float64) for p in packs]
     sums = torch.cat([slice_losses(loss, pack)[0] for loss, pack in zip(losses, packs, strict=True)])
     assert float(sums.sum()) == pytest.approx(float((torch.cat(losses) * weights).sum()), abs=1e-9)
+
+
+@given(cut_batches())
+def test_weights_of_one_leave_packs_as_they_are_without(batch):
+    lengths, micro_batches = batch
+    ones = [np.ones(n) for n in lengths]
+    labels = weighed(None, tokens_of(lengths), as_lengths(lengths), ones.__getitem__)
+    assert loss_divisor(as_lengths(lengths), labels) == loss_divisor(as_lengths(lengths))
+    for micro_batch in micro_batches:
+        pack = build_pack(micro_batch, tokens_of(lengths), **readers_of(labels))
+        bare = build_pack(micro_batch, tokens_of(lengths))
+        assert pack.weights_T is None
+        assert torch.equal(pack.labels_T, bare.labels_T)
 
 
 def test_weights_that_a_loss_cannot_be_divided_by_are_refused():
