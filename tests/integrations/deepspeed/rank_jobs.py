@@ -147,6 +147,10 @@ def mutants(stage: int) -> dict[str, float]:
     labels = half_masked(None, tokens_of, np.arange(len(LENGTHS)), good.lengths, 0)
     with pytest.raises(EvenloadError, match="another number of targets"):
         host.train_step(good, tokens_of, lr=1e-2, labels=labels._replace(targets=labels.targets + 1))
+    weights = drawn_weights(labels, tokens_of, good.lengths, "token", [0]).weights
+    labels = labels._replace(weights=weights._replace(sums=weights.sums * np.nan))
+    with pytest.raises(EvenloadError, match="add up to nothing that its loss can be divided by"):
+        host.train_step(good, tokens_of, lr=1e-2, labels=labels)
     host.close()
     return errors
 

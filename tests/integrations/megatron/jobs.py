@@ -27,7 +27,7 @@ from evenload.integrations.megatron.model.gpt import torch_optimizers
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.saving import checkpoint as checkpoint_module
-from evenload.runtime.attention.labels import Labels
+from evenload.runtime.attention.labels import Labels, TargetWeights, weighed
 from evenload.runtime.measure.busy import BusyClock
 from evenload.training.proof.masking import half_masked
 from evenload.training.proof.weighing import drawn_weights
@@ -283,6 +283,27 @@ def bad_plan(world: Any, *, kind: str) -> str:
             assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
             return error.what
     return ""
+
+
+def cancelling(lengths: Any = LENGTHS) -> Labels:
+    """Labels whose weights add up to 0."""
+    rows = [np.full(n, (-1.0) ** i / (n - 1)) for i, n in enumerate(lengths)]
+    labels = weighed(None, tokens(lengths), as_lengths(lengths), rows.__getitem__)
+    return labels._replace(
+        weights=TargetWeights(rows.__getitem__, np.array([(-1.0) ** i for i in range(len(lengths))]))
+    )
+
+
+def cancelled(world: Any) -> list[str]:
+    """The error of a batch whose weights cancel out; no weight of the model has changed."""
+    with hosted(world) as host:
+        before = [p.detach().clone() for p in host.model.parameters()]
+        try:
+            host.train_step(plan(world.size), tokens(), lr=1.0, labels=cancelling())
+        except EvenloadError as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
+            return [error.what, error.found]
+    return []
 
 
 def initial_weights(world: Any, **changes: Any) -> dict[str, Any]:
