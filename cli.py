@@ -88,11 +88,12 @@ def verify(
     overrides: Overrides = None,
     nproc: NumRanks = None,
     steps: Annotated[str, typer.Option("--steps", metavar="K", help="Updates, a resume in their middle.")] = "3",
+    weights: Annotated[bool, typer.Option("--weights", help="Targets have drawn weights, of any sign and 0.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Hold steps of the run against plain training of whole sequences, through a resume. Exit code 1 if they differ."""
     updates = number_of_word(steps, "--steps", REPEATS)
-    _run_ranks("verify", load_recipe(recipe, overrides or ()), nproc, as_json, steps=updates)
+    _run_ranks("verify", load_recipe(recipe, overrides or ()), nproc, as_json, steps=updates, weights=weights)
 
 
 @app.command()

@@ -1,8 +1,9 @@
 """Whether data are what they were: when a run goes on, and while it runs.
 
-A fingerprint is ``LENGTHS-CONTENT``: a hash of all lengths, numbers of targets and groups, and one of the tokens and
-labels of some samples, the same ones for the same number of samples. Data of up to `SAMPLES` short samples are compared
-whole; of larger ones an exchange of every k-th sample is noticed with a probability of 1 - (1 - 1/k)^256.
+A fingerprint is ``LENGTHS-CONTENT``: a hash of all lengths, numbers of targets, groups and sums of weights, and one
+of the tokens, labels and weights of some samples, the same ones for the same number of samples. Data of up to `SAMPLES`
+short samples are compared whole; of larger ones an exchange of every k-th sample is noticed with a probability of
+1 - (1 - 1/k)^256.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def fingerprint(documents: Documents, cut: Cut) -> str:
         lengths.update(cut.targets.astype("<i8").tobytes())
     if documents.groups is not None:
         lengths.update(documents.groups[cut.document].astype("<i8").tobytes())
+    if cut.weight_sums is not None:
+        lengths.update(cut.weight_sums.astype("<f8").tobytes())
     content = hashlib.blake2b(digest_size=8)
     for document, samples in _chosen(documents, cut).items():
         start, stop = cut.start[samples], cut.start[samples] + cut.length[samples]
@@ -49,6 +52,9 @@ def fingerprint(documents: Documents, cut: Cut) -> str:
         columns = [documents.read(document, first, last)]
         if cut.targets is not None:
             columns.append(documents.read_labels(document, first, last))
+        if documents.weights is not None:
+            place = int(documents.lengths[:document].sum())
+            columns.append(documents.weights.of(place + first, place + last).view(np.int64))
         for one in columns:
             for begin, end in zip(start - first, stop - first, strict=True):
                 content.update(np.asarray(one[begin:end]).astype("<i8").tobytes())

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import EvenloadError, nearest
 from .samples.cut import TargetSpans
+from .samples.weights import WeightRuns
 
 ID_FIELDS = ("input_ids", "tokens")
 """Names under which data sets usually store token ids, looked for in this order and before any text."""
@@ -33,6 +34,8 @@ class Documents(Protocol):
     """Every token id is below it; None where only reading all tokens would tell (`scan_vocab_size` does that)."""
     spans: TargetSpans | None = None
     """Which tokens are targets; None: all are."""
+    weights: WeightRuns | None = None
+    """The weights of targets, none of which is 0; None: each is 1."""
     keys: NDArray[np.int64] | None = None
     """[num_documents] the row that each is of; None: every row is one document, in order."""
     groups: NDArray[np.int64] | None = None

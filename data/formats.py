@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from .rows.groups import group_numbers, no_group
 from .rows.kinds import Encoder, LabelEncoder, RowForm, row_form
 from .rows.prompts import PromptEncoder
 from .rows.readers import ArrowRows, JsonlRows, Rows, column_kinds, first_kinds
+from .rows.weights import no_weight, read_weights
+from .samples.cut import TargetSpans
 from .tokenizers import EndingTokenizer, Tokenizer
 
 
@@ -39,6 +41,14 @@ class Settings(NamedTuple):
     """Whether prompts carry loss too."""
     group: str | None = None
     """The field whose value says which rows stay together; None: none do."""
+    weights: str | None = None
+    """The field with the weights of targets; None: each is 1."""
+
+    @property
+    def columns(self) -> dict[str, Callable[[str, str, Collection[str]], EvenloadError]]:
+        """The fields beside those of the samples, and the error for a table that lacks one."""
+        wanted = {self.group: no_group, self.weights: no_weight}
+        return {field: error for field, error in wanted.items() if field is not None}
 
     @property
     def of_text(self) -> Tokenizer:
@@ -47,18 +57,30 @@ class Settings(NamedTuple):
 
 
 def open_documents(spec: str, settings: Settings) -> Documents:
-    """The documents of a spec. Raises EvenloadError where there are none, or where they are to be in groups and are of
-    no rows."""
-    documents = _documents(spec, settings)
-    if settings.group is not None and documents.groups is None:
-        what, detail = f"the samples of {spec} are no rows that say their group", f"data.group {shown(settings.group)}"
-        raise EvenloadError(what, detail, "give .jsonl, arrow or parquet, or leave data.group out")
+    """The documents of a spec. Raises EvenloadError where there are none, or where they are to be in groups or to have
+    weights and are of no rows."""
+    documents, rows = _documents(spec, settings)
+    of_rows = ("group", settings.group, "say their group"), ("weight_column", settings.weights, "give their weight")
+    for key, field, what in of_rows:
+        if field is not None and rows is None:
+            detail, do = f"data.{key} {shown(field)}", f"give .jsonl, arrow or parquet, or leave data.{key} out"
+            raise EvenloadError(f"the samples of {spec} are no rows that {what}", detail, do)
+    if rows is not None and settings.group is not None:
+        keys, numbers = group_numbers(rows, settings.group)
+        documents.groups = numbers if documents.keys is None else numbers[np.searchsorted(keys, documents.keys)]
+    if rows is not None and settings.weights is not None:
+        everything = TargetSpans(np.zeros(1, dtype=np.int64), np.array([documents.lengths.sum()]))
+        spans = documents.spans or everything
+        documents.weights = read_weights(rows, settings.weights, documents, spans)
+        if documents.weights is not None:
+            documents.spans = documents.weights.nonzero(spans)
     return documents
 
 
-def _documents(spec: str, settings: Settings) -> Documents:
+def _documents(spec: str, settings: Settings) -> tuple[Documents, Rows | None]:
+    """The documents, and the rows that they were made of, if they were of any that hold `Settings.columns`."""
     if spec == stdlib.NAME and settings.of_text.identity == "bytes":
-        return stdlib.StdlibDocuments()
+        return stdlib.StdlibDocuments(), None
     if spec == stdlib.NAME:
         return _jsonl(stdlib.sources_as_jsonl(), settings, spec)
     if stdlib.is_pairs(spec):
@@ -68,41 +90,34 @@ def _documents(spec: str, settings: Settings) -> Documents:
         return _jsonl(path, settings)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if reading.is_file(f"{prefix}.idx") or path.suffix in (".bin", ".idx"):
-        return BinIdxDocuments(prefix)
+        return BinIdxDocuments(prefix), None
     files = table_files(path)
     if not files:
         raise nothing_there(spec, path)
     return _tables(spec, files, settings)
 
 
-def _jsonl(path: Path, settings: Settings, name: str | None = None) -> Documents:
+def _jsonl(path: Path, settings: Settings, name: str | None = None) -> tuple[Documents, Rows]:
     form, rows = row_form(first_kinds(path), settings.text_key, name or shorten(str(path))), JsonlRows(path, name)
     if form.kind == "plain":
-        return _grouped(JsonlDocuments(path, settings.of_text, form.field, name), rows, settings.group)
-    return _grouped(RowDocuments(rows, _encoder(form, settings)), rows, settings.group)
+        return JsonlDocuments(path, settings.of_text, form.field, name), rows
+    return RowDocuments(rows, _encoder(form, settings)), rows
 
 
-def _grouped(documents: Documents, rows: Rows, field: str | None) -> Documents:
-    if field is not None:
-        keys, numbers = group_numbers(rows, field)
-        documents.groups = numbers if documents.keys is None else numbers[np.searchsorted(keys, documents.keys)]
-    return documents
-
-
-def _tables(spec: str, files: list[Path], settings: Settings) -> Documents:
-    columns, field = column_kinds(files[0]), settings.group
+def _tables(spec: str, files: list[Path], settings: Settings) -> tuple[Documents, Rows | None]:
+    columns, further = column_kinds(files[0]), settings.columns
     form = row_form(columns, settings.text_key, str(files[0]))
-    if field is not None and field not in columns:
-        raise no_group(str(files[0]), field, columns)
+    for field, error in further.items():
+        if field not in columns:
+            raise error(str(files[0]), field, columns)
     encoder = None if form.kind == "plain" else _encoder(form, settings)
     names = encoder.fields if encoder else (form.field,)
     if files[0].suffix == ".parquet":
-        files = [parquet_as_arrow(files, (*names, *([field] if field else ())))]
+        files = [parquet_as_arrow(files, (*names, *further))]
+    rows = ArrowRows(spec, files, further) if further else None
     if encoder is None:
-        documents: Documents = ArrowDocuments(spec, files, settings.of_text, form.field)
-    else:
-        documents = RowDocuments(ArrowRows(spec, files, names), encoder)
-    return _grouped(documents, ArrowRows(spec, files, (field,)), field) if field else documents
+        return ArrowDocuments(spec, files, settings.of_text, form.field), rows
+    return RowDocuments(ArrowRows(spec, files, names), encoder), rows
 
 
 def _encoder(form: RowForm, settings: Settings) -> Encoder:

@@ -23,11 +23,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.aliases import Floats
 from ..core.errors import EvenloadError
 from .content import Watch, fingerprint
 from .documents import Documents
 from .formats import Settings, open_documents
-from .samples.cut import Cut, LongSamples, check_cut, cut, with_targets
+from .samples.cut import IGNORE, Cut, LongSamples, check_cut, cut, with_targets
+from .samples.weights import with_weights
 from .tokenizers import open_tokenizer
 
 LossOn = Literal["completion", "all"]
@@ -49,8 +51,10 @@ class Source:
         numbers = documents.groups
         self.groups = None if numbers is None else np.unique(numbers[cut.document], return_inverse=True)[1]
         """[num_samples] group of each sample, 0 .. num_groups-1, read-only; None where each is by itself."""
+        self.weight_sums = cut.weight_sums
+        """[num_samples] what the weights of each sample's targets add up to, read-only; None: each weight is 1."""
         self._watch = Watch(self.name, documents.files, lambda: fingerprint(documents, cut))
-        for column in (self.lengths, self.targets, self.groups):
+        for column in (self.lengths, self.targets, self.groups, self.weight_sums):
             if column is not None:
                 column.setflags(write=False)
 
@@ -81,7 +85,21 @@ class Source:
 
         The first token has none before it, so its label never counts. Raises as `tokens` does.
         """
-        return self._read(index, self._documents.read_labels)[1]
+        labels = self._read(index, self._documents.read_labels)[1]
+        return labels if self.weight_sums is None else np.where(self.weights(index) == 0, IGNORE, labels)
+
+    def weights(self, index: int) -> Floats:
+        """[length] the weight of each token of a sample where it is a target, at its own place."""
+        length, runs = int(self.lengths[index]), self._documents.weights
+        if runs is None:
+            return np.ones(length)
+        first = int(self._places[self._cut.document[index]] + self._cut.start[index])
+        return runs.of(first, first + length)
+
+    @cached_property
+    def _places(self) -> NDArray[np.int64]:
+        """[num_documents] places of documents on the axis of all (`cut`)."""
+        return np.cumsum(self._documents.lengths) - self._documents.lengths
 
     def _read(self, index: int, read: Callable[[int, int, int], NDArray[Any]]) -> tuple[int, NDArray[np.int64]]:
         """The document of a sample, and what ``read`` gives for it."""
@@ -105,6 +123,7 @@ class Source:
             "without_target": int((self.lengths < 2 if self.targets is None else self.targets == 0).sum()),
             "longest": int(self.lengths.max()),
             **({} if self.groups is None else {"groups": int(self.groups.max()) + 1}),
+            **({} if self.weight_sums is None else {"weight_sum": float(self.weight_sums.sum())}),
             **self._cut.counts,
             "tokens_left_out": self._cut.tokens_left_out,
             "fingerprint": self.fingerprint,
@@ -128,6 +147,7 @@ def open_source(
     append_eos: bool | None = None,
     loss_on: LossOn = "completion",
     group: str | None = None,
+    weight_column: str | None = None,
 ) -> Source:
     """Open the data that ``spec`` names (see the table above).
 
@@ -135,14 +155,15 @@ def open_source(
     for ``long_samples``. ``tokenizer`` is ``bytes``, a tokenizer.json or a folder, for text. ``text_key`` names the
     field or column; by default the kind of row tells. ``append_eos`` puts the tokenizer's end of sequence behind texts
     (None: behind completions alone). ``loss_on`` says which tokens of prompts and chats are targets. ``group`` names a
-    field: samples of one value stay together. ``vocab_size`` is the model's: data known to exceed it is refused here,
-    any other token that does when it is read. Without it a tokenizer says which ids are possible.
+    field: samples of one value stay together. ``weight_column`` names one of the weights of targets. ``vocab_size`` is
+    the model's: data known to exceed it is refused here, any other token that does when it is read. Without it a
+    tokenizer says which ids are possible.
 
     Raises `EvenloadError` when there is no such data, when it is empty or damaged, or when settings contradict.
     """
     check_cut(max_length, long_samples, min_length)
     words = open_tokenizer(tokenizer)
-    documents = open_documents(spec, Settings(words, text_key, append_eos, loss_on == "all", group))
+    documents = open_documents(spec, Settings(words, text_key, append_eos, loss_on == "all", group, weight_column))
     limit = vocab_size if vocab_size is not None or tokenizer == "bytes" else words.vocab_size
     if limit is not None and documents.vocab_size is not None and documents.vocab_size > limit:
         detail = f"ids up to {documents.vocab_size - 1}, vocabulary of {limit}"
@@ -150,6 +171,7 @@ def open_source(
         raise EvenloadError(f"the tokens of {spec} do not fit the vocabulary", detail, do)
     samples = cut(documents.lengths, max_length, long_samples, min_length)
     samples = with_targets(samples, documents.lengths, documents.spans)
+    samples = with_weights(samples, documents.lengths, documents.spans, documents.weights)
     if not len(samples.length):
         left_out = "{empty} empty, {too_short} shorter than {min}, {dropped} longer than {max}".format(
             **samples.counts, min=min_length, max=max_length

@@ -42,7 +42,12 @@ def train(
 
 
 def verify(
-    recipe: Recipe | str | Path, steps: int = 3, *, nproc: int | None = None, progress: Progress = silent
+    recipe: Recipe | str | Path,
+    steps: int = 3,
+    *,
+    weights: bool = False,
+    nproc: int | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any] | None:
     """Hold steps of the run against plain training, through a resume; the object that `evenload verify --json` prints.
 
@@ -50,9 +55,11 @@ def verify(
 
     Args:
         steps: updates, with the resume in their middle.
+        weights: targets have drawn weights in the loss, negative ones and zeros among them.
     """
     steps = whole_number(steps, "steps", REPEATS)
-    return _answer("verify", recipe, nproc, progress, ("--steps", str(steps)), steps=steps)
+    words = "--steps", str(steps), *(["--weights"] if weights else [])
+    return _answer("verify", recipe, nproc, progress, words, steps=steps, weights=weights)
 
 
 def _answer(

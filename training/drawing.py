@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.aliases import Ints
+from ..core.aliases import Floats, Ints
 from ..core.errors import EvenloadError
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
@@ -59,13 +59,14 @@ class Drawing:
         *,
         targets: NDArray[np.int64] | None = None,
         groups: NDArray[np.int64] | None = None,
+        weight_sums: Floats | None = None,
     ) -> None:
         self._order = order
         self._lengths = lengths
         self._groups = groups
         self._take = partial(size.take, lengths=lengths) if groups is None else WholeGroups(groups, lengths, size).take
         self._situation = chain.context
-        self._targets = targets
+        self._targets, self._weight_sums = targets, weight_sums
         asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
         self._rules = [rule for rule in asked if rule is not None]
         self._waiting = waiting or Waiting(_NONE, _NONE, chain.limits.num_ranks)
@@ -81,13 +82,14 @@ class Drawing:
         seed: int = 0,
         targets: NDArray[np.int64] | None = None,
         groups: NDArray[np.int64] | None = None,
+        weight_sums: Floats | None = None,
     ) -> Drawing:
         """Go on where `Draw.state` was taken; None: begin, in the order of the seed. Raises EvenloadError for a state
         that is damaged or of other data."""
         count = len(lengths) if groups is None else int(groups.max()) + 1
         waiting = _read(state["waiting"], len(lengths)) if state and "waiting" in state else None
         order = SampleOrder(count, seed) if state is None else SampleOrder.from_state(state, count)
-        return cls(order, lengths, size, chain, waiting, targets=targets, groups=groups)
+        return cls(order, lengths, size, chain, waiting, targets=targets, groups=groups, weight_sums=weight_sums)
 
     @property
     def num_ranks(self) -> int | None:
@@ -107,8 +109,9 @@ class Drawing:
         delay_steps = float(np.average(waited[runs], weights=lengths[runs])) if runs.any() else 0.0
         targets = None if self._targets is None else self._targets[samples[runs]]
         groups = None if self._groups is None else self._groups[samples[runs]]
-        left_out = num_drawn - len(drawn)
-        return Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, left_out, groups=groups)
+        sums = None if self._weight_sums is None else self._weight_sums[samples[runs]]
+        more: Any = {"without_target": num_drawn - len(drawn), "groups": groups, "own_sums": sums}
+        return Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, **more)
 
     def _held_back(self, lengths: NDArray[np.int64], waited: NDArray[np.int64]) -> NDArray[np.bool_]:
         waits = np.zeros(len(lengths), dtype=np.bool_)
@@ -184,4 +187,10 @@ def held_out_batches(source: Source, batches: int | None, size: int, seed: int) 
 def draw_of(source: Source, samples: NDArray[np.int64]) -> Draw:
     """A batch of these samples, whatever the order says."""
     targets = None if source.targets is None else source.targets[samples]
-    return Draw(samples, source.lengths[samples], {}, targets=targets)
+    sums = None if source.weight_sums is None else source.weight_sums[samples]
+    return Draw(samples, source.lengths[samples], {}, targets=targets, own_sums=sums)
+
+
+def columns_of(source: Source) -> dict[str, Any]:
+    """What `Drawing` knows of the samples of a source beside their lengths."""
+    return {"targets": source.targets, "groups": source.groups, "weight_sums": source.weight_sums}

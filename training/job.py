@@ -29,7 +29,7 @@ from ..core.recipe.traits import trainer_called
 from ..data.sources import Source
 from ..integrations.host.host import Host
 from ..patches import bridge_cpu
-from ..runtime.attention.labels import Labels
+from ..runtime.attention.labels import Labels, TargetWeights
 from ..runtime.attention.pack import TokensOf
 from ..runtime.files import quiet_when_full
 from ..runtime.watchdog.watchdog import Watchdog, working
@@ -38,7 +38,7 @@ from ..runtime.world.folder_lock import folder_lock
 from ..runtime.world.node_board import open_board
 from ..runtime.world.variables import RESULT
 from ..runtime.world.world import World, close_world, init_world
-from .drawing import Drawing, batch_size
+from .drawing import Drawing, batch_size, columns_of
 from .hosts import integration
 from .preflight import preflight
 
@@ -136,8 +136,7 @@ class Job(VerbJob):
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
         lengths, size = self.source.lengths, batch_size(self.recipe)
-        of_source: Any = {"targets": self.source.targets, "groups": self.source.groups}
-        return Drawing.resume(state, lengths, size, self.chain, seed=self.recipe.train.seed, **of_source)
+        return Drawing.resume(state, lengths, size, self.chain, seed=self.recipe.train.seed, **columns_of(self.source))
 
     def say_unused(self, verb: str) -> None:
         """Warn, on the rank that reports, of settings that train alone heeds, and of a recipe without plugins."""
@@ -159,9 +158,22 @@ class Job(VerbJob):
         return lambda index: self.source.tokens(int(draw.samples[index]))
 
     def labels_of(self, draw: Draw) -> Labels | None:
-        if draw.targets is None:
-            return None
-        return Labels(lambda index: self.source.labels(int(draw.samples[index])), draw.targets)
+        return labels_of(draw, lambda index: self.source)
+
+
+def labels_of(draw: Draw, source_of: Callable[[int], Source]) -> Labels | None:
+    """The targets of a batch, and their weights; None where every token is a target of weight 1.
+
+    ``source_of``: where the sample of a sequence is read, by its place in the batch.
+    """
+    sums, samples = draw.weight_sums, draw.samples.tolist()
+    if draw.targets is None and sums is None:
+        return None
+    factors = np.broadcast_to(draw.weight, len(samples))
+    weights = TargetWeights(lambda index: factors[index] * source_of(index).weights(samples[index]), sums)
+    return Labels(
+        lambda index: source_of(index).labels(samples[index]), draw.num_targets, weights if sums is not None else None
+    )
 
 
 def open_host(recipe: Recipe, world: World) -> Host:

@@ -51,7 +51,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     refuse_idle_ranks(recipe.train, layout.dp)
     source = open_samples(recipe.data, recipe.data.source, recipe.model.weights)
     validation = recipe.data.validation
-    scored = recipe.data.model_copy(update={"group": None})
+    scored = recipe.data.model_copy(update={"group": None, "weight_column": None})
     held_out = open_samples(scored, validation.source, recipe.model.weights) if validation else None
     more = ", or data.max_length so that long samples are split"
     refuse_short_data(recipe, source.lengths, "the data holds fewer {} than one global batch", more)

@@ -1,10 +1,11 @@
 """The planner: some steps ahead in background threads, under a time budget, agreed on by all ranks.
 
 A batch is planned in numbered stages (`stages`), each with the best lawful plan so far. Each step every rank tells the
-others whether its plan is ready, the stage it has reached, and its digest (18 bytes). If all are ready and equal, the
-plan runs. If one is late, failed or broke a law, all ranks take the best plan of the least stage that all have, compare
-its digest, and say so in a warning; so a slow host makes the step less good and never makes ranks diverge. If digests
-differ although all have the stage, every rank raises the same error.
+others whether its plan is ready, the stage it has reached, and its digest (18 bytes), which is also that of the weights
+in the loss where the batch has any. If all are ready and equal, the plan runs. If one is late, failed or broke a law,
+all ranks take the best plan of the least stage that all have, compare its digest, and say so in a warning; so a slow
+host makes the step less good and never makes ranks diverge. If digests differ although all have the stage, every rank
+raises the same error.
 
 Of large batches the ranks of a node take turns to plan (`turns`); a rank that has not received a plan is one whose own
 is late. A rank makes one plan at a time: the next begins when the one before is there or its step has run.
@@ -23,11 +24,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..aliases import Floats
 from ..errors import EvenloadError, RankError
 from ..plan.expert_policy import EXPERTS_AT_HOME
 from ..plan.step_plan import Lengths, StepPlan, as_lengths
@@ -65,6 +68,22 @@ class Draw(NamedTuple):
     """Number of each sequence's tenant [S]; None: there are no tenants."""
     groups: npt.NDArray[np.int64] | None = None
     """Number of each sequence's group [S]; None: as the recipe's settings say."""
+    weight: float | Floats = 1.0
+    """By which the weights of all targets are multiplied, or those of each sequence [S]."""
+    own_sums: Floats | None = None
+    """What the weights that the data give each sequence's targets add up to [S]; None: each of these is 1."""
+
+    @property
+    def num_targets(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sequence that carry loss [S]."""
+        return np.maximum(self.lengths - 1, 0) if self.targets is None else self.targets
+
+    @property
+    def weight_sums(self) -> Floats | None:
+        """What the weights of each sequence's targets add up to [S]; None: each is 1."""
+        if self.own_sums is None and np.all(np.equal(self.weight, 1.0)):
+            return None
+        return np.asarray((self.num_targets if self.own_sums is None else self.own_sums) * self.weight, np.float64)
 
 
 Exchange = Callable[[bytes], list[bytes]]
@@ -273,7 +292,7 @@ class Planner:
         self._saved_s -= time.perf_counter() - start
         note = ""
         while True:
-            answers = self._tell(status, begun.stages.reached, plan)
+            answers = self._tell(status, begun, plan)
             if plan is not None and all(answer[0] == READY for answer in answers):
                 _refuse_divergence([answer[2:] for answer in answers], self.step)
                 return (replace(plan, notes=(*plan.notes, note)) if note else plan), plan_s
@@ -285,9 +304,10 @@ class Planner:
             note = f"waited for: {_cause(answers)}"
             status, plan, plan_s, why = self._wait_for_any(begun)
 
-    def _tell(self, status: int, stage: int, plan: StepPlan | None) -> list[bytes]:
+    def _tell(self, status: int, begun: _Begun, plan: StepPlan | None) -> list[bytes]:
         """What each rank says of its plan: status, number of the stage that it has reached, digest. Collective."""
-        return self._exchange(bytes([status, stage]) + (plan.digest if plan else bytes(16)))
+        digest = _digest(plan, begun.draw) if plan else bytes(16)
+        return self._exchange(bytes([status, begun.stages.reached]) + digest)
 
     def _wait_for_any(self, begun: _Begun) -> tuple[int, StepPlan | None, float, str]:
         """Wait, as `_wait` does, for the first lawful plan or the end."""
@@ -312,7 +332,7 @@ class Planner:
         again = FAILED_ON not in cause and f"late, {plan.made_by}" in self._warned
         self._warned.add(f"late, {plan.made_by}")
         logger.log(logging.DEBUG if again else logging.WARNING, text, self.step, cause, why, plan.made_by)
-        _refuse_divergence(self._exchange(plan.digest), self.step)
+        _refuse_divergence(self._exchange(_digest(plan, begun.draw)), self.step)
         return replace(plan, notes=(*plan.notes, note or f"{FELL_BACK}{cause}: {why}"))
 
 
@@ -330,6 +350,12 @@ def _cause(answers: list[bytes]) -> str:
 
 def _tenants(draw: Draw) -> Lengths | None:
     return None if draw.tenants is None else as_lengths(draw.tenants)
+
+
+def _digest(plan: StepPlan, draw: Draw) -> bytes:
+    """What all ranks must hold alike: a plan, and the weights in the loss, of which no plan knows."""
+    sums = draw.weight_sums
+    return plan.digest if sums is None else blake2b(plan.digest + sums.tobytes(), digest_size=16).digest()
 
 
 def _refuse_divergence(digests: list[bytes], step: int) -> None:

@@ -156,6 +156,9 @@ class Data(Section):
     group: str | None = None
     """Field of an integer or a string: rows of one value are a group, whose samples are in one global batch and stay
     together as plugins.packing.groups_in says. Null: each sample is by itself."""
+    weight_column: str | None = None
+    """Field of the weights of targets in the loss: a number a row, or a list of one for each target token, of any sign.
+    Tokens of weight 0 carry no loss. Null: each weight is 1, as in data.validation."""
     validation: Validation | None = None
     """What `train` evaluates now and then; null: nothing."""
 

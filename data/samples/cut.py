@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.aliases import Floats
 from ...core.errors import EvenloadError, nearest
 from ...core.input.bounds import SAMPLES
 
@@ -39,6 +40,8 @@ class Cut:
     tokens_left_out: int
     targets: NDArray[np.int64] | None = None
     """[num_samples] targets of each; None: every token but the first is one."""
+    weight_sums: Floats | None = None
+    """[num_samples] what the weights of these add up to; None: each is 1."""
 
 
 def cut(lengths: NDArray[np.int64], max_length: int | None, long_samples: LongSamples, min_length: int) -> Cut:
@@ -111,6 +114,14 @@ class TargetSpans(NamedTuple):
             return np.zeros(len(places), dtype=np.int64)
         spans = np.searchsorted(self.start, places)
         return np.where(spans > 0, np.minimum(self.stop[spans - 1], places), 0)
+
+    def mask(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the places [start, stop) are targets."""
+        first, last = np.searchsorted(self.stop, start, side="right"), np.searchsorted(self.start, stop)
+        mask = np.zeros(max(0, stop - start), dtype=np.bool_)
+        for begin, end in zip(self.start[first:last].tolist(), self.stop[first:last].tolist(), strict=True):
+            mask[max(0, begin - start) : max(0, end - start)] = True
+        return mask
 
 
 def spans_of(labels: NDArray[np.int64], first: int = 0) -> tuple[list[int], list[int]]:

@@ -113,11 +113,14 @@ def plain_gradients(
     routers: Replayer | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of any causal language model on whole samples, in the precision of its weights. ``labels``:
-    -100 where a token carries no loss, as Hugging Face models take them. ``routers``: of the model, where they replay
-    routes."""
+    -100 where a token carries no loss, as Hugging Face models take them; their weights are added up here once more.
+    ``routers``: of the model, where they replay routes."""
     samples = [torch.as_tensor(tokens_of(i))[:n].long() for i, n in enumerate(lengths.tolist())]
     wanted = samples if labels is None else [torch.as_tensor(labels.of(i)[: len(s)]) for i, s in enumerate(samples)]
-    num_targets = sum(int((labels_L[1:] != -100).sum()) for labels_L in wanted)
+    weights = [(labels_L != -100).double() for labels_L in wanted]
+    if labels is not None and labels.weights is not None:
+        weights = [w * torch.as_tensor(labels.weights.of(i)[: len(w)]) for i, w in enumerate(weights)]
+    divisor = sum(float(weights_L[1:].sum()) for weights_L in weights)
     model.zero_grad(set_to_none=True)
     total = 0.0
     for number, (sample, labels_L) in enumerate(zip(samples, wanted, strict=True)):
@@ -127,7 +130,12 @@ def plain_gradients(
             routers.sequence = number
         logits_TV = model(input_ids=sample[None, :-1], use_cache=False).logits[0]
         logits_TV = logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV
-        loss = cross_entropy(logits_TV, labels_L[1:], ignore_index=-100, reduction="sum") / num_targets
+        if labels is None or labels.weights is None:
+            loss = cross_entropy(logits_TV, labels_L[1:], ignore_index=-100, reduction="sum")
+        else:
+            losses_T = cross_entropy(logits_TV, labels_L[1:], ignore_index=-100, reduction="none")
+            loss = (losses_T.double() * weights[number][1:]).sum()
+        loss = loss / divisor
         torch.autograd.backward(loss)
         total += float(loss.detach())
     return total, {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

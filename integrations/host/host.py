@@ -90,12 +90,13 @@ class Host(ABC):
         """Forward, backward, reduction, clipping and update of one planned step.
 
         ``lr``: a number; of adapters one for each tenant of the plan, by its number.
-        ``labels`` say which tokens are targets: None, each but the first of a sequence.
+        ``labels`` say which tokens are targets, and with what weight: None, each but the first of a sequence, with 1.
         ``record`` fills `StepResult.spans` and changes no number: line the ranks up right before. ``inspect`` is shown
         what `gradients` would return, right before the update; it must not change it, and judges the step itself.
 
         Raises EvenloadError, before the update, where `labels` and tokens have another number of targets; with
-        ``inspect`` it does not.
+        ``inspect`` it does not. Raises it before the passes where the weights of the labels add up to 0, or to no
+        finite number.
         """
         clock = BusyClock(self.device, record=record)
         result = self.trained.run(Step(plan, tokens_of, labels, mark, clock))
@@ -134,7 +135,8 @@ class Host(ABC):
         self.trained.begin(plan)
         collector = LossCollector(len(plan.lengths), self.device)
         self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
-        return collector.scores()
+        weights = labels and labels.weights
+        return collector.scores()._replace(weights=weights.sums if weights else None)
 
     def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
         """The logits of every token, by sequence [length, vocabulary], on the CPU of rank 0; empty on other ranks. They

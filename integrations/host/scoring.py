@@ -28,14 +28,16 @@ class Scores(NamedTuple):
     """The losses of a global batch, the same on every rank."""
 
     losses: Floats
-    """float64 [N]: sum of the token losses of each sequence, in nats."""
+    """float64 [N]: sum of the token losses of each sequence, in nats, each times its weight."""
     targets: Ints
     """int64 [N]: target tokens of each sequence."""
+    weights: Floats | None = None
+    """float64 [N]: what the weights of these add up to; None: each is 1."""
 
     @property
     def loss(self) -> float:
-        """The mean loss of a target token; not a number where there is none."""
-        count = int(self.targets.sum())
+        """The mean loss of a target token by their weights; not a number where there is none."""
+        count = int(self.targets.sum()) if self.weights is None else float(self.weights.sum())
         return float(self.losses.sum()) / count if count else math.nan
 
 

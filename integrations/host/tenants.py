@@ -2,6 +2,7 @@
 
     loss of a step = sum over tenants of (sum of the tenant's token losses / its target tokens)
 
+(where targets have weights, each loss times its weight / what the weights of the tenant's targets add up to)
 so each tenant's gradient is that of its own mean loss, whoever else is in the step, since no token's loss depends on
 another tenant's adapter. Its norm, clip, rate and update are its own, too. A tenant whose loss, gradient or rate is not
 finite, or whose data has other targets than were counted, is not updated, and named; it changes nothing for the others.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,13 +31,23 @@ from .step import Step
 from .trained import Passed, StepResult, TenantResult, Trained
 
 
-def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, int]:
-    """Target tokens of each tenant of a plan. Raises EvenloadError for a plan without tenants."""
+class Divided(NamedTuple):
+    """By what a tenant's losses are divided."""
+
+    num_targets: int
+    divisor: float
+    """As many, or what their weights add up to."""
+
+
+def targets_of_tenants(plan: StepPlan, labels: Labels | None) -> dict[int, Divided]:
+    """The targets of each tenant of a plan. Raises EvenloadError for a plan without tenants."""
     if not len(plan.tenants):
         what = "a plan without tenants reached a host that trains adapters"
         raise EvenloadError(what, f"{len(plan.lengths)} sequences", "plan draws whose sequences have tenants")
     targets = np.maximum(plan.lengths - 1, 0) if labels is None else labels.targets
-    return {int(tenant): int(targets[plan.tenants == tenant].sum()) for tenant in np.unique(plan.tenants)}
+    divisors = labels.weights.sums if labels and labels.weights else targets
+    owned = {int(tenant): plan.tenants == tenant for tenant in np.unique(plan.tenants)}
+    return {tenant: Divided(int(targets[own].sum()), float(divisors[own].sum())) for tenant, own in owned.items()}
 
 
 class Tenants(Trained):
@@ -66,25 +77,28 @@ class Tenants(Trained):
         with clock.noting("G"):
             tenants = self._of_tenants(plan, targets, collector.summed())
         busy, branches = clock.read(), (SUM_AFTER_PASSES, *branches)
-        count = sum(targets.values())
+        count = sum(one.num_targets for one in targets.values())
         return StepResult(self._loss(), count, busy.total_s, busy.forward_s, executed, branches, tenants=tenants)
 
-    def _of_tenants(self, plan: StepPlan, targets: Mapping[int, int], summed: ToHost) -> dict[int, TenantResult]:
-        """Sum the gradients, divide each by its tenant's targets, and say what came of each tenant. Collective. Passes
+    def _of_tenants(self, plan: StepPlan, targets: Mapping[int, Divided], summed: ToHost) -> dict[int, TenantResult]:
+        """Sum the gradients, divide each by its tenant's divisor, and say what came of each tenant. Collective. Passes
         run with the plain sum of token losses: a divisor inside them would be rounded with every token."""
         numbers = sorted(targets)
-        self.adapters.sum_gradients(targets)
+        self.adapters.sum_gradients({number: one.divisor for number, one in targets.items()})
         norms = self.adapters.norms(numbers)  # with which the losses have come
         scores = scores_of(summed)
         self._results = {}
         for number in numbers:
-            own = plan.tenants == number
-            loss, norm = float(scores.losses[own].sum()) / max(1, targets[number]), norms[number]
-            bad = [what for what, value in (("loss", loss), ("gradient", norm)) if not math.isfinite(value)]
+            own, (count, divisor) = plan.tenants == number, targets[number]
+            loss, norm = float(scores.losses[own].sum()) / (divisor or 1), norms[number]
+            values = ("loss", loss), ("gradient", norm), ("sum of weights", divisor)
+            bad = [what for what, value in values if not math.isfinite(value)]
             failed = f"not finite: {', '.join(bad)}" if bad else ""
-            if (seen := int(scores.targets[own].sum())) != targets[number]:
-                failed = f"the data has changed: {seen} targets in the step, {targets[number]} counted"
-            self._results[number] = TenantResult(loss, targets[number], norm, failed)
+            if count and not divisor:
+                failed = f"the weights of its {count} targets add up to 0"
+            if (seen := int(scores.targets[own].sum())) != count:
+                failed = f"the data has changed: {seen} targets in the step, {count} counted"
+            self._results[number] = TenantResult(loss, count, norm, failed)
         return self._results
 
     def _loss(self) -> float:

@@ -29,7 +29,7 @@ class TenantResult(NamedTuple):
     """What a step did for one tenant."""
 
     loss: float
-    """Sum of its token losses / its target tokens; the same number on every rank."""
+    """Sum of its token losses / its target tokens, or by their weights; the same number on every rank."""
     num_targets: int
     grad_norm: float
     """Of its adapter's gradient, before clipping."""
@@ -42,7 +42,7 @@ class StepResult:
     """What one optimizer step did."""
 
     loss: float
-    """Sum of token losses / target tokens of the global batch; the same number on every rank."""
+    """Sum of token losses / target tokens of the global batch, or by their weights; the same number on every rank."""
     num_targets: int
     """Target tokens of the global batch."""
     busy_s: float

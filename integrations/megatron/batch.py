@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
-from ...runtime.attention.labels import Labels, labels_of
+from ...runtime.attention.labels import Labels, readers_of
 from ...runtime.attention.pack import IGNORE, Pack, TokensOf, build_pack
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.experts.routing import StepRouting
@@ -57,7 +57,7 @@ class PlannedBatches(Iterator[Batch]):
     ) -> None:
         self._number, self._coming = len(micro_batches), iter(micro_batches)
         self._tokens_of = tokens_of
-        self._labels_of = labels_of(labels)
+        self._readers = readers_of(labels)
         self._device = device
         self._plane = plane
         self._routing = routing
@@ -92,7 +92,7 @@ class PlannedBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         micro_batch, plane = next(self._coming), self._plane
-        pack = build_pack(micro_batch, self._tokens_of, self._device, plane=plane, labels_of=self._labels_of)
+        pack = build_pack(micro_batch, self._tokens_of, self._device, plane=plane, **self._readers)
         self.executed += pack.slices
         return Batch(pack, seq_params(pack, routing=self._routing))
 
@@ -134,11 +134,12 @@ def collecting(run: ForwardStep, collect: Callable[[Pack, Tensor, dict[str, Tens
 
 
 def token_loss(pack: Pack, losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum of the token losses, their number as int32, what to report).
+    """(sum of the token losses, each times its weight; their number as int32; what to report).
 
-    A pack without targets multiplies by zero rather than leaving the graph: its backward runs, as a dummy's must.
+    Where tokens have weights, gradients are to be divided by `labels.loss_divisor`, and not by their number. A pack
+    without targets multiplies by zero rather than leaving the graph: its backward runs, as a dummy's must.
     """
-    weights_T = pack.labels_T != IGNORE
+    weights_T = pack.labels_T != IGNORE if pack.weights_T is None else pack.weights_T
     loss = (losses_1T.view(-1) * weights_T).sum(dtype=torch.float64)
     num_targets = loss.new_full((), pack.num_targets, dtype=torch.int32)
     return loss, num_targets, {"loss_sum": loss.detach(), "num_targets": num_targets}

@@ -22,7 +22,7 @@ from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
 from ...runtime.attention.kernels import choose_kernel
-from ...runtime.attention.labels import labels_of
+from ...runtime.attention.labels import checked_divisor, readers_of
 from ...runtime.attention.pack import build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.experts.gate import ExpertGate
@@ -174,10 +174,10 @@ class MegatronHost(Host):
     ) -> tuple[Slice, ...]:
         """The programs of this rank; the slices that it ran."""
         self._links = self._links or links_of_device(self.layout)  # by all ranks: they run one plan
-        plane, wanted = self.plane_of(step.plan), labels_of(step.labels)
+        plane, readers = self.plane_of(step.plan), readers_of(step.labels)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-            pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, plane=plane, labels_of=wanted)
+            pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, plane=plane, **readers)
             return Batch(pack, seq_params(pack, routing=routing))
 
         called = self.model.called if self.layout.v_shape else [self.ddp]
@@ -213,7 +213,9 @@ class MegatronWeights(Snapshots):
     def run(self, step: Step) -> StepResult:
         host, plan, clock = self._host, step.plan, step.clock
         host.refuse_foreign(plan, host_schedule=plan.in_host_schedule)
-        reduction = Reduction(host.ddp, plan, clock)
+        weights = step.labels and step.labels.weights
+        divisor = checked_divisor(plan.lengths, step.labels) if weights else None
+        reduction = Reduction(host.ddp, plan, clock, divisor)
         routing = StepRouting(plan.lengths, labels=step.labels, record=host.records_routes)
         host.routes = {} if routing.routes is None else routing.routes
         forward = collecting(run_batch, reduction.count) if host.collects else run_batch
@@ -233,7 +235,7 @@ class MegatronWeights(Snapshots):
             step.mark("gradient sum")
             reduction.finalize([host.ddp])
         (loss_sum, num_targets), busy = reduction.totals, clock.read()
-        loss, loads = loss_sum / max(1, num_targets), tuple(host.gate.loads) if host.gate else ()
+        loss, loads = loss_sum / (reduction.divisor or 1), tuple(host.gate.loads) if host.gate else ()
         branches = (reduction.branch, *((COPIED,) if any(load.copies for load in loads) else ()))
         for gpt in stages_of(host.model):
             forget_tokens(gpt)

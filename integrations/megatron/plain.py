@@ -117,11 +117,14 @@ class PlainModel:
     ) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of the whole model by global parameter name, float64 on the CPU. Collective.
 
-        The loss is the sum of the losses of all target tokens / their number, as `StepResult.loss`; tensor-parallel
+        The loss is the sum of the losses of all target tokens / their number, as `StepResult.loss`, or by the weights
+        of the labels, which are added up here once more; tensor-parallel
         shards are those of this rank, so every gradient that `MegatronHost.gradients` returns here has its counterpart.
         """
         batch = list(enumerate(lengths.tolist()))
-        self.routers.begin(lengths, None if labels is None else int(labels.targets.sum()))
+        weights = labels and labels.weights
+        sums = weights.sums if weights else labels.targets if labels else None
+        self.routers.begin(lengths, None if sums is None else float(sums.sum()))
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in trained.items()}
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -131,8 +134,11 @@ class PlainModel:
             labels_L = tokens_L
             if labels is not None:
                 labels_L = torch.from_numpy(labels.of(number)[:length]).to(self._device)
-            loss_sum = self._whole_sequence(tokens_L, labels_L)
-            totals += torch.stack([loss_sum, (labels_L[1:] >= 0).sum()])
+            weights_L = (labels_L >= 0).double()
+            if weights:
+                weights_L *= torch.from_numpy(weights.of(number)[:length]).to(self._device)
+            loss_sum = self._whole_sequence(tokens_L, labels_L, weights_L)
+            totals += torch.stack([loss_sum, weights_L[1:].sum()])
             for name, parameter in trained.items():
                 if parameter.grad is not None:
                     sums[name] += parameter.grad
@@ -147,16 +153,17 @@ class PlainModel:
             total /= totals[1]
         return float(totals[0] / totals[1]), {name: total.cpu() for name, total in sums.items()}
 
-    def _whole_sequence(self, tokens_L: Tensor, labels_L: Tensor) -> Tensor:
-        """Sum of the losses of one sequence, after its backward; of a negative label, and of the first one, there is
-        none."""
+    def _whole_sequence(self, tokens_L: Tensor, labels_L: Tensor, weights_L: Tensor) -> Tensor:
+        """Sum of the losses of one sequence, each times its weight, after its backward; of a negative label, and of the
+        first one, there is none."""
         length = len(tokens_L)
         mask_LL = None
         if length <= STOCK_ATTENTION:
             mask_LL = torch.ones(length, length, dtype=torch.bool, device=tokens_L.device).triu(1)[None, None]
         positions = torch.arange(length, device=tokens_L.device)[None]
         losses_1L: Tensor = self._model(tokens_L[None], positions, mask_LL, labels=labels_L.clamp(min=0).roll(-1)[None])
-        loss = losses_1L[0, :-1][labels_L[1:] >= 0].double().sum()
+        target_L = labels_L[1:] >= 0
+        loss = (losses_1L[0, :-1][target_L].double() * weights_L[1:][target_L]).sum()
         (loss + self.routers.losses()).backward()
         return loss.detach()
 

@@ -43,7 +43,7 @@ class TextbookRouters:
         self.routes: Routes = {}
         """To what experts the tokens of the next batches go, whatever the scores say; empty: by the scores."""
 
-    def begin(self, lengths: Lengths, num_targets: int | None = None) -> None:
+    def begin(self, lengths: Lengths, num_targets: float | None = None) -> None:
         """A global batch of sequences of these lengths; None: every token but a first one is a target."""
         num_targets = int(sum(n - 1 for n in lengths.tolist())) if num_targets is None else num_targets
         for layer in self._layers:

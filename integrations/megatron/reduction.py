@@ -35,10 +35,14 @@ from .model.experts import routers
 
 
 class Reduction:
-    """The gradient sum of one step: set up before the schedule runs, `finalize` called by it at the end."""
+    """The gradient sum of one step: set up before the schedule runs, `finalize` called by it at the end.
 
-    def __init__(self, ddp: Any, plan: StepPlan, clock: BusyClock) -> None:
+    ``divisor``: of the global batch, where its targets have weights (`labels.loss_divisor`); None: their number.
+    """
+
+    def __init__(self, ddp: Any, plan: StepPlan, clock: BusyClock, divisor: float | None = None) -> None:
         self._ddp, self._clock = ddp, clock
+        self._divisor = divisor
         idle = any(not plan.of_rank(rank) for rank in range(plan.limits.num_ranks))
         self.overlap: bool = ddp.ddp_config.overlap_grad_reduce
         self.quiet = self.overlap and (idle or not plan.in_host_schedule)
@@ -58,6 +62,11 @@ class Reduction:
         return context
 
     @property
+    def divisor(self) -> float:
+        """What the sums of losses and gradients are divided by, once finalized; 0 where there is nothing to divide."""
+        return self.totals[1] if self._divisor is None else self._divisor
+
+    @property
     def branch(self) -> str:
         """Which protocol this step takes, in the words of `core.plan.branches`."""
         return SUM_AFTER_PASSES if self.quiet or not self.overlap else SUM_IN_LAST_BACKWARD
@@ -68,7 +77,7 @@ class Reduction:
         self.local_targets += pack.num_targets
 
     def finalize(self, model: Any, num_tokens: Any = None, pg_collection: Any = None, **_: Any) -> None:
-        """Sum over data-parallel ranks and divide by the global number of target tokens, in float64.
+        """Sum over data-parallel ranks and divide by the divisor of the global batch, in float64.
 
         The sum, and what else a model needs (norm gradients under tensor parallelism, ...), is Megatron's
         ``finalize_model_grads``. Its division is done here: upstream multiplies by 1 / tokens rounded to float32, which
@@ -82,8 +91,8 @@ class Reduction:
             with with_attributes(self._ddp.config, moe_router_enable_expert_bias=False):
                 finalize_model_grads([self._ddp], None, pg_collection=pg_collection)
         self.totals = _sum_over_world(self.local_loss, self.local_targets, next(self._ddp.parameters()).device)
-        if self.totals[1]:
-            self._ddp.scale_gradients(1.0 / self.totals[1])
+        if self.divisor:
+            self._ddp.scale_gradients(1.0 / self.divisor)
 
 
 def _sum_over_world(loss_sum: Any, num_targets: int, device: torch.device) -> tuple[float, int]:

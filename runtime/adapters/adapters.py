@@ -125,12 +125,13 @@ class Adapters:
         for number in seen:
             self._tenants[number].gradients.zero_()
 
-    def sum_gradients(self, divisors: Mapping[int, int]) -> None:
-        """Sum the gradients of tenants over all ranks, and divide each by its tenant's divisor. Collective."""
+    def sum_gradients(self, divisors: Mapping[int, float]) -> None:
+        """Sum the gradients of tenants over all ranks, and divide each by its tenant's divisor, if that is not 0.
+        Collective."""
         numbers = sorted(divisors)
         self._peers.sum_over_owners([self._tenants[number].gradients for number in numbers])
         for number in numbers:
-            self._tenants[number].gradients.div_(max(1, divisors[number]))
+            self._tenants[number].gradients.div_(divisors[number] or 1)
 
     def norms(self, numbers: Sequence[int]) -> dict[int, float]:
         """Norm of each tenant's summed gradient over the whole model, by number. Collective."""

@@ -1,18 +1,37 @@
-"""Which tokens of a global batch carry loss, and how many do: the one divisor of every token loss.
+"""Which tokens of a global batch carry loss, with what weight, and the one divisor of every token loss.
 
-A prompt, padding or whatever else a model is not to learn carries none, but is attended to. A label stands at the place
-of its token: the token before it predicts it, also across the border of two slices.
+    L = sum over targets of w l / sum over targets of w         l the loss of a target, w its weight
+
+A prompt, padding or whatever else a model is not to learn carries no loss, but is attended to. A label stands at the
+place of its token: the token before it predicts it, also across the border of two slices; so does its weight. Weights
+may have any sign. A token whose weight is 0 is no target. Without weights each is 1, and L the mean loss of a target.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ...core.aliases import Floats
+from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths
-from .pack import TokensOf
+from .pack import IGNORE, TokensOf
+
+WeightsOf = Callable[[int], Floats]
+"""Weights float64 [length] of the tokens of a sequence as targets, by its place in the global batch; what stands at the
+first token, and where there is no target, does not count."""
+
+
+class TargetWeights(NamedTuple):
+    """The weights of the targets of a global batch. In place of it, None says that each is 1."""
+
+    of: WeightsOf
+    sums: Floats
+    """Sum of the weights of each sequence's targets, float64 [N], the same on every rank."""
 
 
 class Labels(NamedTuple):
@@ -23,13 +42,59 @@ class Labels(NamedTuple):
     `pack.IGNORE` where it carries no loss. The first token is never a target, whatever stands there."""
     targets: npt.NDArray[np.int64]
     """Number of targets of each sequence [N]."""
+    weights: TargetWeights | None = None
 
 
 def count_targets(lengths: Lengths, labels: Labels | None = None) -> int:
-    """Target tokens of a global batch: the one divisor of every token loss, on every rank and in every micro-batch."""
+    """Target tokens of a global batch."""
     return int(np.maximum(lengths - 1, 0).sum() if labels is None else labels.targets.sum())
 
 
-def labels_of(labels: Labels | None) -> TokensOf | None:
-    """The labels as `pack.build_pack` takes them."""
-    return labels.of if labels is not None else None
+def loss_divisor(lengths: Lengths, labels: Labels | None = None) -> float:
+    """The one divisor of every token loss, on every rank and in every micro-batch: how many targets a global batch has,
+    or what their weights add up to."""
+    if labels is None or labels.weights is None:
+        return float(count_targets(lengths, labels))
+    return float(labels.weights.sums.sum())
+
+
+def checked_divisor(lengths: Lengths, labels: Labels | None) -> float:
+    """`loss_divisor`. Raises EvenloadError, on all ranks alike, where weights add up to nothing to divide by."""
+    divisor = loss_divisor(lengths, labels)
+    if labels is not None and labels.weights is not None and not (divisor and math.isfinite(divisor)):
+        raise EvenloadError(
+            "the weights of a global batch add up to nothing that its loss can be divided by",
+            f"sum {divisor:g} over {count_targets(lengths, labels)} targets of {len(lengths)} sequences",
+            "give weights whose sum over a global batch is finite and not 0, or raise train.global_batch_size",
+        )
+    return divisor
+
+
+def readers_of(labels: Labels | None) -> dict[str, Any]:
+    """The labels and their weights as `pack.build_pack` takes them."""
+    if labels is None:
+        return {}
+    return {"labels_of": labels.of, "weights_of": None if labels.weights is None else labels.weights.of}
+
+
+def part_of(labels: Labels | None, places: Sequence[int]) -> Labels | None:
+    """The labels of some sequences of a batch, as a batch of their own."""
+    if labels is None:
+        return None
+    own = Labels(lambda index: labels.of(places[index]), labels.targets[places])
+    if (weights := labels.weights) is None:
+        return own
+    return own._replace(weights=TargetWeights(lambda index: weights.of(places[index]), weights.sums[places]))
+
+
+def weighed(labels: Labels | None, tokens_of: TokensOf, lengths: Lengths, weights_of: WeightsOf) -> Labels:
+    """The labels of a batch with these weights, those of weight 0 left out. Reads the labels of all sequences."""
+    known = tokens_of if labels is None else labels.of
+
+    def of(index: int) -> npt.NDArray[np.int64]:
+        return np.where(weights_of(index) != 0, known(index)[: lengths[index]], IGNORE).astype(np.int64)
+
+    targets = [of(index)[1:] != IGNORE for index in range(len(lengths))]
+    sums = [float(weights_of(index)[1:][target].sum()) for index, target in enumerate(targets)]
+    counts = np.array([np.count_nonzero(target) for target in targets], dtype=np.int64)
+    return Labels(of, counts, TargetWeights(weights_of, np.array(sums)))

@@ -91,6 +91,8 @@ class Pack:
     """Keys and values of the sequences of the step that are cut; None where none is."""
     shared: Shared | None = None
     """How ranks share the micro-batch, `slices` being what this one has of it; None where one rank runs all."""
+    weights_T: Tensor | None = None
+    """float64; weights of the targets, 0 where no loss is carried. None: each is 1."""
     halves: tuple[Pack, ...] = ()
     """Its first and its second tokens, which take turns in the layers; none where all run at once."""
 
@@ -194,6 +196,7 @@ def build_pack(
     *,
     plane: Plane | None = None,
     labels_of: TokensOf | None = None,
+    weights_of: Callable[[int], npt.NDArray[np.float64]] | None = None,
     segment_multiple: int = 1,
     pack_multiple: int = 1,
 ) -> Pack:
@@ -208,6 +211,7 @@ def build_pack(
         plane: where this rank has its part of micro-batches that ranks share.
         labels_of: gives what a token counts as where it is a target, `IGNORE` where it carries no loss [L]; None: every
             token is the target of the token before it.
+        weights_of: gives the weight of each token where it is a target [L]; None: each is 1.
         segment_multiple, pack_multiple: see `padded_borders`.
 
     Raises:
@@ -217,7 +221,10 @@ def build_pack(
 
     def fill(slices: Slices, segments: Borders, borders: Borders) -> dict[str, Any]:
         rows = _fill(slices, segments, tokens_of, labels_of or tokens_of)
-        num_targets = int(np.count_nonzero(rows["labels_T"] != IGNORE))
+        target_T = rows["labels_T"] != IGNORE
+        if weights_of and ((weights_T := _weights(slices, segments, weights_of)) != 1)[target_T].any():
+            rows["weights_T"] = np.where(target_T, weights_T, 0.0)
+        num_targets = int(np.count_nonzero(target_T))
         rows["cu_seqlens"] = np.array(borders, dtype=np.int32)
         return {**copy_rows(rows, device), "num_targets": num_targets}
 
@@ -291,8 +298,18 @@ def _fill(slices: Slices, segments: Borders, tokens_of: TokensOf, labels_of: Tok
     return {"tokens_T": tokens_T, "labels_T": labels_T, "positions_T": positions_T}
 
 
+def _weights(slices: Slices, segments: Borders, weights_of: Callable[[int], Tokens]) -> npt.NDArray[np.float64]:
+    """The weights [T] of the labels that `_fill` puts there."""
+    weights_T = np.zeros(segments[-1], dtype=np.float64)
+    for piece, first in zip(slices, segments, strict=False):
+        weights = weights_of(piece.sequence)[piece.start + 1 : piece.stop + 1]
+        weights_T[first : first + len(weights)] = weights
+    return weights_T
+
+
 def slice_losses(losses_T: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
-    """The loss of each slice of a pack, so that samples can be weighted anew; differentiable.
+    """The loss of each slice of a pack, so that samples can be weighted anew; differentiable. Token losses are
+    multiplied by the weights of the pack, where it has any.
 
     The losses and counts of the slices of one sequence add up to those of the sample, over packs and over ranks.
 
@@ -305,6 +322,8 @@ def slice_losses(losses_T: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
     sizes = [end - first for first, end in pairwise(pack.segments)]
     target_T = pack.labels_T != IGNORE
     counted_T = torch.where(target_T, losses_T.to(torch.promote_types(losses_T.dtype, torch.float32)), 0.0)
+    if pack.weights_T is not None:
+        counted_T = counted_T * pack.weights_T
     sums = torch.stack([part.sum() for part in torch.split(counted_T, sizes)])
     counts = torch.stack([part.sum() for part in torch.split(target_T, sizes)])
     return sums[: len(pack.slices)], counts[: len(pack.slices)]

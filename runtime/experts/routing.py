@@ -11,7 +11,8 @@
 
     x logits [tokens, E], s scores (softmax or sigmoid of x), n tokens of a sequence, E experts, K of them for a token
 
-Both are handed back times the number of target tokens of the batch, by which a trainer divides the summed gradient.
+Both are handed back times the number of target tokens of the batch, or times what the weights of these add up to, by
+which a trainer divides the summed gradient.
 Neither is added to the loss: a tensor on the way of the loss is given their gradients in the backward. A sequence's f
 is complete when its first backward runs, since all its tokens have had a forward by then, and the loss is linear in s:
 so each slice forms the gradient of its own s in its backward. Padding and dummies count in neither.
@@ -31,7 +32,7 @@ from torch import Tensor
 from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths
-from ..attention.labels import Labels, count_targets
+from ..attention.labels import Labels, loss_divisor
 from ..attention.pack import PADDING, Pack
 from ..world.plane import FIRST_TAG
 from .weights import REPORTED_SEQUENCE, REPORTED_Z, LoopWeights, of_slots
@@ -86,10 +87,10 @@ class StepRouting:
     ) -> None:
         self._lengths, self._weights = lengths, weights
         self.routes: Routes | None = {} if record else None
-        targets = count_targets(lengths, labels)
-        self.per_token = targets / max(1, int(lengths.sum()))
-        self.per_sequence = targets / max(1, len(lengths))
-        """What a sum over tokens, or over sequences, is multiplied by to be a mean times the number of targets."""
+        divisor = loss_divisor(lengths, labels)
+        self.per_token = divisor / max(1, int(lengths.sum()))
+        self.per_sequence = divisor / max(1, len(lengths))
+        """What a sum over tokens, or over sequences, is multiplied by to be a mean times the divisor of the loss."""
         self._choices: Routes = {}
         self._known: dict[tuple[int, int], npt.NDArray[np.bool_]] = {}
         """By layer and sequence: which of its tokens have had a forward here [L], on the host."""

@@ -44,3 +44,50 @@ def test_the_labels_of_a_draw_are_those_of_its_samples(ready: Any) -> None:
 def test_without_targets_of_its_own_a_batch_has_no_labels(ready: Any) -> None:
     job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
     assert job.labels_of(Draw(np.arange(3), np.arange(3), {})) is None
+
+
+def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every third row each target has its own; rows of weight 0 are drawn and left out, and counted."""
+    monkeypatch.setenv("EVENLOAD_CACHE", str(tmp_path / "cache"))
+    rows = [
+        {"text": "ab" * n, "w": [n, 0, -0.5][n % 3] if n % 3 else (np.arange(2 * n - 1) - 1.5).tolist()}
+        for n in range(1, 13)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    load_plugins()
+    data = {"source": str(tmp_path / "rows.jsonl"), "weight_column": "w"}
+    ready = preflight(parse({"data": data, "train": {"global_batch_size": 6}}))
+    job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
+    drawing = job.drawing()
+    draws = [drawing(), drawing()]
+    assert sum(draw.without_target for draw in draws) == 4
+    factors = np.linspace(0.5, 2.0, len(draws[1].samples))
+    for draw, of in ((draws[0], np.ones(len(draws[0].samples))), (draws[1]._replace(weight=factors), factors)):
+        labels = job.labels_of(draw)
+        assert labels is not None
+        assert labels.weights is not None
+        for place, sample in enumerate(draw.samples.tolist()):
+            weight: Any = rows[sample]["w"]
+            wanted = np.array(weight if isinstance(weight, list) else [weight] * int(draw.lengths[place] - 1))
+            counts = labels.of(place)[1:] != -100
+            assert labels.targets[place] == counts.sum() == np.count_nonzero(wanted)
+            assert labels.weights.of(place)[1:][counts].tolist() == (of[place] * wanted[wanted != 0]).tolist()
+            assert labels.weights.sums[place] == pytest.approx(of[place] * wanted.sum(), abs=1e-12)
+
+
+def test_a_column_of_ones_draws_what_is_drawn_without(ready: Any, tmp_path: Path) -> None:
+    ones = [{**row, "w": 1} for row in ROWS]
+    (tmp_path / "ones.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ones))
+    data = {"source": str(tmp_path / "ones.jsonl"), "weight_column": "w"}
+    other = preflight(parse({"data": data, "train": {"global_batch_size": 6}}))
+    assert other.source.fingerprint == ready.source.fingerprint
+    jobs = [Job(one.recipe, NOBODY, NOBODY, one.chain, NOBODY, one.source) for one in (ready, other)]
+    drawings = [job.drawing() for job in jobs]
+    for _ in range(3):
+        bare, draw = (drawing() for drawing in drawings)
+        assert bare.samples.tolist() == draw.samples.tolist()
+        assert bare.state == draw.state
+        assert draw.weight_sums is None
+        labels = jobs[1].labels_of(draw)
+        assert labels is not None
+        assert labels.weights is None

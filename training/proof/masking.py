@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.aliases import Ints
-from ...runtime.attention.labels import Labels
+from ...runtime.attention.labels import Labels, weighed
 from ...runtime.attention.pack import IGNORE, TokensOf
 
 _BEYOND = 0.2
@@ -20,7 +20,8 @@ _DRAWS = 4
 
 
 def half_masked(labels: Labels | None, tokens_of: TokensOf, samples: Ints, lengths: Ints, seed: int) -> Labels:
-    """The labels of a batch without about half of its targets, drawn by the numbers of its samples.
+    """The labels of a batch without about half of its targets, drawn by the numbers of its samples; the others keep
+    their weights.
 
     Where nothing would be left, all targets stay: a batch needs one.
     """
@@ -34,7 +35,8 @@ def half_masked(labels: Labels | None, tokens_of: TokensOf, samples: Ints, lengt
 
     targets = np.array([np.count_nonzero(of(index)[1:] != IGNORE) for index in range(len(lengths))], dtype=np.int64)
     if targets.any():
-        return Labels(of, targets)
+        masked = Labels(of, targets)
+        return weighed(masked, tokens_of, lengths, labels.weights.of) if labels and labels.weights else masked
     return labels or Labels(tokens_of, np.maximum(lengths - 1, 0))
 
 

@@ -23,12 +23,14 @@ from ...core.planning.planner import Draw
 from ...integrations.host.trained import StepResult
 from ...integrations.reference.exactness import relative_error
 from ...integrations.reference.textbook import AdamW
-from ...runtime.attention.labels import Labels, count_targets
+from ...runtime.attention.labels import count_targets
 from ...runtime.world.agreement import everyone
+from ..drawing import draw_of
 from ..hosts import integration
 from ..job import Job
 from .compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update, parts_of
 from .masking import half_masked
+from .weighing import By, drawn_weights
 
 PRECISE = {"fp64": (), "fp32": ("", "fp64"), "bf16": ("bf16", "")}
 """By the precision of a run: in which plain training runs for the floor, and for the reference. Empty: that of the
@@ -44,6 +46,8 @@ class ProofBatch(NamedTuple):
     """Numbers of the samples that an undisturbed run has in this step."""
     masked: bool = False
     """Whether about half of its targets carry no loss (`masking`)."""
+    weights: By | None = None
+    """By what its targets have weights (`weighing`); None: those of the data."""
 
 
 @dataclass(frozen=True)
@@ -240,12 +244,17 @@ class _Reader:
         self._samples = batch.expected if in_order else batch.draw.samples
         self._source, self._read = job.source, job.tokens_of(batch.draw)
         self.wrong: set[int] = set() if in_order else set(range(len(batch.draw.samples)))
-        self.labels, self.expected_labels = job.labels_of(batch.draw), self._expected_labels()
+        undisturbed = draw_of(job.source, self._samples)._replace(weight=batch.draw.weight)
+        self.labels, self.expected_labels = job.labels_of(batch.draw), job.labels_of(undisturbed)
         """Which tokens are targets, as training reads it, and as an undisturbed run has it."""
         if batch.masked:
             drawn = self._samples, batch.draw.lengths, job.recipe.train.seed
             self.labels = half_masked(self.labels, self._read, *drawn)
             self.expected_labels = half_masked(self.expected_labels, self.expected, *drawn)
+        if batch.weights:
+            how = batch.draw.lengths, batch.weights, [job.recipe.train.seed, *self._samples.tolist()]
+            self.labels = drawn_weights(self.labels, self._read, *how)
+            self.expected_labels = drawn_weights(self.expected_labels, self.expected, *how)
 
     def __call__(self, index: int) -> Any:
         tokens = self._read(index)
@@ -256,12 +265,6 @@ class _Reader:
     def expected(self, index: int) -> Any:
         """Tokens of the sample that an undisturbed run has at this place of its batch."""
         return self._source.tokens(int(self._samples[index]))
-
-    def _expected_labels(self) -> Labels | None:
-        source, samples = self._source, self._samples
-        if source.targets is None:
-            return None
-        return Labels(lambda index: source.labels(int(samples[index])), source.targets[samples])
 
 
 def failures_of(plan: StepPlan, result: StepResult) -> tuple[str, ...]:

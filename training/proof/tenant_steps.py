@@ -23,7 +23,7 @@ from ...integrations.reference.exactness import relative_error
 from ...integrations.reference.textbook import AdamState, AdamW, norm_of
 from ...integrations.reference.textbook_adapter import Alone
 from ...runtime.adapters.places import AdapterState
-from ...runtime.attention.labels import Labels
+from ...runtime.attention.labels import Labels, part_of
 from ...runtime.attention.pack import TokensOf
 from ...runtime.world.agreement import everyone
 from ..drawing import Drawing
@@ -34,6 +34,7 @@ from ..tenants.state.tenant import ActiveTenant
 from .compare import StepErrors, Tolerance, compare_gradients, compare_number, compare_update
 from .masking import half_masked
 from .steps import PRECISE, Proven, failures_of, fields_of_ranks
+from .weighing import BOTH, drawn_weights
 
 Batch = tuple[TokensOf, Lengths, Labels | None]
 """Tokens, lengths and labels of a tenant's own sequences."""
@@ -134,16 +135,21 @@ class ProofStep(NamedTuple):
     planned: Planned
     base: Mapping[str, Tensor]
     """Weights of the model, which must stay as they are."""
+    weighs: bool
+    """Whether targets have drawn weights in the loss."""
 
     def labels(self, tokens_of: TokensOf) -> Labels | None:
         """Labels of the step; in every second step half of the targets are masked, where each tenant keeps one."""
-        draw = self.planned.draw
+        draw, seed, tenants = self.planned.draw, self.job.recipe.train.seed, self.planned.plan.tenants
         labels = self.job.labels_of(draw)
-        if self.number % 2 == 0:
-            return labels
-        masked = half_masked(labels, tokens_of, draw.samples, draw.lengths, self.job.recipe.train.seed)
-        tenants = self.planned.plan.tenants
-        return masked if all(masked.targets[tenants == number].any() for number in own_draws(draw)) else labels
+        if self.number % 2:
+            masked = half_masked(labels, tokens_of, draw.samples, draw.lengths, seed)
+            keeps = all(masked.targets[tenants == number].any() for number in own_draws(draw))
+            labels = masked if keeps else labels
+        if self.weighs:
+            seeds = [seed, *draw.samples.tolist()]
+            labels = drawn_weights(labels, tokens_of, draw.lengths, BOTH[self.number // 2 % 2], seeds, tenants)
+        return labels
 
 
 def proven_step(step: ProofStep, tenants: Sequence[TenantBeside]) -> Proven:
@@ -180,8 +186,7 @@ def proven_step(step: ProofStep, tenants: Sequence[TenantBeside]) -> Proven:
 def _own(plan: StepPlan, number: int, tokens_of: TokensOf, labels: Labels | None) -> Batch:
     """The sequences of one tenant, as a batch of its own."""
     places = np.flatnonzero(plan.tenants == number).tolist()
-    own = None if labels is None else Labels(lambda i: labels.of(places[i]), labels.targets[places])
-    return lambda i: tokens_of(places[i]), plan.lengths[places], own
+    return lambda i: tokens_of(places[i]), plan.lengths[places], part_of(labels, places)
 
 
 def _changed(job: TenantJob, one: TenantBeside, before: AdapterState) -> bool:

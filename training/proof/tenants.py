@@ -39,16 +39,18 @@ BUILT_IN_RANKS = (4, 8, 16)
 _SIZE_OF_B = 0.02
 
 
-def verify_tenants(recipe: Recipe, steps: int, progress: Progress) -> dict[str, Any] | None:
-    """Verify on this rank, over so many updates before and after the change of trainers."""
-    return in_world(recipe, _Proof(recipe, steps, progress).run)
+def verify_tenants(recipe: Recipe, steps: int, progress: Progress, *, weights: bool = False) -> dict[str, Any] | None:
+    """Verify on this rank, over so many updates before and after the change of trainers; ``weights``: targets have
+    drawn ones."""
+    return in_world(recipe, _Proof(recipe, steps, progress, weights=weights).run)
 
 
 class _Proof:
     """The tenants of a recipe, each beside itself alone. Everything is collective."""
 
-    def __init__(self, recipe: Recipe, steps: int, progress: Progress) -> None:
+    def __init__(self, recipe: Recipe, steps: int, progress: Progress, *, weights: bool) -> None:
         self._recipe, self._steps = recipe, steps
+        self._weights = weights
         self._tenants: list[TenantBeside] = []
         self._base: dict[str, Tensor] = {}
         self._proven = ProvenSteps(steps, progress)
@@ -77,7 +79,7 @@ class _Proof:
             job.host.adapters.join(one.number, one.alone.adapter, one.tenant.config.train, one.state)
         planner = job.planner(self._draw)
         for number in numbers:
-            step = ProofStep(job, number, planner.next(ahead=0), self._base)
+            step = ProofStep(job, number, planner.next(ahead=0), self._base, self._weights)
             self._proven.add(job.chain, step.planned.plan, proven_step(step, self._tenants))
         for one in self._tenants:
             one.state = job.host.adapters.state(one.number)

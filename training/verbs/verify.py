@@ -3,7 +3,8 @@
 Some steps of the run that `train` would do - the same plans, reduction, clipping, optimizer, checkpoint and resume -
 are each held against the same step of plain training (`proof.steps`): the loss, every parameter's gradient, the norm,
 every weight and both of Adam's moments after the update, the tokens that were really run, and the samples that they
-belong to. In every second step half of the tokens carry no loss (`proof.masking`). In the middle the run is saved, its
+belong to. In every second step half of the tokens carry no loss (`proof.masking`); with ``weights`` the targets of all
+steps have drawn ones (`proof.weighing`). In the middle the run is saved, its
 trainer closed, and another one opened that resumes, on another layout where the ranks allow one. Then batches follow
 that take the branches which the first ones did not (`proof.reach`).
 """
@@ -36,20 +37,29 @@ from ..proof.proven_steps import ProvenSteps, other_layout
 from ..proof.reach import choose, planned
 from ..proof.steps import Beside, ProofBatch
 from ..proof.tenants import verify_tenants
+from ..proof.weighing import BOTH
 
 
-def verify(recipe: Recipe, steps: int = 3, progress: Progress = silent) -> dict[str, Any] | None:
-    """Verify on this rank, over so many updates before and after the resume."""
+def verify(
+    recipe: Recipe, steps: int = 3, progress: Progress = silent, *, weights: bool = False
+) -> dict[str, Any] | None:
+    """Verify on this rank, over so many updates before and after the resume; ``weights``: targets have drawn ones."""
     if recipe.adapts:
-        return verify_tenants(recipe, steps, progress)
-    return in_world(recipe, lambda world, watchdog: _Proof(recipe, world, watchdog, steps, progress).run())
+        return verify_tenants(recipe, steps, progress, weights=weights)
+
+    def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
+        return _Proof(recipe, world, watchdog, steps, progress, weights=weights).run()
+
+    return in_world(recipe, work)
 
 
 class _Proof:
     """A run and plain training beside it, through a resume. Everything is collective."""
 
-    def __init__(self, recipe: Recipe, world: World, watchdog: Watchdog, steps: int, progress: Progress) -> None:
-        self._recipe = recipe
+    def __init__(
+        self, recipe: Recipe, world: World, watchdog: Watchdog, steps: int, progress: Progress, *, weights: bool
+    ) -> None:
+        self._recipe, self._weights = recipe, weights
         self._world = world
         self._watchdog = watchdog
         self._steps = steps
@@ -105,7 +115,8 @@ class _Proof:
 
     def _prove(self, beside: Beside, number: int, batch: ProofBatch, of_rate: int) -> None:
         """One step, with the learning rate of step ``of_rate``; in every second one half of the tokens are masked."""
-        batch = batch._replace(masked=number % 2 == 1)
+        weights = BOTH[number // 2 % 2] if self._weights else None
+        batch = batch._replace(masked=number % 2 == 1, weights=weights)
         proven = beside.step(number, batch, learning_rate(of_rate, beside.job.recipe.train))
         self._proven.add(beside.job.chain, batch.plan, proven)
 

@@ -18,7 +18,7 @@ from ....core.machine.layout import Layout
 from ....core.plan.branches import COPIED, SUM_AFTER_PASSES
 from ....core.recipe.recipe import Recipe
 from ....runtime.attention.kernels import choose_kernel
-from ....runtime.attention.labels import count_targets
+from ....runtime.attention.labels import checked_divisor, count_targets
 from ....runtime.world.world import World
 from ...host.host import Host
 from ...host.step import Step
@@ -130,19 +130,20 @@ class EngineWeights(Weights):
                 f"{len(plan.lengths)} sequences",
                 "use longer samples, or mask fewer tokens",
             )
-        totals, (executed, branches) = self._passes(step, num_targets)
+        divisor = checked_divisor(plan.lengths, labels)
+        totals, (executed, branches) = self._passes(step, divisor)
         dist.all_reduce(totals)
         loss_sum, ran = totals.tolist()
         busy = step.clock.read()
         loads = tuple(gated.gate.loads) if gated else ()
         branches = (SUM_AFTER_PASSES, *branches, *((COPIED,) if any(load.copies for load in loads) else ()))
         ran = num_targets if labels is None else round(ran)
-        return StepResult(loss_sum / num_targets, ran, busy.total_s, busy.forward_s, executed, branches, loads)
+        return StepResult(loss_sum / divisor, ran, busy.total_s, busy.forward_s, executed, branches, loads)
 
     @abstractmethod
-    def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
-        """All passes of this rank; every token loss is divided by ``num_targets``, those of the global batch. Sum and
-        number of its token losses, float64 [2] on the device, and what ran."""
+    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, Passed]:
+        """All passes of this rank; every token loss is divided by ``divisor``, that of the global batch. Sum and number
+        of its token losses, float64 [2] on the device, and what ran."""
 
     def gradients(self) -> dict[str, Tensor]:
         return dict(self._host.whole(full_gradients(self._trained_parameters())))

@@ -2,11 +2,11 @@
 
     loss of a micro-batch = sum of its token losses * share / T,   T = target tokens of the global batch
 
-with share 1 where gradients are summed over ranks (ZeRO 0, 1, 2) and the number of ranks where the engine averages
-(ZeRO 3). Gradients of a step are then those of the mean token loss of the batch, whatever the plan: whole sequences or
-slices, on one rank or shared by several, forwards whose activations are kept or that are replayed before their
-backward, the same groups in both directions or others. The loss of a token is counted where it is computed with
-gradients, once.
+(of targets with weights, each loss times its weight, T what the weights of the global batch add up to) with share 1
+where gradients are summed over ranks (ZeRO 0, 1, 2) and the number of ranks where the engine averages (ZeRO 3).
+Gradients of a step are then those of the mean token loss of the batch, whatever the plan: whole sequences or slices, on
+one rank or shared by several, forwards whose activations are kept or that are replayed before their backward, the same
+groups in both directions or others. The loss of a token is counted where it is computed with gradients, once.
 
 Measured against a plain run of the same weights, 2 gloo ranks, float32: see docs/deepspeed.md.
 """
@@ -168,7 +168,7 @@ class DataParallelWeights(EngineWeights):
         self.frozen = freeze(host.recipe.train.freeze, own, [list(own)])
         host.engine = make_engine(model, host.recipe, host.world.size)
 
-    def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
+    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, Passed]:
         host = self._host
         program, added = host.program_of(step.plan, "idle")
         if host.gated:
@@ -178,7 +178,7 @@ class DataParallelWeights(EngineWeights):
             num_backwards = sum(action.kind == "backward" for action in program)
             reduction = open_step.enter_context(one_reduction(host.engine, num_backwards))
             recorder = host.recording(step.plan)
-            trainer = EngineStage(host, step, reduction, recorder, host.gated, weight=share / num_targets)
+            trainer = EngineStage(host, step, reduction, recorder, host.gated, weight=share / divisor)
             executed = host.execute(step, (program, trainer))
             step.mark("gradient reduction")
             with step.clock.noting("G") if host.stage < 3 else nullcontext():

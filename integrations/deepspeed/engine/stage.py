@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....core.plan.action import Action
 from ....core.plan.step_plan import MicroBatch
-from ....runtime.attention.labels import labels_of
+from ....runtime.attention.labels import readers_of
 from ....runtime.attention.pack import Pack, build_pack
 from ....runtime.attention.prefix import PrefixStore
 from ....runtime.attributes import with_attributes
@@ -32,7 +32,7 @@ class PackStage(StageTrainer):
     """What the engines of DeepSpeed have in common in one step: packs, and the sum of their losses.
 
     Args:
-        weight: of the loss of a token.
+        weight: of the loss of every token, beside its own.
         collector: takes down what scores give, and the losses of a frozen model.
     """
 
@@ -57,18 +57,19 @@ class PackStage(StageTrainer):
         """Sum of the token losses that this rank has computed, and their number."""
 
     def load(self, micro_batch: MicroBatch, prefix: PrefixStore | None) -> LoadedPack:
-        tokens_of, wanted = self._step.tokens_of, labels_of(self._step.labels)
-        return LoadedPack(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, labels_of=wanted))
+        tokens_of, readers = self._step.tokens_of, readers_of(self._step.labels)
+        return LoadedPack(build_pack(micro_batch, tokens_of, self.device, prefix, plane=self._plane, **readers))
 
     def _weighed(self, logits_TV: Tensor, pack: Pack) -> Tensor:
         """The sum of the token losses of a pack as its backward starts from it; the collector takes them down by
         sequence, where there is one."""
-        if self._collector is None:
+        if self._collector is None and pack.weights_T is None:
             loss = token_losses(logits_TV, pack, reduction="sum")
         else:
             losses_T = token_losses(logits_TV, pack)
-            self._collector.add(losses_T.detach(), pack)
-            loss = losses_T.sum()
+            if self._collector is not None:
+                self._collector.add(losses_T.detach(), pack)
+            loss = losses_T.sum() if pack.weights_T is None else (losses_T * pack.weights_T).sum()
         self.totals[0] += loss.detach()
         self.totals[1] += pack.num_targets
         return loss * self._weight

@@ -119,9 +119,9 @@ class PipelineWeights(EngineWeights):
         self.frozen = freeze(patterns, own, list(dict.fromkeys(map(tuple, everyone(list(own))))))
         host.engine = make_engine(module, host.recipe, host.layout.dp)
 
-    def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
+    def _passes(self, step: Step, divisor: float) -> tuple[Tensor, Passed]:
         host = self._host
-        programs, weight = host.programs_of(step.plan), 1 / num_targets
+        programs, weight = host.programs_of(step.plan), 1 / divisor
         parts = [(program, PipelineStage(host, step, part, weight=weight)) for part, program in programs]
         executed, last = host.execute(step, *parts), parts[-1][1]
         step.mark("gradient reduction")

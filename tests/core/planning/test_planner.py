@@ -354,6 +354,33 @@ def test_ranks_that_plan_differently_stop_with_one_message() -> None:
     assert str(first) == str(second)
 
 
+class OfWeights(Draws):
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def __call__(self) -> Draw:
+        return super().__call__()._replace(weight=self._weight)
+
+
+def test_ranks_of_one_plan_and_other_weights_stop() -> None:
+    """No plan knows the weights, so their digest travels with the plan's; where all are 1 there are none."""
+    told = list[bytes]()
+
+    def digests(weight: float) -> list[bytes]:
+        told.clear()
+        Planner(chain(), OfWeights(weight), budget_s=60, exchange=lambda own: [told.append(own) or own]).next()
+        return list(told)
+
+    assert digests(1.0) == digests(1.0) != digests(0.5) == digests(0.5)
+    (other,) = digests(2.0)
+    bare = Planner(chain(), Draws(), budget_s=60, exchange=lambda own: [told.append(own) or own])
+    assert bare.next().draw.weight_sums is None
+    assert [told[-1]] == digests(1.0)
+    with pytest.raises(RankError, match="ranks planned different steps"):
+        Planner(chain(), OfWeights(0.5), budget_s=60, exchange=lambda own: [own, other]).next()
+
+
 def test_a_batch_nobody_can_plan_is_an_error() -> None:
     with pytest.raises(EvenloadError, match=r"longer than plugins\.packing\.max_tokens"):
         chain().plan(as_lengths([65]))

@@ -17,7 +17,7 @@ from evenload.core.recipe.tenant import TenantTrain
 from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.plain import plain_gradients
 from evenload.runtime.adapters.places import AdapterState
-from evenload.runtime.attention.labels import Labels
+from evenload.runtime.attention.labels import Labels, part_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -72,8 +72,8 @@ class Alone:
         """Loss and gradients of the tenant's own sequences of a plan."""
         self._merge()
         ids = np.flatnonzero(plan.tenants == self.number)
-        own = None if labels is None else Labels(lambda i: labels.of(ids[i]), labels.targets[ids])
-        loss, of_weights = plain_gradients(self._model, lambda i: tokens_of(ids[i]), plan.lengths[ids], own)
+        own = plan.lengths[ids], part_of(labels, ids.tolist())
+        loss, of_weights = plain_gradients(self._model, lambda i: tokens_of(ids[i]), *own)
         gradients = {}
         for name in self._layers():
             weight, scaling = f"{name}.weight", self.adapter.scaling_of(name)

@@ -103,14 +103,14 @@ def exactness(stage: int, names: list[str], **asked: Any) -> dict[str, Any]:
         for number, name in enumerate(names):
             plan = with_drawn_copies(plans.named(name, host.world.size, in_step), number)
             labels = plans.labels_of(plan, number // 2)
-            key = plan.sequences, labels is None
+            key = plan.sequences, number // 2 % 4
             if key not in references:
                 references[key] = reference(made, host, plans.tokens_of(plan), plan.lengths, labels)
             loss, wanted = references[key]
             result, gradients = host.gradients(plan, plans.tokens_of(plan), labels)
             norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
             found[name] = {
-                "loss": abs(result.loss - loss) / loss,
+                "loss": abs(result.loss / loss - 1),
                 "grad": relative_error(gradients, wanted),
                 "norm": abs(result.grad_norm - norm) / norm,
                 "executed": [tuple(piece) for piece in result.executed],

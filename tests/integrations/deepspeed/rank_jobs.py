@@ -21,6 +21,7 @@ from evenload.integrations.deepspeed.plain import reference, relative_error
 from evenload.runtime.attention.labels import count_targets
 from evenload.runtime.world.world import init_world
 from evenload.training.proof.masking import half_masked
+from evenload.training.proof.weighing import drawn_weights
 
 LENGTHS = (40, 9, 13, 22, 5, 17)
 TOKENS = [np.random.default_rng(i).integers(0, 97, n) for i, n in enumerate(LENGTHS)]
@@ -66,13 +67,17 @@ def exactness(stage: int, dtype: str = "fp32", family: str = "llama") -> dict[st
     before = host.weights()
     batch = as_lengths(LENGTHS)
     masked = half_masked(None, tokens_of, np.arange(len(LENGTHS)), batch, 0)
-    references = [(labels, *reference(made, host, tokens_of, batch, labels)) for labels in (None, masked)]
+    weighed = (
+        drawn_weights(None, tokens_of, batch, "sequence", [0]),
+        drawn_weights(masked, tokens_of, batch, "token", [0]),
+    )
+    references = [(labels, *reference(made, host, tokens_of, batch, labels)) for labels in (None, masked, *weighed)]
     results = {}
     for (name, make), (labels, loss, wanted) in zip(PLANS.items(), cycle(references), strict=False):
         result, found = host.gradients(make(), tokens_of, labels)
         norm = float(torch.stack([g.double().norm() for g in wanted.values()]).norm())
         results[name] = {
-            "loss": abs(result.loss - loss) / loss,
+            "loss": abs(result.loss / loss - 1),
             "grad": relative_error(found, wanted),
             "norm": abs(result.grad_norm - norm) / norm,
             "miscounted": result.num_targets - count_targets(batch, labels),
@@ -142,6 +147,10 @@ def mutants(stage: int) -> dict[str, float]:
     labels = half_masked(None, tokens_of, np.arange(len(LENGTHS)), good.lengths, 0)
     with pytest.raises(EvenloadError, match="another number of targets"):
         host.train_step(good, tokens_of, lr=1e-2, labels=labels._replace(targets=labels.targets + 1))
+    weights = drawn_weights(labels, tokens_of, good.lengths, "token", [0]).weights
+    labels = labels._replace(weights=weights._replace(sums=weights.sums * np.nan))
+    with pytest.raises(EvenloadError, match="add up to nothing that its loss can be divided by"):
+        host.train_step(good, tokens_of, lr=1e-2, labels=labels)
     host.close()
     return errors
 

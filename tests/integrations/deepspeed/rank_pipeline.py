@@ -36,6 +36,7 @@ from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.tape import Tape
 from evenload.runtime.world.world import init_world
 from evenload.training.proof.masking import half_masked
+from evenload.training.proof.weighing import drawn_weights
 
 for _file in ("random_plans", "shared_plans", "random_pipelines"):  # they know no trainer
     _path = Path(__file__).parent.parent / "megatron" / f"{_file}.py"
@@ -129,7 +130,12 @@ def exactness(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, A
     with hosted(pp, stage, **more) as host:
         batch = as_lengths(LENGTHS)
         masked = half_masked(None, tokens_of, np.arange(len(LENGTHS)), batch, 0)
-        references = [(labels, *reference(host.recipe, host, tokens_of, batch, labels)) for labels in (None, masked)]
+        weighed = (
+            drawn_weights(None, tokens_of, batch, "sequence", [0]),
+            drawn_weights(masked, tokens_of, batch, "token", [0]),
+        )
+        every = None, masked, *weighed
+        references = [(labels, *reference(host.recipe, host, tokens_of, batch, labels)) for labels in every]
         before = host.weights()
         for name, (labels, loss, wanted) in zip(names, cycle(references), strict=False):
             plan = planned(host, name)
@@ -137,7 +143,7 @@ def exactness(pp: int, stage: int, names: list[str], **more: Any) -> dict[str, A
             result, gradients = host.gradients(plan, tokens_of, labels)
             mine = [tuple(s) for j in plan.of_rank(host.dp_cp_rank, "B") for s in plan.passes("B")[j].slices]
             found[name] = {
-                "loss": abs(result.loss - loss) / loss,
+                "loss": abs(result.loss / loss - 1),
                 "grad": relative_error(gradients, {n: wanted[n] for n in gradients}),
                 "norm": abs(result.grad_norm - norm) / norm,
                 "executed": plan.shared or sorted(map(tuple, result.executed)) == sorted(mine),

@@ -12,6 +12,7 @@ from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.plain import relative_error
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.attention.pack import IGNORE
+from evenload.training.proof.weighing import drawn_weights
 from torch.nn.functional import cross_entropy
 
 _spec = importlib.util.spec_from_file_location("score_pipelines", Path(__file__).with_name("rank_pipeline.py"))
@@ -45,13 +46,14 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
 
 
 def _masked() -> Labels:
-    """Every second token carries loss, and of the last sequence none."""
+    """Every second token carries loss, with a weight of its own, and of the last sequence none."""
     last = len(LENGTHS) - 1
 
     def of(index: int) -> np.ndarray:
         return np.where((np.arange(LENGTHS[index]) % 2 == 1) & (index < last), tokens_of(index), IGNORE)
 
-    return Labels(of, np.array([int((of(i)[1:] != IGNORE).sum()) for i in range(len(LENGTHS))]))
+    targets = np.array([int((of(i)[1:] != IGNORE).sum()) for i in range(len(LENGTHS))])
+    return drawn_weights(Labels(of, targets), tokens_of, np.array(LENGTHS), "token", [0])
 
 
 @torch.no_grad()
@@ -63,15 +65,20 @@ def _one_by_one(host: Any) -> dict[int, torch.Tensor]:
 
 
 def _error(scores: Any, expected: dict[int, torch.Tensor], labels: Labels | None) -> float:
-    """The largest relative error of a sequence's loss; infinite where its targets are others."""
-    worst = 0.0
+    """The largest relative error of a sequence's loss, and of that of all; infinite where its targets are others."""
+    worst, total, divisor = 0.0, 0.0, 0.0
     for number, logits_LV in expected.items():
         wanted = torch.from_numpy((labels.of if labels else tokens_of)(number)[1:].copy())
         losses = cross_entropy(logits_LV[:-1].double(), wanted, ignore_index=IGNORE, reduction="none")
         if int(scores.targets[number]) != int((wanted != IGNORE).sum()):
             return float("inf")
-        worst = max(worst, abs(float(losses.sum()) - float(scores.losses[number])) / max(1.0, float(losses.sum())))
-    return worst
+        weights = (wanted != IGNORE).double()
+        if labels and labels.weights:
+            weights = weights * torch.from_numpy(labels.weights.of(number)[1:].copy())
+        loss = float((losses * weights).sum())
+        worst = max(worst, abs(loss - float(scores.losses[number])) / max(1.0, abs(loss)))
+        total, divisor = total + loss, divisor + float(weights.sum())
+    return max(worst, abs(scores.loss * divisor / total - 1))
 
 
 def _off(values: torch.Tensor, expected: torch.Tensor) -> float:

@@ -19,6 +19,7 @@ from evenload.integrations.deepspeed.engine.engine import Releases
 from evenload.integrations.reference.exactness import relative_error
 from evenload.runtime.world.world import init_world
 from evenload.training.proof.masking import half_masked
+from evenload.training.proof.weighing import drawn_weights
 from torch.nn.functional import cross_entropy
 
 
@@ -64,8 +65,11 @@ def case(host: Any, name: str, number: int, absent: int = -1) -> tuple[StepPlan,
     if host.layout.pp > 1:
         plan = of_tenants(pipelines.planned(host, name), number, absent)
         tokens_of = pipelines.tokens_of
-        masked = half_masked(None, tokens_of, np.arange(len(plan.lengths)), plan.lengths, 0)
-        return plan, tokens_of, masked if number % 2 else None
+        labels = half_masked(None, tokens_of, np.arange(len(plan.lengths)), plan.lengths, 0) if number % 2 else None
+        if number % 4 > 1:
+            by: Any = "token" if number % 2 else "sequence"
+            labels = drawn_weights(labels, tokens_of, plan.lengths, by, [0], plan.tenants)
+        return plan, tokens_of, labels
     plans = shared if host.world.size > 2 else slices.plans
     plan = of_tenants(shared.named(name) if plans is shared else slices.plan_named(name), number, absent)
     return plan, plans.tokens_of(plan), plans.labels_of(plan, number)
@@ -93,7 +97,7 @@ def _errors(plan: StepPlan, tenants: list[Any], result: Any, gradients: Any, tok
         loss, wanted = one.gradients(plan, tokens_of, labels)
         norm = float(torch.stack([g.norm() for g in wanted.values()]).norm())
         of_tenant = result.tenants[one.number]
-        errors["loss"] = max(errors["loss"], abs(of_tenant.loss - loss) / loss)
+        errors["loss"] = max(errors["loss"], abs(of_tenant.loss / loss - 1))
         errors["grad"] = max(errors["grad"], *(_error(own[name], g, norm) for name, g in wanted.items()))
         assert own.keys() == wanted.keys()
         errors["norm"] = max(errors["norm"], abs(of_tenant.grad_norm - norm) / norm)
@@ -120,7 +124,7 @@ def trained(stage: int, names: list[str], **more: Any) -> dict[str, Any]:
             result = host.train_step(plan, tokens_of, lr=rates, labels=labels)
             for one in (one for one in tenants if one.number in rates):
                 (loss, norm), found = one.step(plan, tokens_of, labels), result.tenants[one.number]
-                told["loss"] = max(told["loss"], abs(found.loss - loss) / (loss or 1.0))
+                told["loss"] = max(told["loss"], abs(found.loss - loss) / (abs(loss) or 1.0))
                 told["norm"] = max(told["norm"], abs(found.grad_norm - norm) / (norm or 1.0))
             if number == 1:
                 told["absent"] = [_equal(kept, host.adapters.state(1)), set(rates) == {0, 2}]

@@ -15,6 +15,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.runtime.attention.labels import Labels
 from evenload.training.proof.masking import half_masked
+from evenload.training.proof.weighing import drawn_weights
 
 LENGTHS = (150, 83, 9, 13, 22, 5, 61, 1)
 HEADS = 4
@@ -26,8 +27,14 @@ def tokens_of(plan: StepPlan) -> Callable[[int], Any]:
 
 
 def labels_of(plan: StepPlan, number: int) -> Labels | None:
-    """Labels of the plan with such a number among others: in every second one half of the tokens carry no loss."""
-    return half_masked(None, tokens_of(plan), np.arange(len(plan.lengths)), plan.lengths, 0) if number % 2 else None
+    """Labels of the plan with such a number among others: every token; half of them; with weights by sequence; half of
+    them, with weights by token, and so on."""
+    tokens = tokens_of(plan)
+    labels = half_masked(None, tokens, np.arange(len(plan.lengths)), plan.lengths, 0) if number % 2 else None
+    if number % 4 < 2:
+        return labels
+    tenants = plan.tenants if len(plan.tenants) else None
+    return drawn_weights(labels, tokens, plan.lengths, "token" if number % 2 else "sequence", [0], tenants)
 
 
 def piece(sequence: int, part: int = 0, parts: int = 1) -> Slice:

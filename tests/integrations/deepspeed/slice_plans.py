@@ -13,6 +13,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.runtime.attention.labels import Labels
 from evenload.training.proof.masking import half_masked
+from evenload.training.proof.weighing import drawn_weights
 
 LENGTHS = (160, 75, 9, 13, 22, 5, 17, 1)
 """Sequence 0 becomes 16 slices on rank 0, sequence 1 five on rank 1; the others go with them."""
@@ -27,8 +28,14 @@ def tokens_of(plan: StepPlan) -> Callable[[int], Any]:
 
 
 def labels_of(plan: StepPlan, number: int) -> Labels | None:
-    """Labels of the plan with such a number among others: in every second one half of the tokens carry no loss."""
-    return half_masked(None, tokens_of(plan), np.arange(len(plan.lengths)), plan.lengths, 0) if number % 2 else None
+    """Labels of the plan with such a number among others: every token; half of them; with weights by sequence; half of
+    them, with weights by token, and so on."""
+    tokens = tokens_of(plan)
+    labels = half_masked(None, tokens, np.arange(len(plan.lengths)), plan.lengths, 0) if number % 2 else None
+    if number % 4 < 2:
+        return labels
+    tenants = plan.tenants if len(plan.tenants) else None
+    return drawn_weights(labels, tokens, plan.lengths, "token" if number % 2 else "sequence", [0], tenants)
 
 
 def whole(sequence: int) -> Slice:

@@ -12,7 +12,7 @@ from evenload.integrations.deepspeed.engine.model import build_model, recompute_
 from evenload.integrations.deepspeed.engine.stage import call_of
 from evenload.integrations.deepspeed.plain import plain_gradients, relative_error
 from evenload.integrations.host.scoring import token_losses
-from evenload.runtime.attention.labels import count_targets, labels_of
+from evenload.runtime.attention.labels import loss_divisor, readers_of
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 
@@ -32,20 +32,24 @@ def _model(family, plain=False):
 def _run(model, plan, tokens_of, *, labels=None, equal=False):
     """Loss and gradients of a plan on a bare model: the passes of one rank after those of the other."""
     model.zero_grad(set_to_none=True)
-    total, num_targets = 0.0, count_targets(plan.lengths, labels)
+    total, divisor = 0.0, loss_divisor(plan.lengths, labels)
     for rank in range(plan.limits.num_ranks):
         store, losses = PrefixStore.of_plan(plan), {}
         for one in lower(plan, 0, rank, "in step" if equal else "idle"):
             if one.kind == "backward":
                 losses.pop(one.graph).backward()
                 continue
-            pack = build_pack(one.micro_batch, tokens_of, "cpu", store, labels_of=labels_of(labels))
+            pack = build_pack(one.micro_batch, tokens_of, "cpu", store, **readers_of(labels))
             if one.kind == "forward_kv":
                 with torch.no_grad():
                     logits = model(**call_of(pack), logits_to_keep=1).logits
                 assert logits.shape[1] == 1
             else:
-                losses[one.graph] = token_losses(model(**call_of(pack)).logits[0], pack, reduction="sum") / num_targets
+                losses_T = token_losses(model(**call_of(pack)).logits[0], pack)
+                losses[one.graph] = (
+                    losses_T if labels is None or not labels.weights else losses_T * pack.weights_T
+                ).sum()
+                losses[one.graph] = losses[one.graph] / divisor
                 total += float(losses[one.graph].detach())
         if store is not None:
             store.check_empty()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from evenload.runtime.adapters.places import AdapterState
-from evenload.runtime.attention.labels import Labels
+from evenload.runtime.attention.labels import Labels, TargetWeights
 from megatron_jobs import masked, tokens
 from megatron_tenant_jobs import LENGTHS, RATES, TRAINS, adapters_of, company, plan_of
 
@@ -30,6 +30,8 @@ def beside(world: Any, *, how: str, plans: list[str | int], dropout: float = 0.0
             plan, labels = plan_of(host, which), masked(LENGTHS)
             if how == "data" and number == 1:
                 labels = _other_targets(labels, plan.tenants)
+            if how == "cancelling weights" and number == 1:
+                labels = _cancelling(labels, plan.tenants)
             before = host.adapters.state(BAD)
             with _activations(host, plan) if how == "activations" and number == 1 else _nothing():
                 result = host.train_step(plan, tokens(LENGTHS, number), lr={**RATES, BAD: rates}, labels=labels)
@@ -62,6 +64,15 @@ def _other_targets(labels: Labels, tenants: Any) -> Labels:
         return own
 
     return Labels(of, labels.targets)
+
+
+def _cancelling(labels: Labels, tenants: Any) -> Labels:
+    """The weights of the tenant's targets add up to 0, those of the others are 1."""
+    bad = np.flatnonzero(tenants == BAD)
+    factors, sums = np.ones(len(tenants)), labels.targets.astype(np.float64)
+    factors[bad] = np.arange(len(bad)) + 0.5
+    sums[bad] = 0.0
+    return labels._replace(weights=TargetWeights(lambda index: np.full(LENGTHS[index], factors[index]), sums))
 
 
 @contextmanager

@@ -27,9 +27,10 @@ from evenload.integrations.megatron.model.gpt import torch_optimizers
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.saving import checkpoint as checkpoint_module
-from evenload.runtime.attention.labels import Labels
+from evenload.runtime.attention.labels import Labels, TargetWeights, weighed
 from evenload.runtime.measure.busy import BusyClock
 from evenload.training.proof.masking import half_masked
+from evenload.training.proof.weighing import drawn_weights
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -72,6 +73,15 @@ def tokens(lengths: Any = LENGTHS, seed: int = 3) -> Callable[[int], np.ndarray]
 def masked(lengths: Any = LENGTHS, seed: int = 0) -> Labels:
     """Labels in which half of the tokens carry no loss, and the others count as tokens of another seed."""
     return half_masked(None, tokens(lengths, seed + 100), np.arange(len(lengths)), as_lengths(lengths), seed)
+
+
+def labels_in_turn(turn: int, lengths: Any = LENGTHS, tenants: Any = None) -> Labels | None:
+    """Every token; half of them; with weights by sequence; half of them, with weights by token, and so on."""
+    labels = masked(lengths) if turn % 2 else None
+    if turn % 4 < 2:
+        return labels
+    by: Any = "token" if turn % 2 else "sequence"
+    return drawn_weights(labels, tokens(lengths, 100), as_lengths(lengths), by, [turn % 4], tenants)
 
 
 def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = False) -> StepPlan:
@@ -273,6 +283,27 @@ def bad_plan(world: Any, *, kind: str) -> str:
             assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
             return error.what
     return ""
+
+
+def cancelling(lengths: Any = LENGTHS) -> Labels:
+    """Labels whose weights add up to 0."""
+    rows = [np.full(n, (-1.0) ** i / (n - 1)) for i, n in enumerate(lengths)]
+    labels = weighed(None, tokens(lengths), as_lengths(lengths), rows.__getitem__)
+    return labels._replace(
+        weights=TargetWeights(rows.__getitem__, np.array([(-1.0) ** i for i in range(len(lengths))]))
+    )
+
+
+def cancelled(world: Any) -> list[str]:
+    """The error of a batch whose weights cancel out; no weight of the model has changed."""
+    with hosted(world) as host:
+        before = [p.detach().clone() for p in host.model.parameters()]
+        try:
+            host.train_step(plan(world.size), tokens(), lr=1.0, labels=cancelling())
+        except EvenloadError as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
+            return [error.what, error.found]
+    return []
 
 
 def initial_weights(world: Any, **changes: Any) -> dict[str, Any]:

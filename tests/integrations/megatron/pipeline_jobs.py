@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -28,13 +27,12 @@ from evenload.integrations.megatron.model import linears
 from evenload.integrations.megatron.model.attention import PackedCoreAttention
 from evenload.integrations.megatron.model.weights import global_gradients
 from evenload.integrations.megatron.plain import grad_rel_err, reference
-from evenload.runtime.attention.labels import Labels
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage import deferred
 from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
-from megatron_jobs import CPU, hosted, masked, recipe, tokens
+from megatron_jobs import CPU, hosted, labels_in_turn, recipe, tokens
 from megatron_slice_jobs import fault as slice_fault
 
 _kept: dict[str, Any] = {}
@@ -54,8 +52,8 @@ def close_host() -> None:
     _kept.clear()
 
 
-def _reference(host: Any, lengths: list[int], labels: Labels | None) -> Any:
-    key = str(lengths), labels is None
+def _reference(host: Any, lengths: list[int], turn: int) -> Any:
+    key, labels = (str(lengths), turn), labels_in_turn(turn, lengths)
     if key not in _kept["references"]:
         _kept["references"][key] = reference(host.recipe, host, tokens(lengths), as_lengths(lengths), labels)
     return _kept["references"][key]
@@ -71,11 +69,11 @@ def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
 def piped(
     world: Any, *, plans: list[dict[str, Any]], lengths: list[int], mutant: str = "", **changes: Any
 ) -> list[dict[str, Any]]:
-    """Errors of plans (as JSON) against plain training; in every second one half of the tokens carry no loss."""
+    """Errors of plans (as JSON), each with other labels and weights, against plain training."""
     host, found = _host(world, changes), []
-    for written, labels in zip(plans, cycle((None, masked(lengths))), strict=False):
-        the_plan = _plan(host, written)
-        expected_loss, expected = _reference(host, lengths, labels)
+    for turn, written in enumerate(plans):
+        the_plan, labels = _plan(host, written), labels_in_turn(turn, lengths)
+        expected_loss, expected = _reference(host, lengths, turn % 4)
         with fault(mutant):
             try:
                 result, gradients = host.gradients(the_plan, tokens(lengths), labels)
@@ -86,7 +84,7 @@ def piped(
                 continue
         found.append(
             {
-                "loss": abs(result.loss - expected_loss) / max(1e-300, expected_loss),
+                "loss": abs(result.loss - expected_loss) / max(1e-300, abs(expected_loss)),
                 "grad": grad_rel_err(gradients, expected),
                 "executed": result.executed,
                 "trained": list(gradients),

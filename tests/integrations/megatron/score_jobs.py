@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from evenload.core.laws import check
 from evenload.core.plan.rounds import in_rounds
-from evenload.core.plan.step_plan import StepPlan
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.simulate.v_shape import merged
 from evenload.integrations.host import scoring
 from evenload.integrations.megatron import PlainModel
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.attention.pack import IGNORE
+from evenload.training.proof.weighing import drawn_weights
 from megatron_expert_jobs import small
 from megatron_jobs import hosted, tokens
 from megatron_random_plans import random_plan
@@ -66,13 +67,14 @@ def _plan(host: Any, which: str | int) -> StepPlan:
 
 
 def _masked() -> Labels:
-    """Every second token carries loss, and of the last sequence none."""
+    """Every second token carries loss, with a weight of its own, and of the last sequence none."""
     last, data = len(HAND_LENGTHS) - 1, tokens(HAND_LENGTHS)
 
     def of(index: int) -> np.ndarray:
         return np.where((np.arange(HAND_LENGTHS[index]) % 2 == 1) & (index < last), data(index), IGNORE)
 
-    return Labels(of, np.array([int((of(i)[1:] != IGNORE).sum()) for i in range(len(HAND_LENGTHS))]))
+    targets = np.array([int((of(i)[1:] != IGNORE).sum()) for i in range(len(HAND_LENGTHS))])
+    return drawn_weights(Labels(of, targets), data, as_lengths(HAND_LENGTHS), "token", [0])
 
 
 @torch.no_grad()
@@ -92,15 +94,17 @@ def _one_by_one(host: Any, data: Any) -> Plain:
 
 
 def _errors(scores: Any, expected: Plain, labels: Labels | None) -> float:
-    """The largest relative error of a sequence's loss; infinite where its targets are others."""
-    worst = 0.0
+    """The largest relative error of a sequence's loss, and of that of all; infinite where its targets are others."""
+    worst, total, divisor = 0.0, 0.0, 0.0
     for number, (_, losses) in expected.items():
         counts = labels.of(number)[1:] != IGNORE if labels else np.ones(len(losses), dtype=bool)
         if int(scores.targets[number]) != int(counts.sum()):
             return float("inf")
-        wanted = float(losses[counts].sum())
-        worst = max(worst, abs(wanted - float(scores.losses[number])) / max(1.0, wanted))
-    return worst
+        weights = counts * (labels.weights.of(number)[1:] if labels and labels.weights else 1.0)
+        wanted = float((losses * weights).sum())
+        worst = max(worst, abs(wanted - float(scores.losses[number])) / max(1.0, abs(wanted)))
+        total, divisor = total + wanted, divisor + float(weights.sum())
+    return max(worst, abs(scores.loss * divisor / total - 1))
 
 
 def _off(values: torch.Tensor, expected: torch.Tensor) -> float:

@@ -27,7 +27,7 @@ from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
 from evenload.runtime.stage.tape import Tape
-from megatron_jobs import LENGTHS, hosted, masked, plan, tokens
+from megatron_jobs import LENGTHS, hosted, labels_in_turn, plan, tokens
 from megatron_random_plans import random_plan
 
 FEW_LENGTHS = (37, 5, 64, 2)
@@ -59,15 +59,15 @@ def sliced(
 def errors_of_plans(
     host: Any, plans: Iterable[tuple[Any, StepPlan]], lengths: Any, planted: Callable[[], AbstractContextManager[None]]
 ) -> list[dict[str, Any]]:
-    """Loss and gradients of named plans against plain training, or what the host said of a planted fault. In every
-    second plan half of the tokens carry no loss."""
+    """Loss and gradients of named plans, each with other labels and weights, against plain training, or what the host
+    said of a planted fault."""
     data, batch, found = tokens(lengths), as_lengths(lengths), []
-    references: dict[bool, Any] = {}
+    references: dict[int, Any] = {}
     for number, (name, the_plan) in enumerate(plans):
-        labels = masked(lengths) if number % 2 else None
-        if (labels is None) not in references:
-            references[labels is None] = reference(host.recipe, host, data, batch, labels)
-        expected_loss, expected = references[labels is None]
+        labels = labels_in_turn(number, lengths)
+        if number % 4 not in references:
+            references[number % 4] = reference(host.recipe, host, data, batch, labels)
+        expected_loss, expected = references[number % 4]
         with planted():
             try:
                 result, gradients = host.gradients(the_plan, data, labels)
@@ -77,7 +77,7 @@ def errors_of_plans(
         found.append(
             {
                 "plan": name,
-                "loss": abs(result.loss - expected_loss) / expected_loss,
+                "loss": abs(result.loss / expected_loss - 1),
                 "grad": grad_rel_err(gradients, expected),
                 "miscounted": result.num_targets - count_targets(batch, labels),
                 "executed": result.executed,

@@ -18,8 +18,8 @@ from evenload.integrations.reference.exactness import largest_error, relative_er
 from evenload.integrations.reference.textbook import AdamW
 from evenload.integrations.reference.textbook_adapter import Alone
 from evenload.runtime.adapters.places import AdapterState
-from evenload.runtime.attention.labels import Labels
-from megatron_jobs import hosted, masked, tokens
+from evenload.runtime.attention.labels import Labels, part_of
+from megatron_jobs import hosted, labels_in_turn, tokens
 from megatron_shared_jobs import sharing
 from megatron_shared_plans import HAND_LENGTHS as LENGTHS
 from megatron_slice_jobs import planned
@@ -88,8 +88,7 @@ def plan_of(
 def own_batch(plan: StepPlan, number: int, data: Any, labels: Labels | None) -> tuple[Any, Any, Any]:
     """Tokens, lengths and labels of a tenant's own sequences."""
     places = np.flatnonzero(plan.tenants == number).tolist()
-    own = None if labels is None else Labels(lambda i: labels.of(places[i]), labels.targets[places])
-    return lambda i: data(places[i]), plan.lengths[places], own
+    return lambda i: data(places[i]), plan.lengths[places], part_of(labels, places)
 
 
 def each_alone(host: Any, starts: list[AdapterState]) -> list[Alone]:
@@ -105,17 +104,16 @@ def each_alone(host: Any, starts: list[AdapterState]) -> list[Alone]:
 def in_company(
     world: Any, *, plans: list[str | int], drawn: dict[str, Any] | None = None, lengths: Any = LENGTHS, **changes: Any
 ) -> list[dict[str, Any]]:
-    """Errors of loss and gradients of each tenant under each plan; half of the tokens of every second one carry no
-    loss."""
+    """Errors of loss and gradients of each tenant under each plan, each with other labels and weights."""
     rows = []
     with company(world, **changes) as (host, starts):
         before, alone = host.weights(), each_alone(host, starts)
         references: dict[Any, Any] = {}
         for turn, which in enumerate(plans):
             plan, data = plan_of(host, which, lengths, **(drawn or {})), tokens(lengths)
-            labels = masked(lengths) if turn % 2 else None
+            labels = labels_in_turn(turn, lengths, plan.tenants)
             result, gradients = host.gradients(plan, data, labels)
-            key = labels is None
+            key = turn % 4
             if key not in references:
                 batches = [own_batch(plan, number, data, labels) for number in range(len(alone))]
                 references[key] = [one.gradients(*batch) for one, batch in zip(alone, batches, strict=True)]
@@ -125,7 +123,7 @@ def in_company(
                     {
                         "plan": which,
                         "tenant": number,
-                        "loss": abs(result.tenants[number].loss - loss) / loss,
+                        "loss": abs(result.tenants[number].loss / loss - 1),
                         "grad": largest_error(own, expected).error,
                         "worst": largest_error(own, expected).name,
                         "missing": sorted(own.keys() ^ expected.keys()),

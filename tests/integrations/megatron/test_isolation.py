@@ -44,7 +44,15 @@ def behaving(on_ranks):
 @pytest.mark.parametrize("how", FAULTS)
 @pytest.mark.parametrize(("size", "layout", "plans"), LAYOUTS)
 def test_a_tenant_that_misbehaves_is_frozen_and_changes_nobody(on_ranks, behaving, size, layout, plans, how):
-    said, when = FAULTS[how]
+    _frozen(on_ranks, behaving, (size, layout, plans), how, *FAULTS[how])
+
+
+def test_so_is_one_whose_weights_cancel_out(on_ranks, behaving):
+    _frozen(on_ranks, behaving, LAYOUTS[1].values, "cancelling weights", "the weights of its ", (1,))
+
+
+def _frozen(on_ranks, behaving, layout, how, said, when):
+    size, layout, plans = layout
     results = on_ranks(size, "beside", how=how, plans=plans, **layout)
     for good, bad in zip(behaving(size, plans, layout), results, strict=True):
         for number, (row, beside) in enumerate(zip(good["rows"], bad["rows"], strict=True)):

@@ -106,3 +106,9 @@ def test_what_cannot_be_honoured_is_refused_when_the_host_is_opened(on_ranks, ch
 def test_a_plan_that_cannot_be_run_changes_nothing(on_ranks, kind, word):
     (message,) = on_ranks(1, "bad_plan", kind=kind)
     assert word in message
+
+
+def test_weights_that_cancel_out_are_refused_on_all_ranks(on_ranks):
+    for what, found in on_ranks(2, "cancelled"):
+        assert "add up to nothing that its loss can be divided by" in what
+        assert found.startswith("sum 0 over 191 targets of 8 sequences")

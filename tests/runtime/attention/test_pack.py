@@ -7,7 +7,15 @@ import pytest
 import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
-from evenload.runtime.attention.labels import Labels, count_targets, labels_of
+from evenload.runtime.attention.labels import (
+    Labels,
+    TargetWeights,
+    checked_divisor,
+    count_targets,
+    loss_divisor,
+    readers_of,
+    weighed,
+)
 from evenload.runtime.attention.pack import IGNORE, PADDING, build_pack, padded_borders, slice_losses
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,7 +65,7 @@ def test_the_labels_of_a_batch_are_there_once_wherever_it_is_cut(batch, draw):
     kept = [np.array([draw.random() < 0.5 for _ in range(n)]) for n in lengths]
     rows = [np.where(mask, tokens_of(lengths)(i).astype(np.int64) + 50_000, IGNORE) for i, mask in enumerate(kept)]
     labels = Labels(rows.__getitem__, np.array([int(mask[1:].sum()) for mask in kept]))
-    packs = [build_pack(m, tokens_of(lengths), labels_of=labels_of(labels)) for m in micro_batches]
+    packs = [build_pack(m, tokens_of(lengths), **readers_of(labels)) for m in micro_batches]
     tokens, found = (torch.cat([getattr(p, name) for p in packs]) for name in ("tokens_T", "labels_T"))
     carries = found != IGNORE
     # What a token predicts is the label at the place of the next one.
@@ -65,6 +73,54 @@ def test_the_labels_of_a_batch_are_there_once_wherever_it_is_cut(batch, draw):
     wanted = [label for row in rows for label in row[1:].tolist() if label != IGNORE]
     assert sorted(found[carries].tolist()) == sorted(wanted)
     assert sum(p.num_targets for p in packs) == count_targets(as_lengths(lengths), labels) == len(wanted)
+
+
+@given(cut_batches(), st.randoms(use_true_random=False))
+def test_each_target_has_its_own_weight_wherever_the_batch_is_cut(batch, draw):
+    """The weight of a token is 1 / itself, and some are 0 or carry no loss in the first place."""
+    lengths, micro_batches = batch
+    whole = [tokens_of(lengths)(i).astype(np.int64) for i in range(len(lengths))]
+    rows = [(1 / tokens) * [draw.choice([0, -1, 1]) for _ in tokens] for tokens in whole]
+    bare = [np.where([draw.random() < 0.8 for _ in tokens], tokens, IGNORE) for tokens in whole]
+    known = Labels(bare.__getitem__, np.array([np.count_nonzero(row[1:] != IGNORE) for row in bare]))
+    labels = weighed(known, tokens_of(lengths), as_lengths(lengths), rows.__getitem__)
+    packs = [build_pack(m, tokens_of(lengths), **readers_of(labels)) for m in micro_batches]
+    found = torch.cat([p.labels_T for p in packs])
+    carries = found != IGNORE
+    weights = torch.cat([(p.labels_T != IGNORE).double() if p.weights_T is None else p.weights_T for p in packs])
+    assert weights.dtype == torch.float64
+    assert torch.equal(weights != 0, carries)
+    assert torch.equal(weights[carries].abs(), 1 / found[carries].double())
+    wanted = [w for row, of in zip(rows, bare, strict=True) for w, one in zip(row[1:], of[1:], strict=True) if one >= 0]
+    assert sorted(weights[carries].tolist()) == sorted(w for w in wanted if w)
+    assert sum(p.num_targets for p in packs) == count_targets(as_lengths(lengths), labels) == np.count_nonzero(wanted)
+    assert loss_divisor(as_lengths(lengths), labels) == pytest.approx(float(weights.sum()), abs=1e-9)
+    losses = [torch.rand(p.num_padded_tokens, dtype=torch.float64) for p in packs]
+    sums = torch.cat([slice_losses(loss, pack)[0] for loss, pack in zip(losses, packs, strict=True)])
+    assert float(sums.sum()) == pytest.approx(float((torch.cat(losses) * weights).sum()), abs=1e-9)
+
+
+@given(cut_batches())
+def test_weights_of_one_leave_packs_as_they_are_without(batch):
+    lengths, micro_batches = batch
+    ones = [np.ones(n) for n in lengths]
+    labels = weighed(None, tokens_of(lengths), as_lengths(lengths), ones.__getitem__)
+    assert loss_divisor(as_lengths(lengths), labels) == loss_divisor(as_lengths(lengths))
+    for micro_batch in micro_batches:
+        pack = build_pack(micro_batch, tokens_of(lengths), **readers_of(labels))
+        bare = build_pack(micro_batch, tokens_of(lengths))
+        assert pack.weights_T is None
+        assert torch.equal(pack.labels_T, bare.labels_T)
+
+
+def test_weights_that_a_loss_cannot_be_divided_by_are_refused():
+    lengths = as_lengths([3, 2])
+    for sums in ([1.5, -1.5], [np.inf, 1.0], [np.nan, 1.0]):
+        rows = [np.full(3, sums[0] / 2), np.full(2, sums[1])]
+        weights = TargetWeights(rows.__getitem__, np.array(sums))
+        with pytest.raises(EvenloadError, match="add up to nothing that its loss can be divided by"):
+            checked_divisor(lengths, Labels(tokens_of([3, 2]), np.array([2, 1]), weights))
+    assert checked_divisor(lengths, None) == 3.0
 
 
 @given(cut_batches())

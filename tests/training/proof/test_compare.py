@@ -158,7 +158,7 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"cut sequences", "ranks without any pass", "gradient sum after the passes"},
     ),
     "megatron, tensor parallel": (
-        ("parallel.tp=2", "train.dtype=fp64", PACKED, "plugins.packing.max_tokens=320"),
+        ("parallel.tp=2", "train.dtype=fp64", PACKED, "plugins.packing.max_tokens=320", "--weights"),
         {"several sequences in a micro-batch"},
     ),
     "megatron, stages, recompute": (
@@ -167,7 +167,7 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "megatron, shared slices": (
         ("parallel.dp=2", "train.dtype=fp64", "plugins.mesh.enabled=true", "plugins.mesh.engines=ring")
-        + ("plugins.mesh.max_tokens=48",),
+        + ("plugins.mesh.max_tokens=48", "--weights"),
         {"cut sequences", "attention shared by ring"},
     ),
     "megatron, a V of stages": (
@@ -181,12 +181,12 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"halves that take turns", "cut sequences"},
     ),
     "deepspeed": (
-        ("trainer=deepspeed", "parallel.dp=2", PACKED, "plugins.packing.max_tokens=96"),
+        ("trainer=deepspeed", "parallel.dp=2", PACKED, "plugins.packing.max_tokens=96", "--weights"),
         {"cut sequences", "idle ranks"},
     ),
     "deepspeed, stages": (
         ("trainer=deepspeed", "parallel.pp=2", "parallel.dp=2", PACKED)
-        + ("plugins.packing.max_tokens=64", "plugins.packing.activation_gib=0.0006"),
+        + ("plugins.packing.max_tokens=64", "plugins.packing.activation_gib=0.0006", "--weights"),
         {"cut sequences", "replayed forwards", "ranks without any pass"},
     ),
 }

@@ -11,7 +11,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.training.drawing import Drawing
-from evenload.training.tenants.state.drawing import TenantDrawing, own_draws
+from evenload.training.tenants.state.drawing import TenantDrawing, own_draws, union
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,6 +84,20 @@ def test_a_batch_says_whose_each_sequence_is_and_which_targets_it_has() -> None:
     assert draw.targets.tolist() == [*(first.lengths - 1), *targets_of(3)[third.samples]]
     assert draw.targets.min() > 0
     assert draw.without_target == third.without_target
+
+
+def test_a_union_holds_the_weights_of_each_tenant() -> None:
+    """The data of the second give their targets weights, the draws of the third have one, the first has neither."""
+    draws = {number: drawing_of(number)() for number in (1, 2, 3)}
+    sums = np.linspace(-1, 2, len(draws[2].samples))
+    draws = {1: draws[1], 2: draws[2]._replace(own_sums=sums), 3: draws[3]._replace(weight=0.25)}
+    assert union(draws).weight_sums is not None
+    assert union(draws).weight_sums.tolist() == [
+        *(draws[1].lengths - 1),
+        *sums,
+        *(0.25 * targets_of(3)[draws[3].samples]),
+    ]
+    assert union({1: draws[1]}).weight_sums is None
 
 
 def test_no_batch_lies_behind_the_last_step_of_everybody() -> None:

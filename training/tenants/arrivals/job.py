@@ -26,7 +26,7 @@ from ....runtime.attention.labels import Labels
 from ....runtime.attention.pack import TokensOf
 from ....runtime.watchdog.watchdog import Watchdog
 from ....runtime.world.world import World
-from ...job import VerbJob, host_until_end
+from ...job import VerbJob, host_until_end, labels_of
 from ..state.drawing import labels_in
 from .preflight import config_of, folder_of_tenants, out_of, preflight
 
@@ -67,15 +67,11 @@ class TenantSamples:
         )
 
     def labels_of(self, draw: Draw) -> Labels | None:
-        """The targets of a batch, likewise; None where every token is one."""
-        if draw.targets is None:
-            return None
-        kept = self._labels if draw is self._draw else {}
-
-        def of(index: int) -> NDArray[np.int64]:
-            return kept[index] if index in kept else labels_in(self._source(draw, index), int(draw.samples[index]))
-
-        return Labels(of, draw.targets)
+        """The targets of a batch, likewise; None where every token is one, and their weights 1."""
+        labels, kept = labels_of(draw, lambda index: self._source(draw, index)), self._labels
+        if labels is None or draw is not self._draw:
+            return labels
+        return labels._replace(of=lambda index: kept[index] if index in kept else labels.of(index))
 
     def _read(self, draw: Draw, index: int) -> None:
         """Raises EvenloadError for a sequence that is not what it was when the data were opened."""

@@ -18,7 +18,7 @@ from ....data.formats import refuse_outside
 from ....data.samples.order import BatchSize
 from ....data.sources import Source
 from ....integrations.huggingface.folders.adapters import read_adapter
-from ...drawing import Drawing
+from ...drawing import Drawing, columns_of
 from ...preflight import open_samples, refuse_longest
 from ..state.tenant import ActiveTenant
 from .preflight import config_of
@@ -49,7 +49,8 @@ def open_tenant(
     source = _open(config, config.data.source, recipe)
     _refuse_short(source, config)
     refuse_longest(source, chain)
-    held_out = _open(config, config.evaluate.source, recipe) if config.evaluate else None
+    scored = config.model_copy(update={"data": config.data.model_copy(update={"weight_column": None})})
+    held_out = _open(scored, config.evaluate.source, recipe) if config.evaluate else None
     if held_out is not None:
         refuse_longest(held_out, forward_only(chain))
     size, seed, steps = BatchSize(config.train.batch_size), config.train.seed, config.train.steps
@@ -60,7 +61,7 @@ def open_tenant(
         name=entrant.name,
         config=config,
         source=source,
-        drawing=Drawing.resume(order, source.lengths, size, chain, seed=seed, targets=source.targets),
+        drawing=Drawing.resume(order, source.lengths, size, chain, seed=seed, **columns_of(source)),
         steps=steps,
         adapter=adapter,
         file=entrant.file,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +81,10 @@ def union(draws: Mapping[int, Draw]) -> Draw:
     parts, numbers = list(draws.values()), list(draws)
     lengths = _joined([draw.lengths for draw in parts])
     unlike = any(draw.targets is not None for draw in parts)
-    targets = _joined([_targets(draw) for draw in parts]) if unlike else None
+    targets = _joined([draw.num_targets for draw in parts]) if unlike else None
+    weighed = any(draw.own_sums is not None for draw in parts)
+    own_sums = [draw.num_targets if draw.own_sums is None else draw.own_sums for draw in parts] if weighed else None
+    factors = [np.broadcast_to(draw.weight, len(draw.samples)) for draw in parts]
     delays = [draw.delay_steps for draw in parts]
     return Draw(
         samples=_joined([draw.samples for draw in parts]),
@@ -90,6 +93,8 @@ def union(draws: Mapping[int, Draw]) -> Draw:
         delay_steps=float(np.average(delays, weights=[draw.lengths.sum() for draw in parts])) if parts else 0.0,
         targets=targets,
         without_target=sum(draw.without_target for draw in parts),
+        weight=_joined(factors) if any((one != 1).any() for one in factors) else 1.0,
+        own_sums=_joined(own_sums) if own_sums else None,
         tenants=np.repeat(np.array(numbers, dtype=np.int64), [len(draw.samples) for draw in parts]),
     )
 
@@ -105,9 +110,5 @@ def labels_in(source: Source, sample: int) -> NDArray[np.int64]:
     return source.tokens(sample) if source.targets is None else source.labels(sample)
 
 
-def _targets(draw: Draw) -> NDArray[np.int64]:
-    return np.maximum(draw.lengths - 1, 0) if draw.targets is None else draw.targets
-
-
-def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
