@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..machine.cluster import Cluster
+from ..machine.layout import most_share
 from ..plan.limits import Limits, MemoryCost
 from ..plan.order import orders_of_device, orders_of_stage
 from ..plan.step_plan import Op, StepPlan
@@ -40,15 +41,15 @@ from .memory_walk import Walk, kept_share, parts_of
 def activation_budget_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
     """What activations may take on a device: the plan's own cap, or what the cluster's memory leaves.
 
-    A tenth is left free.
+    A tenth is left free, and of unequal stages the one with most layers counts.
     """
     if limits.max_activation_bytes < float("inf"):
         return limits.max_activation_bytes
-    return 0.9 * cluster.memory_bytes - fixed_bytes(memory, limits)
+    return 0.9 * cluster.memory_bytes - most_share(limits.layers) * fixed_bytes(memory, limits)
 
 
 def fixed_bytes(memory: MemoryCost, limits: Limits) -> float:
-    """Weights and optimizer states of one rank, gradients where they are kept, weights gathered from other ranks."""
+    """Weights and optimizer states of a rank of a mean stage, gradients where they are kept, weights gathered from other ranks."""
     others = 1.0 - 1.0 / limits.num_ranks
     return memory.fixed_bytes - memory.sharded_bytes * others + (memory.gathered_bytes if others else 0.0)
 
@@ -99,7 +100,8 @@ def _levels_beside_other(plan: StepPlan, stage: int, rank: int) -> list[float]:
 
 def offloaded_bytes(plan: StepPlan, stage: int, number: int, tokens: Any) -> Any:
     """What of a kept micro-batch of the forward waits in host memory, for the tokens (a number, an array) of a rank."""
-    memory, layers = plan.limits.memory, plan.limits.layers_per_stage
+    limits = plan.limits.at(stage)
+    memory, layers = limits.memory, limits.layers_per_stage
     recomputed = plan.recompute[stage][number] if plan.recompute else 0
     kept = memory.activation_bytes_per_token * (layers - recomputed) / layers
-    return tokens * (kept + memory.input_bytes_per_token * recomputed) * (1.0 - kept_share(plan, number))
+    return tokens * (kept + memory.input_bytes_per_token * recomputed) * (1.0 - kept_share(plan, stage, number))

@@ -1,0 +1,40 @@
+"""How many layers each pipeline stage has (``parallel.layers``).
+
+The last stage has the output layer as well, which counts as so many layers as its products are as much work,
+
+    head = hidden x vocabulary / weights of a mean layer that a token multiplies
+
+so ``auto`` gives layers, one after the other, to the stage that has least; of equal ones to the last, as stages hold
+the fewer micro-batches the later they are. The largest stage is then as small as whole layers allow. Attention over
+long sequences makes layers longer and the output layer count for less: `core.planning.stage_layers` plays neighbours.
+"""
+
+from __future__ import annotations
+
+from .sections import Model, Parallel
+from .sizes import shape_of
+
+
+def stage_layers(model: Model, parallel: Parallel) -> tuple[int, ...]:
+    """Layers of each stage where they are not equally many; empty where they are. Of a recipe without fault."""
+    layers = parallel.layers or ()
+    if layers == "auto":
+        shape = shape_of(model)
+        head = shape.hidden_size * shape.vocab_size
+        layers = least_maximal(shape.num_layers, parallel.pp, head * shape.num_layers / (shape.weights - head))
+    return unless_equal(layers)
+
+
+def unless_equal(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers, or none where all are equal."""
+    return layers if len(set(layers)) > 1 else ()
+
+
+def least_maximal(num_layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """Layers of each of the stages, one or more, whose largest is smallest; ``head``: the output layer in layers."""
+    layers, loads = [1] * stages, [1.0] * (stages - 1) + [1.0 + head]
+    for _ in range(num_layers - stages):
+        stage = min(range(stages), key=lambda n: (loads[n], -n))
+        layers[stage] += 1
+        loads[stage] += 1.0
+    return tuple(layers)
