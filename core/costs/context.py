@@ -52,7 +52,6 @@ class Traffic:
     """Values of all tenants' adapters: their gradients are summed at the end of a step, however the model's are, and
     the values come back from the ranks that updated them."""
 
-
     def of_share(self, layers: int, share: float) -> Traffic:
         """Of a stage of so many layers, ``share`` times those of this one."""
         names = ("query", "kv", "expert")

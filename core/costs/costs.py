@@ -289,9 +289,7 @@ class Costs(Frozen):
     def of_share(self, share: float) -> Costs:
         """Costs of a stage with so many times the layers, the output layer's part likewise."""
         forward, backward = self.forward.scaled(share, share), self.backward.scaled(share, share)
-        return self.model_copy(
-            update={"forward": forward, "backward": backward, "memory": self.memory.of_share(share)}
-        )
+        return self.model_copy(update={"forward": forward, "backward": backward, "memory": self.memory.of_share(share)})
 
     def at_experts(self, share: float) -> Costs:
         """These costs with a share of both passes' seconds at experts."""

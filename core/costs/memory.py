@@ -41,17 +41,21 @@ from .memory_walk import Walk, kept_share, parts_of
 def activation_budget_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits) -> float:
     """What activations may take on a device: the plan's own cap, or what the cluster's memory leaves.
 
-    A tenth is left free, and of unequal stages the one with most layers counts.
+    A tenth is left free.
     """
     if limits.max_activation_bytes < float("inf"):
         return limits.max_activation_bytes
-    return 0.9 * cluster.memory_bytes - most_share(limits.layers) * fixed_bytes(memory, limits)
+    return 0.9 * cluster.memory_bytes - fixed_bytes(memory, limits)
 
 
 def fixed_bytes(memory: MemoryCost, limits: Limits) -> float:
-    """Weights and optimizer states of a rank of a mean stage, gradients where they are kept, weights gathered from other ranks."""
+    """Weights and optimizer states of one rank, gradients where they are kept, weights gathered from other ranks.
+
+    Of unequal stages the one with most layers counts.
+    """
     others = 1.0 - 1.0 / limits.num_ranks
-    return memory.fixed_bytes - memory.sharded_bytes * others + (memory.gathered_bytes if others else 0.0)
+    mean_bytes = memory.fixed_bytes - memory.sharded_bytes * others + (memory.gathered_bytes if others else 0.0)
+    return most_share(limits.layers) * mean_bytes
 
 
 def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float, Op]:

@@ -25,6 +25,11 @@ def stage_layers(model: Model, parallel: Parallel) -> tuple[int, ...]:
     return unless_equal(layers)
 
 
+def layers_of_each(model: Model, parallel: Parallel) -> tuple[int, ...]:
+    """Layers of each stage."""
+    return stage_layers(model, parallel) or (shape_of(model).num_layers // parallel.pp,) * parallel.pp
+
+
 def unless_equal(layers: tuple[int, ...]) -> tuple[int, ...]:
     """The numbers, or none where all are equal."""
     return layers if len(set(layers)) > 1 else ()

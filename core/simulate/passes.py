@@ -1,10 +1,10 @@
 """What every pass of a plan takes at every stage: compute, a forward that runs again, and what no compute hides.
 
 Costs are those of a stage by its number of layers, experts among them; the last one has the output layer, which the
-others have not. What runs is what the program says (`plan.program`): a forward that nobody keeps has no head, and at the last stage often no
-slice. Ranks of a micro-batch have equal work unless its slices have CP groups of their own or its tokens are moved:
-then each has its own seconds, and the pass takes as long as the slowest. Where ranks share experts, each pass has the
-seconds of its round at them beside its own.
+others have not. What runs is what the program says (`plan.program`): a forward that nobody keeps has no head, and at
+the last stage often no slice. Ranks of a micro-batch have equal work unless its slices have CP groups of their own or
+its tokens are moved: then each has its own seconds, and the pass takes as long as the slowest. Where ranks share
+experts, each pass has the seconds of its round at them beside its own.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class PassTimes:
         return result
 
     def _seconds_of_stage(self, mean: _Seconds, more: float, costs: Costs) -> _Seconds:
-        """Seconds at a stage with ``more`` linear work than ``costs`` have, if ranks have equal work and all of it runs."""
+        """Seconds at a stage with ``more`` linear work than its costs, if ranks have equal work and all of it runs."""
         if not more:
             return mean
         plan = self._plan
@@ -341,7 +341,8 @@ def _tokens_of(micro_batch: MicroBatch) -> Any:
 
 def _stages_alike(plan: StepPlan, context: PlanningContext) -> list[int]:
     """For each stage one whose passes hold the same communication, if they recompute as much. First and last stage have
-    their own, and so have stages of other numbers of layers. Between them nodes lie alike where every stage begins with a node."""
+    their own, and so have those of other numbers of layers. Between them nodes lie alike where every stage begins with
+    a node."""
     layout, last = context.layout, plan.limits.num_stages - 1
     differ = layout.dp_cp_size * layout.tp % context.cluster.ranks_per_node or plan.offload
     layers = layout.layers or (1,) * (last + 1)

@@ -120,9 +120,12 @@ def simulate(
     peaks = np.array([np.max([peaks_at[stage] for stage in own], axis=0) for own in stages])
     busy_at = work.busy_s()
     busy = np.array([busy_at[list(own)].sum(axis=0) for own in stages])
-    memories = [context.at(own[0]).costs.memory for own in stages]
-    update, fixed = zip(*((one.update_bytes, fixed_bytes(one, plan.limits)) for one in memories), strict=True)
-    held = np.maximum(peaks, np.array(update)[:, None]) + np.array(fixed)[:, None]
+    memories = [(context.at(own[0]).costs.memory, plan.limits.at(own[0])) for own in stages]
+    update, fixed = (
+        np.array(each)[:, None]
+        for each in zip(*((memory.update_bytes, fixed_bytes(memory, of)) for memory, of in memories), strict=True)
+    )
+    held = np.maximum(peaks, update) + fixed
     spans.sort(key=lambda span: span[:2] + span[4:])
     passes_s = max(map(max, free))
     return Simulation(step_s, passes_s, busy, exposed, _update_s(context), held, peaks, tuple(spans))

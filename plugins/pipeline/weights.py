@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from ...core.costs.context import PlanningContext
 from ...core.costs.memory import fixed_bytes
-from ...core.machine.layout import most_share
 from ...core.plan.order import orders_of_stage
 from ...core.plan.rounds import Round
 from ...core.plan.step_plan import Op, StepPlan
@@ -67,10 +66,9 @@ class Placing:
         self.plan = plan
         self._round_of = _rounds_of_shared(plan)
         self._clock, levels = clock_of(plan, context), levels_of(plan)
-        tokens = (slots / len(m.ranks) for slots, m in zip(plan.slots["B"], plan.passes("B"), strict=True))
+        tokens = [slots / len(m.ranks) for slots, m in zip(plan.slots["B"], plan.passes("B"), strict=True)]
         left_bytes = [limits.at(stage).memory.deferred_bytes_per_token for stage in range(limits.num_stages)]
-        counts = list(tokens)
-        deferred = [[each * num_bytes for each in counts] for num_bytes in left_bytes]
+        deferred = [[each * num_bytes for each in tokens] for num_bytes in left_bytes]
         rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
         if self._round_of:
             of_each = [self._round_of[i] for i in range(len(plan.micro_batches))]
@@ -82,7 +80,7 @@ class Placing:
             for line in range(len(rows[0]))
         ]
         self._budget_bytes = budget_bytes
-        self._fixed_bytes = most_share(limits.layers) * fixed_bytes(memory, limits)
+        self._fixed_bytes = fixed_bytes(memory, limits)
         hindered = (plan.shared and not self._round_of) or limits.all_in_step or not splits or limits.num_stages == 1
         self._hindered = hindered or not plan.order or any(plan.split)
         """Without an order, where the host cannot split backwards, and where ranks all run in step or share

@@ -60,7 +60,7 @@ def join_groups(layout: Layout, seed: int) -> bool:
             expert_model_parallel_size=layout.ep,
             distributed_timeout_minutes=time_limit().total_seconds() / 60,
         )
-    there = replace(current_layout(), v_shape=layout.v_shape)
+    there = replace(current_layout(), v_shape=layout.v_shape, layers=layout.layers)
     if there != layout:
         raise EvenloadError(
             "Megatron's process groups were made for another layout",
