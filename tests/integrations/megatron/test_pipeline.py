@@ -34,6 +34,8 @@ LAYOUTS = {
     "pp4": (4, {"parallel__pp": 4}),
     "pp2dp2": (4, {"parallel__pp": 2}),
     "pp2tp2": (4, {"parallel__tp": 2, "parallel__pp": 2}),
+    "1 | 3 layers": (2, {"parallel__pp": 2, "parallel__layers": (1, 3)}),
+    "2 | 1 | 1 layers, tied": (3, {"parallel__pp": 3, "parallel__layers": (2, 1, 1), "model__tied_embeddings": True}),
 }
 
 
@@ -42,8 +44,10 @@ def drawn(seed, layout, lengths=LENGTHS, **how):
     stages = changes["parallel__pp"]
     ranks = size // stages // changes.get("parallel__tp", 1)
     draw = seed if isinstance(seed, Random) else Random(seed)
+    layers = changes.get("parallel__layers", ())
+    most = max(layers, default=LAYERS // stages)
     return _drawn.random_pipeline(
-        draw, lengths, num_ranks=ranks, num_stages=stages, layers_per_stage=LAYERS // stages, **how
+        draw, lengths, num_ranks=ranks, num_stages=stages, layers_per_stage=most, layers=layers, **how
     )
 
 
