@@ -89,3 +89,8 @@ def share_of(layers: tuple[int, ...], stage: int) -> float:
 def most_share(layers: tuple[int, ...]) -> float:
     """`share_of` the stage with most layers."""
     return max(layers) * len(layers) / sum(layers) if layers else 1.0
+
+
+def unless_equal(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers of stages as a `Layout` has them: none where all stages have equally many."""
+    return layers if len(set(layers)) > 1 else ()

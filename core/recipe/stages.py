@@ -11,6 +11,7 @@ long sequences makes layers longer and the output layer count for less: `core.pl
 
 from __future__ import annotations
 
+from ..machine.layout import unless_equal
 from .sections import Model, Parallel
 from .sizes import shape_of
 
@@ -28,11 +29,6 @@ def stage_layers(model: Model, parallel: Parallel) -> tuple[int, ...]:
 def layers_of_each(model: Model, parallel: Parallel) -> tuple[int, ...]:
     """Layers of each stage."""
     return stage_layers(model, parallel) or (shape_of(model).num_layers // parallel.pp,) * parallel.pp
-
-
-def unless_equal(layers: tuple[int, ...]) -> tuple[int, ...]:
-    """The numbers, or none where all are equal."""
-    return layers if len(set(layers)) > 1 else ()
 
 
 def least_maximal(num_layers: int, stages: int, head: float) -> tuple[int, ...]:

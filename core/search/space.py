@@ -40,6 +40,12 @@ class Choice:
     recipe: Recipe
     chain: PlanChain
 
+    @property
+    def numbers(self) -> Values:
+        """Layers of each stage where they are not on an axis as such."""
+        layers = self.recipe.parallel.layers
+        return {"parallel.layers": list(layers)} if isinstance(layers, tuple) else {}
+
     def lacking_bytes(self, batch: Lengths) -> float:
         """What a device lacks for any plan of the batch; not positive: nothing that is known before there is one."""
         chain, limits = self.chain, self.chain.caps
@@ -134,7 +140,8 @@ def _choice(recipe: Recipe, num_ranks: int, values: Values, memory_gib: float | 
         on = values.get(f"plugins.{plugin.name}.enabled", recipe.config_of(plugin.name).enabled)
         if on and CAP in plugin.config.model_fields:
             changes[f"plugins.{plugin.name}.{CAP}"] = values[CAP]
-    changed = recipe.changed({**changes, "parallel.dp": None, "parallel.cp": 1})
+    own_layers = {"parallel.layers": None} if recipe.parallel.layers else {}
+    changed = recipe.changed({**own_layers, **changes, "parallel.dp": None, "parallel.cp": 1})
     refuse_first(*trainer_called(changed.trainer).run_rules(changed))
     chain = PlanChain.of_recipe(changed, changed.layout(num_ranks))
     if memory_gib is not None:

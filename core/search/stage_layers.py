@@ -17,12 +17,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 from ..costs.context import PlanningContext
+from ..machine.layout import unless_equal
 from ..plan.limits import Limits
 from ..plan.step_plan import Lengths, StepPlan
 from ..planning.chain import PlanChain
 from ..planning.judge import Candidate, best, judge
 from ..recipe.recipe import Recipe
-from ..recipe.stages import least_maximal, unless_equal
+from ..recipe.stages import least_maximal
 
 MOVES = 16
 """Layers that are moved at the most."""

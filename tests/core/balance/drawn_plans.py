@@ -10,11 +10,10 @@ import numpy as np
 from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.machine.cluster import Cluster, Link
-from evenload.core.machine.layout import Layout
+from evenload.core.machine.layout import Layout, unless_equal
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.rounds import backwards_of, reach_of
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.recipe.stages import unless_equal
 
 LENGTHS = ("ones", "at the cap", "one long", "one short", "few", "heavy", "equal", "many")
 

@@ -12,7 +12,6 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.stages import least_maximal
 
-
 load_plugins()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,15 @@ def test_the_drawn_schedules_hold_what_they_are_to_prove():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout):
     assert_exact(run(on_ranks, layout, grid(layout)), layout)
+
+
+def test_a_stage_has_the_layers_that_the_recipe_says(on_ranks):
+    for layout in ("1 | 3 layers", "2 | 1 | 1 layers, tied"):
+        (of_ranks,) = zip(*run(on_ranks, layout, [drawn(3, layout)]), strict=True)
+        counts = [
+            len({re.search(r"layers\.(\d+)", n).group(1) for n in r["trained"] if ".layers." in n}) for r in of_ranks
+        ]
+        assert tuple(counts) == LAYOUTS[layout][1]["parallel__layers"]
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp4"])
