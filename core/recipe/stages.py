@@ -4,9 +4,9 @@ The last stage has the output layer as well, which counts as so many layers as i
 
     head = hidden x vocabulary / weights of a mean layer that a token multiplies
 
-so ``auto`` gives layers, one after the other, to the stage that has least; of equal ones to the last, as stages hold
-the fewer micro-batches the later they are. The largest stage is then as small as whole layers allow. Attention over
-long sequences makes layers longer and the output layer count for less: `core.planning.stage_layers` plays neighbours.
+so ``auto`` gives layers, one after the other, to the stage that has least; of equal ones to the first, which waits for
+none. The largest stage is then as small as whole layers allow. Attention over long sequences makes layers longer and
+the output layer count for less: where lengths are known, `core.search.stage_layers` counts with their seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def least_maximal(num_layers: int, stages: int, head: float) -> tuple[int, ...]:
     """Layers of each of the stages, one or more, whose largest is smallest; ``head``: the output layer in layers."""
     layers, loads = [1] * stages, [1.0] * (stages - 1) + [1.0 + head]
     for _ in range(num_layers - stages):
-        stage = min(range(stages), key=lambda n: (loads[n], -n))
+        stage = loads.index(min(loads))
         layers[stage] += 1
         loads[stage] += 1.0
     return tuple(layers)

@@ -57,7 +57,7 @@ class Choice:
     def settled(self, batch: Lengths) -> Choice:
         """The setting with numbers in place of ``parallel.layers: auto``, for batches like this one."""
         ranks = self.chain.context.layout.world_size
-        recipe = settled(self.recipe, ranks, batch, plays=False)
+        recipe = settled(self.recipe, ranks, batch, neighbours=False)
         if recipe is self.recipe:
             return self
         chain = PlanChain.of_recipe(recipe, recipe.layout(ranks))
