@@ -252,11 +252,9 @@ def _ramp_s(
         largest: tokens of a micro-batch on a rank, and those that each of them attends to, at most.
     """
     own, before, depth = stages[-1], stages[:-1], len(stages) - 1
-    each_s = [context.at(n).costs.weights_s(1.0, context.head_frac) if splits else 0.0 for n in range(len(stages))]
-    apart_s = each_s[-1]
-    ahead = _least([one.forward for one in before])
-    behind = _least([_without(one.backward, s) for one, s in zip(before, each_s, strict=False)])
-    left = _without(own.both, apart_s)
+    *each_s, apart_s = _apart_s(context, len(stages), splits=splits)
+    ahead, left = _least([one.forward for one in before]), _without(own.both, apart_s)
+    behind = _least([_without(one.backward, s) for one, s in zip(before, each_s, strict=True)])
     hop, out_s = _hop(context), 0.0 if splits else own.out_s
     back = PassCost(token_s=0.0) if context.forward_only else hop
     sooner = _least([ahead, behind])
@@ -303,6 +301,11 @@ def _sums(most: Floats, cap: Floats) -> Floats:
 def _beyond(cost: PassCost, less: PassCost) -> PassCost:
     """What a cost has of each coefficient beyond another, not below none."""
     return PassCost(**{name: max(0.0, value - getattr(less, name)) for name, value in cost.model_dump().items()})
+
+
+def _apart_s(context: PlanningContext, count: int, *, splits: bool) -> list[float]:
+    """Seconds of a token's weight gradients at the first stages, where they are a pass of their own."""
+    return [context.at(n).costs.weights_s(1.0, context.head_frac) if splits else 0.0 for n in range(count)]
 
 
 def _without(cost: PassCost, apart_s: float) -> PassCost:

@@ -53,7 +53,7 @@ class Traffic:
     the values come back from the ranks that updated them."""
 
     def of_share(self, layers: int, share: float) -> Traffic:
-        """Of a stage of so many layers, ``share`` times those of this one."""
+        """What a stage of so many layers moves, ``share`` times those of this one."""
         names = ("query", "kv", "expert")
         changes = {f"{name}_bytes_per_token": getattr(self, f"{name}_bytes_per_token") * share for name in names}
         changes |= {name: getattr(self, name) * share for name in ("gradient_bytes", "weight_bytes")}

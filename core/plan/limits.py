@@ -71,7 +71,7 @@ class MemoryCost(Frozen):
         return self.model_copy(update={name: getattr(self, name) / count for name, count in parts.items()})
 
     def of_share(self, share: float) -> MemoryCost:
-        """Of a stage with so many times the layers. Embedding and output layer lie on stages as layers do."""
+        """What a stage with so many times the layers holds; embedding and output layer lie on stages as layers do."""
         names = (name for name in AMOUNTS if name not in NOT_OF_ALL_LAYERS)
         return self.model_copy(update={name: getattr(self, name) * share for name in names})
 

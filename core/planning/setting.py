@@ -211,7 +211,7 @@ def _kv_grad_frac(setting: Setting) -> float:
 
 
 def _layers_per_stage(setting: Setting, layout: Layout) -> float:
-    """Of a mean stage."""
+    """How many layers a mean stage has."""
     layers, stages = setting.shape.num_layers, layout.num_stages
     return layers / stages if layout.layers else max(1, layers // stages)
 

@@ -49,12 +49,6 @@ def refuse_impossible(recipe: Any) -> None:
             f"tp {p.tp}, ffn_hidden_size {model.ffn_size}",
             "choose a tp that divides it",
         ),
-        (
-            model.num_layers % p.pp != 0 and not p.layers,
-            "parallel.pp does not divide model.num_layers",
-            f"pp {p.pp}, {model.num_layers} layers",
-            "choose a pp that divides the number of layers, or set parallel.layers=auto",
-        ),
         *_rules_of_layers(recipe),
         *_rules_of_v_shape(recipe),
         *_rules_of_extent(recipe.train),
@@ -79,7 +73,12 @@ def _rules_of_layers(recipe: Any) -> list[Rule]:
     """What numbers of layers by stage need."""
     p = recipe.parallel
     if p.layers is None:
-        return []
+        layers, do = (
+            recipe.model.num_layers,
+            "choose a pp that divides the number of layers, or set parallel.layers=auto",
+        )
+        what, detail = "parallel.pp does not divide model.num_layers", f"pp {p.pp}, {layers} layers"
+        return [(layers % p.pp != 0, what, detail, do)]
     total = shape_of(recipe.model).num_layers
     layers = (1,) * p.pp if p.layers == "auto" else p.layers
     said = f"parallel.layers {p.layers if p.layers == 'auto' else list(p.layers)}"

@@ -27,7 +27,7 @@ def stage_layers(model: Model, parallel: Parallel) -> tuple[int, ...]:
 
 
 def layers_of_each(model: Model, parallel: Parallel) -> tuple[int, ...]:
-    """Layers of each stage."""
+    """Layers of each stage, equally many or not."""
     return stage_layers(model, parallel) or (shape_of(model).num_layers // parallel.pp,) * parallel.pp
 
 

@@ -168,7 +168,7 @@ def least_s(plan: StepPlan, context: PlanningContext, *, split: bool = False) ->
     shares = [share_of(context.layout.layers, stage) for stage in range(plan.limits.num_stages)]
     before, beside_head = list(accumulate(shares, initial=0.0)), 1.0 - context.head_frac
     ends = [share * beside_head for share in shares[:-1]] + shares[-1:]
-    return max(max(busy_s) * work + waits_s * way * beside_head for work, way in zip(ends, before, strict=False))
+    return max(max(busy_s) * work + waits_s * ahead * beside_head for work, ahead in zip(ends, before, strict=False))
 
 
 def _seconds(price: PassCost, micro_batch: MicroBatch) -> float:

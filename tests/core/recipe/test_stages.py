@@ -26,8 +26,8 @@ def test_no_numbers_have_a_smaller_largest_stage(stages, head):
         layers = least_maximal(total, stages, head)
         assert sum(layers) == total
         assert len(layers) == stages
-        ways = itertools.product(range(1, total + 1), repeat=stages)
-        least = min(max(*one[:-1], 0, one[-1] + head) for one in ways if sum(one) == total)
+        divisions = itertools.product(range(1, total + 1), repeat=stages)
+        least = min(max(*one[:-1], 0, one[-1] + head) for one in divisions if sum(one) == total)
         assert max(*layers[:-1], 0, layers[-1] + head) == least
 
 

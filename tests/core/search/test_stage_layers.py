@@ -35,8 +35,8 @@ def planned(one, ranks, lengths=LENGTHS):
 @pytest.mark.parametrize("vocab_size", [256, 1024])
 def test_no_other_numbers_end_a_step_sooner(vocab_size):
     chosen = settled(recipe(vocab_size), 3, LENGTHS).parallel.layers
-    ways = [one for one in itertools.product(range(1, 8), repeat=3) if sum(one) == 9]
-    least_s = min(planned(recipe(vocab_size, said=one), 3).step_s for one in ways if max(one) < 6)
+    divisions = [one for one in itertools.product(range(1, 8), repeat=3) if sum(one) == 9]
+    least_s = min(planned(recipe(vocab_size, said=one), 3).step_s for one in divisions if max(one) < 6)
     assert planned(recipe(vocab_size, said=chosen), 3).step_s <= least_s * 1.003, "within the planner's own slack"
 
 
