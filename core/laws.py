@@ -534,9 +534,10 @@ def _recompute_fits(plan: StepPlan) -> None:
         detail = f"{len(shape)} stages of {sorted(set(shape))}"
         raise PlanError("recompute does not name every (stage, micro-batch)", detail)
     for stage, row in enumerate(plan.recompute):
+        own = limits.at(stage).layers_per_stage
         for index, layers in enumerate(row):
-            if not 0 <= layers <= limits.layers_per_stage:
-                detail = f"{layers} of {limits.layers_per_stage} layers at stage {stage}, micro-batch {index}"
+            if not 0 <= layers <= own:
+                detail = f"{layers} of {own} layers at stage {stage}, micro-batch {index}"
                 raise PlanError("recompute names layers that do not exist", detail)
 
 

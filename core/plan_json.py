@@ -74,15 +74,18 @@ _OF_NAME: dict[str, Any] = {
     "layers_per_stage": Layers,
     "max_activation_bytes": Amount | None,
 }
+_UNEQUAL = "layers"
+"""Likewise, where stages have unequal numbers of layers."""
 _OPTIONAL = ("equal_size", "groups_in_micro_batch", "padded", "largest_first", "v_shape", "takes_turns")
 """Limits that files say where they hold, as those of before do not know them."""
 _ONE = ("in_step", "round_tokens")
 """Likewise, where they are not 1."""
-_SCALARS = [f for f in fields(Limits) if f.name != "memory"]
+_SCALARS = [f for f in fields(Limits) if f.name not in ("memory", _UNEQUAL)]
 _limits_fields: dict[str, Any] = {f.name: (_OF_NAME.get(f.name) or _OF_TYPE[str(f.type)], ...) for f in _SCALARS}
 _limits_fields |= dict.fromkeys(_MEMORY, (Amount, ...))
 _limits_fields |= dict.fromkeys(_ONE, (Whole, 1))
 _limits_fields |= dict.fromkeys(_OPTIONAL, (StrictBool, False))
+_limits_fields[_UNEQUAL] = (list[Layers], [])
 _limits_fields["equal_counts"] = _limits_fields.pop("all_in_step")
 _limits_fields["expert_bytes_per_token"] = (Amount, 0.0)
 _limits_fields["beside"] = (create_model("_Beside", __base__=_Form, **_beside), ...)
@@ -240,18 +243,23 @@ def _limits_json(limits: Limits) -> dict[str, Any]:
         scalars["max_activation_bytes"] = None
 
     def written(names: Iterable[str]) -> dict[str, float]:
-        return {name: getattr(limits.memory, name) / _divisor(name, limits.layers_per_stage) for name in names}
+        return {name: getattr(limits.memory, name) / _divisor(name, limits.mean_layers) for name in names}
 
     of_layer = written(_MEMORY)
     if not limits.memory.expert_bytes_per_token:
         of_layer.pop("expert_bytes_per_token")  # as files of before have it
-    return {**scalars, **of_layer, "beside": written(_BESIDE)}
+    unequal = {_UNEQUAL: list(limits.layers)} if limits.layers else {}
+    return {**scalars, **unequal, **of_layer, "beside": written(_BESIDE)}
 
 
 def _limits(values: dict[str, Any]) -> Limits:
     form = described(values, _Limits, "the limits in plan.json are none", _DO, PlanError).model_dump()
     amounts = form.pop("beside") | {name: form.pop(name) for name in _MEMORY}
-    layers = form["layers_per_stage"]
+    own = form[_UNEQUAL] = tuple(form[_UNEQUAL])
+    if own and (len(own), max(own)) != (form["num_stages"], form["layers_per_stage"]):
+        detail = f"layers {list(own)}, {form['num_stages']} stages of at most {form['layers_per_stage']}"
+        raise PlanError("the limits in plan.json give other stages than there are", detail, _DO)
+    layers = sum(own) / len(own) if own else form["layers_per_stage"]
     form["all_in_step"] = form.pop("equal_counts")
     memory = MemoryCost(**{name: value * _divisor(name, layers) for name, value in amounts.items()})
     if form["max_activation_bytes"] is None:
@@ -259,7 +267,7 @@ def _limits(values: dict[str, Any]) -> Limits:
     return Limits(**form, memory=memory)
 
 
-def _divisor(name: str, layers: int) -> int:
+def _divisor(name: str, layers: float) -> float:
     """By what a field of the memory record is divided in plan.json, which has bytes of one layer."""
     return layers if name.endswith("_per_token") and name not in NOT_OF_ALL_LAYERS else 1
 

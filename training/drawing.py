@@ -15,6 +15,7 @@ Where samples are in groups, the order is one of groups, and a batch takes whole
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -25,12 +26,16 @@ from numpy.typing import NDArray
 
 from ..core.aliases import Floats, Ints
 from ..core.errors import EvenloadError
+from ..core.plan.step_plan import as_lengths
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
 from ..core.recipe.recipe import Recipe
+from ..core.search.stage_layers import settled
 from ..data.samples.order import BatchSize, SampleOrder
 from ..data.samples.whole_groups import WholeGroups
 from ..data.sources import Source
+
+logger = logging.getLogger("evenload")
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -126,6 +131,20 @@ class Drawing:
             return state
         queue = {"samples": waiting.samples.tolist(), "steps": waiting.steps.tolist(), "ranks": waiting.num_ranks}
         return {**state, "waiting": queue}
+
+
+def with_layers(recipe: Recipe, num_ranks: int, lengths: Ints, **of_source: Any) -> Recipe:
+    """The recipe with numbers in place of ``parallel.layers: auto``, those for its first batch of these samples.
+
+    ``of_source``: their targets and groups, if any (`Drawing.resume`). Raises EvenloadError.
+    """
+    if recipe.parallel.layers != "auto":
+        return recipe
+    chain = PlanChain.of_recipe(recipe, recipe.layout(num_ranks))
+    first = Drawing.resume(None, lengths, batch_size(recipe), chain, seed=recipe.train.seed, **of_source)()
+    recipe = settled(recipe, num_ranks, as_lengths(first.lengths), groups=first.groups)
+    logger.info("parallel.layers auto: stages have %s layers", ", ".join(map(str, recipe.parallel.layers or ())))
+    return recipe
 
 
 def batch_size(recipe: Recipe) -> BatchSize:

@@ -152,7 +152,7 @@ def _stage(plan: StepPlan, outcome: Simulation, stage: int) -> Row:
     return {
         "stage": stage,
         "recomputed_layers": sum(plan.recompute[stage]) if plan.recompute else 0,
-        "layers": plan.limits.layers_per_stage * len(plan.micro_batches),
+        "layers": plan.limits.at(stage).layers_per_stage * len(plan.micro_batches),
         "weight_passes": len(plan.split[stage]) if plan.split else 0,
         "in_flight": max((_in_flight(ops) for ops in orders_of_stage(plan, stage)), default=0),
         "bubble_frac": max(0.0, 1.0 - working_s / outcome.step_s) if outcome.step_s else 0.0,

@@ -26,7 +26,7 @@ from ..core.recipe.traits import trainer_called
 from ..data.samples.whole_groups import WholeGroups
 from ..data.sources import Source, open_source
 from ..data.tokenizers import holds_tokenizer, open_tokenizer
-from .drawing import batch_size, draws_of, refuse_short_data, scorable
+from .drawing import batch_size, draws_of, refuse_short_data, scorable, with_layers
 from .files import refuse_path
 from .hosts import require_for_folders, require_own_loop
 
@@ -58,6 +58,8 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
     recipe = with_steps(recipe, source)
     refuse_other_tokenizer(recipe)
+    recipe = with_layers(recipe, layout.world_size, source.lengths, targets=source.targets, groups=source.groups)
+    layout = recipe.layout(layout.world_size)
     chain = PlanChain.of_recipe(recipe, layout)
     refuse_longest(source, chain)
     if held_out is not None:

@@ -74,7 +74,7 @@ def game_of(plan: StepPlan, context: PlanningContext, ranks: list[int]) -> Game:
         return rows
 
     forward = split(clock.forward, context.costs.forward.launch_s)
-    weights = [[s / parts for s in clock.weights] for _ in ranks]
+    weights = [[s / parts for s in clock.weights[0]] for _ in ranks]
     backward = split(clock.backward, context.costs.backward.launch_s)
     inputs = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
 

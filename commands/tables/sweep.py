@@ -92,7 +92,9 @@ def table_of_search(result: Result) -> Group:
 
 def _degrees(row: Result) -> str:
     degrees = {key.removeprefix("parallel."): value for key, value in row["settings"].items() if "parallel." in key}
-    return " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1) or "dp alone"
+    layers = degrees.pop("layers", ())
+    words = [f"{name}{size}" for name, size in degrees.items() if size > 1]
+    return " ".join(words + ["|".join(map(str, layers))] * bool(layers)) or "dp alone"
 
 
 def _beside_best(line: Result) -> tuple[str, str]:

@@ -90,8 +90,8 @@ def passes_bound_s(
     if orders and context.costs.recompute:
         context = _kept(context)
     stages = stage_costs(context)
-    # Stages between first and last have equal costs, and the last of them the longest way.
-    numbers = sorted({0, max(0, len(stages) - 2), len(stages) - 1})
+    # Equal stages between first and last have equal costs, and the last of them the longest way.
+    numbers = range(len(stages)) if context.layout.layers else sorted({0, max(0, len(stages) - 2), len(stages) - 1})
     return max(_of_stage(stages[: number + 1], lengths, limits, context, shares, room_bytes) for number in numbers)
 
 
@@ -137,7 +137,9 @@ def _stages(context: PlanningContext) -> Iterator[StageCost]:
 
 def _pass_cost(context: PlanningContext, stage: int, passes: int) -> PassCost:
     """Compute of a stage in a direction, its part of the head, and traffic that is in every pass."""
-    costs, layout, head = context.costs, context.layout, context.head_frac if context.layout.pp > 1 else 0.0
+    more = context.beyond(stage, context.layout.num_stages)
+    context = context.at(stage)
+    costs = context.costs
     cost = costs.forward if passes == 1 else costs.backward
     again = [Direction(costs.forward, 1, stage)] if passes > 1 and costs.recompute else []
     few, many = (
@@ -145,7 +147,6 @@ def _pass_cost(context: PlanningContext, stage: int, passes: int) -> PassCost:
         for tokens in (1, 1 + _PROBE)
     )
     token_s = (many - few) / _PROBE
-    more = head * (layout.num_stages - 1) if stage == layout.num_stages - 1 else -head
     return cost.model_copy(
         update={
             "token_s": cost.token_s * (1.0 + more) + token_s,
@@ -178,13 +179,14 @@ def _of_stage(
     stages: list[StageCost], lengths: Ints, limits: Limits, context: PlanningContext, shares: bool, room_bytes: float
 ) -> float:
     """No plan has run all passes before, by what the last of these stages has to do [s]."""
-    own, costs, ranks, cap = stages[-1], context.costs, limits.num_ranks, limits.max_tokens
+    own, ranks, cap = stages[-1], limits.num_ranks, limits.max_tokens
+    at, costs = context.at(len(stages) - 1), context.costs
     has_last = len(stages) == context.layout.pp or limits.v_shape
     skips = costs.recompute and has_last and not limits.whole_sequences
     both = own.backward if skips else own.both
     way_s = own.in_s + (0.0 if limits.splits_backward else own.out_s)
     n, total = lengths.astype(np.float64), int(lengths.sum())
-    more = np.zeros(len(n)) if shares else _again_s(n, limits, context, room_bytes, skips=skips)
+    more = np.zeros(len(n)) if shares else _again_s(n, limits.at(len(stages) - 1), at, room_bytes, skips=skips)
     pairs = 0.5 * float(n @ n)
     mean_s = (
         both.linear_s * total + both.pair_s * pairs + float(more.sum()) + max(ranks, -(-total // cap)) * both.launch_s
@@ -250,9 +252,9 @@ def _ramp_s(
         largest: tokens of a micro-batch on a rank, and those that each of them attends to, at most.
     """
     own, before, depth = stages[-1], stages[:-1], len(stages) - 1
-    apart_s = context.costs.weights_s(1.0, context.head_frac) if splits else 0.0
-    ahead, behind = _least([one.forward for one in before]), _least([one.backward for one in before])
-    behind, left = (one.model_copy(update={"token_s": max(0.0, one.token_s - apart_s)}) for one in (behind, own.both))
+    *each_s, apart_s = _apart_s(context, len(stages), splits=splits)
+    ahead, left = _least([one.forward for one in before]), _without(own.both, apart_s)
+    behind = _least([_without(one.backward, s) for one, s in zip(before, each_s, strict=True)])
     hop, out_s = _hop(context), 0.0 if splits else own.out_s
     back = PassCost(token_s=0.0) if context.forward_only else hop
     sooner = _least([ahead, behind])
@@ -299,6 +301,16 @@ def _sums(most: Floats, cap: Floats) -> Floats:
 def _beyond(cost: PassCost, less: PassCost) -> PassCost:
     """What a cost has of each coefficient beyond another, not below none."""
     return PassCost(**{name: max(0.0, value - getattr(less, name)) for name, value in cost.model_dump().items()})
+
+
+def _apart_s(context: PlanningContext, count: int, *, splits: bool) -> list[float]:
+    """Seconds of a token's weight gradients at the first stages, where they are a pass of their own."""
+    return [context.at(n).costs.weights_s(1.0, context.head_frac) if splits else 0.0 for n in range(count)]
+
+
+def _without(cost: PassCost, apart_s: float) -> PassCost:
+    """What a cost has without so many seconds of a token."""
+    return cost.model_copy(update={"token_s": max(0.0, cost.token_s - apart_s)})
 
 
 def _least(costs: list[PassCost]) -> PassCost:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ..machine.cluster import Cluster
-from ..machine.layout import Layout
+from ..machine.layout import Layout, share_of
 from ..plan.step_plan import CpComm
 from .costs import Costs, PassCost
 
@@ -20,8 +21,8 @@ class Traffic:
     Zero means that nothing moves, so the default predicts compute alone.
     """
 
-    layers: int = 1
-    """Layers of a stage; ``query`` and ``kv`` are of all of them together."""
+    layers: float = 1
+    """Layers of a stage, or of a mean one; ``query`` and ``kv`` are of all of them together."""
     state_bytes_per_token: float = 0.0
     query_bytes_per_token: float = 0.0
     kv_bytes_per_token: float = 0.0
@@ -50,6 +51,13 @@ class Traffic:
     adapter_bytes: float = 0.0
     """Values of all tenants' adapters: their gradients are summed at the end of a step, however the model's are, and
     the values come back from the ranks that updated them."""
+
+    def of_share(self, layers: int, share: float) -> Traffic:
+        """What a stage of so many layers moves, ``share`` times those of this one."""
+        names = ("query", "kv", "expert")
+        changes = {f"{name}_bytes_per_token": getattr(self, f"{name}_bytes_per_token") * share for name in names}
+        changes |= {name: getattr(self, name) * share for name in ("gradient_bytes", "weight_bytes")}
+        return replace(self, layers=layers, moe_layers=round(self.moe_layers * share), **changes)
 
 
 NO_TRAFFIC = Traffic()
@@ -88,6 +96,34 @@ class PlanningContext:
     """Plans run forward only: backwards move nothing, and no gradients are summed (`core.planning.forward_only`)."""
     frozen: bool = False
     """The model stays as it is: it has no weight gradients, and none are summed."""
+
+    @cached_property
+    def _of_stages(self) -> tuple[PlanningContext, ...]:
+        layers, alike = self.layout.layers, replace(self.layout, layers=())
+        shares = {own: share_of(layers, stage) for stage, own in enumerate(layers)}
+        contexts = {
+            own: replace(
+                self, costs=self.costs.of_share(share), traffic=self.traffic.of_share(own, share), layout=alike
+            )
+            for own, share in shares.items()
+        }
+        return tuple(contexts[own] for own in layers)
+
+    def at(self, stage: int) -> PlanningContext:
+        """Costs and traffic of a stage with its own number of layers; the output layer's part is `beyond` them."""
+        return self._of_stages[stage] if self.layout.layers else self
+
+    def layers_at(self, stage: int) -> int:
+        """Equal for stages with equally many layers."""
+        return self.layout.layers[stage] if self.layout.layers else 0
+
+    def beyond(self, stage: int, num_stages: int) -> float:
+        """Linear work beside experts of one of so many stages beyond what `at` has of it, over that: the last one has
+        the whole output layer, the others have not the part that is in a mean stage's costs."""
+        head = self.head_frac if num_stages > 1 else 0.0
+        if stage < num_stages - 1:
+            return -head
+        return head * (num_stages / share_of(self.layout.layers, stage) - 1)
 
     def runs(self, passes: int) -> bool:
         """Whether passes of a direction (`Direction.passes`) run at all."""

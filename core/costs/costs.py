@@ -286,6 +286,11 @@ class Costs(Frozen):
         changes = {"memory": self.memory.of_stage(layout), "update_s": update_s, "ep": layout.ep}
         return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
+    def of_share(self, share: float) -> Costs:
+        """Costs of a stage with so many times the layers, the output layer's part likewise."""
+        forward, backward = self.forward.scaled(share, share), self.backward.scaled(share, share)
+        return self.model_copy(update={"forward": forward, "backward": backward, "memory": self.memory.of_share(share)})
+
     def at_experts(self, share: float) -> Costs:
         """These costs with a share of both passes' seconds at experts."""
         passes = {"forward": self.forward.at_experts(share), "backward": self.backward.at_experts(share)}

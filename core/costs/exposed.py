@@ -183,6 +183,7 @@ def links_up(context: PlanningContext, stage: int) -> list[Link]:
 
 def gradient_sum_s(context: PlanningContext, stage: int) -> float:
     """Seconds of the gradient sum of a stage at the end of a step, the gathering of updated weights included."""
+    context = context.at(stage)
     traffic, total = context.traffic, 0.0
     if context.forward_only:
         return total

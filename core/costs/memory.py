@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..machine.cluster import Cluster
+from ..machine.layout import most_share
 from ..plan.limits import Limits, MemoryCost
 from ..plan.order import orders_of_device, orders_of_stage
 from ..plan.step_plan import Op, StepPlan
@@ -48,9 +49,13 @@ def activation_budget_bytes(cluster: Cluster, memory: MemoryCost, limits: Limits
 
 
 def fixed_bytes(memory: MemoryCost, limits: Limits) -> float:
-    """Weights and optimizer states of one rank, gradients where they are kept, weights gathered from other ranks."""
+    """Weights and optimizer states of one rank, gradients where they are kept, weights gathered from other ranks.
+
+    Of unequal stages the one with most layers counts.
+    """
     others = 1.0 - 1.0 / limits.num_ranks
-    return memory.fixed_bytes - memory.sharded_bytes * others + (memory.gathered_bytes if others else 0.0)
+    mean_bytes = memory.fixed_bytes - memory.sharded_bytes * others + (memory.gathered_bytes if others else 0.0)
+    return most_share(limits.layers) * mean_bytes
 
 
 def peak_activation_bytes(plan: StepPlan, stage: int, rank: int) -> tuple[float, Op]:
@@ -99,7 +104,8 @@ def _levels_beside_other(plan: StepPlan, stage: int, rank: int) -> list[float]:
 
 def offloaded_bytes(plan: StepPlan, stage: int, number: int, tokens: Any) -> Any:
     """What of a kept micro-batch of the forward waits in host memory, for the tokens (a number, an array) of a rank."""
-    memory, layers = plan.limits.memory, plan.limits.layers_per_stage
+    limits = plan.limits.at(stage)
+    memory, layers = limits.memory, limits.layers_per_stage
     recomputed = plan.recompute[stage][number] if plan.recompute else 0
     kept = memory.activation_bytes_per_token * (layers - recomputed) / layers
-    return tokens * (kept + memory.input_bytes_per_token * recomputed) * (1.0 - kept_share(plan, number))
+    return tokens * (kept + memory.input_bytes_per_token * recomputed) * (1.0 - kept_share(plan, stage, number))

@@ -71,9 +71,9 @@ def _uneven_parts(plan: StepPlan, micro_batch: MicroBatch) -> dict[int, Part]:
     return {rank: _part(n, cut[rank], rank not in whole) for rank, n in tokens.items()}
 
 
-def kept_share(plan: StepPlan, number: int) -> float:
+def kept_share(plan: StepPlan, stage: int, number: int) -> float:
     """The share of its layers' activations that a micro-batch of the forward does not leave in host memory."""
-    layers = plan.limits.layers_per_stage
+    layers = plan.limits.at(stage).layers_per_stage
     return layers_on_device(layers, plan.offload[number]) / layers if plan.offload else 1.0
 
 
@@ -94,8 +94,9 @@ class Walk:
     """The passes of a rank at a stage, one after the other, and what the rank holds behind those that have run."""
 
     def __init__(self, plan: StepPlan, stage: int) -> None:
-        limits, memory = plan.limits, plan.limits.memory
-        self._plan = plan
+        limits = plan.limits.at(stage)
+        memory = limits.memory
+        self._plan, self._stage = plan, stage
         self._memory = memory
         self._layers = limits.layers_per_stage
         self._recomputed = plan.recompute[stage] if plan.recompute else ()
@@ -212,7 +213,7 @@ class Walk:
         if self._plan.offload and forward is not None:
             # One layer is on its way while the next one computes.
             moving = self._plan.offload[forward] * kept / self._layers if self._layers > KEPT_LAYERS else 0.0
-            kept *= kept_share(self._plan, forward)
+            kept *= kept_share(self._plan, self._stage, forward)
         return layer, layer_input, kept + part.tokens * self._head, moving
 
     def _store(self, sequence: _Stored) -> None:

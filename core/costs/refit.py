@@ -81,7 +81,7 @@ def rows_of(plan: StepPlan, recompute: bool) -> Floats:
             work[rank, 0, :3] += amounts
             odd[rank] |= i not in plan.kept
     replayed = frozenset() if recompute else frozenset(plan.replayed)
-    again = np.mean(plan.recompute, axis=0) / limits.layers_per_stage if plan.recompute else None
+    again = np.mean(plan.recompute, axis=0) / limits.mean_layers if plan.recompute else None
     for j, micro_batch in enumerate(plan.passes("B")):
         for rank, amounts in rank_works(micro_batch).items():
             work[rank, 1, 3:] += amounts

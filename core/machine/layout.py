@@ -19,6 +19,8 @@ class Layout:
     dp: int = 1
     v_shape: bool = False
     """Each of ``pp`` devices has two stages, the model's layers lie on them down and up again (Limits.v_shape)."""
+    layers: tuple[int, ...] = ()
+    """Of each stage, where not all have equally many; empty: all have."""
 
     @property
     def num_stages(self) -> int:
@@ -48,7 +50,16 @@ class Layout:
 
     @classmethod
     def of_world(
-        cls, world_size: int, *, tp: int, pp: int, cp: int, ep: int, dp: int | None = None, v_shape: bool = False
+        cls,
+        world_size: int,
+        *,
+        tp: int,
+        pp: int,
+        cp: int,
+        ep: int,
+        dp: int | None = None,
+        v_shape: bool = False,
+        layers: tuple[int, ...] = (),
     ) -> Layout:
         """The layout of ``world_size`` processes; ``dp`` takes what the others leave. Raises EvenloadError."""
         inner = tp * pp * cp
@@ -60,7 +71,7 @@ class Layout:
                 f"start {inner * (dp or 1)} processes (--nproc {inner * (dp or 1)}) or "
                 + ("change parallel.*" if world_size % inner else f"set parallel.dp={world_size // inner}"),
             )
-        layout = cls(tp, pp, cp, ep, world_size // inner, v_shape)
+        layout = cls(tp, pp, cp, ep, world_size // inner, v_shape, layers)
         if layout.dp_cp_size % ep:
             raise EvenloadError(
                 "parallel.ep does not divide the data-parallel ranks",
@@ -68,3 +79,18 @@ class Layout:
                 "choose an ep that divides dp x cp",
             )
         return layout
+
+
+def share_of(layers: tuple[int, ...], stage: int) -> float:
+    """The layers of a stage over those of a mean one; ``layers``: of each stage, empty where all have as many."""
+    return layers[stage] * len(layers) / sum(layers) if layers else 1.0
+
+
+def most_share(layers: tuple[int, ...]) -> float:
+    """`share_of` the stage with most layers."""
+    return max(layers) * len(layers) / sum(layers) if layers else 1.0
+
+
+def unless_equal(layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers of stages as a `Layout` has them: none where all stages have equally many."""
+    return layers if len(set(layers)) > 1 else ()

@@ -6,12 +6,13 @@ The record is that of cost models, of the limits of a plan and of plan.json.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pydantic import Field, NonNegativeFloat
 
 from ..input.format import GIB
 from ..input.validation import Frozen
-from ..machine.layout import Layout
+from ..machine.layout import Layout, share_of
 
 
 class MemoryCost(Frozen):
@@ -69,6 +70,11 @@ class MemoryCost(Frozen):
         parts = {name: layout.tp * (1 if name in NOT_OF_ALL_LAYERS else of_all[name]) for name in AMOUNTS}
         return self.model_copy(update={name: getattr(self, name) / count for name, count in parts.items()})
 
+    def of_share(self, share: float) -> MemoryCost:
+        """What a stage with so many times the layers holds; embedding and output layer lie on stages as layers do."""
+        names = (name for name in AMOUNTS if name not in NOT_OF_ALL_LAYERS)
+        return self.model_copy(update={name: getattr(self, name) * share for name in names})
+
     def folded(self, layout: Layout) -> MemoryCost:
         """What each rank holds where ``layout.cp`` ranks act as one, a token of whose work lies on each in part."""
         cp = layout.cp
@@ -101,6 +107,9 @@ class Limits:
     """Tokens (padding included) that one rank may hold in one micro-batch."""
     num_stages: int = 1
     layers_per_stage: int = 1
+    """The most of any stage."""
+    layers: tuple[int, ...] = ()
+    """Of each stage, where not all have equally many; what is said of a stage is then said of a mean one (`at`)."""
     in_step: int = 1
     """So many neighbouring ranks run every pass together, as they share experts; 1: none do."""
     all_in_step: bool = False
@@ -134,6 +143,22 @@ class Limits:
     """Each device of a pipeline has two stages, device r the stages r and num_stages - 1 - r (`v_shape`)."""
     takes_turns: bool = False
     """Two halves of a micro-batch may take turns (`MicroBatch.first_half`)."""
+
+    @cached_property
+    def _of_stages(self) -> tuple[Limits, ...]:
+        return tuple(
+            replace(self, layers_per_stage=own, layers=(), memory=self.memory.of_share(share_of(self.layers, stage)))
+            for stage, own in enumerate(self.layers)
+        )
+
+    def at(self, stage: int) -> Limits:
+        """These limits with the layers and the memory of one stage."""
+        return self._of_stages[stage] if self.layers else self
+
+    @property
+    def mean_layers(self) -> float:
+        """Layers of a mean stage, whose bytes ``memory`` has."""
+        return sum(self.layers) / len(self.layers) if self.layers else self.layers_per_stage
 
     def under(self, max_tokens: int | None, activation_gib: float | None = None) -> Limits:
         """These limits under further caps on tokens and activations [GiB]; None caps nothing."""

@@ -261,7 +261,8 @@ class StepPlan:
             raise PlanError("a plan has no field of this name", ", ".join(unknown), f"change one of {fields}")
         other = replace(self, **changes)
         changed = set(changes)
-        if self.limits.shape == other.limits.shape and self.limits.v_shape == other.limits.v_shape:
+        own, its = self.limits, other.limits
+        if (own.shape, own.v_shape, own.layers) == (its.shape, its.v_shape, its.layers):
             changed.discard("limits")
         for name in _FACTS.keys() & vars(self).keys():
             if _FACTS[name].isdisjoint(changed):

@@ -21,13 +21,13 @@ _NOTHING = PassCost(token_s=0.0)
 def forward_only(chain: PlanChain) -> PlanChain:
     """The chain that plans batches to be scored (`Host.score`)."""
     costs = chain.context.costs
-    memory = _memory(costs.memory, chain.limits.layers_per_stage)
+    memory = _memory(costs.memory, chain.limits.mean_layers)
     changes = {"backward": _NOTHING, "memory": memory, "recompute": False, "update_s": 0.0}
     context = replace(chain.context, costs=costs.model_copy(update=changes), forward_only=True)
     return replace(chain, context=context, limits=replace(chain.limits, memory=memory, splits_backward=False))
 
 
-def _memory(memory: MemoryCost, layers: int) -> MemoryCost:
+def _memory(memory: MemoryCost, layers: float) -> MemoryCost:
     whole = memory.replay_bytes_per_token or memory.activation_bytes_per_token
     return MemoryCost(
         fixed_bytes=memory.fixed_bytes,

@@ -22,6 +22,7 @@ from ..balance.step_bound import passes_bound_s
 from ..costs.context import PlanningContext
 from ..costs.memory import activation_budget_bytes
 from ..errors import PlanError
+from ..machine.layout import most_share
 from ..plan.limits import Limits
 from ..plan.rounds import in_rounds
 from ..plan.step_plan import Lengths, StepPlan, fact_of_plan
@@ -128,7 +129,11 @@ def budget_bytes(limits: Limits, context: PlanningContext) -> float:
     """What passes may hold on a device. No plan makes the update smaller, so what that takes is there in any case."""
     memory = context.costs.memory
     budget = activation_budget_bytes(context.cluster, memory, limits)
-    return max(budget, memory.update_bytes) if math.isinf(limits.max_activation_bytes) else budget
+    return (
+        max(budget, most_share(limits.layers) * memory.update_bytes)
+        if math.isinf(limits.max_activation_bytes)
+        else budget
+    )
 
 
 def floor_s(plan: StepPlan, context: PlanningContext, bar_s: float = math.inf) -> float:

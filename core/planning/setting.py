@@ -191,7 +191,8 @@ def limits_of(setting: Setting, context: PlanningContext, *, halves: bool = Fals
         num_ranks=layout.dp_cp_size,
         max_tokens=UNCAPPED,
         num_stages=layout.num_stages,
-        layers_per_stage=_layers_per_stage(setting, layout),
+        layers_per_stage=max(layout.layers, default=max(1, setting.shape.num_layers // layout.num_stages)),
+        layers=layout.layers,
         in_step=layout.dp_cp_size if traits.all_in_step and layout.ep > 1 else layout.ep,
         all_in_step=traits.all_in_step and layout.ep == 1,
         memory=context.costs.memory,
@@ -209,8 +210,10 @@ def _kv_grad_frac(setting: Setting) -> float:
     return max(1.0, 4 / setting.traits.value_bytes)
 
 
-def _layers_per_stage(setting: Setting, layout: Layout) -> int:
-    return max(1, setting.shape.num_layers // layout.num_stages)
+def _layers_per_stage(setting: Setting, layout: Layout) -> float:
+    """How many layers a mean stage has."""
+    layers, stages = setting.shape.num_layers, layout.num_stages
+    return layers / stages if layout.layers else max(1, layers // stages)
 
 
 MOST_PASSES = 1 << 21

@@ -30,7 +30,7 @@ def fold_cp(limits: Limits, context: PlanningContext) -> tuple[Limits, PlanningC
     max_tokens, memory = limits.max_tokens * layout.cp, limits.memory.folded(layout)
     in_step = _groups_in_step(limits.in_step, layout)
     folded = replace(limits, num_ranks=layout.dp, max_tokens=max_tokens, memory=memory, in_step=in_step)
-    ranks = Layout(layout.tp, layout.pp, 1, _groups_in_step(layout.ep, layout), layout.dp)
+    ranks = replace(layout, cp=1, ep=_groups_in_step(layout.ep, layout))
     # Each rank of a group hands over its own share, on the link of its own place.
     state_bytes = context.traffic.state_bytes_per_token / layout.cp
     traffic = replace(context.traffic, state_bytes_per_token=state_bytes, expert_bytes_per_token=0.0)

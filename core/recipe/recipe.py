@@ -30,6 +30,7 @@ from .elsewhere import ELSEWHERE
 from .pretrained import DECIDED, with_pretrained
 from .rules import refuse_impossible
 from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Parallel, Planner, Safety, Section, Train
+from .stages import stage_layers
 from .traits import TRAINERS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,7 +91,8 @@ class Recipe(Section):
         p = self.parallel
         wanted = self.min_world_size if world_size is None else world_size
         size = whole_number(wanted, "the number of processes", RANKS)
-        return Layout.of_world(size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp, v_shape=self.v_shape)
+        layers = stage_layers(self.model, p)
+        return Layout.of_world(size, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp=p.dp, v_shape=self.v_shape, layers=layers)
 
     def changed(self, changes: Mapping[str, Any]) -> Recipe:
         """A copy of the recipe with dotted keys changed, validated again."""

@@ -49,12 +49,7 @@ def refuse_impossible(recipe: Any) -> None:
             f"tp {p.tp}, ffn_hidden_size {model.ffn_size}",
             "choose a tp that divides it",
         ),
-        (
-            model.num_layers % p.pp != 0,
-            "parallel.pp does not divide model.num_layers",
-            f"pp {p.pp}, {model.num_layers} layers",
-            "choose a pp that divides the number of layers",
-        ),
+        *_rules_of_layers(recipe),
         *_rules_of_v_shape(recipe),
         *_rules_of_extent(recipe.train),
         *_rules_of_experts(recipe),
@@ -72,6 +67,49 @@ def refuse_impossible(recipe: Any) -> None:
     )
     if not recipe.adapts:
         refuse_idle_ranks(recipe.train, p.dp or 1)
+
+
+def _rules_of_layers(recipe: Any) -> list[Rule]:
+    """What numbers of layers by stage need."""
+    p = recipe.parallel
+    if p.layers is None:
+        layers, do = (
+            recipe.model.num_layers,
+            "choose a pp that divides the number of layers, or set parallel.layers=auto",
+        )
+        what, detail = "parallel.pp does not divide model.num_layers", f"pp {p.pp}, {layers} layers"
+        return [(layers % p.pp != 0, what, detail, do)]
+    total = shape_of(recipe.model).num_layers
+    layers = (1,) * p.pp if p.layers == "auto" else p.layers
+    said = f"parallel.layers {p.layers if p.layers == 'auto' else list(p.layers)}"
+    what = "parallel.layers does not say the layers of every stage"
+    return [
+        (
+            p.pp == 1,
+            "parallel.layers divides the layers among pipeline stages, and there are none",
+            f"{said}, parallel.pp 1",
+            "raise parallel.pp, or leave parallel.layers out",
+        ),
+        (
+            recipe.v_shape,
+            "parallel.layers does not go with two stages on each device",
+            f"{said}, plugins.pipeline.v_shape true",
+            "set plugins.pipeline.v_shape=false, or leave parallel.layers out",
+        ),
+        (len(layers) != p.pp, what, f"{said}, parallel.pp {p.pp}", f"give {p.pp} numbers, or auto"),
+        (
+            p.layers == "auto" and total < p.pp,
+            "there are fewer layers than stages",
+            f"{total} layers, parallel.pp {p.pp}",
+            "lower parallel.pp",
+        ),
+        (
+            p.layers != "auto" and sum(layers) != total,
+            "parallel.layers does not add up to model.num_layers",
+            f"{said} are {sum(layers)}, model.num_layers {total}",
+            f"give numbers that add up to {total}, or auto",
+        ),
+    ]
 
 
 def _rules_of_v_shape(recipe: Any) -> list[Rule]:

@@ -170,6 +170,9 @@ class Parallel(Section):
     """Ranks that share each layer's matrices."""
     pp: bounds.StageCount = 1
     """Devices that the layers are divided among, in order."""
+    layers: tuple[bounds.LayerCount, ...] | Literal["auto"] | None = None
+    """Layers of each of the pp stages, in order. auto: numbers of least step, as the output layer is the last stage's.
+    Null: equally many."""
     cp: bounds.SharerCount = 1
     """Ranks that share every sequence."""
     ep: bounds.RankCount = 1

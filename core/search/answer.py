@@ -67,7 +67,7 @@ def _row(one: Played, best: Played) -> Result:
     outcomes = [outcome_of(step.plan, one.choice.chain.context) for step in one.steps]
     tokens = sum(step.plan.num_tokens for step in one.steps)
     return {
-        "settings": dict(one.choice.values),
+        "settings": {**one.choice.values, **one.choice.numbers},
         "step_s": one.mean_s,
         "tokens_per_s": tokens / sum(step.step_s for step in one.steps),
         "peak_bytes": max(step.peak_bytes for step in one.steps),

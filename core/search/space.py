@@ -21,6 +21,7 @@ from ..planning.judge import budget_bytes
 from ..recipe.recipe import Recipe
 from ..recipe.traits import trainer_called
 from ..registry import registered
+from .stage_layers import settled
 
 CAP = "max_tokens"
 """The axis of the tokens that a rank may hold in a micro-batch, of all enabled plugins at once,"""
@@ -39,6 +40,12 @@ class Choice:
     recipe: Recipe
     chain: PlanChain
 
+    @property
+    def numbers(self) -> Values:
+        """Layers of each stage where they are not on an axis as such."""
+        layers = self.recipe.parallel.layers
+        return {"parallel.layers": list(layers)} if isinstance(layers, tuple) else {}
+
     def lacking_bytes(self, batch: Lengths) -> float:
         """What a device lacks for any plan of the batch; not positive: nothing that is known before there is one."""
         chain, limits = self.chain, self.chain.caps
@@ -46,6 +53,16 @@ class Choice:
         # Keys and values of all slices but the last wait for it on the ranks that share the sequence.
         waiting = max(0, int(batch.max(initial=0)) - whole) * limits.memory.kv_bytes_per_token
         return limits.memory.pass_bytes + waiting - budget_bytes(limits, chain.context)
+
+    def settled(self, batch: Lengths) -> Choice:
+        """The setting with numbers in place of ``parallel.layers: auto``, for batches like this one."""
+        ranks = self.chain.context.layout.world_size
+        recipe = settled(self.recipe, ranks, batch, neighbours=False)
+        if recipe is self.recipe:
+            return self
+        chain = PlanChain.of_recipe(recipe, recipe.layout(ranks))
+        context = replace(chain.context, cluster=self.chain.context.cluster)
+        return Choice(self.values, recipe, replace(chain, context=context))
 
 
 @dataclass(frozen=True)
@@ -97,7 +114,7 @@ def _points(recipe: Recipe, num_ranks: int) -> Iterator[Values]:
     experts = recipe.model.moe.num_experts if recipe.model.moe else 1
     layouts = {
         "parallel.tp": [size for size in degrees if recipe.model.num_attention_heads % size == 0],
-        "parallel.pp": [size for size in degrees if recipe.model.num_layers % size == 0],
+        "parallel.pp": [size for size in degrees if recipe.model.num_layers >= size],
         "parallel.ep": [size for size in degrees if experts % size == 0],
     }
     others = {**trainer_called(recipe.trainer).tries, CAP: CAPS}
@@ -110,7 +127,9 @@ def _points(recipe: Recipe, num_ranks: int) -> Iterator[Values]:
         # Where plans say what is recomputed, the recipe need not.
         ordered = any(plugin.orders and tried.get(plugin.name, {}).get("enabled") == (True,) for plugin in registered())
         axes = {"train.recompute": (False,) if ordered else (False, True), **others, **of_plugins}
-        degrees_at = {"parallel.tp": tp, "parallel.pp": pp, "parallel.ep": ep}
+        degrees_at: dict[str, Any] = {"parallel.tp": tp, "parallel.pp": pp, "parallel.ep": ep}
+        if recipe.model.num_layers % pp:
+            degrees_at["parallel.layers"] = "auto"
         for values in product(*axes.values()):
             yield {**degrees_at, **dict(zip(axes, values, strict=True))}
 
@@ -121,7 +140,8 @@ def _choice(recipe: Recipe, num_ranks: int, values: Values, memory_gib: float | 
         on = values.get(f"plugins.{plugin.name}.enabled", recipe.config_of(plugin.name).enabled)
         if on and CAP in plugin.config.model_fields:
             changes[f"plugins.{plugin.name}.{CAP}"] = values[CAP]
-    changed = recipe.changed({**changes, "parallel.dp": None, "parallel.cp": 1})
+    own_layers = {"parallel.layers": None} if recipe.parallel.layers else {}
+    changed = recipe.changed({**own_layers, **changes, "parallel.dp": None, "parallel.cp": 1})
     refuse_first(*trainer_called(changed.trainer).run_rules(changed))
     chain = PlanChain.of_recipe(changed, changed.layout(num_ranks))
     if memory_gib is not None:

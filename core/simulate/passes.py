@@ -1,15 +1,16 @@
 """What every pass of a plan takes at every stage: compute, a forward that runs again, and what no compute hides.
 
-Costs are those of a mean stage, experts among them; the last one has the output layer, which the others have not. What
-runs is what the program says (`plan.program`): a forward that nobody keeps has no head, and at the last stage often no
-slice. Ranks of a micro-batch have equal work unless its slices have CP groups of their own or its tokens are moved:
-then each has its own seconds, and the pass takes as long as the slowest. Where ranks share experts, each pass has the
-seconds of its round at them beside its own.
+Costs are those of a stage by its number of layers, experts among them; the last one has the output layer, which the
+others have not. What runs is what the program says (`plan.program`): a forward that nobody keeps has no head, and at
+the last stage often no slice. Ranks of a micro-batch have equal work unless its slices have CP groups of their own or
+its tokens are moved: then each has its own seconds, and the pass takes as long as the slowest. Where ranks share
+experts, each pass has the seconds of its round at them beside its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..costs.exposed import exposed_of_ranks, exposed_s, gathering_s, links_up, 
 from ..costs.memory import offloaded_bytes
 from ..costs.offload import KEPT_LAYERS
 from ..costs.rounds import rounds_of
+from ..machine.layout import share_of
 from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import MicroBatch, Op, PassKind, StepPlan
@@ -57,21 +59,24 @@ class PassTimes:
 
     def __init__(self, plan: StepPlan, context: PlanningContext) -> None:
         self._plan, self._at = plan, context
-        full = own_costs(plan, context.costs)
-        self._costs, self._expert_s = beside_shared_experts(full), expert_seconds(plan, full)
-        self._heads = _head_of_stages(context, plan.limits.num_stages)
-        self._layers_again = [layers_again(plan, stage) for stage in range(plan.limits.num_stages)]
-        self._replayed = frozenset() if self._costs.recompute else frozenset(plan.replayed)
-        self._kv = kv_seconds(plan, self._costs, context.head_frac)
+        stages, full = range(plan.limits.num_stages), own_costs(plan, context.costs)
+        self._expert_s = expert_seconds(plan, full)
+        alike = {id(own): beside_shared_experts(own_costs(plan, own.costs)) for own in map(context.at, stages)}
+        self._costs = [alike[id(context.at(stage))] for stage in stages]
+        self._heads = [context.beyond(stage, plan.limits.num_stages) for stage in stages]
+        self._layers_again = [layers_again(plan, stage) for stage in stages]
+        self._replayed = frozenset() if full.recompute else frozenset(plan.replayed)
+        self._kv = kv_seconds(plan, self._costs[-1], context.head_frac)
         self._of_ranks = self._seconds_of_ranks()
         self.compute = self._seconds_of_stages()
         """By stage, direction and micro-batch, on its busiest ranks."""
         self._last, self._at_last = plan.limits.num_stages - 1, forwards_that_run(plan, True)
         backwards = range(len(plan.passes("B")))
-        self._whole_again = frozenset(backwards if self._costs.recompute else plan.replayed)
+        self._whole_again = frozenset(backwards if full.recompute else plan.replayed)
         self._expert_again_s = full.forward.expert_s * full.expert_imbalance
         self._add_experts()
-        self._weights_s = _weights_seconds(plan, self._costs, context.head_frac)
+        weights_s = {id(costs): _weights_seconds(plan, costs, context.head_frac) for costs in alike.values()}
+        self._weights_s = [weights_s[id(costs)] for costs in self._costs]
         layout, traffic = context.layout, context.traffic
         self._routes = layout.ep > 1 and traffic.expert_bytes_per_token > 0
         self._moves = layout.tp > 1 or plan.shared or self._routes or any(plan.offload)
@@ -86,48 +91,60 @@ class PassTimes:
         self._unlike: dict[tuple[int, Op], _Unlike] = {}
 
     def _seconds_of_ranks(self) -> dict[Op, list[Floats]]:
-        plan, costs = self._plan, self._costs
+        plan = self._plan
         result: dict[Op, list[Floats]] = {}
-        for op, mean in rank_seconds(plan, costs).items():
-            kind, number = op
-            micro_batch = plan.passes(kind)[number]
-            linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * token_counts(micro_batch)
-            if kind == "B" and number in self._replayed:
-                linear_s = linear_s + costs.forward.token_s * token_counts(micro_batch)
-            rows = [mean + share * linear_s if share else mean for share in self._heads]
-            for stage, again in enumerate(self._layers_again) if kind == "B" else ():
-                if number in again:
-                    rows[stage] = rows[stage] + again[number] * _layers_of(micro_batch, self._at, costs)
-            if kind == "F" and number in self._kv:
-                rows[-1] = self._kv[number]
-            result[op] = rows
+        for costs, stages in self._by_costs():
+            for op, mean in rank_seconds(plan, costs).items():
+                kind, number = op
+                micro_batch = plan.passes(kind)[number]
+                linear_s = {"F": costs.forward, "B": costs.backward}[kind].token_s * token_counts(micro_batch)
+                if kind == "B" and number in self._replayed:
+                    linear_s = linear_s + costs.forward.token_s * token_counts(micro_batch)
+                rows = [mean + self._heads[n] * linear_s if self._heads[n] else mean for n in stages]
+                for place, stage in enumerate(stages) if kind == "B" else ():
+                    if number in (again := self._layers_again[stage]):
+                        rows[place] = rows[place] + again[number] * _layers_of(micro_batch, self._at, costs)
+                result.setdefault(op, []).extend(rows)
+        for number, seconds in self._kv.items():
+            if (op := Op("F", number)) in result:
+                result[op][-1] = seconds
         return result
 
+    def _by_costs(self) -> Iterator[tuple[Costs, list[int]]]:
+        """Neighbouring stages of equal costs, ascending."""
+        for _, stages in groupby(range(len(self._costs)), lambda stage: id(self._costs[stage])):
+            numbers = list(stages)
+            yield self._costs[numbers[0]], numbers
+
     def _seconds_of_stages(self) -> list[_Seconds]:
-        plan, costs = self._plan, self._costs
-        mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
-        by_share = {more: self._seconds_of_stage(mean, more) for more in set(self._heads)}
+        plan, result = self._plan, list[_Seconds]()
+        for costs, stages in self._by_costs():
+            mean = dict(zip(DIRECTIONS, pass_seconds(plan, costs), strict=True))
+            heads = [self._heads[stage] for stage in stages]
+            by_share = {more: self._seconds_of_stage(mean, more, costs) for more in set(heads)}
+            result += [by_share[more] for more in heads]
         if not (self._of_ranks or plan.recompute or self._kv):
-            return [by_share[more] for more in self._heads]
-        result = [{kind: list(row) for kind, row in by_share[more].items()} for more in self._heads]
+            return result
+        result = [{kind: list(row) for kind, row in of_stage.items()} for of_stage in result]
         for i, seconds_of_ranks in self._kv.items():
             result[-1]["F"][i] = float(seconds_of_ranks.max())
-        layers_s: dict[int, float] = {}
-        for seconds, again in zip(result, self._layers_again, strict=True):
-            for j, share in again.items():
-                if j not in layers_s:
-                    layers_s[j] = costs.layers_s(plan.passes("B")[j], self._at.head_frac)
-                seconds["B"][j] += share * layers_s[j]
+        for costs, stages in self._by_costs():
+            layers_s: dict[int, float] = {}
+            for stage in stages:
+                for j, share in self._layers_again[stage].items():
+                    if j not in layers_s:
+                        layers_s[j] = costs.layers_s(plan.passes("B")[j], self._at.head_frac)
+                    result[stage]["B"][j] += share * layers_s[j]
         for (kind, number), rows in self._of_ranks.items():
             for seconds, row in zip(result, rows, strict=True):
                 seconds[kind][number] = float(row.max())
         return result
 
-    def _seconds_of_stage(self, mean: _Seconds, more: float) -> _Seconds:
-        """Seconds at a stage with ``more`` linear work than a mean one, if ranks have equal work and all of it runs."""
+    def _seconds_of_stage(self, mean: _Seconds, more: float, costs: Costs) -> _Seconds:
+        """Seconds at a stage with ``more`` linear work than its costs, if ranks have equal work and all of it runs."""
         if not more:
             return mean
-        plan, costs = self._plan, self._costs
+        plan = self._plan
         linear: dict[PassKind, float] = {"F": costs.forward.token_s, "B": costs.backward.token_s}
         zipped = {kind: zip(mean[kind], plan.slots[kind], plan.passes(kind), strict=True) for kind in DIRECTIONS}
         rows = {kind: [s + more * linear[kind] * (n / len(m.ranks)) for s, n, m in row] for kind, row in zipped.items()}
@@ -156,19 +173,19 @@ class PassTimes:
     def _computing_s(self, stage: int, op: Op) -> float:
         """Compute of a pass whose ranks have equal work; a W takes from its backward what it does later."""
         if op.kind == "W":
-            return self._weights_s[op.micro_batch]
+            return self._weights_s[stage][op.micro_batch]
         return self.compute[stage][op.kind][op.micro_batch] - self._later_s(stage, op)
 
     def _later_s(self, stage: int, op: Op) -> float:
         """What a backward leaves to a pass of its own."""
         split = op.kind == "B" and self._plan.split and op.micro_batch in self._plan.split[stage]
-        return self._weights_s[op.micro_batch] if split else 0.0
+        return self._weights_s[stage][op.micro_batch] if split else 0.0
 
     def _again_s(self, stage: int, op: Op) -> Any:
         """Forward that runs again inside a pass: a number where its ranks have equal work, else float64 [ranks]."""
         if op.kind != "B":
             return 0.0
-        costs, micro_batch = self._costs, self._plan.passes("B")[op.micro_batch]
+        costs, micro_batch = self._costs[stage], self._plan.passes("B")[op.micro_batch]
         again_s: Any = self._experts_again_s(stage, op)
         if op.micro_batch in self._whole_again:
             forward_s = costs.micro_batch_s(micro_batch) if is_even(micro_batch) else costs.rank_s(micro_batch)
@@ -181,14 +198,16 @@ class PassTimes:
         if op not in self._expert_s[stage]:
             return 0.0
         forwards = (op.micro_batch in self._whole_again) + self._layers_again[stage].get(op.micro_batch, 0.0)
-        return forwards * self._expert_again_s * rounds_of(self._plan, stage, self._costs.ep)[op].mean
+        costs = self._costs[stage]
+        own = share_of(self._at.layout.layers, stage)
+        return own * forwards * self._expert_again_s * rounds_of(self._plan, stage, costs.ep)[op].mean
 
     def _routed(self, stage: int, op: Op) -> float | None:
         """Tokens of the rank of the pass's round that sends or receives most; None where experts are nobody's."""
         if not self._routes:
             return None
         brought = rounds_of(self._plan, stage, self._at.layout.ep)[op]
-        return max(brought.most, self._costs.expert_imbalance * brought.mean)
+        return max(brought.most, self._at.costs.expert_imbalance * brought.mean)
 
     def whole_s(self, stage: int) -> tuple[list[float], list[float]]:
         """`seconds` of every forward and backward at a stage, weight gradients among them whenever they run."""
@@ -219,7 +238,8 @@ class PassTimes:
 
     def alike(self, stage: int) -> tuple[int, tuple[int, ...]]:
         """Equal for stages whose passes take equal seconds, where all stages run one order."""
-        likely = self._alike[stage] if self.talks or any(self._expert_s) else int(stage == self._last)
+        unlike = self.talks or any(self._expert_s) or self._at.layout.layers
+        likely = self._alike[stage] if unlike else int(stage == self._last)
         return likely, self._plan.recompute[stage] if self._plan.recompute else ()
 
     def linked_alike(self, stage: int) -> int:
@@ -272,7 +292,7 @@ class PassTimes:
         if key not in self._known:
             total: Any = self._gathers[op.kind]
             for direction, share in self._directions(stage, op):
-                total = total + share * exposed(self._at, direction, micro_batch, self._routed(stage, op))
+                total = total + share * exposed(self._at.at(stage), direction, micro_batch, self._routed(stage, op))
             self._known[key] = total
         return self._known[key]
 
@@ -293,7 +313,7 @@ class PassTimes:
     def _directions(self, stage: int, op: Op) -> list[tuple[Direction, float]]:
         """What a pass moves, each in which share of the layers. A backward that runs a forward again moves values a
         second time."""
-        costs = self._costs
+        costs = self._costs[stage]
         if op.kind == "F":
             return [(Direction(costs.forward, 1, stage), 1.0)]
         share = (op.micro_batch in self._whole_again) + self._layers_again[stage].get(op.micro_batch, 0.0)
@@ -302,7 +322,7 @@ class PassTimes:
 
     def _offload_s(self, stage: int, op: Op, compute_s: Any) -> Any:
         """What leaves for the host in a forward, or comes back in a backward, beyond the compute of as many layers."""
-        plan, layers = self._plan, self._plan.limits.layers_per_stage
+        plan, layers = self._plan, self._plan.limits.at(stage).layers_per_stage
         number = op.micro_batch if op.kind == "F" else plan.forward_of[op.micro_batch]
         if number not in plan.kept or not plan.offload[number]:
             return 0.0
@@ -321,16 +341,12 @@ def _tokens_of(micro_batch: MicroBatch) -> Any:
 
 def _stages_alike(plan: StepPlan, context: PlanningContext) -> list[int]:
     """For each stage one whose passes hold the same communication, if they recompute as much. First and last stage have
-    their own. Between them nodes lie alike where every stage begins with a node."""
+    their own, and so have those of other numbers of layers. Between them nodes lie alike where every stage begins with
+    a node."""
     layout, last = context.layout, plan.limits.num_stages - 1
     differ = layout.dp_cp_size * layout.tp % context.cluster.ranks_per_node or plan.offload
-    return [stage if differ or stage in (0, last) else 1 for stage in range(last + 1)]
-
-
-def _head_of_stages(context: PlanningContext, stages: int) -> list[float]:
-    """Linear work of every stage beyond that of a mean one, over that."""
-    head = context.head_frac if stages > 1 else 0.0
-    return [-head] * (stages - 1) + [head * (stages - 1)]
+    layers = layout.layers or (1,) * (last + 1)
+    return [stage if differ or stage in (0, last) else layers.index(layers[stage], 1) for stage in range(last + 1)]
 
 
 def _layers_of(micro_batch: MicroBatch, context: PlanningContext, costs: Costs) -> Any:

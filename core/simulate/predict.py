@@ -14,6 +14,7 @@ import numpy as np
 from ..aliases import Floats
 from ..costs.costs import Costs, is_even, rank_works
 from ..costs.rounds import rounds_of
+from ..machine.layout import share_of
 from ..plan.order import DIRECTIONS
 from ..plan.program import forwards_that_run
 from ..plan.step_plan import Op, PassKind, StepPlan
@@ -43,7 +44,7 @@ def predict(plan: StepPlan, costs: Costs, head_frac: float = 0.0) -> Prediction:
     stages = plan.limits.num_stages
     for stage in range(stages) if plan.recompute else ():
         for j, share in layers_again(plan, stage).items():
-            backward[j] += share / stages * costs.layers_s(plan.micro_batches[j])
+            backward[j] += share * share_of(plan.limits.layers, stage) / stages * costs.layers_s(plan.micro_batches[j])
     of_ranks = rank_seconds(plan, costs)
     for i, row in kv_seconds(plan, own_costs(plan, costs), head_frac).items():
         forward[i] += (float(row.max()) - forward[i]) / stages
@@ -111,14 +112,14 @@ def expert_seconds(plan: StepPlan, costs: Costs) -> list[dict[Op, float]]:
         return [{} for _ in range(plan.limits.num_stages)]
     result = []
     for stage in range(plan.limits.num_stages):
-        again = layers_again(plan, stage)
+        again, own = layers_again(plan, stage), share_of(plan.limits.layers, stage)
         seconds = {}
         for op, brought in rounds_of(plan, stage, costs.ep).items():
             token_s = costs.forward.expert_s
             if op.kind == "B":
                 forwards = (op.micro_batch in replayed and not costs.recompute) + again.get(op.micro_batch, 0.0)
                 token_s = costs.backward.expert_s + token_s * forwards
-            seconds[op] = token_s * costs.expert_imbalance * brought.mean
+            seconds[op] = own * token_s * costs.expert_imbalance * brought.mean
         result.append(seconds)
     return result
 
@@ -130,7 +131,7 @@ def own_costs(plan: StepPlan, costs: Costs) -> Costs:
 
 def layers_again(plan: StepPlan, stage: int) -> dict[int, float]:
     """The backwards that recompute layers at a stage because the plan says so, and the share of its layers."""
-    layers = plan.limits.layers_per_stage
+    layers = plan.limits.at(stage).layers_per_stage
     return {j: count / layers for j, count in enumerate(plan.recompute[stage]) if count} if plan.recompute else {}
 
 

@@ -20,6 +20,7 @@ from ..aliases import Floats
 from ..costs.context import PlanningContext
 from ..costs.exposed import gradient_sum_s
 from ..costs.memory import fixed_bytes, peaks_of_stage
+from ..machine.layout import most_share
 from ..plan.step_plan import StepPlan
 from .events import Event, play
 from .passes import PassTimes
@@ -119,8 +120,12 @@ def simulate(
     peaks = np.array([np.max([peaks_at[stage] for stage in own], axis=0) for own in stages])
     busy_at = work.busy_s()
     busy = np.array([busy_at[list(own)].sum(axis=0) for own in stages])
-    memory = context.costs.memory
-    held = np.maximum(peaks, memory.update_bytes) + fixed_bytes(memory, plan.limits)
+    memories = [(context.at(own[0]).costs.memory, plan.limits.at(own[0])) for own in stages]
+    update, fixed = (
+        np.array(each)[:, None]
+        for each in zip(*((memory.update_bytes, fixed_bytes(memory, of)) for memory, of in memories), strict=True)
+    )
+    held = np.maximum(peaks, update) + fixed
     spans.sort(key=lambda span: span[:2] + span[4:])
     passes_s = max(map(max, free))
     return Simulation(step_s, passes_s, busy, exposed, _update_s(context), held, peaks, tuple(spans))
@@ -172,4 +177,5 @@ def after_passes_s(context: PlanningContext) -> float:
 
 def _update_s(context: PlanningContext) -> float:
     sharded = context.traffic.sharding != "none"
-    return context.costs.update_s / (context.layout.dp_cp_size if sharded else 1)
+    update_s = most_share(context.layout.layers) * context.costs.update_s
+    return update_s / (context.layout.dp_cp_size if sharded else 1)

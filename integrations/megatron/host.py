@@ -127,6 +127,7 @@ class MegatronHost(Host):
             "attention": choose_kernel(self.device, dtype, self.model.config.kv_channels).name,
             "tp": self.layout.tp,
             "pp": self.layout.pp,
+            **({"layers": list(self.layout.layers)} if self.layout.layers else {}),
             "dp": self.layout.dp,
             "ep": self.layout.ep,
             **self.trained.describe(),

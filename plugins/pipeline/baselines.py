@@ -171,7 +171,8 @@ def statically_recomputed(plan: StepPlan, context: PlanningContext, config: Pipe
     stages = range(plan.limits.num_stages)
 
     def recomputing(count: int) -> StepPlan:
-        return plan.revised(recompute=((count,) * len(plan.micro_batches),) * plan.limits.num_stages)
+        counts = [min(count, plan.limits.at(stage).layers_per_stage) for stage in stages]
+        return plan.revised(recompute=tuple((own,) * len(plan.micro_batches) for own in counts))
 
     def fits(count: int) -> bool:
         trial = recomputing(count)

@@ -2,7 +2,7 @@
 
 InfiniPipe, arXiv 2509.21275, section IV, Alg. 2. Recomputation of the k-th backward of a rank at stage p delays the
 (k+1)-th at stage p+1, and so on to the last stage; what one pass of such a diagonal spends, the others would wait for.
-So they share one number of layers,
+So they share one number of layers, where stages have equally many,
 
     c(p, k) = C[k + P - 1 - p]            P stages, k in the order of the backwards
 
@@ -97,8 +97,10 @@ def _chosen(probes: Probes, budget_bytes: float, context: PlanningContext, solve
     plan = probes.plan
     backwards, seconds = _backwards(plan), _layer_seconds(plan, context)
     teams = [_Team(probes, budget_bytes, seconds, backwards, ranks) for ranks in teams_of(plan)]
-    answers = [[team.by_stage() for team in teams], [team.by_diagonal() for team in teams]]
-    if solver_ms:
+    answers = [[team.by_stage() for team in teams]]
+    if not plan.limits.layers:
+        answers.append([team.by_diagonal() for team in teams])
+    if solver_ms and not plan.limits.layers:
         searched = [team.by_program(solver_ms) for team in teams]
         answers.append([a if b is None else b for a, b in zip(answers[1], searched, strict=True)])
     ends = np.array([_ends(_with(plan, teams, one), teams, context) for one in answers])
@@ -120,6 +122,7 @@ class _Team:
         self._diagonals = _diagonals(plan, backwards, self.numbers)
         self._seconds = seconds[self.numbers]
         self._layers = plan.limits.layers_per_stage
+        self._most = np.array([plan.limits.at(stage).layers_per_stage for stage in stages], dtype=np.int64)
         self._size = int(self._diagonals.max(initial=-1)) + 1
         self._weights = np.zeros(self._size)
         for diagonal in self._diagonals:
@@ -127,7 +130,7 @@ class _Team:
 
     def by_stage(self) -> Ints:
         """Layers by stage and micro-batch, int64 [P, n]: all of all, lowered."""
-        return self._lowered(np.full_like(self._diagonals, self._layers))
+        return self._lowered(np.zeros_like(self._diagonals) + self._most[:, None])
 
     def by_diagonal(self) -> Ints:
         """Layers chosen as one number for each diagonal, then lowered where a micro-batch needs fewer."""
@@ -170,7 +173,7 @@ def _layer_seconds(plan: StepPlan, context: PlanningContext) -> Floats:
     """What a recomputed layer of each micro-batch costs, float64 [micro-batches]."""
     costs = own_costs(plan, context.costs)
     each = [costs.layers_s(m, context.head_frac) for m in plan.micro_batches]
-    return np.array(each) / plan.limits.layers_per_stage
+    return np.array(each) / plan.limits.mean_layers
 
 
 def _backwards(plan: StepPlan) -> list[list[int]]:

@@ -32,6 +32,7 @@ from ...core.costs.context import Direction, PlanningContext
 from ...core.costs.costs import PassCost
 from ...core.costs.exposed import exposed_s
 from ...core.errors import EvenloadError
+from ...core.machine.layout import share_of
 from ...core.plan.limits import Limits
 from ...core.plan.order import in_turn
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
@@ -162,8 +163,12 @@ def least_s(plan: StepPlan, context: PlanningContext, *, split: bool = False) ->
         waits_s = min(waits_s, _seconds(travels, m))
     if plan.limits.v_shape:  # the device with the output layer has two stages of mean work, or more
         return 2 * max(busy_s)
-    stages = plan.limits.num_stages - 1
-    return max(busy_s) + (waits_s * stages * (1.0 - context.head_frac) if plan.micro_batches else 0.0)
+    if not plan.micro_batches:
+        return max(busy_s)
+    shares = [share_of(context.layout.layers, stage) for stage in range(plan.limits.num_stages)]
+    before, beside_head = list(accumulate(shares, initial=0.0)), 1.0 - context.head_frac
+    ends = [share * beside_head for share in shares[:-1]] + shares[-1:]
+    return max(max(busy_s) * work + waits_s * ahead * beside_head for work, ahead in zip(ends, before, strict=False))
 
 
 def _seconds(price: PassCost, micro_batch: MicroBatch) -> float:

@@ -23,8 +23,8 @@ class Clock(NamedTuple):
     forward: Table
     backward: Table
     """With its weight gradients."""
-    weights: tuple[float, ...]
-    """The part of a backward that may be a pass of its own, at any stage; all zero where the host cannot split it."""
+    weights: Table
+    """The part of a backward that may be a pass of its own; all zero where the host cannot split it."""
     up: Table
     """From the end of a forward at a stage to its arrival at the next; the last stage has none."""
     down: Table
@@ -56,13 +56,13 @@ def reordered(plan: StepPlan, order: Sequence[Sequence[Op]]) -> StepPlan:
 
 def _clock_of(plan: StepPlan, context: PlanningContext) -> Clock:
     stages = range(plan.limits.num_stages)
-    counts = {"F": len(plan.micro_batches), "B": len(plan.passes("B"))}
+    counts: dict[PassKind, int] = {"F": len(plan.micro_batches), "B": len(plan.passes("B"))}
+    counts["W"] = counts["B"]
     splits = plan.limits.splits_backward
     # Only a plan that has W passes is told what they take.
     listed = tuple(Op("W", j) for j in range(counts["B"])) if splits else ()
     launched = tuple(Op(kind, j) for kind in DIRECTIONS for j in range(counts[kind]))
     times = PassTimes(replace(plan, order=((*launched, *listed),) * len(stages)), context)
-    weights = tuple(times.seconds(0, op) for op in listed) or (0.0,) * counts["B"]
 
     def rows(key: Callable[[int], Hashable], seconds: SecondsOf, kind: PassKind, count: int) -> Table:
         known: dict[Hashable, tuple[float, ...]] = {}
@@ -75,9 +75,11 @@ def _clock_of(plan: StepPlan, context: PlanningContext) -> Clock:
         return rows(times.linked_alike, times.hand_over, kind, len(stages) - 1)
 
     forward = rows(times.alike, times.seconds, "F", len(stages))
+    none = ((0.0,) * counts["B"],) * len(stages)
+    weights = rows(context.layers_at, times.seconds, "W", len(stages)) if splits else none
 
     def whole(stage: int, op: Op) -> float:
-        return times.seconds(stage, op) + weights[op.micro_batch]
+        return times.seconds(stage, op) + weights[stage][op.micro_batch]
 
     backward = rows(times.alike, whole, "B", len(stages))
     up = moving("F")
@@ -123,11 +125,11 @@ def end_of(orders: Sequence[Sequence[Op]], clock: Clock) -> float:
                     if arrival is None:
                         break
                     now = max(now, arrival)
-                now += clock.backward[stage][j] - (clock.weights[j] if j in split[stage] else 0.0)
+                now += clock.backward[stage][j] - (clock.weights[stage][j] if j in split[stage] else 0.0)
                 if stage:
                     down_free[stage] = came_down[stage - 1][j] = max(now, down_free[stage]) + clock.down[stage - 1][j]
             else:
-                now += clock.weights[j]
+                now += clock.weights[stage][j]
             place += 1
         if place > at[stage]:
             ready += [s for s in (stage - 1, stage + 1) if 0 <= s <= last and s not in ready]

@@ -124,9 +124,7 @@ def clock_of_rounds(clock: Clock, rounds: list[Round]) -> Clock:
     def longest(row: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(row[i] for i in own) if own is not None else tuple(max(row[i] for i in r) for r in rounds)
 
-    tables = (tuple(map(longest, table)) for table in (clock.forward, clock.backward, clock.up, clock.down))
-    forward, backward, up, down = tables
-    return Clock(forward, backward, longest(clock.weights), up, down)
+    return Clock(*(tuple(map(longest, table)) for table in clock))
 
 
 def lines_of_rounds(plan: StepPlan, rounds: list[Round]) -> Lines:
@@ -140,7 +138,8 @@ def lines_of_rounds(plan: StepPlan, rounds: list[Round]) -> Lines:
 
 def kept_bytes(plan: StepPlan, stage: int) -> list[float]:
     """About what each micro-batch holds at a stage from its forward to its backward, prefix KV included."""
-    limits, memory = plan.limits, plan.limits.memory
+    limits = plan.limits.at(stage)
+    memory = limits.memory
     head = memory.head_bytes_per_token if stage == limits.num_stages - 1 else 0.0
     whole = memory.replay_bytes_per_token if plan.recompute else 0.0
     layer = (whole or memory.activation_bytes_per_token) / limits.layers_per_stage

@@ -85,16 +85,18 @@ def _sums(plan: StepPlan, context: PlanningContext, counts: list[int], steps: li
 def _beyond_work_s(plan: StepPlan, context: PlanningContext, config: PipelineConfig, sums: Floats, most: int) -> Floats:
     """Seconds that pipelines take beyond their work, on the rank where that is most [pipelines]. ``sums`` of their
     chunks [pipelines, ranks, 4], as `_sums`; ``most`` chunks of their longest sequence."""
-    limits, memory = plan.limits, plan.limits.memory
-    stages, layers = limits.num_stages, limits.layers_per_stage
+    limits = plan.limits
+    stages, layers = limits.num_stages, limits.mean_layers
     number, both_s, layers_s, tokens = np.moveaxis(sums, -1, 0)
     mean = 1 / np.maximum(number, 1)
-    per_token = memory.replay_bytes_per_token or memory.activation_bytes_per_token
-    saves = mean * tokens * max(0.0, per_token / layers - memory.input_bytes_per_token)
-    kv = memory.kv_bytes_per_token + memory.kv_grad_bytes_per_token if most > 1 else 0.0
     budget_bytes = activation_budget_bytes(context.cluster, context.costs.memory, limits)
     needed = np.zeros_like(number)
     for stage in range(stages):
+        memory = limits.at(stage).memory
+        per_token = memory.replay_bytes_per_token or memory.activation_bytes_per_token
+        own = limits.at(stage).layers_per_stage
+        saves = mean * tokens * max(0.0, per_token / own - memory.input_bytes_per_token)
+        kv = memory.kv_bytes_per_token + memory.kv_grad_bytes_per_token if most > 1 else 0.0
         in_flight = np.minimum(number, most + stages - 1 - stage)
         head = memory.head_bytes_per_token if stage == stages - 1 else 0.0
         over = mean * tokens * (in_flight * (per_token + head) + most * kv) - budget_bytes

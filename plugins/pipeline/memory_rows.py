@@ -94,10 +94,13 @@ class Probes:
         self._known: dict[int, list[list[list[float]]]] = {}
 
     def plan_of(self, layers: int) -> StepPlan:
-        """The plan with so many layers of every micro-batch whose activations wait."""
+        """The plan with so many layers of every micro-batch whose activations wait, or all that a stage has."""
         plan, kept = self.plan, self.plan.kept
-        row = tuple(layers if i in kept else 0 for i in range(len(plan.micro_batches)))
-        return plan.revised(recompute=(row,) * plan.limits.num_stages)
+        most = (plan.limits.at(stage).layers_per_stage for stage in range(plan.limits.num_stages))
+        counts = [min(layers, own) for own in most]
+        numbers = range(len(plan.micro_batches))
+        rows = {count: tuple(count if i in kept else 0 for i in numbers) for count in set(counts)}
+        return plan.revised(recompute=tuple(rows[count] for count in counts))
 
     def levels(self, layers: int) -> list[list[list[float]]]:
         """Bytes by stage, rank and place in the rank's order."""
@@ -120,11 +123,11 @@ class Probes:
     def _rows_of_rank(
         self, stage: int, rank: int, columns: dict[int, int], budget_bytes: float
     ) -> Iterator[tuple[Floats, int, float, tuple[float, float, float]]]:
-        plan, layers = self.plan, self.plan.limits.layers_per_stage
+        plan, layers = self.plan, self.plan.limits.at(stage).layers_per_stage
         ops = orders_of_stage(plan, stage)[rank]
         save, waits = np.zeros(len(columns)), np.zeros(len(columns))
         waiting = 0.0  # what a layer of all that wait saves
-        probes = (0, 1, min(2, layers) if any(plan.offload) else 1, layers)
+        probes = (0, 1, min(2, layers) if any(plan.offload) else 1, plan.limits.layers_per_stage)
         for op, none, one, two, every in zip(ops, *(self.levels(n)[stage][rank] for n in probes), strict=True):
             if op.kind == "F" and op.micro_batch in plan.kept:
                 column = columns[op.micro_batch]

@@ -13,9 +13,9 @@ people's pipelines (`baselines`) are among the candidates too, so nothing slower
 Recomputation only adds to a step, so what is slower without it than the best plan with it is left out.
 
 Cost: one play of passes x stages a candidate; 512 sequences of Wikipedia with a tail up to 192K on 4 stages take 0.4 to
-0.8 s of one core (benchmarks/planning/pipeline.py). Not done: unlike numbers of layers a stage, interleaved (virtual)
-stages, and a sequence on two ranks of the plane: `mesh` does that before. What it shares stays on its ranks, in slices
-and an order of our own, and all others are dealt anew beside it (`chunks`).
+0.8 s of one core (benchmarks/planning/pipeline.py). Not done: interleaved (virtual) stages, and a
+sequence on two ranks of the plane: `mesh` does that before. What it shares stays on its ranks, in slices and an order
+of our own, and all others are dealt anew beside it (`chunks`).
 """
 
 from __future__ import annotations
@@ -275,8 +275,9 @@ def _notes(plan: StepPlan) -> list[str]:
         of = count * plan.limits.num_stages
         notes.append(f"pipeline: {split} of {of} backward passes leave their weight gradients to passes of their own")
     if any(map(any, plan.recompute)):
+        layers = ", ".join(map(str, plan.limits.layers)) or plan.limits.layers_per_stage
         means = ", ".join(f"{sum(row) / len(row):.2g}" for row in plan.recompute)
-        notes.append(f"pipeline: recomputed layers a micro-batch, by stage: {means} of {plan.limits.layers_per_stage}")
+        notes.append(f"pipeline: recomputed layers a micro-batch, by stage: {means} of {layers}")
     return notes
 
 

@@ -62,7 +62,7 @@ def _remedies(incoming: StepPlan, context: PlanningContext, config: PipelineConf
         yield f"plugins.pipeline.max_tokens lowered to 1/{n} of it"
     elif n := next(raised, 0):
         yield f"plugins.pipeline.max_tokens raised to {n} times"
-    whole = (n for n in _TIMES if not limits.layers_per_stage % n)
+    whole = (n for n in _TIMES if not (limits.layers or limits.layers_per_stage % n))
     if n := next((n for n in whole if _fits(incoming, *_deeper(limits, context, n), config)), 0):
         yield f"parallel.pp={limits.num_stages * n} on {n} times as many devices"
     shorter = (incoming.lengths.clip(max=n) for times in _TIMES if (n := int(incoming.lengths.max(initial=0)) // times))

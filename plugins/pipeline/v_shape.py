@@ -188,7 +188,7 @@ class _Play:
         self._kept, self._left, clock = line.kept, line.left, line.clock
         self._orders = [line.numbers[i] for i in forward], [line.numbers[i] for i in backward]
         self._seconds, self._moving = (clock.forward, clock.backward), (clock.up, clock.down)
-        self._weights = clock.weights
+        self._weights = clock.weights[0]
         self._cap = cap_bytes
         self._patience = rule.patience
         last = self._last = clock.num_stages - 1

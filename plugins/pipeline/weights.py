@@ -66,13 +66,14 @@ class Placing:
         self.plan = plan
         self._round_of = _rounds_of_shared(plan)
         self._clock, levels = clock_of(plan, context), levels_of(plan)
-        tokens = (slots / len(m.ranks) for slots, m in zip(plan.slots["B"], plan.passes("B"), strict=True))
-        deferred = [each * memory.deferred_bytes_per_token for each in tokens]
+        tokens = [slots / len(m.ranks) for slots, m in zip(plan.slots["B"], plan.passes("B"), strict=True)]
+        left_bytes = [limits.at(stage).memory.deferred_bytes_per_token for stage in range(limits.num_stages)]
+        deferred = [[each * num_bytes for each in tokens] for num_bytes in left_bytes]
         rows = [orders_of_stage(plan, stage) for stage in range(limits.num_stages)]
         if self._round_of:
             of_each = [self._round_of[i] for i in range(len(plan.micro_batches))]
             self._clock = clock_of_rounds(self._clock, of_each)
-            deferred = [max(deferred[i] for i in round_) for round_ in of_each]
+            deferred = [[max(own[i] for i in round_) for round_ in of_each] for own in deferred]
             rows, levels = _of_teams(plan, rows, levels, self._round_of)
         self._lines = [
             _Line([row[line] for row in rows], [level[line] for level in levels], deferred, memory.pass_bytes)
@@ -153,8 +154,8 @@ class _Line(NamedTuple):
     orders: list[list[Op]]
     levels: list[list[float]]
     """The most that is held in each of them [bytes]."""
-    deferred: list[float]
-    """What each backward leaves for its W [bytes]."""
+    deferred: list[list[float]]
+    """What each backward leaves for its W at each stage [bytes]."""
     pass_bytes: float
     """What a W takes while it runs."""
 
@@ -200,7 +201,7 @@ def _of_teams(
 
 def _filled(line: _Line, clock: Clock, patience: float, tail: float, cap_bytes: float) -> _Moves:
     """The orders with W passes among the last ``tail`` passes of every stage, where no stage holds more than a cap."""
-    last, weights, deferred = clock.num_stages - 1, clock.weights, line.deferred
+    last = clock.num_stages - 1
     cap, most = (1 - ROUNDING) * cap_bytes, line.fullest_bytes
     out: list[list[Op]] = [[] for _ in line.orders]
     at, free, held = [0] * (last + 1), [0.0] * (last + 1), [0.0] * (last + 1)
@@ -208,7 +209,7 @@ def _filled(line: _Line, clock: Clock, patience: float, tail: float, cap_bytes: 
     tables = {"F": (clock.forward, clock.up, 1), "B": (clock.backward, clock.down, -1)}
     # By direction, stage and micro-batch, when what a pass starts from arrives, as far as that is known.
     arrivals: dict[str, list[list[float | None]]] = {k: [[None] * len(tables[k][0][0]) for _ in out] for k in tables}
-    arrivals["F"][0], arrivals["B"][last] = [0.0] * len(clock.forward[0]), [0.0] * len(weights)
+    arrivals["F"][0], arrivals["B"][last] = [0.0] * len(clock.forward[0]), [0.0] * len(clock.weights[0])
     link_free = {kind: [0.0] * (last + 1) for kind in tables}
     events = [(0.0, stage) for stage in range(last + 1)]
     while events:
@@ -216,6 +217,7 @@ def _filled(line: _Line, clock: Clock, patience: float, tail: float, cap_bytes: 
         if now < free[stage]:
             continue
         waiting, ops, place = left[stage], line.orders[stage], at[stage]
+        weights, deferred = clock.weights[stage], line.deferred[stage]
         if place == len(ops):
             out[stage] += [Op("W", j) for j in waiting]
             free[stage] += sum(weights[j] for j in waiting)
@@ -232,7 +234,7 @@ def _filled(line: _Line, clock: Clock, patience: float, tail: float, cap_bytes: 
             if arrival is None:  # its neighbour has it still to run
                 source = stage - ahead
                 arrival = max(now, free[source]) + table[source][j] + moving[min(stage, source)][j]
-                arrival -= 0.0 if forward else weights[j]
+                arrival -= 0.0 if forward else clock.weights[source][j]
             if here or arrival - now >= patience * weights[waiting[0]]:
                 done = waiting.popleft()
                 out[stage].append(Op("W", done))

@@ -55,6 +55,10 @@ _TRAINER_STEP = "integrations/transformers/trainer.py"
 _SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
 
 KILLERS: dict[str, Words] = {
+    "unequal stages": ("pytest", "tests/core/simulate/test_unequal_stages.py"),
+    "auto layers": ("pytest", "tests/core/search/test_stage_layers.py"),
+    "borders": ("pytest", "tests/integrations/deepspeed/pipeline/test_pipeline.py", "-k", "as_many_as_are_said"),
+    "layers of Megatron": ("pytest", "tests/integrations/megatron/test_pipeline.py", "-k", "that_the_recipe_says"),
     "cache": ("pytest", "tests/data/test_cache.py"),
     "variables of workers": ("pytest", "tests/commands/test_env.py", "-m", "not slow"),
     "monitor": (
@@ -3340,5 +3344,47 @@ MUTANTS: tuple[Mutant, ...] = (
         " + self._cut.start[index])",
         ")",
         "columns of weights",
+    ),
+    Mutant(
+        "a stage has the seconds of its neighbour's layers",
+        "core/costs/context.py",
+        "        return tuple(contexts[own] for own in layers)",
+        "        return tuple(contexts[own] for own in (*layers[1:], layers[0]))",
+        "unequal stages",
+    ),
+    Mutant(
+        "every stage has the memory of the mean one",
+        "core/plan/limits.py",
+        "memory=self.memory.of_share(share_of(self.layers, stage))",
+        "memory=self.memory",
+        "unequal stages",
+    ),
+    Mutant(
+        "the output layer grows with the layers beside it",
+        "core/costs/context.py",
+        "        return head * (num_stages / share_of(self.layout.layers, stage) - 1)",
+        "        return head * (num_stages - 1)",
+        "unequal stages",
+    ),
+    Mutant(
+        "auto stays with its first numbers",
+        "core/search/stage_layers.py",
+        "    for _ in range(MOVES):",
+        "    for _ in range(0):",
+        "auto layers",
+    ),
+    Mutant(
+        "DeepSpeed gives a stage its neighbour's layers",
+        "integrations/deepspeed/pipeline/model.py",
+        "accumulate(each[:-1])",
+        "accumulate(each[1:])",
+        "borders",
+    ),
+    Mutant(
+        "Megatron is given the layers of stages backwards",
+        "integrations/megatron/base/traits.py",
+        "for own in layers)}L",
+        "for own in layers[::-1])}L",
+        "layers of Megatron",
     ),
 )

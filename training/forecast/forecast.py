@@ -35,7 +35,7 @@ from ...data.lengths import read_lengths
 from ...data.rows.groups import group_numbers
 from ...data.rows.readers import JsonlRows
 from ...data.samples.cut import cut
-from ..drawing import Drawing, batch_size, refuse_short_data
+from ..drawing import Drawing, batch_size, refuse_short_data, with_layers
 from ..experts.replay import Replay, loads_for, replay
 from ..pipelines import describe
 from ..shared_plan.reading import members_of
@@ -184,6 +184,8 @@ def look_ahead(
     refuse_endless(samples, chain.largest_slice)
     numbers = _numbers(groups, len(all_lengths)) if groups else _of_rows(recipe.data.group, lengths)
     of_samples = None if numbers is None else np.unique(numbers[pieces.document], return_inverse=True)[1]
+    recipe = with_layers(recipe, layout.world_size, samples, groups=of_samples)
+    chain = PlanChain.of_recipe(recipe, recipe.layout(layout.world_size))
     size, seed = batch_size(recipe), recipe.train.seed
     drawing = Drawing.resume(None, samples, size, chain, seed=seed, groups=of_samples)
     planned = [_planned(chain, drawing(), record) for _ in range(steps)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,7 +73,9 @@ def search(
     for count in ranks:
         begin = time.perf_counter()
         space = space_of(recipe, count, pinned, memory_gib)
-        state, first_s = _searched(space, _batches(recipe, samples, space, steps), weights, enough, progress)
+        batches = _batches(recipe, samples, space, steps)
+        space = replace(space, choices=tuple(choice.settled(batches[0]) for choice in space.choices))
+        state, first_s = _searched(space, batches, weights, enough, progress)
         took_s = time.perf_counter() - begin
         rows.append({**answer(state, space, weights), "first_answer_s": first_s, "search_s": took_s})
         best = state.best.choice.recipe if state.best else best

@@ -204,7 +204,7 @@ def parts_of(one: Simulated, context: PlanningContext) -> dict[Part, float]:
 
 def pieces_of(one: Simulated, costs: Costs, places: Iterable[Place]) -> dict[Place, list[Stretch]]:
     """What some ranks of stages do in one step; the padding of a pass is drawn at its end."""
-    useful, layers = _useful(one.plan, costs), one.plan.limits.layers_per_stage
+    useful = _useful(one.plan, costs)
     pieces: dict[Place, list[Stretch]] = {place: [] for place in places}
     for span in one.outcome.spans:
         row = pieces.get((span.stage, span.rank))
@@ -215,6 +215,7 @@ def pieces_of(one: Simulated, costs: Costs, places: Iterable[Place]) -> dict[Pla
         title = SPAN_KINDS[span.kind] + _describe(one.plan, span)
         number = span.micro_batch if span.kind in "FBW" else -1
         if share > 0:
+            layers = one.plan.limits.at(span.stage).layers_per_stage
             again = recomputed(one.plan, span.stage, number) / layers if span.kind == "F" else 0.0
             row.append(Stretch(_PART_OF[span.kind], span.start_s, middle, title, number, again))
         if share < 1:
@@ -230,7 +231,7 @@ def _describe(plan: StepPlan, span: Span) -> str:
     micro_batch = plan.passes("F" if span.kind == "F" else "B")[span.micro_batch]
     text = f" {span.micro_batch}: {micro_batch.num_tokens:,} tokens in {len(micro_batch.slices)} slices"
     if again := recomputed(plan, span.stage, span.micro_batch):
-        text += f", {again} of {plan.limits.layers_per_stage} layers recomputed"
+        text += f", {again} of {plan.limits.at(span.stage).layers_per_stage} layers recomputed"
     return text
 
 

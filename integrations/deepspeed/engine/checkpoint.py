@@ -45,7 +45,10 @@ TAG = "state"
 UNIVERSAL = "universal"
 HASHES = "universal.json"
 SHAPE = "evenload.json"
-_WORDS = {"stages": "number of pipeline stages on each device (plugins.pipeline.v_shape)"}
+_WORDS = {
+    "layers": "number of layers of each stage (parallel.layers)",
+    "stages": "number of pipeline stages on each device (plugins.pipeline.v_shape)",
+}
 DATA = (LossScaler, ZeroStageEnum, fragment_address)
 """Classes of DeepSpeed's in its checkpoints; they hold numbers and nothing else."""
 
@@ -69,9 +72,9 @@ def load(engine: Any, directory: Path, *, freeze: Sequence[str] = (), trust: boo
     checkpoint, it was written under another ZeRO stage or precision or with others frozen, or it holds more than data
     and is not to be trusted.
     """
-    saved = {"pp": 1, "stages": 1, "ep": 1, "freeze": [], **_read_shape(directory)}
+    saved = {"pp": 1, "stages": 1, "layers": [], "ep": 1, "freeze": [], **_read_shape(directory)}
     shape = _shape(engine, freeze)
-    for key in ("zero_stage", "dtype", "pp", "stages", "ep", "freeze"):
+    for key in ("zero_stage", "dtype", "pp", "stages", "layers", "ep", "freeze"):
         divided = key == "ep" and min(saved[key], shape[key]) > 1 and shape["zero_stage"] > 0
         if saved.get(key) != shape[key] and not divided:
             raise EvenloadError(
@@ -177,6 +180,7 @@ def _shape(engine: Any, freeze: Sequence[str]) -> dict[str, Any]:
         "dtype": "bf16" if engine.bfloat16_enabled() else "fp32",
         "pp": getattr(engine, "num_stages", 1),
         "stages": len(engine.module.stages) if hasattr(engine, "num_stages") else 1,
+        "layers": list(getattr(engine.module, "stage_layers", ())),
         "ep": expert_ranks(engine.module),
         "freeze": list(freeze),
         "deepspeed": deepspeed.__version__,

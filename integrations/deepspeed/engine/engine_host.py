@@ -75,6 +75,7 @@ class EngineHost(Host):
             "torch": torch.__version__,
             "zero_stage": self.stage,
             "pp": self.layout.pp,
+            **({"layers": list(self.layout.layers)} if self.layout.layers else {}),
             "dp": self.layout.dp,
             "dtype": self.recipe.train.dtype,
             "recompute": self.recipe.train.recompute,

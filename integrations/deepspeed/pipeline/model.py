@@ -2,7 +2,7 @@
 stages (`Limits.v_shape`) a device has two of them: DeepSpeed, who knows devices, is given the layers in their order.
 
     layer 0            embedding, of the first stage
-    layers 1 .. L      decoder layers, equally many on every stage
+    layers 1 .. L      decoder layers, equally many on every stage or as `Layout.layers` says
     layers L+1, L+2    final norm and output layer, of the last stage
 
 Each rank has memory for its own stage alone (`keeping`), with the weights that the seed gives it without a pipeline: a
@@ -70,6 +70,7 @@ class StageModule(PipelineModule):  # type: ignore[misc]
         borders = [0, *accumulate(sum(map(len, of_device)) for of_device in runs)]
         super().__init__(layers, topology=_topology(layout), partition_method=borders)
         self.config = parts.config
+        self.stage_layers = layout.layers
         self.stages = [_stage(parts.layers, run) for run in runs[self.stage_id]]
         """Ascending."""
         self.rotary = parts.rotary.to(device)
@@ -137,15 +138,15 @@ def _topology(layout: Layout) -> PipeDataParallelTopology:
     return PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp)
 
 
-def _borders(num_layers: int, num_stages: int) -> list[int]:
+def _borders(num_layers: int, layout: Layout) -> list[int]:
     """First layers of the stages among embedding, decoder layers, norm and output layer."""
-    each = (num_layers - 3) // num_stages
-    return [0, *(1 + each * stage for stage in range(1, num_stages)), num_layers]
+    each = layout.layers or ((num_layers - 3) // layout.num_stages,) * layout.num_stages
+    return [0, *(1 + before for before in accumulate(each[:-1])), num_layers]
 
 
 def _runs(num_layers: int, layout: Layout, device: int) -> list[range]:
     """The layers of each stage of a device, among all."""
-    stages = [range(*ends) for ends in pairwise(_borders(num_layers, layout.num_stages))]
+    stages = [range(*ends) for ends in pairwise(_borders(num_layers, layout))]
     return [stages[stage] for stage in layout.stages_of_device(device)]
 
 
@@ -176,9 +177,10 @@ def _refuse_uncut(config: Any, layout: Layout) -> None:
     known, tied = ", ".join(sorted(_FINAL_NORM)), "tie_word_embeddings: first and last stage would share a weight"
     what, config_file = "the model cannot be cut into pipeline stages", "in the model's config"
     divide, stages = "choose a pp that divides the number of layers", layout.num_stages
+    uneven = layers % stages != 0 and not layout.layers
     refuse_first(
         (config.model_type not in _FINAL_NORM, what, f"model_type {config.model_type}", f"use {known}"),
         (getattr(config, "tie_word_embeddings", False), what, tied, f"set tie_word_embeddings to false {config_file}"),
         (bool(dropout), what, f"hidden_dropout = {dropout}", f"set it to 0 {config_file}"),
-        (layers % stages != 0, what, f"{layers} layers, parallel.pp {layout.pp} with {stages} stages", divide),
+        (uneven, what, f"{layers} layers, parallel.pp {layout.pp} with {stages} stages", divide),
     )

@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
 from ....core.aliases import Ranks
 from ....core.errors import EvenloadError
-from ....core.machine.layout import Layout
+from ....core.machine.layout import Layout, unless_equal
 from ....runtime.stage.stage_links import StageLinks, v_links
 from ....runtime.world.agreement import rows_of_all, time_limit
 from ....runtime.world.plane import Plane
@@ -60,7 +61,7 @@ def join_groups(layout: Layout, seed: int) -> bool:
             expert_model_parallel_size=layout.ep,
             distributed_timeout_minutes=time_limit().total_seconds() / 60,
         )
-    there = replace(current_layout(), v_shape=layout.v_shape)
+    there = replace(current_layout(), v_shape=layout.v_shape, layers=layout.layers)
     if there != layout:
         raise EvenloadError(
             "Megatron's process groups were made for another layout",
@@ -80,6 +81,14 @@ def current_layout() -> Layout:
         ep=parallel_state.get_expert_model_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
     )
+
+
+def layers_of_pipeline(config: Any, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage of a model that Megatron builds by a TransformerConfig, where they are unequal; empty where
+    all have as many, or stages are virtual."""
+    if num_stages == 1 or config.virtual_pipeline_model_parallel_size is not None:
+        return ()
+    return unless_equal(tuple(get_num_layers_to_build(config, pp_rank=stage) for stage in range(num_stages)))
 
 
 def leave_groups() -> None:

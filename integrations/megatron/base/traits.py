@@ -11,10 +11,14 @@ Gradients are there throughout, and are summed in float32 where weights are half
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
+
 from ....core.errors import Rule
 from ....core.recipe.recipe import Recipe
 from ....core.recipe.sections import Megatron
 from ....core.recipe.sizes import VALUE_BYTES
+from ....core.recipe.stages import layers_of_each, stage_layers
 from ....core.recipe.traits import LOCAL, OWN, SCRIPTS, TRANSFORMER_ENGINE, Loop, States, Trainer, TrainerTraits
 
 
@@ -92,9 +96,14 @@ def export_rules(recipe: Recipe) -> list[Rule]:
 
 
 def _stages_without_experts(recipe: Recipe) -> list[int]:
-    per_stage = recipe.model.num_layers // recipe.parallel.pp
-    with_experts = {layer // per_stage for layer in recipe.model.moe_layers}
+    ends = list(accumulate(layers_of_each(recipe.model, recipe.parallel)))
+    with_experts = {bisect_right(ends, layer) for layer in recipe.model.moe_layers}
     return [stage for stage in range(recipe.parallel.pp) if stage not in with_experts]
+
+
+def layers_of_stages(layers: tuple[int, ...]) -> str:
+    """Megatron's layout of a pipeline with so many layers in each stage: E(mbedding), t(ransformer layer), L(oss)."""
+    return f"E{'|'.join(f't*{own}' for own in layers)}L"
 
 
 def flags(recipe: Recipe) -> tuple[str, ...]:
@@ -103,6 +112,8 @@ def flags(recipe: Recipe) -> tuple[str, ...]:
     degrees = {"tensor-model-parallel-size": p.tp, "pipeline-model-parallel-size": p.pp}
     degrees |= {"context-parallel-size": p.cp, "expert-model-parallel-size": p.ep}
     words = [f"--{name} {size}" for name, size in degrees.items() if size > 1]
+    if layers := stage_layers(recipe.model, p):
+        words.append(f"--pipeline-model-parallel-layout '{layers_of_stages(layers)}'")
     words += ["--use-distributed-optimizer"] if recipe.megatron.distributed_optimizer else []
     words += ["--overlap-grad-reduce"] if recipe.megatron.overlap_grad_reduce else []
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -21,6 +21,7 @@ from ....core.recipe.recipe import Recipe
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.lookup import sum_in_float32
 from ..base.setup import check_recipe
+from ..base.traits import layers_of_stages
 from .attention import packed_layer_spec, stock_layer_spec
 from .experts import fields_of_experts, tell_routers
 from .rope import use_token_positions
@@ -70,6 +71,8 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
     if layout.pp > 1:
         # Packs differ in length from one to the next. megatron-core 0.16 wants the dispatcher even without experts.
         fields |= {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if layout.layers:
+        fields["pipeline_model_parallel_layout"] = layers_of_stages(layout.layers)
     if model.norm_epsilon is not None:
         fields["layernorm_epsilon"] = model.norm_epsilon
     fields |= fields_of_experts(model, layout.ep, dtype)

@@ -166,7 +166,7 @@ def _sharded_state(host: Any, *, loading: bool, with_random: bool = True) -> dic
 def _about(host: Any) -> dict[str, Any]:
     layout = host.layout
     return {
-        "layout": [layout.tp, layout.pp, layout.dp, *([layout.ep] if layout.ep > 1 else [])],
+        "layout": [layout.tp, layout.pp, layout.dp, *([layout.ep] if layout.ep > 1 else []), *layout.layers],
         "dtype": host.recipe.train.dtype,
         "distributed_optimizer": bool(host.ddp.ddp_config.use_distributed_optimizer),
         "model": host.recipe.model.model_dump(mode="json", exclude={"weights"}),

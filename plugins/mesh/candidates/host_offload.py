@@ -17,7 +17,7 @@ from ....core.plan.token_layout import tokens_of_ranks
 
 def offloaded(plan: StepPlan, context: PlanningContext) -> Iterator[StepPlan]:
     """The plan with what hides in host memory, then with all that may be; none where there is no way to the host."""
-    rate, layers = context.cluster.host_bytes_per_s, plan.limits.layers_per_stage
+    rate, layers = context.cluster.host_bytes_per_s, plan.limits.mean_layers
     per_token = plan.limits.memory.activation_bytes_per_token / layers
     if not rate or layers <= KEPT_LAYERS:
         return

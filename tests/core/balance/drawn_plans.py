@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 from evenload.core.costs.context import PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.machine.cluster import Cluster, Link
-from evenload.core.machine.layout import Layout
+from evenload.core.machine.layout import Layout, unless_equal
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.rounds import backwards_of, reach_of
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
@@ -24,8 +25,9 @@ class Drawn(NamedTuple):
     context: PlanningContext
 
 
-def drawn(seed: int, *, recompute: bool = False, orders: bool = True) -> Drawn:
-    """A plan and its setting; ``recompute``: that of the recipe; ``orders``: the plan may say what is recomputed."""
+def drawn(seed: int, *, recompute: bool = False, orders: bool = True, unequal: bool = False) -> Drawn:
+    """A plan and its setting; ``recompute``: that of the recipe; ``orders``: the plan may say what is recomputed;
+    ``unequal``: stages have unequal numbers of layers."""
     random = np.random.default_rng([3, seed])
     stages, ranks, cap = int(random.integers(1, 6)), int(random.integers(1, 4)), int(random.choice([8, 64, 512]))
     lengths = _lengths(random, cap)
@@ -33,6 +35,12 @@ def drawn(seed: int, *, recompute: bool = False, orders: bool = True) -> Drawn:
     limits = Limits(
         ranks, cap, stages, layers_per_stage=4, memory=context.costs.memory, splits_backward=bool(random.random() < 0.6)
     )
+    most = [4] * stages
+    if unequal:
+        most = np.random.default_rng([4, seed]).integers(1, 8, stages).tolist()
+        layers = unless_equal(tuple(most))
+        limits = replace(limits, layers_per_stage=max(most), layers=layers)
+        context = replace(context, layout=replace(context.layout, layers=layers))
     packs = _packs(random, lengths, ranks, cap, stages)
     micro_batches = tuple(MicroBatch(tuple(pack), (rank,)) for rank, own in enumerate(packs) for pack in own)
     plan = StepPlan(as_lengths(lengths), micro_batches, limits)
@@ -41,7 +49,7 @@ def drawn(seed: int, *, recompute: bool = False, orders: bool = True) -> Drawn:
     replayed = tuple(i for i in range(len(micro_batches)) if chosen and random.random() < 0.5)
     plan = plan.revised(order=order, replayed=replayed)
     if orders and random.random() < 0.4:
-        rows = random.integers(0, 5, (stages, len(micro_batches))).tolist()
+        rows = random.integers(0, 5, (stages, len(micro_batches))).clip(max=np.array(most)[:, None]).tolist()
         plan = plan.revised(recompute=tuple(map(tuple, rows)))
     return Drawn(plan, context)
 

@@ -56,7 +56,7 @@ def tokens_of(index: int) -> Any:
     return np.random.default_rng(index).integers(0, 97, LENGTHS[index])
 
 
-def recipe(pp: int, stage: int, v_shape: bool = False, **more: Any) -> Any:
+def recipe(pp: int, stage: int, v_shape: bool = False, layers: Any = None, **more: Any) -> Any:
     own = {name: more.pop(name) for name in ("dtype", "clip_grad", "recompute") if name in more}
     train = {"clip_grad": 0.0, "weight_decay": 0.1, **own}
     model = {**MODEL, **({"num_query_groups": 4} if more.get("family") == "gpt" else {}), **more}
@@ -65,7 +65,7 @@ def recipe(pp: int, stage: int, v_shape: bool = False, **more: Any) -> Any:
             "trainer": "deepspeed",
             "model": model,
             "data": {"max_length": 64},
-            "parallel": {"pp": pp},
+            "parallel": {"pp": pp, "layers": layers},
             "train": train,
             "deepspeed": {"zero_stage": stage},
             "plugins": {"pipeline": {"enabled": True, "v_shape": True}} if v_shape else {},
@@ -90,7 +90,8 @@ def planned(host: Any, name: str) -> StepPlan:
     sizes = {
         "num_ranks": layout.dp,
         "num_stages": layout.num_stages,
-        "layers_per_stage": host.recipe.model.num_layers // layout.num_stages,
+        "layers_per_stage": max(layout.layers, default=host.recipe.model.num_layers // layout.num_stages),
+        "layers": layout.layers,
     }
     if layout.v_shape and kind == "drawn":
         return random_pipeline(Random(seed), LENGTHS, v_shape=True, replay="some", **sizes)
@@ -100,9 +101,10 @@ def planned(host: Any, name: str) -> StepPlan:
             MicroBatch(tuple(Slice(i, 0, LENGTHS[i]) for i in pack), (min(number, layout.dp - 1),))
             for number, pack in enumerate(packs)
         )
-        limits = Limits(layout.dp, 1 << 20, num_stages=layout.pp, layers_per_stage=4 // layout.pp)
+        limits = Limits(layout.dp, 1 << 20, layout.pp, sizes["layers_per_stage"], layout.layers)
         return check(StepPlan(as_lengths(LENGTHS), micro_batches, limits))
     if kind == "shared":
+        sizes.pop("layers")
         return random_shared_plan(int(seed), LENGTHS, heads=4, **sizes)
     own = {"idle": {"idle": (1,), "asymmetric": False}, "recompute": {"recompute": True, "asymmetric": False}}
     drawn: dict[str, Any] = own.get(kind, {})

@@ -44,7 +44,8 @@ def planned(host: Any, lengths: Any = LENGTHS, seed: int | None = None) -> StepP
     if seed is None:
         return check(PlanChain.of_recipe(host.recipe, host.layout).plan(as_lengths(lengths)))
     layout = host.layout
-    drawn = {"num_ranks": layout.dp, "num_stages": layout.pp, "layers_per_stage": 2 // layout.pp}
+    own = {"layers_per_stage": max(layout.layers, default=2 // layout.pp), "layers": layout.layers}
+    drawn = {"num_ranks": layout.dp, "num_stages": layout.pp, **own}
     plan = random_plan(seed, lengths, **drawn)
     limits = replace(plan.limits, in_step=layout.ep)
     return check(in_rounds(replace(plan, limits=limits)))

@@ -61,7 +61,8 @@ def _reference(host: Any, lengths: list[int], turn: int) -> Any:
 
 def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
     layout = host.layout
-    sizes = {"num_stages": layout.num_stages, "layers_per_stage": host.recipe.model.num_layers // layout.num_stages}
+    layers = layout.layers or (host.recipe.model.num_layers // layout.num_stages,)
+    sizes = {"num_stages": layout.num_stages, "layers_per_stage": max(layers), "layers": layout.layers}
     limits = Limits(layout.dp_cp_size, 1 << 20, splits_backward=True, v_shape=layout.v_shape, **sizes)
     return check(read_step(written, limits))
 

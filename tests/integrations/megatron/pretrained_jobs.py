@@ -15,7 +15,7 @@ from megatron_score_jobs import _plan
 from megatron_shared_plans import HAND_LENGTHS
 
 
-def recipe_from(folder: str, dtype: str = "fp64", *, plugins: Any = None, **parallel: int) -> Any:
+def recipe_from(folder: str, dtype: str = "fp64", *, plugins: Any = None, **parallel: Any) -> Any:
     return parse(
         {
             "model": {"weights": folder},

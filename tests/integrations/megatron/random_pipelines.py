@@ -33,6 +33,7 @@ def random_pipeline(
     split: str = "",
     replay: str = "none",
     v_shape: bool = False,
+    layers: tuple[int, ...] = (),
 ) -> StepPlan:
     """A checked plan.
 
@@ -42,6 +43,7 @@ def random_pipeline(
         split: of the backwards of each stage "none", "some" or "all" leave their weight gradients to a W; "": drawn.
         replay: of the micro-batches "none", "some" or "all" keep nothing but prefix KV; "": drawn.
         v_shape: each device has two of the stages, whose passes it takes by lot.
+        layers: of each stage, where they are unequal; ``layers_per_stage`` are the most.
     """
     recompute, split, replay = (word or draw.choice(list(SHARES)) for word in (recompute, split, replay))
     micro_batches = _packs(draw, lengths, num_ranks, list(pieces))
@@ -52,14 +54,15 @@ def random_pipeline(
     after: Edges = {i: {j for j in before if i in before[j]} for i in before}
     forward, backward = _linear_extension(draw, before), _linear_extension(draw, after)
     orders = _interleaved(draw, forward, backward, _needs(micro_batches), num_stages)
-    layers = {"none": (0, 0), "some": (0, layers_per_stage), "all": (layers_per_stage, layers_per_stage)}[recompute]
-    limits = Limits(num_ranks, 1 << 20, num_stages=num_stages, layers_per_stage=layers_per_stage, splits_backward=True)
+    of_stages = layers or (layers_per_stage,) * num_stages
+    least, most = {"none": (0, 0), "some": (0, 1), "all": (1, 1)}[recompute]
+    limits = Limits(num_ranks, 1 << 20, num_stages, layers_per_stage, layers, splits_backward=True)
     plan = StepPlan(
         as_lengths(lengths),
         tuple(micro_batches),
         limits,
         order=tuple(tuple(_with_weights(draw, ops, SHARES[split])) for ops in orders),
-        recompute=tuple(tuple(draw.randint(*layers) for _ in micro_batches) for _ in range(num_stages)),
+        recompute=tuple(tuple(draw.randint(least * n, most * n) for _ in micro_batches) for n in of_stages),
         replayed=tuple(i for i in before if draw.random() < SHARES[replay]),
         made_by=f"recompute {recompute}, split {split}, replay {replay}",
     )

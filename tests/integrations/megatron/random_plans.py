@@ -29,6 +29,7 @@ def random_plan(
     pieces: tuple[int, ...] = (1, 1, 2, 3, 16),
     pad: bool = False,
     idle: tuple[int, ...] = (),
+    layers: tuple[int, ...] = (),
 ) -> StepPlan:
     """A checked plan; what is None is drawn, too.
 
@@ -38,6 +39,7 @@ def random_plan(
         pieces: a sequence is cut into one of these numbers of slices, or one per token where it has fewer.
         pad: pad slices to the longest of their micro-batch.
         idle: plane ranks without any work; they run a dummy in half of the plans that have one order of both passes.
+        layers: of each stage, where they are unequal; ``layers_per_stage`` are the most.
     """
     draw = np.random.default_rng(seed)
     asymmetric = bool(draw.integers(2)) if asymmetric is None else asymmetric
@@ -59,11 +61,12 @@ def random_plan(
     recomputed: tuple[tuple[int, ...], ...] = ()
     if recompute and not asymmetric:
         shape = (num_stages, len(forward))
-        recomputed = tuple(tuple(map(int, row)) for row in draw.integers(0, layers_per_stage + 1, shape))
+        most = np.array(layers or (layers_per_stage,) * num_stages)[:, None]
+        recomputed = tuple(tuple(map(int, row)) for row in draw.integers(0, layers_per_stage + 1, shape).clip(max=most))
     bare = StepPlan(
         as_lengths(lengths),
         tuple(forward),
-        Limits(num_ranks, 1 << 20, num_stages=num_stages, layers_per_stage=layers_per_stage),
+        Limits(num_ranks, 1 << 20, num_stages=num_stages, layers_per_stage=layers_per_stage, layers=layers),
         recompute=recomputed,
         made_by=f"seed {seed}",
         backward=tuple(backward),

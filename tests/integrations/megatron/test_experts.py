@@ -24,6 +24,7 @@ LAYOUTS = [
     pytest.param(4, {"parallel__ep": 4}, id="ep4"),
     pytest.param(4, {"parallel__ep": 2, "parallel__pp": 2}, id="pp2ep2"),
 ]
+UNEQUAL = {"parallel__ep": 2, "parallel__pp": 2, "parallel__layers": [1, 3], "model__num_layers": 4}
 
 
 def exact(rows, *, branch="", copied=True):
@@ -52,6 +53,11 @@ def test_float64_is_that_of_plain_training(on_ranks, size, layout, plugins):
         branch=branch,
         copied=layout["parallel__ep"] > 1,
     )
+
+
+def test_experts_of_unequal_stages_are_exact(on_ranks):
+    exact(on_ranks(4, "routed", moe=BIASED, plugins=SLICES, **UNEQUAL), branch="cut sequences")
+    exact(on_ranks(4, "routed", moe=BIASED, seeds=(3, 4), train__recompute=True, **UNEQUAL))
 
 
 def test_copies_where_tokens_come_from(on_ranks):

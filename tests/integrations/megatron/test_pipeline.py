@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ LAYOUTS = {
     "pp4": (4, {"parallel__pp": 4}),
     "pp2dp2": (4, {"parallel__pp": 2}),
     "pp2tp2": (4, {"parallel__tp": 2, "parallel__pp": 2}),
+    "1 | 3 layers": (2, {"parallel__pp": 2, "parallel__layers": (1, 3)}),
+    "2 | 1 | 1 layers, tied": (3, {"parallel__pp": 3, "parallel__layers": (2, 1, 1), "model__tied_embeddings": True}),
 }
 
 
@@ -42,8 +45,10 @@ def drawn(seed, layout, lengths=LENGTHS, **how):
     stages = changes["parallel__pp"]
     ranks = size // stages // changes.get("parallel__tp", 1)
     draw = seed if isinstance(seed, Random) else Random(seed)
+    layers = changes.get("parallel__layers", ())
+    most = max(layers, default=LAYERS // stages)
     return _drawn.random_pipeline(
-        draw, lengths, num_ranks=ranks, num_stages=stages, layers_per_stage=LAYERS // stages, **how
+        draw, lengths, num_ranks=ranks, num_stages=stages, layers_per_stage=most, layers=layers, **how
     )
 
 
@@ -105,6 +110,15 @@ def test_the_drawn_schedules_hold_what_they_are_to_prove():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout):
     assert_exact(run(on_ranks, layout, grid(layout)), layout)
+
+
+def test_a_stage_has_the_layers_that_the_recipe_says(on_ranks):
+    for layout in ("1 | 3 layers", "2 | 1 | 1 layers, tied"):
+        (of_ranks,) = zip(*run(on_ranks, layout, [drawn(3, layout)]), strict=True)
+        counts = [
+            len({re.search(r"layers\.(\d+)", n).group(1) for n in r["trained"] if ".layers." in n}) for r in of_ranks
+        ]
+        assert tuple(counts) == LAYOUTS[layout][1]["parallel__layers"]
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp4"])

@@ -80,7 +80,13 @@ V_SHAPE = {"pipeline": {"enabled": True, "v_shape": True}}
 CUT = {"plugins": {"moe": {"enabled": True, "owners": "sharded"}}}
 CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
     "tp2": (2, [{"folder": name, "tp": 2, "plans": [5]} for name in DENSE]),
-    "pp2": (2, [{"folder": name, "pp": 2, "plans": [6]} for name in FAMILIES]),
+    "pp2": (
+        2,
+        [
+            *({"folder": name, "pp": 2, "plans": [6]} for name in FAMILIES),
+            {"folder": "deep tied llama", "pp": 2, "layers": [1, 3], "plans": [6]},
+        ],
+    ),
     "dp2": (
         2,
         [

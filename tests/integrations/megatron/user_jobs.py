@@ -265,6 +265,7 @@ def drawn(seed: int, **how: Any) -> Callable[..., StepPlan]:
             "num_ranks": limits.num_ranks,
             "num_stages": limits.num_stages,
             "layers_per_stage": limits.layers_per_stage,
+            "layers": limits.layers,
         }
         plan = random_plan(seed, list(map(int, lengths)), **sizes, **how)
         own = replace(plan.limits, whole_sequences=limits.whole_sequences, in_step=limits.in_step)
@@ -488,7 +489,6 @@ def refusals(world: Any) -> dict[str, Any]:
         for name, value, make in (
             ("overlap_p2p_comm", True, plans["ordered"]),
             ("num_microbatches_with_partial_activation_checkpoints", 1, plans["ordered"]),
-            ("num_layers_in_first_pipeline_stage", 1, plans["ordered"]),
             ("hidden_dropout", 0.1, replayed),
         ):
             user.model.config.__dict__[name], had = value, getattr(user.model.config, name)

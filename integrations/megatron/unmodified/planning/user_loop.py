@@ -20,7 +20,7 @@ from .....runtime.world.agreement import everyone
 from .....runtime.world.plane import Plane
 from ....unmodified.planned_loop import PlannedLoop
 from ...base.families import ATTENTION, EXPERTS, MLP, pattern_of
-from ...base.plane import current_layout, open_plane, stage_links
+from ...base.plane import current_layout, layers_of_pipeline, open_plane, stage_links
 from ...base.traits import traits_of
 from ...model.linears import why_in_backward
 from ..reading.batches import BatchSource
@@ -113,7 +113,10 @@ class UserLoop:
 def chain_of(recipe: Recipe, gpt: Any, layout: Layout, *, warn: bool, whole: bool = True) -> PlanChain:
     """The planners of a recipe for a GPTModel; `PlanChain.of_model` has the arguments. Raises EvenloadError."""
     dtype = {torch.float32: "fp32", torch.float64: "fp64"}.get(gpt.config.params_dtype, "bf16")
-    config, shape = gpt.config, shape_of(gpt.config, gpt.vocab_size, layout.pp, pattern_of(gpt))
+    config, pattern = gpt.config, pattern_of(gpt)
+    layers = () if pattern else layers_of_pipeline(config, layout.pp)
+    layout = replace(layout, layers=() if 0 in layers else layers)
+    shape = shape_of(config, gpt.vocab_size, 1 if layout.layers else layout.pp, pattern)
     # Both want the tokens of this rank, each with all its experts, where rows for a node are.
     sends_once = not any(getattr(config, name, False) for name in ("moe_permute_fusion", "moe_shared_expert_overlap"))
     traits = replace(traits_of(dtype, recipe.megatron), sends_once=sends_once)
@@ -130,7 +133,7 @@ def shape_of(config: Any, vocab_size: int, num_stages: int, pattern: str | None 
         attention = sum(map(kinds.count, ATTENTION)) / layers
         mlp = kinds.count(MLP) / max(1, layers - experts)
     return Shape(
-        # Where stages have unequal numbers of layers no order runs, and costs are those of the next equal number.
+        # Where no order runs for the layers that stages have, costs are those of the next equal number.
         -(-layers // num_stages) * num_stages,
         config.hidden_size,
         round(mlp * config.ffn_hidden_size),

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from .....core.errors import EvenloadError, Rule, refuse_first
 from .....core.plan.step_plan import StepPlan
 from ...base.families import MODELS, pattern_of, unwrapped_chunk
+from ...base.plane import layers_of_pipeline
 from ..reading.context_parallel import rules_of_context
 from .layers import refuse_attention
 
@@ -123,11 +124,6 @@ def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
         ("fine_grained_activation_offloading", False, "activations are offloaded in the order of Megatron's schedule"),
         ("num_microbatches_with_partial_activation_checkpoints", None, "Megatron's schedule says what is recomputed"),
         ("overlap_p2p_comm", False, "hand-over between stages is Megatron's"),
-        ("num_layers_in_first_pipeline_stage", None, "stages have unequal numbers of layers"),
-        ("num_layers_in_last_pipeline_stage", None, "stages have unequal numbers of layers"),
-        ("account_for_embedding_in_pipeline_split", False, "stages have unequal numbers of layers"),
-        ("account_for_loss_in_pipeline_split", False, "stages have unequal numbers of layers"),
-        ("pipeline_model_parallel_layout", None, "the loop says which layers a stage has"),
         ("mtp_num_layers", None, "the last stage predicts further tokens"),
     )
     if len(chunks) > 1:
@@ -137,6 +133,8 @@ def why_stock(chunks: Sequence[Any], foreign_owner: str) -> Trouble | None:
         if layers * stages != len(pattern):
             why = "an order of a plan cannot run where stages have unequal numbers of layers"
             return why, f"{layers} layers here of the pattern {pattern}", do
+    elif 0 in (own := layers_of_pipeline(config, config.pipeline_model_parallel_size)):
+        return "an order of a plan cannot run where a stage has no layers", f"{list(own)} layers", do
     for name, wanted, why in settings:
         if (value := getattr(config, name, wanted)) != wanted:
             return f"an order of a plan cannot run where {why}", f"{name} {value}", do

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
+from evenload.core.machine.layout import Layout
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.pipeline.model import _borders, _take_apart
@@ -16,9 +17,10 @@ from evenload.runtime.stage.executor import StageTrainer
 ROUNDING = 2e-6
 
 
-def test_stages_have_equally_many_layers():
-    assert _borders(4 + 3, 2) == [0, 3, 7]
-    assert _borders(12 + 3, 4) == [0, 4, 7, 10, 15]
+def test_stages_have_equally_many_layers_or_as_many_as_are_said():
+    assert _borders(4 + 3, Layout(pp=2)) == [0, 3, 7]
+    assert _borders(12 + 3, Layout(pp=4)) == [0, 4, 7, 10, 15]
+    assert _borders(12 + 3, Layout(pp=4, layers=(1, 5, 4, 2))) == [0, 2, 7, 11, 15]
 
 
 def _recipe(**more):
@@ -115,6 +117,7 @@ def _assert_exact(results, names, rounding=ROUNDING, loss=ROUNDING, norm=ROUNDIN
         (1, ["whole", "7", "1 W", "2 W"], {}),
         (1, ["whole", "3 W"], {"family": "qwen2", "recompute": True}),
         (0, ["2 W"], {"family": "gpt"}),
+        (1, ["whole", "3", "1 W", "7 recompute"], {"layers": [1, 3]}),
     ],
 )
 def test_two_stages_give_the_gradients_of_plain_training(on_ranks, stage, names, more):
@@ -237,6 +240,8 @@ def test_other_ranks_go_on_and_other_stages_are_refused(on_ranks, tmp_path):
     assert went_on == on_ranks(4, "rank_pipeline.resume", **arguments)
     for told in on_ranks(4, "rank_pipeline.resume", **{**arguments, "pp": 4}):
         assert "written under another pp" in told[0]
+    for told in on_ranks(4, "rank_pipeline.resume", **{**arguments, "layers": [1, 3]}):
+        assert "another number of layers of each stage" in told[0]
     for resumed in on_ranks(2, "rank_pipeline.resume", **arguments):
         for wanted, found in zip(went_on[0], resumed, strict=True):
             assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-6)

@@ -85,6 +85,22 @@ def test_resume_on_another_layout_goes_on_to_rounding(on_ranks, begun, tmp_path,
     assert back["losses"] == pytest.approx(whole["losses"][3:], rel=near)
 
 
+def test_stages_may_have_other_numbers_of_layers_when_a_run_goes_on(on_ranks, tmp_path):
+    """2 | 2 to 1 | 3 and back: gradients and norms sum over other stages, and nothing else differs."""
+    kind = {"train__dtype": "fp32", "parallel__pp": 2}
+    layouts = {"equal": {}, "unequal": {"parallel__layers": [1, 3]}}
+    whole = {name: on_ranks(2, "train", steps=6, **kind, **layout)[0] for name, layout in layouts.items()}
+    assert whole["unequal"]["losses"] == pytest.approx(whole["equal"]["losses"], rel=1e-5)
+    for name, other in (("equal", "unequal"), ("unequal", "equal")):
+        there = str(tmp_path / name)
+        on_ranks(2, "train", steps=3, write=there, **kind, **layouts[name])
+        same = on_ranks(2, "train", first=3, steps=3, read=there, **kind, **layouts[name])[0]
+        assert same["losses"] == whole[name]["losses"][3:]
+        assert same["draws"] == whole[name]["draws"][3:]
+        elsewhere = on_ranks(2, "train", first=3, steps=3, read=there, **kind, **layouts[other])[0]
+        assert elsewhere["losses"] == pytest.approx(whole[name]["losses"][3:], rel=1e-5)
+
+
 def test_a_fresh_host_can_be_saved_and_read(on_ranks, tmp_path):
     whole = on_ranks(2, "train", steps=2, train__dtype="fp32")[0]
     on_ranks(2, "train", steps=0, write=str(tmp_path / "c"), train__dtype="fp32")
