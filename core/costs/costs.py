@@ -21,7 +21,7 @@ that many ranks measures, in nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from ..input.validation import Frozen, described
 from ..machine.cluster import Cluster, Link
 from ..machine.layout import Layout
 from ..machine.shape import Shape
-from ..plan.limits import COUNTED, NO_MEMORY, MemoryCost
+from ..plan.limits import COUNTED, NO_MEMORY, NO_SHARES, MemoryCost
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
 from .busy import OtherLoad, warn_of_busy
@@ -277,13 +277,13 @@ class Costs(Frozen):
         holding = self.holding(activation_bytes_per_token=whole, replay_bytes_per_token=0.0)
         return holding.model_copy(update={"backward": PassCost(**less), "recompute": False})
 
-    def of_stage(self, layout: Layout) -> Costs:
+    def of_stage(self, layout: Layout, shares: Mapping[str, float] = NO_SHARES) -> Costs:
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * stages, launches by
-        stages, and the update is that of a device."""
+        stages, and the update is that of a device. ``shares``: see `MemoryCost.of_stage`."""
         compute, launch = 1.0 / (layout.tp * layout.num_stages), 1.0 / layout.num_stages
         forward, backward = self.forward.scaled(compute, launch), self.backward.scaled(compute, launch)
         update_s = self.update_s * (1.0 / (layout.tp * layout.pp))
-        changes = {"memory": self.memory.of_stage(layout), "update_s": update_s, "ep": layout.ep}
+        changes = {"memory": self.memory.of_stage(layout, shares), "update_s": update_s, "ep": layout.ep}
         return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
     def at_experts(self, share: float) -> Costs:

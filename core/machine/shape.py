@@ -66,6 +66,27 @@ class Shape(NamedTuple):
         return self.experts.num_layers if self.experts else 0
 
     @property
+    def head_size(self) -> int:
+        """Values of a query of one head."""
+        return self.query_size // self.heads
+
+    @property
+    def routed_per_token(self) -> int:
+        """Experts that a token meets in all layers; 0 in a dense model."""
+        return self.experts.routed_per_token if self.experts else 0
+
+    @property
+    def values_of_routers(self) -> int:
+        """Values per token that routers keep, which compute in float32 and hold scores and probabilities."""
+        return 2 * self.experts.num_experts * self.moe_layers if self.experts else 0
+
+    @property
+    def weights_on_all(self) -> int:
+        """Weights that tensor parallelism does not divide: of norms (with their biases) and of routers."""
+        norms = (2 * self.num_layers + 1) * self.hidden_size * (1 if self.gated else 2)
+        return norms + self.hidden_size * self.values_of_routers // 2
+
+    @property
     def expert_weights(self) -> int:
         """Weights of all experts of all layers, shared ones left out: those that expert parallelism divides."""
         return self._weights_of_experts(self.experts.num_experts) if self.experts else 0
@@ -104,16 +125,13 @@ class Shape(NamedTuple):
         """
         if not self.experts:
             return 0
-        each = 2 * self.hidden_size + (5 if self.gated else 3) * self.experts.ffn_hidden_size
-        return self.experts.routed_per_token * each
+        return self.routed_per_token * (2 * self.hidden_size + (5 if self.gated else 3) * self.experts.ffn_hidden_size)
 
     @property
     def values_beside_experts(self) -> int:
-        """Values of routers, which compute in float32 and hold scores and probabilities, and of shared experts."""
-        if not self.experts:
-            return 0
-        shared = self.experts.shared_ffn_hidden_size
-        return self.moe_layers * (2 * self.experts.num_experts + (self.mlp_values(shared) if shared else 0))
+        """Values of routers and of shared experts."""
+        shared = self.experts.shared_ffn_hidden_size if self.experts else 0
+        return self.values_of_routers + self.moe_layers * (self.mlp_values(shared) if shared else 0)
 
     @property
     def dense_weights(self) -> int:

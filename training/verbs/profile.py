@@ -301,14 +301,12 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _memory(job: Job, max_tokens: int) -> MemoryCost:
-    """Measured where a rank holds the whole model; else counted from the shape, with a word about it."""
+    """Measured where a rank trains the model; else counted from the shape, with a word about it."""
     recipe = job.recipe
-    if job.host.layout.tp == 1 and not recipe.adapts:
+    if not recipe.adapts:
         return measure_memory(job, max_tokens)
-    where, do = "under tensor parallelism", "profile with parallel.tp=1"
-    if recipe.adapts:
-        where, do = "of a frozen base", "profile without tenants, and name that file in costs"
-    logger.info("bytes are counted, not measured, %s: %s to measure them", where, do)
+    do = "profile without tenants, and name that file in costs"
+    logger.info("bytes are counted, not measured, of a frozen base: %s to measure them", do)
     return costs_of(Setting.of_recipe(recipe.changed({"costs": "auto"})), job.chain.context.cluster).memory
 
 
