@@ -11,6 +11,7 @@ import numpy as np
 from ..costs import costs as cost_models
 from ..costs import tensor_parallel
 from ..costs.context import ExpertContext, PlanningContext, Traffic
+from ..costs.degrees import at_degree
 from ..errors import EvenloadError, refuse_first
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
@@ -104,7 +105,7 @@ def stage_costs(setting: Setting, costs: cost_models.Costs, layout: Layout) -> c
     input_bytes = float(shape.hidden_size * value_bytes)
     if setting.traits.divides_tokens:
         input_bytes /= layout.tp
-    costs = costs.of_stage(layout, shares_of_rank(setting, layout.tp))
+    costs = at_degree(costs, layout.tp).of_stage(layout, shares_of_rank(setting, layout.tp))
     if setting.recompute:
         costs = costs.recomputed(_layers_per_stage(setting, layout) * input_bytes)
     costs = _with_own_experts(setting, costs, layout)
