@@ -231,6 +231,7 @@ def reduce_unlike_parts(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dic
             return wrapped(input_, group, input_split_sizes, **rest)  # type: ignore[no-any-return]
         total = input_.clone()
         torch.distributed.all_reduce(total, group=group)
-        return torch.split(total, input_split_sizes)[group.rank()].clone()
+        own: torch.Tensor = torch.split(total, input_split_sizes)[group.rank()].clone()
+        return own
 
     return reduced(*args, **kwargs)

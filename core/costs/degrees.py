@@ -8,6 +8,7 @@ the line through the nearest two.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..input.validation import Frozen
 from ..plan.limits import AMOUNTS, MemoryCost
@@ -18,7 +19,8 @@ def at_degree(costs: Costs, tp: int) -> Costs:
     """The costs of ranks of that degree, times it, alone; where it was not measured, ``source`` says what they are."""
     if costs.tp is None or not costs.by_tp:
         return costs
-    known, alone = {**costs.by_tp, costs.tp: _of(costs)}, {"tp": None, "by_tp": {}}
+    known = {**costs.by_tp, costs.tp: _of(costs)}
+    alone: dict[str, Any] = {"tp": None, "by_tp": {}}
     if tp in known:
         return costs.model_copy(update={**dict(known[tp]), **alone})
     nearest = sorted(sorted(known, key=lambda degree: (abs(degree - tp), degree))[:2])

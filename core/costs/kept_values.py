@@ -21,7 +21,7 @@ from ..machine.shape import Shape
 
 
 class KeptValues(NamedTuple):
-    """Of a token, in all layers, by what tensor-parallel ranks have of it (`core.costs.tensor_parallel`)."""
+    """Values of a token in all layers, by what tensor-parallel ranks have of them (`core.costs.tensor_parallel`)."""
 
     common: int
     """Norms and routers."""
@@ -33,7 +33,7 @@ class KeptValues(NamedTuple):
 
 
 def kept_values(shape: Shape) -> KeptValues:
-    """Of all layers of a model."""
+    """What all layers of a model keep of a token."""
     layers, experts, inner = shape.num_layers, shape.experts, 5 if shape.gated else 2
     common = 2 * norm_values(shape) * layers
     mlp = (layers - shape.moe_layers) * shape.ffn_hidden_size
@@ -48,5 +48,5 @@ def kept_values(shape: Shape) -> KeptValues:
 
 
 def norm_values(shape: Shape) -> int:
-    """Of one norm, with its output."""
+    """What one norm keeps, its output among it."""
     return (2 + shape.gated) * shape.hidden_size

@@ -163,6 +163,7 @@ def _traffic_of(setting: Setting, layout: Layout) -> Traffic:
     return Traffic(
         layers=layers,
         state_bytes_per_token=shape.hidden_size * value_bytes,
+        handed_frac=1.0 / layout.tp if traits.divides_tokens else 1.0,
         query_bytes_per_token=shape.query_size * attention,
         kv_bytes_per_token=2 * shape.kv_size * attention,
         kv_grad_frac=_kv_grad_frac(setting),

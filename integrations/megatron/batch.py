@@ -54,8 +54,6 @@ class PlannedBatches(Iterator[Batch]):
         plane: Plane | None = None,
         routing: StepRouting | None = None,
         labels: Labels | None = None,
-        *,
-        pack_multiple: int = 1,
     ) -> None:
         self._number, self._coming = len(micro_batches), iter(micro_batches)
         self._tokens_of = tokens_of
@@ -63,7 +61,8 @@ class PlannedBatches(Iterator[Batch]):
         self._device = device
         self._plane = plane
         self._routing = routing
-        self._pack_multiple = pack_multiple
+        self.pack_multiple = 1
+        """What the slots of a pack are divisible by: tp under sequence parallelism."""
         self.numbers: tuple[int, ...] = ()
         """Which micro-batches of a plan these are, where they come from one."""
         self.executed: list[Slice] = []
@@ -79,16 +78,14 @@ class PlannedBatches(Iterator[Batch]):
         plane: Plane | None = None,
         routing: StepRouting | None = None,
         labels: Labels | None = None,
-        *,
-        pack_multiple: int = 1,
     ) -> PlannedBatches:
         """The micro-batches of a plane rank in launch order; EvenloadError for what stock schedules cannot run. Ranks
-        share micro-batches over ``plane`` (see `open_plane`), without pipeline stages only. ``pack_multiple``: what
-        slots are divisible by, such as tp under sequence parallelism."""
+        share micro-batches over ``plane`` (see `open_plane`), without pipeline stages only."""
         refuse_own_order(plan, dp_cp_rank, shares=plane is not None and plan.limits.num_stages == 1)
         micro_batches = [plan.micro_batches[index] for index in plan.of_rank(dp_cp_rank)]
-        routing = routing or StepRouting(plan.lengths, labels=labels)
-        batches = cls(micro_batches, tokens_of, device, plane, routing, labels, pack_multiple=pack_multiple)
+        batches = cls(
+            micro_batches, tokens_of, device, plane, routing or StepRouting(plan.lengths, labels=labels), labels
+        )
         batches.numbers = plan.of_rank(dp_cp_rank)
         return batches
 
@@ -97,7 +94,7 @@ class PlannedBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         micro_batch, plane = next(self._coming), self._plane
-        how = {"plane": plane, "labels_of": self._labels_of, "pack_multiple": self._pack_multiple}
+        how: dict[str, Any] = {"plane": plane, "labels_of": self._labels_of, "pack_multiple": self.pack_multiple}
         pack = build_pack(micro_batch, self._tokens_of, self._device, **how)
         self.executed += pack.slices
         return Batch(pack, seq_params(pack, routing=self._routing))

@@ -184,7 +184,7 @@ class MegatronHost(Host):
         plane, wanted = self.plane_of(step.plan), labels_of(step.labels)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-            how = {"plane": plane, "labels_of": wanted, "pack_multiple": self.pack_multiple}
+            how: dict[str, Any] = {"plane": plane, "labels_of": wanted, "pack_multiple": self.pack_multiple}
             pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, **how)
             return Batch(pack, seq_params(pack, routing=routing))
 
@@ -231,14 +231,9 @@ class MegatronWeights(Snapshots):
         host.optimizer.zero_grad()
         if plan.in_host_schedule:
             batches = PlannedBatches.of_rank(
-                plan,
-                host.dp_cp_rank,
-                step.tokens_of,
-                host.device,
-                routing=routing,
-                labels=step.labels,
-                pack_multiple=host.pack_multiple,
+                plan, host.dp_cp_rank, step.tokens_of, host.device, routing=routing, labels=step.labels
             )
+            batches.pack_multiple = host.pack_multiple
             with reaching_recomputed(host.model) if host.recipe.train.recompute else nullcontext():
                 executed = run_stock(host.ddp, batches, forward, reduction, step.mark, clock, host.gate)
         else:

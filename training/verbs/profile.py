@@ -285,9 +285,8 @@ def _fit_pass(work: Floats, seconds: Floats, at_experts: Floats) -> tuple[PassCo
 
 def write_costs(costs: Costs, out: Path) -> None:
     """Write a file that `core.costs.load` reads, whole or not at all. Raises RankError: by then all is measured."""
-    text = yaml.safe_dump(
-        costs.model_dump(exclude_none=True, exclude=None if costs.by_tp else {"by_tp"}), sort_keys=False, width=118
-    )
+    form = costs.model_dump(exclude_none=True, exclude=None if costs.by_tp else {"by_tp"})
+    text = yaml.safe_dump(form, sort_keys=False, width=118)
     try:
         with whole(out) as part:
             part.write_text(text)

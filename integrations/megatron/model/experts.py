@@ -115,7 +115,7 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
             self.local_tokens_per_expert += (chosen_TE & self.own_tokens()[:, None]).sum(dim=0)
 
     def _of_all_shares(self, choices_TK: Tensor) -> Tensor:
-        """Of all slots of the pack. Collective over ranks that divide them."""
+        """Choices for all slots of the pack. Collective over ranks that divide them."""
         if not self.config.sequence_parallel:
             return choices_TK
         whole: Tensor = gather_from_sequence_parallel_region(choices_TK, False, group=self.tp_group)

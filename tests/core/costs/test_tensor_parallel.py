@@ -69,6 +69,13 @@ def test_plans_of_a_recipe_are_held_to_what_its_ranks_keep() -> None:
 
 
 @pytest.mark.parametrize(("divides", "share"), [(False, 1.0), (True, 0.5)])
+def test_a_stage_hands_on_what_its_rank_has(divides: bool, share: float) -> None:
+    changes = {"parallel.pp": 2, "parallel.tp": 2, "megatron.sequence_parallel": divides, "model.num_layers": 4}
+    recipe = parse({"train": {"global_batch_size": 4}}).changed(changes)
+    assert context_of(Setting.of_recipe(recipe), recipe.layout(4)).traffic.handed_frac == share
+
+
+@pytest.mark.parametrize(("divides", "share"), [(False, 1.0), (True, 0.5)])
 def test_the_inputs_of_recomputed_layers_are_whole_or_divided(divides: bool, share: float) -> None:
     again, kept = (memory_of(**{"train.recompute": x, "megatron.sequence_parallel": divides}) for x in (True, False))
     inputs = share * 64 * 4
