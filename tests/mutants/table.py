@@ -1075,7 +1075,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "prompts are learned where Megatron's own schedule runs",
         "integrations/megatron/batch.py",
-        ", labels_of=self._labels_of",
+        ', "labels_of": self._labels_of',
         "",
         "quick tensor parallel",
     ),
