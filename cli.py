@@ -226,15 +226,21 @@ def profile(
     overrides: Overrides = None,
     nproc: NumRanks = None,
     out: Annotated[Path, typer.Option("--out", help="Where to write the cost model.")] = Path("costs.yaml"),
+    tp: Annotated[
+        str | None, typer.Option("--tp", metavar="1,2,4", help="Measure these degrees of tensor parallelism.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine's layers and links and fit the cost model."""
+    from .training.profiling.degrees import at_degree_of, layouts_of
+
     wanted = load_recipe(recipe or "quickstart", overrides or ())
-    num_ranks = wanted.min_world_size if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     # Tensor parallelism stays: not all that a layer does is divided by it.
-    plane = {"pp": 1, "cp": 1, "ep": 1, "dp": max(1, num_ranks // wanted.parallel.tp)}
-    wanted = wanted.changed({f"parallel.{name}": degree for name, degree in plane.items()})
-    _run_ranks("profile", wanted, str(num_ranks), as_json, out=out.absolute())
+    degrees = [number_of_word(word, "--tp", RANKS) for word in _names(tp or "")]
+    fewest = max(degrees, default=wanted.min_world_size)
+    num_ranks = fewest if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
+    first, *_ = layouts_of(wanted, degrees, num_ranks) or [at_degree_of(wanted, wanted.parallel.tp, num_ranks)]
+    _run_ranks("profile", first, str(num_ranks), as_json, out=out.absolute(), degrees=degrees)
 
 
 @app.command()

@@ -205,6 +205,22 @@ _EXPERT_ROWS = (
     ),
 )
 
+_UNLIKE_ROWS = tuple(
+    _of_megatron(
+        name=f"cpu.gloo.{stand_in}",
+        target=f"megatron.core.tensor_parallel.mappings:{name}",
+        why="Where tensor parallelism cuts experts, ranks exchange as many rows as the router sent to each, which gloo "
+        "does for equally many alone. Calls with equal parts are passed on.",
+        wrapper=_stand_in(stand_in),
+        expects=("input_", "group", sizes, "use_global_buffer"),
+        reach=("megatron",),
+    )
+    for name, stand_in, sizes in (
+        ("_gather_along_first_dim", "gather_unlike_parts", "output_split_sizes"),
+        ("_reduce_scatter_along_first_dim", "reduce_unlike_parts", "input_split_sizes"),
+    )
+)
+
 _CHECKPOINT_ROW = _of_megatron(
     name="cpu.checkpoint.init_data",
     target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
@@ -223,6 +239,7 @@ def rows() -> tuple[Patch, ...]:
         _QUIET_ROW,
         *_ALLOCATION_ROWS,
         *_EXPERT_ROWS,
+        *_UNLIKE_ROWS,
         _CHECKPOINT_ROW,
     )
 

@@ -206,3 +206,32 @@ class _LoggingWithoutRngWarning(ModuleType):
 
 def logging_without_rng_warning(_: Any) -> ModuleType:
     return _LoggingWithoutRngWarning("logging")
+
+
+def gather_unlike_parts(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """All ranks' rows, one rank after the other: each rank's filled up to those of the longest."""
+
+    def gathered(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *buffer: Any) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return wrapped(*args, **kwargs)  # type: ignore[no-any-return]
+        padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:rows] for part, rows in zip(parts, output_split_sizes, strict=True)])
+
+    return gathered(*args, **{name: value for name, value in kwargs.items() if name != "use_global_buffer"})
+
+
+def reduce_unlike_parts(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """This rank's rows of the sum over ranks, which is formed whole."""
+
+    def reduced(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *buffer: Any) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return wrapped(*args, **kwargs)  # type: ignore[no-any-return]
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        own: torch.Tensor = torch.split(total, input_split_sizes)[group.rank()].clone()
+        return own
+
+    return reduced(*args, **{name: value for name, value in kwargs.items() if name != "use_global_buffer"})

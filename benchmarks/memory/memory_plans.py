@@ -92,6 +92,8 @@ class Case(NamedTuple):
 
 
 PP2 = (("parallel.dp", 1), ("parallel.pp", 2))
+TP2 = (("parallel.dp", 1), ("parallel.tp", 2))
+DIVIDED = (*TP2, ("megatron.sequence_parallel", True))
 MOE = (("model.family", "mixtral"), ("model.moe", {"num_experts": 8, "topk": 2, "ffn_hidden_size": 256}))
 EP2 = (*MOE, ("parallel.ep", 2))
 CASES = (
@@ -100,6 +102,10 @@ CASES = (
     Case("megatron, recompute", "megatron", changes=(("train.recompute", True),)),
     Case("megatron, DP 2", "megatron", ranks=2),
     Case("megatron, PP 2", "megatron", ranks=2, changes=PP2, plans=("packs", "stock", "slices", "replays")),
+    Case("megatron, TP 2", "megatron", ranks=2, changes=TP2),
+    Case("megatron, TP 2, recompute", "megatron", ranks=2, changes=(*TP2, ("train.recompute", True))),
+    Case("megatron, TP 2, sequence parallel", "megatron", ranks=2, changes=DIVIDED),
+    Case("megatron, TP 2, sequence parallel, recompute", "megatron", 2, (*DIVIDED, ("train.recompute", True))),
     Case("zero 0", "deepspeed", profile=True),
     Case("zero 0, recompute", "deepspeed", changes=(("train.recompute", True),)),
     *(Case(f"zero {n}", "deepspeed", changes=(("deepspeed.zero_stage", n),), profile=True) for n in (1, 2, 3)),
@@ -107,6 +113,7 @@ CASES = (
     Case("megatron, experts", "megatron", changes=MOE, profile=True),
     Case("megatron, experts, recompute", "megatron", changes=(*MOE, ("train.recompute", True))),
     Case("megatron, experts, EP 2", "megatron", ranks=2, changes=EP2),
+    Case("megatron, experts, TP 2, sequence parallel", "megatron", ranks=2, changes=(*MOE, *DIVIDED)),
     Case("megatron, experts, EP 2, recompute", "megatron", ranks=2, changes=(*EP2, ("train.recompute", True))),
     Case("megatron, experts, EP 2 x DP 2", "megatron", ranks=4, changes=EP2),
     Case("megatron, experts, PP 2 x EP 2", "megatron", 4, (*EP2, ("parallel.dp", 2), ("parallel.pp", 2))),

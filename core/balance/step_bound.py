@@ -168,7 +168,8 @@ def _moved_s(context: PlanningContext, direction: Direction, tokens: int) -> flo
 
 def _hop(context: PlanningContext) -> PassCost:
     """Least seconds of a hand-over between neighbouring stages, and of a token in it."""
-    cluster, layout, state_bytes = context.cluster, context.layout, context.traffic.state_bytes_per_token
+    cluster, layout, traffic = context.cluster, context.layout, context.traffic
+    state_bytes = traffic.state_bytes_per_token * traffic.handed_frac
     apart = layout.dp_cp_size * layout.tp >= cluster.ranks_per_node
     links = [cluster.inter] if apart else [cluster.intra, cluster.inter]
     token_s = min(state_bytes / link.bytes_per_s for link in links)

@@ -24,6 +24,8 @@ class Traffic:
     layers: float = 1
     """Layers of a stage, or of a mean one; ``query`` and ``kv`` are of all of them together."""
     state_bytes_per_token: float = 0.0
+    handed_frac: float = 1.0
+    """The part of them that a rank hands on to the next stage; its tensor-parallel peers hand on the others."""
     query_bytes_per_token: float = 0.0
     kv_bytes_per_token: float = 0.0
     """K and V together."""

@@ -21,7 +21,7 @@ that many ranks measures, in nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,10 +38,11 @@ from ..input.validation import Frozen, described
 from ..machine.cluster import Cluster, Link
 from ..machine.layout import Layout
 from ..machine.shape import Shape
-from ..plan.limits import COUNTED, NO_MEMORY, MemoryCost
+from ..plan.limits import COUNTED, NO_MEMORY, NO_SHARES, MemoryCost
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
 from .busy import OtherLoad, warn_of_busy
+from .kept_values import kept_values
 
 BACKWARD_LINEAR = 2.0
 BACKWARD_ATTENTION = 2.5
@@ -153,6 +154,15 @@ class PassCost(Frozen):
         return self.model_copy(update={"expert_s": self.expert_s * share}) if self.expert_s else self
 
 
+class DegreeCosts(Frozen):
+    """What ranks of one degree of tensor parallelism took, times that degree."""
+
+    forward: PassCost
+    backward: PassCost
+    update_s: NonNegativeFloat = 0.0
+    memory: MemoryCost = NO_MEMORY
+
+
 class Costs(Frozen):
     """The cost model of one model on one device."""
 
@@ -175,6 +185,10 @@ class Costs(Frozen):
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
     busy: OtherLoad | None = None
     """What else ran while these numbers were measured, where that makes them too high; null: the machine was quiet."""
+    tp: RankCount | None = None
+    """Degree of tensor parallelism at which these numbers were measured; null: not said, so they are for any."""
+    by_tp: dict[RankCount, DegreeCosts] = Field(default={})
+    """What was measured beside them at other degrees (`core.costs.degrees`)."""
     frozen_base: bool | None = None
     """The weights stayed as they are while these numbers were measured, so backwards are without their gradients; null:
     they were trained."""
@@ -277,13 +291,13 @@ class Costs(Frozen):
         holding = self.holding(activation_bytes_per_token=whole, replay_bytes_per_token=0.0)
         return holding.model_copy(update={"backward": PassCost(**less), "recompute": False})
 
-    def of_stage(self, layout: Layout) -> Costs:
+    def of_stage(self, layout: Layout, shares: Mapping[str, float] = NO_SHARES) -> Costs:
         """Costs of one pipeline stage on one tensor-parallel rank: compute is shared by tp * stages, launches by
-        stages, and the update is that of a device."""
+        stages, and the update is that of a device. ``shares``: see `MemoryCost.of_stage`."""
         compute, launch = 1.0 / (layout.tp * layout.num_stages), 1.0 / layout.num_stages
         forward, backward = self.forward.scaled(compute, launch), self.backward.scaled(compute, launch)
         update_s = self.update_s * (1.0 / (layout.tp * layout.pp))
-        changes = {"memory": self.memory.of_stage(layout), "update_s": update_s, "ep": layout.ep}
+        changes = {"memory": self.memory.of_stage(layout, shares), "update_s": update_s, "ep": layout.ep}
         return self.model_copy(update={"forward": forward, "backward": backward, **changes})
 
     def of_share(self, share: float) -> Costs:
@@ -320,13 +334,10 @@ def analytic(shape: Shape, cluster: Cluster, bytes_per_value: int = 2) -> Costs:
     token_s, expert_s = (2 * weights / cluster.flops_per_s for weights in (shape.dense_weights, shape.routed_weights))
     pair_s = 4 * layers * shape.query_size / cluster.flops_per_s
     forward = PassCost(launch_s=cluster.launch_s, token_s=token_s, expert_s=expert_s, pair_s=pair_s)
-    # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a layer at 16 bits, without the score matrix, of
-    # them 19 of the MLP, in whose place a layer may have experts.
-    activation_bytes = bytes_per_value * (
-        shape.hidden_size * (17 * layers - 9.5 * shape.moe_layers)
-        + shape.values_at_experts
-        + shape.values_beside_experts
-    )
+    # Korthikanti et al., arXiv 2205.05198, section 4.1: 34 s b h bytes a dense layer at 16 bits, without the score
+    # matrix.
+    of_experts = sum(kept_values(shape._replace(num_layers=shape.moe_layers))) if shape.moe_layers else 0
+    activation_bytes = bytes_per_value * (17 * shape.hidden_size * (layers - shape.moe_layers) + of_experts)
     return Costs(
         source=f"counted FLOPs at {cluster.flops_per_s:.3g} FLOP/s ({cluster.name})",
         forward=forward,

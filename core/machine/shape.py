@@ -66,6 +66,23 @@ class Shape(NamedTuple):
         return self.experts.num_layers if self.experts else 0
 
     @property
+    def head_size(self) -> int:
+        """Values of a query of one head."""
+        return self.query_size // self.heads
+
+    @property
+    def routed_per_token(self) -> int:
+        """Experts that a token meets in all layers; 0 in a dense model."""
+        return self.experts.routed_per_token if self.experts else 0
+
+    @property
+    def weights_on_all(self) -> int:
+        """Weights that tensor parallelism does not divide: of norms (with their biases) and of routers."""
+        norms = (2 * self.num_layers + 1) * self.hidden_size * (1 if self.gated else 2)
+        routers = self.moe_layers * self.experts.num_experts if self.experts else 0
+        return norms + self.hidden_size * routers
+
+    @property
     def expert_weights(self) -> int:
         """Weights of all experts of all layers, shared ones left out: those that expert parallelism divides."""
         return self._weights_of_experts(self.experts.num_experts) if self.experts else 0
@@ -91,29 +108,16 @@ class Shape(NamedTuple):
         parts = 2 * self.query_size + 2 * self.kv_size + (2 + self.gated) * units
         return ends * self.hidden_size + parts / tp
 
-    def mlp_values(self, ffn_hidden_size: int) -> int:
-        """Values per token that go into the products of a feed-forward block, or of one expert, and come out."""
-        return 2 * self.hidden_size + (2 + self.gated) * ffn_hidden_size
-
     @property
     def values_at_experts(self) -> int:
         """Values per token that the experts to which it is routed keep for their backward, in all layers.
 
-        Input and output, what comes of the first product (and its gate), the activation, with a gate their product, and
-        what goes into the second product, weighed by the router.
+        Input, what comes of the first product (and its gate), activation, with a gate two more, and what goes into the
+        second product, weighed by the router.
         """
         if not self.experts:
             return 0
-        each = 2 * self.hidden_size + (5 if self.gated else 3) * self.experts.ffn_hidden_size
-        return self.experts.routed_per_token * each
-
-    @property
-    def values_beside_experts(self) -> int:
-        """Values of routers, which compute in float32 and hold scores and probabilities, and of shared experts."""
-        if not self.experts:
-            return 0
-        shared = self.experts.shared_ffn_hidden_size
-        return self.moe_layers * (2 * self.experts.num_experts + (self.mlp_values(shared) if shared else 0))
+        return self.routed_per_token * (self.hidden_size + (6 if self.gated else 3) * self.experts.ffn_hidden_size)
 
     @property
     def dense_weights(self) -> int:

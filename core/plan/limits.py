@@ -5,14 +5,18 @@ The record is that of cost models, of the limits of a plan and of plan.json.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from pydantic import Field, NonNegativeFloat
 
 from ..input.format import GIB
 from ..input.validation import Frozen
 from ..machine.layout import Layout, share_of
+
+NO_SHARES: Mapping[str, float] = MappingProxyType({})
 
 
 class MemoryCost(Frozen):
@@ -60,15 +64,22 @@ class MemoryCost(Frozen):
     fit_error: float | None = None
     """Mean absolute relative error of predicted peaks over the plans that were measured."""
 
-    def of_stage(self, layout: Layout) -> MemoryCost:
+    def of_stage(self, layout: Layout, shares: Mapping[str, float] = NO_SHARES) -> MemoryCost:
         """One pipeline stage of one tensor-parallel rank; head and single layers are those of their stage, whole, and
         what is there between steps or in the update is that of all stages of a device.
 
-        Weights are taken to be spread evenly over stages, and all activations to be split by tensor parallelism.
+        Weights are taken to be spread evenly over stages. ``shares``: of a tensor-parallel rank, of fields of which it
+        has more than its part (`core.costs.tensor_parallel`).
         """
         of_all = {name: layout.pp if name in OF_DEVICE else layout.num_stages for name in AMOUNTS}
-        parts = {name: layout.tp * (1 if name in NOT_OF_ALL_LAYERS else of_all[name]) for name in AMOUNTS}
-        return self.model_copy(update={name: getattr(self, name) / count for name, count in parts.items()})
+        parts = {name: 1 if name in NOT_OF_ALL_LAYERS else of_all[name] for name in AMOUNTS}
+        held = {name: getattr(self, name) * shares.get(name, 1.0 / layout.tp) for name in AMOUNTS}
+        return self.model_copy(update={name: held[name] / count for name, count in parts.items()})
+
+    def of_model(self, tp: int, shares: Mapping[str, float] = NO_SHARES) -> MemoryCost:
+        """The model of which these bytes are those of one tensor-parallel rank: `of_stage` backwards."""
+        whole = {name: getattr(self, name) / shares.get(name, 1.0 / tp) for name in AMOUNTS}
+        return self.model_copy(update=whole)
 
     def of_share(self, share: float) -> MemoryCost:
         """What a stage with so many times the layers holds; embedding and output layer lie on stages as layers do."""

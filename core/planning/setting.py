@@ -3,13 +3,15 @@ which samples stay together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..costs import costs as cost_models
+from ..costs import tensor_parallel
 from ..costs.context import ExpertContext, PlanningContext, Traffic
+from ..costs.degrees import at_degree
 from ..errors import EvenloadError, refuse_first
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
@@ -100,9 +102,13 @@ def stage_costs(setting: Setting, costs: cost_models.Costs, layout: Layout) -> c
     Recomputation is the setting's, and bytes that follow from its shape and precision alone are counted.
     """
     shape, value_bytes = setting.shape, setting.traits.value_bytes
+    input_bytes = float(shape.hidden_size * value_bytes)
+    if setting.traits.divides_tokens:
+        input_bytes /= layout.tp
+    costs = at_degree(costs, layout.tp).of_stage(layout, shares_of_rank(setting, layout.tp))
     if setting.recompute:
-        costs = costs.recomputed(shape.num_layers * shape.hidden_size * value_bytes)
-    costs = _with_own_experts(setting, costs.of_stage(layout), layout)
+        costs = costs.recomputed(_layers_per_stage(setting, layout) * input_bytes)
+    costs = _with_own_experts(setting, costs, layout)
     deferred_bytes = _layers_per_stage(setting, layout) * shape.linear_values(layout.tp) * value_bytes
     expert_bytes = shape.values_at_experts * value_bytes / (layout.tp * layout.num_stages) if layout.ep > 1 else 0.0
     # Tokens that go to other ranks are copied to be sent, and copied to be sorted by expert where they arrive.
@@ -112,9 +118,15 @@ def stage_costs(setting: Setting, costs: cost_models.Costs, layout: Layout) -> c
         working_bytes_per_token=costs.memory.working_bytes_per_token + copies * shape.hidden_size * value_bytes,
         expert_bytes_per_token=min(float(expert_bytes), whole_bytes),
         kv_grad_bytes_per_token=costs.memory.kv_bytes_per_token * _kv_grad_frac(setting),
-        input_bytes_per_token=float(shape.hidden_size * value_bytes),
+        input_bytes_per_token=input_bytes,
         deferred_bytes_per_token=float(deferred_bytes),
     )
+
+
+def shares_of_rank(setting: Setting, tp: int) -> Mapping[str, float]:
+    """What a tensor-parallel rank of a setting holds (`core.costs.tensor_parallel`)."""
+    traits = setting.traits
+    return tensor_parallel.shares_of_rank(setting.shape, traits.value_bytes, tp, divides_tokens=traits.divides_tokens)
 
 
 def _with_own_experts(setting: Setting, costs: cost_models.Costs, layout: Layout) -> cost_models.Costs:
@@ -151,6 +163,7 @@ def _traffic_of(setting: Setting, layout: Layout) -> Traffic:
     return Traffic(
         layers=layers,
         state_bytes_per_token=shape.hidden_size * value_bytes,
+        handed_frac=1.0 / layout.tp if traits.divides_tokens else 1.0,
         query_bytes_per_token=shape.query_size * attention,
         kv_bytes_per_token=2 * shape.kv_size * attention,
         kv_grad_frac=_kv_grad_frac(setting),
@@ -198,8 +211,8 @@ def limits_of(setting: Setting, context: PlanningContext, *, halves: bool = Fals
         memory=context.costs.memory,
         heads=setting.shape.heads // layout.tp,
         node_ranks=max(1, context.cluster.ranks_per_node // layout.tp),
-        # Where no weight has a gradient, there is nothing to put off.
-        splits_backward=layout.pp >= traits.fewest_stages_that_split and not setting.frozen,
+        # Where no weight has a gradient, nothing is put off; nor where inputs are gathered for each use.
+        splits_backward=layout.pp >= traits.fewest_stages_that_split and not (setting.frozen or traits.divides_tokens),
         v_shape=layout.v_shape,
         takes_turns=halves,
     )

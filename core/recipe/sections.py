@@ -316,6 +316,8 @@ class Megatron(Section):
     """Each data-parallel rank keeps its part of the optimizer's state."""
     overlap_grad_reduce: bool = False
     """Sum gradients while the backward passes still run."""
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks divide the tokens where they hold them all otherwise: at norms, residuals and routers."""
 
 
 class DeepSpeed(Section):

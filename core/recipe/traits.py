@@ -61,6 +61,8 @@ class TrainerTraits:
     """Layers with experts can send a token once to each node, and on from there."""
     takes_turns: bool = False
     """Halves of a micro-batch can take turns, layer by layer."""
+    divides_tokens: bool = False
+    """Between their blocks tensor-parallel ranks divide the tokens (sequence parallelism)."""
 
 
 def frozen(traits: TrainerTraits) -> TrainerTraits:

@@ -254,7 +254,7 @@ class PassTimes:
         key = self._first_linked[stage], op
         if key not in self._sent:
             micro_batch, links = self._plan.passes(op.kind)[op.micro_batch], self._links[stage]
-            state_bytes = self._at.traffic.state_bytes_per_token
+            state_bytes = self._at.traffic.state_bytes_per_token * self._at.traffic.handed_frac
             alike = dict.fromkeys(micro_batch.ranks, _tokens_each(self._plan, op))
             each: Mapping[int, float] = alike if is_even(micro_batch) else tokens_of_ranks(micro_batch)
             self._sent[key] = max(links[rank].send_s(n * state_bytes) for rank, n in each.items())

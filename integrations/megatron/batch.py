@@ -61,6 +61,8 @@ class PlannedBatches(Iterator[Batch]):
         self._device = device
         self._plane = plane
         self._routing = routing
+        self.pack_multiple = 1
+        """What the slots of a pack are divisible by: tp under sequence parallelism."""
         self.numbers: tuple[int, ...] = ()
         """Which micro-batches of a plan these are, where they come from one."""
         self.executed: list[Slice] = []
@@ -92,7 +94,8 @@ class PlannedBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         micro_batch, plane = next(self._coming), self._plane
-        pack = build_pack(micro_batch, self._tokens_of, self._device, plane=plane, **self._readers)
+        how: dict[str, Any] = {"plane": plane, "pack_multiple": self.pack_multiple, **self._readers}
+        pack = build_pack(micro_batch, self._tokens_of, self._device, **how)
         self.executed += pack.slices
         return Batch(pack, seq_params(pack, routing=self._routing))
 

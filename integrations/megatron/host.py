@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,8 @@ from .saving import checkpoint
 from .saving.optimizer import optimizer_states
 from .stage import MegatronStage, reaching_recomputed
 
+T = TypeVar("T")
+
 
 class MegatronHost(Host):
     """Trains a recipe's model on this process's part of the world; ``train`` opens what is trained of it.
@@ -87,13 +89,13 @@ class MegatronHost(Host):
         self.pipeline_stage: int = parallel_state.get_pipeline_model_parallel_rank()
         shares = any(plugin.shares for plugin in recipe.enabled())
         self.busy_waits: bool = (self.layout.tp > 1 or shares) and counts_waiting(device)
-        # With one tensor-parallel rank these are the pipeline stages of all expert-parallel ranks.
         of_dense = parallel_state.get_pipeline_model_parallel_group
         of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group
         self._stages = (of_experts if self.layout.ep > 1 else of_dense)()
 
         config = transformer_config(recipe, self.layout)
         self.norm_epsilon = config.layernorm_epsilon
+        self.pack_multiple: int = self.layout.tp if config.sequence_parallel else 1
         self.model: Any = build_stages(recipe, config, self.layout, self.pipeline_stage).to(device)
         self.collects: bool = stages_of(self.model)[-1].post_process and self.tp_rank == 0
         """Whether this rank takes losses down: one tensor-parallel rank of the last stage does."""
@@ -102,6 +104,11 @@ class MegatronHost(Host):
         else:
             read_pretrained(self.model, recipe, self.tp_rank)
         self.trained = train(self, config)
+
+    def of_each_stage(self, own: T) -> list[T]:
+        # Beside the pipeline stages of all expert-parallel ranks their tensor-parallel peers are in the group.
+        parts = super().of_each_stage((self.tp_rank, own))
+        return [part for tp_rank, part in parts if tp_rank == self.tp_rank]
 
     def weights(self) -> Mapping[str, Tensor]:
         of_stage = global_tensors(self.model, torch.Tensor.detach)
@@ -178,7 +185,8 @@ class MegatronHost(Host):
         plane, readers = self.plane_of(step.plan), readers_of(step.labels)
 
         def load(micro_batch: MicroBatch, prefix: PrefixStore | None) -> Batch:
-            pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, plane=plane, **readers)
+            how: dict[str, Any] = {"plane": plane, "pack_multiple": self.pack_multiple, **readers}
+            pack = build_pack(micro_batch, step.tokens_of, self.device, prefix, **how)
             return Batch(pack, seq_params(pack, routing=routing))
 
         called = self.model.called if self.layout.v_shape else [self.ddp]
@@ -203,9 +211,9 @@ class MegatronWeights(Snapshots):
         if recipe.sharded_experts:
             shard_experts(host.model)
         if recipe.model.moe:
-            group = parallel_state.get_expert_model_parallel_group()
+            group = parallel_state.get_expert_tensor_and_model_parallel_group()
             ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
-            host.gate = ExpertGate(ranks, rank, sharded=recipe.sharded_experts)
+            host.gate = ExpertGate(ranks, rank, sharded=recipe.sharded_experts, parts=host.layout.ep)
             for gpt in stages_of(host.model):
                 bind_gate(gpt, host.gate)
         host.ddp = wrap_model(recipe, config, host.model)
@@ -228,6 +236,7 @@ class MegatronWeights(Snapshots):
             batches = PlannedBatches.of_rank(
                 plan, host.dp_cp_rank, step.tokens_of, host.device, routing=routing, labels=step.labels
             )
+            batches.pack_multiple = host.pack_multiple
             with reaching_recomputed(host.model) if host.recipe.train.recompute else nullcontext():
                 executed = run_stock(host.ddp, batches, forward, reduction, step.mark, clock, host.gate)
         else:

@@ -32,6 +32,7 @@ from ...runtime.attention.pack import TokensOf
 from ...runtime.world.agreement import everyone
 from ..host.host import Host
 from ..reference.exactness import largest_error
+from .model.experts import layers_with_experts
 from .model.gpt import build_model, transformer_config
 from .model.weights import global_parameters
 from .plain_experts import TextbookRouters, refuse_grouped
@@ -57,10 +58,10 @@ class PlainModel:
         self._recipe = recipe
         self._alone, self._workers = _own_groups(host.layout)
         tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-        names = ("pp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp")
-        alone = dict.fromkeys(names, self._alone)
-        groups = ProcessGroupCollection(tp=tp, cp=cp, embd=None, pos_embd=None, **alone)
-        config = transformer_config(recipe, Layout(tp=host.layout.tp), attention_softmax_in_fp32=False)
+        alone = dict.fromkeys(("pp", "ep", "expt_dp", "tp_cp", "tp_dp_cp"), self._alone)
+        groups = ProcessGroupCollection(tp=tp, expt_tp=tp, tp_ep=tp, cp=cp, embd=None, pos_embd=None, **alone)
+        whole = {"attention_softmax_in_fp32": False, "sequence_parallel": False}
+        config = transformer_config(recipe, Layout(tp=host.layout.tp), **whole)
         model = build_model(recipe, config, first=True, last=True, packed=False, pg_collection=groups)
         self._model = model.to(host.device)
         self._config = config
@@ -68,6 +69,8 @@ class PlainModel:
         for layer in self._model.decoder.layers:
             attention = layer.self_attention
             attention.core_attention = _ByLength(attention.core_attention, config)
+        for layer in layers_with_experts(self._model):
+            layer.mlp.training = False  # Megatron's layer, alone of its parts, trains on divided tokens only
         self.routers = TextbookRouters(self._model, recipe.model.moe)
         self._parameters = dict(global_parameters(self._model))
         for name in host.frozen:
@@ -150,6 +153,9 @@ class PlainModel:
             if "q_layernorm" in name or "k_layernorm" in name:
                 # Each tensor-parallel rank has its own heads' part, which Megatron sums when it finalizes.
                 dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+            if ".local_experts." in name:
+                # Cut experts see each token once from every tensor-parallel rank, all of which have it.
+                total /= self._config.expert_tensor_parallel_size
             total /= totals[1]
         return float(totals[0] / totals[1]), {name: total.cpu() for name, total in sums.items()}
 

@@ -7,18 +7,19 @@ the laws have checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import checkpoint, gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from ...core.plan.action import Action, Program
-from ...core.plan.step_plan import MicroBatch
+from ...core.plan.step_plan import MicroBatch, Slice
 from ...runtime.attention.pack import Pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.attributes import with_attributes
@@ -26,6 +27,7 @@ from ...runtime.experts.gate import ExpertGate
 from ...runtime.stage.deferred import WgradStore
 from ...runtime.stage.executor import Graph, Loaded, StageTrainer
 from ...runtime.stage.offload import layers_of
+from ...runtime.stage.tape import Tape
 from .base.compat import backward_step
 from .base.families import HybridModel
 from .model.linears import deferring_wgrads
@@ -70,6 +72,8 @@ class MegatronStage(StageTrainer):
         self._shape = shape
         self.shares: int = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
         """Tensor-parallel ranks over which the tokens of the stage's input are divided."""
+        if self.shares > 1:
+            self.tape = _SharedTape()
 
     @contextmanager
     def prepared(self, program: Program, wgrads: WgradStore) -> Iterator[None]:
@@ -110,6 +114,19 @@ class MegatronStage(StageTrainer):
 
     def free_output(self, output: Tensor) -> None:
         deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+
+
+class _SharedTape(Tape):
+    """A tape of stages whose inputs lie in shares on the tensor-parallel ranks (sequence parallelism), which keeps them
+    whole. A replay may group its tokens in another way, and every rank then needs tokens from the shares of others."""
+
+    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_TC: Tensor) -> None:
+        super().write(slices, segments, gather_from_sequence_parallel_region(input_TC, False))
+
+    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_TC: Tensor, *, free: bool = True) -> Tensor:
+        whole = like_TC.new_empty(segments[-1], *like_TC.shape[1:])
+        share = parallel_state.get_tensor_model_parallel_rank() * len(like_TC)
+        return like_TC.copy_(super().gather(slices, segments, whole, free=free)[share : share + len(like_TC)])
 
 
 def recomputing(gpt: Any, layers: int | None) -> AbstractContextManager[Any]:

@@ -123,7 +123,7 @@ class StepRouting:
     def batch_loss(self, carrier: Tensor, scores_TE: Tensor, routed: Routed, coefficient: float) -> Tensor:
         """``carrier``, whose backward also gives ``scores_TE`` the gradient of the micro-batch's balance loss, which
         weighs as much as its tokens do, as in Megatron-Core (Fedus et al., arXiv 2101.03961, section 2.2)."""
-        tokens = is_token(routed.pack)
+        tokens = is_token(routed.pack)[routed.share]
         counts_E, means_E = routed.counts(), (scores_TE * tokens[:, None]).sum(dim=0)
         topk, number = routed.choices_TK.shape[1], max(1, sum(s.length for s in routed.pack.slices))
         loss = (counts_E * means_E).sum() * (coefficient * routed.num_experts / (topk * number))

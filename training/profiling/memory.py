@@ -27,7 +27,7 @@ from ...core.errors import EvenloadError
 from ...core.laws import check
 from ...core.plan.limits import Limits, MemoryCost
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from ...core.planning.setting import Setting, limits_of, stage_costs
+from ...core.planning.setting import Setting, limits_of, shares_of_rank, stage_costs
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import VALUE_BYTES
 from ...integrations.host.host import Host
@@ -98,7 +98,8 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
     shape, states = setting.shape, setting.traits.states
     kv_bytes = 2.0 * shape.kv_size * shape.num_layers * VALUE_BYTES[recipe.train.dtype] / tp
     memory = fit_memory_cost(readings[: len(COUNTS)], readings[len(COUNTS) :], kv_bytes)
-    parameters = shape.parameters / tp
+    shares = shares_of_rank(setting, tp)
+    parameters = shape.parameters * shares.get("fixed_bytes", 1.0)
     sharded = states.sharded * parameters
     measured = memory.model_dump(exclude_none=True) | {
         # Of what is shared with other ranks this one has its part.
@@ -108,8 +109,8 @@ def measure_memory(job: Job, max_tokens: int) -> MemoryCost:
         "gradient_bytes": float(states.late * parameters),
         "update_bytes": update_bytes,
     }
-    # Of the whole model on one device, which `MemoryCost.of_stage` divides again.
-    memory = MemoryCost(**{name: round(value * tp) for name, value in measured.items()})
+    memory = MemoryCost(**measured).of_model(tp, shares)
+    memory = MemoryCost(**{name: round(value) for name, value in memory.model_dump(exclude_none=True).items()})
     return memory.model_copy(update={"fit_error": round(_error(job, memory, plans, readings), 4)})
 
 

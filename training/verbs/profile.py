@@ -30,7 +30,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from ...core.aliases import Floats
 from ...core.costs.busy import OtherLoad, load_average
 from ...core.costs.context import PlanningContext
 from ...core.costs.costs import Costs, PassCost, fit, solve
+from ...core.costs.degrees import with_degrees
 from ...core.errors import EvenloadError, RankError
 from ...core.input.bounds import RANKS
 from ...core.machine.cluster import Link
@@ -55,12 +56,15 @@ from ...core.simulate.step import simulate
 from ...runtime.measure.busy import cpu_clock
 from ...runtime.measure.links import LinkFit, measure_links
 from ...runtime.measure.memory import free_bytes
+from ...runtime.watchdog.watchdog import Watchdog
 from ...runtime.world.variables import integer
+from ...runtime.world.world import World
 from ..files import whole
 from ..hosts import needs_of
-from ..job import Job, logger, run_rank
+from ..job import Job, in_world, logger, open_trainer
 from ..profiling import tenants
 from ..profiling.cases import Case, cases
+from ..profiling.degrees import at_degree_of
 from ..profiling.experts import timing_experts
 from ..profiling.memory import measure_memory, random_tokens
 from ..progress import Progress, silent
@@ -110,16 +114,36 @@ class Fitted(NamedTuple):
     """Mean absolute relative error; ``step``: simulated against wall time of the whole step."""
 
 
-def profile(recipe: Recipe, out: Path, progress: Progress = silent) -> dict[str, Any] | None:
-    """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written."""
+def profile(
+    recipe: Recipe, out: Path, degrees: Sequence[int] = (), progress: Progress = silent
+) -> dict[str, Any] | None:
+    """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written.
+
+    ``degrees``: of tensor parallelism, each of which is measured; none: the recipe's.
+    """
     if out.suffix not in (".yaml", ".yml"):
         raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
     if not os.path.isdir(out.parent) or not os.access(out.parent, os.W_OK):
         raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")
-    return run_rank(recipe.changed({"train.recompute": False}), lambda job: _profile(job, out, progress))
+    degrees = tuple(degrees) or (recipe.parallel.tp,)
+
+    def measure_all(world: World, watchdog: Watchdog) -> dict[str, Any]:
+        results, measured = [], {}
+        for tp in degrees:
+            with open_trainer(at_degree_of(recipe, tp, world.size), world, watchdog) as job:
+                measured[tp], result = _measured(job, progress)
+            results.append(result)
+        costs = with_degrees(measured) if len(degrees) > 1 else measured[degrees[0]]
+        if world.rank == 0:
+            write_costs(costs, out)
+        more = {"by_tp": dict(zip(degrees, results, strict=True))} if len(degrees) > 1 else {}
+        return {**results[0], **more, "out": str(out)}
+
+    return in_world(recipe.changed({"train.recompute": False}), measure_all)
 
 
-def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
+def _measured(job: Job, progress: Progress) -> tuple[Costs, dict[str, Any]]:
+    """The costs at the degree of tensor parallelism of a job, and what is said of them."""
     job.say_unused("profile")
     recipe, device = job.recipe, job.world.device
     cap = job.chain.caps.max_tokens
@@ -156,11 +180,9 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
     )
     if recipe.adapts:
         costs = tenants.of_base(costs, shape_of(recipe.model))
-    if job.leads:
-        write_costs(costs, out)
-        if beside.busy:
-            logger.warning("the machine was busy while it was measured (%s): profile again where it is quiet", beside)
-    return {
+    if job.leads and beside.busy:
+        logger.warning("the machine was busy while it was measured (%s): profile again where it is quiet", beside)
+    return costs, {
         "host": job.host.describe(),
         "ranks": job.world.size,
         "passes": {"forward": costs.forward.model_dump(), "backward": costs.backward.model_dump()},
@@ -172,7 +194,6 @@ def _profile(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
         "busy": beside.busy,
         "beside": beside.model_dump(),
         "source": costs.source,
-        "out": str(out),
     }
 
 
@@ -264,7 +285,8 @@ def _fit_pass(work: Floats, seconds: Floats, at_experts: Floats) -> tuple[PassCo
 
 def write_costs(costs: Costs, out: Path) -> None:
     """Write a file that `core.costs.load` reads, whole or not at all. Raises RankError: by then all is measured."""
-    text = yaml.safe_dump(costs.model_dump(exclude_none=True), sort_keys=False, width=118)
+    form = costs.model_dump(exclude_none=True, exclude=None if costs.by_tp else {"by_tp"})
+    text = yaml.safe_dump(form, sort_keys=False, width=118)
     try:
         with whole(out) as part:
             part.write_text(text)
@@ -301,14 +323,12 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _memory(job: Job, max_tokens: int) -> MemoryCost:
-    """Measured where a rank holds the whole model; else counted from the shape, with a word about it."""
+    """Measured where a rank trains the model; else counted from the shape, with a word about it."""
     recipe = job.recipe
-    if job.host.layout.tp == 1 and not recipe.adapts:
+    if not recipe.adapts:
         return measure_memory(job, max_tokens)
-    where, do = "under tensor parallelism", "profile with parallel.tp=1"
-    if recipe.adapts:
-        where, do = "of a frozen base", "profile without tenants, and name that file in costs"
-    logger.info("bytes are counted, not measured, %s: %s to measure them", where, do)
+    do = "profile without tenants, and name that file in costs"
+    logger.info("bytes are counted, not measured, of a frozen base: %s to measure them", do)
     return costs_of(Setting.of_recipe(recipe.changed({"costs": "auto"})), job.chain.context.cluster).memory
 
 

@@ -23,11 +23,13 @@ from ....core.recipe.traits import LOCAL, OWN, SCRIPTS, TRANSFORMER_ENGINE, Loop
 
 
 def traits(recipe: Recipe) -> TrainerTraits:
-    return traits_of(recipe.train.dtype, recipe.megatron)
+    divides_tokens = recipe.megatron.sequence_parallel and recipe.parallel.tp > 1
+    return traits_of(recipe.train.dtype, recipe.megatron, divides_tokens=divides_tokens)
 
 
-def traits_of(dtype: str, section: Megatron) -> TrainerTraits:
-    """What a precision (``train.dtype``) and the recipe's section make of Megatron-Core."""
+def traits_of(dtype: str, section: Megatron, *, divides_tokens: bool) -> TrainerTraits:
+    """What a precision (``train.dtype``) and the recipe's section make of Megatron-Core, and whether tensor-parallel
+    ranks divide the tokens."""
     value = VALUE_BYTES[dtype]
     gradient = max(4, value)
     optimizer = 2 * gradient + (4 if dtype == "bf16" else 0)
@@ -40,30 +42,64 @@ def traits_of(dtype: str, section: Megatron) -> TrainerTraits:
         overlaps_gradients=section.overlap_grad_reduce,
         waits_for_sends=True,
         sends_once=True,
-        takes_turns=True,
+        takes_turns=not divides_tokens,
+        divides_tokens=divides_tokens,
     )
 
 
 def run_rules(recipe: Recipe) -> list[Rule]:
     """What can be planned and not run: what Megatron-Core's MoE layers do not do, or not with the packs of a plan."""
+    return [*_rules_of_sequence_parallelism(recipe), *(_rules_of_experts(recipe) if recipe.model.moe else [])]
+
+
+def _rules_of_sequence_parallelism(recipe: Recipe) -> list[Rule]:
+    asked, off = recipe.megatron.sequence_parallel, "set megatron.sequence_parallel=false"
+    return [
+        (
+            asked and recipe.parallel.tp == 1,
+            "sequence parallelism divides tokens among tensor-parallel ranks, and there is one",
+            "megatron.sequence_parallel true, parallel.tp 1",
+            f"{off}, or choose a larger parallel.tp",
+        ),
+        (
+            asked and recipe.adapts,
+            "adapters of tenants see the tokens of one rank, not all of them",
+            "megatron.sequence_parallel true, tenants with adapters",
+            off,
+        ),
+    ]
+
+
+def _rules_of_experts(recipe: Recipe) -> list[Rule]:
     moe, p = recipe.model.moe, recipe.parallel
-    if moe is None:
-        return []
+    assert moe is not None
     dense = _stages_without_experts(recipe)
+    copying = [plugin.name for plugin in recipe.enabled() if plugin.place == "layers"]
     return [
         *(export_rules(recipe) if recipe.train.export is not None else []),
         (
-            p.tp > 1,
-            "Megatron-Core wants sequence parallelism where experts and tensor parallelism meet, and torch's norms, "
-            "which this model has, know none",
-            f"parallel.tp {p.tp}, {moe.num_experts} experts",
-            "set parallel.tp=1, and parallel.ep to divide the experts",
+            p.tp > 1 and not recipe.megatron.sequence_parallel,
+            "Megatron-Core wants sequence parallelism where experts and tensor parallelism meet",
+            f"parallel.tp {p.tp}, {moe.num_experts} experts, megatron.sequence_parallel false",
+            "set megatron.sequence_parallel=true, or parallel.tp=1 and parallel.ep to divide the experts",
         ),
         (
-            moe.dispatcher == "allgather" and (p.pp > 1 or (p.ep > 1 and bool(recipe.enabled()))),
+            p.tp > 1 and bool(copying),
+            "experts that tensor parallelism cuts cannot be copied or cut again",
+            f"parallel.tp {p.tp}, {', '.join(copying)}",
+            "set parallel.tp=1, or disable it",
+        ),
+        (
+            p.tp > 1 and bool(moe.capacity_factor),
+            "an expert's capacity would be that of each tensor-parallel rank's part of the tokens",
+            f"parallel.tp {p.tp}, model.moe.capacity_factor {moe.capacity_factor}",
+            "set parallel.tp=1, or leave it out",
+        ),
+        (
+            moe.dispatcher == "allgather" and (p.tp * p.pp > 1 or (p.ep > 1 and bool(recipe.enabled()))),
             "Megatron-Core's allgather dispatcher takes equally many tokens from all ranks in all micro-batches, and "
             "packs of plugins and of pipelines differ in length",
-            f"model.moe.dispatcher allgather, ep {p.ep}, pp {p.pp}, {len(recipe.enabled())} plugins",
+            f"model.moe.dispatcher allgather, ep {p.ep}, tp {p.tp}, pp {p.pp}, {len(recipe.enabled())} plugins",
             "set model.moe.dispatcher=alltoall",
         ),
         (
@@ -116,6 +152,7 @@ def flags(recipe: Recipe) -> tuple[str, ...]:
         words.append(f"--pipeline-model-parallel-layout '{layers_of_stages(layers)}'")
     words += ["--use-distributed-optimizer"] if recipe.megatron.distributed_optimizer else []
     words += ["--overlap-grad-reduce"] if recipe.megatron.overlap_grad_reduce else []
+    words += ["--sequence-parallel"] if recipe.megatron.sequence_parallel and p.tp > 1 else []
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     words += [recompute] if train.recompute else []
     return ("Megatron-LM: " + " ".join(words + ["--bf16"] * (train.dtype == "bf16")),)
@@ -137,7 +174,7 @@ MEGATRON = Trainer(
     planned_where="call the function that get_forward_backward_func() returns, with forward_only=False",
     patches=("evenload.patches.ranks", "evenload.patches.megatron"),
     mends=("evenload.patches.megatron_fixes",),
-    tries={"megatron.overlap_grad_reduce": (False, True)},
+    tries={"megatron.overlap_grad_reduce": (False, True), "megatron.sequence_parallel": (False, True)},
     says=flags,
     bridges_cpu=True,
 )

@@ -28,6 +28,7 @@ from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import StepRouting
 from ..base.compat import submodules_of_experts
 from .experts import PlannedRouter
+from .norms import dividing_tokens
 
 _SHARED_BY_MESH = "set it to 1; the mesh plugin shares sequences between ranks"
 
@@ -126,7 +127,7 @@ def packed_layer_spec(config: Any, stage: int | None = None) -> Any:
         layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
         if (experts := submodules_of_experts(layer)) is not None:
             experts.router = PlannedRouter
-    return spec
+    return dividing_tokens(spec, config, stage) if config.sequence_parallel else spec
 
 
 def stock_layer_spec(config: Any, stage: int | None = None) -> Any:

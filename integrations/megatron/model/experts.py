@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from ....core.machine.layout import Layout
 from ....core.recipe.sections import Model
 from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import WHOLE, Routed, StepRouting, is_token
@@ -27,7 +28,7 @@ from ....runtime.experts.routing import WHOLE, Routed, StepRouting, is_token
 SEQUENCE_LOSS, BATCH_LOSS = "seq_aux_loss", "aux_loss"
 
 
-def fields_of_experts(model: Model, ep: int, dtype: torch.dtype) -> dict[str, Any]:
+def fields_of_experts(model: Model, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     """Fields of Megatron's TransformerConfig for the experts of a model; none for a dense one."""
     moe = model.moe
     if moe is None:
@@ -50,8 +51,8 @@ def fields_of_experts(model: Model, ep: int, dtype: torch.dtype) -> dict[str, An
         "moe_expert_capacity_factor": moe.capacity_factor or None,
         "moe_token_dispatcher_type": moe.dispatcher,
         "moe_grouped_gemm": False,
-        "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.tp,
     }
 
 
@@ -92,7 +93,8 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
             policy = self.config.moe_token_drop_policy
             capacity = self.config.moe_expert_capacity_factor
             probs_TE, chosen_TE = apply_router_token_dropping(probs_TE, chosen_TE, self.topk, capacity, policy)
-        self.step.record(self.pack, self.layer_number - 1, chosen_TK)
+        if self.step.routes is not None:
+            self.step.record(self.pack, self.layer_number - 1, self._of_all_shares(chosen_TK))
         if torch.is_grad_enabled():
             self._count(chosen_TE)
         return self._with_losses(probs_TE, logits_TE, scores_TE), chosen_TE
@@ -112,6 +114,13 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
         if self.enable_expert_bias:
             self.local_tokens_per_expert += (chosen_TE & self.own_tokens()[:, None]).sum(dim=0)
 
+    def _of_all_shares(self, choices_TK: Tensor) -> Tensor:
+        """Choices for all slots of the pack. Collective over ranks that divide them."""
+        if not self.config.sequence_parallel:
+            return choices_TK
+        whole: Tensor = gather_from_sequence_parallel_region(choices_TK, False, group=self.tp_group)
+        return whole
+
     def _shares(self, scores_TE: Tensor) -> Tensor:
         return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
 
@@ -125,8 +134,7 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
             return probs_TE
         shares_TE = self._shares(scores_TE)
         choices_TK = shares_TE.topk(self.topk, dim=-1).indices
-        if self.config.sequence_parallel:
-            choices_TK = gather_from_sequence_parallel_region(choices_TK, False, group=self.tp_group)
+        choices_TK = self._of_all_shares(choices_TK)
         routed = Routed(self.pack, self.layer_number, choices_TK, self.num_experts, self.share)
         if sequence:
             probs_TE = self.step.sequence_loss(probs_TE, shares_TE, routed, sequence)

@@ -57,6 +57,7 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": recipe.megatron.sequence_parallel and layout.tp > 1,
         "pipeline_model_parallel_size": layout.num_stages,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -75,7 +76,7 @@ def transformer_config(recipe: Recipe, layout: Layout, **changes: Any) -> Transf
         fields["pipeline_model_parallel_layout"] = layers_of_stages(layout.layers)
     if model.norm_epsilon is not None:
         fields["layernorm_epsilon"] = model.norm_epsilon
-    fields |= fields_of_experts(model, layout.ep, dtype)
+    fields |= fields_of_experts(model, layout, dtype)
     if recipe.train.recompute:
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(**(fields | changes))

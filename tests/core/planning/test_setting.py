@@ -79,7 +79,7 @@ def test_what_waits_for_weight_gradients_is_no_expert_s() -> None:
 def test_the_part_of_activations_at_experts() -> None:
     alone, shared = (context_of(Setting.of_recipe(recipe_of()), Layout(ep=ep, dp=2)).costs.memory for ep in (1, 2))
     assert alone.expert_bytes_per_token == 0
-    assert shared.expert_bytes_per_token == 4 * 4 * 2 * (2 * 64 + 5 * 96)
+    assert shared.expert_bytes_per_token == 4 * 4 * 2 * (64 + 6 * 96)
     assert shared.activation_bytes_per_token == alone.activation_bytes_per_token
     # Tokens as they go out and as they are sorted by expert.
     assert shared.working_bytes_per_token - alone.working_bytes_per_token == 2 * 2 * 64 * 4

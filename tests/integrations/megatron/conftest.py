@@ -36,6 +36,7 @@ JOBS = (
     "context_jobs",
     "chunk_jobs",
     "unlike_jobs",
+    "memory_jobs",
 )
 
 

@@ -71,6 +71,10 @@ def with_local_copies(plan: StepPlan, number: int) -> StepPlan:
     return plan.revised(experts=policy)
 
 
+def without_copies(plan: StepPlan, _: int) -> StepPlan:
+    return plan
+
+
 def layer_planner_of(name: str) -> Any:
     """The registry's, which knows no planner that draws."""
     return drawn_quotas if name == "drawn" else layer_planner(name)
@@ -83,12 +87,14 @@ def routed(
     lengths: Any = LENGTHS,
     local: bool = False,
     once: bool = False,
+    copies: bool = True,
     **changes: Any,
 ) -> list[dict[str, Any]]:
     """Of each plan: errors of loss, gradients, norm and biases against plain training, and what the plan does.
-    ``local``: copies are those of `with_local_copies`, else drawn. ``once``: to nodes of two ranks tokens go once."""
+    ``local``: copies are those of `with_local_copies`, else drawn; without ``copies`` there are none. ``once``: to
+    nodes of two ranks tokens go once."""
     rows = []
-    with_copies = with_local_copies if local else with_drawn_copies
+    with_copies = with_local_copies if local else with_drawn_copies if copies else without_copies
     with (
         hosted(world, **small(**changes)) as host,
         mock.patch("evenload.integrations.megatron.host.layer_planner", layer_planner_of),
@@ -128,7 +134,7 @@ def miscounted(host: Any, plain: Any) -> list[int]:
     for router in routers(host.model):
         if router.enable_expert_bias:
             counts = router.local_tokens_per_expert.double()
-            torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+            torch.distributed.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group())
             wrong += [router.layer_number] * (not torch.equal(counts, expected[router.layer_number]))
     return wrong
 

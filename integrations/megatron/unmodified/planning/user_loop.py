@@ -119,7 +119,9 @@ def chain_of(recipe: Recipe, gpt: Any, layout: Layout, *, warn: bool, whole: boo
     shape = shape_of(config, gpt.vocab_size, 1 if layout.layers else layout.pp, pattern)
     # Both want the tokens of this rank, each with all its experts, where rows for a node are.
     sends_once = not any(getattr(config, name, False) for name in ("moe_permute_fusion", "moe_shared_expert_overlap"))
-    traits = replace(traits_of(dtype, recipe.megatron), sends_once=sends_once)
+    divides_tokens = config.sequence_parallel and config.tensor_model_parallel_size > 1
+    traits = traits_of(dtype, recipe.megatron, divides_tokens=divides_tokens)
+    traits = replace(traits, sends_once=sends_once)
     return PlanChain.of_model(recipe, shape, layout, traits, warn=warn, whole=whole)
 
 

@@ -14,14 +14,13 @@ does it:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -29,12 +28,11 @@ from .....core.errors import EvenloadError
 from .....core.laws import check
 from .....core.plan.order import orders_of_stage
 from .....core.plan.program import lower
-from .....core.plan.step_plan import MicroBatch, Op, Slice, StepPlan
+from .....core.plan.step_plan import MicroBatch, Op, StepPlan
 from .....runtime.attention.prefix import PrefixStore
 from .....runtime.experts.gate import ExpertGate
 from .....runtime.measure.busy import BusyClock
 from .....runtime.stage.stage_links import StageLinks
-from .....runtime.stage.tape import Tape
 from .....runtime.world.plane import Plane
 from ....host.step import Position, run_program
 from ...base.families import unwrapped_chunk
@@ -92,8 +90,6 @@ def run_order(
     position = Position(parallel_state.get_pipeline_model_parallel_rank(), data_rank(), links, plane)
     trainer = MegatronStage(chunk, gpt, load=step.load, step=forward, gate=step.gate, shape=step.shape)
     program = lower(plan, position.stage, position.rank)
-    if trainer.shares > 1:
-        trainer.tape = _SharedTape()
     with step.listening(), (config.no_sync_func or nullcontext)():
         run_program(plan, program, trainer, position, BusyClock(device))
     groups = collection(rest.get("pg_collection"))
@@ -130,19 +126,6 @@ class _Forward:
             return returned
 
         return output, kept
-
-
-class _SharedTape(Tape):
-    """A tape of stages whose inputs lie in shares on the tensor-parallel ranks (sequence parallelism), which keeps them
-    whole. A replay may group its tokens in another way, and every rank then needs tokens from the shares of others."""
-
-    def write(self, slices: Sequence[Slice], segments: Sequence[int], input_TC: Tensor) -> None:
-        super().write(slices, segments, gather_from_sequence_parallel_region(input_TC, False))
-
-    def gather(self, slices: Sequence[Slice], segments: Sequence[int], like_TC: Tensor, *, free: bool = True) -> Tensor:
-        whole = like_TC.new_empty(segments[-1], *like_TC.shape[1:])
-        share = parallel_state.get_tensor_model_parallel_rank() * len(like_TC)
-        return like_TC.copy_(super().gather(slices, segments, whole, free=free)[share : share + len(like_TC)])
 
 
 def with_dummies(plan: StepPlan, of_host: Callable[[int], int] | None = None) -> StepPlan:

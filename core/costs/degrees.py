@@ -1,0 +1,54 @@
+"""Costs of a degree of tensor parallelism, where several were measured.
+
+Of a rank's work one part is divided by the degree and another is not, so its seconds and bytes times the degree are
+linear in it: between two degrees that were measured those of a third lie on the line through both, and beyond them on
+the line through the nearest two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..input.validation import Frozen
+from ..plan.limits import AMOUNTS, MemoryCost
+from .costs import Costs, DegreeCosts, PassCost
+
+
+def at_degree(costs: Costs, tp: int) -> Costs:
+    """The costs of ranks of that degree, times it, alone; where it was not measured, ``source`` says what they are."""
+    if costs.tp is None or not costs.by_tp:
+        return costs
+    known = {**costs.by_tp, costs.tp: _of(costs)}
+    alone: dict[str, Any] = {"tp": None, "by_tp": {}}
+    if tp in known:
+        return costs.model_copy(update={**dict(known[tp]), **alone})
+    nearest = sorted(sorted(known, key=lambda degree: (abs(degree - tp), degree))[:2])
+    low, high = (known[degree] for degree in nearest)
+    between = _between(low, high, (tp - nearest[0]) / (nearest[1] - nearest[0]))
+    source = f"{costs.source}; parallel.tp {tp} was not measured: on the line through {nearest[0]} and {nearest[1]}"
+    return costs.model_copy(update={**dict(between), **alone, "source": source})
+
+
+def with_degrees(measured: Mapping[int, Costs]) -> Costs:
+    """The costs of the first degree, with what was measured at the others."""
+    first, *others = measured
+    by_tp = {tp: _of(measured[tp]) for tp in others}
+    return measured[first].model_copy(update={"tp": first, "by_tp": by_tp})
+
+
+def _of(costs: Costs) -> DegreeCosts:
+    return DegreeCosts(**{name: getattr(costs, name) for name in DegreeCosts.model_fields})
+
+
+def _between(low: DegreeCosts, high: DegreeCosts, place: float) -> DegreeCosts:
+    """On the line through both: 0 is the first, 1 the second; never negative."""
+
+    def line(name: str, of: tuple[Frozen, Frozen] = (low, high)) -> float:
+        first, second = (float(getattr(one, name)) for one in of)
+        return max(0.0, first + place * (second - first))
+
+    passes = (low.forward, high.forward), (low.backward, high.backward)
+    forward, backward = (PassCost(**{name: line(name, both) for name in PassCost.model_fields}) for both in passes)
+    memory = MemoryCost(**{name: line(name, (low.memory, high.memory)) for name in AMOUNTS})
+    return DegreeCosts(forward=forward, backward=backward, update_s=line("update_s"), memory=memory)

@@ -1,0 +1,52 @@
+"""What the layers of a model keep of a token from forward to backward, counted from its sizes.
+
+Of Megatron-Core's local layers [values], each tensor once however many products and norms keep it:
+
+    norms       input and output, which is the input of projections; of an RMSNorm one more      2 or 3 H, each of two
+    rotary      cosine and sine, for queries and for keys                                        4 D
+    attention   projections, rotated queries and keys, output, input of the last projection      4 Q + 3 K
+    MLP         first product, activation; with a gate two more and a product                    2 F or 5 F
+    router      scores, shares, probabilities by expert; some numbers of each choice             4 E
+    experts     input, an MLP's values and one weighed by the router, of each choice             H + 3 F or 6 F
+
+H hidden size, D head dimension, Q and K all heads' queries and keys, F inner size, E experts: the storages that
+autograd saves in float32 on a CPU. Kernels that fuse norms or gates keep less.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..machine.shape import Shape
+
+
+class KeptValues(NamedTuple):
+    """Values of a token in all layers, by what tensor-parallel ranks have of them (`core.costs.tensor_parallel`)."""
+
+    common: int
+    """Norms and routers."""
+    angles: int
+    rows: int
+    """What comes to experts."""
+    divided: int
+    """What depends on a rank's part of the weights."""
+
+
+def kept_values(shape: Shape) -> KeptValues:
+    """What all layers of a model keep of a token."""
+    layers, experts, inner = shape.num_layers, shape.experts, 5 if shape.gated else 2
+    common = 2 * norm_values(shape) * layers
+    mlp = (layers - shape.moe_layers) * shape.ffn_hidden_size
+    rows = at_experts = 0
+    if experts:
+        common += 4 * experts.num_experts * shape.moe_layers
+        mlp += shape.moe_layers * experts.shared_ffn_hidden_size
+        rows = shape.routed_per_token * shape.hidden_size
+        at_experts = shape.values_at_experts - rows
+    attention = layers * (4 * shape.query_size + 3 * shape.kv_size)
+    return KeptValues(common, 4 * layers * shape.head_size, rows, attention + inner * mlp + at_experts)
+
+
+def norm_values(shape: Shape) -> int:
+    """What one norm keeps, its output among it."""
+    return (2 + shape.gated) * shape.hidden_size
