@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ class Generation:
     """How samples are drawn, when they end, and how many are under way at once."""
 
     seed: int = 0
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     end_tokens: frozenset[int] = frozenset()
     stops: Callable[[Sequence[int]], bool] = never
     """Whether the last of these tokens of a sample, those behind its prompt, completes a stop string."""
@@ -68,33 +68,22 @@ def deal(limits: Sequence[int], num_ranks: int) -> list[list[int]]:
     return [order[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) -> list[Rule]:
-    """What no model of these sizes can be asked for."""
-    empty = next((r for r in requests if not r.tokens), None)
-    known = vocab_size or max((max(r.tokens, default=0) + 1 for r in requests), default=0)
-    foreign = next((r for r in requests if max(r.tokens, default=0) >= known or min(r.tokens, default=0) < 0), None)
-    endless = next((r for r in requests if r.limit < 1), None)
-    long = next((r for r in requests if len(r.tokens) + r.limit > max_length), None)
-    return [
-        (not requests, "there is no prompt to continue", "no request", "give one prompt or more"),
-        (empty is not None, f"prompt {empty and empty.number} has no token", "nothing to continue", "leave it out"),
-        (
-            foreign is not None,
-            f"prompt {foreign and foreign.number} has tokens that the model does not know",
-            f"token ids {foreign and min(foreign.tokens)} to {foreign and max(foreign.tokens)}, a vocabulary of {known}",
+def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) -> Iterator[Rule]:
+    """What no model of these sizes can be asked for; ``vocab_size`` None: unknown."""
+    yield not requests, "there is no prompt to continue", "no request", "give one prompt or more"
+    for number, tokens, limit, _ in requests:
+        yield not tokens, f"prompt {number} has no token", "nothing to continue", "leave it out"
+        least, most = min(tokens), max(tokens)
+        yield (
+            least < 0 or (vocab_size is not None and most >= vocab_size),
+            f"prompt {number} has tokens that the model does not know",
+            f"token ids {least} to {most}, a vocabulary of {vocab_size}",
             "use the model's own tokenizer",
-        ),
-        (
-            endless is not None,
-            f"prompt {endless and endless.number} may not have a token",
-            f"a limit of {endless and endless.limit}",
-            "ask for one token or more",
-        ),
-        (
-            long is not None,
-            f"prompt {long and long.number} and its limit are longer than the model's longest sequence",
-            f"{len(long.tokens) if long else 0} tokens and a limit of {long and long.limit}, "
-            f"data.max_length {max_length}",
+        )
+        yield limit < 1, f"no token may follow prompt {number}", f"a limit of {limit}", "ask for one token or more"
+        yield (
+            len(tokens) + limit > max_length,
+            f"prompt {number} and what may follow are longer than the model's longest sequence",
+            f"{len(tokens)} tokens and a limit of {limit}, data.max_length {max_length}",
             "lower the limit (generate.max_new_tokens), shorten the prompt, or raise data.max_length",
-        ),
-    ]
+        )
