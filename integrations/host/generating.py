@@ -29,8 +29,10 @@ from ...runtime.generate.request import Generation, Request, Sample, deal, rules
 from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
 from .step import Mark
 
-Ending = Callable[[Sample, int], object]
-"""Is shown a sample that has ended, and how many have on all ranks."""
+Ending = Callable[[Sample], object]
+"""Is shown a sample that has ended."""
+Told = Callable[[int], object]
+"""Is told how many samples have ended on all ranks."""
 RunStage = Callable[[Tensor | None, Pack, Tensor], Tensor]
 """What comes out of a stage by what the one before it has sent, a pack, and the slots whose logits are wanted [R]:
 hidden states, of the last stage logits [R, V]."""
@@ -52,7 +54,7 @@ _generations = itertools.count()
 
 
 def samples_of(
-    host: Generating, requests: Sequence[Request], settings: Generation, ended: Ending, mark: Mark
+    host: Generating, requests: Sequence[Request], settings: Generation, ended: Ending, told: Told, mark: Mark
 ) -> tuple[Sample, ...]:
     """See `Host.generate`."""
     recipe = host.recipe
@@ -64,10 +66,12 @@ def samples_of(
         for sample in generate([requests[i] for i in share], settings, decoder):
             samples.append(sample)
             mark("generation")
-            done = count.add(host.collects)
             if host.collects:
-                ended(sample, done)
-    count.wait(mark)
+                ended(sample)
+            told(count.add(host.collects))
+    for done in count.until_all():
+        mark("generation")
+        told(done)
     return _merged(everyone(samples))
 
 
@@ -84,16 +88,16 @@ class _Count:
         self._alone += more
         return int(self._store.add(f"{self._key}/samples", int(more))) if self._store else self._alone
 
-    def wait(self, mark: Mark) -> None:
-        """Return when every rank has called this."""
+    def until_all(self) -> Iterator[int]:
+        """The number again and again, until every rank has called this."""
         if not self._store:
             return
         _, size = rank_and_size()
-        done = self._store.add(self._key, 1)
-        while done < size:
+        here = self._store.add(self._key, 1)
+        while here < size:
             time.sleep(_LOOK_S)
-            mark("generation")
-            done = self._store.add(self._key, 0)
+            yield self.add(0)
+            here = self._store.add(self._key, 0)
 
 
 def _merged(of_ranks: Iterable[Sequence[Sample]]) -> tuple[Sample, ...]:

@@ -33,7 +33,7 @@ from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
-from .generating import Ending, samples_of
+from .generating import Ending, Told, samples_of
 from .scoring import Collector, LogitCollector, LossCollector, Scores
 from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
@@ -155,15 +155,17 @@ class Host(ABC):
         requests: Sequence[Request],
         settings: Generation,
         *,
-        ended: Ending = lambda *_: None,
+        ended: Ending = lambda _: None,
+        told: Told = lambda _: None,
         mark: Mark = no_mark,
     ) -> tuple[Sample, ...]:
         """Samples of prompts by the weights as they are, in the order of prompts, the same on every rank.
 
-        No state changes: weights, gradients, random states. ``ended`` is shown each sample when it ends, on a rank
-        that made it. Raises EvenloadError for a model or requests that cannot be generated, before the first token.
+        No state changes: weights, gradients, random states. ``ended`` is shown each sample when it ends, on one of the
+        ranks that made it, and ``told`` how many have ended on all ranks. Raises EvenloadError for a model or requests
+        that cannot be generated, before the first token.
         """
-        return samples_of(self, requests, settings, ended, mark)
+        return samples_of(self, requests, settings, ended, told, mark)
 
     @abstractmethod
     def decoding(self) -> AbstractContextManager[Decoder]:

@@ -1,4 +1,4 @@
-"""What is asked of a generation, and what it gives."""
+"""What is asked of a generation, and what it gives; without torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...core.errors import Rule
-from .sampling import Sampling
 
 Ended = Literal["end", "stop", "limit"]
 """By an end token, by a stop string, or by its limit."""
+
+
+class Sampling(NamedTuple):
+    """Which tokens may be drawn, and how probable each is, in the order of these fields."""
+
+    temperature: float = 1.0
+    """Divides logits; 0: the most probable token is taken, and nothing is drawn."""
+    top_k: int = 0
+    """As many of the most probable tokens, and what equals the last of them; 0: all."""
+    top_p: float = 1.0
+    """As few of the most probable tokens as have this much probability together (Holtzman et al., arXiv 1904.09751,
+    section 3.1)."""
 
 
 class Request(NamedTuple):

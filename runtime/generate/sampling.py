@@ -6,22 +6,11 @@ Shape legend: R = rows, V = vocabulary.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class Sampling(NamedTuple):
-    """Which tokens may be drawn, and how probable each is, in the order of these fields."""
-
-    temperature: float = 1.0
-    """Divides logits; 0: the most probable token is taken, and nothing is drawn."""
-    top_k: int = 0
-    """As many of the most probable tokens, and what equals the last of them; 0: all."""
-    top_p: float = 1.0
-    """As few of the most probable tokens as have this much probability together (Holtzman et al., arXiv 1904.09751,
-    section 3.1)."""
+from .request import Sampling
 
 
 def allowed(logits_RV: Tensor, sampling: Sampling) -> Tensor:

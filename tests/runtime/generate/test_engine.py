@@ -16,8 +16,7 @@ from evenload.runtime.attention import cached
 from evenload.runtime.attention.kv_cache import CachedRows
 from evenload.runtime.generate import engine
 from evenload.runtime.generate.engine import generate
-from evenload.runtime.generate.request import Generation, Request, Sample, deal
-from evenload.runtime.generate.sampling import Sampling
+from evenload.runtime.generate.request import Generation, Request, Sample, Sampling, deal
 from hypothesis import given, settings
 
 _spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))

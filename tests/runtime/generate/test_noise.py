@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from evenload.runtime.generate.noise import gumbel, stream_of
-from evenload.runtime.generate.sampling import Sampling, allowed, pick
+from evenload.runtime.generate.request import Sampling
+from evenload.runtime.generate.sampling import allowed, pick
 
 _spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
 tiny = importlib.util.module_from_spec(_spec)
