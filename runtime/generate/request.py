@@ -84,7 +84,7 @@ def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) 
     yield not requests, "there is no prompt to continue", "no request", "give one prompt or more"
     for number, tokens, limit, _ in requests:
         yield not tokens, f"prompt {number} has no token", "nothing to continue", "leave it out"
-        least, most = min(tokens), max(tokens)
+        least, most = min(tokens, default=0), max(tokens, default=0)
         yield (
             least < 0 or (vocab_size is not None and most >= vocab_size),
             f"prompt {number} has tokens that the model does not know",
