@@ -154,7 +154,8 @@ class Schedule:
         return prefill
 
     def _take_slot(self, sample: Running, prefill: Prefill) -> None:
-        sample.key, sample.prefill, sample.kept = self._new_key(), prefill, prefill.length
+        sample.key, sample.prefill = self._new_key(), prefill
+        sample.kept = prefill.length
         prefill.pending += 1
         self._tables.fork(prefill.key, sample.key, prefill.length)
         assert self._tables.grow(sample.key, sample.length)
