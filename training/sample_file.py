@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import EvenloadError, shorten, shown
-from ..runtime.generate.request import Sample
+from ..runtime.generate.request import Completion
 from .files import refusing_unwritable, whole
 
 _RUN = "run"
@@ -29,21 +29,21 @@ class SampleFile:
         text_of: gives the text of a sample.
     """
 
-    def __init__(self, out: Path, run: str, text_of: Callable[[Sample], str]) -> None:
+    def __init__(self, out: Path, run: str, text_of: Callable[[Completion], str]) -> None:
         self._out = out
         self._run = run
         self._text_of = text_of
 
-    def read(self) -> list[Sample]:
+    def read(self) -> list[Completion]:
         """What is there of the run. Raises EvenloadError for a file of another run, or of something else."""
-        samples: dict[tuple[int, int], Sample] = {}
+        samples: dict[tuple[int, int], Completion] = {}
         for path in [self._out, *self._parts()]:
             for sample in self._read(path) if path.exists() else ():
                 samples[sample.prompt, sample.sample] = sample
         return list(samples.values())
 
     @contextmanager
-    def adding(self, rank: int) -> Iterator[Callable[[Sample], None]]:
+    def adding(self, rank: int) -> Iterator[Callable[[Completion], None]]:
         """Inside, samples can be added by this rank, each of which is there when the call returns."""
         path = self._out.with_name(f"{self._out.name}.part-{rank}")
         with refusing_unwritable("--out", path):
@@ -51,13 +51,13 @@ class SampleFile:
             with path.open("a", encoding="utf-8") as file:
                 file.write("\n" * cut)
 
-                def add(sample: Sample) -> None:
+                def add(sample: Completion) -> None:
                     file.write(self._line(sample))
                     file.flush()
 
                 yield add
 
-    def finish(self, samples: Iterable[Sample]) -> None:
+    def finish(self, samples: Iterable[Completion]) -> None:
         """Write all samples, and take away what ranks have written of them."""
         with whole(self._out) as part, part.open("w", encoding="utf-8") as file:
             file.writelines(map(self._line, sorted(samples)))
@@ -67,13 +67,13 @@ class SampleFile:
     def _parts(self) -> list[Path]:
         return [path for path in self._out.parent.iterdir() if path.name.startswith(f"{self._out.name}.part-")]
 
-    def _line(self, sample: Sample) -> str:
+    def _line(self, sample: Completion) -> str:
         prompt, number, tokens, log_probs, ended = sample
         row: dict[str, Any] = {"prompt": prompt, "sample": number, "ended": ended, "text": self._text_of(sample)}
         row |= {"tokens": tokens, "log_probs": log_probs, _RUN: self._run}
         return json.dumps(row) + "\n"
 
-    def _read(self, path: Path) -> Iterator[Sample]:
+    def _read(self, path: Path) -> Iterator[Completion]:
         with refusing_unwritable("--out", path):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
@@ -83,9 +83,9 @@ class SampleFile:
             run = row.get(_RUN) if isinstance(row, dict) else None
             if not isinstance(row, dict) or run != self._run:
                 what = f"{shorten(str(path))} holds something else than samples of this run"
-                found = shown(line) if run is None else f"line {number} is of run {shown(run)}, this is {self._run}"
-                raise EvenloadError(what, found, _DO)
-            yield Sample(row["prompt"], row["sample"], tuple(row["tokens"]), tuple(row["log_probs"]), row["ended"])
+                detail = shown(line) if run is None else f"line {number} is of run {shown(run)}, this is {self._run}"
+                raise EvenloadError(what, detail, _DO)
+            yield Completion(row["prompt"], row["sample"], tuple(row["tokens"]), tuple(row["log_probs"]), row["ended"])
 
 
 def _parsed(line: str) -> Any:

@@ -3,11 +3,11 @@
     python benchmarks/generation/decode.py [--trainers megatron deepspeed] [--slots 1 8 64] [--prompt 64] [--tokens 48]
                                            [--repeats 5] [--float64] [--json]
 
-The model of recipes/quickstart.yaml on one rank and one thread. Every sample has a prompt of so many tokens and makes so
-many; only steps are counted in which every slot makes one. "step" is all that the engine does of a step: schedule, pack,
-model, noise and sampling; "model" the part inside the model's call; "packing" schedule and pack. "by packs" is the
-model's call of one `build_pack` over a `PrefixStore`, which attends sample by sample, on the same tokens. Seconds are
-process time, the least of the repeats, which alternate.
+The model of recipes/quickstart.yaml on one rank and one thread. Every sample has a prompt of so many tokens and makes
+so many; only steps are counted in which every slot makes one. "step" is all that the engine does of a step: schedule,
+pack, model, noise and sampling; "model" the part inside the model's call; "packing" schedule and pack. "by packs" is
+the model's call of one `build_pack` over a `PrefixStore`, which attends sample by sample, on the same tokens. Seconds
+are process time, the least of the repeats, which alternate.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def of_engine(decoder: engine.Decoder, slots: int, prompt: int, tokens: int) -> 
     requests = [Request(i, tuple(draw.integers(0, VOCABULARY, prompt).tolist()), tokens + 2) for i in range(slots)]
     starts: list[tuple[float, float, float]] = []
 
-    def logits(pack: Any, slots_R: torch.Tensor) -> Any:
+    def logits(pack: Any, wanted: torch.Tensor) -> Any:
         begin = time.process_time()
-        output = decoder.logits(pack, slots_R)
-        starts.append((begin, time.process_time(), len(slots_R) if len(pack.slices) == pack.num_padded_tokens else 0))
+        output = decoder.logits(pack, wanted)
+        starts.append((begin, time.process_time(), len(wanted) if len(pack.slices) == pack.num_padded_tokens else 0))
         return output
 
     watched = engine.Decoder(decoder.device, logits)
@@ -78,7 +78,8 @@ def packing(slots: int, prompt: int) -> float:
     begin = time.process_time()
     slices, samples, tokens = schedule.next()
     pack = engine._pack(slices, tokens, cache, torch.device("cpu"))
-    assert pack.cached is not None and len(samples) == slots
+    assert pack.cached is not None
+    assert len(samples) == slots
     _ = pack.cached.places_T, pack.cached.seen_B11L(None)
     return time.process_time() - begin
 
@@ -88,7 +89,7 @@ def of_packs(decoder: engine.Decoder, slots: int, prompt: int, tokens: int) -> f
     """The model's call where every sample is attended to by itself."""
     draw = np.random.default_rng(0)
     rows = {i: draw.integers(0, VOCABULARY, prompt + tokens) for i in range(slots)}
-    store = PrefixStore({i: prompt + tokens for i in range(slots)})
+    store = PrefixStore(dict.fromkeys(range(slots), prompt + tokens))
 
     def call(first: int, end: int) -> None:
         slices = tuple(Slice(i, first, end) for i in range(slots))
@@ -126,7 +127,10 @@ def table(result: dict[str, Any]) -> Any:
     keys: list[Callable[[dict[str, Any]], str]] = [
         lambda row: row["trainer"],
         lambda row: str(row["slots"]),
-        *((lambda row, key=key: f"{row[key]:.2f}") for key in ("step", "model", "packing", "over_one_slot", "by_packs")),
+        *(
+            (lambda row, key=key: f"{row[key]:.2f}")
+            for key in ("step", "model", "packing", "over_one_slot", "by_packs")
+        ),
     ]
     rows = [tuple(key(row) for key in keys) for row in result["rows"]]
     return grid("CPU ms of a decode step", names, rows, f"torch {result['torch']}, {result['machine']}, one thread")

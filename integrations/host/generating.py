@@ -25,14 +25,14 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...runtime.attention.pack import Pack
 from ...runtime.generate.engine import Decoder, generate
-from ...runtime.generate.request import Generation, Request, Sample, deal, rules
+from ...runtime.generate.request import Completion, Generation, Request, deal, rules
 from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
 from .step import Mark
 
-Ending = Callable[[Sample], object]
+Ending = Callable[[Completion], object]
 """Is shown a sample that has ended."""
-Told = Callable[[int], object]
-"""Is told how many samples have ended on all ranks."""
+Counted = Callable[[int], object]
+"""Is shown how many samples have ended on all ranks."""
 RunStage = Callable[[Tensor | None, Pack, Tensor], Tensor]
 """What comes out of a stage by what the one before it has sent, a pack, and the slots whose logits are wanted [R]:
 hidden states, of the last stage logits [R, V]."""
@@ -54,8 +54,8 @@ _generations = itertools.count()
 
 
 def samples_of(
-    host: Generating, requests: Sequence[Request], settings: Generation, ended: Ending, told: Told, mark: Mark
-) -> tuple[Sample, ...]:
+    host: Generating, requests: Sequence[Request], settings: Generation, ended: Ending, counted: Counted, mark: Mark
+) -> tuple[Completion, ...]:
     """See `Host.generate`."""
     recipe = host.recipe
     refuse_first(*_unfit(recipe), *rules(requests, recipe.data.max_length, recipe.model.vocab_size))
@@ -68,10 +68,10 @@ def samples_of(
             mark("generation")
             if host.collects:
                 ended(sample)
-            told(count.add(host.collects))
+            counted(count.add(host.collects))
     for done in count.until_all():
         mark("generation")
-        told(done)
+        counted(done)
     return _merged(everyone(samples))
 
 
@@ -100,9 +100,9 @@ class _Count:
             here = self._store.add(self._key, 0)
 
 
-def _merged(of_ranks: Iterable[Sequence[Sample]]) -> tuple[Sample, ...]:
+def _merged(of_ranks: Iterable[Sequence[Completion]]) -> tuple[Completion, ...]:
     """All samples in the order of prompts. Raises RankError where ranks that computed one together differ."""
-    samples: dict[tuple[int, int], tuple[int, Sample]] = {}
+    samples: dict[tuple[int, int], tuple[int, Completion]] = {}
     for rank, own in enumerate(of_ranks):
         for sample in own:
             first, other = samples.setdefault((sample.prompt, sample.sample), (rank, sample))

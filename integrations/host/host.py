@@ -26,14 +26,14 @@ from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import Routes
 from ...runtime.generate.engine import Decoder
-from ...runtime.generate.request import Generation, Request, Sample
+from ...runtime.generate.request import Completion, Generation, Request
 from ...runtime.measure.busy import BusyClock
 from ...runtime.stage.executor import StageTrainer
 from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
-from .generating import Ending, Told, samples_of
+from .generating import Counted, Ending, samples_of
 from .scoring import Collector, LogitCollector, LossCollector, Scores
 from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
@@ -156,16 +156,16 @@ class Host(ABC):
         settings: Generation,
         *,
         ended: Ending = lambda _: None,
-        told: Told = lambda _: None,
+        counted: Counted = lambda _: None,
         mark: Mark = no_mark,
-    ) -> tuple[Sample, ...]:
+    ) -> tuple[Completion, ...]:
         """Samples of prompts by the weights as they are, in the order of prompts, the same on every rank.
 
         No state changes: weights, gradients, random states. ``ended`` is shown each sample when it ends, on one of the
-        ranks that made it, and ``told`` how many have ended on all ranks. Raises EvenloadError for a model or requests
+        ranks that made it, and ``counted`` is shown how many have ended on all ranks. Raises EvenloadError for a model or requests
         that cannot be generated, before the first token.
         """
-        return samples_of(self, requests, settings, ended, told, mark)
+        return samples_of(self, requests, settings, ended, counted, mark)
 
     @abstractmethod
     def decoding(self) -> AbstractContextManager[Decoder]:

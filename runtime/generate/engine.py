@@ -29,7 +29,7 @@ from ..attention.copy_rows import copy_rows
 from ..attention.kv_cache import CachedRows, KvCache
 from ..attention.pack import IGNORE, Pack
 from .noise import gumbel
-from .request import Ended, Generation, Request, Sample
+from .request import Completion, Ended, Generation, Request
 from .sampling import pick
 from .schedule import Running, Schedule
 
@@ -53,7 +53,7 @@ class Decoder:
 
 
 @torch.no_grad()
-def generate(requests: Iterable[Request], settings: Generation, decoder: Decoder) -> Iterator[Sample]:
+def generate(requests: Iterable[Request], settings: Generation, decoder: Decoder) -> Iterator[Completion]:
     """The samples of some requests as they end, started in this order.
 
     Raises EvenloadError where ``settings.cache_tokens`` hold less than the largest sample may become.

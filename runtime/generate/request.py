@@ -38,7 +38,7 @@ class Request(NamedTuple):
     """Their numbers."""
 
 
-class Sample(NamedTuple):
+class Completion(NamedTuple):
     """One text that the model has made."""
 
     prompt: int

@@ -18,7 +18,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Slice
 from ..attention.kv_cache import KvCache
 from .noise import stream_of
-from .request import Ended, Generation, Request, Sample
+from .request import Completion, Ended, Generation, Request
 
 
 @dataclass(eq=False)
@@ -59,8 +59,8 @@ class Running:
     def length(self) -> int:
         return len(self.request.tokens) + len(self.new)
 
-    def ended(self, how: Ended) -> Sample:
-        return Sample(self.request.number, self.number, tuple(self.new), tuple(self.log_probs), how)
+    def ended(self, how: Ended) -> Completion:
+        return Completion(self.request.number, self.number, tuple(self.new), tuple(self.log_probs), how)
 
 
 class Schedule:

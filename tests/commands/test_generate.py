@@ -11,7 +11,7 @@ import pytest
 from evenload.api import load_recipe
 from evenload.core.errors import EvenloadError
 from evenload.data.tokenizers import open_tokenizer
-from evenload.runtime.generate.request import Sample
+from evenload.runtime.generate.request import Completion
 from evenload.training.sample_file import SampleFile
 from evenload.training.verbs.generate import StopStrings, asked
 
@@ -121,7 +121,7 @@ def test_a_stop_string_ends_a_sample_wherever_tokens_part_it() -> None:
     stops = StopStrings(open_tokenizer("bytes"), ("\n\n", "END"))
     tokens = list(b"aEN\nDENDx")
     assert [stops(tokens[:n]) for n in range(1, 10)] == [False] * 7 + [True, True]
-    sample = Sample(0, 0, tuple(tokens[:8]), (0.0,) * 8, "stop")
+    sample = Completion(0, 0, tuple(tokens[:8]), (0.0,) * 8, "stop")
     assert stops.text_of(sample) == "aEN\nD"
     assert stops.text_of(sample._replace(ended="end")) == "aEN\nDEN"
     assert stops.text_of(sample._replace(ended="limit")) == "aEN\nDEND"

@@ -25,7 +25,7 @@ from ..progress import Progress, silent
 from .export import checkpoint_in
 
 if TYPE_CHECKING:
-    from ...runtime.generate.request import Generation, Request, Sample
+    from ...runtime.generate.request import Completion, Generation, Request
     from ...runtime.watchdog.watchdog import Watchdog
     from ...runtime.world.world import World
 
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
     """With the vocabulary size filled in."""
     requests: list[Request]
     settings: Generation
-    text_of: Callable[[Sample], str]
+    text_of: Callable[[Completion], str]
     run: str
     """What decides the tokens, hashed."""
 
@@ -95,7 +95,7 @@ class StopStrings:
         text = self._decode(tokens[-self._most :]) if self._strings else ""
         return any(string in text for string in self._strings)
 
-    def text_of(self, sample: Sample) -> str:
+    def text_of(self, sample: Completion) -> str:
         """The text of a sample, without the token or the string that ended it."""
         text = self._decode(sample.tokens[:-1] if sample.ended == "end" else sample.tokens)
         places = [text.find(string) for string in self._strings if sample.ended == "stop" and string in text]
@@ -106,9 +106,9 @@ def _end_tokens(own: Sequence[int] | None, tokenizer: Tokenizer, name: str) -> f
     if own is not None:
         return frozenset(own)
     if tokenizer.end_token is None:
-        what, found = "nothing says which token ends a sample", f"the tokenizer {shown(name)} names no end of sequence"
+        what, detail = "nothing says which token ends a sample", f"the tokenizer {shown(name)} names no end of sequence"
         do = "set generate.end_tokens to the ids that do, or to [] where samples end by generate.stop or their limit"
-        raise EvenloadError(what, found, do)
+        raise EvenloadError(what, detail, do)
     return frozenset([tokenizer.end_token])
 
 
@@ -134,7 +134,7 @@ def generate(
             there = from_first(file.read)
         known, total = {sample[:2] for sample in there}, len(wanted.requests) * samples
         left = [r._replace(samples=tuple(s for s in r.samples if (r.number, s) not in known)) for r in wanted.requests]
-        new: tuple[Sample, ...] = ()
+        new: tuple[Completion, ...] = ()
         if any(request.samples for request in left):
             with host_until_end(wanted.recipe, world, watchdog) as host, file.adding(world.rank) as add:
                 if checkpoint is not None:
@@ -142,12 +142,12 @@ def generate(
                         require_whole(checkpoint_in(checkpoint))
                         host.load(checkpoint_in(checkpoint) / "trainer")
 
-                def told(done: int) -> None:
+                def counted(done: int) -> None:
                     rate = done / (time.perf_counter() - generate_s)
                     progress("generate", len(there) + done, total, f"{rate:.3g} samples/s")
 
                 generate_s = time.perf_counter()
-                new = host.generate(left, wanted.settings, ended=add, told=told, mark=watchdog.at)
+                new = host.generate(left, wanted.settings, ended=add, counted=counted, mark=watchdog.at)
         with watchdog.working("writing the samples"):
             from_first(lambda: file.finish([*there, *new]))
         return _result(out, wanted, there, new, time.perf_counter() - begin_s)
@@ -155,7 +155,9 @@ def generate(
     return in_world(recipe, work)
 
 
-def _result(out: Path, wanted: Asked, there: Sequence[Sample], new: Sequence[Sample], seconds: float) -> dict[str, Any]:
+def _result(
+    out: Path, wanted: Asked, there: Sequence[Completion], new: Sequence[Completion], seconds: float
+) -> dict[str, Any]:
     return {
         "out": str(out),
         "prompts": len(wanted.requests),

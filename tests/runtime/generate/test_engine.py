@@ -16,7 +16,7 @@ from evenload.runtime.attention import cached
 from evenload.runtime.attention.kv_cache import CachedRows
 from evenload.runtime.generate import engine
 from evenload.runtime.generate.engine import generate
-from evenload.runtime.generate.request import Generation, Request, Sample, Sampling, deal
+from evenload.runtime.generate.request import Completion, Generation, Request, Sampling, deal
 from hypothesis import given, settings
 
 _spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
@@ -24,7 +24,7 @@ tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
 PLAIN = Generation(seed=3, end_tokens=frozenset({5, 17}))
-Samples = dict[tuple[int, int], Sample]
+Samples = dict[tuple[int, int], Completion]
 
 
 def asked(seed: int = 0, prompts: int = 6, samples: int = 3, longest: int = 40) -> list[Request]:

@@ -11,7 +11,7 @@ from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.pack import Pack, build_pack
 from evenload.runtime.generate.engine import Decoder
-from evenload.runtime.generate.request import Generation, Request, Sample
+from evenload.runtime.generate.request import Completion, Generation, Request
 from torch import Tensor
 
 VOCABULARY, HEADS, GROUPS, DIM = 24, 4, 2, 8
@@ -90,7 +90,7 @@ def plain_token(logits_V: np.ndarray, noise_V: np.ndarray | None, settings: Gene
 
 def one_by_one(
     whole: Callable[[Sequence[int]], Tensor], requests: Sequence[Request], settings: Generation
-) -> dict[tuple[int, int], Sample]:
+) -> dict[tuple[int, int], Completion]:
     """Every sample by itself: a forward of the whole sequence for each token."""
     samples = {}
     for request in requests:
@@ -106,5 +106,5 @@ def one_by_one(
                     how = "end" if token in settings.end_tokens else "stop"
                     break
             new = tuple(tokens[len(request.tokens) :])
-            samples[request.number, number] = Sample(request.number, number, new, tuple(log_probs), how)  # type: ignore[arg-type]
+            samples[request.number, number] = Completion(request.number, number, new, tuple(log_probs), how)  # type: ignore[arg-type]
     return samples
