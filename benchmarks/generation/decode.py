@@ -16,7 +16,6 @@ import argparse
 import platform
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,15 +123,8 @@ def measured(trainer: str, arguments: argparse.Namespace) -> list[dict[str, Any]
 
 def table(result: dict[str, Any]) -> Any:
     names = ("trainer", "slots", "step", "model", "packing", "over one slot", "by packs")
-    keys: list[Callable[[dict[str, Any]], str]] = [
-        lambda row: row["trainer"],
-        lambda row: str(row["slots"]),
-        *(
-            (lambda row, key=key: f"{row[key]:.2f}")
-            for key in ("step", "model", "packing", "over_one_slot", "by_packs")
-        ),
-    ]
-    rows = [tuple(key(row) for key in keys) for row in result["rows"]]
+    keys = ("step", "model", "packing", "over_one_slot", "by_packs")
+    rows = [(row["trainer"], str(row["slots"]), *(f"{row[key]:.2f}" for key in keys)) for row in result["rows"]]
     return grid("CPU ms of a decode step", names, rows, f"torch {result['torch']}, {result['machine']}, one thread")
 
 

@@ -56,7 +56,7 @@ _generations = itertools.count()
 def samples_of(
     host: Generating, requests: Sequence[Request], settings: Generation, ended: Ending, counted: Counted, mark: Mark
 ) -> tuple[Completion, ...]:
-    """See `Host.generate`."""
+    """Samples of requests that a host is asked for, see `Host.generate`."""
     recipe = host.recipe
     refuse_first(*_unfit(recipe), *rules(requests, recipe.data.max_length, recipe.model.vocab_size))
     share = deal([request.limit for request in requests], host.layout.dp_cp_size)[host.dp_cp_rank]

@@ -162,8 +162,8 @@ class Host(ABC):
         """Samples of prompts by the weights as they are, in the order of prompts, the same on every rank.
 
         No state changes: weights, gradients, random states. ``ended`` is shown each sample when it ends, on one of the
-        ranks that made it, and ``counted`` is shown how many have ended on all ranks. Raises EvenloadError for a model or requests
-        that cannot be generated, before the first token.
+        ranks that made it, and ``counted`` how many have ended on all ranks. Raises EvenloadError for a model or
+        requests that cannot be generated, before the first token.
         """
         return samples_of(self, requests, settings, ended, counted, mark)
 

@@ -26,7 +26,7 @@ class BlockTables:
 
     @property
     def num_blocks(self) -> int:
-        """Of all that were ever taken."""
+        """Blocks that were ever taken, free ones too."""
         return len(self._readers)
 
     @property

@@ -41,7 +41,7 @@ class DecodeCall(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeKernel(KernelRow):
-    """One row of `DECODERS`."""
+    """One row of `DECODERS`, which runs rows of one token."""
 
     run: Callable[[DecodeCall], Tensor]
     """Gives out_BHD."""

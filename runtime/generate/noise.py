@@ -57,7 +57,7 @@ def gumbel(streams_R: Words, places_R: Words, tokens_V: Words) -> Words:
 
 
 def _mixed(z: Words) -> Words:
-    """SplitMix64's finaliser."""
+    """What SplitMix64 makes of its state: each bit depends on all."""
     z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - (1 << 64))
     return z ^ _shifted(z, 31)

@@ -52,7 +52,7 @@ class Completion(NamedTuple):
 
 
 def never(tokens: Sequence[int]) -> bool:
-    """Stops no sample."""
+    """The rule that stops no sample."""
     return False
 
 

@@ -67,7 +67,8 @@ class Schedule:
     """The samples of some requests on one rank; raises EvenloadError where the cap holds less than one of them."""
 
     def __init__(self, requests: Sequence[Request], settings: Generation, cache: KvCache) -> None:
-        self._settings, self._cache, self._tables = settings, cache, cache.tables
+        self._settings = settings
+        self._cache, self._tables = cache, cache.tables
         largest = max(requests, key=lambda request: len(request.tokens) + request.limit)
         if not self._tables.holds(len(largest.tokens) + largest.limit, besides=1):
             block = self._tables.block_tokens
