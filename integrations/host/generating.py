@@ -23,9 +23,12 @@ from ...core.errors import RankError, Rule, refuse_first
 from ...core.machine.layout import Layout
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
+from ...runtime.attention.block_tables import BlockTables
+from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
 from ...runtime.generate.engine import Decoder, generate
 from ...runtime.generate.request import Completion, Generation, Request, deal, rules
+from ...runtime.generate.schedule import refuse_small_cache
 from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
 from .step import Mark
 
@@ -45,11 +48,12 @@ class Generating(Protocol):
     layout: Layout
     dp_cp_rank: int
     collects: bool
+    device: torch.device
 
     def decoding(self) -> AbstractContextManager[Decoder]: ...
 
 
-_LOOK_S = 0.05
+_LOOK_S = 0.1
 _generations = itertools.count()
 
 
@@ -59,6 +63,7 @@ def samples_of(
     """Samples of requests that a host is asked for, see `Host.generate`."""
     recipe = host.recipe
     refuse_first(*_unfit(recipe), *rules(requests, recipe.data.max_length, recipe.model.vocab_size))
+    refuse_small_cache(requests, settings, BlockTables(block_tokens_on(host.device), settings.cache_tokens))
     share = deal([request.limit for request in requests], host.layout.dp_cp_size)[host.dp_cp_rank]
     count, samples = _Count(), []
     mark("generation")

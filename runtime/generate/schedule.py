@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Slice
+from ..attention.block_tables import BlockTables
 from ..attention.kv_cache import KvCache
 from .noise import stream_of
 from .request import Completion, Ended, Generation, Request
@@ -69,16 +70,7 @@ class Schedule:
     def __init__(self, requests: Sequence[Request], settings: Generation, cache: KvCache) -> None:
         self._settings = settings
         self._cache, self._tables = cache, cache.tables
-        largest = max(requests, key=lambda request: len(request.tokens) + request.limit)
-        if not self._tables.holds(len(largest.tokens) + largest.limit, besides=1):
-            block = self._tables.block_tokens
-            raise EvenloadError(
-                "the cache of keys and values is smaller than one sample may become",
-                f"{settings.cache_tokens} tokens in blocks of {block}; prompt {largest.number} and its limit have "
-                f"{len(largest.tokens) + largest.limit}",
-                f"raise generate.cache_tokens to {(self._tables.size(len(largest.tokens) + largest.limit) + 1) * block}"
-                ", or lower the limit",
-            )
+        refuse_small_cache(requests, settings, self._tables)
         self.waiting = deque(
             Running(request, number, stream_of(settings.seed, request.number, number))
             for request in requests
@@ -213,6 +205,18 @@ class Schedule:
     def _new_key(self) -> int:
         self._keys += 1
         return self._keys
+
+
+def refuse_small_cache(requests: Sequence[Request], settings: Generation, tables: BlockTables) -> None:
+    """Raise EvenloadError where a cache with these blocks holds less than the largest sample may become."""
+    largest = max(requests, key=lambda request: len(request.tokens) + request.limit)
+    tokens, block = len(largest.tokens) + largest.limit, tables.block_tokens
+    if not tables.holds(tokens, besides=1):  # the last block of its prompt is there twice
+        raise EvenloadError(
+            "the cache of keys and values is smaller than one sample may become",
+            f"{settings.cache_tokens} tokens in blocks of {block}; prompt {largest.number} and its limit have {tokens}",
+            f"raise generate.cache_tokens to {(tables.size(tokens) + 1) * block}, or lower the limit",
+        )
 
 
 def _tokens(part: Prefill | Running, stop: int) -> list[int]:
