@@ -263,6 +263,28 @@ def export(
 
 
 @app.command()
+def generate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help='A prompt a line: {"prompt": ...} (JSONL).')] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write: a sample a line (JSONL).")] = None,
+    samples: Annotated[str, typer.Option("--samples", metavar="N", help="Of each prompt.")] = "1",
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Whose weights to take.")] = None,
+    nproc: NumRanks = None,
+    as_json: AsJson = False,
+) -> None:
+    """Text from the recipe's model: the same tokens on any number of ranks. The same command goes on where it ended."""
+    from .training.verbs.generate import asked
+
+    if prompts is None or out is None:
+        lacking = "--prompts" if prompts is None else "--out"
+        raise EvenloadError("generate reads prompts and writes samples", f"no {lacking}", f"add {lacking} FILE")
+    chosen, number = load_recipe(recipe, overrides or ()), number_of_word(samples, "--samples", SIZE)
+    asked(chosen, prompts, out, number, checkpoint)
+    _run_ranks("generate", chosen, nproc, as_json, prompts=prompts, out=out, samples=number, checkpoint=checkpoint)
+
+
+@app.command()
 def lora(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="plugins.lora.out of a job, or plugins.lora.tenants.")],
     as_json: AsJson = False,
@@ -447,10 +469,15 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
+_TABLES = {"generate": ("export", "table_of_samples")}
+"""Modules and functions that show what a verb gives, where they are not called as it is."""
+
+
 def _show(verb: str, result: dict[str, Any], as_json: bool) -> None:
     from .commands.tables.show import emit
 
-    emit(result, as_json, import_module(f".commands.tables.{verb}", __package__).table)
+    module, table = _TABLES.get(verb, (verb, "table"))
+    emit(result, as_json, getattr(import_module(f".commands.tables.{module}", __package__), table))
 
 
 def _run_ranks(verb: str, recipe: Recipe, nproc: str | None, as_json: bool, **arguments: Any) -> None:

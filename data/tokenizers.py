@@ -44,8 +44,15 @@ class Tokenizer(Protocol):
     def eos(self) -> str | None:
         """What ends a whole text; None where nobody says."""
 
+    @property
+    def end_token(self) -> int | None:
+        """The token id of `eos`; None where nobody says."""
+
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Token ids of each text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Token ids, int64 [length], of one text."""
@@ -61,13 +68,16 @@ class ByteTokenizer(Tokenizer):
 
     identity = "bytes"
     vocab_size = 256
-    eos = None
+    eos = end_token = None
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return [list(text.encode("utf-8", "replace")) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         return [len(text.encode("utf-8", "replace")) for text in texts]
@@ -76,7 +86,7 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A tokenizer.json. Special tokens as its own post-processor adds them; its truncation and padding are off."""
 
-    eos = None
+    eos = end_token = None
 
     def __init__(self, path: Path) -> None:
         library = require("tokenizers", f"the tokenizer file {path}")
@@ -93,6 +103,9 @@ class FileTokenizer(Tokenizer):
 
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return _ids(self._tokenizer, texts)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _text(self._tokenizer, tokens)
 
 
 class FolderTokenizer(Tokenizer):
@@ -134,8 +147,15 @@ class FolderTokenizer(Tokenizer):
     def eos(self) -> str | None:
         return self.hub.eos_token  # type: ignore[no-any-return]
 
+    @property
+    def end_token(self) -> int | None:
+        return self.hub.eos_token_id  # type: ignore[no-any-return]
+
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return _ids(self.hub.backend_tokenizer, texts)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _text(self.hub.backend_tokenizer, tokens)
 
     def marked(self, text: str) -> Any:
         """``ids`` of a text as it stands, without further special tokens, and the ``offsets`` of each in the text."""
@@ -158,8 +178,15 @@ class EndingTokenizer(Tokenizer):
     def eos(self) -> str | None:
         return end_of(self._tokenizer, append=True)
 
+    @property
+    def end_token(self) -> int | None:
+        return self._tokenizer.end_token
+
     def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
         return self._tokenizer.encode_all([with_end(text, self.eos) for text in texts])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens)
 
 
 def end_of(tokenizer: Tokenizer, append: bool | None) -> str | None:
@@ -206,6 +233,11 @@ def _vocab_size(tokenizer: Any) -> int:
 def _ids(tokenizer: Any, texts: Sequence[str]) -> list[Sequence[int]]:
     with _failures("the tokenizer fails on a text", _MEND):
         return [encoding.ids for encoding in tokenizer.encode_batch([_encodable(text) for text in texts])]
+
+
+def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    with _failures("the tokenizer fails on tokens", _MEND):
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -104,9 +104,16 @@ def open_samples(data: Data, spec: str, weights: Path | None) -> Source:
     """Data under these settings, and the tokenizer of the model's folder where no other is named. Raises
     EvenloadError."""
     settings = data.model_dump(exclude={"source", "validation"})
-    if weights is not None and settings["tokenizer"] == "bytes" and holds_tokenizer(weights):
-        settings["tokenizer"] = str(weights)
-    return open_source(spec, **settings)
+    return open_source(spec, **settings | {"tokenizer": tokenizer_of(data, weights)})
+
+
+def tokenizer_of(data: Data, weights: Path | None) -> str:
+    """What data.tokenizer says, or the model's folder where no other is named and it has one."""
+    return (
+        str(weights)
+        if weights is not None and data.tokenizer == "bytes" and holds_tokenizer(weights)
+        else data.tokenizer
+    )
 
 
 def refuse_other_tokenizer(recipe: Recipe) -> None:

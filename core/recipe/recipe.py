@@ -29,7 +29,20 @@ from .documented import describe_fields
 from .elsewhere import ELSEWHERE
 from .pretrained import DECIDED, with_pretrained
 from .rules import refuse_impossible
-from .sections import Checkpoint, Data, DeepSpeed, Log, Megatron, Model, Parallel, Planner, Safety, Section, Train
+from .sections import (
+    Checkpoint,
+    Data,
+    DeepSpeed,
+    Generate,
+    Log,
+    Megatron,
+    Model,
+    Parallel,
+    Planner,
+    Safety,
+    Section,
+    Train,
+)
 from .stages import stage_layers
 from .traits import TRAINERS
 
@@ -47,6 +60,7 @@ class Recipe(Section):
     parallel: Parallel = Parallel()
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
+    generate: Generate = Generate()
     log: Log = Log()
     planner: Planner = Planner()
     safety: Safety = Safety()

@@ -325,3 +325,25 @@ class DeepSpeed(Section):
     """What ranks divide: 1 optimizer states, 2 gradients too, 3 weights too."""
     config: dict[str, Any] = Field(default={})
     """Further ds_config keys; what evenload must own (batch sizes, precision, clipping) is refused here."""
+
+
+class Generate(Section):
+    """How `evenload generate` draws samples, and when they end; `train.seed` is that of the draws."""
+
+    max_new_tokens: bounds.Count = 256
+    """Tokens of a sample at most, where its prompt does not say it."""
+    temperature: bounds.AmountOrNone = 1.0
+    """Divides logits; 0: the most probable token is taken."""
+    top_k: bounds.CountOrNone = 0
+    """Draw from so many of the most probable tokens; 0: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from as few of the most probable tokens as have this much probability together."""
+    end_tokens: tuple[bounds.CountOrNone, ...] | None = None
+    """Token ids that end a sample; null: the tokenizer's end of sequence; []: none does."""
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = ()
+    """Text that ends a sample, and is left out of its text."""
+    slots: bounds.SequenceCount = 64
+    """Samples that a rank has under way at once."""
+    cache_tokens: bounds.TokenCount | None = None
+    """Tokens whose keys and values a rank holds at once. Samples that do not fit any more begin again later, with the
+    tokens that they have. null: those of all samples under way."""

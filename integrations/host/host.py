@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,12 +25,15 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import Routes
+from ...runtime.generate.engine import Decoder
+from ...runtime.generate.request import Completion, Generation, Request
 from ...runtime.measure.busy import BusyClock
 from ...runtime.stage.executor import StageTrainer
 from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
+from .generating import Counted, Ending, samples_of
 from .scoring import Collector, LogitCollector, LossCollector, Scores
 from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
@@ -63,6 +67,8 @@ class Host(ABC):
     """What norms add to the variance where the recipe does not say; None: as Transformers has it."""
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
+    collects: bool = True
+    """Whether this rank takes down what the last layer gives: one of those that hold the model together does."""
     trained: Trained
     records_routes: bool = False
     """Keep in `routes` to which experts tokens go, for a reference that shall send its tokens there, too."""
@@ -145,6 +151,27 @@ class Host(ABC):
         collector = LogitCollector()
         self._forwards(Step(plan, tokens_of, None, no_mark, BusyClock(self.device)), collector)
         return collector.logits(plan.lengths)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        settings: Generation,
+        *,
+        ended: Ending = lambda _: None,
+        counted: Counted = lambda _: None,
+        mark: Mark = no_mark,
+    ) -> tuple[Completion, ...]:
+        """Samples of prompts by the weights as they are, in the order of prompts, the same on every rank.
+
+        No state changes: weights, gradients, random states. ``ended`` is shown each sample when it ends, on one of the
+        ranks that made it, and ``counted`` how many have ended on all ranks. Raises EvenloadError for a model or
+        requests that cannot be generated, before the first token.
+        """
+        return samples_of(self, requests, settings, ended, counted, mark)
+
+    @abstractmethod
+    def decoding(self) -> AbstractContextManager[Decoder]:
+        """How this rank runs the model for one token more of each sequence, in evaluation mode. Collective."""
 
     @abstractmethod
     def weights(self) -> Mapping[str, Tensor]:

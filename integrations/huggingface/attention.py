@@ -136,7 +136,7 @@ def _refuse(
     elif (reach := rotary_reach(getattr(module, "config", None))) is not None and reach < (longest := _longest(pack)):
         detail = f"rotary tables that beyond {reach} tokens depend on the pack, a sequence of {longest}"
         do = "use shorter sequences, or take a model without dynamic or longrope tables"
-    elif pack.prefix is not None and getattr(module, "layer_idx", None) is None:
+    elif (pack.prefix or pack.cached) is not None and getattr(module, "layer_idx", None) is None:
         detail = f"{type(module).__name__} has no layer_idx, by which keys of earlier slices are kept"
         do = "plan whole sequences (packing.slices: off), or use a model that numbers its layers"
     elif not getattr(module, "is_causal", True):

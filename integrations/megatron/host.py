@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from ...runtime.attention.pack import build_pack
 from ...runtime.attention.prefix import PrefixStore
 from ...runtime.experts.gate import ExpertGate
 from ...runtime.experts.routing import StepRouting
+from ...runtime.generate.engine import Decoder
 from ...runtime.measure.busy import counts_waiting
 from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
@@ -39,6 +40,7 @@ from ..reference.textbook import AdamState
 from .base.plane import join_groups, leave_groups, links_of_device, open_plane
 from .base.setup import check_host, check_recipe
 from .batch import Batch, ForwardStep, PlannedBatches, collecting, run_batch, run_for_logits, run_stock
+from .decoding import decoder_of
 from .model.attention import seq_params
 from .model.expert_gate import bind_gate
 from .model.experts import forget_tokens, routers
@@ -157,6 +159,11 @@ class MegatronHost(Host):
             self.carry_out(step, lower_forwards, self.forward_into(collector), StepRouting(plan.lengths))
         for gpt in stages_of(self.model):
             forget_tokens(gpt)
+
+    @contextmanager
+    def decoding(self) -> Iterator[Decoder]:
+        with evaluating(self.ddp), decoder_of(self.ddp, self.model, self.device) as decoder:
+            yield decoder
 
     def refuse_foreign(self, plan: StepPlan, *, host_schedule: bool = False) -> None:
         """Raise EvenloadError for a plan that this host cannot run, Megatron's own schedule or the executor."""

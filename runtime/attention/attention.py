@@ -4,8 +4,9 @@ Shape legend: T = slots of the pack, N = tokens of some of its segments, H = que
 multiple of G), D = head dimension.
 
 Segments of whole sequences go through the kernels of `kernels`. Those of sequences that are cut attend to their prefix
-in the pack's store as well, by the block pairs of `blocks`, as if ranks shared them and there were one (`sharing`). So
-do whole sequences where scores are capped or have sinks, which blocks alone know.
+in the pack's store as well, by the block pairs of `blocks`, as if ranks shared them and there were one (`sharing`);
+whole sequences too where scores are capped or have sinks, which blocks alone know. Those that are generated attend to
+what a cache holds of them (`cached`).
 
 Values of another width than queries and keys (multi-head latent attention) are taken as well: the narrower ones are
 filled up with zeros, which change neither scores nor sums, so that every kernel, store and exchange knows one width.
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Slice
+from .cached import cached_attention
 from .kernels import KernelCall, choose_kernel
 from .pack import Pack, SegmentRun
 from .scores import ScoreForm
@@ -68,6 +70,8 @@ def packed_attention(
 def _packed(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pack: Pack, layer: int, scores: ScoreForm) -> Tensor:
     if pack.shared:
         return _shared(q_THD, k_TGD, v_TGD, pack.shared, layer, scores)
+    if pack.cached:
+        return cached_attention(q_THD, k_TGD, v_TGD, pack.cached, layer, scores)
     runs, spans = pack.layout
     if len(spans) == 1:
         return _attend(q_THD, k_TGD, v_TGD, runs[0], layer, scores)

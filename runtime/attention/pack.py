@@ -29,6 +29,7 @@ from ...core.errors import EvenloadError
 from ...core.plan.step_plan import MicroBatch, Slice
 from ..world.plane import Plane
 from .copy_rows import copy_rows
+from .kv_cache import CachedRows
 from .prefix import PrefixStore
 from .sharing.shared import PiecesOf, Shared, token_layout
 
@@ -95,6 +96,8 @@ class Pack:
     """float64; weights of the targets, 0 where no loss is carried. None: each is 1."""
     halves: tuple[Pack, ...] = ()
     """Its first and its second tokens, which take turns in the layers; none where all run at once."""
+    cached: CachedRows | None = None
+    """Where all its sequences keep keys and values from one forward to the next; None where they do not."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], segments: tuple[int, ...], **fields: Any) -> Pack:

@@ -1,7 +1,9 @@
 import sys
+from pathlib import Path
 
 import pytest
 from evenload.core.errors import EvenloadError
+from evenload.core.recipe.pretrained import folder_of
 from evenload.data.tokenizers import open_tokenizer
 
 TEXTS = ["two words", "", "w\u00f6rter \U0001f600", "two \ud800 words"]
@@ -29,6 +31,21 @@ def test_a_file_keeps_its_special_tokens_but_neither_truncates_nor_pads(tokenize
     tokenizer = open_tokenizer(str(tokenizer_file))
     assert tokenizer.encode("two words two").tolist() == [1, 3, 7, 3]
     assert tokenizer.vocab_size == 8  # ids have gaps
+
+
+def test_tokens_become_text_again(tokenizer_file):
+    tokenizer = open_tokenizer("bytes")
+    assert tokenizer.decode(tokenizer.encode("w\u00f6rter").tolist()) == "w\u00f6rter"
+    assert tokenizer.decode([104, 195, 300, 105]) == "h\ufffdi"  # half a letter, and an id that no byte has
+    assert tokenizer.end_token is None
+    tokenizer = open_tokenizer(str(tokenizer_file))
+    assert tokenizer.decode(tokenizer.encode("two words").tolist()[1:]) == "two words"
+    assert tokenizer.end_token is None
+
+
+def test_a_folder_names_the_token_that_ends_a_text():
+    tokenizer = open_tokenizer(str(folder_of(Path("tiny-llama"))))
+    assert tokenizer.decode([*tokenizer.encode("two words").tolist(), tokenizer.end_token]) == "two words"
 
 
 def test_lengths_are_those_of_the_encoded_texts(tokenizer_file):

@@ -282,6 +282,7 @@ KILLERS: dict[str, Words] = {
     "garbage": ("pytest", "tests/training/test_garbage.py"),
     "slow ranks": ("pytest", "tests/training/test_stragglers.py"),
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
+    "generation": ("pytest", "tests/runtime/generate/test_engine.py"),
 }
 
 _IN_LOOPS = "integrations/megatron/unmodified"
@@ -3432,5 +3433,40 @@ MUTANTS: tuple[Mutant, ...] = (
         "        return max(0.0, first + place * (second - first))\n",
         "        return max(0.0, first)\n",
         "degrees",
+    ),
+    Mutant(
+        "noise is that of a row of the batch",
+        "runtime/generate/engine.py",
+        "[sample.stream for sample in samples]",
+        "[row for row, _ in enumerate(samples)]",
+        "generation",
+    ),
+    Mutant(
+        "a sample sees the key that a stopped one left behind its own",
+        "runtime/attention/kv_cache.py",
+        "seen_BL = places_L <= last_B1\n",
+        "seen_BL = places_L <= last_B1 + 1\n",
+        "generation",
+    ),
+    Mutant(
+        "a sample writes into the block that its prompt shares with others",
+        "runtime/attention/block_tables.py",
+        "shared = self._blocks[parent][: tokens // self.block_tokens]\n",
+        "shared = self._blocks[parent][: self.size(tokens)]\n",
+        "generation",
+    ),
+    Mutant(
+        "one of two end tokens is missed",
+        "runtime/generate/engine.py",
+        "if sample.new[-1] in settings.end_tokens:\n",
+        "if sample.new[-1] in sorted(settings.end_tokens)[:1]:\n",
+        "generation",
+    ),
+    Mutant(
+        "a sample that was given up goes on without the keys of what it had",
+        "runtime/generate/schedule.py",
+        "        sample.kept = prefill.length\n",
+        "        sample.kept = sample.length - 1\n",
+        "generation",
     ),
 )

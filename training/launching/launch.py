@@ -84,7 +84,7 @@ def on_ranks(
 
 def _checked(verb: str, recipe: Recipe, num_ranks: int | None, against: tuple[str, ...]) -> int:
     """How many ranks a recipe needs that can run on its data, with these baselines. Raises EvenloadError."""
-    if verb == "export":  # without data
+    if verb in ("export", "generate"):  # without data
         return recipe.layout(num_ranks).world_size
     if recipe.adapts:
         needs = verb != "verify"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ...runtime.watchdog.watchdog import Watchdog
     from ...runtime.world.world import World
 
+_DO = "name a folder that checkpoint.dir has named, or a checkpoint in it"
+
 
 def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Recipe, Path]:
     """The recipe of a checkpoint, or of the last good one in a folder of some, and the checkpoint itself.
@@ -31,19 +33,25 @@ def recipe_of(checkpoint: Path, overrides: Iterable[str], out: Path) -> tuple[Re
     Raises EvenloadError: there is none, it does not say its recipe, the recipe cannot run here, or ``out`` is taken.
     """
     require_for_folders("a model's folder")
-    from ..checkpoint.checkpoints import last_good
-
     refuse_taken(out)
-    folder = checkpoint if reading.is_file(checkpoint / manifest.NAME) else last_good(checkpoint)
-    name, do = shorten(str(checkpoint)), "name a folder that checkpoint.dir has named, or a checkpoint in it"
-    if folder is None:
-        raise EvenloadError(f"there is no checkpoint in {name}", "no complete one", do)
+    folder = checkpoint_in(checkpoint)
     kept = manifest.read(folder).state.get("recipe")
     load_plugins()
-    recipe = parse_with(reading.mapping(kept, f"the recipe in {manifest.NAME} of {name}", do), overrides)
+    what = f"the recipe in {manifest.NAME} of {shorten(str(checkpoint))}"
+    recipe = parse_with(reading.mapping(kept, what, _DO), overrides)
     require_own_loop(recipe.trainer)
     refuse_first(*trainer_called(recipe.trainer).run_rules(recipe))
     return recipe, folder
+
+
+def checkpoint_in(path: Path) -> Path:
+    """A checkpoint, or the last good one in a folder of some. Raises EvenloadError where there is none."""
+    from ..checkpoint.checkpoints import last_good
+
+    folder = path if reading.is_file(path / manifest.NAME) else last_good(path)
+    if folder is None:
+        raise EvenloadError(f"there is no checkpoint in {shorten(str(path))}", "no complete one", _DO)
+    return folder
 
 
 def export(recipe: Recipe, checkpoint: Path, out: Path, progress: Progress = silent) -> dict[str, Any] | None:

@@ -13,10 +13,11 @@ Measured against a plain run of the same weights, 2 gloo ranks, float32: see doc
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ from ....core.plan.forwards import forwards_in_step, lower_forwards
 from ....core.plan.program import Dummies, lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
+from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import StepRouting
+from ....runtime.generate.engine import Decoder
 from ....runtime.measure.busy import counts_waiting
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
+from ...host.generating import any_rank
 from ...host.scoring import Collector, evaluating
 from ...host.step import Step, refuse_foreign
 from ...host.trained import Passed, Trained, freeze
@@ -44,7 +48,7 @@ from .expert_gate import GatedExperts
 from .experts import DividedExperts
 from .keeping import keeping_of
 from .model import build_model, recompute_layers
-from .stage import EngineStage
+from .stage import EngineStage, call_of
 
 log = logging.getLogger("evenload")
 
@@ -130,6 +134,21 @@ class DeepSpeedHost(EngineHost):
             self.gated.begin(plan, step.mark)
         with evaluating(self.engine.module):
             self.execute(step, (program, EngineStage(self, step, None, None, self.gated, collector=collector)))
+
+    @contextmanager
+    def decoding(self) -> Iterator[Decoder]:
+        """Under ZeRO 3 all ranks run equally many forwards: each gathers the weights from all."""
+        chooses = "logits_to_keep" in inspect.signature(self.engine.module.forward).parameters
+
+        def logits(pack: Pack, slots_R: Tensor) -> Tensor:
+            if chooses:
+                chosen: Tensor = self.engine(**call_of(pack), logits_to_keep=slots_R).logits[0]
+                return chosen
+            whole: Tensor = self.engine(**call_of(pack)).logits[0]
+            return whole[slots_R]
+
+        with evaluating(self.engine.module):
+            yield Decoder(self.device, logits, goes_on=any_rank if self._all_in_step else bool)
 
     def recording(self, plan: StepPlan) -> Recorder | None:
         """What records the routes of a step into `routes`, where somebody wants them."""

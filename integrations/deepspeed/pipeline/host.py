@@ -12,6 +12,7 @@ Measured against a plain run of the same weights, 2 and 4 gloo ranks, float32: s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -25,11 +26,14 @@ from ....core.plan.forwards import lower_forwards
 from ....core.plan.program import lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
+from ....runtime.attention.pack import Pack
+from ....runtime.generate.engine import Decoder
 from ....runtime.measure.busy import counts_waiting
 from ....runtime.stage.stage_links import StageLinks, v_links
 from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
+from ...host.generating import staged
 from ...host.scoring import Collector, evaluating
 from ...host.step import Step, refuse_foreign
 from ...host.trained import Passed, Trained, freeze
@@ -51,6 +55,7 @@ class PipelineHost(EngineHost):
         self.module: StageModule = self.engine.module
         self.stage = int(self.engine.zero_optimization_stage())
         self.pipeline_stage = int(self.engine.stage_id)
+        self.collects = bool(self.module.stages[-1].ends)
         grid = self.engine.grid
         self.dp_cp_rank = int(grid.data_parallel_id)
         self._stages = grid.get_pipe_parallel_group()
@@ -103,6 +108,25 @@ class PipelineHost(EngineHost):
         programs = self.programs_of(step.plan, forwards=True)
         with evaluating(self.module):
             self.execute(step, *((p, PipelineStage(self, step, part, collector=collector)) for part, p in programs))
+
+    @contextmanager
+    def decoding(self) -> Iterator[Decoder]:
+        weight = next(self.module.parameters())
+
+        def run(received_1TC: Tensor | None, pack: Pack, slots_R: Tensor) -> Tensor:
+            hidden_1TC = self.module(received_1TC, pack, head=False)
+            if not self.collects:
+                return hidden_1TC
+            chosen_RC = hidden_1TC[0, slots_R]
+            for layer in self.module.stages[-1].ends:
+                chosen_RC = layer(chosen_RC)
+            return chosen_RC
+
+        def empty(pack: Pack) -> Tensor:
+            return weight.new_empty(1, pack.num_padded_tokens, self.module.config.hidden_size)
+
+        with evaluating(self.module):
+            yield staged(run, self.device, self._stages, empty)
 
     def _open_plane(self) -> Plane:
         return Plane.make(self._rows)

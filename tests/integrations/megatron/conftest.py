@@ -20,6 +20,7 @@ JOBS = (
     "pipeline_jobs",
     "expert_jobs",
     "score_jobs",
+    "generate_jobs",
     "pretrained_jobs",
     "tenant_jobs",
     "soak_jobs",

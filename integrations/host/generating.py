@@ -1,0 +1,167 @@
+"""Samples that a host generates: prompts are dealt to the ranks that hold the whole model, or to groups of ranks that
+hold it together, and each goes through its own at its own pace.
+
+Ranks of a group compute the same packs and pick the same tokens: with tensor parallelism all of them see all logits,
+of a pipeline the last stage tells the others what it has picked. Who is done waits without a collective, which would
+have a time limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ...core.errors import RankError, Rule, refuse_first
+from ...core.machine.layout import Layout
+from ...core.recipe.recipe import Recipe
+from ...core.recipe.sizes import shape_of
+from ...runtime.attention.block_tables import BlockTables
+from ...runtime.attention.cached import block_tokens_on
+from ...runtime.attention.pack import Pack
+from ...runtime.generate.engine import Decoder, generate
+from ...runtime.generate.request import Completion, Generation, Request, deal, rules
+from ...runtime.generate.schedule import refuse_small_cache
+from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
+from .step import Mark
+
+Ending = Callable[[Completion], object]
+"""Is shown a sample that has ended."""
+Counted = Callable[[int], object]
+"""Is shown how many samples have ended on all ranks."""
+RunStage = Callable[[Tensor | None, Pack, Tensor], Tensor]
+"""What comes out of a stage by what the one before it has sent, a pack, and the slots whose logits are wanted [R]:
+hidden states, of the last stage logits [R, V]."""
+
+
+class Generating(Protocol):
+    """What a generation asks of a host, see `Host`."""
+
+    recipe: Recipe
+    layout: Layout
+    dp_cp_rank: int
+    collects: bool
+    device: torch.device
+
+    def decoding(self) -> AbstractContextManager[Decoder]: ...
+
+
+_LOOK_S = 0.1
+_generations = itertools.count()
+
+
+def samples_of(
+    host: Generating, requests: Sequence[Request], settings: Generation, ended: Ending, counted: Counted, mark: Mark
+) -> tuple[Completion, ...]:
+    """Samples of requests that a host is asked for, see `Host.generate`."""
+    recipe = host.recipe
+    refuse_first(*_unfit(recipe), *rules(requests, recipe.data.max_length, recipe.model.vocab_size))
+    refuse_small_cache(requests, settings, BlockTables(block_tokens_on(host.device), settings.cache_tokens))
+    share = deal([request.limit for request in requests], host.layout.dp_cp_size)[host.dp_cp_rank]
+    count, samples = _Count(), []
+    mark("generation")
+    with host.decoding() as decoder:
+        for sample in generate([requests[i] for i in share], settings, decoder):
+            samples.append(sample)
+            mark("generation")
+            if host.collects:
+                ended(sample)
+            counted(count.add(host.collects))
+    for done in count.until_all():
+        mark("generation")
+        counted(done)
+    return _merged(everyone(samples))
+
+
+class _Count:
+    """How many samples have ended on all ranks, and how many ranks are done, in the job's store. Made by all ranks
+    together."""
+
+    def __init__(self) -> None:
+        self._key = f"evenload/generation/{next(_generations)}"
+        self._store: Any = _get_default_store() if dist.is_initialized() else None
+        self._alone = 0
+
+    def add(self, more: int) -> int:
+        self._alone += more
+        return int(self._store.add(f"{self._key}/samples", int(more))) if self._store else self._alone
+
+    def until_all(self) -> Iterator[int]:
+        """The number again and again, until every rank has called this."""
+        if not self._store:
+            return
+        _, size = rank_and_size()
+        here = self._store.add(self._key, 1)
+        while here < size:
+            time.sleep(_LOOK_S)
+            yield self.add(0)
+            here = self._store.add(self._key, 0)
+
+
+def _merged(of_ranks: Iterable[Sequence[Completion]]) -> tuple[Completion, ...]:
+    """All samples in the order of prompts. Raises RankError where ranks that computed one together differ."""
+    samples: dict[tuple[int, int], tuple[int, Completion]] = {}
+    for rank, own in enumerate(of_ranks):
+        for sample in own:
+            first, other = samples.setdefault((sample.prompt, sample.sample), (rank, sample))
+            if other.tokens != sample.tokens:
+                raise RankError(
+                    f"sample {sample.sample} of prompt {sample.prompt} differs between ranks that made it together",
+                    f"{name_ranks([first, rank])}",
+                    "run them on equal devices, with equal versions (`evenload doctor` on each host shows them)",
+                )
+    return tuple(samples[key][1] for key in sorted(samples))
+
+
+def _unfit(recipe: Recipe) -> Iterator[Rule]:
+    """What recipes can be trained by, and not generate from."""
+    ep, experts = recipe.parallel.ep, shape_of(recipe.model).experts
+    yield ep > 1, "generation does not run experts that ranks share", f"parallel.ep {ep}", "set parallel.ep=1"
+    detail = f"{experts and experts.num_experts} experts"
+    yield experts is not None, "generation does not run models with experts", detail, "use a dense model"
+    do = "merge an adapter into its model, and generate from that"
+    yield recipe.adapts, "generation does not run adapters of tenants", "plugins.lora.enabled true", do
+    do = "set plugins.pipeline.v_shape=false"
+    yield recipe.v_shape, "generation does not run two stages a device", "plugins.pipeline.v_shape true", do
+
+
+def staged(run: RunStage, device: torch.device, group: Group, empty: Callable[[Pack], Tensor]) -> Decoder:
+    """A decoder of the stages of a pipeline, which compute a pack one after the other.
+
+    Args:
+        group: of the stages, in their order.
+        empty: what a stage receives of a pack, as large.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    place = ranks.index(dist.get_rank())
+
+    def logits(pack: Pack, slots_R: Tensor) -> Tensor | None:
+        received = None
+        if place > 0:
+            received = empty(pack)
+            dist.recv(received, ranks[place - 1], group=group)
+        output = run(received, pack, slots_R)
+        if place == len(ranks) - 1:
+            return output
+        dist.send(output.contiguous(), ranks[place + 1], group=group)
+        return None
+
+    def shared(picks_2R: Tensor) -> Tensor:
+        dist.broadcast(picks_2R, ranks[-1], group=group)
+        return picks_2R
+
+    return Decoder(device, logits, shared)
+
+
+def any_rank(busy: bool) -> bool:
+    """Whether any rank has something to compute. Collective."""
+    flag = torch.tensor([int(busy)])
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=on_host())
+    return bool(flag)

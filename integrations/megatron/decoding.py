@@ -1,0 +1,46 @@
+"""The next tokens of packs by Megatron-Core's own model: logits of the wanted slots alone, of the whole vocabulary on
+every tensor-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from ...runtime.attention.pack import Pack
+from ...runtime.generate.engine import Decoder
+from ..host.generating import staged
+from .model.attention import seq_params
+
+
+@contextmanager
+def decoder_of(called: Any, gpt: Any, device: torch.device) -> Iterator[Decoder]:
+    """A decoder by the ``gpt`` of this pipeline stage, called as Megatron's wrappers have it."""
+    config, wanted = get_model_config(called), list[Tensor]()
+
+    def choose(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_T1C, *rest = arguments
+        return hidden_T1C[wanted[-1]], *rest
+
+    def run(received: Tensor | None, pack: Pack, slots_R: Tensor) -> Tensor:
+        wanted[:] = [slots_R]
+        if received is not None:
+            gpt.set_input_tensor(received)
+        tokens, positions = pack.tokens_T[None], pack.positions_T[None]
+        output: Tensor = called(tokens, positions, None, packed_seq_params=seq_params(pack), runtime_gather_output=True)
+        return output[0] if gpt.post_process else output
+
+    def empty(pack: Pack) -> Tensor:
+        return torch.empty(pack.num_padded_tokens, 1, config.hidden_size, dtype=config.pipeline_dtype, device=device)
+
+    hook = gpt.output_layer.register_forward_pre_hook(choose) if gpt.post_process else None
+    try:
+        yield staged(run, device, parallel_state.get_pipeline_model_parallel_group(), empty)
+    finally:
+        if hook is not None:
+            hook.remove()

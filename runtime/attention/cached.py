@@ -1,0 +1,162 @@
+"""Attention of a pack whose sequences are in a `KvCache`: slices of several tokens one by one, and all rows of one
+token in one call.
+
+Shape legend: T = tokens of the pack, N = tokens of a slice, M = tokens up to its end, B = rows of one token each,
+H = query heads, G = key/value heads, R = H / G, D = head dimension, L = tokens of the blocks of the longest row.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...core.plan.step_plan import Slice
+from .blocks import Inputs, choose_block, with_sinks
+from .kernels import KernelRow, has, on_gpu
+from .kv_cache import CachedRows, Pools
+from .scores import ScoreForm
+
+log = logging.getLogger("evenload")
+
+_PAGE = 256
+"""What FlashAttention wants the tokens of a block to be a multiple of."""
+
+
+class DecodeCall(NamedTuple):
+    """One query each of some sequences, over all keys that the cache holds of its own."""
+
+    q_BHD: Tensor
+    pools: Pools
+    rows: CachedRows
+    scores: ScoreForm
+
+
+@dataclass(frozen=True)
+class DecodeKernel(KernelRow):
+    """One row of `DECODERS`, which runs rows of one token."""
+
+    run: Callable[[DecodeCall], Tensor]
+    """Gives out_BHD."""
+    options: frozenset[str]
+    """Of "window", "softcap" and "sinks", what it can do."""
+    block_multiple: int = 1
+    """What the tokens of a block are a multiple of."""
+
+
+def cached_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows: CachedRows, layer: int, scores: ScoreForm
+) -> Tensor:
+    """`packed_attention` of a pack whose keys and values stay in a cache; not differentiable.
+
+    Returns:
+        out_THD; 0 of slots behind the last slice.
+    """
+    pools = rows.cache.write(layer, rows.places_T, k_TGD, v_TGD)
+    outs = []
+    for piece, first in zip(rows.long, rows.borders, strict=False):
+        outs.append(_slice(q_THD[first : first + piece.length], pools, rows, piece, scores))
+    first, end = rows.borders[-1], len(rows.places_T)
+    if end > first:
+        kernel = choose_decoder(
+            q_THD.device, q_THD.dtype, q_THD.shape[-1], rows.cache.tables.block_tokens, scores.options
+        )
+        outs.append(kernel.run(DecodeCall(q_THD[first:end], pools, rows, scores)))
+    if len(q_THD) > end:
+        outs.append(q_THD.new_zeros(len(q_THD) - end, *q_THD.shape[1:]))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _slice(q_NHD: Tensor, pools: Pools, rows: CachedRows, piece: Slice, scores: ScoreForm) -> Tensor:
+    """Attention of one slice over itself and what is kept before it."""
+    blocks = rows.blocks_of(piece)
+    k_MGD, v_MGD = (pool[blocks].flatten(0, 1)[: piece.stop] for pool in pools)
+    block = choose_block(q_NHD.device, q_NHD.dtype, q_NHD.shape[-1], scores.options & {"window", "softcap"})
+    out_NHD, lse_HN = block.forward(Inputs(q_NHD, k_MGD, v_MGD, True, scores.scale, scores.window, scores.softcap))
+    return out_NHD if scores.sinks_H is None else with_sinks(out_NHD, lse_HN, scores.sinks_H)[0]
+
+
+def _flash_attn(call: DecodeCall) -> Tensor:
+    function = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    window = (-1, -1) if call.scores.window is None else (call.scores.window, 0)
+    out_B1HD: Tensor = function(
+        call.q_BHD[:, None],
+        *call.pools,
+        cache_seqlens=call.rows.lengths_B,
+        block_table=call.rows.tables_BW.int(),
+        softmax_scale=call.scores.scale,
+        causal=True,
+        window_size=window,
+        softcap=call.scores.softcap or 0.0,
+    )
+    return out_B1HD[:, 0]
+
+
+def _sdpa(call: DecodeCall) -> Tensor:
+    tables_BW = call.rows.tables_BW
+    k_BGLD, v_BGLD = (_rows_of(pool, tables_BW) for pool in call.pools)
+    q_BGRD = call.q_BHD.unflatten(1, (k_BGLD.shape[1], -1))
+    seen_B11L = call.rows.seen_B11L(call.scores.window)
+    out_BGRD = scaled_dot_product_attention(q_BGRD, k_BGLD, v_BGLD, attn_mask=seen_B11L, scale=call.scores.scale)
+    return out_BGRD.flatten(1, 2)
+
+
+def _rows_of(pool_NSGD: Tensor, tables_BW: Tensor) -> Tensor:
+    """Keys or values of each row [B, G, L, D]."""
+    taken = pool_NSGD.index_select(0, tables_BW.flatten())
+    return taken.view(len(tables_BW), -1, *pool_NSGD.shape[2:]).transpose(1, 2)
+
+
+def _one_by_one(call: DecodeCall) -> Tensor:
+    pieces = call.rows.slices[len(call.rows.long) :]
+    return torch.cat(
+        [_slice(call.q_BHD[i : i + 1], call.pools, call.rows, piece, call.scores) for i, piece in enumerate(pieces)]
+    )
+
+
+def _anywhere(*_: Any) -> bool:
+    return True
+
+
+_WINDOW = frozenset({"window"})
+DECODERS = (
+    DecodeKernel(
+        "flash_attn",
+        lambda: has("flash_attn", "flash_attn_with_kvcache"),
+        on_gpu,
+        _flash_attn,
+        _WINDOW | {"softcap"},
+        _PAGE,
+    ),
+    DecodeKernel("sdpa", _anywhere, _anywhere, _sdpa, _WINDOW),
+    DecodeKernel("blocks", _anywhere, _anywhere, _one_by_one, _WINDOW | {"softcap", "sinks"}),
+)
+
+
+def block_tokens_on(device: torch.device) -> int:
+    """Tokens of a block that all kernels of a device take."""
+    return _PAGE if device.type == "cuda" else 16
+
+
+@cache
+def choose_decoder(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int, options: frozenset[str]
+) -> DecodeKernel:
+    """The first row of `DECODERS` that is there, takes these inputs and blocks, and can do what is asked for."""
+    kernel = next(
+        row
+        for row in DECODERS
+        if options <= row.options
+        and not block_tokens % row.block_multiple
+        and row.supports(dtype, device, head_dim)
+        and row.available()
+    )
+    log.info("attention of single tokens on %s, %s, head dimension %d: %s", device, dtype, head_dim, kernel.name)
+    return kernel

@@ -1,0 +1,128 @@
+"""Samples from a model that is run in packs: prompts as slices, samples as rows of one token behind what is kept.
+
+    while a sample is under way:
+        pack    = the next slices of prompts, and the last token of each sample
+        logits  = of the last token of each sample
+        token   = argmax(allowed log-probabilities + noise of (seed, prompt, sample, place))
+
+A sample does not depend on what it is computed beside: see `noise`. In float64 it is the same token for token whatever
+the order, the slots and the ranks; with fewer digits but where two tokens lie within rounding of each other.
+
+Shape legend: T = tokens of a pack, R = rows that get a token, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.aliases import Ints
+from ...core.plan.step_plan import Slice
+from ..attention.block_tables import BlockTables
+from ..attention.cached import block_tokens_on
+from ..attention.copy_rows import copy_rows
+from ..attention.kv_cache import CachedRows, KvCache
+from ..attention.pack import IGNORE, Pack
+from .noise import gumbel
+from .request import Completion, Ended, Generation, Request
+from .sampling import pick
+from .schedule import Running, Schedule
+
+
+def keep(picks_2R: Tensor) -> Tensor:
+    """Picks of a rank that needs nobody else for them."""
+    return picks_2R
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a rank runs the model without gradients."""
+
+    device: torch.device
+    logits: Callable[[Pack, Tensor], Tensor | None]
+    """Of a pack and some of its slots [R] their logits [R, V]; None on a rank that has not the last layer."""
+    shared: Callable[[Tensor], Tensor] = keep
+    """What ranks with the last layer have picked [2, R], on all ranks that hold the model together."""
+    goes_on: Callable[[bool], bool] = bool
+    """Whether there is another forward, where this rank has something to compute, or has not."""
+
+
+@torch.no_grad()
+def generate(requests: Iterable[Request], settings: Generation, decoder: Decoder) -> Iterator[Completion]:
+    """The samples of some requests as they end, started in this order.
+
+    Raises EvenloadError where ``settings.cache_tokens`` hold less than the largest sample may become.
+    """
+    asked = [request for request in requests if request.samples]
+    cache = KvCache(BlockTables(block_tokens_on(decoder.device), settings.cache_tokens))
+    schedule = Schedule(asked, settings, cache) if asked else None
+    while decoder.goes_on(schedule is not None and schedule.busy):
+        if schedule is None or not schedule.busy:
+            decoder.logits(
+                _pack([], {}, cache, decoder.device), torch.zeros(1, dtype=torch.int64, device=decoder.device)
+            )
+            continue
+        slices, samples, tokens = schedule.next()
+        pack = _pack(slices, tokens, cache, decoder.device)
+        tokens_R, log_probs_R = _picked(pack, samples, settings, decoder)
+        schedule.computed()
+        for sample, token, log_prob in zip(samples, tokens_R, log_probs_R, strict=True):
+            sample.new.append(int(token))
+            sample.log_probs.append(log_prob)
+            if how := _end_of(sample, settings):
+                schedule.end(sample)
+                yield sample.ended(how)
+
+
+def _end_of(sample: Running, settings: Generation) -> Ended | None:
+    if sample.new[-1] in settings.end_tokens:
+        return "end"
+    if settings.stops(sample.new):
+        return "stop"
+    return "limit" if len(sample.new) == sample.request.limit else None
+
+
+def _pack(slices: Sequence[Slice], tokens: Mapping[int, Sequence[int]], cache: KvCache, device: torch.device) -> Pack:
+    """Slices in the order of the cache's rows; without any the pack is one token that nothing is computed for."""
+    rows = CachedRows.of(cache, slices, device)
+    lengths = [piece.length for piece in rows.slices] or [1]
+    borders = tuple(accumulate(lengths, initial=0))
+    arrays: dict[str, Ints] = {
+        "tokens_T": np.array([*chain.from_iterable(tokens[piece.sequence] for piece in rows.slices)] or [0]),
+        "positions_T": np.array([*chain.from_iterable(range(s.start, s.stop) for s in rows.slices)] or [0]),
+        "labels_T": np.full(borders[-1], IGNORE, dtype=np.int64),
+        "cu_seqlens": np.array(borders, dtype=np.int32),
+    }
+    fields = copy_rows(arrays, device)
+    return Pack.of(lengths, borders, slices=rows.slices, cached=rows, num_targets=0, **fields)
+
+
+def _picked(
+    pack: Pack, samples: Sequence[Running], settings: Generation, decoder: Decoder
+) -> tuple[list[float], list[float]]:
+    """The next token of each sample, and its log-probability."""
+    ends = {piece.sequence: end - 1 for piece, end in zip(pack.slices, pack.segments[1:], strict=True)}
+    arrays = {
+        "slots": np.array([ends[sample.key] for sample in samples] or [0], dtype=np.int64),
+        "streams": np.array([sample.stream for sample in samples], dtype=np.int64),
+        "places": np.array([sample.length for sample in samples], dtype=np.int64),
+    }
+    rows = copy_rows(arrays, decoder.device)
+    logits_RV = decoder.logits(pack, rows["slots"])
+    if not samples:
+        return [], []
+    if logits_RV is None:
+        picks_2R = torch.zeros(2, len(samples), dtype=torch.float64, device=decoder.device)
+    else:
+        noise_RV = None
+        if settings.sampling.temperature:
+            tokens_V = torch.arange(logits_RV.shape[1], device=decoder.device)
+            noise_RV = gumbel(rows["streams"], rows["places"], tokens_V)
+        picks_2R = pick(logits_RV, noise_RV, settings.sampling)
+    tokens_R, log_probs_R = decoder.shared(picks_2R).tolist()
+    return tokens_R, log_probs_R

@@ -1,0 +1,100 @@
+"""What is asked of a generation, and what it gives; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ...core.errors import Rule
+
+Ended = Literal["end", "stop", "limit"]
+"""By an end token, by a stop string, or by its limit."""
+
+
+class Sampling(NamedTuple):
+    """Which tokens may be drawn, and how probable each is, in the order of these fields."""
+
+    temperature: float = 1.0
+    """Divides logits; 0: the most probable token is taken, and nothing is drawn."""
+    top_k: int = 0
+    """As many of the most probable tokens, and what equals the last of them; 0: all."""
+    top_p: float = 1.0
+    """As few of the most probable tokens as have this much probability together (Holtzman et al., arXiv 1904.09751,
+    section 3.1)."""
+
+
+class Request(NamedTuple):
+    """A prompt, and which samples of it are wanted."""
+
+    number: int
+    """By which noise is drawn, so that it is the prompt's own, whatever else is asked for."""
+    tokens: tuple[int, ...]
+    limit: int
+    """Tokens of a sample at most, behind the prompt."""
+    samples: tuple[int, ...] = (0,)
+    """Their numbers."""
+
+
+class Completion(NamedTuple):
+    """One text that the model has made."""
+
+    prompt: int
+    """Number of its request."""
+    sample: int
+    tokens: tuple[int, ...]
+    """Behind the prompt, the end token included."""
+    log_probs: tuple[float, ...]
+    """Of each token, by the model itself: before temperature, top-k and top-p."""
+    ended: Ended
+
+
+def never(tokens: Sequence[int]) -> bool:
+    """The rule that stops no sample."""
+    return False
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How samples are drawn, when they end, and how many are under way at once."""
+
+    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    end_tokens: frozenset[int] = frozenset()
+    stops: Callable[[Sequence[int]], bool] = never
+    """Whether the last of these tokens of a sample, those behind its prompt, completes a stop string."""
+    slots: int = 64
+    """Samples that are under way at once on a rank."""
+    cache_tokens: int | None = None
+    """Whose keys and values a rank holds at once; None: of all that are under way."""
+    step_tokens: int = 4096
+    """Tokens of prompts that one forward takes; the last tokens of samples come on top."""
+
+
+def deal(limits: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Which requests each rank has, by their limits: the longest first, in turn. The one rule of who generates what."""
+    order = np.argsort(-np.asarray(limits, dtype=np.int64), kind="stable").tolist()
+    return [order[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) -> Iterator[Rule]:
+    """What no model of these sizes can be asked for; ``vocab_size`` None: unknown."""
+    yield not requests, "there is no prompt to continue", "no request", "give one prompt or more"
+    for number, tokens, limit, _ in requests:
+        yield not tokens, f"prompt {number} has no token", "nothing to continue", "leave it out"
+        least, most = min(tokens, default=0), max(tokens, default=0)
+        yield (
+            least < 0 or (vocab_size is not None and most >= vocab_size),
+            f"prompt {number} has tokens that the model does not know",
+            f"token ids {least} to {most}, a vocabulary of {vocab_size}",
+            "use the model's own tokenizer",
+        )
+        yield limit < 1, f"no token may follow prompt {number}", f"a limit of {limit}", "ask for one token or more"
+        yield (
+            len(tokens) + limit > max_length,
+            f"prompt {number} and what may follow are longer than the model's longest sequence",
+            f"{len(tokens)} tokens and a limit of {limit}, data.max_length {max_length}",
+            "lower the limit (generate.max_new_tokens), shorten the prompt, or raise data.max_length",
+        )

@@ -1,0 +1,226 @@
+"""Which samples are under way, and what each forward computes of them.
+
+A prompt is prefilled once, but for its last token, and shared by its samples; each of these is then a row of one token
+a forward. Samples start in their order as slots and blocks are free. Where a sample cannot grow, prompts that nobody
+needs now are given up first, then the sample that started last: it begins again, with the tokens that it has, when
+another one has ended. The first one is never given up, so that there is an end.
+
+Nothing here decides which token comes next: that is a function of the sample alone (`noise`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ...core.errors import EvenloadError
+from ...core.plan.step_plan import Slice
+from ..attention.block_tables import BlockTables
+from ..attention.kv_cache import KvCache
+from .noise import stream_of
+from .request import Completion, Ended, Generation, Request
+
+
+@dataclass(eq=False)
+class Prefill:
+    """A prompt whose keys are there, or are being computed."""
+
+    request: Request
+    key: int
+    """What the cache calls it."""
+    kept: int = 0
+    """Tokens whose keys are there."""
+    pending: int = 0
+    """Samples that wait for them."""
+
+    @property
+    def length(self) -> int:
+        """Without the last token: each sample computes that by itself, for its first token."""
+        return len(self.request.tokens) - 1
+
+
+@dataclass(eq=False)
+class Running:
+    """A sample that has begun, or waits for its turn."""
+
+    request: Request
+    number: int
+    stream: int
+    """Of its noise."""
+    key: int = -1
+    """What the cache calls it, while it has a slot."""
+    new: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    kept: int = 0
+    prefill: Prefill | None = None
+    """What it waits for."""
+
+    @property
+    def length(self) -> int:
+        return len(self.request.tokens) + len(self.new)
+
+    def ended(self, how: Ended) -> Completion:
+        return Completion(self.request.number, self.number, tuple(self.new), tuple(self.log_probs), how)
+
+
+class Schedule:
+    """The samples of some requests on one rank; raises EvenloadError where the cap holds less than one of them."""
+
+    def __init__(self, requests: Sequence[Request], settings: Generation, cache: KvCache) -> None:
+        self._settings = settings
+        self._cache, self._tables = cache, cache.tables
+        refuse_small_cache(requests, settings, self._tables)
+        self.waiting = deque(
+            Running(request, number, stream_of(settings.seed, request.number, number))
+            for request in requests
+            for number in request.samples
+        )
+        self.live: list[Running] = []
+        """In the order in which they started."""
+        self._wanted = Counter(sample.request.number for sample in self.waiting)
+        self._prefills: dict[int, Prefill] = {}
+        self._keys = 0
+        self._gave_up = False
+        """Since the last sample ended: no other one starts until one does."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.live)
+
+    def next(self) -> tuple[list[Slice], list[Running], dict[int, list[int]]]:
+        """What the next forward computes: slices, by what the cache calls their sequences; the samples that get a token
+        from it, each for the last token of its slice; and the tokens of each slice."""
+        for sample in list(self.live):
+            if sample in self.live:
+                self._make_grow(sample)
+        self._start()
+        slices: list[Slice] = []
+        samples: list[Running] = []
+        tokens: dict[int, list[int]] = {}
+        rest = self._settings.step_tokens
+        for part in self._parts():
+            stop = part.length if part.length - part.kept == 1 else min(part.length, part.kept + rest)
+            if stop == part.kept:
+                continue
+            rest -= (stop - part.kept) * (part.length - part.kept > 1)
+            slices.append(Slice(part.key, part.kept, stop))
+            tokens[part.key] = _tokens(part, stop)
+            part.kept = stop
+            if isinstance(part, Running) and stop == part.length:
+                samples.append(part)
+        return slices, samples, tokens
+
+    def computed(self) -> None:
+        """The keys of the last forward are there."""
+        for sample in self.live:
+            if sample.prefill is not None and sample.prefill.kept == sample.prefill.length:
+                self._leave_prefill(sample)
+
+    def end(self, sample: Running) -> None:
+        """Take a sample out that has its last token."""
+        self.live.remove(sample)
+        self._tables.free(sample.key)
+        self._gave_up = False
+
+    def _parts(self) -> Iterator[Prefill | Running]:
+        yield from (sample for sample in self.live if sample.prefill is None)
+        yield from (prefill for prefill in self._prefills.values() if prefill.pending)
+
+    def _start(self) -> None:
+        """Give slots to samples that wait, in their order, while they and their prompts find blocks."""
+        while self.waiting and len(self.live) < self._settings.slots and not self._gave_up:
+            sample = self.waiting[0]
+            prefill = self._prefills.get(sample.request.number)
+            before = len(sample.request.tokens) - 1
+            shared = before // self._tables.block_tokens
+            wanted = self._tables.size(sample.length) - shared + (self._tables.size(before) if prefill is None else 0)
+            if not self._tables.has_free(wanted) and not self._drop_prefills(wanted, besides=prefill):
+                return
+            self.waiting.popleft()
+            self._wanted[sample.request.number] -= 1
+            self._take_slot(sample, prefill or self._open_prefill(sample.request))
+
+    def _open_prefill(self, request: Request) -> Prefill:
+        prefill = self._prefills[request.number] = Prefill(request, self._new_key())
+        assert self._tables.grow(prefill.key, prefill.length)
+        return prefill
+
+    def _take_slot(self, sample: Running, prefill: Prefill) -> None:
+        sample.key, sample.prefill = self._new_key(), prefill
+        sample.kept = prefill.length
+        prefill.pending += 1
+        self._tables.fork(prefill.key, sample.key, prefill.length)
+        assert self._tables.grow(sample.key, sample.length)
+        self.live.append(sample)
+        if prefill.kept == prefill.length:
+            self._leave_prefill(sample)
+
+    def _leave_prefill(self, sample: Running) -> None:
+        """Copy what the prompt has in its last block, which the sample goes on in, and be on its own."""
+        prefill = sample.prefill
+        assert prefill is not None
+        whole, rest = divmod(prefill.length, self._tables.block_tokens)
+        if rest:
+            self._cache.copy_block(self._tables[prefill.key][whole], self._tables[sample.key][whole])
+        self._forget(sample, prefill)
+
+    def _forget(self, sample: Running, prefill: Prefill) -> None:
+        sample.prefill = None
+        prefill.pending -= 1
+        if not prefill.pending and not self._wanted[prefill.request.number]:
+            self._close(prefill)
+
+    def _make_grow(self, sample: Running) -> None:
+        """Find a block for the next token of a sample; others, or itself, are given up for it."""
+        while not self._tables.grow(sample.key, sample.length):
+            if self._drop_prefills(1):
+                continue
+            last = self.live[-1]
+            self._give_up(last)
+            if last is sample:
+                return
+
+    def _give_up(self, sample: Running) -> None:
+        self.live.remove(sample)
+        self._tables.free(sample.key)
+        if sample.prefill is not None:
+            self._forget(sample, sample.prefill)
+        self._wanted[sample.request.number] += 1
+        self.waiting.appendleft(sample)
+        self._gave_up = True
+
+    def _drop_prefills(self, blocks: int, besides: Prefill | None = None) -> bool:
+        """Give up prompts that no sample waits for; whether so many blocks are free then."""
+        for prefill in [one for one in self._prefills.values() if not one.pending and one is not besides]:
+            if self._tables.has_free(blocks):
+                break
+            self._close(prefill)
+        return self._tables.has_free(blocks)
+
+    def _close(self, prefill: Prefill) -> None:
+        del self._prefills[prefill.request.number]
+        self._tables.free(prefill.key)
+
+    def _new_key(self) -> int:
+        self._keys += 1
+        return self._keys
+
+
+def refuse_small_cache(requests: Sequence[Request], settings: Generation, tables: BlockTables) -> None:
+    """Raise EvenloadError where a cache with these blocks holds less than the largest sample may become."""
+    largest = max(requests, key=lambda request: len(request.tokens) + request.limit)
+    tokens, block = len(largest.tokens) + largest.limit, tables.block_tokens
+    if not tables.holds(tokens, besides=1):  # the last block of its prompt is there twice
+        raise EvenloadError(
+            "the cache of keys and values is smaller than one sample may become",
+            f"{settings.cache_tokens} tokens in blocks of {block}; prompt {largest.number} and its limit have {tokens}",
+            f"raise generate.cache_tokens to {(tables.size(tokens) + 1) * block}, or lower the limit",
+        )
+
+
+def _tokens(part: Prefill | Running, stop: int) -> list[int]:
+    """Tokens [kept, stop) of a prompt or a sample."""
+    prompt, new = part.request.tokens, part.new if isinstance(part, Running) else []
+    before = len(prompt)
+    return [*prompt[part.kept : stop], *new[max(0, part.kept - before) : max(0, stop - before)]]

@@ -1,0 +1,137 @@
+"""`evenload generate`: a file of samples that does not depend on ranks, kills or resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.api import load_recipe
+from evenload.core.errors import EvenloadError
+from evenload.data.tokenizers import open_tokenizer
+from evenload.runtime.generate.request import Completion
+from evenload.training.sample_file import SampleFile
+from evenload.training.verbs.generate import StopStrings, asked
+
+RECIPE = """
+trainer: megatron
+model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: 256}
+data: {max_length: 64}
+parallel: {dp: null}
+train: {dtype: fp64, seed: 5}
+generate: {max_new_tokens: 24, end_tokens: [10, 200, 201, 202], slots: 3, temperature: 0.9}
+"""
+PROMPTS = ["def f(x):", "import os", [7, 8, 9, 200], "class A:\\n    pass"]
+KILLED = """
+import os, signal
+import evenload.training.sample_file as files
+line = files.SampleFile._line
+made = []
+def dying(file, sample):
+    made.append(sample)
+    if os.environ["RANK"] == "0" and len(made) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return line(file, sample)
+files.SampleFile._line = dying
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    lines[1] = json.dumps({"prompt": PROMPTS[1], "max_new_tokens": 5})
+    (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(
+    place: Path, forge: Callable[[str], Any]
+) -> None:
+    def generate(out: str, ranks: int, *words: str, planted: str = "") -> Any:
+        command = ("generate", "r.yaml", *words, "--prompts", "p.jsonl", "--out", out, "--samples", "3", "--json")
+        return forge("megatron").run(place, command, ranks, planted, limit_s=120)
+
+    alone = json.loads(generate("alone.jsonl", 1, "generate.slots=1").stdout)
+    assert (alone["samples"], alone["samples_before"]) == (12, 0)
+    assert alone["ended"].keys() == {"end", "limit"}
+    killed = generate("out.jsonl", 2, planted=KILLED)
+    assert killed.returncode != 0
+    assert not (place / "out.jsonl").exists()
+    with next(place.glob("out.jsonl.part-*")).open("a") as part:
+        part.write('{"prompt": 3, "sample"')  # cut by the kill
+    on = json.loads(generate("out.jsonl", 1, "generate.cache_tokens=112").stdout)
+    assert 0 < on["samples_before"] < 12
+    assert not [*place.glob("out.jsonl.part-*")]
+    want, got = rows(place / "alone.jsonl"), rows(place / "out.jsonl")
+    for one, other in zip(want, got, strict=True):
+        assert max(abs(a - b) for a, b in zip(one.pop("log_probs"), other.pop("log_probs"), strict=True)) < 1e-9
+        assert one == other
+    assert [(row["prompt"], row["sample"]) for row in got] == [(p, s) for p in range(4) for s in range(3)]
+    more = json.loads(generate("out.jsonl", 2, "generate.slots=9").stdout)
+    assert (more["samples_before"], more["tokens"]) == (12, 0)
+    foreign = generate("out.jsonl", 1, "train.seed=6")
+    assert (foreign.returncode, "holds something else than samples of this run" in foreign.stderr) == (2, True)
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no end token": ({"generate.end_tokens": "null"}, '{"prompt": "a"}', "nothing says which token ends a sample"),
+    "no prompts": ({}, "", "has no prompt"),
+    "another field": ({}, '{"text": "a"}', "line 1 of .* has no prompt"),
+    "an empty prompt": ({}, '{"prompt": "a"}\n{"prompt": ""}', "prompt 1 has no token"),
+    "no limit": ({}, '{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens in line 1"),
+    "too long": ({}, json.dumps({"prompt": "a" * 41}), "prompt 0 and what may follow are longer"),
+    "unknown tokens": ({}, '{"prompt": [256]}', "tokens that the model does not know"),
+    "too many samples": ({"samples": 2**24}, '{"prompt": "a"}\n{"prompt": "b"}', "too many samples"),
+    "no folder": ({"out": "nowhere/o.jsonl"}, '{"prompt": "a"}', "--out cannot be written"),
+    "chats without a template": ({}, '{"prompt": [{"role": "user", "content": "a"}]}', "chats need a chat template"),
+    "no checkpoint": ({"checkpoint": Path("nowhere")}, '{"prompt": "a"}', "there is no checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_is_said_before_a_rank_starts(name: str, place: Path) -> None:
+    changes, prompts, text = BAD[name]
+    (place / "p.jsonl").write_text(prompts)
+    words = [f"{key}={value}" for key, value in changes.items() if "." in key]
+    recipe = load_recipe(place / "r.yaml", words)
+    out, number = place / changes.get("out", "o.jsonl"), changes.get("samples", 1)
+    with pytest.raises(EvenloadError, match=text):
+        asked(recipe, place / "p.jsonl", out, number, changes.get("checkpoint"))
+
+
+def test_the_mark_of_a_run_is_that_of_what_decides_tokens(place: Path) -> None:
+    def run(*words: str, samples: int = 1) -> str:
+        return asked(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o", samples).run
+
+    same = [run("generate.slots=9"), run("generate.cache_tokens=640"), run("parallel.tp=2"), run(samples=4)]
+    assert {*same} == {run()}
+    words = ("train.seed=1", "generate.top_k=3", "model.num_layers=3", "generate.stop=[x]", "train.dtype=fp32")
+    assert len({run(), *map(run, words)}) == 6
+
+
+def test_a_stop_string_ends_a_sample_wherever_tokens_part_it() -> None:
+    stops = StopStrings(open_tokenizer("bytes"), ("\n\n", "END"))
+    tokens = list(b"aEN\nDENDx")
+    assert [stops(tokens[:n]) for n in range(1, 10)] == [False] * 7 + [True, True]
+    sample = Completion(0, 0, tuple(tokens[:8]), (0.0,) * 8, "stop")
+    assert stops.text_of(sample) == "aEN\nD"
+    assert stops.text_of(sample._replace(ended="end")) == "aEN\nDEN"
+    assert stops.text_of(sample._replace(ended="limit")) == "aEN\nDEND"
+    assert not StopStrings(open_tokenizer("bytes"), ())(tokens)
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    for text in ("notes\n", '{"prompt": 1}\n', "[1]\n"):
+        out.write_text(text)
+        with pytest.raises(EvenloadError, match="something else than samples"):
+            SampleFile(out, "run", lambda _: "").read()
+        assert out.read_text() == text

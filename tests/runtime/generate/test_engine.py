@@ -1,0 +1,218 @@
+"""Samples are those of plain generation, one token and one whole forward at a time, however they are computed."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from evenload.core.errors import EvenloadError
+from evenload.runtime.attention import cached
+from evenload.runtime.attention.kv_cache import CachedRows
+from evenload.runtime.generate import engine
+from evenload.runtime.generate.engine import generate
+from evenload.runtime.generate.request import Completion, Generation, Request, Sampling, deal
+from hypothesis import given, settings
+
+_spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
+tiny = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tiny)
+
+PLAIN = Generation(seed=3, end_tokens=frozenset({5, 17}))
+Samples = dict[tuple[int, int], Completion]
+
+
+def asked(seed: int = 0, prompts: int = 6, samples: int = 3, longest: int = 40) -> list[Request]:
+    """Prompts of 1 to 40 tokens, and limits of 1 to 30."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(least: int, most: int) -> int:
+        return int(torch.randint(least, most, (), generator=draw))
+
+    return [
+        Request(
+            i,
+            tuple(number(0, tiny.VOCABULARY) for _ in range(number(1, longest))),
+            number(1, 30),
+            tuple(range(samples)),
+        )
+        for i in range(prompts)
+    ]
+
+
+def made(model: Any, requests: list[Request], how: Generation, **more: Any) -> Samples:
+    out = list(generate(requests, how, model.decoder(**more)))
+    samples = {(one.prompt, one.sample): one for one in out}
+    assert len(samples) == len(out) == sum(len(request.samples) for request in requests)
+    return samples
+
+
+def refuse_other(got: Samples, want: Samples) -> None:
+    assert got.keys() == want.keys()
+    for key, sample in want.items():
+        assert (got[key].tokens, got[key].ended) == (sample.tokens, sample.ended)
+        torch.testing.assert_close(torch.tensor(got[key].log_probs), torch.tensor(sample.log_probs), rtol=0, atol=1e-9)
+
+
+MODEL, REQUESTS = tiny.Tiny(), asked()
+
+
+@pytest.fixture(scope="module", params=["drawn", "cut", "greedy", "stopped"])
+def case(request: Any) -> tuple[Generation, Samples]:
+    """How samples are drawn, and what plain generation gives."""
+    how = {
+        "drawn": PLAIN,
+        "cut": replace(PLAIN, sampling=Sampling(0.7, 8, 0.9)),
+        "greedy": replace(PLAIN, sampling=Sampling(0.0)),
+        "stopped": replace(PLAIN, stops=lambda new: sum(new[-2:]) == 23 and len(new) > 1),
+    }[request.param]
+    return how, tiny.one_by_one(MODEL.whole, REQUESTS, how)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": 1},
+        {"slots": 5, "step_tokens": 7},
+        {"slots": 64},
+        {"slots": 64, "cache_tokens": 112, "step_tokens": 16},
+        {"slots": 7, "cache_tokens": 128, "step_tokens": 1},
+    ],
+    ids=str,
+)
+def test_every_slot_cap_and_chunk_gives_the_plain_tokens(case: Any, changes: dict[str, Any]) -> None:
+    how, want = case
+    assert {sample.ended for sample in want.values()} >= {"limit", "end"}
+    refuse_other(made(MODEL, REQUESTS, replace(how, **changes)), want)
+
+
+def test_a_stop_ends_a_sample(case: Any) -> None:
+    how, want = case
+    assert any(sample.ended == "stop" for sample in want.values()) == (how.stops(()) is not how.stops([11, 12]))
+
+
+def test_every_order_split_and_resume_gives_the_plain_tokens() -> None:
+    want = tiny.one_by_one(MODEL.whole, REQUESTS, PLAIN)
+    refuse_other(made(MODEL, REQUESTS[::-1], replace(PLAIN, slots=4)), want)
+    for ranks in (2, 3):
+        dealt = deal([request.limit for request in REQUESTS], ranks)
+        parts = [made(MODEL, [REQUESTS[i] for i in part], PLAIN) for part in dealt]
+        refuse_other({key: one for part in parts for key, one in part.items()}, want)
+    begun = generate(REQUESTS, replace(PLAIN, slots=3), MODEL.decoder())
+    before = {(one.prompt, one.sample): one for one, _ in zip(begun, range(7), strict=False)}
+    rest = [r._replace(samples=tuple(s for s in r.samples if (r.number, s) not in before)) for r in REQUESTS]
+    after = {(one.prompt, one.sample): one for one in generate(rest, PLAIN, MODEL.decoder())}
+    assert len(after) == len(want) - 7
+    refuse_other(before | after, want)
+
+
+@pytest.mark.parametrize("scores", [{"window": 5}, {"softcap": 2.0}, {"sinks_H": torch.ones(tiny.HEADS)}], ids=str)
+def test_windows_caps_and_sinks_of_scores(scores: dict[str, Any]) -> None:
+    model = tiny.Tiny(**{key: value.double() if key == "sinks_H" else value for key, value in scores.items()})
+    refuse_other(made(model, REQUESTS[:3], PLAIN), tiny.one_by_one(model.whole, REQUESTS[:3], PLAIN))
+
+
+def test_a_rank_that_has_nothing_to_do_goes_along() -> None:
+    left = iter([True, True, False])
+    assert list(generate([], PLAIN, MODEL.decoder(goes_on=lambda busy: next(left)))) == []
+    assert [pack.slices for pack in MODEL.packs[-2:]] == [(), ()]
+
+
+class Watched(tiny.Tiny):
+    """Sees what is in the cache at every forward."""
+
+    def logits(self, pack: Any, slots_R: Any = None) -> Any:
+        if pack.cached:
+            tables = pack.cached.cache.tables
+            self.most = max(getattr(self, "most", 0), tables.num_taken * tables.block_tokens)
+            self.rows = max(getattr(self, "rows", 0), len(slots_R))
+            self.tables = tables
+            written = [slot for piece in pack.slices for slot in pack.cached._places(piece).tolist()]
+            assert len(written) == len(set(written))
+        return super().logits(pack, slots_R)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(0, 6), st.integers(1, 50))
+def test_every_sample_ends_once_and_caps_are_kept(seed: int, slots: int, spare: int, chunk: int) -> None:
+    requests = asked(seed, prompts=4, samples=2, longest=30)
+    largest = max(len(request.tokens) + request.limit for request in requests)
+    cap = (-(-largest // 16) + 1 + spare) * 16
+    model = Watched(seed)
+    got = made(model, requests, replace(PLAIN, slots=slots, cache_tokens=cap, step_tokens=chunk))
+    assert model.most <= cap
+    assert model.rows <= slots
+    assert model.tables.num_taken == 0
+    refuse_other(got, made(model, requests, replace(PLAIN, slots=1)))
+
+
+def test_a_cap_below_one_sample_is_refused() -> None:
+    with pytest.raises(EvenloadError, match="smaller than one sample"):
+        list(generate(REQUESTS, replace(PLAIN, cache_tokens=48), MODEL.decoder()))
+
+
+@pytest.mark.parametrize("fault", ["noise of a row", "a stale key", "a shared block"])
+def test_faults_change_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "noise of a row":
+        draw = engine.gumbel
+        monkeypatch.setattr(engine, "gumbel", lambda s, p, t: draw(torch.arange(len(s)), p, t))
+    elif fault == "a stale key":
+        monkeypatch.setattr(
+            CachedRows, "seen_B11L", lambda self, _: torch.ones_like(self.tables_BW[:, None, None, :1]).bool()
+        )
+        monkeypatch.setattr(cached, "choose_decoder", lambda *_: cached.DECODERS[1])
+    else:
+        monkeypatch.setattr("evenload.runtime.attention.kv_cache.KvCache.copy_block", lambda *_: None)
+    got = made(MODEL, REQUESTS, PLAIN)
+    want = tiny.one_by_one(MODEL.whole, REQUESTS, PLAIN)
+    assert any(got[key].tokens != want[key].tokens for key in want)
+
+
+def test_flash_attention_is_asked_for_blocks_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in reads its arguments as the kernel documents them."""
+    asked_for = []
+
+    def stand_in(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal, window_size, softcap):
+        assert (causal, softcap, block_table.dtype, cache_seqlens.dtype) == (True, 0.0, torch.int32, torch.int32)
+        asked_for.append(window_size)
+        out = torch.empty_like(q)
+        for row, length in enumerate(cache_seqlens.tolist()):
+            keys, values = (x[block_table[row].long()].flatten(0, 1)[:length] for x in (k_cache, v_cache))
+            if window_size[0] >= 0:
+                keys, values = (x[-window_size[0] - 1 :] for x in (keys, values))
+            keys, values = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (keys, values))
+            weights = (torch.einsum("hd,mhd->hm", q[row, 0], keys) * softmax_scale).softmax(-1)
+            out[row, 0] = torch.einsum("hm,mhd->hd", weights, values)
+        return out
+
+    monkeypatch.setattr(cached.importlib, "import_module", lambda _: SimpleNamespace(flash_attn_with_kvcache=stand_in))
+    monkeypatch.setattr(cached, "choose_decoder", lambda *_: cached.DECODERS[0])
+    for window in (None, 5):
+        model = tiny.Tiny(window=window)
+        refuse_other(made(model, REQUESTS, PLAIN), tiny.one_by_one(model.whole, REQUESTS, PLAIN))
+    assert set(asked_for) == {(-1, -1), (5, 0)}
+
+
+def test_flash_attention_is_taken_where_it_is_there_and_blocks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = replace(cached.DECODERS[0], available=lambda: True, supports=lambda *_: True)
+    cpu = torch.device("cpu")
+    assert cached.choose_decoder(cpu, torch.bfloat16, 64, 256, frozenset()).name == "sdpa"
+    monkeypatch.setattr(cached, "DECODERS", (flash, *cached.DECODERS[1:]))
+    for block, options, name in ((256, [], "flash_attn"), (16, [], "sdpa"), (256, ["sinks"], "blocks")):
+        chosen = cached.choose_decoder.__wrapped__(cpu, torch.bfloat16, 64, block, frozenset(options))
+        assert chosen.name == name
+    assert cached.block_tokens_on(torch.device("cuda")) == 256
+
+
+@given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 7))
+def test_prompts_are_dealt_once_each_longest_first(limits: list[int], ranks: int) -> None:
+    dealt = deal(limits, ranks)
+    assert sorted(i for part in dealt for i in part) == list(range(len(limits)))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    for part in dealt:
+        assert [limits[i] for i in part] == sorted((limits[i] for i in part), reverse=True)
