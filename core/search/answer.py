@@ -149,6 +149,12 @@ def _more_memory(search: SearchState, best: Played | None) -> Result | None:
 
 
 def said(values: Mapping[str, Any]) -> str:
-    """The values as one would pin them; what is off is left out."""
-    shown = {key.removeprefix("parallel."): value for key, value in values.items() if value not in (False, 1)}
-    return " ".join(f"{key}={value}" if key != CAP else f"cap {value}" for key, value in shown.items())
+    """The values as one would pin them; what is off is left out, and what is on is named alone."""
+    words = []
+    for key, value in values.items():
+        name = key.removeprefix("parallel.").removeprefix("plugins.").removesuffix(".enabled")
+        if value is True:
+            words.append(name)
+        elif value is not False and value != 1:
+            words.append(f"cap {value}" if key == CAP else f"{name}={value}")
+    return " ".join(words)

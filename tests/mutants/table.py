@@ -244,6 +244,7 @@ KILLERS: dict[str, Words] = {
     "halves planned": ("pytest", "tests/plugins/mesh/candidates/test_halves.py"),
     "a GPU's halves": ("pytest", "tests/rehearsal/test_turns.py", "-k", "tp2 and kept"),
     "a GPU's recomputed halves beside others": ("pytest", "tests/rehearsal/test_turns.py", "-k", "cp2 and recomputed"),
+    "search_overlap": ("pytest", "tests/core/search/test_search.py", "-k", "overlap"),
     "search": ("pytest", "tests/core/search/test_search.py", "-k", "dense or little or moment"),
     "a GPU's stages": ("pytest", "tests/rehearsal/test_nccl.py", "-k", "one_queue and turns"),
     "a GPU's kernels": ("pytest", "tests/rehearsal/test_kernels.py", "-k", "definition"),
@@ -3202,9 +3203,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a floor of a search is 20 % too high",
-        "core/search/best_first.py",
-        "    floors_s = [choice.chain.passes_floor_s(batch) + after_s for batch in batches]",
-        "    floors_s = [1.2 * choice.chain.passes_floor_s(batch) + after_s for batch in batches]",
+        "core/search/floors.py",
+        "    floor_s = passes_s + after_passes_s(chain.context, overlaps=False)",
+        "    floor_s = 1.2 * passes_s + after_passes_s(chain.context, overlaps=False)",
         "search",
     ),
     Mutant(
@@ -3217,8 +3218,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a search plans what no device holds",
         "core/search/best_first.py",
-        "    if lacking_bytes > 0:\n",
-        "    if lacking_bytes > 1e18:\n",
+        "    fits = lacking_bytes <= 0\n",
+        "    fits = lacking_bytes <= 1e18\n",
         "search",
     ),
     Mutant(
@@ -3227,5 +3228,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "batch.divisor if measured.of_mean else None",
         "batch.divisor",
         "units",
+    ),
+    Mutant(
+        "a gradient sum that no plan overlaps counts as overlapped",
+        "core/search/floors.py",
+        "    if batch.max(initial=0) > caps.max_tokens:\n        return math.inf\n",
+        "",
+        "search_overlap",
+    ),
+    Mutant(
+        "plans are reused where the trainer's own schedule may be faster",
+        "core/search/best_first.py",
+        "        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch):",
+        "        if True:",
+        "search_overlap",
     ),
 )

@@ -17,8 +17,8 @@ from evenload.core.planning.judge import judge
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.search.answer import answer, by_hand
 from evenload.core.search.best_first import LACKS, best_first
+from evenload.core.search.floors import in_schedule_s, step_floor_s
 from evenload.core.search.space import space_of
-from evenload.core.simulate.step import after_passes_s
 from evenload.training.drawing import Drawing, batch_size
 from evenload.training.forecast.search import Enough, search
 
@@ -107,9 +107,29 @@ def test_plugins_bounds_hold_for_what_they_plan() -> None:
     for choice in space_of(recipe_of(case), case.ranks, case.pins).choices:
         for batch in drawn():
             step_s = judge(choice.chain.plan(batch), choice.chain.context).step_s
-            after_s = after_passes_s(choice.chain.context)
-            floor_s = max(choice.chain.passes_floor_s(batch), choice.chain.plugins_floor_s(batch))
-            assert floor_s + after_s <= step_s * (1 + 1e-9)
+            assert step_floor_s(choice.chain, batch, asked=True) <= step_s * (1 + 1e-9)
+
+
+def test_the_gradient_sum_overlaps_only_where_the_trainers_own_schedule_can_run_the_batch() -> None:
+    pins = {"max_tokens": 1024, "parallel.tp": 1, "parallel.pp": 1, "train.recompute": False}
+    choices = space_of(recipe_of(CASES["dense"]), 4, {**pins, "plugins.mesh.enabled": True}).choices
+    overlapping, other = sorted(choices, key=lambda one: not one.values["megatron.overlap_grad_reduce"])
+    longer, shorter = as_lengths([4096, 300, 200, 100]), as_lengths([400, 300, 200, 100])
+    assert math.isinf(in_schedule_s(overlapping.chain, longer))
+    assert step_floor_s(overlapping.chain, longer) == step_floor_s(other.chain, longer)
+    assert step_floor_s(overlapping.chain, shorter) < step_floor_s(other.chain, shorter)
+
+
+@pytest.mark.parametrize("longest", [300, 4096])
+def test_plans_that_overlap_nothing_are_made_once_for_both_settings_of_overlap(longest: int) -> None:
+    batch = as_lengths([longest, 300, 200, 100, 50])
+    choices = space_of(recipe_of(CASES["dense"]), 4, {"max_tokens": 1024, "parallel.tp": 1}).choices
+    *_, state = best_first(choices, [batch], lambda _: True)
+    pairs = [one.alike for one in state.played if all(other.whole for other in one.alike) and len(one.alike) == 2]
+    same = [one.steps[0] is other.steps[0] for one, other in pairs]
+    assert any(same) is (longest > 1024)
+    for one in (one for pair in pairs for one in pair):
+        assert one.steps[0].step_s == judge(one.choice.chain.plan(batch), one.choice.chain.context).step_s
 
 
 def _searched(out: Path | None = None, pins: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
