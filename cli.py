@@ -181,7 +181,10 @@ def search(
     recipe: RecipePath,
     overrides: Overrides = None,
     lengths: Annotated[
-        list[str] | None, typer.Option("--lengths", metavar="FILE", help="Lengths or data. Default: its own data.")
+        list[str] | None,
+        typer.Option(
+            "--lengths", metavar="FILE", help="Lengths or data; of a tenant: NAME=FILE. Default: its own data."
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", metavar="DIR", help="Of --lengths that are data.")
@@ -196,7 +199,9 @@ def search(
     ] = None,
     gap: Annotated[float, typer.Option("--gap", help="End when nothing can be more percent faster.")] = 0.5,
     minutes: Annotated[float, typer.Option("--minutes", help="End after so many, with what is known.")] = 5.0,
+    loads: Annotated[Path | None, typer.Option("--loads", help="What log.loads recorded of experts.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the best setting as a recipe.")] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Write a page to read of its steps (HTML).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The best layout, caps and plugins for these lengths, with a bound on what anything else could gain; predicted."""
@@ -213,8 +218,8 @@ def search(
     memory_gib = None if memory is None else number_of_word(memory, "--memory", SIZE)
     with progress_shown() as progress:
         result = work(
-            chosen, files, ranks, pin or (), steps=num_steps, memory_gib=memory_gib, enough=enough, out=out,
-            progress=progress,
+            chosen, files, ranks, pin or (), steps=num_steps, memory_gib=memory_gib, loads=loads, enough=enough,
+            out=out, report=report, progress=progress,
         )  # fmt: skip
     emit(result, as_json, table_of_search)
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import EvenloadError
 from ..machine.layout import Layout
-from ..plan.step_plan import Lengths
 from ..planning.chain import PlanChain
 from ..planning.judge import Candidate, judge
 from .floors import in_schedule_s, step_floor_s
-from .space import Choice
+from .space import Batch, Choice
 
 
 @dataclass
@@ -80,7 +79,7 @@ class SearchState:
 
 
 def best_first(
-    choices: Sequence[Choice], batches: Sequence[Lengths], beside: Callable[[Layout], bool] = lambda _: False
+    choices: Sequence[Choice], batches: Sequence[Batch], beside: Callable[[Layout], bool] = lambda _: False
 ) -> Iterator[SearchState]:
     """The search by bounds alone and after each plan, until the best is proven; who has seen enough stops asking.
 
@@ -118,15 +117,22 @@ def _order(one: Played) -> int:
     return -len(one.choice.chain.links)
 
 
-def _one_of_each_layout(played: Sequence[Played], batches: Sequence[Lengths]) -> Iterator[Played]:
+def _one_of_each_layout(played: Sequence[Played], batches: Sequence[Batch]) -> Iterator[Played]:
     """One setting for each layout, that of the least floor, and of equal ones that which is planned soonest; layouts
     that are planned soonest first, so that there is an answer early, and slower ones need no plan."""
-    first: dict[Layout, Played] = {}
-    work_s = {id(one): one.choice.chain.work_s(batches[0]) for one in played}
-    for one in sorted(played, key=lambda one: (one.mean_s, work_s[id(one)])):
+    work_s = {id(one): one.choice.chain.work_s(batches[0].lengths) for one in played}
+    rows: dict[Layout, list[Played]] = {}
+    for one in played:
         if not one.out:
-            first.setdefault(one.choice.chain.context.layout, one)
-    yield from sorted(first.values(), key=lambda one: (work_s[id(one)], one.mean_s))
+            rows.setdefault(one.choice.chain.context.layout, []).append(one)
+
+    def rank(one: Played) -> tuple[float, float]:
+        return one.mean_s, work_s[id(one)]
+
+    for row in sorted(rows.values(), key=lambda row: rank(min(row, key=rank))[::-1]):
+        while not (least := min(row, key=rank)).bounded:
+            _know_more(least, batches)
+        yield least
 
 
 def _without_overlap(chain: PlanChain) -> str:
@@ -135,23 +141,23 @@ def _without_overlap(chain: PlanChain) -> str:
     return repr(replace(chain, context=replace(chain.context, traffic=traffic)))
 
 
-def _bounded(choice: Choice, batches: Sequence[Lengths]) -> Played:
-    lacking_bytes = max(choice.lacking_bytes(batch) for batch in batches)
+def _bounded(choice: Choice, batches: Sequence[Batch]) -> Played:
+    lacking_bytes = max(choice.lacking_bytes(batch.lengths) for batch in batches)
     fits = lacking_bytes <= 0
-    floors_s = [step_floor_s(choice.chain, batch, fits=fits) for batch in batches]
+    floors_s = [step_floor_s(choice.chain, batch.lengths, fits=fits) for batch in batches]
     return Played(choice, floors_s) if fits else Played(choice, floors_s, out=LACKS, lacking_bytes=lacking_bytes)
 
 
 LACKS = "a device has too little memory"
 
 
-def _know_more(one: Played, batches: Sequence[Lengths]) -> bool:
+def _know_more(one: Played, batches: Sequence[Batch]) -> bool:
     """Raise a setting's floor; true where a batch of it was planned."""
     chain = one.choice.chain
     if not one.bounded:
         one.bounded = True
         for place, batch in enumerate(batches):
-            one.floors_s[place] = max(one.floors_s[place], step_floor_s(chain, batch, asked=True))
+            one.floors_s[place] = max(one.floors_s[place], step_floor_s(chain, batch.lengths, asked=True))
         return False
     place = len(one.steps)
     try:
@@ -163,11 +169,11 @@ def _know_more(one: Played, batches: Sequence[Lengths]) -> bool:
     one.floors_s[place] = step.step_s
     if not step.fits:
         one.out, one.lacking_bytes = LACKS, step.missing_bytes
-        one.floors_s = [step_floor_s(chain, batch, fits=False) for batch in batches]
+        one.floors_s = [step_floor_s(chain, batch.lengths, fits=False) for batch in batches]
     return True
 
 
-def _planned(one: Played, batch: Lengths) -> Candidate:
+def _planned(one: Played, batch: Batch) -> Candidate:
     """The plan of the setting's next batch. Raises EvenloadError.
 
     Where the trainer's own schedule runs nothing as fast, whether it overlaps the gradient sum changes no plan.
@@ -175,6 +181,6 @@ def _planned(one: Played, batch: Lengths) -> Candidate:
     chain, place = one.choice.chain, len(one.steps)
     known = (other.steps[place] for other in one.alike if len(other.steps) > place)
     for step in known:
-        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch):
+        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch.lengths):
             return step
-    return judge(chain.plan(batch), chain.context)
+    return judge(chain.plan(*batch), chain.context)

@@ -7,13 +7,12 @@ the rules of recipe or trainer refuse is no setting, and the rule is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import EvenloadError, nearest, refuse_first, shown
-from ..input.format import GIB
 from ..machine.layout import Layout
 from ..plan.step_plan import Lengths
 from ..planning.chain import PlanChain
@@ -29,6 +28,17 @@ CAPS = tuple(1024 << power for power in range(6))
 
 Values = Mapping[str, Any]
 """A value on each axis."""
+Known = Callable[[Recipe, PlanChain], PlanChain]
+"""The planners of a setting with what is known of its batches beside their lengths."""
+
+
+class Batch(NamedTuple):
+    """A global batch."""
+
+    lengths: Lengths
+    """[S] in tokens."""
+    tenants: Lengths | None = None
+    """Number of each sequence's tenant [S]; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +67,12 @@ class Space:
     refused: tuple[tuple[Values, EvenloadError], ...]
 
 
-def space_of(recipe: Recipe, num_ranks: int, pins: Values, memory_gib: float | None = None) -> Space:
+def space_of(recipe: Recipe, num_ranks: int, pins: Values, known: Known = lambda _, chain: chain) -> Space:
     """The settings of so many ranks.
 
     Args:
         pins: values of axes that are not searched.
-        memory_gib: of a device, in place of the cluster's.
+        known: asked for every setting; one that it refuses is none.
 
     Raises:
         EvenloadError: a pin names no axis, or a value that is not on it; or no setting is lawful.
@@ -75,7 +85,7 @@ def space_of(recipe: Recipe, num_ranks: int, pins: Values, memory_gib: float | N
         if any(values.get(key, value) != value for key, value in pins.items()):
             continue
         try:
-            choice = _choice(recipe, num_ranks, values, memory_gib)
+            choice = _choice(recipe, num_ranks, values, known)
         except EvenloadError as error:
             refused.append((values, error))
         else:
@@ -115,7 +125,7 @@ def _points(recipe: Recipe, num_ranks: int) -> Iterator[Values]:
             yield {**degrees_at, **dict(zip(axes, values, strict=True))}
 
 
-def _choice(recipe: Recipe, num_ranks: int, values: Values, memory_gib: float | None) -> Choice:
+def _choice(recipe: Recipe, num_ranks: int, values: Values, known: Known) -> Choice:
     changes = {key: value for key, value in values.items() if key != CAP}
     for plugin in registered():
         on = values.get(f"plugins.{plugin.name}.enabled", recipe.config_of(plugin.name).enabled)
@@ -123,8 +133,4 @@ def _choice(recipe: Recipe, num_ranks: int, values: Values, memory_gib: float | 
             changes[f"plugins.{plugin.name}.{CAP}"] = values[CAP]
     changed = recipe.changed({**changes, "parallel.dp": None, "parallel.cp": 1})
     refuse_first(*trainer_called(changed.trainer).run_rules(changed))
-    chain = PlanChain.of_recipe(changed, changed.layout(num_ranks))
-    if memory_gib is not None:
-        cluster = chain.context.cluster.model_copy(update={"memory_bytes": memory_gib * GIB})
-        chain = replace(chain, context=replace(chain.context, cluster=cluster))
-    return Choice(values, changed, chain)
+    return Choice(values, changed, known(changed, PlanChain.of_recipe(changed, changed.layout(num_ranks))))

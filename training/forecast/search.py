@@ -8,8 +8,9 @@ Told to stop, or interrupted, it answers with what it knows, and by how much any
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +19,23 @@ import yaml
 from ...core.errors import EvenloadError, refuse_first, shorten, shown
 from ...core.input import reading
 from ...core.plan.step_plan import Lengths, as_lengths
+from ...core.planning.adapters import TenantLoad, with_tenants
+from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.recipe.traits import trainer_called
 from ...core.search.answer import Result, answer, by_hand, said
 from ...core.search.best_first import SearchState, best_first
-from ...core.search.space import Space, space_of
+from ...core.search.space import Batch, Choice, Known, Space, space_of
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
 from ..drawing import Drawing, batch_size, refuse_short_data
+from ..experts.replay import loads_of_model, mean_imbalance
+from ..pictures import draw, refuse
 from ..progress import Progress, silent
+from ..shared_plan.reading import Member, members_of
+from ..shared_plan.saving import SharedPlan
+from .forecast import look_ahead
 
 
 class Enough(NamedTuple):
@@ -40,50 +48,106 @@ class Enough(NamedTuple):
 
 def search(
     recipe: Recipe,
-    lengths: Path | Lengths,
+    lengths: Path | Lengths | Mapping[str, Path],
     ranks: Sequence[int],
     pins: Sequence[str] = (),
     *,
     steps: int = 1,
     memory_gib: float | None = None,
+    loads: Path | None = None,
     enough: Enough = Enough(),  # noqa: B008
     out: Path | None = None,
+    report: Path | None = None,
     progress: Progress = silent,
 ) -> Result:
     """The documented result of ``search --json``. Raises EvenloadError.
 
     Args:
-        lengths: a file, or int64 [K] in tokens.
+        lengths: a file, or int64 [K] in tokens. Of a recipe with tenants files by tenant, none: their own data.
         ranks: numbers of devices, each searched by itself.
         pins: ``key=value`` each, axes that are not searched.
         steps: global batches that every setting is planned for.
-        memory_gib: of a device, in place of the cluster's.
+        memory_gib: of a device, in place of the recipe's.
+        loads: a file that ``log.loads`` named: how unevenly tokens go to experts.
         out: gets a recipe of the best setting of the last of ``ranks``.
+        report: gets a page to read of its steps.
     """
-    refuse_first(
-        (recipe.adapts, "a search is of one model", "plugins.lora.enabled true", "see `evenload plan` for tenants"),
-        (out is not None and out.exists(), "--out is there already", shorten(str(out)), "choose another name"),
-    )
-    pinned = _pins(pins)
-    samples = read_lengths(lengths) if isinstance(lengths, Path) else as_lengths(lengths)
-    samples = cut(samples, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
-    refuse_short_data(recipe, samples, "there are fewer {} than one global batch", "")
+    there = "--out is there already", shorten(str(out)), "choose another name"
+    refuse_first((out is not None and out.exists(), *there))
+    refuse(report=report)
+    recipe = recipe if memory_gib is None else recipe.changed({"memory_gib": memory_gib})
+    pinned, drawn = _pins(pins), _Drawn.of_recipe(recipe, lengths)
+    known = drawn.known(recipe, loads)
     weights, rows, best = shape_of(recipe.model).parameters, list[Result](), recipe
     for count in ranks:
         begin = time.perf_counter()
-        space = space_of(recipe, count, pinned, memory_gib)
-        state, first_s = _searched(space, _batches(recipe, samples, space, steps), weights, enough, progress)
+        space = space_of(recipe, count, pinned, known)
+        state, first_s = _searched(space, drawn.batches(space.choices[0], steps), weights, enough, progress)
         took_s = time.perf_counter() - begin
         rows.append({**answer(state, space, weights), "first_answer_s": first_s, "search_s": took_s})
         best = state.best.choice.recipe if state.best else best
     if out is not None:
         _write(best, out)
+    if report is not None and rows[-1]["rows"]:
+        shared = loads if best.parallel.ep > 1 else None
+        draw(look_ahead(best, lengths, steps, ranks[-1], loads=shared, record=True), report=report)
     front = [{"ranks": row["ranks"], **row["rows"][0]} for row in rows if row["rows"]]
-    return {**rows[-1], "out": None if out is None else str(out), "front": front if len(rows) > 1 else []}
+    written = {"out": None if out is None else str(out), "report": None if report is None else str(report)}
+    return {**rows[-1], **written, "front": front if len(rows) > 1 else []}
+
+
+class _Drawn(NamedTuple):
+    """What the batches are drawn from."""
+
+    samples: Lengths
+    members: Sequence[Member]
+    """The tenants; none: the batches are of the samples."""
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, lengths: Path | Lengths | Mapping[str, Path]) -> _Drawn:
+        if recipe.adapts:
+            if not isinstance(lengths, Mapping):
+                do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
+                raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)
+            return cls(as_lengths([]), members_of(recipe, lengths))
+        assert not isinstance(lengths, Mapping)
+        samples = read_lengths(lengths) if isinstance(lengths, Path) else as_lengths(lengths)
+        samples = cut(samples, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
+        refuse_short_data(recipe, samples, "there are fewer {} than one global batch", "")
+        return cls(samples, ())
+
+    def known(self, recipe: Recipe, path: Path | None) -> Known:
+        """What the planners know beside lengths: adapters of tenants, and the loads of experts of a file."""
+        recorded = None if path is None else loads_of_model(recipe, path)
+        tenants = [TenantLoad(member.config.adapter, member.tokens_of_step) for member in self.members]
+        imbalances: dict[tuple[int, str], float] = {}
+
+        def known(setting: Recipe, chain: PlanChain) -> PlanChain:
+            chain = with_tenants(chain, shape_of(recipe.model), tenants)
+            if recorded is None or chain.context.layout.ep == 1:
+                return chain
+            key = chain.context.layout.ep, str([config for _, config in chain.of_layers])
+            if key not in imbalances:
+                imbalances[key] = mean_imbalance(setting, chain, recorded)
+            costs = chain.context.costs.model_copy(update={"expert_imbalance": imbalances[key]})
+            return replace(chain, context=replace(chain.context, costs=costs))
+
+        return known
+
+    def batches(self, choice: Choice, steps: int) -> list[Batch]:
+        """The first global batches as training draws them."""
+        recipe = choice.recipe
+        if self.members:
+            chain = PlanChain.of_recipe(recipe, choice.chain.context.layout)
+            shared = SharedPlan(self.members, chain, shape_of(recipe.model))
+            draws = [shared.draw() for _ in range(steps) if shared.more]
+            return [Batch(as_lengths(draw.lengths), as_lengths(draw.tenants)) for draw in draws]
+        drawing = Drawing.resume(None, self.samples, batch_size(recipe), choice.chain, seed=recipe.train.seed)
+        return [Batch(as_lengths(drawing().lengths)) for _ in range(steps)]
 
 
 def _searched(
-    space: Space, batches: Sequence[Lengths], weights: int, enough: Enough, progress: Progress
+    space: Space, batches: Sequence[Batch], weights: int, enough: Enough, progress: Progress
 ) -> tuple[SearchState, float | None]:
     """What is known when the search ends, and after how many seconds a first setting could run."""
     begin, first_s = time.perf_counter(), None
@@ -98,13 +162,6 @@ def _searched(
             if best and (state.gap <= enough.gap or passed_s > enough.seconds):
                 break
     return state, first_s
-
-
-def _batches(recipe: Recipe, samples: Lengths, space: Space, steps: int) -> list[Lengths]:
-    """The first global batches as training draws them."""
-    size, seed = batch_size(recipe), recipe.train.seed
-    drawing = Drawing.resume(None, samples, size, space.choices[0].chain, seed=seed)
-    return [as_lengths(drawing().lengths) for _ in range(steps)]
 
 
 def _pins(words: Sequence[str]) -> dict[str, Any]:
