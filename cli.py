@@ -197,6 +197,9 @@ def search(
     pin: Annotated[
         list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="A key that is not searched; repeatable.")
     ] = None,
+    measure: Annotated[
+        str | None, typer.Option("--measure", metavar="N", help="Train the best N a few steps here, and rank again.")
+    ] = None,
     gap: Annotated[float, typer.Option("--gap", help="End when nothing can be more percent faster.")] = 0.5,
     minutes: Annotated[float, typer.Option("--minutes", help="End after so many, with what is known.")] = 5.0,
     loads: Annotated[Path | None, typer.Option("--loads", help="What log.loads recorded of experts.")] = None,
@@ -216,10 +219,11 @@ def search(
     ranks = [number_of_word(word, "--nproc", RANKS) for word in _names(nproc)]
     enough, num_steps = Enough(gap / 100, 60 * minutes), number_of_word(steps, "--steps", STEPS)
     memory_gib = None if memory is None else number_of_word(memory, "--memory", SIZE)
+    count = 0 if measure is None else number_of_word(measure, "--measure", REPEATS)
     with progress_shown() as progress:
         result = work(
             chosen, files, ranks, pin or (), steps=num_steps, memory_gib=memory_gib, loads=loads, enough=enough,
-            out=out, report=report, progress=progress,
+            measure=count, out=out, report=report, progress=progress,
         )  # fmt: skip
     emit(result, as_json, table_of_search)
 
