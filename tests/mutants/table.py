@@ -244,6 +244,8 @@ KILLERS: dict[str, Words] = {
     "halves planned": ("pytest", "tests/plugins/mesh/candidates/test_halves.py"),
     "a GPU's halves": ("pytest", "tests/rehearsal/test_turns.py", "-k", "tp2 and kept"),
     "a GPU's recomputed halves beside others": ("pytest", "tests/rehearsal/test_turns.py", "-k", "cp2 and recomputed"),
+    "search_floors": ("pytest", "tests/core/search/test_floors.py"),
+    "search_measured": ("pytest", "tests/training/forecast/test_measured.py", "-k", "mended or ratio"),
     "search_overlap": ("pytest", "tests/core/search/test_search.py", "-k", "overlap"),
     "search": ("pytest", "tests/core/search/test_search.py", "-k", "dense or little or moment"),
     "a GPU's stages": ("pytest", "tests/rehearsal/test_nccl.py", "-k", "one_queue and turns"),
@@ -3242,5 +3244,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch):",
         "        if True:",
         "search_overlap",
+    ),
+    Mutant(
+        "a floor of a setting is 20 % too high",
+        "core/search/floors.py",
+        "    plugins_s = _plugins_s(chain, batch) if asked else 0.0",
+        "    plugins_s = 1.2 * _plugins_s(chain, batch) if asked else 0.0",
+        "search_floors",
+    ),
+    Mutant(
+        "what steps say of costs is forgotten",
+        "training/forecast/measured.py",
+        "coefficients(costs) * self.scale + self.added * shares",
+        "coefficients(costs)",
+        "search_measured",
     ),
 )
