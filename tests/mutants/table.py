@@ -3241,7 +3241,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "plans are reused where the trainer's own schedule may be faster",
         "core/search/best_first.py",
-        "        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch):",
+        "        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch.lengths):",
         "        if True:",
         "search_overlap",
     ),
