@@ -88,13 +88,6 @@ def refuse_unmeasurable(recipe: Recipe, ranks: Sequence[int]) -> None:
     )
 
 
-def best_of(played: Sequence[Played], count: int) -> list[Played]:
-    """The best settings that were planned, of those with the same plans the first."""
-    known = sorted((one for one in played if one.whole and not one.out), key=lambda one: one.mean_s)
-    distinct = {tuple(step.plan.digest for step in one.steps): one for one in reversed(known)}
-    return sorted(distinct.values(), key=lambda one: one.mean_s)[:count]
-
-
 def measured(
     settings: Sequence[Played], train: Train, progress: Progress = silent
 ) -> tuple[list[Measured], Correction]:

@@ -27,7 +27,7 @@ from ...core.planning.setting import Setting, costs_of
 from ...core.recipe.recipe import RECIPES, Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.recipe.traits import trainer_called
-from ...core.search.answer import Result, answer, by_hand, said
+from ...core.search.answer import Result, answer, by_hand, distinct, ranked, said
 from ...core.search.best_first import SearchState, best_first
 from ...core.search.space import Batch, Choice, Known, Space, space_of
 from ...data.lengths import read_lengths
@@ -39,7 +39,7 @@ from ..progress import Progress, silent
 from ..shared_plan.reading import Member, members_of
 from ..shared_plan.saving import SharedPlan
 from .forecast import look_ahead
-from .measured import Correction, Train, best_of, measured, refuse_unmeasurable, rows_of, trained
+from .measured import Correction, Train, measured, refuse_unmeasurable, rows_of, trained
 
 
 class Enough(NamedTuple):
@@ -94,7 +94,7 @@ def search(
         begin, measures = time.perf_counter(), list[Result]()
         space, state, first_s = asked.searched(count, asked.known)
         if measure and state.best:
-            taken, correction = measured(best_of(state.played, measure), train, progress)
+            taken, correction = measured(distinct(ranked(state))[:measure], train, progress)
             space, state, _ = asked.searched(count, partial(_corrected, asked.known, correction))
             measures = rows_of(taken, correction)
         times = {"first_answer_s": first_s, "search_s": time.perf_counter() - begin}

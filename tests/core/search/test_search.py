@@ -15,7 +15,7 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import judge
 from evenload.core.recipe.recipe import Recipe, parse
-from evenload.core.search.answer import answer, by_hand
+from evenload.core.search.answer import answer, by_hand, distinct, ranked
 from evenload.core.search.best_first import LACKS, best_first
 from evenload.core.search.floors import in_schedule_s, step_floor_s
 from evenload.core.search.space import Batch, space_of
@@ -133,6 +133,8 @@ def test_plans_that_overlap_nothing_are_made_once_for_both_settings_of_overlap(l
     pairs = [one.alike for one in state.played if all(other.whole for other in one.alike) and len(one.alike) == 2]
     same = [one.steps[0] is other.steps[0] for one, other in pairs]
     assert any(same) is (longest > 1024)
+    shown = distinct(ranked(state))
+    assert len({id(one.steps[0].plan) for one in shown}) == len(shown)
     for one in (one for pair in pairs for one in pair):
         assert one.steps[0].step_s == judge(one.choice.chain.plan(batch), one.choice.chain.context).step_s
 
