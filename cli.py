@@ -182,7 +182,10 @@ def search(
     recipe: RecipePath,
     overrides: Overrides = None,
     lengths: Annotated[
-        list[str] | None, typer.Option("--lengths", metavar="FILE", help="Lengths or data. Default: its own data.")
+        list[str] | None,
+        typer.Option(
+            "--lengths", metavar="FILE", help="Lengths or data; of a tenant: NAME=FILE. Default: its own data."
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", metavar="DIR", help="Of --lengths that are data.")
@@ -195,9 +198,14 @@ def search(
     pin: Annotated[
         list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="A key that is not searched; repeatable.")
     ] = None,
+    measure: Annotated[
+        str | None, typer.Option("--measure", metavar="N", help="Train the best N a few steps here, and rank again.")
+    ] = None,
     gap: Annotated[float, typer.Option("--gap", help="End when nothing can be more percent faster.")] = 0.5,
     minutes: Annotated[float, typer.Option("--minutes", help="End after so many, with what is known.")] = 5.0,
+    loads: Annotated[Path | None, typer.Option("--loads", help="What log.loads recorded of experts.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the best setting as a recipe.")] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Write a page to read of its steps (HTML).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The best layout, caps and plugins for these lengths, with a bound on what anything else could gain; predicted."""
@@ -212,10 +220,11 @@ def search(
     ranks = [number_of_word(word, "--nproc", RANKS) for word in _names(nproc)]
     enough, num_steps = Enough(gap / 100, 60 * minutes), number_of_word(steps, "--steps", STEPS)
     memory_gib = None if memory is None else number_of_word(memory, "--memory", SIZE)
+    count = 0 if measure is None else number_of_word(measure, "--measure", REPEATS)
     with progress_shown() as progress:
         result = work(
-            chosen, files, ranks, pin or (), steps=num_steps, memory_gib=memory_gib, enough=enough, out=out,
-            progress=progress,
+            chosen, files, ranks, pin or (), steps=num_steps, memory_gib=memory_gib, loads=loads, enough=enough,
+            measure=count, out=out, report=report, progress=progress,
         )  # fmt: skip
     emit(result, as_json, table_of_search)
 

@@ -57,6 +57,9 @@ _SETTING: Columns = {
 }
 
 
+_TAKEN = {"measured_s": "measured", "predicted_s": "predicted", "refitted_s": "with refitted costs"}
+
+
 def table_of_search(result: Result) -> Group:
     """The best settings, what holds each value of an axis back, and layouts beside those of a table of rules."""
     rows, gap = result["rows"], result["gap"]
@@ -84,6 +87,11 @@ def table_of_search(result: Result) -> Group:
         for row in result["layouts"]
     ]  # fmt: skip
     tables.append(grid("layouts that were planned", ["layout", "step time", "over the best", ""], by_hand))
+    if measured := result["measured"]:
+        some = [
+            [said(row["settings"]), *(seconds(row[key]) if row[key] else "-" for key in _TAKEN)] for row in measured
+        ]
+        tables.append(grid("trained here", ["settings", *_TAKEN.values()], some))
     if front := result["front"]:
         some = [[row["ranks"], _degrees(row), seconds(row["step_s"]), f"{row['tokens_per_s']:,.0f}"] for row in front]
         tables.append(grid("by number of ranks", ["ranks", "layout", "step time", "tokens/s"], some))
@@ -119,4 +127,6 @@ def _certificate(result: Result) -> str:
         )
     if result["out"]:
         lines.append(f"the best one as a recipe: {result['out']}")
+    if result["report"]:
+        lines.append(f"a page of its steps: {result['report']}")
     return "\n".join(lines)

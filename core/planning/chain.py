@@ -194,22 +194,6 @@ class PlanChain:
         known_s = 0.0 if self.orders and context.costs.recompute else plan.bound_s
         return plan.revised(bound_s=max(own_s, known_s))
 
-    def passes_floor_s(self, batch: Lengths, *, fits: bool = True) -> float:
-        """No plan under these settings has run its last pass before [s], asked before there is one. ``fits``: none that
-        fits into the device; else into any."""
-        shares = any(plugin.shares for plugin, _ in self.links)
-        room_bytes = budget_bytes(self.caps, self.context) if fits else math.inf
-        return passes_bound_s(batch, self.caps, self.context, shares=shares, orders=self.orders, room_bytes=room_bytes)
-
-    def plugins_floor_s(self, batch: Lengths) -> float:
-        """What plugins' own bounds say of that, which take longer to ask [s]; 0: they have none."""
-        if self.orders and self.context.costs.recompute:
-            return 0.0
-        floors = [
-            plugin.floor_s(batch, self.caps, self.context, config) for plugin, config in self.links if plugin.floor_s
-        ]
-        return max(floors, default=0.0)
-
     @property
     def orders(self) -> bool:
         """Whether plans say themselves what is recomputed."""

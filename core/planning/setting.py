@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ..costs import tensor_parallel
 from ..costs.context import ExpertContext, PlanningContext, Traffic
 from ..costs.degrees import at_degree
 from ..errors import EvenloadError, refuse_first
+from ..input.format import GIB
 from ..machine import cluster as clusters
 from ..machine.layout import Layout
 from ..machine.shape import Shape
@@ -38,6 +40,8 @@ class Setting:
     recompute: bool
     frozen: bool
     """Adapters of tenants are trained, and the model stays as it is."""
+    memory_gib: float | None = None
+    """Of a device, in place of the cluster's."""
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, shape: Shape | None = None, traits: TrainerTraits | None = None) -> Setting:
@@ -46,18 +50,21 @@ class Setting:
         traits = traits or trainer_called(recipe.trainer).traits(recipe)
         traits = frozen(traits) if recipe.adapts else traits
         shape = shape or shape_of(recipe.model)
-        return cls(shape, traits, recipe.cluster, recipe.costs, recipe.train.recompute, recipe.adapts)
+        again, memory_gib = recipe.train.recompute, recipe.memory_gib
+        return cls(shape, traits, recipe.cluster, recipe.costs, again, recipe.adapts, memory_gib)
 
 
 def context_of(setting: Setting, layout: Layout) -> PlanningContext:
     """Cluster, costs and traffic of one stage of one tensor-parallel rank. Raises EvenloadError for unknown names."""
     cluster = clusters.load(setting.cluster, RECIPES / "clusters")
     costs = costs_of(setting, cluster)
-    measured = {name: link for name in ("intra", "inter") if (link := getattr(costs, name))}
+    instead: dict[str, Any] = {name: link for name in ("intra", "inter") if (link := getattr(costs, name))}
+    if setting.memory_gib is not None:
+        instead["memory_bytes"] = setting.memory_gib * GIB
     shape, traffic = setting.shape, _traffic_of(setting, layout)
     head_frac = shape.hidden_size * shape.vocab_size / shape.dense_weights
     of_stage = stage_costs(setting, costs, layout)
-    machines, experts = cluster.model_copy(update=measured), _experts_of(setting)
+    machines, experts = cluster.model_copy(update=instead), _experts_of(setting)
     return PlanningContext(of_stage, layout, machines, traffic, head_frac, experts, frozen=setting.frozen)
 
 

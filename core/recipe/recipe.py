@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError, create_model
 from .. import registry
 from ..errors import EvenloadError, nearest, shorten, shown
 from ..input import reading
-from ..input.bounds import RANKS, whole_number
+from ..input.bounds import RANKS, Amount, whole_number
 from ..input.validation import OneOf, refused
 from ..machine.layout import Layout
 from .documented import describe_fields
@@ -68,6 +68,8 @@ class Recipe(Section):
     deepspeed: DeepSpeed = DeepSpeed()
     cluster: str = "local"
     """A name in recipes/clusters or a YAML file."""
+    memory_gib: Amount | None = None
+    """Of a device [GiB], as plans may fill it; null: the cluster's."""
     costs: str = "auto"
     """A name in recipes/costs, a YAML file, or auto: counted from the model's shape and the cluster's rate."""
     plugins: Any = Field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -36,7 +36,7 @@ def answer(search: SearchState, space: Space, weights: int) -> Result:
     best = search.best
     if best is None and not search.left:
         raise _nothing_fits(search)
-    known = sorted((one for one in search.played if one.whole and not one.out), key=lambda one: one.mean_s)
+    known = ranked(search)
     return {
         "predicted": True,
         "ranks": search.played[0].choice.chain.context.layout.world_size,
@@ -47,11 +47,24 @@ def answer(search: SearchState, space: Space, weights: int) -> Result:
         "by_bound": sum(not one.steps and not one.out for one in search.played),
         "by_memory": sum(one.out == LACKS for one in search.played),
         "refused": len(space.refused),
-        "rows": [_row(one, known[0]) for one in known[:MOST_ROWS]],
+        "rows": [_row(one, known[0]) for one in distinct(known)[:MOST_ROWS]],
         "axes": _lines(search, space, known),
         "layouts": _layouts(known, weights),
         "more_memory": _more_memory(search, best),
     }
+
+
+def ranked(search: SearchState) -> list[Played]:
+    """The settings that were planned whole and can run, the fastest first."""
+    return sorted((one for one in search.played if one.whole and not one.out), key=lambda one: one.mean_s)
+
+
+def distinct(known: Sequence[Played]) -> list[Played]:
+    """Of settings with the same plans that take the same time the first."""
+    first: dict[tuple[object, ...], Played] = {}
+    for one in known:
+        first.setdefault((one.mean_s, *(step.plan.digest for step in one.steps)), one)
+    return list(first.values())
 
 
 def _nothing_fits(search: SearchState) -> EvenloadError:
@@ -149,6 +162,12 @@ def _more_memory(search: SearchState, best: Played | None) -> Result | None:
 
 
 def said(values: Mapping[str, Any]) -> str:
-    """The values as one would pin them; what is off is left out."""
-    shown = {key.removeprefix("parallel."): value for key, value in values.items() if value not in (False, 1)}
-    return " ".join(f"{key}={value}" if key != CAP else f"cap {value}" for key, value in shown.items())
+    """The values as one would pin them; what is off is left out, and what is on is named alone."""
+    words = []
+    for key, value in values.items():
+        name = key.removeprefix("parallel.").removeprefix("plugins.").removesuffix(".enabled")
+        if value is True:
+            words.append(name)
+        elif value is not False and value != 1:
+            words.append(f"cap {value}" if key == CAP else f"{name}={value}")
+    return " ".join(words)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import EvenloadError
 from ..machine.layout import Layout
-from ..plan.step_plan import Lengths
+from ..planning.chain import PlanChain
 from ..planning.judge import Candidate, judge
-from ..simulate.step import after_passes_s
-from .space import Choice
+from .floors import in_schedule_s, step_floor_s
+from .space import Batch, Choice
 
 
 @dataclass
@@ -35,6 +35,8 @@ class Played:
     """Why it cannot run; empty: it can, as far as is known."""
     lacking_bytes: float = 0.0
     """What a device lacks for it, where that is why."""
+    alike: list[Played] = field(default_factory=list, repr=False, compare=False)
+    """The settings that differ from it in nothing but whether the gradient sum overlaps, itself among them."""
 
     @property
     def mean_s(self) -> float:
@@ -77,13 +79,17 @@ class SearchState:
 
 
 def best_first(
-    choices: Sequence[Choice], batches: Sequence[Lengths], beside: Callable[[Layout], bool] = lambda _: False
+    choices: Sequence[Choice], batches: Sequence[Batch], beside: Callable[[Layout], bool] = lambda _: False
 ) -> Iterator[SearchState]:
     """The search by bounds alone and after each plan, until the best is proven; who has seen enough stops asking.
 
     ``beside``: layouts of which one setting is planned, whatever its floor.
     """
     search = SearchState([_bounded(choice, batches) for choice in choices])
+    alike: dict[str, list[Played]] = {}
+    for one in search.played:
+        one.alike = alike.setdefault(_without_overlap(one.choice.chain), [])
+        one.alike.append(one)
     search.fill()
     yield search
     for one in _one_of_each_layout(search.played, batches):
@@ -111,45 +117,51 @@ def _order(one: Played) -> int:
     return -len(one.choice.chain.links)
 
 
-def _one_of_each_layout(played: Sequence[Played], batches: Sequence[Lengths]) -> Iterator[Played]:
-    """One setting for each layout: that of the least floor, and of equal ones that which is planned soonest."""
-    first: dict[Layout, Played] = {}
-    work_s = {id(one): one.choice.chain.work_s(batches[0]) for one in played}
-    for one in sorted(played, key=lambda one: (one.mean_s, work_s[id(one)])):
+def _one_of_each_layout(played: Sequence[Played], batches: Sequence[Batch]) -> Iterator[Played]:
+    """One setting for each layout, that of the least floor, and of equal ones that which is planned soonest; layouts
+    that are planned soonest first, so that there is an answer early, and slower ones need no plan."""
+    work_s = {id(one): one.choice.chain.work_s(batches[0].lengths) for one in played}
+    rows: dict[Layout, list[Played]] = {}
+    for one in played:
         if not one.out:
-            first.setdefault(one.choice.chain.context.layout, one)
-    yield from first.values()
+            rows.setdefault(one.choice.chain.context.layout, []).append(one)
+
+    def rank(one: Played) -> tuple[float, float]:
+        return one.mean_s, work_s[id(one)]
+
+    for row in sorted(rows.values(), key=lambda row: rank(min(row, key=rank))[::-1]):
+        while not (least := min(row, key=rank)).bounded:
+            _know_more(least, batches)
+        yield least
 
 
-def _bounded(choice: Choice, batches: Sequence[Lengths]) -> Played:
-    lacking_bytes = max(choice.lacking_bytes(batch) for batch in batches)
-    after_s = after_passes_s(choice.chain.context)
-    if lacking_bytes > 0:
-        return Played(choice, _of_any_memory(choice, batches), out=LACKS, lacking_bytes=lacking_bytes)
-    floors_s = [choice.chain.passes_floor_s(batch) + after_s for batch in batches]
-    return Played(choice, floors_s)
+def _without_overlap(chain: PlanChain) -> str:
+    """Equal for chains that differ in nothing but whether the gradient sum overlaps."""
+    traffic = replace(chain.context.traffic, overlap_gradients=False)
+    return repr(replace(chain, context=replace(chain.context, traffic=traffic)))
 
 
-def _of_any_memory(choice: Choice, batches: Sequence[Lengths]) -> list[float]:
-    """What no plan of a setting beats, however much a device holds [s], for each batch."""
-    after_s = after_passes_s(choice.chain.context)
-    return [choice.chain.passes_floor_s(batch, fits=False) + after_s for batch in batches]
+def _bounded(choice: Choice, batches: Sequence[Batch]) -> Played:
+    lacking_bytes = max(choice.lacking_bytes(batch.lengths) for batch in batches)
+    fits = lacking_bytes <= 0
+    floors_s = [step_floor_s(choice.chain, batch.lengths, fits=fits) for batch in batches]
+    return Played(choice, floors_s) if fits else Played(choice, floors_s, out=LACKS, lacking_bytes=lacking_bytes)
 
 
 LACKS = "a device has too little memory"
 
 
-def _know_more(one: Played, batches: Sequence[Lengths]) -> bool:
+def _know_more(one: Played, batches: Sequence[Batch]) -> bool:
     """Raise a setting's floor; true where a batch of it was planned."""
     chain = one.choice.chain
     if not one.bounded:
-        one.bounded, after_s = True, after_passes_s(chain.context)
+        one.bounded = True
         for place, batch in enumerate(batches):
-            one.floors_s[place] = max(one.floors_s[place], chain.plugins_floor_s(batch) + after_s)
+            one.floors_s[place] = max(one.floors_s[place], step_floor_s(chain, batch.lengths, asked=True))
         return False
     place = len(one.steps)
     try:
-        step = judge(chain.plan(batches[place]), chain.context)
+        step = _planned(one, batches[place])
     except EvenloadError as error:
         one.out = f"{error.what} ({error.found})"
         return True
@@ -157,5 +169,18 @@ def _know_more(one: Played, batches: Sequence[Lengths]) -> bool:
     one.floors_s[place] = step.step_s
     if not step.fits:
         one.out, one.lacking_bytes = LACKS, step.missing_bytes
-        one.floors_s = _of_any_memory(one.choice, batches)
+        one.floors_s = [step_floor_s(chain, batch.lengths, fits=False) for batch in batches]
     return True
+
+
+def _planned(one: Played, batch: Batch) -> Candidate:
+    """The plan of the setting's next batch. Raises EvenloadError.
+
+    Where the trainer's own schedule runs nothing as fast, whether it overlaps the gradient sum changes no plan.
+    """
+    chain, place = one.choice.chain, len(one.steps)
+    known = (other.steps[place] for other in one.alike if len(other.steps) > place)
+    for step in known:
+        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch.lengths):
+            return step
+    return judge(chain.plan(*batch), chain.context)

@@ -7,13 +7,12 @@ the rules of recipe or trainer refuse is no setting, and the rule is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import EvenloadError, nearest, refuse_first, shown
-from ..input.format import GIB
 from ..machine.layout import Layout
 from ..plan.step_plan import Lengths
 from ..planning.chain import PlanChain
@@ -30,6 +29,22 @@ CAPS = tuple(1024 << power for power in range(6))
 
 Values = Mapping[str, Any]
 """A value on each axis."""
+Known = Callable[[Recipe, PlanChain], PlanChain]
+"""The planners of a setting with what is known of its batches beside their lengths."""
+
+
+def as_it_is(recipe: Recipe, chain: PlanChain) -> PlanChain:
+    """Nothing more is known than the lengths."""
+    return chain
+
+
+class Batch(NamedTuple):
+    """A global batch."""
+
+    lengths: Lengths
+    """[S] in tokens."""
+    tenants: Lengths | None = None
+    """Number of each sequence's tenant [S]; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +69,13 @@ class Choice:
         waiting = max(0, int(batch.max(initial=0)) - whole) * limits.memory.kv_bytes_per_token
         return limits.memory.pass_bytes + waiting - budget_bytes(limits, chain.context)
 
-    def settled(self, batch: Lengths) -> Choice:
+    def settled(self, batch: Batch, known: Known) -> Choice:
         """The setting with numbers in place of ``parallel.layers: auto``, for batches like this one."""
         ranks = self.chain.context.layout.world_size
-        recipe = settled(self.recipe, ranks, batch, neighbours=False)
+        recipe = settled(self.recipe, ranks, batch.lengths, neighbours=False)
         if recipe is self.recipe:
             return self
-        chain = PlanChain.of_recipe(recipe, recipe.layout(ranks))
-        context = replace(chain.context, cluster=self.chain.context.cluster)
-        return Choice(self.values, recipe, replace(chain, context=context))
+        return Choice(self.values, recipe, known(recipe, PlanChain.of_recipe(recipe, recipe.layout(ranks))))
 
 
 @dataclass(frozen=True)
@@ -73,13 +86,17 @@ class Space:
     choices: tuple[Choice, ...]
     refused: tuple[tuple[Values, EvenloadError], ...]
 
+    def settled(self, batch: Batch, known: Known = as_it_is) -> Space:
+        """The space with every setting for batches like this one."""
+        return replace(self, choices=tuple(choice.settled(batch, known) for choice in self.choices))
 
-def space_of(recipe: Recipe, num_ranks: int, pins: Values, memory_gib: float | None = None) -> Space:
+
+def space_of(recipe: Recipe, num_ranks: int, pins: Values, known: Known = as_it_is) -> Space:
     """The settings of so many ranks.
 
     Args:
         pins: values of axes that are not searched.
-        memory_gib: of a device, in place of the cluster's.
+        known: asked for every setting; one that it refuses is none.
 
     Raises:
         EvenloadError: a pin names no axis, or a value that is not on it; or no setting is lawful.
@@ -92,7 +109,7 @@ def space_of(recipe: Recipe, num_ranks: int, pins: Values, memory_gib: float | N
         if any(values.get(key, value) != value for key, value in pins.items()):
             continue
         try:
-            choice = _choice(recipe, num_ranks, values, memory_gib)
+            choice = _choice(recipe, num_ranks, values, known)
         except EvenloadError as error:
             refused.append((values, error))
         else:
@@ -134,7 +151,7 @@ def _points(recipe: Recipe, num_ranks: int) -> Iterator[Values]:
             yield {**degrees_at, **dict(zip(axes, values, strict=True))}
 
 
-def _choice(recipe: Recipe, num_ranks: int, values: Values, memory_gib: float | None) -> Choice:
+def _choice(recipe: Recipe, num_ranks: int, values: Values, known: Known) -> Choice:
     changes = {key: value for key, value in values.items() if key != CAP}
     for plugin in registered():
         on = values.get(f"plugins.{plugin.name}.enabled", recipe.config_of(plugin.name).enabled)
@@ -143,8 +160,4 @@ def _choice(recipe: Recipe, num_ranks: int, values: Values, memory_gib: float | 
     own_layers = {"parallel.layers": None} if recipe.parallel.layers else {}
     changed = recipe.changed({**own_layers, **changes, "parallel.dp": None, "parallel.cp": 1})
     refuse_first(*trainer_called(changed.trainer).run_rules(changed))
-    chain = PlanChain.of_recipe(changed, changed.layout(num_ranks))
-    if memory_gib is not None:
-        cluster = chain.context.cluster.model_copy(update={"memory_bytes": memory_gib * GIB})
-        chain = replace(chain, context=replace(chain.context, cluster=cluster))
-    return Choice(values, changed, chain)
+    return Choice(values, changed, known(changed, PlanChain.of_recipe(changed, changed.layout(num_ranks))))

@@ -168,9 +168,10 @@ def _end_of_step(
     return begin + update_s
 
 
-def after_passes_s(context: PlanningContext) -> float:
-    """No step takes less than this after its last pass [s]: the update, and a gradient sum that nothing overlaps."""
-    if context.traffic.overlap_gradients:
+def after_passes_s(context: PlanningContext, *, overlaps: bool = True) -> float:
+    """No step takes less than this after its last pass [s]: the update, and a gradient sum that nothing overlaps.
+    ``overlaps``: it may be one that the trainer's own schedule runs, which overlaps the sum where the trainer does."""
+    if overlaps and context.traffic.overlap_gradients:
         return _update_s(context)
     return _update_s(context) + min(gradient_sum_s(context, stage) for stage in range(context.layout.pp))
 

@@ -267,6 +267,9 @@ KILLERS: dict[str, Words] = {
     + ("-k", "llama or 2-1-slices or other"),
     "shares of ranks": ("pytest", "tests/core/costs/test_tensor_parallel.py"),
     "degrees": ("pytest", "tests/core/costs/test_degrees.py"),
+    "search_floors": ("pytest", "tests/core/search/test_floors.py"),
+    "search_measured": ("pytest", "tests/training/forecast/test_measured.py", "-k", "mended or ratio"),
+    "search_overlap": ("pytest", "tests/core/search/test_search.py", "-k", "overlap"),
     "search": ("pytest", "tests/core/search/test_search.py", "-k", "dense or little or moment"),
     "a GPU's stages": ("pytest", "tests/rehearsal/test_nccl.py", "-k", "one_queue and turns"),
     "a GPU's kernels": ("pytest", "tests/rehearsal/test_kernels.py", "-k", "definition"),
@@ -3226,9 +3229,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a floor of a search is 20 % too high",
-        "core/search/best_first.py",
-        "    floors_s = [choice.chain.passes_floor_s(batch) + after_s for batch in batches]",
-        "    floors_s = [1.2 * choice.chain.passes_floor_s(batch) + after_s for batch in batches]",
+        "core/search/floors.py",
+        "    floor_s = passes_s + after_passes_s(chain.context, overlaps=False)",
+        "    floor_s = 1.2 * passes_s + after_passes_s(chain.context, overlaps=False)",
         "search",
     ),
     Mutant(
@@ -3241,8 +3244,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a search plans what no device holds",
         "core/search/best_first.py",
-        "    if lacking_bytes > 0:\n",
-        "    if lacking_bytes > 1e18:\n",
+        "    fits = lacking_bytes <= 0\n",
+        "    fits = lacking_bytes <= 1e18\n",
         "search",
     ),
     Mutant(
@@ -3468,5 +3471,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "        sample.kept = prefill.length\n",
         "        sample.kept = sample.length - 1\n",
         "generation",
+    ),
+    Mutant(
+        "a gradient sum that no plan overlaps counts as overlapped",
+        "core/search/floors.py",
+        "    if batch.max(initial=0) > caps.max_tokens:\n        return math.inf\n",
+        "",
+        "search_overlap",
+    ),
+    Mutant(
+        "plans are reused where the trainer's own schedule may be faster",
+        "core/search/best_first.py",
+        "        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch.lengths):",
+        "        if True:",
+        "search_overlap",
+    ),
+    Mutant(
+        "a floor of a setting is 20 % too high",
+        "core/search/floors.py",
+        "    plugins_s = _plugins_s(chain, batch) if asked else 0.0",
+        "    plugins_s = 1.2 * _plugins_s(chain, batch) if asked else 0.0",
+        "search_floors",
+    ),
+    Mutant(
+        "what steps say of costs is forgotten",
+        "training/forecast/measured.py",
+        "coefficients(costs) * self.scale + self.added * shares",
+        "coefficients(costs)",
+        "search_measured",
     ),
 )

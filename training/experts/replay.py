@@ -26,7 +26,7 @@ from ...core.experts.quotas import check_quotas, copies_of, imbalance_of
 from ...core.experts.seconds import LayerCost, layer_seconds
 from ...core.laws import check_policy
 from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
-from ...core.plan.step_plan import StepPlan
+from ...core.plan.step_plan import StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
@@ -117,20 +117,36 @@ class Replay:
 def loads_for(recipe: Recipe, context: PlanningContext, path: Path) -> RecordedLoads:
     """The loads of a file for ranks of the recipe. Raises EvenloadError for a file that is damaged or of another model,
     and where no rank shares experts with another."""
+    loads = loads_of_model(recipe, path)
+    alone = "--loads replays what ranks do that share experts", "parallel.ep 1: every rank has all of them"
+    refuse_first((context.layout.ep == 1, *alone, "set parallel.ep, e.g. parallel.ep=2"))
+    return loads
+
+
+def loads_of_model(recipe: Recipe, path: Path) -> RecordedLoads:
+    """The loads of a file for the model of a recipe. Raises EvenloadError for a file that is damaged or of another."""
     loads = read_loads(path)
-    experts, shape, do = context.experts, shape_of(recipe.model).experts, "give the recipe of the run that recorded it"
-    if experts is None or shape is None:
+    experts, do = shape_of(recipe.model).experts, "give the recipe of the run that recorded it"
+    if experts is None:
         raise EvenloadError("--loads is for models with experts", f"model.family {recipe.model.family}, dense", do)
     recorded = {"experts": loads.num_experts, "topk": loads.topk, "layers": list(loads.layers)}
-    wanted: dict[str, Any] = {"experts": experts.num_experts, "topk": shape.topk, "layers": list(experts.layers)}
+    wanted = {"experts": experts.num_experts, "topk": experts.topk, "layers": list(experts.layers)}
     other = [name for name in wanted if wanted[name] != recorded[name]]
     detail = "; ".join(f"{name} {recorded[name]}, the recipe's {wanted[name]}" for name in other)
-    alone = "--loads replays what ranks do that share experts", "parallel.ep 1: every rank has all of them"
-    refuse_first(
-        (bool(other), f"{loads.name} is of another model", detail, do),
-        (context.layout.ep == 1, *alone, "set parallel.ep, e.g. parallel.ep=2"),
-    )
+    refuse_first((bool(other), f"{loads.name} is of another model", detail, do))
     return loads
+
+
+def mean_imbalance(recipe: Recipe, chain: PlanChain, loads: RecordedLoads) -> float:
+    """Tokens at experts of the busiest rank over those of the mean one, in the mean of layers and passes, as the
+    recipe's planner of layers has them, or experts at home. Raises EvenloadError as `replay` does."""
+    late_steps = _late_steps(recipe)
+    passes = _passes_of(loads.in_groups(chain.context.layout.ep), chain.context, late_steps)
+    plugin, config = next(iter(chain.of_layers), (None, None))
+    looks_back = plugin is not None and plugin.needs_loads is not None and plugin.needs_loads(config, "")
+    policy_of: PolicyOf = (lambda incoming, _: incoming) if plugin is None else _with(plugin.plan, config)
+    none = StepPlan(as_lengths([]), (), chain.caps)
+    return float(_replayed(passes, none, policy_of, late_steps if looks_back else 0).ratios.mean())
 
 
 def replay(recipe: Recipe, chain: PlanChain, plan: StepPlan, loads: RecordedLoads) -> Replay:
@@ -138,7 +154,7 @@ def replay(recipe: Recipe, chain: PlanChain, plan: StepPlan, loads: RecordedLoad
     EvenloadError where they cannot be regrouped for the recipe's ``parallel.ep``."""
     context = chain.context
     assert context.experts is not None
-    late_steps = 2 if recipe.planner.background else 1
+    late_steps = _late_steps(recipe)
     passes = _passes_of(loads.in_groups(context.layout.ep), context, late_steps)
     planners: dict[str, Replayed] = {}
     notes = []
@@ -154,6 +170,11 @@ def replay(recipe: Recipe, chain: PlanChain, plan: StepPlan, loads: RecordedLoad
     notes += [f"plugins.{name} is not enabled: its row says what it would do" for name in idle]
     steps = tuple(dict.fromkeys(one.step for one in passes))
     return Replay(loads, context.layout.ep, steps, context.experts.weight_bytes, planners, tuple(notes))
+
+
+def _late_steps(recipe: Recipe) -> int:
+    """How many of the newest steps are not known where a step is planned."""
+    return 2 if recipe.planner.background else 1
 
 
 class _Pass(NamedTuple):

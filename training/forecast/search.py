@@ -8,9 +8,10 @@ Told to stop, or interrupted, it answers with what it knows, and by how much any
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +19,27 @@ import yaml
 
 from ...core.errors import EvenloadError, refuse_first, shorten, shown
 from ...core.input import reading
+from ...core.machine import cluster as clusters
 from ...core.plan.step_plan import Lengths, as_lengths
-from ...core.recipe.recipe import Recipe
+from ...core.planning.adapters import TenantLoad, with_tenants
+from ...core.planning.chain import PlanChain
+from ...core.planning.setting import Setting, costs_of
+from ...core.recipe.recipe import RECIPES, Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.recipe.traits import trainer_called
-from ...core.search.answer import Result, answer, by_hand, said
+from ...core.search.answer import Result, answer, by_hand, distinct, ranked, said
 from ...core.search.best_first import SearchState, best_first
-from ...core.search.space import Space, space_of
+from ...core.search.space import Batch, Choice, Known, Space, space_of
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
 from ..drawing import Drawing, batch_size, refuse_short_data
+from ..experts.replay import loads_of_model, mean_imbalance
+from ..pictures import draw, refuse
 from ..progress import Progress, silent
+from ..shared_plan.reading import Member, members_of
+from ..shared_plan.saving import SharedPlan
+from .forecast import look_ahead
+from .measured import Correction, Train, measured, refuse_unmeasurable, rows_of, trained
 
 
 class Enough(NamedTuple):
@@ -41,73 +52,151 @@ class Enough(NamedTuple):
 
 def search(
     recipe: Recipe,
-    lengths: Path | Lengths,
+    lengths: Path | Lengths | Mapping[str, Path],
     ranks: Sequence[int],
     pins: Sequence[str] = (),
     *,
     steps: int = 1,
     memory_gib: float | None = None,
+    loads: Path | None = None,
+    measure: int = 0,
+    train: Train = trained,
     enough: Enough = Enough(),  # noqa: B008
     out: Path | None = None,
+    report: Path | None = None,
     progress: Progress = silent,
 ) -> Result:
     """The documented result of ``search --json``. Raises EvenloadError.
 
     Args:
-        lengths: a file, or int64 [K] in tokens.
+        lengths: a file, or int64 [K] in tokens. Of a recipe with tenants files by tenant, none: their own data.
         ranks: numbers of devices, each searched by itself.
         pins: ``key=value`` each, axes that are not searched.
         steps: global batches that every setting is planned for.
-        memory_gib: of a device, in place of the cluster's.
+        memory_gib: of a device, in place of the recipe's.
+        loads: a file that ``log.loads`` named: how unevenly tokens go to experts.
+        measure: so many of the best settings are trained a few steps here, by ``train``, and all are ranked again with
+            the costs that their steps bear out.
         out: gets a recipe of the best setting of the last of ``ranks``.
+        report: gets a page to read of its steps.
     """
-    refuse_first(
-        (recipe.adapts, "a search is of one model", "plugins.lora.enabled true", "see `evenload plan` for tenants"),
-        (out is not None and out.exists(), "--out is there already", shorten(str(out)), "choose another name"),
-    )
-    pinned = _pins(pins)
-    samples = read_lengths(lengths) if isinstance(lengths, Path) else as_lengths(lengths)
-    samples = cut(samples, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
-    refuse_short_data(recipe, samples, "there are fewer {} than one global batch", "")
-    weights, rows, best = shape_of(recipe.model).parameters, list[Result](), recipe
+    for path in (out, _costs_beside(out)) if out and measure else (out,):
+        there = "--out is there already", shorten(str(path)), "choose another name"
+        refuse_first((path is not None and path.exists(), *there))
+    refuse(report=report)
+    if measure:
+        refuse_unmeasurable(recipe, ranks)
+    recipe = recipe if memory_gib is None else recipe.changed({"memory_gib": memory_gib})
+    drawn = _Drawn.of_recipe(recipe, lengths)
+    asked = _Asked(recipe, drawn, drawn.known(recipe, loads), _pins(pins), steps, enough, progress)
+    rows, best, correction = list[Result](), recipe, None
     for count in ranks:
-        begin = time.perf_counter()
-        space = space_of(recipe, count, pinned, memory_gib)
-        batches = _batches(recipe, samples, space, steps)
-        space = replace(space, choices=tuple(choice.settled(batches[0]) for choice in space.choices))
-        state, first_s = _searched(space, batches, weights, enough, progress)
-        took_s = time.perf_counter() - begin
-        rows.append({**answer(state, space, weights), "first_answer_s": first_s, "search_s": took_s})
+        begin, measures = time.perf_counter(), list[Result]()
+        space, state, first_s = asked.searched(count, asked.known)
+        if measure and state.best:
+            taken, correction = measured(distinct(ranked(state))[:measure], train, progress)
+            space, state, _ = asked.searched(count, partial(_corrected, asked.known, correction))
+            measures = rows_of(taken, correction)
+        times = {"first_answer_s": first_s, "search_s": time.perf_counter() - begin}
+        rows.append({**answer(state, space, asked.weights), **times, "measured": measures})
         best = state.best.choice.recipe if state.best else best
     if out is not None:
-        _write(best, out)
+        _write(best, out, correction)
+    if report is not None and rows[-1]["rows"]:
+        shared = loads if best.parallel.ep > 1 else None
+        draw(look_ahead(best, lengths, steps, ranks[-1], loads=shared, record=True), report=report)
     front = [{"ranks": row["ranks"], **row["rows"][0]} for row in rows if row["rows"]]
-    return {**rows[-1], "out": None if out is None else str(out), "front": front if len(rows) > 1 else []}
+    written = {"out": None if out is None else str(out), "report": None if report is None else str(report)}
+    return {**rows[-1], **written, "front": front if len(rows) > 1 else []}
 
 
-def _searched(
-    space: Space, batches: Sequence[Lengths], weights: int, enough: Enough, progress: Progress
-) -> tuple[SearchState, float | None]:
-    """What is known when the search ends, and after how many seconds a first setting could run."""
-    begin, first_s = time.perf_counter(), None
-    states = best_first(space.choices, batches, lambda layout: by_hand(layout, weights))
-    state = next(states)
-    with suppress(KeyboardInterrupt):
-        for planned, state in enumerate(states, 1):
-            passed_s, best = time.perf_counter() - begin, state.best
-            first_s = passed_s if first_s is None and best else first_s
-            words = f"{best.mean_s:.4g} s, {said(best.choice.values)}, gap {state.gap:.1%}" if best else "none fits yet"
-            progress("search", planned, None, words)
-            if best and (state.gap <= enough.gap or passed_s > enough.seconds):
-                break
-    return state, first_s
+class _Drawn(NamedTuple):
+    """What the batches are drawn from."""
+
+    samples: Lengths
+    members: Sequence[Member]
+    """The tenants; none: the batches are of the samples."""
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, lengths: Path | Lengths | Mapping[str, Path]) -> _Drawn:
+        if recipe.adapts:
+            if not isinstance(lengths, Mapping):
+                do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
+                raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)
+            return cls(as_lengths([]), members_of(recipe, lengths))
+        assert not isinstance(lengths, Mapping)
+        samples = read_lengths(lengths) if isinstance(lengths, Path) else as_lengths(lengths)
+        samples = cut(samples, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
+        refuse_short_data(recipe, samples, "there are fewer {} than one global batch", "")
+        return cls(samples, ())
+
+    def known(self, recipe: Recipe, path: Path | None) -> Known:
+        """What the planners know beside lengths: adapters of tenants, and the loads of experts of a file."""
+        recorded = None if path is None else loads_of_model(recipe, path)
+        tenants = [TenantLoad(member.config.adapter, member.tokens_of_step) for member in self.members]
+        imbalances: dict[tuple[int, str], float] = {}
+
+        def known(setting: Recipe, chain: PlanChain) -> PlanChain:
+            chain = with_tenants(chain, shape_of(recipe.model), tenants)
+            if recorded is None or chain.context.layout.ep == 1:
+                return chain
+            key = chain.context.layout.ep, str([config for _, config in chain.of_layers])
+            if key not in imbalances:
+                imbalances[key] = mean_imbalance(setting, chain, recorded)
+            costs = chain.context.costs.model_copy(update={"expert_imbalance": imbalances[key]})
+            return replace(chain, context=replace(chain.context, costs=costs))
+
+        return known
+
+    def batches(self, choice: Choice, steps: int) -> list[Batch]:
+        """The first global batches as training draws them."""
+        recipe = choice.recipe
+        if self.members:
+            chain = PlanChain.of_recipe(recipe, choice.chain.context.layout)
+            shared = SharedPlan(self.members, chain, shape_of(recipe.model))
+            draws = [shared.draw() for _ in range(steps) if shared.more]
+            return [Batch(as_lengths(draw.lengths), as_lengths(draw.tenants)) for draw in draws]
+        drawing = Drawing.resume(None, self.samples, batch_size(recipe), choice.chain, seed=recipe.train.seed)
+        return [Batch(as_lengths(drawing().lengths)) for _ in range(steps)]
 
 
-def _batches(recipe: Recipe, samples: Lengths, space: Space, steps: int) -> list[Lengths]:
-    """The first global batches as training draws them."""
-    size, seed = batch_size(recipe), recipe.train.seed
-    drawing = Drawing.resume(None, samples, size, space.choices[0].chain, seed=seed)
-    return [as_lengths(drawing().lengths) for _ in range(steps)]
+class _Asked(NamedTuple):
+    """What is searched, whatever the number of devices."""
+
+    recipe: Recipe
+    drawn: _Drawn
+    known: Known
+    pins: dict[str, Any]
+    steps: int
+    enough: Enough
+    progress: Progress
+
+    @property
+    def weights(self) -> int:
+        """Of the model."""
+        return shape_of(self.recipe.model).parameters
+
+    def searched(self, ranks: int, known: Known) -> tuple[Space, SearchState, float | None]:
+        """The settings, what is known of them when the search ends, and after how many seconds a first could run."""
+        begin, first_s = time.perf_counter(), None
+        space, weights = space_of(self.recipe, ranks, self.pins, known), self.weights
+        batches = self.drawn.batches(space.choices[0], self.steps)
+        space = space.settled(batches[0], known)
+        states = best_first(space.choices, batches, lambda layout: by_hand(layout, weights))
+        state = next(states)
+        with suppress(KeyboardInterrupt):
+            for planned, state in enumerate(states, 1):
+                passed_s, best = time.perf_counter() - begin, state.best
+                first_s = passed_s if first_s is None and best else first_s
+                words = f"{best.mean_s:.4g} s, {said(best.choice.values)}, gap {state.gap:.1%}" if best else "none fits"
+                self.progress("search", planned, None, words)
+                if best and (state.gap <= self.enough.gap or passed_s > self.enough.seconds):
+                    break
+        return space, state, first_s
+
+
+def _corrected(known: Known, correction: Correction, recipe: Recipe, chain: PlanChain) -> PlanChain:
+    return correction.of(known(recipe, chain))
 
 
 def _pins(words: Sequence[str]) -> dict[str, Any]:
@@ -121,12 +210,25 @@ def _pins(words: Sequence[str]) -> dict[str, Any]:
     return pins
 
 
-def _write(recipe: Recipe, path: Path) -> None:
-    """The recipe as YAML, below what says the same elsewhere. Raises EvenloadError."""
+def _costs_beside(out: Path) -> Path:
+    """Where costs go that steps bear out, beside the recipe that names them."""
+    return out.with_name(f"{out.stem}.costs.yaml")
+
+
+def _write(recipe: Recipe, path: Path, correction: Correction | None) -> None:
+    """The recipe as YAML, below what says the same elsewhere; refitted costs beside it. Raises EvenloadError."""
+    texts = dict[Path, str]()
+    if correction is not None:
+        setting, beside = Setting.of_recipe(recipe), _costs_beside(path)
+        costs = correction.of_costs(costs_of(setting, clusters.load(recipe.cluster, RECIPES / "clusters")))
+        texts[beside] = yaml.safe_dump(costs.model_dump(exclude_none=True), sort_keys=False, width=118)
+        recipe = recipe.changed({"costs": str(beside)})
     says = [f"# {line}" for line in trainer_called(recipe.trainer).says(recipe)]
     text = yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True), sort_keys=False)
-    try:
-        path.write_text("\n".join([*says, text]), encoding="utf-8")
-    except OSError as error:
-        detail = f"{shorten(str(path))}: {error.strerror}"
-        raise EvenloadError("the recipe cannot be written", detail, "choose another --out") from error
+    texts[path] = "\n".join([*says, text])
+    for one, text in texts.items():
+        try:
+            one.write_text(text, encoding="utf-8")
+        except OSError as error:
+            detail = f"{shorten(str(one))}: {error.strerror}"
+            raise EvenloadError("the recipe cannot be written", detail, "choose another --out") from error

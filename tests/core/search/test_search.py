@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +15,10 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import judge
 from evenload.core.recipe.recipe import Recipe, parse
-from evenload.core.search.answer import answer, by_hand
+from evenload.core.search.answer import answer, by_hand, distinct, ranked
 from evenload.core.search.best_first import LACKS, best_first
-from evenload.core.search.space import space_of
-from evenload.core.simulate.step import after_passes_s
+from evenload.core.search.floors import in_schedule_s, step_floor_s
+from evenload.core.search.space import Batch, space_of
 from evenload.training.drawing import Drawing, batch_size
 from evenload.training.forecast.search import Enough, search
 
@@ -55,7 +54,8 @@ CASES = {
 
 
 def recipe_of(case: Case) -> Recipe:
-    return parse({"cluster": "a100", "train": {"global_batch_size": 12}, "data": {"max_length": 4096}, **case.recipe})
+    sections = {"cluster": "a100", "train": {"global_batch_size": 12}, "data": {"max_length": 4096}, **case.recipe}
+    return parse({**sections, "memory_gib": case.memory_gib})
 
 
 def drawn(count: int = 2) -> list[Any]:
@@ -66,10 +66,9 @@ def drawn(count: int = 2) -> list[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_large(name: str) -> None:
     case, batches = CASES[name], drawn()
-    space = space_of(recipe_of(case), case.ranks, case.pins, case.memory_gib)
-    space = replace(space, choices=tuple(choice.settled(batches[0]) for choice in space.choices))
+    space = space_of(recipe_of(case), case.ranks, case.pins).settled(Batch(batches[0]))
     assert 2 <= len(space.choices) <= 200
-    *_, state = best_first(space.choices, batches)
+    *_, state = best_first(space.choices, [Batch(batch) for batch in batches])
     means = [_mean_of_all_plans(one.choice.chain, batches) for one in state.played]
     best = min(means)
     assert state.gap == 0.0
@@ -83,7 +82,7 @@ def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_lar
     said = answer(state, space, 10**6)
     assert said["rows"][0]["step_s"] == pytest.approx(best)
     if more := said["more_memory"]:
-        free = space_of(recipe_of(case), case.ranks, case.pins).choices
+        free = space_of(recipe_of(case._replace(memory_gib=None)), case.ranks, case.pins).choices
         (named,) = [one.chain for one in free if one.values == more["settings"]]
         assert _mean_of_all_plans(named, batches) >= best / more["gain_at_most"] * (1 - 1e-9)
     assert said["planned"] + said["by_bound"] + said["by_memory"] + said["refused"] >= said["settings"]
@@ -100,7 +99,11 @@ def _mean_of_all_plans(chain: Any, batches: list[Any]) -> float:
 
 def test_every_moment_has_a_true_bound() -> None:
     space, batches = space_of(recipe_of(CASES["dense"]), 4, CASES["dense"].pins), drawn(1)
-    moments = [(state.best.mean_s, state.gap) for state in best_first(space.choices, batches) if state.best]
+    moments = [
+        (state.best.mean_s, state.gap)
+        for state in best_first(space.choices, [Batch(batch) for batch in batches])
+        if state.best
+    ]
     least_s = moments[-1][0]
     for seconds, gap in moments:
         assert seconds / (1 + gap) <= least_s * (1 + 1e-9) <= seconds * (1 + 2e-9)
@@ -114,9 +117,31 @@ def test_plugins_bounds_hold_for_what_they_plan() -> None:
     for choice in space_of(recipe_of(case), case.ranks, case.pins).choices:
         for batch in drawn():
             step_s = judge(choice.chain.plan(batch), choice.chain.context).step_s
-            after_s = after_passes_s(choice.chain.context)
-            floor_s = max(choice.chain.passes_floor_s(batch), choice.chain.plugins_floor_s(batch))
-            assert floor_s + after_s <= step_s * (1 + 1e-9)
+            assert step_floor_s(choice.chain, batch, asked=True) <= step_s * (1 + 1e-9)
+
+
+def test_the_gradient_sum_overlaps_only_where_the_trainers_own_schedule_can_run_the_batch() -> None:
+    pins = {"max_tokens": 1024, "parallel.tp": 1, "parallel.pp": 1, "train.recompute": False}
+    choices = space_of(recipe_of(CASES["dense"]), 4, {**pins, "plugins.mesh.enabled": True}).choices
+    overlapping, other = sorted(choices, key=lambda one: not one.values["megatron.overlap_grad_reduce"])
+    longer, shorter = as_lengths([4096, 300, 200, 100]), as_lengths([400, 300, 200, 100])
+    assert math.isinf(in_schedule_s(overlapping.chain, longer))
+    assert step_floor_s(overlapping.chain, longer) == step_floor_s(other.chain, longer)
+    assert step_floor_s(overlapping.chain, shorter) < step_floor_s(other.chain, shorter)
+
+
+@pytest.mark.parametrize("longest", [300, 4096])
+def test_plans_that_overlap_nothing_are_made_once_for_both_settings_of_overlap(longest: int) -> None:
+    batch = as_lengths([longest, 300, 200, 100, 50])
+    choices = space_of(recipe_of(CASES["dense"]), 4, {"max_tokens": 1024, "parallel.tp": 1}).choices
+    *_, state = best_first(choices, [Batch(batch)], lambda _: True)
+    pairs = [one.alike for one in state.played if all(other.whole for other in one.alike) and len(one.alike) == 2]
+    same = [one.steps[0] is other.steps[0] for one, other in pairs]
+    assert any(same) is (longest > 1024)
+    shown = distinct(ranked(state))
+    assert len({id(one.steps[0].plan) for one in shown}) == len(shown)
+    for one in (one for pair in pairs for one in pair):
+        assert one.steps[0].step_s == judge(one.choice.chain.plan(batch), one.choice.chain.context).step_s
 
 
 def _searched(out: Path | None = None, pins: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:

@@ -1,0 +1,328 @@
+"""How soon `evenload search` answers, how near its answer is proven to be, and what other ways to choose cost.
+
+    python benchmarks/planning/search.py [--wikipedia FILE] [--part gap|choices|all] [--limit-s 300] [--quick]
+                                         [--json] [--out FILE]
+
+gap       13B on A100s (Megatron-Core, bf16, no pins), one core: CPU seconds, those of the space among them, until there
+          is an answer, until nothing else in the space can be more than 3 % and 1 % faster, and what is known at the
+          limit. Lengths are Wikipedia's to 64K, also with the longest in every 128 set to 64K (a tail as of a mixture)
+choices   four models x three sets of lengths on 64 A100s, steps predicted. Beside the best of the search:
+            fixed     what a search over the same settings picks that takes all sequences to be of one length and shares
+                      none (Galvatron's executable space, arXiv 2504.21411), on the real lengths: windows of the longest
+                      with as many tokens, or all of the mean length
+            table     layouts of a table of rules (`core.search.answer.BY_HAND`) without plugins: the fastest that fits
+                      of packs in the order of the batch under every cap, recomputed or not
+            on it     our plugins on the layouts of that table, the best setting of any
+
+Without a file Wikipedia's lengths are the stand-in of published/lengths.py. Every search ends at its limit or when
+nothing can be 1 % faster; "least" is the certificate: no setting takes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from evenload.api import load_plugins
+from evenload.commands.tables.show import emit, grid
+from evenload.core.errors import EvenloadError
+from evenload.core.input.format import seconds
+from evenload.core.plan.step_plan import Lengths, as_lengths
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.judge import judge
+from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.sizes import shape_of
+from evenload.core.search.answer import BY_HAND, by_hand, said
+from evenload.core.search.best_first import Played, SearchState, best_first
+from evenload.core.search.floors import step_floor_s
+from evenload.core.search.space import CAPS, Batch, space_of
+from rich.console import Group
+
+sys.path.append(str(Path(__file__).parents[1] / "published"))
+from common import MODELS
+from lengths import K, corpus
+
+LONGEST, EACH_TAIL, SEED = 64 * K, 128, 7
+GAPS = (0.03, 0.01)
+MIXTURE = {
+    "family": "mixtral",
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 14336,
+    "moe": {"num_experts": 8, "topk": 2},
+}
+SHAPES = {"7B": MODELS["llama-7b"], "13B": MODELS["llama-13b"], "32B": MODELS["llama-32b"], "8 x 7B": MIXTURE}
+SETS = ("wikipedia-like", "github-like", "sft-like")
+NO_SHARING = {"plugins.mesh.enabled": False, "plugins.pipeline.v_shape": False}
+
+Result = dict[str, Any]
+
+
+class Known(NamedTuple):
+    """What a search knows after so many CPU seconds."""
+
+    cpu_s: float
+    state: SearchState
+    first_s: float
+    reached_s: dict[float, float]
+    """CPU seconds until each of `GAPS`; those that were reached."""
+
+
+def recipe_of(shape: dict[str, Any], size: int) -> Recipe:
+    return parse(
+        {
+            "model": {"vocab_size": 32000, **shape},
+            "train": {"dtype": "bf16", "global_batch_size": size},
+            "data": {"max_length": LONGEST},
+            "cluster": "a100",
+        }
+    )
+
+
+def batch_of(name: str, size: int, wikipedia: Path | None, *, tail: bool = False) -> tuple[str, Lengths]:
+    """What lengths stand for it, and so many of them; with a ``tail`` the longest are all of the most tokens."""
+    label, body = corpus(name, max(size, 1 << 16), LONGEST, wikipedia)
+    lengths = np.random.default_rng(SEED).choice(body, size)
+    if tail:
+        lengths[np.argsort(lengths)[-max(1, size // EACH_TAIL) :]] = LONGEST
+    return label, as_lengths(lengths)
+
+
+def searched(
+    recipe: Recipe, ranks: int, batch: Lengths, limit_s: float, pins: dict[str, Any], gap: float = GAPS[-1]
+) -> Known:
+    """A search until nothing can be faster by more than ``gap``, or until its CPU seconds are over."""
+    began, first_s, reached_s = time.process_time(), math.inf, dict[float, float]()
+    weights = shape_of(recipe.model).parameters
+    beside = (lambda layout: by_hand(layout, weights)) if not pins else (lambda _: False)
+    for state in best_first(space_of(recipe, ranks, pins).choices, [Batch(batch)], beside):
+        cpu_s = time.process_time() - began
+        if state.best is not None:
+            first_s = min(first_s, cpu_s)
+            reached_s |= {bar: cpu_s for bar in GAPS if state.gap <= bar and bar not in reached_s}
+        if state.gap <= gap or cpu_s > limit_s:
+            break
+    return Known(time.process_time() - began, state, first_s, reached_s)
+
+
+def gap_row(name: str, ranks: int, size: int, wikipedia: Path | None, limit_s: float, *, tail: bool) -> Result:
+    label, batch = batch_of(name, size, wikipedia, tail=tail)
+    known = searched(recipe_of(SHAPES["13B"], size), ranks, batch, limit_s, {})
+    state, best = known.state, known.state.best
+    planned = [one for one in state.played if one.steps]
+    return {
+        "lengths": f"{size:,} of {label}" + (", a tail of 64K" if tail else ""),
+        "ranks": ranks,
+        "tokens": int(batch.sum()),
+        "settings": len(state.played),
+        "played": len(planned),
+        "cpu_s": known.cpu_s,
+        "first_s": known.first_s,
+        "reached_s": {f"{bar:.0%}": known.reached_s.get(bar) for bar in GAPS},
+        "gap": state.gap,
+        "best": None if best is None else said(best.choice.values),
+        "best_s": None if best is None else best.mean_s,
+        "least_s": state.left[0][0] if state.left else None,
+        "left_by_layout": left_by_layout(state),
+        "played_over_floor": over_floor(planned, batch),
+    }
+
+
+def left_by_layout(state: SearchState) -> dict[str, int]:
+    """How many settings of each layout may still be faster than the best by more than the last of `GAPS`."""
+    best = state.best
+    bar_s = math.inf if best is None else best.mean_s / (1 + GAPS[-1])
+    counts: dict[str, int] = {}
+    for floor_s, _, place in state.left:
+        one = state.played[place]
+        if floor_s < bar_s and not one.whole:
+            counts[layout_of(one)] = counts.get(layout_of(one), 0) + 1
+    return counts
+
+
+def over_floor(planned: Iterable[Played], batch: Lengths) -> dict[str, float]:
+    """The least of steps over their own certified floors by layout, of settings that were planned."""
+    least: dict[str, float] = {}
+    for one in planned:
+        over = one.steps[0].step_s / step_floor_s(one.choice.chain, batch, asked=True)
+        least[layout_of(one)] = min(least.get(layout_of(one), math.inf), over)
+    return least
+
+
+def layout_of(one: Played) -> str:
+    layout = one.choice.chain.context.layout
+    degrees = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
+    return " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)
+
+
+def choice_row(model: str, name: str, ranks: int, size: int, wikipedia: Path | None, limit_s: float) -> Result:
+    """A model and lengths: the best of the search beside other choices."""
+    recipe, (label, batch) = recipe_of(SHAPES[model], size), batch_of(name, size, wikipedia)
+    known = searched(recipe, ranks, batch, limit_s, {})
+    best = known.state.best
+    assert best is not None
+    total, longest = int(batch.sum()), int(batch.max())
+    fixed = {
+        "longest": np.full(max(1, total // longest), longest),
+        "mean": np.full(size, total // size),
+    }
+    weights = shape_of(recipe.model).parameters
+    degrees = next((row for most, row in BY_HAND if weights <= most), BY_HAND[-1][1])
+    return {
+        "model": model,
+        "lengths": label,
+        "tokens": total,
+        "longest": longest,
+        "best": said(best.choice.values),
+        "layout": layout_of(best),
+        "best_s": best.mean_s,
+        "gap": known.state.gap,
+        "fixed": {word: picked(recipe, ranks, as_lengths(even), batch, limit_s / 4) for word, even in fixed.items()},
+        "table": min((by_rules(recipe, ranks, at, batch) for at in degrees), key=lambda row: row["step_s"]),
+        "on_table": min((on_layout(recipe, ranks, at, batch, limit_s / 4) for at in degrees), key=_step_s),
+    }
+
+
+def _step_s(row: Result) -> float:
+    return float(row["step_s"])
+
+
+def picked(recipe: Recipe, ranks: int, even: Lengths, batch: Lengths, limit_s: float) -> Result:
+    """What a search picks that takes sequences to be these, and its step on the real ones; infinite: it cannot run."""
+    best = None
+    with suppress(EvenloadError):
+        best = searched(recipe, ranks, even, limit_s, NO_SHARING).state.best
+    if best is None:
+        return {"layout": "nothing fits", "thinks_s": math.inf, "step_s": math.inf}
+    step_s = math.inf
+    with suppress(EvenloadError):
+        real = judge(best.choice.chain.plan(batch), best.choice.chain.context)
+        step_s = real.step_s if real.fits else math.inf
+    return {
+        "layout": layout_of(best),
+        "picks": said(best.choice.values),
+        "thinks_s": best.mean_s,
+        "step_s": step_s,
+    }
+
+
+def by_rules(recipe: Recipe, ranks: int, degrees: tuple[int, int], batch: Lengths) -> Result:
+    """The fastest that fits of packs in the order of the batch on a layout, infinite where none does."""
+    tp, pp = degrees
+    row: Result = {"layout": _named(tp, pp, ranks), "step_s": math.inf}
+    for again in (False, True):
+        for cap in CAPS:
+            changes = {"parallel.tp": tp, "parallel.pp": pp, "train.recompute": again}
+            packing = {"plugins.packing.enabled": True, "plugins.packing.max_tokens": cap}
+            with suppress(EvenloadError):
+                changed = recipe.changed({**changes, **packing})
+                chain = PlanChain.of_recipe(changed, changed.layout(ranks))
+                one = judge(chain.baseline("in_order", batch), chain.context)
+                if one.fits and one.step_s < row["step_s"]:
+                    row |= {"step_s": one.step_s, "recompute": again, "cap": cap}
+    return row
+
+
+def on_layout(recipe: Recipe, ranks: int, degrees: tuple[int, int], batch: Lengths, limit_s: float) -> Result:
+    """The best setting of our plugins on a layout of the table."""
+    tp, pp = degrees
+    pins = {"parallel.tp": tp, "parallel.pp": pp, "parallel.ep": 1}
+    with suppress(EvenloadError):
+        best = searched(recipe, ranks, batch, limit_s, pins).state.best
+        if best is not None:
+            return {"layout": layout_of(best), "settings": said(best.choice.values), "step_s": best.mean_s}
+    return {"layout": _named(tp, pp, ranks), "step_s": math.inf}
+
+
+def _named(tp: int, pp: int, ranks: int) -> str:
+    degrees = {"tp": tp, "pp": pp, "dp": ranks // (tp * pp)}
+    return " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wikipedia", type=Path)
+    parser.add_argument("--part", choices=("gap", "choices", "all"), default="all")
+    parser.add_argument("--case", type=int, help="the number of the only case of a part, from 0")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="CPU seconds of a search of the gap")
+    parser.add_argument("--choice-s", type=float, default=40.0, help="and of one beside other choices")
+    parser.add_argument("--quick", action="store_true", help="8 ranks, 32 sequences, one case of each part")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    words = parser.parse_args()
+    load_plugins()
+    logging.disable(logging.CRITICAL)
+    file, few = words.wikipedia, words.quick
+    cases = [(64, 512, True), (64, 512, False), (1024, 8192, True)] if not few else [(8, 32, True)]
+    choices = [(model, name) for model in SHAPES for name in SETS] if not few else [("7B", SETS[0])]
+    only = slice(None) if words.case is None else slice(words.case, words.case + 1)
+    ranks, size = (8, 32) if few else (64, 512)
+    result: Result = {
+        "predicted": True,
+        "machine": f"{platform.machine()}, one core, Python {platform.python_version()}",
+    }
+    if words.part != "choices":
+        result["gap"] = [gap_row(SETS[0], n, k, file, words.limit_s, tail=t) for n, k, t in cases[only]]
+    if words.part != "gap":
+        result["choices"] = [choice_row(m, name, ranks, size, file, words.choice_s) for m, name in choices[only]]
+    if words.out:
+        words.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    emit(result, words.json, table)
+
+
+def table(result: Result) -> Group:
+    """A row a case of each part."""
+    gaps = [
+        (
+            row["lengths"],
+            row["ranks"],
+            f"{row['played']} of {row['settings']}",
+            seconds(row["first_s"]),
+            *(seconds(taken) if taken else "-" for taken in row["reached_s"].values()),
+            f"{row['gap']:.1%} after {seconds(row['cpu_s'])}",
+            f"{seconds(row['best_s'])}, {row['best']}",
+        )
+        for row in result.get("gap", ())
+    ]
+    choices = [
+        (
+            row["model"],
+            row["lengths"],
+            f"{seconds(row['best_s'])} ({row['gap']:.1%})",
+            row["layout"],
+            *(_beside(other, row) for other in (*row["fixed"].values(), row["table"], row["on_table"])),
+        )
+        for row in result.get("choices", ())
+    ]
+    heads = ("lengths", "ranks", "played", "first", *(f"gap {bar:.0%}" for bar in GAPS), "at the end", "best")
+    others = ("fixed: longest", "fixed: mean", "table", "on the table's")
+    tables = [
+        grid("How soon, how near (steps predicted, CPU seconds measured)", heads, gaps),
+        grid(
+            "Other choices over the best of the search (predicted)", ("model", "lengths", "best", "", *others), choices
+        ),
+    ]
+    return Group(*(one for one, rows in zip(tables, (gaps, choices), strict=True) if rows))
+
+
+def _beside(other: Result, row: Result) -> str:
+    if math.isinf(other["step_s"]):
+        return f"does not run ({other['layout']})"
+    where = "the same layout" if other["layout"] == row["layout"] else other["layout"]
+    return f"{other['step_s'] / row['best_s']:.2f}x, {where}"
+
+
+if __name__ == "__main__":
+    main()
