@@ -1,11 +1,11 @@
-"""What a policy of data is: which samples, in what proportion, with what weight, as a pure function of an explicit state.
+"""What a policy of data is: which samples, in what proportion, with what weight, as a pure function of a state.
 
     start(of, settings)          -> state, answer        before the first step
     step(state, seen, settings)  -> state, answer        of what a step has shown, summed over all ranks
 
-A state is what JSON holds and nothing else, so that a checkpoint has it whole: `stepped` sends every state through JSON,
-and a run that goes on computes with the numbers of one that was resumed. What a policy sees are sums that are the same on
-every rank and in every order of ranks and micro-batches (`seen_domains`: rounded once).
+A state is what JSON holds and nothing else, so that a checkpoint has it whole: `stepped` sends every state through
+JSON, and a run that goes on computes with the numbers of one that was resumed. What a policy sees are sums that are the
+same on every rank and in every order of ranks and micro-batches (`seen_domains`: rounded once).
 
 | kind   | of             | seen        | answer                          |
 |---|---|---|---|
@@ -134,9 +134,7 @@ class ChosenPolicy(NamedTuple):
     settings: Frozen
 
 
-def chosen_policy(
-    kind: Kind, name: str, settings: Mapping[str, Any], known: Mapping[str, DataPolicy]
-) -> ChosenPolicy:
+def chosen_policy(kind: Kind, name: str, settings: Mapping[str, Any], known: Mapping[str, DataPolicy]) -> ChosenPolicy:
     """The policy of a name with settings as a recipe has them. Raises EvenloadError."""
     if name not in known:
         raise EvenloadError(f"there is no {kind} policy {shorten(name)!r}", f"{kind}.policy", nearest(name, known))
@@ -176,7 +174,9 @@ def seen_domains(num: int, domain: Ints, losses: Floats, targets: Ints, excess: 
     losses, its target tokens, and its sum over tokens of the excess over the reference model's loss.
     """
     owned = [domain == place for place in range(num)]
-    sums, more = ([math.fsum(values[own]) for own in owned] for values in (losses, losses if excess is None else excess))
+    sums, more = (
+        [math.fsum(values[own]) for own in owned] for values in (losses, losses if excess is None else excess)
+    )
     counts = np.array([[targets[own].sum(), own.sum()] for own in owned], dtype=np.int64).reshape(num, 2)
     return SeenDomains(np.array(sums), counts[:, 0], counts[:, 1], None if excess is None else np.array(more))
 

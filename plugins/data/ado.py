@@ -1,18 +1,18 @@
-"""ADO: more of the domain whose loss falls fastest by its own scaling law (Adaptive Data Optimization, arXiv 2410.11820).
+"""ADO: more of the domain whose loss falls fastest by its own scaling law (arXiv 2410.11820).
 
     L_i(n)  = e_i + b_i n^-a_i                      fitted to the losses of the run itself
     slope_i = a_i (L_i(n_i) - e_i) / n_i            = -dL_i / dn
     rho_i   ~ prior_i sqrt(h_i (1 - h_i)) slope_i   at least floor, over its sum
     pi      = (1 - s) mean + s rho                  mean <- (1 - 1/(t + 1)) mean + rho / (t + 1)
 
-n_i: target tokens seen, of domain i or of all (``count``). h: running mean of what was drawn, the credit; written as the
-authors' published selector has it, with a_i at least 0.05 in the slope. t: steps. Until every domain has a fit shares are
-those of the recipe.
+n_i: target tokens seen, of domain i or of all (``count``). h: running mean of what was drawn, the credit; its form, and
+a_i of at least 0.05 in the slope, are those of the authors' published selector. t: steps. Until every domain has a fit
+shares are those of the recipe.
 
-The fit is ours: for each a of a grid, e and b >= 0 of least squares in closed form, and the a of the least residual (the
-paper descends from a grid by a Huber loss of logarithms). Of losses a state holds at most `MOST_POINTS` a domain; beyond,
-every second one goes, and from then on every second step is noted. O(K) a step and O(K grid points) a fit: 2 ms for 8
-domains of 256 points on a core.
+The fit is ours: for each a of a grid, e and b >= 0 of least squares in closed form, and the a of the least residual
+(the paper descends from a grid by a Huber loss of logarithms). Of losses a state holds at most `MOST_POINTS` a domain;
+beyond, every second one goes, and from then on every second step is noted. O(K) a step, O(K grid points) a
+fit: 3.2 ms for 8 domains of 256 points on one shared core.
 """
 
 from __future__ import annotations

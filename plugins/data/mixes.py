@@ -7,9 +7,9 @@
     doremi        lambda_i = excess_i / targets_i
                   alpha <- (1 - c) alpha exp(eta lambda) / sum + c / K    DoReMi, arXiv 2305.10429; draws 1/K of each
 
-L_i: mean token loss of domain i in the step, t: steps, K: domains. DoReMi's alpha is the objective: the loss of a step is
-sum_i alpha_i L_i, whose gradient is as large as that of a mean. Its third stage draws by ``average``, which its state
-has. O(K) a step.
+L_i: mean token loss of domain i in the step, t: steps, K: domains. DoReMi's alpha is the objective: the loss of a step
+is sum_i alpha_i L_i, whose gradient is as large as that of a mean. Its third stage draws by ``average``, which its
+state has. O(K) a step.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Selections by embeddings: no model runs for them, except for the gradients of a cluster's representatives.
 
     near           the nearest candidate of every query, then all second nearest ..., each sample once
-    tsds           an optimal transport of queries to candidates that near-duplicates cannot crowd (TSDS, arXiv 2410.11303):
+    tsds           a transport of queries to candidates that near-duplicates cannot crowd (TSDS, arXiv 2410.11303):
                    rho(x)  = sum over the nearest of x, itself too, of max(0, 1 - d^2 / sigma^2)      density
-                   m_jk    = sum_{l <= k} 1 / rho(x_jl)        x_jl: the l-th nearest candidate of query j, at distance d_jl
+                   m_jk    = sum_{l <= k} 1 / rho(x_jl)        x_jl: the l-th nearest of query j, at distance d_jl
                    c_j(k)  = d_j,k+1 m_jk - sum_{l <= k} d_jl / rho(x_jl)
                    s       = the least m_jk, in rising order, at which alpha / C sum_j c_j >= (1 - alpha) M
                    p(x)    = sum over j of (min(s, m_jk) - min(s, m_j,k-1)) / (M s), what is left of s for the last one
                    n are drawn without replacement
     cluster_less   LESS by clusters of embeddings (k-means): the gradients of a few members stand for all of it
 
-Everything is a pure function of embeddings and numbers; ties go to the lesser number. Embeddings have rows in the order of
-the pool. O(M N d), and O(densities N d) for tsds; distances are sums of squares of differences, a query at a time.
+Everything is a pure function of embeddings and numbers; ties go to the lesser number. Embeddings have rows in the order
+of the pool. O(M N d), and O(densities N d) for tsds; distances are sums of squares of differences, a query at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _start(pool: Pool, _: Frozen) -> Selected:
 
 def _distances(point: Floats, rows: Floats) -> Floats:
     """[N] Euclidean, of rows [N, d]."""
-    return np.sqrt(((rows - point) ** 2).sum(axis=1))
+    distances: Floats = np.sqrt(((rows - point) ** 2).sum(axis=1))
+    return distances
 
 
 def _nearest(pool: Pool, count: int) -> tuple[Floats, Ints]:
@@ -77,7 +78,7 @@ def _nearest(pool: Pool, count: int) -> tuple[Floats, Ints]:
     return distances, places
 
 
-def _near(state: State, pool: Pool, _: Frozen) -> Selected:
+def _near(state: State, pool: Pool, settings: Frozen) -> Selected:
     _, places = _nearest(pool, min(len(pool.numbers), pool.take))
     in_turn = pool.numbers[places.T.ravel()]
     _, first = np.unique(in_turn, return_index=True)
@@ -99,7 +100,7 @@ def transport_probabilities(pool: Pool, settings: Tsds) -> Floats:
     filled = np.minimum(masses, stop)
     filled[:, -1] = stop
     shares = np.diff(filled, axis=1, prepend=0.0) / (len(masses) * stop)
-    return np.bincount(places.ravel(), shares.ravel(), len(pool.numbers))
+    return np.bincount(places.ravel(), shares.ravel(), len(pool.numbers)).astype(np.float64)
 
 
 def _mass_at_stop(masses: Floats, costs: Floats, settings: Tsds) -> float:

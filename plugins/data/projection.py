@@ -32,13 +32,13 @@ def projection(name: str, values: Floats, places: Ints, columns: int, seed: int 
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     key = np.frombuffer(digest, np.uint64)
     blocks = np.arange(-(-columns // 64), dtype=np.uint64)
-    total = np.zeros(columns)
+    total: Floats = np.zeros(columns)
     for first in range(0, len(values), _ELEMENTS):
         part = slice(first, first + _ELEMENTS)
         words = mixed(mixed(places[part].astype(np.uint64) ^ key)[:, None] ^ mixed(blocks)[None])
         bits = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=columns, bitorder="little")
         total += values[part] @ (1.0 - 2.0 * bits)
-    return total / np.sqrt(columns)
+    return total * float(columns) ** -0.5
 
 
 def preconditioned(gradient: Floats, mean: Floats, square: Floats, betas: tuple[float, float], eps: float) -> Floats:

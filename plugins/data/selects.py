@@ -2,12 +2,12 @@
 
     random        any n
     loss          one third of the pool by loss (low, medium, high) has ``factor`` times the chance: p ~ w^(1/T)
-    delta_loss    d = loss at the start - loss now, falling: places [s, s + 0.2 N) of d >= 0 have 1, others ``outside``,
+    delta_loss    d = loss at the start - loss now, falling: places [s, s + 0.2 N) of d >= 0 have 1, else ``outside``
                   s = 0.8 N / (1 + exp(-10 (k / U - 1/2))) at update k of U, rounded down
-    less          max over tasks of the mean cosine of gradients with those of the task's validation samples: the n largest
-                  (LESS, arXiv 2402.04333; gradients as `projection` has them)
-    online        the n largest of loss now, or of loss now - loss of a reference model where there is one (RHO-LOSS, arXiv
-                  2206.07137); draw a pool a step
+    less          the n largest of: max over tasks of the mean cosine of gradients with those of the task's validation
+                  samples (LESS, arXiv 2402.04333; gradients as `projection` has them)
+    online        the n largest of loss now, or of loss now - loss of a reference model where there is one (RHO-LOSS,
+                  arXiv 2206.07137); draw a pool a step
 
 Draws are without replacement (`draws`). A selection depends on numbers and what is known of them, not on their order.
 Before the first update any n. O(N log N), and O(N M k) for less.
@@ -114,7 +114,8 @@ def cosine_scores(pool: Pool) -> Floats:
     own, wanted = (_unit(rows) for rows in (pool.gradients, pool.query_gradients))
     tasks = np.zeros(len(wanted), dtype=np.int64) if pool.tasks is None else pool.tasks
     means = [own @ wanted[tasks == task].mean(axis=0) for task in np.unique(tasks)]
-    return np.max(means, axis=0)
+    best: Floats = np.max(means, axis=0)
+    return best
 
 
 def _unit(rows: Floats) -> Floats:

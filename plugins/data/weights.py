@@ -1,8 +1,8 @@
 """Weights of the samples of a global batch, w_s in  L = sum_s w_s sum_t l_st / sum_s w_s n_s.
 
-    loss       h_s = (2 l_s - max - min) delta / (max - min),  l_s: mean token loss of a sample, max and min over the batch
+    loss       h_s = (2 l_s - max - min) delta / (max - min),  l_s: mean token loss of a sample; max, min of the batch
                linear min(h + delta, delta)    uniform h    quadratic 1 - (h / delta)^2    extremes |h|
-               w_s = exp((score_s - max score) / r) / sum       Dynamic Loss-Based Sample Reweighting, arXiv 2502.06733
+               w_s = exp((score_s - max score) / r) / sum     Dynamic Loss-Based Sample Reweighting, arXiv 2502.06733
     adapt      v_s = sum_t t h_st over its norm (h_st: last hidden states),  c_s = mean cosine with anchors
                w_s = 1 / (1 + exp(-c_s / tau)), between ``low`` and ``high``
     objective  w_s = wanted_i / share_i of the domain i of s: importance weights, as in NeMo Automodel
@@ -80,7 +80,7 @@ def _by_likeness(state: State, seen: SeenSamples, settings: Adapt) -> Weighed:
 
 
 def _unit(vectors: Floats) -> Floats:
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.divide(vectors, np.linalg.norm(vectors, axis=1, keepdims=True))
 
 
 def _by_objective(state: State, seen: SeenSamples, settings: Objective) -> Weighed:
