@@ -19,6 +19,7 @@ from .machine.layout import Layout
 from .plan.expert_policy import AT_HOME
 from .plan.limits import Limits
 from .plan.step_plan import StepPlan
+from .policies import ChosenPolicy, DataPolicy, Kind
 
 log = logging.getLogger("evenload")
 
@@ -164,6 +165,11 @@ class Plugin:
     plan depends on the loads of earlier steps (`ExpertContext.loads`); a run then keeps them. ``baseline``: empty for
     the planner itself. None: neither does."""
 
+    policies: Mapping[Kind, Mapping[str, DataPolicy]] = field(default_factory=dict)
+    """What a plugin of batches offers, by kind and by the names that a recipe gives."""
+    mix: Callable[[Any], ChosenPolicy | None] | None = None
+    """``mix(config)``: the policy of shares that the settings of a plugin of batches ask for; None: none."""
+
     shown_by: tuple[str, ...] = ()
     """Branches and signs (`core.plan.branches`) of which a step has one where the plugin did something in it; empty:
     nothing is said of that."""
@@ -217,6 +223,19 @@ def layer_planner(name: str) -> LayerPlanner:
     if name not in known:
         raise EvenloadError("there is no such planner of layers", repr(name), nearest(name, known))
     return known[name]
+
+
+def data_policies(kind: Kind) -> dict[str, DataPolicy]:
+    """The policies of a kind that all plugins offer, by name. Raises EvenloadError where two offer one of a name."""
+    known: dict[str, DataPolicy] = {}
+    origins: dict[str, str] = {}
+    for plugin in registered():
+        for name, policy in plugin.policies.get(kind, {}).items():
+            if name in known:
+                detail = f"{origins[name]} offers one, and {plugin.name} another"
+                raise EvenloadError(f"two {kind} policies are called '{name}'", detail, "rename one of them")
+            known[name], origins[name] = policy, plugin.name
+    return known
 
 
 def load_entry_points() -> None:

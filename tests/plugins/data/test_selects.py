@@ -1,0 +1,279 @@
+"""Selections against references written from their equations, whatever the order of the pool."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+
+import numpy as np
+import pytest
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError
+from evenload.core.policies import ChosenPolicy, Pool, chosen_policy, started, stepped
+from evenload.core.registry import data_policies
+from evenload.plugins.data.draws import drawn, uniform
+from evenload.plugins.data.neighbours import Tsds, transport_probabilities
+from evenload.plugins.data.projection import preconditioned, projection
+from evenload.plugins.data.selects import DeltaLoss, LossThirds, progress_probabilities, third_probabilities
+
+load_plugins()
+RNG = np.random.default_rng(7)
+NAMES = sorted(data_policies("select"))
+
+
+def chosen(name: str, **settings: object) -> ChosenPolicy:
+    return chosen_policy("select", name, settings, data_policies("select"))
+
+
+def pool(count: int = 60, take: int = 12, seed: int = 1) -> Pool:
+    rng = np.random.default_rng(seed)
+    return Pool(
+        rng.permutation(10 * count)[:count],
+        take,
+        seed=5,
+        update=3,
+        losses=rng.lognormal(0, 1, count),
+        gradients=rng.normal(size=(count, 8)),
+        query_gradients=rng.normal(size=(7, 8)),
+        tasks=np.array([0, 0, 0, 1, 1, 2, 2]),
+        embeddings=rng.normal(size=(count, 3)) / 3,
+        queries=rng.normal(size=(4, 3)) / 3,
+    )
+
+
+def shuffled(whole: Pool, order: np.ndarray) -> Pool:
+    own = {name: getattr(whole, name)[order] for name in ("numbers", "losses", "gradients", "embeddings")}
+    return whole._replace(**own)
+
+
+def select(policy: ChosenPolicy, first: Pool, then: Pool) -> list[int]:
+    state, last = started(policy, first)
+    _, numbers = stepped(policy, state, then, last)
+    return numbers.tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cluster_less"])
+def test_a_selection_does_not_depend_on_the_order_of_its_pool(name: str) -> None:
+    whole, policy = pool(), chosen(name)
+    numbers = select(policy, whole, whole._replace(losses=whole.losses * RNG.uniform(0.5, 1.2, 60)))
+    now = whole._replace(losses=whole.losses * 0.9)
+    expected = select(policy, whole, now)
+    assert len(set(numbers)) == 12
+    for _ in range(3):
+        order = RNG.permutation(60)
+        assert select(policy, shuffled(whole, RNG.permutation(60)), shuffled(now, order)) == expected
+
+
+def test_uniform_numbers_depend_on_seed_update_and_number_alone() -> None:
+    numbers = np.arange(20000)
+    values = uniform(numbers, 3, 4)
+    assert uniform(numbers[::-1], 3, 4)[::-1].tolist() == values.tolist()
+    assert abs(values.mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
+    for other in (uniform(numbers, 4, 4), uniform(numbers, 3, 5)):
+        assert abs(np.corrcoef(values, other)[0, 1]) < 0.03
+
+
+def test_draws_without_replacement_have_the_chances_of_one_after_the_other() -> None:
+    chances = np.array([0.5, 0.3, 0.2, 0.0])
+    counts: dict[tuple[int, ...], int] = {}
+    for update in range(4000):
+        pair = tuple(drawn(np.arange(4), chances, 2, seed=1, update=update).tolist())
+        counts[pair] = counts.get(pair, 0) + 1
+    for (first, second), count in counts.items():
+        expected = chances[first] * chances[second] / (1 - chances[first])
+        assert count / 4000 == pytest.approx(expected, abs=0.025)
+    assert len(counts) == 6
+    with pytest.raises(ValueError, match="4 samples of 3 that may be drawn"):
+        drawn(np.arange(4), chances, 4, seed=1, update=0)
+
+
+@pytest.mark.parametrize("third", ["low", "medium", "high"])
+def test_loss_weighs_one_third_five_times(third: str) -> None:
+    losses = pool(200).losses
+    ranked = sorted(losses)
+    bounds = []
+    for part in (0.33, 0.66):
+        at = part * (len(ranked) - 1)
+        low = ranked[math.floor(at)]
+        bounds.append(low + (at - math.floor(at)) * (ranked[math.floor(at) + 1] - low))
+    chance = {
+        "low": [5 if loss <= bounds[0] else 1 for loss in losses],
+        "medium": [5 if bounds[0] < loss <= bounds[1] else 1 for loss in losses],
+        "high": [5 if loss > bounds[1] else 1 for loss in losses],
+    }[third]
+    odds = [one**0.5 for one in chance]
+    ours = third_probabilities(losses, LossThirds(third=third, temperature=2.0))
+    np.testing.assert_allclose(ours, [one / sum(odds) for one in odds], rtol=1e-12)
+
+
+@pytest.mark.parametrize("update", [0, 3, 5, 9, 10])
+def test_delta_loss_opens_its_window_by_the_update(update: int) -> None:
+    numbers, progress = np.arange(100), np.random.default_rng(2).normal(0.3, 1, 100)
+    start = int(100 * 0.8 / (1 + math.exp(-10 * (update / 10 - 0.5))))
+    odds = [0.0] * 100
+    for place, (gain, number) in enumerate(sorted((-d, n) for n, d in enumerate(progress))):
+        odds[number] = 1.0 if start <= place < start + 20 and -gain >= 0 else 0.025
+    ours = progress_probabilities(numbers, progress, update, DeltaLoss(updates=10))
+    np.testing.assert_allclose(ours, [one / sum(odds) for one in odds], rtol=1e-12)
+
+
+def test_delta_loss_remembers_the_first_losses_by_sample() -> None:
+    first = pool()
+    now = first._replace(losses=first.losses - np.linspace(-1, 2, 60), update=0)
+    policy = chosen("delta_loss", updates=10, outside=1e-9)
+    state, last = started(policy, first)
+    _, numbers = stepped(policy, json.loads(json.dumps(state)), shuffled(now, RNG.permutation(60)), last)
+    best = first.numbers[np.argsort(-np.linspace(-1, 2, 60))[:12]]
+    assert set(numbers.tolist()) == set(best.tolist())
+
+
+def test_less_takes_the_best_task_of_every_sample() -> None:
+    whole = pool()
+    scores = []
+    for own in whole.gradients:
+        by_task: dict[int, list[float]] = {}
+        for wanted, task in zip(whole.query_gradients, whole.tasks, strict=True):
+            cosine = float(own @ wanted) / math.sqrt(float(own @ own) * float(wanted @ wanted))
+            by_task.setdefault(int(task), []).append(cosine)
+        scores.append(max(sum(values) / len(values) for values in by_task.values()))
+    expected = whole.numbers[np.argsort(-np.array(scores))[:12]]
+    assert select(chosen("less"), whole, whole) == expected.tolist()
+
+
+def test_online_takes_what_is_learnable() -> None:
+    whole = pool()
+    assert select(chosen("online"), whole, whole) == whole.numbers[np.argsort(-whole.losses)[:12]].tolist()
+    reference = RNG.lognormal(0, 1, 60)
+    learnable = whole.numbers[np.argsort(-(whole.losses - reference))[:12]]
+    assert select(chosen("online"), whole, whole._replace(reference=reference)) == learnable.tolist()
+
+
+def test_near_takes_turns_among_queries() -> None:
+    whole, taken = pool(), []
+    ranked = [
+        sorted(range(60), key=lambda i: (math.dist(query, whole.embeddings[i]), whole.numbers[i]))
+        for query in whole.queries
+    ]
+    for place in range(60):
+        for own in ranked:
+            if own[place] not in taken:
+                taken.append(own[place])
+    assert select(chosen("near"), whole, whole) == whole.numbers[taken[:12]].tolist()
+
+
+def transport(whole: Pool, alpha: float, scale: float, width: int) -> list[float]:
+    """TSDS by a heap, a neighbour at a time."""
+    rows, queries = whole.embeddings, whole.queries
+    count, sigma, chances = len(queries), 0.75, [0.0] * len(rows)
+
+    def density(point: np.ndarray) -> float:
+        near = sorted(math.dist(point, row) for row in rows)[:30]
+        return sum(max(0.0, 1 - (d / sigma) ** 2) for d in near)
+
+    near = [
+        sorted((math.dist(query, row), whole.numbers[i], i) for i, row in enumerate(rows))[:width] for query in queries
+    ]
+    parts = [[1 / density(rows[i]) for *_, i in own] for own in near]
+    heap = [(own[0], 0, j) for j, own in enumerate(parts)]
+    heapq.heapify(heap)
+    spent = [near[j][0][0] * parts[j][0] for j in range(count)]
+    costs, stop = [0.0] * count, 0.0
+    while heap:
+        stop, place, j = heapq.heappop(heap)
+        costs[j] = near[j][place + 1][0] * stop - spent[j]
+        if alpha / scale * sum(costs) >= (1 - alpha) * count:
+            break
+        if place < width - 2:
+            heapq.heappush(heap, (stop + parts[j][place + 1], place + 1, j))
+            spent[j] += near[j][place + 1][0] * parts[j][place + 1]
+    for j in range(count):
+        left = 1 / count
+        for place, part in enumerate(parts[j]):
+            mass = left if place == width - 1 else min(left, part / count / stop)
+            chances[near[j][place][2]] += mass
+            left -= mass
+    return chances
+
+
+@pytest.mark.parametrize(
+    ("alpha", "scale", "width"), [(0.6, 5.0, 60), (0.9, 1.0, 20), (0.05, 5.0, 8), (0.999, 0.01, 30)]
+)
+def test_tsds_is_its_transport(alpha: float, scale: float, width: int) -> None:
+    whole = pool(60)
+    settings = Tsds(alpha=alpha, scale=scale, neighbours=width, density_neighbours=30)
+    ours = transport_probabilities(whole, settings)
+    np.testing.assert_allclose(ours, transport(whole, alpha, scale, width), rtol=1e-12, atol=1e-15)
+    assert math.fsum(ours) == pytest.approx(1, abs=1e-12)
+
+
+def test_near_duplicates_do_not_crowd_tsds() -> None:
+    rows = np.concatenate([np.zeros((50, 2)), np.array([[0.05, 0.0], [0.0, 0.06], [-0.04, 0.05]])])
+    crowd = Pool(np.arange(53), 4, embeddings=rows, queries=np.array([[0.01, 0.0]]))
+    chances = transport_probabilities(crowd, Tsds(sigma=0.03, alpha=0.2))
+    assert chances[:50].sum() < 0.5, "fifty copies count as one"
+
+
+def test_clusters_stand_for_their_members() -> None:
+    centres = RNG.normal(size=(4, 3)) * 10
+    rows = np.concatenate([centre + RNG.normal(size=(16, 3)) for centre in centres])
+    whole = Pool(RNG.permutation(64), 16, seed=2, embeddings=rows, query_gradients=np.array([[1.0, 0.0]]))
+    policy = chosen("cluster_less", cluster_size=16, representatives=3)
+    state, last = started(policy, whole._replace(gradients=np.zeros((12, 2))))
+    clusters = [cluster for cluster, _ in state["representatives"]]
+    assert len(clusters) <= 12
+    best = clusters[0]
+    gradients = np.array([[1.0, 0.1] if cluster == best else [-1.0, 0.5] for cluster in clusters])
+    _, numbers = stepped(policy, json.loads(json.dumps(state)), whole._replace(gradients=gradients), last)
+    members = [n for n, cluster in zip(state["numbers"], state["clusters"], strict=True) if cluster == best]
+    assert set(members[:16]) <= set(numbers.tolist()) or set(numbers.tolist()) <= set(members)
+
+
+@pytest.mark.parametrize("cuts", [1, 2, 4])
+def test_projections_of_shards_add_up_to_that_of_the_whole(cuts: int) -> None:
+    gradient = RNG.normal(size=(40, 20))
+    whole = projection("layer.weight", gradient.ravel(), np.arange(800), 100, seed=3)
+    places = np.arange(800).reshape(40, 20)
+    parts = zip(np.array_split(gradient, cuts, axis=1), np.array_split(places, cuts, axis=1), strict=True)
+    total = sum(projection("layer.weight", part.ravel(), own.ravel(), 100, seed=3) for part, own in parts)
+    np.testing.assert_allclose(total, whole, rtol=1e-12, atol=1e-12)
+    other = projection("other.weight", gradient.ravel(), np.arange(800), 100, seed=3)
+    assert abs(np.corrcoef(other, whole)[0, 1]) < 0.4
+
+
+def test_projections_keep_inner_products_in_the_mean() -> None:
+    one, other = RNG.normal(size=(2, 500))
+    other = one + 0.3 * other
+    places = np.arange(500)
+    products = [
+        projection("w", one, places, 64, seed=seed) @ projection("w", other, places, 64, seed=seed)
+        for seed in range(60)
+    ]
+    error = np.std(products) / math.sqrt(60)
+    assert abs(np.mean(products) - one @ other) < 4 * error
+
+
+def test_the_direction_of_adam_is_that_of_its_equation() -> None:
+    g, m, v = RNG.normal(size=(3, 10))
+    ours = preconditioned(g, m, v**2, (0.9, 0.99), 1e-8)
+    for i in range(10):
+        mean, square = 0.9 * m[i] + 0.1 * g[i], 0.99 * v[i] ** 2 + 0.01 * g[i] ** 2
+        assert ours[i] == pytest.approx(mean / (math.sqrt(square) + 1e-8), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("less", "gradients"), ("near", "queries"), ("tsds", "embeddings"), ("loss", "losses")]
+)
+def test_a_pool_without_scores_is_refused(name: str, missing: str) -> None:
+    with pytest.raises(EvenloadError, match=f"'{name}' needs what is not there"):
+        started(chosen(name), pool()._replace(**{missing: None}))
+
+
+def test_a_selection_of_too_many_keeps_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    policy, whole = chosen("online"), pool()
+    state, last = started(policy, whole)
+    with caplog.at_level("WARNING", logger="evenload"):
+        _, numbers = stepped(policy, state, whole._replace(losses=np.full(60, math.nan)), last)
+    assert numbers.tolist() == last.tolist()
+    assert "the select policy 'online' failed" in caplog.text
