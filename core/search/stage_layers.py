@@ -22,7 +22,7 @@ from ..planning.chain import PlanChain
 from ..planning.judge import judge
 from ..recipe.recipe import Recipe
 from ..recipe.stages import least_maximal
-from ..simulate.step import after_passes_s
+from .floors import step_floor_s
 
 MOVES = 4
 """Layers that are moved at the most."""
@@ -78,7 +78,7 @@ def _step_s(
     """Predicted seconds of a batch under these numbers; infinite where nothing fits or can take less than ``bar_s``."""
     numbered = _numbered(recipe, layers)
     chain = PlanChain.of_recipe(numbered, numbered.layout(num_ranks)).of_groups(groups)
-    if chain.passes_floor_s(batch) + after_passes_s(chain.context) >= bar_s:
+    if step_floor_s(chain, batch) >= bar_s:
         return math.inf
     try:
         planned = judge(chain.plan(batch), chain.context)
