@@ -10,6 +10,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -35,17 +36,17 @@ def read_weights(rows: Rows, field: str, documents: Documents, spans: TargetSpan
 
     def scan() -> Arrays:
         start, value = array("q"), array("d")
-        begin = np.concatenate([[0], np.cumsum(documents.lengths)])
+        begin, keys = np.concatenate([[0], np.cumsum(documents.lengths)]), documents.keys
         for number, (key, (place, row)) in enumerate(rows.read_all()):
             if field not in row:
                 raise no_weight(place, field, row)
-            own = [number, number + 1]
-            if documents.keys is not None:
-                own = [int(np.searchsorted(documents.keys, key, side=side)) for side in ("left", "right")]
-            borders = begin[own[0] : own[1] + 1].tolist()
-            for first, weight in _runs(row[field], borders, spans, f"{field!r} in {place}"):
+            first, last = number, number + 1
+            if keys is not None:
+                first, last = int(np.searchsorted(keys, key)), int(np.searchsorted(keys, key, side="right"))
+            borders = begin[first : last + 1].tolist()
+            for token, weight in _runs(row[field], borders, spans, f"{field!r} in {place}"):
                 if not value or weight != value[-1]:
-                    start.append(first if value else 0)
+                    start.append(token if value else 0)
                     value.append(weight)
         return {"start": np.array(start, dtype=np.int64), "value": np.array(value).view(np.int64)}
 
@@ -71,9 +72,10 @@ def _runs(value: Any, borders: list[int], spans: TargetSpans, what: str) -> Iter
 
 def _number(value: Any, what: str) -> float:
     known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not known or not math.isfinite(value):
-        raise EvenloadError(f"{what} is no weight", shown(value), _DO)
-    return float(value)
+    with suppress(OverflowError):
+        if known and math.isfinite(value):
+            return float(value)
+    raise EvenloadError(f"{what} is no weight", shown(value), _DO)
 
 
 def no_weight(place: str, field: str, fields: Iterable[Any]) -> EvenloadError:

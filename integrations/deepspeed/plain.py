@@ -119,7 +119,7 @@ def plain_gradients(
     wanted = samples if labels is None else [torch.as_tensor(labels.of(i)[: len(s)]) for i, s in enumerate(samples)]
     weights = [(labels_L != -100).double() for labels_L in wanted]
     if labels is not None and labels.weights is not None:
-        weights = [w * torch.as_tensor(labels.weights.of(i)[: len(w)]) for i, w in enumerate(weights)]
+        weights = [w * torch.tensor(labels.weights.of(i)[: len(w)]) for i, w in enumerate(weights)]
     divisor = sum(float(weights_L[1:].sum()) for weights_L in weights)
     model.zero_grad(set_to_none=True)
     total = 0.0

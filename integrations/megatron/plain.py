@@ -139,7 +139,7 @@ class PlainModel:
                 labels_L = torch.from_numpy(labels.of(number)[:length]).to(self._device)
             weights_L = (labels_L >= 0).double()
             if weights:
-                weights_L *= torch.from_numpy(weights.of(number)[:length]).to(self._device)
+                weights_L *= torch.tensor(weights.of(number)[:length]).to(self._device)
             loss_sum = self._whole_sequence(tokens_L, labels_L, weights_L)
             totals += torch.stack([loss_sum, weights_L[1:].sum()])
             for name, parameter in trained.items():

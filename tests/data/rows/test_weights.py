@@ -143,6 +143,7 @@ def test_a_run_that_goes_on_notices_other_weights(tmp_path: Path) -> None:
         (float("nan"), r"'w' in line 2 of .* is no weight\n.*nan"),
         (float("-inf"), "is no weight"),
         (True, "is no weight"),
+        (10**400, "is no weight"),
         ("1.0", "is no weight"),
         ([1.0, None, 2.0], "is no weight"),
         ([1.0, 2.0], r"'w' in line 2 of .* has not one weight for each target token\n.*2 numbers, 3 target tokens"),

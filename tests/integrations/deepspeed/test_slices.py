@@ -46,10 +46,8 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
                 assert logits.shape[1] == 1
             else:
                 losses_T = token_losses(model(**call_of(pack)).logits[0], pack)
-                losses[one.graph] = (
-                    losses_T if labels is None or not labels.weights else losses_T * pack.weights_T
-                ).sum()
-                losses[one.graph] = losses[one.graph] / divisor
+                weighed_T = losses_T if pack.weights_T is None else losses_T * pack.weights_T
+                losses[one.graph] = weighed_T.sum() / divisor
                 total += float(losses[one.graph].detach())
         if store is not None:
             store.check_empty()
