@@ -2886,8 +2886,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a bound has more head than the model",
         "core/balance/step_bound.py",
-        "more = head * (layout.num_stages - 1) if",
-        "more = head * layout.num_stages if",
+        "    more = context.beyond(stage, context.layout.num_stages)",
+        "    more = context.beyond(stage, context.layout.num_stages) + context.head_frac * (stage > 0)",
         "bounds",
     ),
     Mutant(

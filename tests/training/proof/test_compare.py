@@ -175,6 +175,11 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         + ("plugins.pipeline.enabled=true", "plugins.pipeline.v_shape=true", "plugins.pipeline.max_tokens=64"),
         {"cut sequences", "an order of the plan's own"},
     ),
+    "megatron, unequal stages": (
+        ("parallel.pp=2", "parallel.dp=2", "model.num_layers=3", "parallel.layers=auto", "train.dtype=fp64")
+        + ("plugins.pipeline.enabled=true", "plugins.pipeline.max_tokens=64", "train.recompute=true"),
+        {"cut sequences", "an order of the plan's own"},
+    ),
     "megatron, halves in turn": (
         ("parallel.tp=2", "train.recompute=true", "train.dtype=fp64", "cluster=slow.yaml", "plugins.mesh.enabled=true")
         + ("plugins.mesh.max_tokens=160", "plugins.mesh.halves=auto"),
