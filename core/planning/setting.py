@@ -120,6 +120,8 @@ def stage_costs(setting: Setting, costs: cost_models.Costs, layout: Layout) -> c
     expert_bytes = shape.values_at_experts * value_bytes / (layout.tp * layout.num_stages) if layout.ep > 1 else 0.0
     # Tokens that go to other ranks are copied to be sent, and copied to be sorted by expert where they arrive.
     copies = 2 * shape.experts.topk if shape.experts and layout.ep > 1 else 0
+    # Divided inputs are gathered for each product with weights, into a buffer that stays.
+    copies += setting.traits.divides_tokens
     whole_bytes = costs.memory.replay_bytes_per_token or costs.memory.activation_bytes_per_token
     return costs.holding(
         working_bytes_per_token=costs.memory.working_bytes_per_token + copies * shape.hidden_size * value_bytes,

@@ -63,6 +63,7 @@ def test_plans_of_a_recipe_are_held_to_what_its_ranks_keep() -> None:
     one, two, divided = memory_of(1), memory_of(), memory_of(**{"megatron.sequence_parallel": True})
     assert one.activation_bytes_per_token / 2 < divided.activation_bytes_per_token
     assert 1.1 * divided.activation_bytes_per_token < two.activation_bytes_per_token < one.activation_bytes_per_token
+    assert divided.working_bytes_per_token == two.working_bytes_per_token + 64 * 4
     norms = 9 * 64 * 16  # weights, gradients and states
     assert two.fixed_bytes == pytest.approx((one.fixed_bytes + norms) / 2, rel=1e-9)
     assert two.kv_bytes_per_token == one.kv_bytes_per_token / 2
