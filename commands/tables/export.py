@@ -15,8 +15,7 @@ def table(result: Result) -> Table:
 
 
 def table_of_samples(result: Result) -> Table:
-    rows = [(how, number) for how, number in sorted(result["ended"].items())]
-    new = result["samples"] - result["samples_before"]
-    caption = f"{new} new samples, {result['tokens']} tokens in {seconds(result['seconds'])}"
-    title = f"{result['out']}: {result['samples']} samples of {result['prompts']} prompts"
-    return grid(title, ("ended by", "samples"), rows, caption)
+    numbers = {"prompts": result["prompts"], "samples": result["samples"], "made before": result["samples_before"]}
+    numbers |= {f"ended by {how}": number for how, number in sorted(result["ended"].items())}
+    rows = [*numbers.items(), ("new tokens", result["tokens"]), ("time", seconds(result["seconds"]))]
+    return grid(result["out"], ("of this run", "number"), rows, f"run {result['run']}")

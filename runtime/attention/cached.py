@@ -102,7 +102,9 @@ def _flash_attn(call: DecodeCall) -> Tensor:
 def _sdpa(call: DecodeCall) -> Tensor:
     tables_BW = call.rows.tables_BW
     k_BGLD, v_BGLD = (_rows_of(pool, tables_BW) for pool in call.pools)
-    q_BGRD = call.q_BHD.unflatten(1, (k_BGLD.shape[1], -1))
+    rows, heads, dim = call.q_BHD.shape
+    groups = k_BGLD.shape[1]
+    q_BGRD = call.q_BHD.reshape(rows, groups, heads // groups, dim)
     seen_B11L = call.rows.seen_B11L(call.scores.window)
     out_BGRD = scaled_dot_product_attention(q_BGRD, k_BGLD, v_BGLD, attn_mask=seen_B11L, scale=call.scores.scale)
     return out_BGRD.flatten(1, 2)

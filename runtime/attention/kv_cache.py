@@ -127,7 +127,7 @@ class CachedRows:
         own_B = np.take_along_axis(blocks_BW, last[:, None] // tables.block_tokens, 1)[:, 0] if len(rows) else last
         of_rows = own_B * tables.block_tokens + last % tables.block_tokens
         places = np.concatenate([*map(self._places, self.long), of_rows])
-        arrays = {"tables": blocks_BW, "lengths": stops.astype(np.int32), "places": places}
+        arrays: dict[str, Ints] = {"tables": blocks_BW, "lengths": stops.astype(np.int32), "places": places}
         return copy_rows(arrays, self.device)
 
     def _places(self, piece: Slice) -> Ints:

@@ -34,7 +34,7 @@ def hashed(state: Words, word: Words | int) -> Words:
 
 def stream_of(seed: int, prompt: int, sample: int) -> int:
     """What tells a sample from all others, int64."""
-    state = np.zeros(1, dtype=np.int64)
+    state: Ints = np.zeros(1, dtype=np.int64)
     for word in (seed, prompt, sample):
         state = hashed(state, np.array([word], dtype=np.int64))
     return int(state[0])

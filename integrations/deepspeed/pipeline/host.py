@@ -114,16 +114,17 @@ class PipelineHost(EngineHost):
         weight = next(self.module.parameters())
 
         def run(received_1TC: Tensor | None, pack: Pack, slots_R: Tensor) -> Tensor:
-            hidden_1TC = self.module(received_1TC, pack, head=False)
-            if not self.collects:
-                return hidden_1TC
-            chosen_RC = hidden_1TC[0, slots_R]
+            output: Tensor = self.module(received_1TC, pack, head=False)
+            if self.collects:
+                output = output[0, slots_R]
             for layer in self.module.stages[-1].ends:
-                chosen_RC = layer(chosen_RC)
-            return chosen_RC
+                output = layer(output)
+            return output
 
         def empty(pack: Pack) -> Tensor:
-            return weight.new_empty(1, pack.num_padded_tokens, self.module.config.hidden_size)
+            return torch.empty(
+                1, pack.num_padded_tokens, self.module.config.hidden_size, dtype=weight.dtype, device=self.device
+            )
 
         with evaluating(self.module):
             yield staged(run, self.device, self._stages, empty)

@@ -20,11 +20,9 @@ _spec = importlib.util.spec_from_file_location("megatron_tiny", _FILE)
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
 
-PROMPTS = tokens((33, 1, 7, 18, 40, 2), seed=5)
-REQUESTS = [
-    Request(number, tuple(PROMPTS(number).tolist()), limit, (0, 1))
-    for number, limit in enumerate((9, 25, 3, 17, 12, 21))
-]
+PROMPTS = tokens((33, 1, 7, 18), seed=5)
+LIMITS = 9, 25, 3, 17
+REQUESTS = [Request(number, tuple(PROMPTS(number).tolist()), limit, (0, 1)) for number, limit in enumerate(LIMITS)]
 SETTINGS = Generation(seed=11, sampling=Sampling(0.9, 40, 0.95), end_tokens=frozenset({5, 17}))
 
 

@@ -30,7 +30,7 @@ def test_samples_are_those_of_plain_generation(on_ranks: Callable[..., list[Any]
             assert row["ended"] == ["end", "limit"]
     for number in range(len(ways)):
         seen = [key for result in results for key in result["ways"][number]["seen"]]
-        assert sorted(seen) == sorted((prompt, sample) for prompt in range(6) for sample in (0, 1))
+        assert sorted(seen) == sorted((prompt, sample) for prompt in range(4) for sample in (0, 1))
 
 
 LONG = [(0, (1, 2, 3), 8), (1, (4, 5), 126)]
