@@ -32,8 +32,8 @@ Known = Callable[[Recipe, PlanChain], PlanChain]
 """The planners of a setting with what is known of its batches beside their lengths."""
 
 
-class Batch(NamedTuple):
-    """A global batch."""
+class SearchBatch(NamedTuple):
+    """A global batch that every setting is planned for."""
 
     lengths: Lengths
     """[S] in tokens."""
