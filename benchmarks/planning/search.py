@@ -45,7 +45,7 @@ from evenload.core.recipe.sizes import shape_of
 from evenload.core.search.answer import BY_HAND, by_hand, said
 from evenload.core.search.best_first import Played, SearchState, best_first
 from evenload.core.search.floors import step_floor_s
-from evenload.core.search.space import CAPS, Batch, space_of
+from evenload.core.search.space import CAPS, SearchBatch, space_of
 from rich.console import Group
 
 sys.path.append(str(Path(__file__).parents[1] / "published"))
@@ -107,7 +107,7 @@ def searched(
     began, first_s, reached_s = time.process_time(), math.inf, dict[float, float]()
     weights = shape_of(recipe.model).parameters
     beside = (lambda layout: by_hand(layout, weights)) if not pins else (lambda _: False)
-    for state in best_first(space_of(recipe, ranks, pins).choices, [Batch(batch)], beside):
+    for state in best_first(space_of(recipe, ranks, pins).choices, [SearchBatch(batch)], beside):
         cpu_s = time.process_time() - began
         if state.best is not None:
             first_s = min(first_s, cpu_s)

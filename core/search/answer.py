@@ -60,7 +60,7 @@ def ranked(search: SearchState) -> list[Played]:
 
 
 def distinct(known: Sequence[Played]) -> list[Played]:
-    """Of settings with the same plans that take the same time the first."""
+    """The first of all settings with the same plans that take the same time."""
     first: dict[tuple[object, ...], Played] = {}
     for one in known:
         first.setdefault((one.mean_s, *(step.plan.digest for step in one.steps)), one)

@@ -18,7 +18,7 @@ from ..machine.layout import Layout
 from ..planning.chain import PlanChain
 from ..planning.judge import Candidate, judge
 from .floors import in_schedule_s, step_floor_s
-from .space import Batch, Choice
+from .space import Choice, SearchBatch
 
 
 @dataclass
@@ -79,7 +79,7 @@ class SearchState:
 
 
 def best_first(
-    choices: Sequence[Choice], batches: Sequence[Batch], beside: Callable[[Layout], bool] = lambda _: False
+    choices: Sequence[Choice], batches: Sequence[SearchBatch], beside: Callable[[Layout], bool] = lambda _: False
 ) -> Iterator[SearchState]:
     """The search by bounds alone and after each plan, until the best is proven; who has seen enough stops asking.
 
@@ -117,7 +117,7 @@ def _order(one: Played) -> int:
     return -len(one.choice.chain.links)
 
 
-def _one_of_each_layout(played: Sequence[Played], batches: Sequence[Batch]) -> Iterator[Played]:
+def _one_of_each_layout(played: Sequence[Played], batches: Sequence[SearchBatch]) -> Iterator[Played]:
     """One setting for each layout, that of the least floor, and of equal ones that which is planned soonest; layouts
     that are planned soonest first, so that there is an answer early, and slower ones need no plan."""
     work_s = {id(one): one.choice.chain.work_s(batches[0].lengths) for one in played}
@@ -141,7 +141,7 @@ def _without_overlap(chain: PlanChain) -> str:
     return repr(replace(chain, context=replace(chain.context, traffic=traffic)))
 
 
-def _bounded(choice: Choice, batches: Sequence[Batch]) -> Played:
+def _bounded(choice: Choice, batches: Sequence[SearchBatch]) -> Played:
     lacking_bytes = max(choice.lacking_bytes(batch.lengths) for batch in batches)
     fits = lacking_bytes <= 0
     floors_s = [step_floor_s(choice.chain, batch.lengths, fits=fits) for batch in batches]
@@ -151,7 +151,7 @@ def _bounded(choice: Choice, batches: Sequence[Batch]) -> Played:
 LACKS = "a device has too little memory"
 
 
-def _know_more(one: Played, batches: Sequence[Batch]) -> bool:
+def _know_more(one: Played, batches: Sequence[SearchBatch]) -> bool:
     """Raise a setting's floor; true where a batch of it was planned."""
     chain = one.choice.chain
     if not one.bounded:
@@ -173,7 +173,7 @@ def _know_more(one: Played, batches: Sequence[Batch]) -> bool:
     return True
 
 
-def _planned(one: Played, batch: Batch) -> Candidate:
+def _planned(one: Played, batch: SearchBatch) -> Candidate:
     """The plan of the setting's next batch. Raises EvenloadError.
 
     Where the trainer's own schedule runs nothing as fast, whether it overlaps the gradient sum changes no plan.

@@ -38,8 +38,8 @@ def as_it_is(recipe: Recipe, chain: PlanChain) -> PlanChain:
     return chain
 
 
-class Batch(NamedTuple):
-    """A global batch."""
+class SearchBatch(NamedTuple):
+    """A global batch that every setting is planned for."""
 
     lengths: Lengths
     """[S] in tokens."""
@@ -69,7 +69,7 @@ class Choice:
         waiting = max(0, int(batch.max(initial=0)) - whole) * limits.memory.kv_bytes_per_token
         return limits.memory.pass_bytes + waiting - budget_bytes(limits, chain.context)
 
-    def settled(self, batch: Batch, known: Known) -> Choice:
+    def settled(self, batch: SearchBatch, known: Known) -> Choice:
         """The setting with numbers in place of ``parallel.layers: auto``, for batches like this one."""
         ranks = self.chain.context.layout.world_size
         recipe = settled(self.recipe, ranks, batch.lengths, neighbours=False)
@@ -86,7 +86,7 @@ class Space:
     choices: tuple[Choice, ...]
     refused: tuple[tuple[Values, EvenloadError], ...]
 
-    def settled(self, batch: Batch, known: Known = as_it_is) -> Space:
+    def settled(self, batch: SearchBatch, known: Known = as_it_is) -> Space:
         """The space with every setting for batches like this one."""
         return replace(self, choices=tuple(choice.settled(batch, known) for choice in self.choices))
 
@@ -117,8 +117,8 @@ def space_of(recipe: Recipe, num_ranks: int, pins: Values, known: Known = as_it_
     on_axes = {key: tuple(dict.fromkeys(tried)) for key, tried in axes.items()}
     for key, value in pins.items():
         if value not in on_axes.get(key, ()):
-            known = shown(list(on_axes[key])) if key in on_axes else nearest(key, on_axes)
-            raise EvenloadError("a pin is outside of its axis", f"--pin {key}={shown(value)}", f"on the axis: {known}")
+            lawful = shown(list(on_axes[key])) if key in on_axes else nearest(key, on_axes)
+            raise EvenloadError("a pin is outside of its axis", f"--pin {key}={shown(value)}", f"on the axis: {lawful}")
     if not choices:
         what, detail = f"no setting of {num_ranks} ranks is lawful", f"{refused[0][1].what} ({refused[0][1].found})"
         raise EvenloadError(what, detail, "pin less, or choose another --nproc")

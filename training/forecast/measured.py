@@ -58,12 +58,12 @@ class Correction(NamedTuple):
 
 
 def _shares(layout: Layout) -> Floats:
-    """Of each coefficient of the whole model what a stage has (`Costs.of_stage`) [7]."""
+    """What a stage has of each coefficient of the whole model (`Costs.of_stage`) [7]."""
     launch, compute = 1.0 / layout.num_stages, 1.0 / (layout.tp * layout.num_stages)
     return np.array([*(launch, compute, compute) * 2, 1.0 / (layout.tp * layout.pp)])
 
 
-class Measured(NamedTuple):
+class TrainedSetting(NamedTuple):
     """A setting that was trained here."""
 
     one: Played
@@ -90,7 +90,7 @@ def refuse_unmeasurable(recipe: Recipe, ranks: Sequence[int]) -> None:
 
 def measured(
     settings: Sequence[Played], train: Train, progress: Progress = silent
-) -> tuple[list[Measured], Correction]:
+) -> tuple[list[TrainedSetting], Correction]:
     """Train the settings, in turn; what each took, and what that says of costs."""
     runs: dict[int, list[tuple[float, float]]] = {number: [] for number in range(len(settings))}
     scales, added = list[Floats](), list[Floats]()
@@ -109,11 +109,11 @@ def measured(
             prior, newest = (np.array(result["refit"][name]) for name in ("prior", "newest"))
             scales.append(np.divide(newest, prior, out=np.ones(7), where=prior > 0))
             added.append(np.where(prior > 0, 0.0, newest) / _shares(layout))
-    rows = [Measured(one, *np.median(runs[number], axis=0).tolist()) for number, one in enumerate(settings)]
+    rows = [TrainedSetting(one, *np.median(runs[number], axis=0).tolist()) for number, one in enumerate(settings)]
     return rows, Correction(np.median(scales, axis=0), np.median(added or [np.zeros(7)], axis=0))
 
 
-def rows_of(taken: Sequence[Measured], correction: Correction) -> list[dict[str, Any]]:
+def rows_of(taken: Sequence[TrainedSetting], correction: Correction) -> list[dict[str, Any]]:
     """``measured`` of ``search --json``, the fastest first; the last number is that of the same plans by the costs that
     steps bear out."""
     rows = []

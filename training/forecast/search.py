@@ -29,7 +29,7 @@ from ...core.recipe.sizes import shape_of
 from ...core.recipe.traits import trainer_called
 from ...core.search.answer import Result, answer, by_hand, distinct, ranked, said
 from ...core.search.best_first import SearchState, best_first
-from ...core.search.space import Batch, Choice, Known, Space, space_of
+from ...core.search.space import Choice, Known, SearchBatch, Space, space_of
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
 from ..drawing import Drawing, batch_size, refuse_short_data
@@ -148,16 +148,16 @@ class _Drawn(NamedTuple):
 
         return known
 
-    def batches(self, choice: Choice, steps: int) -> list[Batch]:
+    def batches(self, choice: Choice, steps: int) -> list[SearchBatch]:
         """The first global batches as training draws them."""
         recipe = choice.recipe
         if self.members:
             chain = PlanChain.of_recipe(recipe, choice.chain.context.layout)
             shared = SharedPlan(self.members, chain, shape_of(recipe.model))
             draws = [shared.draw() for _ in range(steps) if shared.more]
-            return [Batch(as_lengths(draw.lengths), as_lengths(draw.tenants)) for draw in draws]
+            return [SearchBatch(as_lengths(draw.lengths), as_lengths(draw.tenants)) for draw in draws]
         drawing = Drawing.resume(None, self.samples, batch_size(recipe), choice.chain, seed=recipe.train.seed)
-        return [Batch(as_lengths(drawing().lengths)) for _ in range(steps)]
+        return [SearchBatch(as_lengths(drawing().lengths)) for _ in range(steps)]
 
 
 class _Asked(NamedTuple):
@@ -173,7 +173,7 @@ class _Asked(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Of the model."""
+        """How many weights the model has."""
         return shape_of(self.recipe.model).parameters
 
     def searched(self, ranks: int, known: Known) -> tuple[Space, SearchState, float | None]:

@@ -18,7 +18,7 @@ from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.search.answer import answer, by_hand, distinct, ranked
 from evenload.core.search.best_first import LACKS, best_first
 from evenload.core.search.floors import in_schedule_s, step_floor_s
-from evenload.core.search.space import Batch, space_of
+from evenload.core.search.space import SearchBatch, space_of
 from evenload.training.drawing import Drawing, batch_size
 from evenload.training.forecast.search import Enough, search
 
@@ -66,9 +66,9 @@ def drawn(count: int = 2) -> list[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_large(name: str) -> None:
     case, batches = CASES[name], drawn()
-    space = space_of(recipe_of(case), case.ranks, case.pins).settled(Batch(batches[0]))
+    space = space_of(recipe_of(case), case.ranks, case.pins).settled(SearchBatch(batches[0]))
     assert 2 <= len(space.choices) <= 200
-    *_, state = best_first(space.choices, [Batch(batch) for batch in batches])
+    *_, state = best_first(space.choices, [SearchBatch(batch) for batch in batches])
     means = [_mean_of_all_plans(one.choice.chain, batches) for one in state.played]
     best = min(means)
     assert state.gap == 0.0
@@ -101,7 +101,7 @@ def test_every_moment_has_a_true_bound() -> None:
     space, batches = space_of(recipe_of(CASES["dense"]), 4, CASES["dense"].pins), drawn(1)
     moments = [
         (state.best.mean_s, state.gap)
-        for state in best_first(space.choices, [Batch(batch) for batch in batches])
+        for state in best_first(space.choices, [SearchBatch(batch) for batch in batches])
         if state.best
     ]
     least_s = moments[-1][0]
@@ -134,7 +134,7 @@ def test_the_gradient_sum_overlaps_only_where_the_trainers_own_schedule_can_run_
 def test_plans_that_overlap_nothing_are_made_once_for_both_settings_of_overlap(longest: int) -> None:
     batch = as_lengths([longest, 300, 200, 100, 50])
     choices = space_of(recipe_of(CASES["dense"]), 4, {"max_tokens": 1024, "parallel.tp": 1}).choices
-    *_, state = best_first(choices, [Batch(batch)], lambda _: True)
+    *_, state = best_first(choices, [SearchBatch(batch)], lambda _: True)
     pairs = [one.alike for one in state.played if all(other.whole for other in one.alike) and len(one.alike) == 2]
     same = [one.steps[0] is other.steps[0] for one, other in pairs]
     assert any(same) is (longest > 1024)

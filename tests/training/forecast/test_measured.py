@@ -18,7 +18,7 @@ from evenload.core.planning.judge import judge
 from evenload.core.planning.setting import Setting, costs_of
 from evenload.core.recipe.recipe import RECIPES, Recipe, parse
 from evenload.core.simulate.predict import predict
-from evenload.training.forecast.measured import STEPS
+from evenload.training.forecast.measured import STEPS, trained
 from evenload.training.forecast.search import Enough, search
 
 api.load_plugins()
@@ -114,6 +114,21 @@ def slower(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
     """A machine on which all takes three times as long."""
     said = machine(recipe, num_ranks)
     return {**said, "steps": [{**row, "step_s": 0.5 + 3 * row["predicted_s"]} for row in said["steps"]]}
+
+
+@pytest.mark.slow
+def test_a_setting_is_trained_on_ranks_of_this_machine_and_nothing_is_kept(tmp_path: Path) -> None:
+    changes = {
+        "train.steps": None,
+        "train.epochs": 1,
+        "checkpoint.dir": str(tmp_path / "kept"),
+        "log.jsonl": str(tmp_path / "log.jsonl"),
+    }
+    result = trained(api.load_recipe("quickstart").changed(changes), 2)
+    assert len(result["steps"]) == STEPS
+    assert all(row["step_s"] > 0 and row["predicted_s"] > 0 for row in result["steps"])
+    assert result["refit"]["newest"] != result["refit"]["prior"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
