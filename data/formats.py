@@ -79,10 +79,10 @@ def open_documents(spec: str, settings: Settings) -> Documents:
 
 def _documents(spec: str, settings: Settings) -> tuple[Documents, Rows | None]:
     """The documents, and the rows that they were made of, if they were of any that hold `Settings.columns`."""
-    if spec == stdlib.NAME and settings.of_text.identity == "bytes":
-        return stdlib.StdlibDocuments(), None
-    if spec == stdlib.NAME:
-        return _jsonl(stdlib.sources_as_jsonl(), settings, spec)
+    if stdlib.is_sources(spec) and settings.of_text.identity == "bytes":
+        return stdlib.StdlibDocuments(spec), None
+    if stdlib.is_sources(spec):
+        return _jsonl(stdlib.sources_as_jsonl(spec), settings, spec)
     if stdlib.is_pairs(spec):
         return _jsonl(stdlib.pairs_as_jsonl(spec), settings, spec)
     path = Path(os.path.expanduser(spec))

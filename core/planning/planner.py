@@ -68,6 +68,8 @@ class Draw(NamedTuple):
     """Number of each sequence's tenant [S]; None: there are no tenants."""
     groups: npt.NDArray[np.int64] | None = None
     """Number of each sequence's group [S]; None: as the recipe's settings say."""
+    domain: npt.NDArray[np.int64] | None = None
+    """Place of each sequence's domain [S] among their names, which ascend; None: there are no domains."""
     weight: float | Floats = 1.0
     """By which the weights of all targets are multiplied, or those of each sequence [S]."""
     own_sums: Floats | None = None

@@ -20,7 +20,7 @@ import yaml
 from ...core.errors import EvenloadError, refuse_first, shorten, shown
 from ...core.input import reading
 from ...core.machine import cluster as clusters
-from ...core.plan.step_plan import Lengths, as_lengths
+from ...core.plan.step_plan import as_lengths
 from ...core.planning.adapters import TenantLoad, with_tenants
 from ...core.planning.chain import PlanChain
 from ...core.planning.setting import Setting, costs_of
@@ -30,9 +30,7 @@ from ...core.recipe.traits import trainer_called
 from ...core.search.answer import Result, answer, by_hand, distinct, ranked, said
 from ...core.search.best_first import SearchState, best_first
 from ...core.search.space import Choice, Known, SearchBatch, Space, space_of
-from ...data.lengths import read_lengths
-from ...data.samples.cut import cut
-from ..drawing import Drawing, batch_size, refuse_short_data
+from ..drawing import refuse_short_data
 from ..experts.replay import loads_of_model, mean_imbalance
 from ..pictures import draw, refuse
 from ..progress import Progress, silent
@@ -40,6 +38,7 @@ from ..shared_plan.reading import Member, members_of
 from ..shared_plan.saving import SharedPlan
 from .forecast import look_ahead
 from .measured import Correction, Train, measured, refuse_unmeasurable, rows_of, trained
+from .samples import ForecastSamples, GivenLengths, samples_of
 
 
 class Enough(NamedTuple):
@@ -52,7 +51,7 @@ class Enough(NamedTuple):
 
 def search(
     recipe: Recipe,
-    lengths: Path | Lengths | Mapping[str, Path],
+    lengths: GivenLengths | Mapping[str, GivenLengths],
     ranks: Sequence[int],
     pins: Sequence[str] = (),
     *,
@@ -69,7 +68,8 @@ def search(
     """The documented result of ``search --json``. Raises EvenloadError.
 
     Args:
-        lengths: a file, or int64 [K] in tokens. Of a recipe with tenants files by tenant, none: their own data.
+        lengths: a file, or int64 [K] in tokens; of domains by name. Of a recipe with tenants files by tenant, none:
+            their own data.
         ranks: numbers of devices, each searched by itself.
         pins: ``key=value`` each, axes that are not searched.
         steps: global batches that every setting is planned for.
@@ -113,21 +113,19 @@ def search(
 class _Drawn(NamedTuple):
     """What the batches are drawn from."""
 
-    samples: Lengths
+    samples: ForecastSamples
     members: Sequence[Member]
     """The tenants; none: the batches are of the samples."""
 
     @classmethod
-    def of_recipe(cls, recipe: Recipe, lengths: Path | Lengths | Mapping[str, Path]) -> _Drawn:
+    def of_recipe(cls, recipe: Recipe, lengths: GivenLengths | Mapping[str, Any]) -> _Drawn:
         if recipe.adapts:
             if not isinstance(lengths, Mapping):
                 do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
                 raise EvenloadError("lengths of tenants are given by name", "lengths without a name", do)
-            return cls(as_lengths([]), members_of(recipe, lengths))
-        assert not isinstance(lengths, Mapping)
-        samples = read_lengths(lengths) if isinstance(lengths, Path) else as_lengths(lengths)
-        samples = cut(samples, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
-        refuse_short_data(recipe, samples, "there are fewer {} than one global batch", "")
+            return cls(ForecastSamples(as_lengths([])), members_of(recipe, lengths))
+        samples = samples_of(recipe, lengths if isinstance(lengths, (Path, Mapping)) else as_lengths(lengths))
+        refuse_short_data(recipe, samples.lengths, "there are fewer {} than one global batch", "")
         return cls(samples, ())
 
     def known(self, recipe: Recipe, path: Path | None) -> Known:
@@ -156,7 +154,7 @@ class _Drawn(NamedTuple):
             shared = SharedPlan(self.members, chain, shape_of(recipe.model))
             draws = [shared.draw() for _ in range(steps) if shared.more]
             return [SearchBatch(as_lengths(draw.lengths), as_lengths(draw.tenants)) for draw in draws]
-        drawing = Drawing.resume(None, self.samples, batch_size(recipe), choice.chain, seed=recipe.train.seed)
+        drawing = self.samples.drawing(recipe, choice.chain)
         return [SearchBatch(as_lengths(drawing().lengths)) for _ in range(steps)]
 
 
