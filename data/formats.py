@@ -57,10 +57,10 @@ def open_documents(spec: str, settings: Settings) -> Documents:
 
 
 def _documents(spec: str, settings: Settings) -> Documents:
-    if spec == stdlib.NAME and settings.of_text.identity == "bytes":
-        return stdlib.StdlibDocuments()
-    if spec == stdlib.NAME:
-        return _jsonl(stdlib.sources_as_jsonl(), settings, spec)
+    if stdlib.is_sources(spec):
+        if settings.of_text.identity == "bytes":
+            return stdlib.StdlibDocuments(spec)
+        return _jsonl(stdlib.sources_as_jsonl(spec), settings, spec)
     if stdlib.is_pairs(spec):
         return _jsonl(stdlib.pairs_as_jsonl(spec), settings, spec)
     path = Path(os.path.expanduser(spec))

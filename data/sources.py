@@ -2,7 +2,7 @@
 
 | spec | data |
 |---|---|
-| ``python-stdlib`` | the sources of the running Python's library |
+| ``python-stdlib`` | the sources of the running Python's library; of one package ``python-stdlib/PACKAGE`` |
 | ``python-docstrings`` | instruction pairs of that library: signatures, and what they do |
 | ``python-docstrings-held-out`` | those of every tenth module, which the former leaves out |
 | ``python-docstrings/PACKAGE`` | pairs of one package; of them every tenth is held out, likewise |
@@ -114,6 +114,11 @@ class Source:
     def fingerprint(self) -> str:
         """Equal for equal samples in equal order: tells a resumed run that its data is another (`content`)."""
         return self._watch.first
+
+
+def targets_of(source: Source) -> NDArray[np.int64]:
+    """[num_samples] targets of each sample; of a source that names none each token but the first is one."""
+    return np.maximum(source.lengths - 1, 0) if source.targets is None else source.targets
 
 
 def open_source(

@@ -7,7 +7,7 @@ gives the same documents; another one gives others.
 the prompt is the signature of a function or the head of a class, the completion the first paragraph of its docstring.
 Every tenth module is held out for validation: its pairs are `python-docstrings-held-out`. `python-docstrings/asyncio`
 are the pairs of one package or module, for data sets of several owners; of them every tenth pair is held out, as
-`python-docstrings-held-out/asyncio`.
+`python-docstrings-held-out/asyncio`. `python-stdlib/asyncio` are the sources of one package or module.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 class StdlibDocuments(Documents):
     """One document per ``.py`` file, sorted by path."""
 
-    name = NAME
     vocab_size: int | None = 256
 
-    def __init__(self) -> None:
-        self._files = _files()
+    def __init__(self, spec: str = NAME) -> None:
+        self.name = spec
+        self._files = _files_of(spec)
         self.lengths = np.array([path.stat().st_size for path in self._files], dtype=np.int64)
 
     def read(self, document: int, start: int, stop: int) -> NDArray[Any]:
@@ -59,9 +59,14 @@ class StdlibDocuments(Documents):
         return str(self._files[document])
 
 
-def sources_as_jsonl() -> Path:
-    """The documents of the standard library as JSON Lines in the cache, for tokenizers."""
-    files = _files()
+def is_sources(spec: str) -> bool:
+    """Whether a spec means the sources of the library, or of a package of it."""
+    return spec.partition("/")[0] == NAME
+
+
+def sources_as_jsonl(spec: str = NAME) -> Path:
+    """The documents of the standard library, or of a package, as JSON Lines in the cache, for tokenizers."""
+    files = _files_of(spec)
     return _as_jsonl(key_of(files, "stdlib-1"), ({"text": path.read_text("utf-8", "replace")} for path in files))
 
 
@@ -74,7 +79,7 @@ def pairs_as_jsonl(spec: str) -> Path:
     """The pairs of a set as JSON Lines in the cache, in the order of the library's files; made once. Raises
     EvenloadError for a package that the library lacks, or one without pairs."""
     name, _, package = spec.partition("/")
-    files = _files_of(package) if package else _split(_files(), name)
+    files = _files_of(spec) if package else _split(_files(), name)
     pairs: Iterable[dict[str, str]] = (pair for path in files for pair in pairs_of(path.read_bytes()))
     if package and not (pairs := _split(list(pairs), name)):
         raise EvenloadError(f"{spec} has no pairs", f"{len(files)} files", "name a package with docstrings")
@@ -115,14 +120,18 @@ def _files() -> list[Path]:
     return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 
-def _files_of(package: str) -> list[Path]:
+def _files_of(spec: str) -> list[Path]:
+    """The files that a spec names, those of a package or all. Raises EvenloadError for a package that is not there."""
+    package = spec.partition("/")[2]
+    if not package:
+        return _files()
     root = Path(sysconfig.get_path("stdlib"))
     tops: dict[str, list[Path]] = {}
     for path in _files():
         tops.setdefault(path.relative_to(root).parts[0].removesuffix(".py"), []).append(path)
     if package not in tops:
         what = f"Python's library has no package {shorten(package)}"
-        raise EvenloadError(what, f"{PAIRS}/{shorten(package)}", nearest(package, [t for t in tops if t[0] != "_"]))
+        raise EvenloadError(what, shorten(spec), nearest(package, [t for t in tops if t[0] != "_"]))
     return tops[package]
 
 

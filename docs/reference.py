@@ -14,10 +14,11 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import evenload
 from evenload.api import load_plugins
+from evenload.core.input.validation import sections_in
 from evenload.core.recipe.recipe import schema_type
 from pydantic import BaseModel
 
@@ -76,8 +77,7 @@ def section_and_below(name: str, section: type[BaseModel]) -> Iterator[str]:
 
 
 def section_of(field: Any) -> type[BaseModel] | None:
-    kinds = get_args(field.annotation) or (field.annotation,)
-    return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)), None)
+    return next(iter(sections_in(field.annotation)), None)
 
 
 def keys_of(section: type[BaseModel], fields: Any) -> Iterator[str]:
@@ -87,7 +87,8 @@ def keys_of(section: type[BaseModel], fields: Any) -> Iterator[str]:
         default = field.get_default(call_default_factory=True)
         dumped = default.model_dump(mode="json", exclude_defaults=True) if isinstance(default, BaseModel) else default
         told = json.dumps(dumped, default=str)
-        text = f"- **{name}** ({type_of(properties[name])}; default `{told}`). {texts.get(name, '')}"
+        says = "required" if field.is_required() else f"default `{told}`"
+        text = f"- **{name}** ({type_of(properties[name])}; {says}). {texts.get(name, '')}"
         yield from wrapped(text, "  ")
 
 

@@ -10,12 +10,14 @@ batches. A state with waiting samples that is resumed without the plugin runs th
 A sample without one token that carries loss changes no sum: it is drawn in its turn, left out and counted. Where a
 batch has no other the draw is empty, which the planner refuses when its step comes.
 
-Where samples are in groups, the order is one of groups, and a batch takes whole ones (`WholeGroups`).
+Where samples are in groups, the order is one of groups, and a batch takes whole ones (`WholeGroups`). Where they are of
+domains, each has an order of its own and a share of what is drawn (`Mixture`); what waits keeps domain and weight, and
+where its domain is gone it waits in the state until that comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,11 +30,44 @@ from ..core.errors import EvenloadError
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
 from ..core.recipe.recipe import Recipe
+from ..core.recipe.shares import shares_of
+from ..data.mixed import MixedSource
+from ..data.samples.mixture import MixState, Mixture
 from ..data.samples.order import BatchSize, SampleOrder
 from ..data.samples.whole_groups import WholeGroups
-from ..data.sources import Source
+from ..data.sources import Source, targets_of
 
 _NONE = np.zeros(0, dtype=np.int64)
+
+
+class Domains(NamedTuple):
+    """A mixture, and what its draws say of their samples."""
+
+    mixture: Mixture
+    weights: tuple[float, ...]
+    """[domains] of the samples of each in the loss."""
+
+    @classmethod
+    def of_source(cls, recipe: Recipe, source: Source) -> Domains | None:
+        """The domains of a recipe's data; None where it has one source."""
+        if not isinstance(source, MixedSource):
+            return None
+        lengths = {name: part.lengths for name, part in source.parts.items()}
+        return cls.of_lengths(recipe, lengths, {name: targets_of(part) for name, part in source.parts.items()})
+
+    @classmethod
+    def of_lengths(cls, recipe: Recipe, lengths: Mapping[str, Ints], targets: Mapping[str, Ints]) -> Domains:
+        """The domains whose samples have so many tokens and targets, by their names."""
+        assert recipe.data.domains is not None
+        prices = targets if recipe.data.mix.unit == "targets" else None
+        mixture = Mixture(lengths, prices, batch_size(recipe), shares_of(recipe.data))
+        return cls(mixture, tuple(recipe.data.domains[name].weight for name in mixture.names))
+
+    def marked(self, draw: Draw) -> Draw:
+        """The draw with the domain of each sample, and its weight where any domain has another than 1."""
+        places = self.mixture.domain_of(draw.samples)
+        unlike = any(weight != 1 for weight in self.weights)
+        return draw._replace(domain=places, weight=np.array(self.weights)[places] if unlike else 1.0)
 
 
 class Waiting(NamedTuple):
@@ -44,6 +79,8 @@ class Waiting(NamedTuple):
     """How many steps each has waited."""
     num_ranks: int
     """Ranks for which the rule decides."""
+    absent: tuple[tuple[Any, int], ...] = ()
+    """Samples of domains that are not here, each with the steps it has waited."""
 
 
 class Drawing:
@@ -51,7 +88,7 @@ class Drawing:
 
     def __init__(
         self,
-        order: SampleOrder,
+        order: SampleOrder | MixState,
         lengths: NDArray[np.int64],
         size: BatchSize,
         chain: PlanChain,
@@ -59,11 +96,19 @@ class Drawing:
         *,
         targets: NDArray[np.int64] | None = None,
         groups: NDArray[np.int64] | None = None,
+        domains: Domains | None = None,
     ) -> None:
-        self._order = order
+        self._order: Any = order
         self._lengths = lengths
         self._groups = groups
-        self._take = partial(size.take, lengths=lengths) if groups is None else WholeGroups(groups, lengths, size).take
+        self._domains = domains
+        self._take: Callable[[Any], tuple[NDArray[np.int64], Any]]
+        if domains is not None:
+            self._take = domains.mixture.take
+        elif groups is not None:
+            self._take = WholeGroups(groups, lengths, size).take
+        else:
+            self._take = partial(size.take, lengths=lengths)
         self._situation = chain.context
         self._targets = targets
         asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
@@ -81,13 +126,19 @@ class Drawing:
         seed: int = 0,
         targets: NDArray[np.int64] | None = None,
         groups: NDArray[np.int64] | None = None,
+        domains: Domains | None = None,
     ) -> Drawing:
         """Go on where `Draw.state` was taken; None: begin, in the order of the seed. Raises EvenloadError for a state
         that is damaged or of other data."""
-        count = len(lengths) if groups is None else int(groups.max()) + 1
-        waiting = _read(state["waiting"], len(lengths)) if state and "waiting" in state else None
-        order = SampleOrder(count, seed) if state is None else SampleOrder.from_state(state, count)
-        return cls(order, lengths, size, chain, waiting, targets=targets, groups=groups)
+        mixture = domains.mixture if domains else None
+        waiting = _read(state["waiting"], len(lengths), mixture) if state and "waiting" in state else None
+        order: SampleOrder | MixState
+        if mixture is not None:
+            order = mixture.begin(seed) if state is None else mixture.resume(state, seed)
+        else:
+            count = len(lengths) if groups is None else int(groups.max()) + 1
+            order = SampleOrder(count, seed) if state is None else SampleOrder.from_state(state, count)
+        return cls(order, lengths, size, chain, waiting, targets=targets, groups=groups, domains=domains)
 
     @property
     def num_ranks(self) -> int | None:
@@ -108,7 +159,8 @@ class Drawing:
         targets = None if self._targets is None else self._targets[samples[runs]]
         groups = None if self._groups is None else self._groups[samples[runs]]
         left_out = num_drawn - len(drawn)
-        return Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, left_out, groups=groups)
+        draw = Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, left_out, groups=groups)
+        return draw if self._domains is None else self._domains.marked(draw)
 
     def _held_back(self, lengths: NDArray[np.int64], waited: NDArray[np.int64]) -> NDArray[np.bool_]:
         waits = np.zeros(len(lengths), dtype=np.bool_)
@@ -118,11 +170,14 @@ class Drawing:
         return waits
 
     def _state(self) -> dict[str, Any]:
-        state, waiting = self._order.state(), self._waiting
-        if not self._rules and not len(waiting.samples):
+        state: dict[str, Any] = self._order.state()
+        waiting = self._waiting
+        if not self._rules and not len(waiting.samples) and not waiting.absent:
             return state
-        queue = {"samples": waiting.samples.tolist(), "steps": waiting.steps.tolist(), "ranks": waiting.num_ranks}
-        return {**state, "waiting": queue}
+        samples = self._domains.mixture.named(waiting.samples) if self._domains else waiting.samples.tolist()
+        rows = [*zip(samples, waiting.steps.tolist(), strict=True), *waiting.absent]
+        queue = {"samples": [one for one, _ in rows], "steps": [steps for _, steps in rows]}
+        return {**state, "waiting": {**queue, "ranks": waiting.num_ranks}}
 
 
 def batch_size(recipe: Recipe) -> BatchSize:
@@ -146,10 +201,14 @@ def num_waiting(state: Mapping[str, Any]) -> int:
     return len(state["waiting"]["samples"]) if "waiting" in state else 0
 
 
-def _read(queue: Any, num_samples: int) -> Waiting:
+def _read(queue: Any, num_samples: int, mixture: Mixture | None) -> Waiting:
     with suppress(KeyError, TypeError, ValueError, OverflowError):
-        samples, steps = (np.array(queue[name], dtype=np.int64) for name in ("samples", "steps"))
-        waiting = Waiting(samples, steps, int(queue["ranks"]))
+        rows = list(zip(queue["samples"], map(int, queue["steps"]), strict=True))
+        numbers = [one if mixture is None else mixture.number_of(*one) for one, _ in rows]
+        here = [(number, steps) for number, (_, steps) in zip(numbers, rows, strict=True) if number is not None]
+        samples, steps = np.array(here, dtype=np.int64).reshape(-1, 2).T
+        absent = tuple(row for number, row in zip(numbers, rows, strict=True) if number is None)
+        waiting = Waiting(samples, steps, int(queue["ranks"]), absent)
         whole = waiting.samples.ndim == 1 and waiting.samples.shape == waiting.steps.shape and waiting.num_ranks > 0
         if whole and ((waiting.samples >= 0) & (waiting.samples < num_samples)).all():
             return waiting
@@ -158,7 +217,7 @@ def _read(queue: Any, num_samples: int) -> Waiting:
 
 def scorable(source: Source) -> NDArray[np.int64]:
     """Numbers of the samples that have a target, ascending."""
-    return np.flatnonzero(source.lengths > 1 if source.targets is None else source.targets > 0)
+    return np.flatnonzero(targets_of(source) > 0)
 
 
 def draws_of(source: Source, recipe: Recipe) -> list[Draw]:
@@ -167,7 +226,7 @@ def draws_of(source: Source, recipe: Recipe) -> list[Draw]:
     config, size = recipe.data.validation, batch_size(recipe).mean_samples(source.lengths)
     batches = held_out_batches(source, config.batches, size, recipe.train.seed)
     if not batches:
-        detail = f"{len(source.lengths)} samples of {config.source}"
+        detail = f"{len(source.lengths)} samples of {source.name}"
         raise EvenloadError("no sample of data.validation has a target", detail, "use samples with targets")
     return [draw_of(source, samples) for samples in batches]
 
@@ -184,4 +243,5 @@ def held_out_batches(source: Source, batches: int | None, size: int, seed: int) 
 def draw_of(source: Source, samples: NDArray[np.int64]) -> Draw:
     """A batch of these samples, whatever the order says."""
     targets = None if source.targets is None else source.targets[samples]
-    return Draw(samples, source.lengths[samples], {}, targets=targets)
+    domain = source.domain_of(samples) if isinstance(source, MixedSource) else None
+    return Draw(samples, source.lengths[samples], {}, targets=targets, domain=domain)

@@ -38,7 +38,7 @@ from ..runtime.world.folder_lock import folder_lock
 from ..runtime.world.node_board import open_board
 from ..runtime.world.variables import RESULT
 from ..runtime.world.world import World, close_world, init_world
-from .drawing import Drawing, batch_size
+from .drawing import Domains, Drawing, batch_size
 from .hosts import integration
 from .preflight import preflight
 
@@ -133,10 +133,15 @@ class Job(VerbJob):
     held_out: Source | None = None
     """What `train` validates on."""
 
+    @cached_property
+    def domains(self) -> Domains | None:
+        """What the batches are a mixture of; None: the samples of one source."""
+        return Domains.of_source(self.recipe, self.source)
+
     def drawing(self, state: Mapping[str, Any] | None = None) -> Drawing:
         """The global batches from the first step on, or from where a checkpoint's state was taken."""
         lengths, size = self.source.lengths, batch_size(self.recipe)
-        of_source: Any = {"targets": self.source.targets, "groups": self.source.groups}
+        of_source: Any = {"targets": self.source.targets, "groups": self.source.groups, "domains": self.domains}
         return Drawing.resume(state, lengths, size, self.chain, seed=self.recipe.train.seed, **of_source)
 
     def say_unused(self, verb: str) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import numpy as np
 
 from ..core.aliases import Floats
-from ..core.planning.planner import Planned
+from ..core.planning.planner import Draw, Planned
 from ..core.simulate.step import Span
+from ..integrations.host.scoring import Scores
 from ..integrations.host.trained import StepResult
 
 _MOST_NATS = 700.0
@@ -22,6 +23,29 @@ _MOST_NATS = 700.0
 def perplexity(loss: float) -> float:
     """exp(loss), of a mean loss in nats."""
     return math.exp(min(loss, _MOST_NATS))
+
+
+class DomainLoss(TypedDict):
+    """What the samples of a domain came to in a step or a validation."""
+
+    loss: float
+    """Sum of their token losses over the number of their targets, in nats."""
+    samples: int
+    tokens: int
+    targets: int
+
+
+def domain_losses(names: Sequence[str], parts: Iterable[tuple[Draw, Scores]]) -> dict[str, DomainLoss]:
+    """The losses of every domain that has a target, from draws and what they came to; ``names`` ascend."""
+    out: dict[str, DomainLoss] = {}
+    rows = [(draw.domain, draw.lengths, *scores) for draw, scores in parts if draw.domain is not None]
+    domain, lengths, losses, targets = map(np.concatenate, zip(*rows, strict=True))
+    for place, name in enumerate(names):
+        own = domain == place
+        if count := int(targets[own].sum()):
+            tokens, loss = int(lengths[own].sum()), math.fsum(losses[own]) / count
+            out[name] = DomainLoss(loss=loss, samples=int(own.sum()), tokens=tokens, targets=count)
+    return out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +111,8 @@ class StepRow(StepMeasures):
     (imbalance_after_*); copies of experts in a layer's pass, in the mean; copied_bytes, weights that all ranks took in
     for them; exposed_s, for which the rank that waits longest waits for these; failed_frac, the share of layers' passes
     whose planner failed, so that experts stayed at home."""
+    domains: dict[str, DomainLoss] | None = None
+    """Of each domain that is in the step."""
 
 
 @dataclass(frozen=True)

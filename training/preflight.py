@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -18,15 +18,17 @@ from ..core.machine.layout import Layout
 from ..core.plan.step_plan import as_lengths
 from ..core.planning.chain import PlanChain
 from ..core.planning.forward_only import forward_only
+from ..core.planning.planner import Draw
 from ..core.recipe.pretrained import folder_of
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
 from ..core.recipe.sections import Data
 from ..core.recipe.traits import trainer_called
+from ..data.mixed import MixedSource, naming_domain
 from ..data.samples.whole_groups import WholeGroups
 from ..data.sources import Source, open_source
 from ..data.tokenizers import holds_tokenizer, open_tokenizer
-from .drawing import batch_size, draws_of, refuse_short_data, scorable
+from .drawing import Domains, batch_size, draws_of, refuse_short_data, scorable
 from .files import refuse_path
 from .hosts import require_for_folders, require_own_loop
 
@@ -49,10 +51,12 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
     recipe, layout = runnable(recipe, world_size)
     refuse_idle_ranks(recipe.train, layout.dp)
-    source = open_samples(recipe.data, recipe.data.source, recipe.model.weights)
+    domains, weights = recipe.data.domains, recipe.model.weights
+    specs = None if domains is None else {name: domain.source for name, domain in domains.items()}
+    source = open_all(recipe.data, recipe.data.source, specs, weights)
     validation = recipe.data.validation
     scored = recipe.data.model_copy(update={"group": None})
-    held_out = open_samples(scored, validation.source, recipe.model.weights) if validation else None
+    held_out = open_all(scored, validation.source, validation.domains, weights) if validation else None
     more = ", or data.max_length so that long samples are split"
     refuse_short_data(recipe, source.lengths, "the data holds fewer {} than one global batch", more)
     recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
@@ -61,7 +65,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     chain = PlanChain.of_recipe(recipe, layout)
     refuse_longest(source, chain)
     if held_out is not None:
-        draws_of(held_out, recipe)
+        refuse_unscored(recipe, held_out, draws_of(held_out, recipe))
         refuse_longest(held_out, forward_only(chain))
     return Preflight(recipe, source, chain, held_out)
 
@@ -98,10 +102,33 @@ def refuse_longest(source: Source, chain: PlanChain) -> None:
         chain.of_groups(groups[places]).plan(as_lengths(source.lengths[trained[places]]))
 
 
+def open_all(data: Data, spec: str | None, domains: Mapping[str, str] | None, weights: Path | None) -> Source:
+    """The samples of a source, or of several by name, in whose place it stands. Raises EvenloadError."""
+    if domains is None:
+        assert spec is not None, "the rules of a recipe ask for one of both"
+        return open_samples(data, spec, weights)
+    parts = {}
+    for name, own in domains.items():
+        with naming_domain(name):
+            parts[name] = open_samples(data, own, weights)
+    return MixedSource(parts)
+
+
+def refuse_unscored(recipe: Recipe, source: Source, draws: Sequence[Draw]) -> None:
+    """Raise EvenloadError where the domain whose loss tells the best checkpoint has no sample in a validation."""
+    best = recipe.checkpoint.best
+    if isinstance(best, str) and isinstance(source, MixedSource):
+        place = source.domains.index(best)
+        missing = not any((draw.domain == place).any() for draw in draws if draw.domain is not None)
+        what = f"checkpoint.best is by the loss of {best}, and no sample of it is validated"
+        detail = f"data.validation.batches {recipe.data.validation.batches}" if recipe.data.validation else ""
+        refuse_first((missing, what, detail, "raise data.validation.batches, or leave it out"))
+
+
 def open_samples(data: Data, spec: str, weights: Path | None) -> Source:
     """Data under these settings, and the tokenizer of the model's folder where no other is named. Raises
     EvenloadError."""
-    settings = data.model_dump(exclude={"source", "validation"})
+    settings = data.model_dump(exclude={"source", "domains", "mix", "validation"})
     if weights is not None and settings["tokenizer"] == "bytes" and holds_tokenizer(weights):
         settings["tokenizer"] = str(weights)
     return open_source(spec, **settings)
@@ -146,7 +173,9 @@ def with_steps(recipe: Recipe, source: Source) -> Recipe:
     if train.epochs is None and train.max_tokens is None:
         return recipe
     size, extent = batch_size(recipe), {"epochs": train.epochs, "tokens": train.max_tokens}
-    if source.groups is None:
+    if domains := Domains.of_source(recipe, source):
+        steps = domains.mixture.steps(train.seed, **extent)
+    elif source.groups is None:
         steps = size.steps(source.lengths, train.seed, **extent)
     else:
         steps = WholeGroups(source.groups, source.lengths, size).steps(train.seed, **extent)

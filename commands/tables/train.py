@@ -37,7 +37,7 @@ def table(result: Result) -> Group:
         return table_of_tenants(result)
     bubbles = [_bubbles(name, rows) for name, rows in result["bubbles"].items()]
     shown = closing(result["comparison"], result["host"])
-    held_out = _validations(result["validation"])
+    held_out = [*_domains(result["steps"], result["validation"]), *_validations(result["validation"])]
     variants = [_variants(result)] if result["summary"]["steps"] else []
     return Group(*variants, *bubbles, *held_out, _summary(result["summary"]), *shown)
 
@@ -82,6 +82,27 @@ def _bubbles(name: str, rows: list[Result]) -> Table:
     if len(rows) > len(shown):
         caption += f"\n{len(shown)} of {len(rows)} that wait most; all are in --json and in the trace's otherData"
     return by_columns(f"bubbles of {name}", _BUBBLE, shown, caption)
+
+
+def _domains(steps: Sequence[Result], validations: Sequence[Result]) -> list[Table]:
+    """What was drawn of each domain and what it came to; none without domains."""
+    held_out = (validations[-1]["domains"] or {}) if validations else {}
+    trained: dict[str, list[Result]] = {}
+    for step in steps:
+        for name, own in (step["domains"] or {}).items():
+            trained.setdefault(name, []).append(own)
+    total = sum(own["targets"] for rows in trained.values() for own in rows)
+    cells = []
+    for name in sorted({*trained, *held_out}):
+        rows = trained.get(name, [])
+        samples, targets = (sum(own[key] for own in rows) for key in ("samples", "targets"))
+        losses = [f"{own['loss']:.4f}" for own in (*rows[:1], *rows[-1:])] or ["", ""]
+        scored = f"{held_out[name]['loss']:.4f}" if name in held_out else ""
+        cells.append([name, f"{samples:,}", percent(targets / total) if total else "", losses[0], losses[-1], scored])
+    head = ("domain", "samples", "of targets", "first loss", "last loss", "validation")
+    return (
+        [grid("domains", head, cells, "losses of the first and the last step that drew of the domain")] if cells else []
+    )
 
 
 def _validations(rows: Sequence[dict[str, Any]]) -> list[Table]:

@@ -105,7 +105,13 @@ def _fields(schema: Any, path: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the fields at a path through models; none where it leads through anything else."""
     for part in path:
         field = getattr(schema, "model_fields", {}).get(part)
-        kinds = field.annotation if field is not None else None
-        # Of a section that may be null, the section.
-        schema = next((kind for kind in get_args(kinds) if hasattr(kind, "model_fields")), kinds)
+        if field is not None:  # else a name or a place in a collection of sections
+            schema = next(iter(sections_in(field.annotation)), field.annotation)
     return tuple(getattr(schema, "model_fields", ()))
+
+
+def sections_in(kind: Any) -> list[type[BaseModel]]:
+    """The sections that a field of this type holds: one that may be null, or those of a collection."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [section for inner in get_args(kind) for section in sections_in(inner)]

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..aliases import Floats
 from ..errors import EvenloadError, RankError
 from ..plan.expert_policy import EXPERTS_AT_HOME
 from ..plan.step_plan import Lengths, StepPlan, as_lengths
@@ -65,6 +66,10 @@ class Draw(NamedTuple):
     """Number of each sequence's tenant [S]; None: there are no tenants."""
     groups: npt.NDArray[np.int64] | None = None
     """Number of each sequence's group [S]; None: as the recipe's settings say."""
+    domain: npt.NDArray[np.int64] | None = None
+    """Place of each sequence's domain [S] among their names, which ascend; None: there are no domains."""
+    weight: float | Floats = 1.0
+    """By which the weights of all targets are multiplied, or those of each sequence [S]."""
 
 
 Exchange = Callable[[bytes], list[bytes]]

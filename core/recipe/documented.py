@@ -6,9 +6,11 @@ import ast
 import inspect
 import textwrap
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
+
+from ..input.validation import sections_in
 
 
 def describe_fields(schema: dict[str, Any], model: type[BaseModel], defs: dict[str, Any]) -> None:
@@ -17,9 +19,8 @@ def describe_fields(schema: dict[str, Any], model: type[BaseModel], defs: dict[s
     for name, field in model.model_fields.items():
         if name in texts:
             schema["properties"][name]["description"] = texts[name]
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                describe_fields(defs[kind.__name__], kind, defs)
+        for section in sections_in(field.annotation):
+            describe_fields(defs[section.__name__], section, defs)
 
 
 def _docstrings(cls: type) -> dict[str, str]:

@@ -8,6 +8,7 @@ from .. import registry
 from ..errors import EvenloadError, Rule, refuse_first
 from .families import families_with
 from .sections import REPLACED, Model, Parallel, Train
+from .shares import rules_of_mixture
 from .sizes import shape_of
 from .traits import trainer_called
 
@@ -62,12 +63,7 @@ def refuse_impossible(recipe: Any) -> None:
         *_rules_of_freeze(recipe),
         *_rules_of_adapters(recipe),
         *trainer_called(recipe.trainer).rules(recipe),
-        (
-            recipe.data.min_length > recipe.data.max_length,
-            "data.min_length is larger than data.max_length",
-            f"{recipe.data.min_length} > {recipe.data.max_length}",
-            "lower data.min_length",
-        ),
+        *_rules_of_data(recipe),
         *_rules_of_best(recipe),
     )
     if not recipe.adapts:
@@ -110,8 +106,15 @@ def _rules_of_extent(train: Train) -> list[Rule]:
     return rules
 
 
+def _rules_of_data(recipe: Any) -> list[Rule]:
+    least, most = recipe.data.min_length, recipe.data.max_length
+    what, do = "data.min_length is larger than data.max_length", "lower data.min_length"
+    return [(least > most, what, f"{least} > {most}", do), *rules_of_mixture(recipe)]
+
+
 def _rules_of_best(recipe: Any) -> list[Rule]:
-    wanted, what = recipe.checkpoint.best, "checkpoint.best keeps the checkpoint of the lowest validation loss"
+    wanted = recipe.checkpoint.best is not False
+    what = "checkpoint.best keeps the checkpoint of the lowest validation loss"
     return [
         (wanted and recipe.data.validation is None, what, "data.validation null", "set data.validation.source"),
         (wanted and recipe.checkpoint.dir is None, what, "checkpoint.dir null", "set checkpoint.dir"),

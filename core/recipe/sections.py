@@ -12,6 +12,7 @@ from ..input import bounds
 from ..input.reading import file_name
 from ..input.validation import Frozen, OneOf
 from .families import FAMILIES, Family
+from .shares import POLICIES
 
 FilePath = Annotated[Path, AfterValidator(file_name)]
 
@@ -121,11 +122,44 @@ class Model(Section):
         return -(-8 * self.hidden_size // 3 // 64) * 64 if self.kind.gated else 4 * self.hidden_size
 
 
-class Validation(Section):
-    """Samples that are scored and never trained on."""
+class Domain(Section):
+    """Samples of one kind, in an order of their own."""
 
     source: str
     """As data.source; the other settings of data hold for it, too."""
+    share: bounds.AmountOrNone = 1.0
+    """Of what is drawn, beside the shares of the other domains, whatever they add up to; 0: nothing."""
+    weight: bounds.AmountOrNone = 1.0
+    """Of each of its samples in the loss."""
+
+
+class SharesAtStep(Section):
+    """A point that a schedule of shares leads through."""
+
+    step: bounds.CountOrNone
+    """Steps before it."""
+    shares: dict[str, bounds.AmountOrNone]
+    """By domain; one that is left out has its own share."""
+
+
+class Mix(Section):
+    """How much is drawn of each domain."""
+
+    policy: Annotated[str, OneOf(POLICIES)] = "static"
+    """static: the share of each domain. schedule: from point to point in a straight line, step by step."""
+    unit: Literal["samples", "targets"] = "samples"
+    """What shares are of: samples, or tokens that carry loss."""
+    points: tuple[SharesAtStep, ...] = ()
+    """Of a schedule, by ascending steps. Before the first its shares hold, and behind the last those of that."""
+
+
+class Validation(Section):
+    """Samples that are scored and never trained on."""
+
+    source: str | None = None
+    """As data.source; the other settings of data hold for it, too."""
+    domains: dict[str, str] | None = None
+    """Instead of source: a source by name. The loss of each is told beside that of all."""
     every: bounds.Count = 100
     """Steps of training between two evaluations; there is one before the first step and one after the last, too."""
     batches: bounds.Count | None = None
@@ -138,6 +172,10 @@ class Data(Section):
     source: str = "python-stdlib"
     """python-stdlib, python-docstrings (and python-docstrings-held-out; of one package: python-docstrings/asyncio), a
     .jsonl file, a Megatron .bin/.idx prefix, or a Hugging Face dataset on disk (arrow, parquet)."""
+    domains: dict[str, Domain] | None = None
+    """Instead of source: a mixture of several by name, each with its share (docs/mixture.md)."""
+    mix: Mix = Mix()
+    """In what shares the domains are drawn."""
     tokenizer: str = "bytes"
     """bytes, the path of a `tokenizers` JSON file, or a Hugging Face folder. With model.weights, bytes stands for the
     tokenizer of that folder where it has one."""
@@ -256,8 +294,9 @@ class Checkpoint(Section):
     """Copy a checkpoint when it is due and write it while training goes on (trainer: megatron)."""
     resume: bool = True
     """Continue from the last good checkpoint in ``dir`` if there is one."""
-    best: bool = False
-    """Keep, in the folder ``best`` beside the last ones, the checkpoint of the lowest validation loss."""
+    best: bool | str = False
+    """Keep, in the folder ``best`` beside the last ones, the checkpoint of the lowest validation loss: true, of all its
+    targets; or a name of data.validation.domains, of that domain."""
     verify: bool = True
     """Compare the hash of every file of a checkpoint before it is loaded; false compares sizes alone."""
     trust: bool = False

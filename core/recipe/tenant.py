@@ -23,10 +23,13 @@ from .sections import Data, FilePath, Section, Updates
 
 
 class TenantData(Data):
-    """Where a tenant's samples come from: the settings of a recipe's data. Validation is ``evaluate``'s; no groups."""
+    """Where a tenant's samples come from: the settings of a recipe's data. Validation is ``evaluate``'s; no groups,
+    no domains."""
 
     source: str
     group: None = None
+    domains: None = None
+    mix: None = None  # type: ignore[assignment]  # says nothing without domains
     validation: None = None
 
 

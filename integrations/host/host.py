@@ -30,7 +30,7 @@ from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
-from .scoring import Collector, LogitCollector, LossCollector, Scores
+from .scoring import Collector, LogitCollector, LossCollector, Scores, scores_of
 from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
 from .trained import StepResult, Trained, Weights
@@ -64,6 +64,8 @@ class Host(ABC):
     busy_waits: bool
     """`StepResult.busy_s` holds more than this rank's compute: ranks exchange tensors inside their passes."""
     trained: Trained
+    scores_steps: bool = False
+    """Fill `StepResult.scores`; adapters are trained without."""
     records_routes: bool = False
     """Keep in `routes` to which experts tokens go, for a reference that shall send its tokens there, too."""
     routes: Mapping[tuple[int, int], Tensor] = {}
@@ -98,7 +100,9 @@ class Host(ABC):
         ``inspect`` it does not.
         """
         clock = BusyClock(self.device, record=record)
-        result = self.trained.run(Step(plan, tokens_of, labels, mark, clock))
+        collector = LossCollector(len(plan.lengths), self.device) if self.scores_steps else None
+        result = self.trained.run(Step(plan, tokens_of, labels, mark, clock, collector))
+        summed = collector.summed() if collector else None
         if inspect is None:
             _refuse_other_targets(result, labels)
         else:
@@ -106,7 +110,8 @@ class Host(ABC):
         mark(UPDATE)
         with clock.noting("U"):
             norm = self.trained.update(lr)
-        return replace(result, grad_norm=norm, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
+        scores = scores_of(summed) if summed else None
+        return replace(result, grad_norm=norm, scores=scores, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
     def gradients(
         self, plan: StepPlan, tokens_of: TokensOf, labels: Labels | None = None

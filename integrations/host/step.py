@@ -20,6 +20,7 @@ from ...runtime.measure.busy import BusyClock
 from ...runtime.stage.executor import Executor, StageTrainer, run_stages
 from ...runtime.stage.stage_links import StageLinks
 from ...runtime.world.plane import Plane
+from .scoring import LossCollector
 
 Mark = Callable[[str], None]
 """Tells the watchdog where this rank is."""
@@ -39,6 +40,8 @@ class Step:
     """Which tokens are targets; None: each but the first of a sequence."""
     mark: Mark
     clock: BusyClock
+    collector: LossCollector | None = None
+    """Takes down the losses of the sequences that are trained on; None: nobody asks for them."""
 
 
 class Position(NamedTuple):

@@ -22,6 +22,7 @@ from ...core.simulate.step import Span
 from ...runtime.experts.gate import Load
 from ...runtime.world.agreement import Group
 from ..reference.textbook import AdamState
+from .scoring import Scores
 from .step import Step
 
 
@@ -63,6 +64,8 @@ class StepResult:
     """Norm of the global gradient before clipping; filled in last."""
     tenants: Mapping[int, TenantResult] = field(default_factory=dict)
     """By tenant, where adapters are trained (`integrations.host.tenants`)."""
+    scores: Scores | None = None
+    """The losses of the sequences of the step, where they were asked for, the same on every rank."""
     spans: tuple[Span, ...] = ()
     """What this rank did when, on the wall clock, in seconds since it entered the step; empty unless recorded.
 

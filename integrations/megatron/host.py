@@ -155,9 +155,9 @@ class MegatronHost(Host):
         ranks, stages, v_shape = self.layout.dp_cp_size, self.layout.num_stages, self.layout.v_shape
         refuse_foreign(plan, ranks, stages, host_schedule=host_schedule, v_shape=v_shape)
 
-    def forward_into(self, collector: Collector) -> ForwardStep:
-        """Forwards that hand what the last stage gives to a collector."""
-        run = run_for_logits if collector.wants_logits else run_batch
+    def forward_into(self, collector: Collector, run: ForwardStep | None = None) -> ForwardStep:
+        """Forwards, ``run`` or those that give what it wants, that hand what the last stage gives to a collector."""
+        run = run or (run_for_logits if collector.wants_logits else run_batch)
         return collecting(run, lambda pack, values_1T, _: collector.add(values_1T[0], pack)) if self.collects else run
 
     def begin_experts(self, step: Step) -> None:
@@ -217,6 +217,8 @@ class MegatronWeights(Snapshots):
         routing = StepRouting(plan.lengths, labels=step.labels, record=host.records_routes)
         host.routes = {} if routing.routes is None else routing.routes
         forward = collecting(run_batch, reduction.count) if host.collects else run_batch
+        if step.collector:
+            forward = host.forward_into(step.collector, forward)
         host.begin_experts(step)
         step.mark("forward and backward")
         host.ddp.zero_grad_buffer()

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "deepspeed.zero_stage=3",
         "train.export_prompts=0",
     ),
+    "mixture": (*SMALL, "data.validation=null"),
     "lora": (f"train.steps={STEPS}", "train.dtype=bf16"),
     "deepspeed": (*SMALL, "deepspeed.zero_stage=0"),
     "deepspeed, ZeRO 1": SMALL,
@@ -70,6 +71,7 @@ WAITS: dict[str, dict[str, tuple[float, str]]] = {
         "tolist at runtime/adapters/adapters.py:Adapters.norms": (1, "norms, by which tenants are clipped, and losses"),
         "Event.synchronize at integrations/host/scoring.py:scores_of": (2, "validations, of a tenant every other step"),
     },
+    "mixture": {"Event.synchronize at integrations/host/scoring.py:scores_of": (1, "the losses of domains")},
     "deepspeed": {
         "tolist at integrations/deepspeed/engine/engine_host.py:EngineWeights.run": (1, "the loss, as any loop"),
         "_local_scalar_dense at integrations/deepspeed/engine/engine_host.py:EngineWeights.update": (1, "the norm"),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ...core.errors import EvenloadError
 from ...core.planning.planner import Planned
 from ...data.content import are_same
+from ...data.mixed import MixedSource
 from ...data.sources import Source
 from ...integrations.host.host import Host
 from ...integrations.host.trained import Snapshots
@@ -89,7 +90,7 @@ def keep(
     ``most`` checkpoints stay, where that is another number than the recipe's. The batch that is planned ahead was not
     trained on, and is drawn again. Raises RankError if it could not be written; the last good one is untouched.
     """
-    data = job.source.fingerprint
+    data = fingerprints_of(job.source)
     state = {"order": planned.draw.state, "data": data, "recipe": job.recipe.model_dump(mode="json"), **(more or {})}
     with job.watchdog.working("saving the checkpoint", step):
         most = most or job.recipe.checkpoint.keep
@@ -156,11 +157,26 @@ def resume(job: Job, root: Path | None = None, beside: Sequence[Host] = ()) -> d
     return state
 
 
+def fingerprints_of(source: Source) -> str | dict[str, str]:
+    """What a checkpoint keeps of the data: of domains that of each, by its name."""
+    return source.fingerprints if isinstance(source, MixedSource) else source.fingerprint
+
+
 def _refuse_other_data(source: Source, name: str, kept: Any) -> None:
-    if not are_same(kept, source.fingerprint, f"the data of the checkpoint {name}"):
-        detail = f"{name} has samples of fingerprint {kept}, data.source now gives {source.fingerprint}"
-        do = "restore data.*, or start anew with another checkpoint.dir (or checkpoint.resume=false)"
-        raise EvenloadError("the checkpoint was made with other data", detail, do)
+    """Raise EvenloadError where any data that a checkpoint knows are others now; domains may come and go."""
+    now, do = fingerprints_of(source), "restore data.*, or start anew with another checkpoint.dir"
+    do += " (or checkpoint.resume=false)"
+    if isinstance(now, dict) != isinstance(kept, dict):
+        forms = "one source", "domains"
+        detail = f"{name} has {forms[isinstance(kept, dict)]}, the recipe {forms[isinstance(now, dict)]}"
+        raise EvenloadError("the checkpoint's samples are not in the form of the recipe's", detail, do)
+    pairs = {"data.source": (kept, now)} if isinstance(now, str) else {}
+    if isinstance(now, dict):
+        pairs = {f"the domain {key}": (kept[key], own) for key, own in now.items() if key in kept}
+    for what, (before, own) in pairs.items():
+        if not are_same(before, own, f"the data of the checkpoint {name}"):
+            detail = f"{name} has samples of fingerprint {before}, {what} now gives {own}"
+            raise EvenloadError("the checkpoint was made with other data", detail, do)
 
 
 def drawing_after(job: Job, state: Mapping[str, Any]) -> Drawing:

@@ -34,12 +34,12 @@ from ...core.simulate.step import Simulation, simulate
 from ...data.lengths import read_lengths
 from ...data.rows.groups import group_numbers
 from ...data.rows.readers import JsonlRows
-from ...data.samples.cut import cut
 from ..drawing import Drawing, batch_size, refuse_short_data
 from ..experts.replay import Replay, loads_for, replay
 from ..pipelines import describe
 from ..shared_plan.reading import members_of
 from ..shared_plan.saving import SharedPlan
+from .samples import GivenLengths, pieces_of, samples_of
 
 _MOST_ROWS = 32
 """Ranks of stages whose programs are shown."""
@@ -152,7 +152,7 @@ class Forecast:
 
 def look_ahead(
     recipe: Recipe,
-    lengths: Path | Lengths | Mapping[str, Path],
+    lengths: GivenLengths | Mapping[str, GivenLengths],
     steps: int,
     num_ranks: int | None = None,
     *,
@@ -164,8 +164,8 @@ def look_ahead(
 
     Without ``num_ranks`` the world has the fewest that ``parallel.*`` needs; ``loads`` is a file that ``log.loads``
     named, to be replayed; ``groups`` one of as many integers as there are lengths: samples of one stay together, and
-    batches are of whole groups. ``record`` keeps every step's timeline. Of a recipe with tenants ``lengths`` are files
-    by tenant, none: their own data; and steps end with those of all tenants.
+    batches are of whole groups. ``record`` keeps every step's timeline. Of a recipe with domains ``lengths`` are those
+    of each by its name; of one with tenants files by tenant, none: their own data; and steps end with those of all.
     """
     layout = recipe.layout(num_ranks)
     chain = PlanChain.of_recipe(recipe, layout)
@@ -175,20 +175,28 @@ def look_ahead(
             (groups is not None, "samples of tenants are in no groups", f"--groups {groups}", "leave --groups out")
         )
         return _of_tenants(recipe, chain, lengths, steps, record)
-    assert not isinstance(lengths, Mapping)
     refuse_idle_ranks(recipe.train, layout.dp)
-    all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
-    pieces = cut(all_lengths, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length)
-    samples = pieces.length
+    samples, drawing = _drawn(recipe, chain, lengths, groups)
     refuse_short_data(recipe, samples, "the lengths file holds fewer {} than one global batch", "")
     refuse_endless(samples, chain.largest_slice)
-    numbers = _numbers(groups, len(all_lengths)) if groups else _of_rows(recipe.data.group, lengths)
-    of_samples = None if numbers is None else np.unique(numbers[pieces.document], return_inverse=True)[1]
-    size, seed = batch_size(recipe), recipe.train.seed
-    drawing = Drawing.resume(None, samples, size, chain, seed=seed, groups=of_samples)
     planned = [_planned(chain, drawing(), record) for _ in range(steps)]
     replayed = replay(recipe, chain, planned[0].ours.plan, recorded) if recorded else None
     return Forecast(recipe, chain, samples, _comparable(planned), replayed)
+
+
+def _drawn(recipe: Recipe, chain: PlanChain, lengths: Any, groups: Path | None) -> tuple[Lengths, Drawing]:
+    """The samples, and their batches as training draws them. Raises EvenloadError."""
+    if groups is None and recipe.data.group is None:
+        samples = samples_of(recipe, lengths)
+        return samples.lengths, samples.drawing(recipe, chain)
+    do, by_name = "leave --groups out", isinstance(lengths, Mapping)
+    refuse_first((by_name, "samples of domains are in no groups", f"--groups {groups}", do))
+    all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
+    pieces = pieces_of(recipe, all_lengths)
+    numbers = _numbers(groups, len(all_lengths)) if groups else _of_rows(recipe.data.group, lengths)
+    of_samples = np.unique(numbers[pieces.document], return_inverse=True)[1]
+    size, seed = batch_size(recipe), recipe.train.seed
+    return pieces.length, Drawing.resume(None, pieces.length, size, chain, seed=seed, groups=of_samples)
 
 
 def _numbers(path: Path, count: int) -> Lengths:
@@ -200,11 +208,9 @@ def _numbers(path: Path, count: int) -> Lengths:
     return numbers
 
 
-def _of_rows(field: str | None, lengths: Path | Lengths) -> Lengths | None:
+def _of_rows(field: str | None, lengths: GivenLengths) -> Lengths:
     """The group that each row of a lengths file names in the field of ``data.group``. Raises EvenloadError."""
-    if field is None:
-        return None
-    if isinstance(lengths, Path) and lengths.suffix == ".jsonl":
+    if field is not None and isinstance(lengths, Path) and lengths.suffix == ".jsonl":
         return as_lengths(group_numbers(JsonlRows(lengths), field)[1])
     detail = f"data.group {shown(field)}, and no .jsonl of rows"
     raise EvenloadError("lengths say no groups", detail, "give --groups FILE, or set data.group=null")

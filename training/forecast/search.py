@@ -8,7 +8,7 @@ Told to stop, or interrupted, it answers with what it knows, and by how much any
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +24,9 @@ from ...core.recipe.traits import trainer_called
 from ...core.search.answer import Result, answer, by_hand, said
 from ...core.search.best_first import SearchState, best_first
 from ...core.search.space import Space, space_of
-from ...data.lengths import read_lengths
-from ...data.samples.cut import cut
-from ..drawing import Drawing, batch_size, refuse_short_data
+from ..drawing import refuse_short_data
 from ..progress import Progress, silent
+from .samples import ForecastSamples, GivenLengths, samples_of
 
 
 class Enough(NamedTuple):
@@ -40,7 +39,7 @@ class Enough(NamedTuple):
 
 def search(
     recipe: Recipe,
-    lengths: Path | Lengths,
+    lengths: GivenLengths | Mapping[str, GivenLengths],
     ranks: Sequence[int],
     pins: Sequence[str] = (),
     *,
@@ -53,7 +52,7 @@ def search(
     """The documented result of ``search --json``. Raises EvenloadError.
 
     Args:
-        lengths: a file, or int64 [K] in tokens.
+        lengths: a file, or int64 [K] in tokens; of domains by name.
         ranks: numbers of devices, each searched by itself.
         pins: ``key=value`` each, axes that are not searched.
         steps: global batches that every setting is planned for.
@@ -65,9 +64,8 @@ def search(
         (out is not None and out.exists(), "--out is there already", shorten(str(out)), "choose another name"),
     )
     pinned = _pins(pins)
-    samples = read_lengths(lengths) if isinstance(lengths, Path) else as_lengths(lengths)
-    samples = cut(samples, recipe.data.max_length, recipe.data.long_samples, recipe.data.min_length).length
-    refuse_short_data(recipe, samples, "there are fewer {} than one global batch", "")
+    samples = samples_of(recipe, lengths if isinstance(lengths, (Path, Mapping)) else as_lengths(lengths))
+    refuse_short_data(recipe, samples.lengths, "there are fewer {} than one global batch", "")
     weights, rows, best = shape_of(recipe.model).parameters, list[Result](), recipe
     for count in ranks:
         begin = time.perf_counter()
@@ -100,10 +98,9 @@ def _searched(
     return state, first_s
 
 
-def _batches(recipe: Recipe, samples: Lengths, space: Space, steps: int) -> list[Lengths]:
+def _batches(recipe: Recipe, samples: ForecastSamples, space: Space, steps: int) -> list[Lengths]:
     """The first global batches as training draws them."""
-    size, seed = batch_size(recipe), recipe.train.seed
-    drawing = Drawing.resume(None, samples, size, space.choices[0].chain, seed=seed)
+    drawing = samples.drawing(recipe, space.choices[0].chain)
     return [as_lengths(drawing().lengths) for _ in range(steps)]
 
 

@@ -18,11 +18,11 @@ from pydantic import BaseModel
 
 from ...core.errors import EvenloadError, nearest, shorten, shown
 from ...core.input import reading
-from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...data.lengths import read_lengths
 from ..progress import Progress, silent
 from .forecast import Forecast, PlannedStep, look_ahead
+from .samples import GivenLengths
 
 MOST = 200
 """Combinations of one sweep; each is planned and simulated with all its baselines."""
@@ -34,7 +34,7 @@ Result = dict[str, Any]
 def sweep(
     recipe: Recipe,
     words: list[str],
-    lengths: Path | Lengths | Mapping[str, Path],
+    lengths: GivenLengths | Mapping[str, GivenLengths],
     steps: int,
     nproc: int | None,
     files: Mapping[str, Path | None],
@@ -105,7 +105,12 @@ def _refuse_unknown(recipe: Recipe, key: str) -> None:
     path = ""
     for name in key.split("."):
         if isinstance(node, dict):
-            return  # free form, such as deepspeed.config
+            if not any(isinstance(value, BaseModel) for value in node.values()):
+                return  # free form, such as deepspeed.config
+            if name not in node:
+                raise EvenloadError(f"{path} has no key '{name}'", shown(key), nearest(name, node))
+            node, path = node[name], f"{path}.{name}"
+            continue
         if not isinstance(node, BaseModel):
             raise EvenloadError(f"{path} has no keys below it", shown(key), "sweep its value")
         fields = type(node).model_fields

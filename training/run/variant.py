@@ -18,12 +18,13 @@ from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
 from ...core.planning.planner import Planned, Planner
 from ...core.recipe.sizes import shape_of
+from ...data.mixed import MixedSource
 from ..drawing import num_waiting
 from ..early_end import EarlyEnd
 from ..job import Job, VerbJob
 from ..learning import LoadHistory, PredictedStep, Refitting, predict_step
 from ..measuring import OURS, compare, learning_rate, measure_step
-from ..metrics import StepRow, Taken, summary
+from ..metrics import StepRow, Taken, domain_losses, summary
 from ..stragglers import Stragglers
 
 
@@ -32,6 +33,7 @@ class Variant:
 
     def __init__(self, job: Job, name: str, state: Mapping[str, Any] | None) -> None:
         self.job, self.name = job, name
+        job.host.scores_steps = job.domains is not None
         chain = replace(job.chain, instead="" if name == OURS else name)
         self.refitting = Refitting(job, chain, state.get("refit") if state else None)
         self.history = LoadHistory(chain, state.get("loads") if state else None)
@@ -102,6 +104,8 @@ class Variant:
 
     def _row(self, planned: Planned, taken: Taken, step: int, predicted_step: PredictedStep | None) -> StepRow:
         rate = self.job.chain.context.cluster.flops_per_s * self.job.world.size
+        source, scores = self.job.source, taken.result.scores
+        names = source.domains if isinstance(source, MixedSource) else ()
         return StepRow.of(
             step,
             planned,
@@ -116,6 +120,7 @@ class Variant:
             predicted_s=predicted_step.step_s if predicted_step else 0.0,
             bubble_worst=float((1 - taken.busy_s / taken.step_s).max()),
             moe=taken.moe,
+            domains=domain_losses(names, [(planned.draw, scores)]) if scores else None,
         )
 
 

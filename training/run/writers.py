@@ -17,8 +17,10 @@ from ...core.planning.planner import Planned
 from ...core.recipe.recipe import Recipe
 from ..files import refusing_unwritable
 from ..job import logger
-from ..metrics import StepRow
+from ..metrics import DomainLoss, StepRow
 from ..validation.validation import Validated
+
+_NO_SCALARS = ("step", "tokens", "targets", "moe", "domains")
 
 
 class Entry(NamedTuple):
@@ -70,13 +72,19 @@ def writer(recipe: Recipe, *, leads: bool, first: int = 0) -> Iterator[Write]:
 def entry_of_step(row: StepRow, planned: Planned, of_steps: int, ends: str) -> Entry:
     """What logs get of a step of a run of ``of_steps``; ``ends``: why there is none after it, where that is
     not the last one."""
-    values = {name: value for name, value in asdict(row).items() if name not in ("step", "tokens", "targets", "moe")}
+    whole = {name: value for name, value in asdict(row).items() if name != "domains" or value is not None}
+    values = {name: value for name, value in whole.items() if name not in _NO_SCALARS}
     scalars = {"tokens_per_s": row.tokens / row.step_s, **values}
     scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
-    line = {**asdict(row), "planner": planned.plan.made_by, "of_steps": of_steps}
+    scalars |= _of_domains(row.domains)
+    line = {**whole, "planner": planned.plan.made_by, "of_steps": of_steps}
     line["ends"] = ends or ("done" if row.step + 1 == of_steps else None)
     line["samples"] = planned.draw.samples.tolist()
     return Entry(row.step, {f"evenload/{name}": value for name, value in scalars.items()}, line)
+
+
+def _of_domains(domains: Mapping[str, DomainLoss] | None) -> dict[str, float]:
+    return {f"domains/{name}/{key}": own[key] for name, own in (domains or {}).items() for key in ("loss", "targets")}
 
 
 def entry_of_end(step: int, ends: str) -> Entry:
@@ -87,8 +95,10 @@ def entry_of_end(step: int, ends: str) -> Entry:
 def entry_of_validation(row: Validated) -> Entry:
     """What logs get of a validation, at the number of the step that comes next."""
     scalars = {"loss": row.loss, "perplexity": row.perplexity, "tokens_per_s": row.tokens_per_s}
+    scalars |= _of_domains(row.domains)
     named = {f"evenload/validation/{name}": value for name, value in scalars.items()}
-    return Entry(row.step, named, {"validation": asdict(row)}, always=True)
+    whole = {name: value for name, value in asdict(row).items() if name != "domains" or value is not None}
+    return Entry(row.step, named, {"validation": whole}, always=True)
 
 
 @contextmanager

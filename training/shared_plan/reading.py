@@ -86,21 +86,31 @@ def members_of(recipe: Recipe, files: Mapping[str, Path]) -> list[Member]:
     return members
 
 
-def lengths_of(recipe: Recipe, words: Sequence[str], tokenizer: str | None = None) -> Path | Lengths | dict[str, Path]:
+def lengths_of(
+    recipe: Recipe, words: Sequence[str], tokenizer: str | None = None
+) -> Path | Lengths | Mapping[str, Path | Lengths]:
     """What ``--lengths`` names: a file of lengths, or the lengths of data, which are opened with ``tokenizer`` where it
-    is given, and else as the recipe opens its own; these stand for none. Of a recipe with tenants the files of
-    ``NAME=FILE`` each, none where it is left out. Raises EvenloadError.
+    is given, and else as the recipe opens its own; these stand for none. Of a recipe with domains or tenants that of
+    ``NAME=FILE`` each; where it is left out, of domains those of their own data, of tenants none. Raises EvenloadError.
     """
     if recipe.adapts:
         do = "leave it out: each tenant's data has its own"
         refuse_first((tokenizer is not None, "tenants are planned by their own tokenizers", "--tokenizer", do))
-        return _by_tenant(words)
+        return {name: Path(file) for name, file in _by_name(words, "tenant").items()}
+    if (domains := recipe.data.domains) is not None:
+        specs = _by_name(words, "domain") or {name: domain.source for name, domain in domains.items()}
+        return {name: _file_or_data(recipe, spec, tokenizer, named=bool(words)) for name, spec in specs.items()}
     if len(words) > 1:
         do = "give one: --lengths FILE (.npy, .txt, .jsonl or Megatron .idx), or data"
         raise EvenloadError("a recipe without tenants is planned from one file", f"{len(words)} times --lengths", do)
-    if words and tokenizer is None and Path(words[0]).suffix not in _TABLES and not os.path.isdir(words[0]):
-        return Path(words[0])
-    return _of_data(recipe, words[0] if words else recipe.data.source, tokenizer)
+    return _file_or_data(recipe, words[0] if words else recipe.data.source, tokenizer, named=bool(words))
+
+
+def _file_or_data(recipe: Recipe, spec: str, tokenizer: str | None, *, named: bool) -> Path | Lengths:
+    """The file of lengths that the command line ``named``, or the lengths of data."""
+    if named and tokenizer is None and Path(spec).suffix not in _TABLES and not os.path.isdir(spec):
+        return Path(spec)
+    return _of_data(recipe, spec, tokenizer)
 
 
 def _of_data(recipe: Recipe, spec: str, tokenizer: str | None) -> Lengths:
@@ -113,16 +123,16 @@ def _of_data(recipe: Recipe, spec: str, tokenizer: str | None) -> Lengths:
     return as_lengths(open_documents(spec, settings).lengths)
 
 
-def _by_tenant(words: Sequence[str]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
+def _by_name(words: Sequence[str], of: str) -> dict[str, str]:
+    files: dict[str, str] = {}
     for word in words:
         name, equals, file = word.partition("=")
-        do = "write --lengths NAME=FILE once for each tenant, or leave it out: their own data are opened"
+        do = f"write --lengths NAME=FILE once for each {of}, or leave it out: their own data are opened"
         if not (name and equals and file):
-            raise EvenloadError("lengths of tenants are given by name", shown(word), do)
+            raise EvenloadError(f"lengths of {of}s are given by name", shown(word), do)
         if name in files:
-            raise EvenloadError(f"lengths of the tenant {shorten(name)} are given twice", shown(word), do)
-        files[name] = Path(file)
+            raise EvenloadError(f"lengths of the {of} {shorten(name)} are given twice", shown(word), do)
+        files[name] = file
     return files
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,12 @@ from ...core.errors import RankError
 from ...core.planning.forward_only import forward_only
 from ...core.planning.planner import Planned
 from ...data.content import are_same
+from ...data.mixed import MixedSource
 from ...integrations.host.scoring import Scores
 from ...runtime.world.agreement import from_first
 from ..drawing import draws_of, scorable
 from ..job import Job, logger
-from ..metrics import perplexity
+from ..metrics import DomainLoss, domain_losses, perplexity
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Validated:
     validation_s: float
     """Seconds by the wall clock, waiting for plans included."""
     plan_wait_s: float
+    domains: dict[str, DomainLoss] | None = None
+    """Of each domain, where `data.validation` has any."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -65,7 +68,8 @@ class ValidationRun:
         self._planner = job.planner(iter(self._draws).__next__, self._job.chain)
         self._planned: list[Planned] = []
         self.rows: list[Validated] = []
-        self._best = math.inf
+        wanted = job.recipe.checkpoint.best
+        self._best, self._best_of = math.inf, wanted if isinstance(wanted, str) else None
         if state is not None and "validation" in state:
             self._restore(state["validation"])
 
@@ -92,8 +96,7 @@ class ValidationRun:
             planned = self._next(number)
             waited_s += planned.waited_s if waits else 0.0
             parts.append(self._score(planned, done))
-        loss_sum, targets = (float(np.concatenate(part).sum()) for part in zip(*parts, strict=True))
-        row = self._row(done, loss_sum, round(targets), time.perf_counter() - begin, waited_s)
+        row = self._row(done, parts, time.perf_counter() - begin, waited_s)
         self.rows.append(row)
         self._say(row)
         return row
@@ -101,7 +104,8 @@ class ValidationRun:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the validation."""
         best = self._best if math.isfinite(self._best) else None
-        return {"validation": {"best": best, "data": self._job.source.fingerprint}}
+        of = {"of": self._best_of} if self._best_of else {}
+        return {"validation": {"best": best, "data": self._job.source.fingerprint, **of}}
 
     def _next(self, number: int) -> Planned:
         if number == len(self._planned):
@@ -117,13 +121,17 @@ class ValidationRun:
             mark=lambda where: job.watchdog.at(f"validation, {where}", done),
         )
 
-    def _row(self, done: int, loss_sum: float, targets: int, seconds: float, waited_s: float) -> Validated:
-        loss, source = loss_sum / targets, self._job.source
+    def _row(self, done: int, parts: Sequence[Scores], seconds: float, waited_s: float) -> Validated:
+        loss_sum, targets = (float(np.concatenate(part).sum()) for part in zip(*parts, strict=True))
+        loss, source, domains = loss_sum / targets, self._job.source, None
+        if isinstance(source, MixedSource):
+            domains = domain_losses(source.domains, zip(self._draws, parts, strict=True))
         if not math.isfinite(loss):
             what, do = "the loss of the validation is not finite", "lower train.lr, or look at the data"
             raise RankError(what, f"loss {loss} after {done} steps", do)
-        best = done > 0 and loss < self._best
-        self._best = loss if best else self._best
+        compared = domains[self._best_of]["loss"] if domains and self._best_of else loss
+        best = done > 0 and compared < self._best
+        self._best = compared if best else self._best
         return Validated(
             step=done,
             loss=loss,
@@ -131,10 +139,11 @@ class ValidationRun:
             best=best,
             sequences=sum(len(draw.samples) for draw in self._draws),
             tokens=sum(int(draw.lengths.sum()) for draw in self._draws),
-            targets=targets,
+            targets=round(targets),
             without_target=len(source.lengths) - len(scorable(source)),
             validation_s=seconds,
             plan_wait_s=waited_s,
+            domains=domains,
         )
 
     def _say(self, row: Validated) -> None:
@@ -145,8 +154,10 @@ class ValidationRun:
             logger.info("%d samples of data.validation have no target and are left out", row.without_target)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        source = self._job.source
-        if from_first(lambda: are_same(state["data"], source.fingerprint, "data.validation")):
+        source, same = self._job.source, state.get("of") == self._best_of
+        if from_first(lambda: same and are_same(state["data"], source.fingerprint, "data.validation")):
             self._best = math.inf if state["best"] is None else float(state["best"])
         else:
-            logger.info("data.validation is other data than before: its lowest loss is found anew")
+            logger.info(
+                "data.validation or checkpoint.best is of other data than before: its lowest loss is found anew"
+            )

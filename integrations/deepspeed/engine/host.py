@@ -178,7 +178,8 @@ class DataParallelWeights(EngineWeights):
             num_backwards = sum(action.kind == "backward" for action in program)
             reduction = open_step.enter_context(one_reduction(host.engine, num_backwards))
             recorder = host.recording(step.plan)
-            trainer = EngineStage(host, step, reduction, recorder, host.gated, weight=share / num_targets)
+            sums = {"weight": share / num_targets, "collector": step.collector}
+            trainer = EngineStage(host, step, reduction, recorder, host.gated, **sums)
             executed = host.execute(step, (program, trainer))
             step.mark("gradient reduction")
             with step.clock.noting("G") if host.stage < 3 else nullcontext():

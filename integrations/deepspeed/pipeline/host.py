@@ -121,8 +121,8 @@ class PipelineWeights(EngineWeights):
 
     def _passes(self, step: Step, num_targets: int) -> tuple[Tensor, Passed]:
         host = self._host
-        programs, weight = host.programs_of(step.plan), 1 / num_targets
-        parts = [(program, PipelineStage(host, step, part, weight=weight)) for part, program in programs]
+        programs, sums = host.programs_of(step.plan), {"weight": 1 / num_targets, "collector": step.collector}
+        parts = [(program, PipelineStage(host, step, part, **sums)) for part, program in programs]
         executed, last = host.execute(step, *parts), parts[-1][1]
         step.mark("gradient reduction")
         with step.clock.noting("G"):

@@ -41,7 +41,12 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
                     "loss": whole.loss,
                 }
             )
-        return {"plans": rows, "changed": [n for n, state in _state(host).items() if not torch.equal(state, before[n])]}
+        changed = [n for n, state in _state(host).items() if not torch.equal(state, before[n])]
+        how: Any = {"lr": 0.0, "labels": labels}
+        host.scores_steps = True
+        steps = [host.train_step(pipelines.planned(host, name), tokens_of, **how) for name in plans]
+        trained = [_error(step.scores, expected, labels) for step in steps]
+        return {"plans": rows, "changed": changed, "trained": trained}
 
 
 def _masked() -> Labels:

@@ -25,5 +25,6 @@ def test_forwards_alone_give_what_plain_ones_give(on_ranks: Callable[..., list[A
             assert row["losses"] < 2e-6
             assert row["masked"] < 2e-6
             assert row["loss"] == first["loss"]
+        assert max(result["trained"]) < 2e-6, "the losses of sequences that are trained on, of the weights before"
     assert all(row["has_all_logits"] for row in results[0]["plans"])
     assert max(row["logits"] for row in results[0]["plans"]) < 2e-6

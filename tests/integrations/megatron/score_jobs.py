@@ -50,7 +50,14 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
                     "loss": whole.loss,
                 }
             )
-        return {"plans": rows, "changed": _changed(before, _state(host))}
+        changed = _changed(before, _state(host))
+        how: Any = {"lr": 0.0, "labels": labels}
+        host.scores_steps = True
+        with fault(mutant):
+            steps = [host.train_step(_plan(host, which), data, **how) for which in plans]
+        trained = [_errors(step.scores, expected, labels) for step in steps]
+        sums = [abs(step.scores.loss - step.loss) for step in steps]
+        return {"plans": rows, "changed": changed, "trained": trained, "sums": sums}
 
 
 def _plan(host: Any, which: str | int) -> StepPlan:

@@ -26,9 +26,12 @@ def test_forwards_alone_give_what_plain_ones_give(on_ranks: Callable[..., list[A
             assert row["losses"] < 1e-9
             assert row["masked"] < 1e-9
             assert row["loss"] == first["loss"]
+        assert max(result["trained"]) < 1e-9, "the losses of sequences that are trained on, of the weights before"
+        assert max(result["sums"]) < 1e-9
     assert all(row["num_logits"] == 8 and row["logits"] < 1e-9 for row in results[0]["plans"])
 
 
 def test_a_slice_whose_loss_counts_twice_is_noticed(on_ranks: Callable[..., list[Any]]) -> None:
     results = on_ranks(4, "scored", plans=[8], mutant="a slice counted twice")
     assert any(row["losses"] > 1e-6 for row in results[0]["plans"])
+    assert max(results[0]["trained"]) > 1e-6

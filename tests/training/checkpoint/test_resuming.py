@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from evenload.core.errors import EvenloadError
+from evenload.data.mixed import MixedSource
 from evenload.data.sources import open_source
 from evenload.training.checkpoint import checkpoints, manifest, resuming
 
@@ -84,6 +85,36 @@ def test_data_of_the_same_lengths_and_other_content_are_refused(tmp_path: Path) 
         resuming.resume(one)
     assert "step00000002 has samples of fingerprint" in caught.value.found
     assert one.host.loaded == [], "nothing is loaded that cannot go on"
+
+
+def mixed(folder: Path, **letters: str) -> Any:
+    """A job of domains, each rows of a letter."""
+    one = job(folder)
+    paths = {name: rows(folder / f"{name}.jsonl", letter) for name, letter in letters.items()}
+    parts = {name: open_source(str(path), max_length=64) for name, path in paths.items()}
+    one.source = MixedSource(parts) if parts else one.source
+    return one
+
+
+def test_domains_come_and_go_and_one_of_other_content_is_refused(tmp_path: Path) -> None:
+    kept(mixed(tmp_path, code="c", web="w"), 1)
+    for letters in ({"code": "c"}, {"code": "c", "web": "w", "wiki": "i"}, {"wiki": "i"}):
+        assert resuming.resume(mixed(tmp_path, **letters)) is not None
+    one = mixed(tmp_path, code="c", web="x")
+    with pytest.raises(EvenloadError, match="the checkpoint was made with other data") as caught:
+        resuming.resume(one)
+    assert "the domain web now gives" in caught.value.found
+    assert one.host.loaded == []
+
+
+def test_one_source_and_domains_do_not_go_on_from_each_other(tmp_path: Path) -> None:
+    kept(mixed(tmp_path, code="c"), 1)
+    with pytest.raises(EvenloadError, match="not in the form of the recipe's") as caught:
+        resuming.resume(job(tmp_path))
+    assert caught.value.found == "step00000002 has domains, the recipe one source"
+    kept(job(tmp_path), 2)
+    with pytest.raises(EvenloadError, match="not in the form of the recipe's"):
+        resuming.resume(mixed(tmp_path, code="c"))
 
 
 def test_what_an_earlier_version_kept_goes_on_with_a_warning_unless_lengths_differ(

@@ -22,7 +22,7 @@ def held_out(folder: Path, letter: str) -> Source:
 
 def restored(source: Source, state: dict[str, Any]) -> float:
     """The lowest loss of a run that goes on."""
-    one: Any = SimpleNamespace(_job=SimpleNamespace(source=source), _best=math.inf)
+    one: Any = SimpleNamespace(_job=SimpleNamespace(source=source), _best=math.inf, _best_of=None)
     ValidationRun._restore(one, state)
     best: float = one._best
     return best
@@ -30,7 +30,7 @@ def restored(source: Source, state: dict[str, Any]) -> float:
 
 def test_it_is_gone_on_with_where_the_samples_are_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = held_out(tmp_path, "a")
-    of: Any = SimpleNamespace(_job=SimpleNamespace(source=source), _best=1.5)
+    of: Any = SimpleNamespace(_job=SimpleNamespace(source=source), _best=1.5, _best_of=None)
     state = ValidationRun.state(of)["validation"]
     assert restored(held_out(tmp_path, "a"), state) == 1.5
     assert restored(source, {**state, "best": None}) == math.inf

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ....core.planning.forward_only import forward_only
 from ....core.planning.planner import Draw, Planned
 from ....core.recipe.tenant import Evaluate
-from ....data.sources import Source
+from ....data.sources import Source, targets_of
 from ....integrations.host.scoring import Scores
 from ....runtime.world.agreement import everyone
 from ...drawing import held_out_batches
@@ -61,7 +61,7 @@ def union_of(due: Sequence[HeldOut]) -> list[Draw]:
         parts = [(one, one.batches[place]) for one in due if place < len(one.batches)]
         lengths = np.concatenate([one.source.lengths[samples] for one, samples in parts])
         tenants = np.concatenate([np.full(len(samples), one.number, dtype=np.int64) for one, samples in parts])
-        targets = np.concatenate([_targets(one.source)[samples] for one, samples in parts])
+        targets = np.concatenate([targets_of(one.source)[samples] for one, samples in parts])
         draws.append(Draw(np.concatenate([s for _, s in parts]), lengths, {}, targets=targets, tenants=tenants))
     return draws
 
@@ -113,10 +113,6 @@ class Evaluations:
             )
             parts.append((planned.draw, scores))
         return parts, {}
-
-
-def _targets(source: Source) -> NDArray[np.int64]:
-    return np.maximum(source.lengths - 1, 0) if source.targets is None else source.targets
 
 
 def _sum_of(number: int, parts: Sequence[tuple[Draw, Scores]], seconds: float) -> Evaluated:

@@ -1,0 +1,113 @@
+"""What a mixture costs beside one source: its draws, and the losses of its domains in a step. Measured.
+
+    python benchmarks/training/mixture.py [--recipe mixture] [--ranks 2] [--steps 12] [key=value ...] [--json]
+                                          [--out FILE]
+
+draw     CPU us a sample of batches of 512, of so many domains of a million samples each, and of one order without any
+losses   CPU seconds of a step, of all ranks together, with the losses of sequences taken down and without, on the same
+         plans of the same batches, in turn; the median of the steps' ratios with its 95 % interval. Waiting is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from evenload.commands.tables.show import grid
+from evenload.core.input.format import seconds
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import on_ranks
+
+DOMAINS, SAMPLES, BATCH, BATCHES = (1, 4, 16, 64), 10**6, 512, 40
+
+
+def drawn() -> list[dict[str, Any]]:
+    """A row for one order, and for mixtures of it."""
+    from evenload.core.recipe.shares import normalised
+    from evenload.data.samples.mixture import Mixture
+    from evenload.data.samples.order import BatchSize, SampleOrder
+
+    lengths = np.full(SAMPLES, 100)
+    order, begin = SampleOrder(SAMPLES, 1), time.process_time()
+    for _ in range(BATCHES):
+        _, order = BatchSize(BATCH).take(order, lengths)
+    rows = [{"domains": 0, "us": (time.process_time() - begin) / BATCHES / BATCH * 1e6}]
+    for count in DOMAINS:
+        names = {f"domain-{number:02}": lengths for number in range(count)}
+        shares = normalised([1 + number % 7 for number in range(count)])
+        mixture = Mixture(names, None, BatchSize(BATCH), lambda state, step, shares=shares: shares)
+        state = mixture.take(mixture.begin(1))[1]
+        begin = time.process_time()
+        for _ in range(BATCHES):
+            _, state = mixture.take(state)
+        rows.append({"domains": count, "us": (time.process_time() - begin) / BATCHES / BATCH * 1e6})
+    return rows
+
+
+def measured(job: Any, steps: int) -> list[dict[str, float]]:
+    """CPU seconds of all ranks of every step, with and without the losses of sequences. Collective."""
+    from evenload.core.plan.step_plan import as_lengths
+    from evenload.training.measuring import in_turn
+
+    drawing, rows = job.drawing(), []
+    for number in range(steps + 1):
+        draw = drawing()
+        plan = job.chain.plan(as_lengths(draw.lengths))
+        row = {}
+        for name in in_turn(["without", "with"], number):
+            job.gather(0.0)
+            begin = time.process_time()
+            job.host.scores_steps = name == "with"
+            job.host.train_step(plan, job.tokens_of(draw), lr=1e-4, labels=job.labels_of(draw))
+            row[name] = float(job.gather(time.process_time() - begin).sum())
+        rows.append(row)
+    return rows[1:]  # the first one warms up
+
+
+def on_rank(asked: argparse.Namespace) -> None:
+    from evenload.api import load_recipe
+    from evenload.training.job import run_rank
+    from evenload.training.measuring import compare
+
+    def work(job: Any) -> dict[str, Any]:
+        rows = measured(job, asked.steps)
+        means = {name: float(np.median([row[name] for row in rows])) for name in ("with", "without")}
+        over = compare([row["with"] for row in rows], [row["without"] for row in rows])
+        return {"step_s": means, "over": over, "rows": rows, "host": job.host.describe()}
+
+    result = run_rank(load_recipe(asked.recipe, asked.settings), work)
+    if result is not None:
+        print(json.dumps(result))
+
+
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
+    """The drawing in this process, then the steps on ranks of their own."""
+    rows = drawn()
+    return {"draw": rows, "losses": on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], asked.ranks))}
+
+
+def table(result: dict[str, Any]) -> Any:
+    losses, over = result["losses"], result["losses"]["over"]
+    rows = [(f"{row['domains'] or 'none: one order'}", f"{row['us']:.2f} us") for row in result["draw"]]
+    interval = "too few steps" if over["interval"] is None else "{:.3f} to {:.3f}".format(*over["interval"])
+    caption = (
+        f"a step takes {seconds(losses['step_s']['without'])} of CPU, with the losses of domains "
+        f"{seconds(losses['step_s']['with'])}: {over['median']:.3f} times as much ({interval})"
+    )
+    return grid("domains", ("domains", "a sample"), rows, caption)
+
+
+if __name__ == "__main__":
+    arguments = on_ranks.parser(__doc__)
+    arguments.add_argument("settings", nargs="*")
+    arguments.add_argument("--recipe", default="mixture")
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--steps", type=int, default=12)
+    on_ranks.main(arguments, on_rank, benchmark, table)

@@ -1,0 +1,26 @@
+"""What the samples of each domain came to, of one batch or of several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.core.planning.planner import Draw
+from evenload.integrations.host.scoring import Scores
+from evenload.training.metrics import domain_losses
+
+
+def part(*rows: tuple[int, int, float, int]) -> tuple[Draw, Scores]:
+    """Of sequences their domain, length, loss and targets."""
+    domain, lengths, losses, targets = map(np.array, zip(*rows, strict=True))
+    draw: Any = {"samples": np.arange(len(rows)), "lengths": lengths, "state": {}, "domain": domain}
+    return Draw(**draw), Scores(losses.astype(float), targets)
+
+
+def test_the_loss_of_a_domain_is_that_of_its_targets_over_all_batches() -> None:
+    parts = [part((0, 5, 8.0, 4), (2, 9, 6.0, 3)), part((2, 4, 1.0, 1), (0, 3, 0.0, 2), (1, 2, 0.0, 0))]
+    assert domain_losses(("code", "none", "web"), parts) == {
+        "code": {"loss": pytest.approx(8 / 6), "samples": 2, "tokens": 8, "targets": 6},
+        "web": {"loss": pytest.approx(7 / 4), "samples": 2, "tokens": 13, "targets": 4},
+    }

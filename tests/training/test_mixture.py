@@ -1,0 +1,125 @@
+"""Runs of a mixture: killed and gone on with on other ranks they draw the same, and tell what each domain came to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evenload.commands.tables.train import table
+from evenload.training.checkpoint.manifest import read as load_manifest
+from rich.console import Console
+
+pytestmark = pytest.mark.slow
+RECIPE = """
+trainer: {trainer}
+model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}}
+data:
+  max_length: 256
+  domains: {{long: {{source: long.jsonl, share: 2}}, short: {{source: short.jsonl}}}}
+  mix:
+    policy: schedule
+    unit: targets
+    points: [{{step: 1, shares: {{long: 0.5}}}}, {{step: 5, shares: {{long: 4}}}}]
+  validation: {{domains: {{long: long.jsonl, other: short.jsonl}}, every: 2}}
+train: {{steps: 6, global_batch_size: 8, lr: 1.0e-2}}
+checkpoint: {{dir: kept, every: 2, keep: 9, best: other}}
+plugins: {{packing: {{enabled: true, max_tokens: 512, max_delay_steps: 2}}}}
+"""
+SIZES = {"long": (30, 90, 256), "short": (25, 5, 40)}
+Forged = Callable[..., Any]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with two domains, one of which masks a third of its tokens, and a recipe for each trainer."""
+    for name, (count, least, most) in SIZES.items():
+        rows = []
+        for i in range(count):
+            ids = [(7 * i + k * k) % 251 for k in range(least + 37 * i % (most - least))]
+            masked = len(ids) // 3 if name == "long" else 0
+            rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for trainer in ("megatron", "deepspeed"):
+        (tmp_path / f"{trainer}.yaml").write_text(RECIPE.format(trainer=trainer))
+    return tmp_path
+
+
+def ran(place: Path, forged: Forged, *words: str) -> Any:
+    done = forged(place, "train", *words, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def drawn(log: Path) -> list[list[int]]:
+    """The samples of every step, in their order."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line["samples"] for line in lines if "samples" in line]
+
+
+def orders(kept: Path, step: int) -> Any:
+    """What a checkpoint says of the domains' orders, credits and waiting samples."""
+    return load_manifest(kept / f"step{step:08d}").state["order"]
+
+
+def refuse_other_losses(result: Any) -> None:
+    """The losses of domains add up to the loss of the step, and of the validation."""
+    for row in (*result["steps"], *result["validation"]):
+        own = list(row["domains"].values())
+        assert sum(one["targets"] for one in own) == row["targets"]
+        assert sum(one["tokens"] for one in own) == row["tokens"]
+        loss = sum(one["loss"] * one["targets"] for one in own) / row["targets"]
+        assert loss == pytest.approx(row["loss"], rel=1e-6)
+
+
+def test_a_killed_run_goes_on_with_the_same_draws_on_fewer_ranks(place: Path, forged: Forged) -> None:
+    whole = ran(place, forged, "megatron.yaml", "parallel.dp=4", "checkpoint.dir=whole", "log.jsonl=whole.jsonl")
+    refuse_other_losses(whole)
+    steps = []
+    for ranks, until in ((4, 2), (2, 4), (1, 6)):
+        words = f"parallel.dp={ranks}", f"train.steps={until}", "log.jsonl=steps.jsonl", "log.tensorboard=board"
+        result = ran(place, forged, "megatron.yaml", *words)
+        refuse_other_losses(result)
+        steps += result["steps"]
+    assert drawn(place / "steps.jsonl") == drawn(place / "whole.jsonl")
+    for step in (2, 4, 6):
+        assert orders(place / "kept", step) == orders(place / "whole", step), "bit for bit, credits too"
+    assert [row["loss"] for row in steps] == pytest.approx([row["loss"] for row in whole["steps"]], rel=1e-5)
+    lines = [json.loads(line) for line in (place / "steps.jsonl").read_text().splitlines()]
+    assert [line["domains"] for line in lines if "samples" in line] == [row["domains"] for row in steps]
+    refuse_other_best(place, lines)
+    shown = Console(width=160)
+    with shown.capture() as caught:
+        shown.print(table(whole))
+    assert "domains" in caught.get()
+    assert "losses of the first and the last step that drew of the domain" in caught.get()
+
+
+def refuse_other_best(place: Path, lines: list[Any]) -> None:
+    """The best checkpoint is that of the domain's lowest loss, and boards show the losses of domains."""
+    validations = [line["validation"] for line in lines if "validation" in line]
+    lowest = min(validations[1:], key=lambda row: row["domains"]["other"]["loss"])
+    assert (place / "kept" / "best" / "latest").read_text() == f"step{lowest['step']:08d}"
+    assert orders(place / "kept" / "best", lowest["step"]) == orders(place / "kept", lowest["step"])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(place / "board")).Reload()
+    losses = [event.value for event in board.Scalars("evenload/validation/domains/other/loss")]
+    assert losses[-1] == pytest.approx(validations[-1]["domains"]["other"]["loss"], rel=1e-6)
+    assert "evenload/domains/long/loss" in board.Tags()["scalars"]
+
+
+def test_a_domain_joins_and_another_leaves_on_another_trainer_too(place: Path, forged: Forged) -> None:
+    first = ran(place, forged, "deepspeed.yaml", "parallel.dp=2", "train.steps=2")
+    refuse_other_losses(first)
+    (place / "new.jsonl").write_text((place / "short.jsonl").read_text())
+    mix = "data.mix={unit: samples}", "data.domains={long: {source: long.jsonl}, new: {source: new.jsonl, share: 3}}"
+    more = ran(place, forged, "deepspeed.yaml", "parallel.dp=1", "train.steps=4", *mix)
+    refuse_other_losses(more)
+    before, after = (orders(place / "kept", step)["domains"] for step in (2, 4))
+    assert {key: after["short"][key] for key in after["short"]} == before["short"], "it waits as it was left"
+    taken = {name: own["epoch"] * own["num_samples"] + own["consumed"] for name, own in after.items()}
+    already = before["long"]["epoch"] * before["long"]["num_samples"] + before["long"]["consumed"]
+    assert (taken["new"], taken["long"] - already) == (12, 4), "two steps of eight samples, 3 to 1"
