@@ -132,6 +132,8 @@ class ChosenPolicy(NamedTuple):
     name: str
     policy: DataPolicy
     settings: Frozen
+    every: int = 1
+    """Steps that are summed up before it is asked."""
 
 
 def chosen_policy(kind: Kind, name: str, settings: Mapping[str, Any], known: Mapping[str, DataPolicy]) -> ChosenPolicy:
@@ -202,6 +204,8 @@ def _through_json(state: State) -> State:
 def _proportions(answer: Any, like: Any) -> Proportions:
     answer = Proportions(*answer)
     lists = [values for values in answer if values is not None]
+    if isinstance(like, Proportions) and (answer.objective is None) != (like.objective is None):
+        raise ValueError("an objective in some steps alone")
     if not all(len(values) == len(like.shares) for values in lists):
         raise ValueError(f"{', '.join(str(len(values)) for values in lists)} shares for {len(like.shares)} domains")
     if not all(math.isfinite(value) and value >= 0 for values in lists for value in values):
