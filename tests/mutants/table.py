@@ -3361,8 +3361,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "losses of domains are summed in the order of the ranks",
         "core/policies.py",
-        "([math.fsum(values[own]) for own in owned]",
-        "([float(sum(values[own])) for own in owned]",
+        "[math.fsum(values[own]) for own in owned] for",
+        "[float(sum(values[own])) for own in owned] for",
         "mixes",
     ),
     Mutant(
