@@ -129,7 +129,7 @@ class Domain(Section):
     """As data.source; the other settings of data hold for it, too."""
     share: bounds.AmountOrNone = 1.0
     """Of what is drawn, beside the shares of the other domains, whatever they add up to; 0: nothing."""
-    weight: bounds.AmountOrNone = 1.0
+    weight: bounds.Amount = 1.0
     """Of each of its samples in the loss."""
 
 
