@@ -63,7 +63,7 @@ class SeenDomains(NamedTuple):
 
 
 class Proportions(NamedTuple):
-    """What a mix answers."""
+    """What a mix policy answers to what it has seen."""
 
     shares: tuple[float, ...]
     """[K] of what is drawn of each domain; they add up to 1."""

@@ -45,7 +45,7 @@ class Adapt(Frozen):
 
 
 class Objective(Frozen):
-    """Settings of importance weights."""
+    """Settings of importance weights by domain."""
 
     wanted: tuple[Amount, ...]
     """[K] what the domains are to count in the objective, names ascending."""
