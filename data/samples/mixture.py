@@ -12,8 +12,8 @@ Credits are carried from step to step, so that shares which come to half a sampl
 
 at all times (the largest credit is above 0, and so it is above -p when it has paid). With up to three domains due -
 drawn < 1 too, whatever shares become (two of three credits are above -2/3 each, so the larger of the others is below
-5/6). Beyond three what is due may lag by more: by 1.08 at most in 900 histories of 3 to 59 domains. A domain of share 0
-is not drawn from, unless all others are ahead of what is due to them.
+5/6). Beyond three what is due may lag by more: by 1.10 at most in 3,900 histories of 2 to 59 domains. A domain of share
+0 is not drawn from, unless all others are ahead of what is due to them.
 
 Epochs are those of a domain, and a batch may hold the end of one and the beginning of the next. The state is that of
 the orders and the credits: a batch follows from it and the shares alone, on any number of ranks. A domain that a run

@@ -1850,7 +1850,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the lowest loss is that of other samples",
         "training/validation/validation.py",
-        '        if from_first(lambda: are_same(state["data"], source.fingerprint, "data.validation")):',
+        '        if from_first(lambda: same and are_same(state["data"], source.fingerprint, "data.validation")):',
         "        if from_first(lambda: True):",
         "best validation",
     ),

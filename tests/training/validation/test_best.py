@@ -40,4 +40,5 @@ def test_it_is_gone_on_with_where_the_samples_are_the_same(tmp_path: Path, caplo
     caplog.clear()
     with caplog.at_level(logging.INFO, "evenload"):
         assert restored(held_out(tmp_path, "s"), state) == math.inf
+        assert restored(source, {**state, "of": "code"}) == math.inf, "it was the lowest of that domain"
     assert "its lowest loss is found anew" in caplog.text
