@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -60,6 +60,18 @@ class SeenDomains(NamedTuple):
     """int64 [K]"""
     excess: Floats | None = None
     """float64 [K] sums over tokens of max(loss - loss of the reference model, 0); None: nothing knows them."""
+
+    def at(self, places: Sequence[int]) -> SeenDomains:
+        """The sums of some of the domains alone."""
+        own = np.array(places, dtype=np.int64)
+        excess = None if self.excess is None else self.excess[own]
+        return SeenDomains(self.losses[own], self.targets[own], self.samples[own], excess)
+
+    def plus(self, more: SeenDomains) -> SeenDomains:
+        """The sums of both, of domains that are the same."""
+        excess = None if self.excess is None or more.excess is None else self.excess + more.excess
+        counts = self.targets + more.targets, self.samples + more.samples
+        return SeenDomains(self.losses + more.losses, *counts, excess)
 
 
 class Proportions(NamedTuple):

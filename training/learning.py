@@ -201,9 +201,8 @@ class LearnedShares:
         self._run = job.domains.learns if job.domains else None
         if self._run is None:
             return
-        first, saved = self._run.drawn_by, (state or {}).get("mix")
-        resumed = self._run.resumed(saved) if saved else None
-        if resumed is not None:
+        first, saved = self._run.drawn_by, (state or {}).get("mix", {})
+        if (resumed := self._run.resumed(saved)) is not None:
             self._run, first = resumed, saved["ahead"]
         elif state is not None:
             logger.info("shares of domains are learned anew: the checkpoint has none of these domains and settings")

@@ -40,7 +40,8 @@ class MixRun(NamedTuple):
             return None
         own = shares_of(recipe.data)({}, 0)
         places = tuple(place for place, share in enumerate(own) if share > 0)
-        of = DomainsToMix(*(tuple(values[place] for place in places) for values in (names, own, samples)))
+        columns: Any = (tuple(values[place] for place in places) for values in (names, own, samples))
+        of = DomainsToMix(*columns)
         state, answer = started(chosen, of)
         if answer.objective is not None:
             what = f"the mix policy '{chosen.name}' weighs domains in the loss, which no run does for it yet"
@@ -66,9 +67,8 @@ class MixRun(NamedTuple):
 
     def after(self, seen: SeenDomains) -> MixRun:
         """One step later, which has shown that of all domains of the recipe."""
-        own = [None if sums is None else sums[list(self.places)] for sums in seen]
-        before = [np.zeros_like(sums) for sums in own] if self.waiting is None else self.waiting
-        waiting = SeenDomains(*(None if sums is None else sums + more for sums, more in zip(own, before, strict=True)))
+        own = seen.at(self.places)
+        waiting = self.waiting.plus(own) if self.waiting else own
         num_waiting = self.num_waiting + 1
         if num_waiting < self.chosen.every:
             return self._replace(waiting=waiting, num_waiting=num_waiting)

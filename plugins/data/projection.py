@@ -38,7 +38,8 @@ def projection(name: str, values: Floats, places: Ints, columns: int, seed: int 
         words = mixed(mixed(places[part].astype(np.uint64) ^ key)[:, None] ^ mixed(blocks)[None])
         bits = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=columns, bitorder="little")
         total += values[..., part] @ (1.0 - 2.0 * bits)
-    return total * float(columns) ** -0.5
+    projected: Floats = total * float(columns) ** -0.5
+    return projected
 
 
 def preconditioned(gradient: Floats, mean: Floats, square: Floats, betas: tuple[float, float], eps: float) -> Floats:

@@ -80,7 +80,8 @@ def _by_likeness(state: State, seen: SeenSamples, settings: Adapt) -> Weighed:
 
 
 def _unit(vectors: Floats) -> Floats:
-    return np.divide(vectors, np.linalg.norm(vectors, axis=1, keepdims=True))
+    units: Floats = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return units
 
 
 def _by_objective(state: State, seen: SeenSamples, settings: Objective) -> Weighed:

@@ -3311,9 +3311,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a domain's loss holds its neighbours'",
-        "training/metrics.py",
-        "        own = domain == place\n",
-        "        own = domain >= place\n",
+        "core/policies.py",
+        "    owned = [domain == place for place in range(num)]\n",
+        "    owned = [domain >= place for place in range(num)]\n",
         "mixture",
     ),
     Mutant(
@@ -3417,8 +3417,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "steps between two questions are not summed",
         "training/mixing.py",
-        "None if sums is None else sums + more for",
-        "None if sums is None else sums for",
+        "self.waiting.plus(own) if self.waiting else own",
+        "own",
         "learned shares",
     ),
 )
