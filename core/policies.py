@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -61,9 +61,21 @@ class SeenDomains(NamedTuple):
     excess: Floats | None = None
     """float64 [K] sums over tokens of max(loss - loss of the reference model, 0); None: nothing knows them."""
 
+    def at(self, places: Sequence[int]) -> SeenDomains:
+        """The sums of some of the domains alone."""
+        own = np.array(places, dtype=np.int64)
+        excess = None if self.excess is None else self.excess[own]
+        return SeenDomains(self.losses[own], self.targets[own], self.samples[own], excess)
+
+    def plus(self, more: SeenDomains) -> SeenDomains:
+        """The sums of both, of domains that are the same."""
+        excess = None if self.excess is None or more.excess is None else self.excess + more.excess
+        counts = self.targets + more.targets, self.samples + more.samples
+        return SeenDomains(self.losses + more.losses, *counts, excess)
+
 
 class Proportions(NamedTuple):
-    """What a mix answers."""
+    """What a mix policy answers to what it has seen."""
 
     shares: tuple[float, ...]
     """[K] of what is drawn of each domain; they add up to 1."""
@@ -132,6 +144,8 @@ class ChosenPolicy(NamedTuple):
     name: str
     policy: DataPolicy
     settings: Frozen
+    every: int = 1
+    """Steps that are summed up before it is asked."""
 
 
 def chosen_policy(kind: Kind, name: str, settings: Mapping[str, Any], known: Mapping[str, DataPolicy]) -> ChosenPolicy:
@@ -202,6 +216,8 @@ def _through_json(state: State) -> State:
 def _proportions(answer: Any, like: Any) -> Proportions:
     answer = Proportions(*answer)
     lists = [values for values in answer if values is not None]
+    if isinstance(like, Proportions) and (answer.objective is None) != (like.objective is None):
+        raise ValueError("an objective in some steps alone")
     if not all(len(values) == len(like.shares) for values in lists):
         raise ValueError(f"{', '.join(str(len(values)) for values in lists)} shares for {len(like.shares)} domains")
     if not all(math.isfinite(value) and value >= 0 for values in lists for value in values):

@@ -13,6 +13,8 @@ CALLED_FROM_OUTSIDE = {
     "repr_int": "reprlib calls it",
     "repr_bytes": "reprlib calls it",
     "read_plans": "reads plan.json for users (docs/input.md)",
+    "projection": "projects gradients for selections of users (docs/mixture_policies.md)",
+    "preconditioned": "the direction that LESS projects, for the same",
     "_partition_layers": "DeepSpeed calls it",
     "async_save": "Megatron calls it",
     "exact_on_device": "for layers whose counts stay on the device",

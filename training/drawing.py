@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from ..data.samples.mixture import MixState, Mixture
 from ..data.samples.order import BatchSize, SampleOrder
 from ..data.samples.whole_groups import WholeGroups
 from ..data.sources import Source, targets_of
+from .mixing import MixRun
 
 logger = logging.getLogger("evenload")
 
@@ -51,6 +53,8 @@ class Domains(NamedTuple):
     mixture: Mixture
     weights: tuple[float, ...]
     """[domains] of the samples of each in the loss."""
+    learns: MixRun | None = None
+    """Where shares follow what steps show: their policy before the first one."""
 
     @classmethod
     def of_source(cls, recipe: Recipe, source: Source) -> Domains | None:
@@ -65,8 +69,11 @@ class Domains(NamedTuple):
         """The domains whose samples have so many tokens and targets, by their names."""
         assert recipe.data.domains is not None
         prices = targets if recipe.data.mix.unit == "targets" else None
-        mixture = Mixture(lengths, prices, batch_size(recipe), shares_of(recipe.data))
-        return cls(mixture, tuple(recipe.data.domains[name].weight for name in mixture.names))
+        names = sorted(lengths)
+        learns = MixRun.begin(recipe, names, [len(lengths[name]) for name in names])
+        shares = learns.shares_at if learns else shares_of(recipe.data)
+        mixture = Mixture(lengths, prices, batch_size(recipe), shares)
+        return cls(mixture, tuple(recipe.data.domains[name].weight for name in names), learns)
 
     def marked(self, draw: Draw) -> Draw:
         """The draw with the domain of each sample, and its weight where any domain has another than 1."""
@@ -119,6 +126,8 @@ class Drawing:
         self._targets, self._weight_sums = targets, weight_sums
         asked = [plugin.hold_back(config) for plugin, config in chain.links if plugin.hold_back]
         self._rules = [rule for rule in asked if rule is not None]
+        self._policies: list[Mapping[str, Any]] = []
+        """States of the policy of shares for the next batches; the last one stays."""
         self._waiting = waiting or Waiting(_NONE, _NONE, chain.limits.num_ranks)
 
     @classmethod
@@ -154,6 +163,9 @@ class Drawing:
         return self._waiting.num_ranks if self._rules else None
 
     def __call__(self) -> Draw:
+        if self._policies:
+            self._order = replace(self._order, policy=self._policies[0])
+            self._policies = self._policies[1:] or self._policies
         drawn, self._order = self._take(self._order)
         num_drawn = len(drawn)
         if self._targets is not None:
@@ -170,6 +182,11 @@ class Drawing:
         more: Any = {"without_target": num_drawn - len(drawn), "groups": groups, "own_sums": sums}
         draw = Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, **more)
         return draw if self._domains is None else self._domains.marked(draw)
+
+    def use(self, policy: Mapping[str, Any], first: Mapping[str, Any] | None = None) -> None:
+        """Draw the next batches under another state of the policy of their shares; ``first``: the next one alone under
+        a state of its own."""
+        self._policies = [policy] if first is None else [first, policy]
 
     def _held_back(self, lengths: NDArray[np.int64], waited: NDArray[np.int64]) -> NDArray[np.bool_]:
         waits = np.zeros(len(lengths), dtype=np.bool_)
@@ -202,8 +219,8 @@ def with_layers(recipe: Recipe, num_ranks: int, drawing: Callable[[PlanChain], D
 
 def drawing_of(recipe: Recipe, source: Source, chain: PlanChain, state: Mapping[str, Any] | None = None) -> Drawing:
     """The global batches of a source from the first step on, or from where a checkpoint's state was taken."""
-    size, seed = batch_size(recipe), recipe.train.seed
-    return Drawing.resume(state, source.lengths, size, chain, seed=seed, **columns_of(recipe, source))
+    size, seed, domains = batch_size(recipe), recipe.train.seed, Domains.of_source(recipe, source)
+    return Drawing.resume(state, source.lengths, size, chain, seed=seed, domains=domains, **columns_of(source))
 
 
 def batch_size(recipe: Recipe) -> BatchSize:
@@ -274,7 +291,6 @@ def draw_of(source: Source, samples: NDArray[np.int64]) -> Draw:
     return Draw(samples, source.lengths[samples], {}, targets=targets, own_sums=sums, domain=domain)
 
 
-def columns_of(recipe: Recipe, source: Source) -> dict[str, Any]:
+def columns_of(source: Source) -> dict[str, Any]:
     """What `Drawing` knows of the samples of a source beside their lengths."""
-    columns = {"targets": source.targets, "groups": source.groups, "weight_sums": source.weight_sums}
-    return {**columns, "domains": Domains.of_source(recipe, source)}
+    return {"targets": source.targets, "groups": source.groups, "weight_sums": source.weight_sums}

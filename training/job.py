@@ -103,7 +103,8 @@ class VerbJob(ABC):
         config, chain = self.recipe.planner, chain or self.chain
         budget_s = config.budget_ms and config.budget_ms / 1e3
         how: Any = {"budget_s": budget_s, "background": config.background, "exchange": gather_bytes, "first": first}
-        if not config.background or config.refit or chain.needs_loads or self.recipe.adapts:
+        learns = config.refit or chain.needs_loads or self.recipe.mix_policy is not None
+        if not config.background or learns or self.recipe.adapts:
             return Planner(chain, drawing, **how)
         turns = open_board() if chain.staged else None
         if turns:  # who does not plan a step itself would not notice another recipe

@@ -1,9 +1,10 @@
-"""What a run's planner learns from its measured steps: costs, where ``planner.refit`` is on, and loads of experts.
+"""What a run learns from its steps: costs, where ``planner.refit`` is on, loads of experts, and shares of domains.
 
 One plan is always being made ahead, so what is new shapes the plan after next. A checkpoint holds what the plan ahead
 knows and the newest: a run that is resumed goes on as if it had not been interrupted. All ranks must plan alike to the
 last bit. So rank 0 fits costs (`core.costs.refit`), and its numbers go to all; a run with another prior or layout
 starts from the recipe's costs. Of loads (`core.experts.history`) every rank adds the same integers up, on any layout.
+Of shares rank 0 asks their policy, of sums that are the same on any ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from ..core.costs import refit
 from ..core.costs.costs import Costs
 from ..core.experts.history import Loads
 from ..core.planning.chain import PlanChain
-from ..core.planning.planner import Planned, Planner
+from ..core.planning.planner import Draw, Planned, Planner
+from ..core.policies import seen_domains
 from ..core.simulate.predict import predict
 from ..core.simulate.step import simulate
+from ..integrations.host.scoring import Scores
 from ..integrations.host.trained import StepResult
 from ..runtime.experts.history import learned
+from ..runtime.world.agreement import from_first
+from .drawing import Drawing
 from .job import Job, logger
 from .metrics import Taken
 
@@ -185,3 +190,37 @@ class LoadHistory:
 def _loads_of(chain: PlanChain) -> Loads:
     assert chain.context.experts is not None
     return chain.context.experts.loads
+
+
+class LearnedShares:
+    """The shares of one run's domains, first those of their policy or of a checkpoint's `state`; nothing where no
+    policy learns."""
+
+    def __init__(self, job: Job, drawing: Drawing, state: Mapping[str, Any] | None) -> None:
+        self._drawing = drawing
+        self._run = job.domains.learns if job.domains else None
+        if self._run is None:
+            return
+        first, saved = self._run.drawn_by, (state or {}).get("mix", {})
+        if (resumed := self._run.resumed(saved)) is not None:
+            self._run, first = resumed, saved["ahead"]
+        elif state is not None:
+            logger.info("shares of domains are learned anew: the checkpoint has none of these domains and settings")
+        drawing.use(self._run.drawn_by, first)
+
+    def after(self, draw: Draw, scores: Scores | None) -> None:
+        """Learn from a step. Collective."""
+        if (run := self._run) is None:
+            return
+        assert scores is not None
+        assert draw.domain is not None
+        seen = seen_domains(run.num_domains, draw.domain, scores.losses, scores.targets)
+        self._run = run._replace(**from_first(lambda: run.after(seen).progress))
+        self._drawing.use(self._run.drawn_by)
+
+    def state(self, planner: Planner) -> dict[str, Any]:
+        """What a checkpoint keeps of the shares, ready for JSON."""
+        if self._run is None:
+            return {}
+        ahead = planner.draw_of_next.state["policy"] if planner.draw_of_next else self._run.drawn_by
+        return {"mix": {**self._run.saved(), "ahead": ahead}}

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..core.aliases import Floats
 from ..core.planning.planner import Draw, Planned
+from ..core.policies import seen_domains
 from ..core.simulate.step import Span
 from ..integrations.host.scoring import Scores
 from ..integrations.host.trained import StepResult
@@ -37,15 +38,16 @@ class DomainLoss(TypedDict):
 
 def domain_losses(names: Sequence[str], parts: Iterable[tuple[Draw, Scores]]) -> dict[str, DomainLoss]:
     """The losses of every domain that has a target, from draws and what they came to; ``names`` ascend."""
-    out: dict[str, DomainLoss] = {}
     rows = [(draw.domain, draw.lengths, *scores) for draw, scores in parts if draw.domain is not None]
     domain, lengths, losses, targets = map(np.concatenate, zip(*rows, strict=True))
-    for place, name in enumerate(names):
-        own = domain == place
-        if count := int(targets[own].sum()):
-            tokens, loss = int(lengths[own].sum()), math.fsum(losses[own]) / count
-            out[name] = DomainLoss(loss=loss, samples=int(own.sum()), tokens=tokens, targets=count)
-    return out
+    seen = seen_domains(len(names), domain, losses, targets)
+    tokens = np.bincount(domain, lengths, len(names)).astype(np.int64)
+    columns = (sums.tolist() for sums in (seen.losses, seen.samples, tokens, seen.targets))
+    return {
+        name: DomainLoss(loss=loss / count, samples=samples, tokens=tokens, targets=count)
+        for name, loss, samples, tokens, count in zip(names, *columns, strict=True)
+        if count
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,6 +223,11 @@ class Planner:
         """What the next plan is made with, or will be."""
         return self._ahead[0].chain if self._ahead else self._chain
 
+    @property
+    def draw_of_next(self) -> Draw | None:
+        """The batch that is drawn ahead; None where there is none."""
+        return self._ahead[0].draw if self._ahead else None
+
     def _begin(self) -> _Begun:
         """Draw the next batch, and start to plan it in a thread of its own where no other rank does.
 

@@ -11,18 +11,20 @@ shares are the same to the last bit on every rank and after every resume.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import Rule, nearest, shorten, shown
+from ..policies import normalised
 
 Shares = tuple[float, ...]
 """[domains] in the order of their names; they add up to 1."""
 SharesOf = Callable[[Mapping[str, Any], int], Shares]
 """From the state of a policy, and the steps before the one that is drawn."""
+SHOWN = "losses", "targets", "samples"
+"""What a run shows a policy of every domain (`core.policies.SeenDomains`)."""
 Points = Sequence[tuple[int, Shares]]
 """(step, shares), by ascending steps."""
 
@@ -37,12 +39,6 @@ class Policy(NamedTuple):
     """Shares may be others from step to step."""
     points: bool = False
     """It leads through the points of the recipe."""
-
-
-def normalised(shares: Sequence[float]) -> Shares:
-    """The shares over their sum, which is above 0."""
-    total = math.fsum(shares)
-    return tuple(share / total for share in shares)
 
 
 def static(own: Shares, _: Points) -> SharesOf:
@@ -83,11 +79,18 @@ def shares_of(data: Any) -> SharesOf:
 def rules_of_mixture(recipe: Any) -> list[Rule]:
     """What is wrong with the domains of a recipe, of its data or of its validation."""
     data, train, validation = recipe.data, recipe.train, recipe.data.validation
-    rules = _rules_of_validation(validation, recipe.checkpoint.best) if validation else []
+    rules, chosen = _rules_of_validation(validation, recipe.checkpoint.best) if validation else [], recipe.mix_policy
     if data.domains is None:
         said = bool(data.mix.model_fields_set)
-        return [*rules, (said, "data.mix says how domains are mixed, and there are none", "", "set data.domains")]
-    names, moving = _listed(data.domains), POLICIES[data.mix.policy].changes
+        asked = f"mix policy {chosen.name}" if chosen else ""
+        return [
+            *rules,
+            (said, "data.mix says how domains are mixed, and there are none", "", "set data.domains"),
+            (bool(asked), "a policy moves shares of domains, and there are none", asked, "set data.domains"),
+        ]
+    names, scheduled = _listed(data.domains), POLICIES[data.mix.policy].changes
+    moving, mover = scheduled or chosen is not None, chosen.name if chosen else data.mix.policy
+    lacking = [name for name in (chosen.policy.needs if chosen else ()) if name not in SHOWN]
     lasts = next((key for key in ("epochs", "max_tokens") if getattr(train, key) is not None), "")
     unshared = [name for name, domain in data.domains.items() if domain.share == 0]
     twice, both = (
@@ -103,7 +106,19 @@ def rules_of_mixture(recipe: Any) -> list[Rule]:
         *_rules_of_names(data.domains, "data.domains"),
         *_rules_of_shares(data.domains, data.mix.points),
         *_rules_of_points(data.mix, data.domains),
-        (moving and bool(lasts), unknown, f"data.mix.policy {data.mix.policy}", do),
+        (moving and bool(lasts), unknown, f"mix policy {mover}", do),
+        (
+            scheduled and chosen is not None,
+            "a schedule and a policy both move the shares of domains",
+            f"data.mix.policy {data.mix.policy}, mix policy {mover}",
+            "set data.mix.policy=static, or leave the other policy out",
+        ),
+        (
+            bool(lacking),
+            f"the mix policy '{mover}' needs what no run shows it",
+            f"needs {', '.join(lacking)}; a run shows {', '.join(SHOWN)}",
+            "take another policy",
+        ),
         (lasts == "epochs" and bool(unshared), undrawn, f"share 0 of {_listed(unshared)}", do),
         (data.group is not None, "samples of domains are in no groups", grouped, "leave data.group out"),
     ]

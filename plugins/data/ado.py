@@ -120,7 +120,7 @@ def _fit(points: list[list[float]]) -> tuple[float, float, float] | None:
 
 
 def _preferred(fits: Floats, counts: Any, weights: Floats, floor: float) -> Floats:
-    """rho [K]"""
+    """The shares rho [K] that the fits ask for."""
     _, scale, exponent = fits.T
     here = np.maximum(counts, 1).astype(np.float64)
     slope = np.maximum(exponent, _LEAST_EXPONENT) * scale * here**-exponent / here

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from ...core.errors import EvenloadError
 from ...core.input.bounds import Count
 from ...core.input.validation import Frozen
 from ...core.policies import ChosenPolicy, chosen_policy
@@ -24,19 +25,29 @@ class MixPolicy(Frozen):
 
     @model_validator(mode="after")
     def _exists(self) -> MixPolicy:
-        self.chosen()
+        try:
+            self.chosen()
+        except EvenloadError as error:
+            raise ValueError(f"{error.what}: {error.do}") from error
         return self
 
     def chosen(self) -> ChosenPolicy:
         """The policy with its settings. Raises EvenloadError for a name or a setting that is not there."""
-        return chosen_policy("mix", self.policy, self.settings, data_policies("mix"))
+        chosen = chosen_policy("mix", self.policy, self.settings, data_policies("mix"))
+        return chosen._replace(every=self.every)
 
 
 class DataConfig(PluginConfig):
     """What is drawn, with what weight, by what training shows."""
 
     mix: MixPolicy | None = None
-    """Shares of the domains; null: as data.mix says."""
+    """Shares of data.domains; needed where the plugin is enabled."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> DataConfig:
+        if self.enabled and self.mix is None:
+            raise ValueError("set mix: {policy: odm}, or enabled false: without a policy the plugin does nothing")
+        return self
 
 
 def mix_of(config: DataConfig) -> ChosenPolicy | None:

@@ -17,28 +17,29 @@ import numpy as np
 from ...core.aliases import Floats, Ints
 from .draws import mixed
 
-_ELEMENTS = 1 << 14
+_ELEMENTS = 1 << 10
 """That are projected at once."""
 
 
 def projection(name: str, values: Floats, places: Ints, columns: int, seed: int = 0) -> Floats:
-    """float64 [columns], the part of a shard.
+    """float64 [..., columns], the part of a shard.
 
     Args:
         name: of the parameter.
-        values: [E] those elements of its gradient that are here.
+        values: [..., E] those elements of its gradients that are here: signs are made once for all of them.
         places: int64 [E] where each stands in the whole parameter, flattened.
     """
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     key = np.frombuffer(digest, np.uint64)
     blocks = np.arange(-(-columns // 64), dtype=np.uint64)
-    total: Floats = np.zeros(columns)
-    for first in range(0, len(values), _ELEMENTS):
+    total: Floats = np.zeros((*values.shape[:-1], columns))
+    for first in range(0, len(places), _ELEMENTS):
         part = slice(first, first + _ELEMENTS)
         words = mixed(mixed(places[part].astype(np.uint64) ^ key)[:, None] ^ mixed(blocks)[None])
         bits = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1, count=columns, bitorder="little")
-        total += values[part] @ (1.0 - 2.0 * bits)
-    return total * float(columns) ** -0.5
+        total += values[..., part] @ (1.0 - 2.0 * bits)
+    projected: Floats = total * float(columns) ** -0.5
+    return projected
 
 
 def preconditioned(gradient: Floats, mean: Floats, square: Floats, betas: tuple[float, float], eps: float) -> Floats:

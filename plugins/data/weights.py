@@ -45,7 +45,7 @@ class Adapt(Frozen):
 
 
 class Objective(Frozen):
-    """Settings of importance weights."""
+    """Settings of importance weights by domain."""
 
     wanted: tuple[Amount, ...]
     """[K] what the domains are to count in the objective, names ascending."""
@@ -80,7 +80,8 @@ def _by_likeness(state: State, seen: SeenSamples, settings: Adapt) -> Weighed:
 
 
 def _unit(vectors: Floats) -> Floats:
-    return np.divide(vectors, np.linalg.norm(vectors, axis=1, keepdims=True))
+    units: Floats = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return units
 
 
 def _by_objective(state: State, seen: SeenSamples, settings: Objective) -> Weighed:

@@ -77,7 +77,10 @@ def entry_of_step(row: StepRow, planned: Planned, of_steps: int, ends: str) -> E
     scalars = {"tokens_per_s": row.tokens / row.step_s, **values}
     scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
     scalars |= _of_domains(row.domains)
-    line = {**whole, "planner": planned.plan.made_by, "of_steps": of_steps}
+    order = planned.draw.state
+    shares = dict(zip(order["here"], order["policy"]["shares"], strict=True)) if order.get("policy") else {}
+    scalars |= {f"domains/{name}/share": share for name, share in shares.items()}
+    line = {**whole, **({"shares": shares} if shares else {}), "planner": planned.plan.made_by, "of_steps": of_steps}
     line["ends"] = ends or ("done" if row.step + 1 == of_steps else None)
     line["samples"] = planned.draw.samples.tolist()
     return Entry(row.step, {f"evenload/{name}": value for name, value in scalars.items()}, line)

@@ -21,6 +21,7 @@ from ..early_end import listening, say_ended
 from ..expert_loads import loads_writer, say_without_copies
 from ..garbage import collected
 from ..job import Job, logger, open_host, run_rank
+from ..learning import LearnedShares
 from ..measuring import OURS, Follower, in_turn
 from ..metrics import Taken, totals
 from ..progress import Progress, silent
@@ -106,13 +107,13 @@ def _run(
     """All steps, every variant in its turn; only evenload's own run is logged and saved. Why it ended early, if so."""
     recipe, own = job.recipe, variants[OURS]
     first, drawing = (state["step"], drawing_after(job, state)) if state else (0, job.drawing())
-    ends = ""
+    ends, shares = "", LearnedShares(job, drawing, state)
     planner = job.planner(drawing, *own.chains)
     followers = {name: Follower(*variant.chains) for name, variant in variants.items() if variant is not own}
     planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
 
     def state_now() -> dict[str, Any]:
-        return {**own.state(planner), **(validation.state() if validation else {})}
+        return {**own.state(planner), **shares.state(planner), **(validation.state() if validation else {})}
 
     with ExitStack() as opened, ThreadPoolExecutor(1) as executor:
         write = opened.enter_context(writer(recipe, leads=job.leads, first=first))
@@ -140,6 +141,7 @@ def _run(
                 variant.same_plans &= planned[name].plan.digest == planned[OURS].plan.digest
                 variant.learn(planners[name], planned[name], taken[name], predicted_step)
                 progress(name, step + 1 - first, recipe.train.steps - first, variant.said)
+            shares.after(planned[OURS].draw, taken[OURS].result.scores)
             done = step + 1
             if done < recipe.train.steps:
                 ends = next(filter(None, (one.ends for one in taken.values())), "")
