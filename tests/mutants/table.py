@@ -55,6 +55,7 @@ _TRAINER_STEP = "integrations/transformers/trainer.py"
 _SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
 
 KILLERS: dict[str, Words] = {
+    "rollout": ("pytest", "tests/plugins/rollout"),
     "cache": ("pytest", "tests/data/test_cache.py"),
     "variables of workers": ("pytest", "tests/commands/test_env.py", "-m", "not slow"),
     "monitor": (
@@ -3227,5 +3228,47 @@ MUTANTS: tuple[Mutant, ...] = (
         "batch.divisor if measured.of_mean else None",
         "batch.divisor",
         "units",
+    ),
+    Mutant(
+        "the tail of a length is its shortest tenth",
+        "plugins/rollout/score.py",
+        "_TAIL_WEIGHTS = np.where(_CHANCES < TAIL, ",
+        "_TAIL_WEIGHTS = np.where(_CHANCES > 1 - TAIL, ",
+        "rollout",
+    ),
+    Mutant(
+        "samples that were cut count as ended",
+        "plugins/rollout/lengths.py",
+        "    if not ended.all():\n",
+        "    if not ended.any():\n",
+        "rollout",
+    ),
+    Mutant(
+        "a cap on keys is counted without those of the prompt",
+        "plugins/rollout/play.py",
+        "            self._keys += prompt + tokens\n",
+        "            self._keys += tokens\n",
+        "rollout",
+    ),
+    Mutant(
+        "a sample that went back draws its tokens again",
+        "plugins/rollout/play.py",
+        "            self._live[sample] = self._step - tokens\n",
+        "            self._live[sample] = self._step\n",
+        "rollout",
+    ),
+    Mutant(
+        "samples are pruned until fewer are left than are to be kept",
+        "plugins/rollout/collect.py",
+        "        most = num_ended + len(going) - self.rule.keep\n",
+        "        most = num_ended + len(going)\n",
+        "rollout",
+    ),
+    Mutant(
+        "a bound charges every sample a whole step",
+        "plugins/rollout/plan.py",
+        "    shared_s = float(work_s.sum() + costs.step_s / request.slots * tokens.sum()) / request.num_ranks\n",
+        "    shared_s = float(work_s.sum() + costs.step_s * tokens.sum()) / request.num_ranks\n",
+        "rollout",
     ),
 )
