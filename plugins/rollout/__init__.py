@@ -8,9 +8,10 @@ if __name__ != "evenload.plugins.rollout":
 
 from .collect import Collect, Collected, Prune, ended_by, kept_beside_all, samples_for
 from .costs import H100_7B, RolloutCosts, fit_costs
+from .deal import plan_rollout
 from .lengths import LengthDistributions, SampledLengths, fit_lengths
 from .moves import play_moved
-from .plan import RolloutPlan, RolloutRequest, bound_of, check_rollout, plan_rollout, spread
+from .plan import RolloutPlan, RolloutRequest, bound_of, check_rollout, spread
 from .play import InOrder, Rollout
 from .score import Expected, TieQueue, expected
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core.aliases import Floats, Ints
+from .deal import left_s, plan_rollout
 from .lengths import LengthDistributions
-from .plan import RolloutPlan, left_s, plan_rollout
+from .plan import RolloutPlan
 from .play import Rollout
 from .score import expected
 

@@ -1,36 +1,21 @@
-"""Which rank generates which samples, in which order, and how far from the best that is.
-
-    tie      the sample of most expected seconds goes to the rank with the least so far (longest processing time first),
-             at most ceil(G / R) of the G samples of a prompt to a rank: what is not known of it befalls all alike
-    spread   sample i to rank i mod R: what is done where nothing is known, or where planning fails
-
-A rank starts its samples in that order, largest tail first, where the step waits for all; least expected tokens first
-where samples are used as they come. Nothing here decides a token: a plan says where and when tokens are drawn.
+"""What a rollout asks for, which rank generates which of its samples in which order, and below what time none ends.
 
 The bound is that of any dealing whatever, with moves at any step for nothing:  max(longest sample alone, all work / R),
-a step's own seconds shared by as many samples as there are slots. O(S log S): 8,192 samples on 64 ranks in 15 ms.
+a step's own seconds shared by as many samples as there are slots. Nothing here decides a token: a plan says where and
+when tokens are drawn.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
-import logging
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ...core.aliases import Floats, Ints
+from ...core.aliases import Ints
 from ...core.errors import PlanError, refuse_first
-from .costs import H100_7B, RolloutCosts
-from .lengths import LengthDistributions
-from .score import Expected, expected
-
-log = logging.getLogger("evenload")
-
-Waits = Literal["all", "each"]
-"""Whether the step waits for all samples, or uses each as it comes."""
+from .costs import RolloutCosts
 
 
 @dataclass(frozen=True)
@@ -97,74 +82,10 @@ class RolloutPlan:
         return digest.digest()
 
 
-def plan_rollout(
-    request: RolloutRequest,
-    distributions: LengthDistributions | None = None,
-    costs: RolloutCosts = H100_7B,
-    waits_for: Waits = "all",
-) -> RolloutPlan:
-    """The checked plan of a rollout for any engine, the same on every rank.
-
-    ``distributions``: of the request's prompts; None: samples are spread. What fails falls back to spreading, and says
-    so in a warning.
-    """
-    if distributions is not None:
-        try:
-            return check_rollout(_dealt(request, distributions, costs, waits_for), request)
-        except Exception as error:
-            log.warning("the rollout is spread over ranks, as planning it failed: %s: %s", type(error).__name__, error)
-    return check_rollout(spread(request), request)
-
-
 def spread(request: RolloutRequest) -> RolloutPlan:
     """Samples dealt in turn, in the order in which they are asked for."""
     samples = np.arange(len(request.prompts))
     return RolloutPlan(tuple(samples[rank :: request.num_ranks] for rank in range(request.num_ranks)), "spread")
-
-
-def _dealt(
-    request: RolloutRequest, distributions: LengthDistributions, costs: RolloutCosts, waits_for: Waits
-) -> RolloutPlan:
-    if distributions.limit != request.limit or len(distributions.mu) != len(request.prompt_tokens):
-        what = f"{len(distributions.mu)} prompts up to {distributions.limit}"
-        raise PlanError("distributions are of other prompts or another limit", what, "fit them for this request")
-    lengths = expected(distributions, request.prompts, request.done)
-    seconds = left_s(lengths, request, costs)
-    ranks = _longest_first(seconds, request)
-    order = np.argsort(-lengths.tail, kind="stable")
-    if waits_for == "each":
-        order = np.argsort(lengths.mean - request.done, kind="stable")
-    starts = order[np.argsort(ranks[order], kind="stable")]
-    borders = np.cumsum(np.bincount(ranks, minlength=request.num_ranks))[:-1]
-    return RolloutPlan(tuple(np.split(starts, borders)), "tie")
-
-
-def _longest_first(seconds: Floats, request: RolloutRequest) -> Ints:
-    """Rank of each sample [S]: the costliest first, to the rank with the least seconds that may have it."""
-    sizes = np.bincount(request.prompts)
-    left = np.repeat(-(-sizes[:, None] // request.num_ranks), request.num_ranks, axis=1).tolist()
-    prompts, values = request.prompts.tolist(), seconds.tolist()
-    heap = [(0.0, rank) for rank in range(request.num_ranks)]
-    ranks = np.zeros(len(values), np.int64)
-    for sample in np.argsort(-seconds, kind="stable").tolist():
-        full = []
-        own = left[prompts[sample]]
-        while not own[heap[0][1]]:
-            full.append(heapq.heappop(heap))
-        load, rank = heap[0]
-        own[rank] -= 1
-        ranks[sample] = rank
-        heapq.heapreplace(heap, (load + values[sample], rank))
-        for one in full:
-            heapq.heappush(heap, one)
-    return ranks
-
-
-def left_s(lengths: Expected, request: RolloutRequest, costs: RolloutCosts) -> Floats:
-    """Expected seconds of the tokens that each sample has yet to get, with its share of a step of full slots."""
-    done, prompts = request.done.astype(np.float64), request.prompt_tokens[request.prompts].astype(np.float64)
-    work_s = costs.work_s(prompts, lengths.mean, lengths.squares) - costs.work_s(prompts, done, done**2)
-    return np.asarray(work_s + costs.step_s / request.slots * (lengths.mean - done))
 
 
 def check_rollout(plan: RolloutPlan, request: RolloutRequest) -> RolloutPlan:

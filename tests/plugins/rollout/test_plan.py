@@ -106,13 +106,33 @@ def test_full_slots_of_equal_samples_reach_their_bound() -> None:
     assert Rollout(request, lengths, H100_7B).play(spread(request)).rank_s.max() == pytest.approx(bound.bound_s)
 
 
-def test_long_prompts_are_dealt_apart_and_begin_first() -> None:
-    request = RolloutRequest(np.repeat(np.arange(4), 2), np.full(4, 10), 2, 4096, 4, 1 << 20)
-    distributions = LengthDistributions(np.log([100.0, 2000.0, 100.0, 100.0]), np.full(4, 0.2), 4096)
+def test_long_prompts_are_dealt_apart_and_begin_first_where_all_are_waited_for() -> None:
+    request = RolloutRequest(np.repeat(np.arange(8), 2), np.full(8, 10), 2, 4096, 2, 1 << 20)
+    medians = [100.0, 2000.0, *[100.0] * 6]
+    distributions = LengthDistributions(np.log(medians), np.full(8, 0.05), 4096)
     first, second = plan_rollout(request, distributions).ranks
     assert {int(first[0]), int(second[0])} == {2, 3}
     last = plan_rollout(request, distributions, waits_for="each").ranks
     assert {int(own[-1]) for own in last} == {2, 3}
+
+
+def test_the_order_is_one_that_ends_early_for_what_is_known() -> None:
+    """Largest first where prompts say how long their samples are; not always where they do not."""
+    prompts = np.repeat(np.arange(64), 8)
+    random = np.random.default_rng(0)
+    mu = np.log(300) + 0.8 * random.normal(size=64)
+    for sigma, seeds in ((0.05, 8), (0.8, 8)):
+        distributions = LengthDistributions(mu, np.full(64, sigma), 4096)
+        request = RolloutRequest(prompts, np.full(64, 10), 8, 4096, 8, 1 << 20)
+        least = plan_rollout(request, distributions, waits_for="each")
+        chosen = plan_rollout(request, distributions)
+        ends = []
+        for seed in range(seeds):
+            lengths = np.exp(mu[prompts] + sigma * np.random.default_rng(seed).standard_t(3.5, size=512))
+            rollout = Rollout(request, np.clip(lengths, 1, 4096).astype(np.int64), H100_7B)
+            ends.append([rollout.play(plan).rank_s.max() for plan in (chosen, least)])
+        chosen_s, least_s = np.mean(ends, axis=0)
+        assert chosen_s <= least_s * (1.02 if sigma > 0.5 else 0.95)
 
 
 def test_what_fails_is_spread_and_said(caplog: pytest.LogCaptureFixture) -> None:
