@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .core.recipe.recipe import Recipe
     from .core.registry import PlanningContext, Plugin, PluginConfig, register, unregister
     from .patches.session import Session, disable, enable, enabled
+    from .plugins.rollout import RolloutPlan, RolloutRequest, plan_rollout
     from .training.api import train, verify
 
 __version__ = "0.1.0"
@@ -33,6 +34,8 @@ _HOMES = {
     "Plugin": ".core.registry",
     "PluginConfig": ".core.registry",
     "Recipe": ".core.recipe.recipe",
+    "RolloutPlan": ".plugins.rollout",
+    "RolloutRequest": ".plugins.rollout",
     "Sequence": ".core.plan.step_plan",
     "Session": ".patches.session",
     "Slice": ".core.plan.step_plan",
@@ -42,6 +45,7 @@ _HOMES = {
     "enabled": ".patches.session",
     "load_recipe": ".api",
     "plan": ".api",
+    "plan_rollout": ".plugins.rollout",
     "register": ".core.registry",
     "train": ".training.api",
     "unregister": ".core.registry",
@@ -55,6 +59,8 @@ __all__ = [
     "Plugin",
     "PluginConfig",
     "Recipe",
+    "RolloutPlan",
+    "RolloutRequest",
     "Sequence",
     "Session",
     "Slice",
@@ -65,6 +71,7 @@ __all__ = [
     "enabled",
     "load_recipe",
     "plan",
+    "plan_rollout",
     "register",
     "train",
     "unregister",

@@ -1,0 +1,209 @@
+"""Rollouts on many ranks: groups in turn, samples spread, by TIE's distributions, dealt again; a bound. Predicted.
+
+    python benchmarks/planning/rollout.py [--checkpoints FILE] [--quick] [--json] [--out FILE]
+
+    groups     all samples of a prompt on one rank, prompts in turn: what verl, TRL and DeepSpeed do
+    spread     samples in turn, whatever their prompt
+    tie        evenload's plan by distributions of earlier samples of the same prompts
+    moved      the same, dealt again every 1,024 tokens; with the keys of moved samples at no price, and at 2.3 us each
+    oracle     longest first by the lengths themselves, to the rank with the least tokens
+
+A decode step takes 6 ms + 20 us a sample + 17 ns a key (7 billion weights on an H100, derived from bytes); the update
+takes 6 FLOPs a weight and token at 400 TFLOP/s. Gains are of rollout and update together. The bound: the longest sample
+alone, or all work over the ranks.
+
+reasoning   answers of a 32B model to 30 AIME problems at 11 checkpoints (NovaSky-AI/SkyThought @ 6b8f472f, Apache-2.0):
+            a CSV of checkpoint_step, prompt, characters; 3.6 characters a token. A prompt's samples are drawn from its
+            last six checkpoints, 10 % up or down, and what is known are its first five
+log-t       a median of each prompt, log-normal with 0.8, samples log-t about it with 0.45; known: 5 earlier samples
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from evenload.commands.tables.show import emit, grid
+from evenload.core.aliases import Ints
+from evenload.core.balance.partition import longest_first
+from evenload.plugins.rollout import (
+    H100_7B,
+    LengthDistributions,
+    Rollout,
+    RolloutPlan,
+    RolloutRequest,
+    SampledLengths,
+    bound_of,
+    fit_lengths,
+    plan_rollout,
+    play_moved,
+    spread,
+)
+
+EVERY, KEY_S = 1024, 57344 / 25e9
+UPDATE_S = 6 * 7e9 / 4e14
+"""Of a token."""
+CHARACTERS = 3.6
+
+
+class Setting(NamedTuple):
+    name: str
+    prompts: int
+    samples: int
+    ranks: int
+    slots: int
+    limit: int
+    prompt: int
+    median: float
+    """0: lengths of the checkpoints."""
+    gains: str
+    """Of groups, spread and dealt again in an earlier simulation with fewer assumptions."""
+
+
+SETTINGS = (
+    Setting("reasoning 256 x 16", 256, 16, 32, 128, 32768, 256, 0.0, "1.00, 1.18, 1.29"),
+    Setting("reasoning 128 x 8", 128, 8, 16, 64, 32768, 256, 0.0, "1.00, 1.19, 1.26"),
+    Setting("log-t 512 x 16", 512, 16, 32, 256, 32768, 512, 2500.0, "1.00, 1.26, 1.35"),
+    Setting("log-t 512 x 16, 64 slots", 512, 16, 32, 64, 32768, 512, 2500.0, "1.00, 1.25, 1.52"),
+    Setting("log-t 128 x 16", 128, 16, 8, 256, 8192, 512, 1200.0, "1.00, 1.05, 1.07"),
+)
+
+
+class Drawn(NamedTuple):
+    lengths: Ints
+    known: LengthDistributions
+
+
+def drawn(setting: Setting, checkpoints: Path | None, seed: int) -> Drawn:
+    """Lengths [S] of a rollout, and what earlier samples tell of its prompts."""
+    random = np.random.default_rng(seed)
+    shape = (setting.prompts, setting.samples)
+    if not setting.median:
+        assert checkpoints is not None
+        table = _checkpoints(checkpoints)
+        picked = table[random.integers(0, len(table), setting.prompts)]
+        rows = [random.choice(row[5:], size=setting.samples) for row in picked]
+        lengths = np.stack(rows) * np.exp(random.normal(size=shape) * 0.1)
+        earlier, least = picked[:, :5], 64
+    else:
+        mu = np.log(setting.median) + 0.8 * random.normal(size=(setting.prompts, 1))
+        lengths = np.exp(mu + 0.45 * random.standard_t(3.5, size=shape))
+        earlier, least = np.exp(mu + 0.45 * random.standard_t(3.5, size=(setting.prompts, 5))), 16
+    past = np.clip(earlier, 1, setting.limit).astype(np.int64)
+    of = np.repeat(np.arange(setting.prompts), past.shape[1])
+    sampled = SampledLengths(of, past.ravel(), past.ravel() < setting.limit, np.ones(past.size))
+    tokens = np.clip(lengths, least, setting.limit).astype(np.int64).ravel()
+    return Drawn(tokens, fit_lengths(sampled, setting.prompts, setting.limit))
+
+
+def _checkpoints(path: Path) -> Any:
+    rows: dict[int, list[float]] = {}
+    with path.open() as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(int(row["prompt"]), []).append(int(row["characters"]) / CHARACTERS)
+    return np.array([rows[prompt] for prompt in sorted(rows)])
+
+
+def rollouts(setting: Setting, lengths: Ints, known: LengthDistributions) -> Iterator[tuple[str, float, float]]:
+    """Name, seconds of the rollout and of a mean rank of every variant."""
+    prompts = np.repeat(np.arange(setting.prompts), setting.samples)
+    sizes = np.full(setting.prompts, setting.prompt)
+    request = RolloutRequest(prompts, sizes, setting.ranks, setting.limit, setting.slots, 1 << 40)
+    rollout = Rollout(request, lengths, H100_7B)
+    samples = np.arange(len(lengths))
+    longest = longest_first(lengths.astype(np.float64), setting.ranks)
+    dealt = {
+        "groups": [samples[prompts % setting.ranks == rank] for rank in range(setting.ranks)],
+        "oracle": [samples[longest == rank] for rank in range(setting.ranks)],
+    }
+    plans = {name: RolloutPlan(tuple(ranks), name) for name, ranks in dealt.items()}
+    plans |= {"spread": spread(request), "tie": plan_rollout(request, known)}
+    for name, plan in plans.items():
+        rank_s = rollout.play(plan).rank_s
+        yield name, float(rank_s.max()), float(rank_s.mean())
+    for name, price in (("moved", 0.0), ("moved, paid", KEY_S)):
+        moved = play_moved(rollout, known, EVERY, price)
+        yield name, moved.seconds, moved.busy_s
+    yield "bound", (bound := bound_of(request, lengths, H100_7B)).bound_s, bound.shared_s
+
+
+def row_of(setting: Setting, checkpoints: Path | None, seeds: int) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {}
+    idle: dict[str, list[float]] = {}
+    totals: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        lengths, known = drawn(setting, checkpoints, seed)
+        update_s = (lengths.sum() + len(lengths) * setting.prompt) / setting.ranks * UPDATE_S
+        for name, rollout_s, busy_s in rollouts(setting, lengths, known):
+            seconds.setdefault(name, []).append(rollout_s)
+            idle.setdefault(name, []).append(1 - busy_s / rollout_s)
+            totals.setdefault(name, []).append(rollout_s + float(update_s))
+    mean_s = {name: float(np.mean(values)) for name, values in seconds.items()}
+    total_s = {name: float(np.mean(values)) for name, values in totals.items()}
+    return {
+        "setting": setting.name,
+        "earlier": setting.gains,
+        "rollout_s": mean_s,
+        "idle": {name: float(np.mean(values)) for name, values in idle.items()},
+        "gain": {name: total_s["groups"] / total for name, total in total_s.items()},
+        "over_bound": {name: value / mean_s["bound"] - 1 for name, value in mean_s.items()},
+    }
+
+
+def planning_s(slots: int) -> float:
+    """Least of five: 8,192 samples of 512 prompts on 64 ranks, CPU seconds of a plan."""
+    random = np.random.default_rng(1)
+    known = LengthDistributions(np.log(2500) + 0.8 * random.normal(size=512), np.full(512, 0.5), 32768)
+    request = RolloutRequest(np.repeat(np.arange(512), 16), np.full(512, 512), 64, 32768, slots, 1 << 40)
+    taken = []
+    for _ in range(5):
+        start = time.process_time()
+        plan_rollout(request, known)
+        taken.append(time.process_time() - start)
+    return min(taken)
+
+
+def table(result: dict[str, Any]) -> Any:
+    names = [name for name in result["rows"][0]["gain"] if name != "bound"]
+    rows = [
+        (
+            row["setting"],
+            *(f"{row['rollout_s'][n]:.0f} s {row['gain'][n]:.2f}x +{row['over_bound'][n]:.0%}" for n in names),
+            f"{row['rollout_s']['bound']:.0f} s",
+            row["earlier"],
+        )
+        for row in result["rows"]
+    ]
+    about = (
+        "cells: rollout, rollout with update over groups, rollout over the bound\n"
+        "planning 8,192 samples on 64 ranks, ms of CPU (measured): "
+        + ", ".join(f"{slots} slots {1e3 * taken:.1f}" for slots, taken in result["planning_s"].items())
+    )
+    return grid("Rollouts on many ranks (predicted)", ("setting", *names, "bound", "earlier"), rows, about)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoints", type=Path, help="reasoning_checkpoints.csv; default: log-t lengths alone.")
+    parser.add_argument("--quick", action="store_true", help="One setting, one draw.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
+    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
+    options = parser.parse_args()
+    settings = [setting for setting in SETTINGS if setting.median or options.checkpoints]
+    if options.quick:
+        settings = [settings[-1]._replace(prompts=32)]
+    rows = [row_of(setting, options.checkpoints, 1 if options.quick else 4) for setting in settings]
+    result = {"predicted": True, "rows": rows, "planning_s": {slots: planning_s(slots) for slots in (128, 64, 16)}}
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, options.json, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""TIE and SART in quick mode: orders that know more wait less, and what a rule of SART saves and bends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+def quick(script: str) -> dict[str, Any]:
+    command = [sys.executable, str(FOLDER / script), "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["predicted"] is True
+    return result
+
+
+def test_orders_that_know_lengths_wait_less_than_first_come() -> None:
+    online, offline = quick("published/tie.py")["rows"]
+    for row in (online, offline):
+        seconds = row["seconds"]
+        assert seconds["oracle"] < min(seconds["E"], seconds["TIE"]) < seconds["fcfs"]
+        assert row["gain"]["TIE"] == pytest.approx(seconds["fcfs"] / seconds["TIE"])
+    assert online["waited_s"]["E"] < online["waited_s"]["fcfs"]
+    assert 0.3 < online["share_of_longest_tenth"] < 0.45
+
+
+def test_fewer_samples_are_as_right_and_shorter() -> None:
+    result = quick("published/sart.py")
+    rows = {(row["kind"], row["by"]): row for row in result["rows"]}
+    whole, some = rows["all of N", "wait"], rows["M of N", "wait"]
+    assert whole["work_gain"] == whole["wait_gain"] == 1
+    assert some["wait_gain"] > 1
+    assert some["right"] >= whole["right"] - 0.005
+    assert some["kept_tokens"] < some["mean_tokens"]
+    assert rows["M of N, pruned", "work"]["kept_score"] > some["kept_score"]
+    honest, *bent = result["gradients"]
+    assert honest["gradient"] == pytest.approx(-0.1, abs=4 * honest["error"])
+    assert all(row["gradient"] > -0.1 + 4 * row["error"] for row in bent), "what ends first bends a gradient"
+    assert result["order_statistics"]["one_fewer"] < 0.9 <= result["order_statistics"]["chance"]
+
+
+def test_spreading_gains_over_groups_and_moving_more() -> None:
+    result = quick("planning/rollout.py")
+    (row,) = result["rows"]
+    seconds = row["rollout_s"]
+    assert seconds["bound"] < seconds["moved"] <= seconds["moved, paid"] < seconds["groups"]
+    assert seconds["spread"] < seconds["groups"]
+    assert row["gain"]["groups"] == 1
+    assert all(0 <= idle < 1 for idle in row["idle"].values())
