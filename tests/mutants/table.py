@@ -74,8 +74,10 @@ KILLERS: dict[str, Words] = {
     "quick shared": _quick("megatron, shared slices"),
     "quick deepspeed": _quick("deepspeed"),
     "quick deepspeed stages": _quick("deepspeed, stages"),
-    "weights in megatron": _verify("slices", *_SMALL, *_EXACT, *_CUT, "--weights", "--steps", "2"),
-    "weights in deepspeed": _quick("deepspeed"),
+    "weights in megatron": (
+        "pytest",
+        "tests/integrations/megatron/test_slices.py::test_random_plans_give_the_gradients_of_plain_training[one]",
+    ),
     "weights in deepspeed's stages": _quick("deepspeed, stages"),
     "weights in packs": ("pytest", "tests/runtime/attention/test_pack.py", "-k", "its_own_weight"),
     "weights of tenants": ("pytest", "tests/integrations/megatron/test_tenants.py", "-k", "gets_alone and one"),
@@ -3293,7 +3295,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime/attention/labels.py",
         "    return float(labels.weights.sums.sum())\n",
         "    return float(round(labels.weights.sums.sum()))\n",
-        "weights in deepspeed",
+        "weights in packs",
     ),
     Mutant(
         "the weighted loss is a mean of the means of packs",
@@ -3314,7 +3316,7 @@ MUTANTS: tuple[Mutant, ...] = (
         _PACK,
         "weights = weights_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
         "weights = weights_of(piece.sequence)[piece.start : piece.stop]",
-        "weights in deepspeed",
+        "weights in packs",
     ),
     Mutant(
         "a sequence has the weight of its neighbour in the pack",
