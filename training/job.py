@@ -174,11 +174,12 @@ def labels_of(draw: Draw, source_of: Callable[[int], Source]) -> Labels | None:
     sums, samples = draw.weight_sums, draw.samples.tolist()
     if draw.targets is None and sums is None:
         return None
+    labels = Labels(lambda index: source_of(index).labels(samples[index]), draw.num_targets)
+    if sums is None:
+        return labels
     factors = np.broadcast_to(draw.weight, len(samples))
     weights = TargetWeights(lambda index: factors[index] * source_of(index).weights(samples[index]), sums)
-    return Labels(
-        lambda index: source_of(index).labels(samples[index]), draw.num_targets, weights if sums is not None else None
-    )
+    return labels._replace(weights=weights)
 
 
 def open_host(recipe: Recipe, world: World) -> Host:

@@ -126,8 +126,8 @@ class PlainModel:
         """
         batch = list(enumerate(lengths.tolist()))
         weights = labels and labels.weights
-        sums = weights.sums if weights else labels.targets if labels else None
-        self.routers.begin(lengths, None if sums is None else float(sums.sum()))
+        counts = weights.sums if weights else labels.targets if labels else None
+        self.routers.begin(lengths, None if counts is None else float(counts.sum()))
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in trained.items()}
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)

@@ -107,7 +107,8 @@ class _TextbookRouter:
         self.loads_E = torch.zeros(moe.num_experts, dtype=torch.float64, device=router.weight.device)
         self.differ = torch.zeros((), dtype=torch.int64, device=router.weight.device)
         self.replayed_LK: Tensor | None = None
-        self.num_tokens = self.num_sequences = self.num_targets = 0
+        self.num_tokens = self.num_sequences = 0
+        self.num_targets: float = 0
         self.loss: Any = 0.0
         router.routing = self.routing
 

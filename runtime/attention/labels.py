@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...core.aliases import Floats
+from ...core.aliases import Floats, Ints
 from ...core.errors import EvenloadError
 from ...core.plan.step_plan import Lengths
 from .pack import IGNORE, TokensOf
@@ -87,7 +87,7 @@ def part_of(labels: Labels | None, places: Sequence[int]) -> Labels | None:
     return own._replace(weights=TargetWeights(lambda index: weights.of(places[index]), weights.sums[places]))
 
 
-def weighed(labels: Labels | None, tokens_of: TokensOf, lengths: Lengths, weights_of: WeightsOf) -> Labels:
+def weighed(labels: Labels | None, tokens_of: TokensOf, lengths: Ints, weights_of: WeightsOf) -> Labels:
     """The labels of a batch with these weights, those of weight 0 left out. Reads the labels of all sequences."""
     known = tokens_of if labels is None else labels.of
 
