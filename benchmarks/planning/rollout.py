@@ -15,6 +15,8 @@ alone, or all work over the ranks.
 reasoning   answers of a 32B model to 30 AIME problems at 11 checkpoints (NovaSky-AI/SkyThought @ 6b8f472f, Apache-2.0):
             a CSV of checkpoint_step, prompt, characters; 3.6 characters a token. A prompt's samples are drawn from its
             last six checkpoints, 10 % up or down, and what is known are its first five
+orders      largest tail first, least first, and which of them the plan takes, where ranks have more samples than slots;
+            sharp: lengths that are within 5 % of what is known
 log-t       a median of each prompt, log-normal with 0.8, samples log-t about it with 0.45; known: 5 earlier samples
 """
 
@@ -40,6 +42,7 @@ from evenload.plugins.rollout import (
     RolloutRequest,
     SampledLengths,
     bound_of,
+    expected,
     fit_lengths,
     plan_rollout,
     play_moved,
@@ -72,6 +75,15 @@ SETTINGS = (
     Setting("log-t 512 x 16", 512, 16, 32, 256, 32768, 512, 2500.0, "1.00, 1.26, 1.35"),
     Setting("log-t 512 x 16, 64 slots", 512, 16, 32, 64, 32768, 512, 2500.0, "1.00, 1.25, 1.52"),
     Setting("log-t 128 x 16", 128, 16, 8, 256, 8192, 512, 1200.0, "1.00, 1.05, 1.07"),
+)
+
+
+ORDERS = (
+    SETTINGS[2]._replace(name="log-t, 64 slots", slots=64),
+    SETTINGS[2]._replace(name="log-t, 32 slots", slots=32),
+    SETTINGS[0]._replace(name="reasoning, 32 slots", slots=32),
+    SETTINGS[1]._replace(name="reasoning 128 x 8, 16 slots", slots=16),
+    SETTINGS[2]._replace(name="sharp, 64 slots", slots=64),
 )
 
 
@@ -133,6 +145,32 @@ def rollouts(setting: Setting, lengths: Ints, known: LengthDistributions) -> Ite
     yield "bound", (bound := bound_of(request, lengths, H100_7B)).bound_s, bound.shared_s
 
 
+def orders(setting: Setting, checkpoints: Path | None, seeds: int) -> dict[str, Any]:
+    """Seconds of a rollout, mean of draws, by the order in which ranks start the same samples."""
+    prompts = np.repeat(np.arange(setting.prompts), setting.samples)
+    sizes = np.full(setting.prompts, setting.prompt)
+    request = RolloutRequest(prompts, sizes, setting.ranks, setting.limit, setting.slots, 1 << 40)
+    ends: dict[str, list[float]] = {}
+    for seed in range(10, 10 + seeds):
+        lengths, known = drawn(setting, checkpoints, seed)
+        if setting.name.startswith("sharp"):
+            lengths, known = _sharp(known, prompts, seed)
+        tail = expected(known, prompts).tail
+        plans = {"chosen": plan_rollout(request, known), "least first": plan_rollout(request, known, waits_for="each")}
+        ranks = tuple(own[np.argsort(-tail[own], kind="stable")] for own in plans["chosen"].ranks)
+        plans |= {"largest tail first": RolloutPlan(ranks, "tail"), "spread": spread(request)}
+        for name, plan in plans.items():
+            ends.setdefault(name, []).append(float(Rollout(request, lengths, H100_7B).play(plan).rank_s.max()))
+    return {"setting": setting.name, **{name: float(np.mean(values)) for name, values in ends.items()}}
+
+
+def _sharp(known: LengthDistributions, prompts: Ints, seed: int) -> Drawn:
+    sigma = np.full(len(known.mu), 0.05)
+    noise = np.random.default_rng(seed).standard_t(3.5, size=len(prompts))
+    lengths = np.clip(np.exp(known.mu[prompts] + 0.05 * noise), 1, known.limit).astype(np.int64)
+    return Drawn(lengths, LengthDistributions(known.mu, sigma, known.limit))
+
+
 def row_of(setting: Setting, checkpoints: Path | None, seeds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {}
     idle: dict[str, list[float]] = {}
@@ -180,10 +218,15 @@ def table(result: dict[str, Any]) -> Any:
         )
         for row in result["rows"]
     ]
+    by_order = "; ".join(
+        f"{row['setting']}: " + ", ".join(f"{name} {value:.0f} s" for name, value in row.items() if name != "setting")
+        for row in result["orders"]
+    )
     about = (
         "cells: rollout, rollout with update over groups, rollout over the bound\n"
         "planning 8,192 samples on 64 ranks, ms of CPU (measured): "
         + ", ".join(f"{slots} slots {1e3 * taken:.1f}" for slots, taken in result["planning_s"].items())
+        + f"\norders: {by_order}"
     )
     return grid("Rollouts on many ranks (predicted)", ("setting", *names, "bound", "earlier"), rows, about)
 
@@ -199,7 +242,15 @@ def main() -> None:
     if options.quick:
         settings = [settings[-1]._replace(prompts=32)]
     rows = [row_of(setting, options.checkpoints, 1 if options.quick else 4) for setting in settings]
-    result = {"predicted": True, "rows": rows, "planning_s": {slots: planning_s(slots) for slots in (128, 64, 16)}}
+    by_order = (
+        [] if options.quick else [orders(s, options.checkpoints, 8) for s in ORDERS if s.median or options.checkpoints]
+    )
+    result = {
+        "predicted": True,
+        "rows": rows,
+        "orders": by_order,
+        "planning_s": {slots: planning_s(slots) for slots in (128, 64, 16)},
+    }
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     emit(result, options.json, table)

@@ -69,7 +69,7 @@ def play_moved(rollout: Rollout, distributions: LengthDistributions, every: int,
         keys = part.done[moved] + request.prompt_tokens[part.prompts[moved]]
         sent, received = (np.bincount(of[moved], keys, request.num_ranks) for of in (ranks[left], now))
         ranks[left] = now
-        order = np.lexsort([-lengths.tail, (part.done == 0).astype(np.float64)])
+        order = np.lexsort([lengths.mean, (part.done == 0).astype(np.float64)])
         plan = RolloutPlan(tuple(order[now[order] == rank] for rank in range(request.num_ranks)), "moved")
         played = Rollout(part, rollout.lengths[left], rollout.costs, rollout.reserve).play(plan, every)
         seconds += float(played.rank_s.max()) + move_s * float(np.maximum(sent, received).max())
