@@ -130,7 +130,7 @@ class Drawing:
         return {**state, "waiting": queue}
 
 
-def with_layers(recipe: Recipe, num_ranks: int, lengths: Ints, **of_source: Any) -> Recipe:
+def with_layers(recipe: Recipe, num_ranks: int, lengths: NDArray[np.int64], **of_source: Any) -> Recipe:
     """The recipe with numbers in place of ``parallel.layers: auto``, those for its first batch of these samples.
 
     ``of_source``: their targets and groups, if any (`Drawing.resume`). Raises EvenloadError.
