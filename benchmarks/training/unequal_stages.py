@@ -1,116 +1,134 @@
-"""Numbers of layers by stage, beside each other: `evenload bench` of each in turn, on the machine's own CPU ranks.
+"""Numbers of layers by stage, beside each other: CPU seconds of every stage in training steps, the numbers in turn.
 
-    python benchmarks/training/unequal_stages.py [--layers 6] [--hidden 128] [--vocabulary 4096] [--rounds 3]
-                                                 [--costs FILE] [--json] [--out FILE]
+    python benchmarks/training/unequal_stages.py [--layers 6] [--hidden 128] [--vocabulary 4096] [--samples 8]
+                                                 [--rounds 2] [--steps 2] [--costs FILE] [--json] [--out FILE]
 
-A Llama of these sizes on two stages (Megatron-Core, float32), whose output layer is the work of one or two layers, on
-files of up to 512 bytes, `plugins.pipeline` on. Every division of the layers runs once in each round, by itself:
+A Llama of these sizes in two stages (Megatron-Core, float32, a CPU core each), whose output layer is the work of one or
+two layers; samples of 64 to 512 tokens, `plugins.pipeline` on. Equal numbers and those of ``auto`` run in turn in each
+round, the same batches.
 
-    layers          of the first and of the second stage; (auto): what parallel.layers=auto gives
-    tokens/s        the best of the rounds, and of the stock schedule (1F1B, a sequence a micro-batch) beside it
-    over equal      of evenload's, over that of equally many layers
-    bubble          of the timed steps: the least measured, and predicted
-    spread          of evenload's tokens/s over the rounds, highest over lowest
+    stages          the least CPU seconds of each stage in the passes of a step, over all rounds (mean of the steps)
+    step            no shorter than its busiest stage: that, over equal numbers'
+    idle            of both stages, while the busier one works: 1 - mean / most; a bubble is that at the least
+    step, bubble    of the simulator, by the costs that are given
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid
+import numpy as np
+from evenload.commands.tables.show import grid
+
+sys.path.append(str(Path(__file__).parents[1]))
+import on_ranks
 
 STAGES = 2
 Row = dict[str, Any]
 
 
-def bench(asked: argparse.Namespace, layers: str) -> Row:
-    """One run of `evenload bench`."""
+def recipe_of(asked: argparse.Namespace, layers: Any) -> Any:
+    from evenload.api import load_plugins
+    from evenload.core.recipe.recipe import parse
+
+    load_plugins()
     model = {"num_layers": asked.layers, "hidden_size": asked.hidden, "vocab_size": asked.vocabulary}
-    recipe = {
-        "model": {**model, "num_attention_heads": 4, "num_query_groups": 4},
-        "data": {"source": "python-stdlib", "max_length": 512, "long_samples": "split"},
-        "parallel": {"pp": STAGES},
-        "train": {"steps": asked.steps, "global_batch_size": 32, "seed": 1234},
-        "costs": asked.costs,
-        "plugins": {"pipeline": {"enabled": True, "max_tokens": 1024}},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "recipe.yaml"
-        path.write_text(json.dumps(recipe))
-        words = [str(path), f"parallel.layers={layers}", "--against", "stock", "--json"]
-        done = subprocess.run([sys.executable, "-m", "evenload", "bench", *words], stdout=subprocess.PIPE, check=True)
-    result: Row = json.loads(done.stdout)
-    return result
+    return parse(
+        {
+            "model": {**model, "num_attention_heads": 4, "num_query_groups": 4},
+            "data": {"max_length": 512},
+            "parallel": {"pp": STAGES, "layers": layers},
+            "train": {"global_batch_size": asked.samples, "seed": 1234},
+            "costs": asked.costs,
+            "plugins": {"pipeline": {"enabled": True, "max_tokens": 512}},
+        }
+    )
 
 
-def measured(asked: argparse.Namespace) -> Row:
-    """Every division in every round."""
-    auto = bench(argparse.Namespace(**{**vars(asked), "steps": 1}), "auto")["recipe"]["parallel"]["layers"]
-    divisions = [[first, asked.layers - first] for first in range(1, asked.layers)]
-    near = [one for one in divisions if abs(one[0] - auto[0]) <= 1 or one[0] == one[1]]
-    runs: dict[str, list[Row]] = {str(division): [] for division in near}
-    for _ in range(asked.rounds):
-        for division, rows in runs.items():
-            rows.append(bench(asked, division))
+def on_rank(asked: argparse.Namespace) -> None:
+    """Both numbers in every round; rank 0 prints what came of it."""
+    from evenload.core.search.stage_layers import settled
+    from evenload.patches import bridge_cpu
+    from evenload.runtime.world.world import close_world, init_world
+
+    bridge_cpu()
+    world = init_world()
+    lengths = np.random.default_rng(1).integers(64, 513, (asked.steps, asked.samples))
+    auto = list(settled(recipe_of(asked, "auto"), STAGES, lengths[0]).parallel.layers)
+    rows: dict[str, Row] = {}
+    for layers in [[asked.layers // STAGES] * STAGES, auto] * asked.rounds:
+        row = _steps(recipe_of(asked, layers), world, lengths, asked.vocabulary)
+        known = rows.setdefault(str(layers), {**row, "layers": layers, "auto": layers == auto})
+        known["stages_s"] = np.minimum(known["stages_s"], row["stages_s"]).tolist()
+    close_world(world)
+    if world.rank == 0:
+        print(json.dumps({"rows": list(rows.values()), "settings": {**vars(asked), "out": None}}))
+
+
+def _steps(recipe: Any, world: Any, lengths: Any, vocabulary: int) -> Row:
+    """Mean CPU seconds of each stage in the passes of a step, and what the simulator says of the steps."""
+    import torch
+    import torch.distributed as dist
+    from evenload.core.planning.chain import PlanChain
+    from evenload.core.planning.judge import outcome_of
+    from evenload.integrations.megatron import open_host
+
+    host = open_host(recipe, world)
+    chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
+    busy, outcomes = torch.zeros(world.size, dtype=torch.float64), []
+    for batch in lengths:
+        plan = chain.plan(batch)
+        outcomes.append(outcome_of(plan, chain.context))
+        generator = np.random.default_rng(len(outcomes))
+        samples = [generator.integers(0, vocabulary, n) for n in batch]
+        busy[host.pipeline_stage] += host.train_step(plan, samples.__getitem__, lr=1e-3).busy_s / len(lengths)
+    dist.all_reduce(busy)
+    host.close()
     return {
-        "auto": auto,
-        "settings": {**vars(asked), "out": None},
-        "rows": [_row(division, rows) for division, rows in runs.items()],
+        "stages_s": busy.tolist(),
+        "predicted_s": float(np.mean([one.step_s for one in outcomes])),
+        "predicted_bubble_frac": float(np.mean([one.bubble_frac for one in outcomes])),
     }
 
 
-def _row(division: str, rows: list[Row]) -> Row:
-    ours = [row["tokens_per_s"]["evenload"] for row in rows]
-    return {
-        "layers": json.loads(division),
-        "tokens_per_s": max(ours),
-        "stock_tokens_per_s": max(row["tokens_per_s"]["stock"] for row in rows),
-        "bubble_frac": min(row["bubble_frac"]["evenload"] for row in rows),
-        "predicted_bubble_frac": rows[0]["predicted_bubble_frac"]["evenload"],
-        "predicted_s": sum(rows[0]["predicted_s"]["evenload"]),
-        "spread": max(ours) / min(ours),
-        "peak_activation_bytes_of_stages": rows[0]["peak_activation_bytes_of_stages"]["evenload"],
-    }
+def benchmark(asked: argparse.Namespace) -> Row:
+    return on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], STAGES))
 
 
 def table(result: Row) -> Any:
-    rows, auto = result["rows"], result["auto"]
-    equal = next((row["tokens_per_s"] for row in rows if len(set(row["layers"])) == 1), None)
+    """A row for each division."""
+    rows = result["rows"]
+    equal = max(rows[0]["stages_s"])
     cells = [
         [
-            " | ".join(map(str, row["layers"])) + " (auto)" * (row["layers"] == auto),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['stock_tokens_per_s']:,.0f}",
-            f"{row['tokens_per_s'] / equal:.3f}x" if equal else "-",
-            f"{row['bubble_frac']:.1%}",
+            " | ".join(map(str, row["layers"])) + " (auto)" * row["auto"],
+            " | ".join(f"{seconds:.2f}" for seconds in row["stages_s"]),
+            f"{max(row['stages_s']) / equal:.3f}",
+            f"{1 - np.mean(row['stages_s']) / max(row['stages_s']):.1%}",
+            f"{row['predicted_s'] / rows[0]['predicted_s']:.3f}",
             f"{row['predicted_bubble_frac']:.1%}",
-            f"{row['spread']:.3f}",
         ]
         for row in rows
     ]
-    head = ["layers", "tokens/s", "stock", "over equal", "bubble", "predicted", "spread"]
+    head = [
+        "layers",
+        "CPU s of stages",
+        "busiest over equal",
+        "idle",
+        "step over equal, predicted",
+        "bubble, predicted",
+    ]
     return grid("numbers of layers by stage", head, cells)
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("layers", 6), ("hidden", 128), ("vocabulary", 4096), ("rounds", 3), ("steps", 4)):
+if __name__ == "__main__":
+    arguments = on_ranks.parser(__doc__)
+    sizes = {"layers": 6, "hidden": 128, "vocabulary": 4096, "samples": 8, "rounds": 2, "steps": 2}
+    for name, value in sizes.items():
         arguments.add_argument(f"--{name}", type=int, default=value)
     arguments.add_argument("--costs", default="auto")
-    arguments.add_argument("--json", action="store_true")
-    arguments.add_argument("--out", type=Path)
-    asked = arguments.parse_args()
-    result = measured(asked)
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
-
-
-if __name__ == "__main__":
-    main()
+    on_ranks.main(arguments, on_rank, benchmark, table)

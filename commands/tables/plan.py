@@ -68,7 +68,7 @@ def table(result: Result) -> Group:
     ]
     if result["costs_differ"]:
         about.insert(1, result["costs_differ"])
-    if layers := result["layout"]["layers"]:
+    if layers := result["layout"].get("layers"):
         about.append(f"layers of the pipeline's stages: {', '.join(map(str, layers))}")
     if (ep := result["layout"]["ep"]) > 1:
         about.append(f"experts: groups of {ep} ranks run every pass together; routing is taken to be even")

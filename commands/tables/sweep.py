@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -12,9 +15,17 @@ from ...training.forecast.sweep import said as said_of
 from ...training.forecast.sweep import written
 from .show import Columns, Result, column, grid
 
+
+def _words(sizes: Mapping[str, Any]) -> str:
+    """Degrees of parallelism above 1, and layers by stage where they are unequal."""
+    layers = sizes.get("layers", ())
+    words = [f"{name}{size}" for name, size in sizes.items() if name != "layers" and size > 1]
+    return " ".join(words + ["|".join(map(str, layers))] * bool(layers))
+
+
 _COMBINATION: Columns = {
     "ranks": column("world_size", str),
-    "layout": column("layout", lambda sizes: " ".join(f"{k}{size}" for k, size in sizes.items() if size > 1) or "dp1"),
+    "layout": column("layout", lambda sizes: _words(sizes) or "dp1"),
     "step time": column("step_s", seconds),
     "tokens/s": column("tokens_per_s", "{:,.0f}".format),
     "a rank": column("tokens_per_s_per_rank"),
@@ -100,9 +111,7 @@ def table_of_search(result: Result) -> Group:
 
 def _degrees(row: Result) -> str:
     degrees = {key.removeprefix("parallel."): value for key, value in row["settings"].items() if "parallel." in key}
-    layers = degrees.pop("layers", ())
-    words = [f"{name}{size}" for name, size in degrees.items() if size > 1]
-    return " ".join(words + ["|".join(map(str, layers))] * bool(layers)) or "dp alone"
+    return _words(degrees) or "dp alone"
 
 
 def _beside_best(line: Result) -> tuple[str, str]:

@@ -35,18 +35,18 @@ class Link(Frozen):
     latency_s: NonNegativeFloat
     bytes_per_s: PositiveFloat
 
-    def send_s(self, num_bytes: Bytes, calls: int = 1) -> Bytes:
+    def send_s(self, num_bytes: Bytes, calls: float = 1) -> Bytes:
         """``num_bytes``, a number or an array, are those of all ``calls`` together; so in all that follow."""
         return calls * self.latency_s + num_bytes / self.bytes_per_s
 
-    def all_gather_s(self, num_bytes: Bytes, num_ranks: int, calls: int = 1) -> Bytes:
+    def all_gather_s(self, num_bytes: Bytes, num_ranks: int, calls: float = 1) -> Bytes:
         """Also a reduce-scatter. ``num_bytes``: what each rank contributes (receives, in a reduce-scatter)."""
         return (num_ranks - 1) * self.send_s(num_bytes, calls)
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
         return 2 * (num_ranks - 1) * self.send_s(num_bytes / num_ranks)
 
-    def all_to_all_s(self, num_bytes: Bytes, num_ranks: int, calls: int = 1) -> Bytes:
+    def all_to_all_s(self, num_bytes: Bytes, num_ranks: int, calls: float = 1) -> Bytes:
         return (num_ranks - 1) * self.send_s(num_bytes / num_ranks, calls)
 
 
@@ -73,7 +73,7 @@ class Cluster(Frozen):
         nodes = {rank // self.ranks_per_node for rank in ranks}
         return self.intra if len(nodes) <= 1 else self.inter
 
-    def all_to_all_s(self, num_bytes: Bytes, ranks: Collection[int], calls: int = 1) -> Bytes:
+    def all_to_all_s(self, num_bytes: Bytes, ranks: Collection[int], calls: float = 1) -> Bytes:
         """``num_bytes``: what each rank sends in total, in ``calls`` all-to-alls together."""
         rate = self.all_to_all_bytes_per_s.get(len(ranks))
         return num_bytes / rate if rate else self.link_among(ranks).all_to_all_s(num_bytes, len(ranks), calls)

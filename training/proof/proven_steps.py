@@ -100,13 +100,11 @@ def other_layout(recipe: Recipe, world_size: int) -> Recipe | None:
     regroups = recipe.model.moe and not any(plugin.place == "layers" for plugin in recipe.enabled())
     tries = [(stages, experts), (p.pp, experts)] if regroups else []
     without_v = {"plugins.pipeline.v_shape": False} if recipe.v_shape else {}
-    layers = p.model_dump(mode="json")["layers"]
     for pp, ep in (*tries, (stages, p.ep)):
         with suppress(EvenloadError):
             dp = world_size // (p.tp * p.cp * pp)
-            degrees = {"parallel.pp": pp, "parallel.ep": ep, "parallel.dp": dp}
-            degrees["parallel.layers"] = layers if pp == p.pp else None
-            other = recipe.changed({**degrees, **without_v})
+            layers = {"parallel.layers": p.layers if pp == p.pp else None}
+            other = recipe.changed({"parallel.pp": pp, "parallel.ep": ep, "parallel.dp": dp, **layers, **without_v})
             (runnable if recipe.adapts else preflight)(other, world_size)
             return other
     return None

@@ -107,7 +107,7 @@ def test_the_drawn_schedules_hold_what_they_are_to_prove():
         assert any(holds(plan) for plan in plans), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "tied" not in name])
 def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout):
     assert_exact(run(on_ranks, layout, grid(layout)), layout)
 

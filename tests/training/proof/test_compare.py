@@ -162,7 +162,8 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"several sequences in a micro-batch"},
     ),
     "megatron, stages, recompute": (
-        ("parallel.pp=2", "train.recompute=true", "train.dtype=fp64", PACKED, "plugins.packing.max_tokens=64"),
+        ("parallel.pp=2", "train.recompute=true", "train.dtype=fp64", PACKED, "plugins.packing.max_tokens=64")
+        + ("model.num_layers=3", "parallel.layers=[2, 1]"),
         {"cut sequences", "replayed forwards", "regrouped backward"},
     ),
     "megatron, shared slices": (
@@ -173,11 +174,6 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "megatron, a V of stages": (
         ("parallel.pp=2", "parallel.dp=2", "model.num_layers=4", "megatron.overlap_grad_reduce=true")
         + ("plugins.pipeline.enabled=true", "plugins.pipeline.v_shape=true", "plugins.pipeline.max_tokens=64"),
-        {"cut sequences", "an order of the plan's own"},
-    ),
-    "megatron, unequal stages": (
-        ("parallel.pp=2", "parallel.dp=2", "model.num_layers=3", "parallel.layers=auto", "train.dtype=fp64")
-        + ("plugins.pipeline.enabled=true", "plugins.pipeline.max_tokens=64", "train.recompute=true"),
         {"cut sequences", "an order of the plan's own"},
     ),
     "megatron, halves in turn": (
