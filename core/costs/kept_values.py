@@ -1,6 +1,6 @@
 """What the layers of a model keep of a token from forward to backward, counted from its sizes.
 
-Of Megatron-Core's local layers [values], each tensor once however many products and norms keep it:
+Values of layers that run operator by operator, each tensor once however many products and norms keep it:
 
     norms       input and output, which is the input of projections; of an RMSNorm one more      2 or 3 H, each of two
     rotary      cosine and sine, for queries and for keys                                        4 D

@@ -335,6 +335,33 @@ def test_profile_measures_a_real_trainer(
     assert costs.memory.activation_bytes_per_token > 2 * 4 * 4 * 64
 
 
+@pytest.mark.slow
+def test_degrees_of_tensor_parallelism_are_measured_into_one_file(
+    tmp_path: Path, forged: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 256}\n"
+        "data: {max_length: 128}\ntrain: {global_batch_size: 4}\n"
+        "plugins: {packing: {enabled: true, max_tokens: 256}}\n"
+    )
+    done = forged(tmp_path, "profile", "recipe.yaml", "--tp", "1,2", "--out", "costs.yaml", "--json", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["by_tp"]) == {"1", "2"}
+    costs = cost_models.load(str(tmp_path / "costs.yaml"), tmp_path)
+    assert (costs.tp, set(costs.by_tp)) == (1, {2})
+    # Bytes of both degrees are those of one model: what a rank holds follows from its layers.
+    one, two = costs.memory, costs.by_tp[2].memory
+    assert two.fixed_bytes == pytest.approx(one.fixed_bytes, rel=0.04)
+    assert two.activation_bytes_per_token == pytest.approx(one.activation_bytes_per_token, rel=0.05)
+    monkeypatch.chdir(tmp_path)
+    recipe = load("recipe.yaml", ["costs=costs.yaml", "parallel.tp=2"])
+    of_rank = PlanChain.of_recipe(recipe, recipe.layout(2)).context.costs.forward
+    assert of_rank.token_s == pytest.approx(costs.by_tp[2].forward.token_s / 2)
+    wrong = forged(tmp_path, "profile", "recipe.yaml", "--tp", "3", "--nproc", "2", "--out", "costs.yaml", ranks=2)
+    assert wrong.returncode == 2
+    assert "does not divide the ranks" in wrong.stderr
+
+
 def test_what_the_tenant_of_a_profile_takes_is_what_plans_add_for_such_a_tenant() -> None:
     recipe = parse({"plugins": {"lora": {"enabled": True}}, "model": {"vocab_size": 256}, "parallel": {"dp": 2}})
     chain, shape = PlanChain.of_recipe(recipe, recipe.layout()), shape_of(recipe.model)
