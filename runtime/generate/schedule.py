@@ -91,9 +91,10 @@ class Schedule:
     def next(self) -> tuple[list[Slice], list[Running], dict[int, list[int]]]:
         """What the next forward computes: slices, by what the cache calls their sequences; the samples that get a token
         from it, each for the last token of its slice; and the tokens of each slice."""
-        for sample in list(self.live):
-            if sample in self.live:
-                self._make_grow(sample)
+        place = 0
+        while place < len(self.live):  # who is given up is the last
+            self._make_grow(self.live[place])
+            place += 1
         self._start()
         slices: list[Slice] = []
         samples: list[Running] = []

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 ALL = {"slots": 64}
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "data parallel": ({}, [{"slots": 1}, {"slots": 3, "backwards": True}, ALL]),
+    "data parallel": ({}, [{"slots": 1}, {"slots": 64, "backwards": True}]),
     "tensor parallel": ({"parallel__tp": 2}, [ALL, {"slots": 4, "cache_tokens": 80, "step_tokens": 9}]),
     "a pipeline": ({"parallel__pp": 2}, [ALL, {"slots": 4, "cache_tokens": 80, "step_tokens": 9}]),
     "stages of tensor-parallel ranks": ({"parallel__pp": 2, "parallel__tp": 2}, [{"slots": 5}]),
