@@ -28,7 +28,7 @@ from ...core.recipe.recipe import RECIPES, Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.recipe.traits import trainer_called
 from ...core.search.answer import Result, answer, by_hand, distinct, ranked, said
-from ...core.search.best_first import SearchState, best_first
+from ...core.search.best_first import SearchState, beside, best_first
 from ...core.search.space import Choice, Known, SearchBatch, Space, space_of
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
@@ -181,7 +181,7 @@ class _Asked(NamedTuple):
         begin, first_s = time.perf_counter(), None
         space, weights = space_of(self.recipe, ranks, self.pins, known), self.weights
         batches = self.drawn.batches(space.choices[0], self.steps)
-        states = best_first(space.choices, batches, lambda layout: by_hand(layout, weights))
+        states = best_first(space.choices, batches)
         state = next(states)
         with suppress(KeyboardInterrupt):
             for planned, state in enumerate(states, 1):
@@ -191,6 +191,9 @@ class _Asked(NamedTuple):
                 self.progress("search", planned, None, words)
                 if best and (state.gap <= self.enough.gap or passed_s > self.enough.seconds):
                     break
+            others = beside(state, batches, lambda layout: by_hand(layout, weights))
+            while time.perf_counter() - begin < self.enough.seconds and next(others, None):
+                self.progress("search", len(state.played), None, "layouts of the table of rules")
         return space, state, first_s
 
 
