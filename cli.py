@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -214,7 +215,10 @@ def search(
     from .commands.tables.sweep import table_of_search
     from .training.forecast.search import Enough
     from .training.forecast.search import search as work
+    from .training.launching.few_steps import trained
+    from .training.pictures import draw, refuse
 
+    refuse(report=report)
     chosen = load_recipe(recipe, overrides or ())
     files = _lengths(chosen, lengths or (), tokenizer)
     ranks = [number_of_word(word, "--nproc", RANKS) for word in _names(nproc)]
@@ -224,7 +228,8 @@ def search(
     with progress_shown() as progress:
         result = work(
             chosen, files, ranks, pin or (), steps=num_steps, memory_gib=memory_gib, loads=loads, enough=enough,
-            measure=count, out=out, report=report, progress=progress,
+            measure=count, train=trained, out=out, draw=partial(draw, report=report) if report else None,
+            progress=progress,
         )  # fmt: skip
     emit(result, as_json, table_of_search)
 

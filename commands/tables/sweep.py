@@ -136,6 +136,4 @@ def _certificate(result: Result) -> str:
         )
     if result["out"]:
         lines.append(f"the best one as a recipe: {result['out']}")
-    if result["report"]:
-        lines.append(f"a page of its steps: {result['report']}")
     return "\n".join(lines)

@@ -78,13 +78,8 @@ class SearchState:
         return max(0.0, self.best.mean_s / least_s - 1.0)
 
 
-def best_first(
-    choices: Sequence[Choice], batches: Sequence[SearchBatch], beside: Callable[[Layout], bool] = lambda _: False
-) -> Iterator[SearchState]:
-    """The search by bounds alone and after each plan, until the best is proven; who has seen enough stops asking.
-
-    ``beside``: layouts of which one setting is planned, whatever its floor.
-    """
+def best_first(choices: Sequence[Choice], batches: Sequence[SearchBatch]) -> Iterator[SearchState]:
+    """The search by bounds alone and after each plan, until the best is proven; who has seen enough stops asking."""
     search = SearchState([_bounded(choice, batches) for choice in choices])
     alike: dict[str, list[Played]] = {}
     for one in search.played:
@@ -93,8 +88,7 @@ def best_first(
     search.fill()
     yield search
     for one in _one_of_each_layout(search.played, batches):
-        asked = beside(one.choice.chain.context.layout)
-        while not (one.out or one.whole) and (asked or search.best is None or one.mean_s < search.best.mean_s):
+        while not (one.out or one.whole) and (search.best is None or one.mean_s < search.best.mean_s):
             if _know_more(one, batches):
                 search.fill()
                 yield search
@@ -110,6 +104,20 @@ def best_first(
             heapq.heappush(search.left, (one.mean_s, order, place))
         if planned:
             yield search
+
+
+def beside(
+    search: SearchState, batches: Sequence[SearchBatch], asked: Callable[[Layout], bool]
+) -> Iterator[SearchState]:
+    """The search after each further plan, until a setting of each layout that is asked for was planned whole or cannot
+    run."""
+    known = {one.choice.chain.context.layout for one in search.played if one.whole}
+    for one in _one_of_each_layout(search.played, batches):
+        layout = one.choice.chain.context.layout
+        while asked(layout) and layout not in known and not (one.out or one.whole):
+            if _know_more(one, batches):
+                search.fill()
+                yield search
 
 
 def _order(one: Played) -> int:

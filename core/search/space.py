@@ -117,8 +117,8 @@ def space_of(recipe: Recipe, num_ranks: int, pins: Values, known: Known = as_it_
     on_axes = {key: tuple(dict.fromkeys(tried)) for key, tried in axes.items()}
     for key, value in pins.items():
         if value not in on_axes.get(key, ()):
-            lawful = shown(list(on_axes[key])) if key in on_axes else nearest(key, on_axes)
-            raise EvenloadError("a pin is outside of its axis", f"--pin {key}={shown(value)}", f"on the axis: {lawful}")
+            there = shown(list(on_axes[key])) if key in on_axes else nearest(key, on_axes)
+            raise EvenloadError("a pin is outside of its axis", f"--pin {key}={shown(value)}", f"on the axis: {there}")
     if not choices:
         what, detail = f"no setting of {num_ranks} ranks is lawful", f"{refused[0][1].what} ({refused[0][1].found})"
         raise EvenloadError(what, detail, "pin less, or choose another --nproc")

@@ -9,14 +9,11 @@ fitted, all coefficients have the ratio of the steps.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
 from ...core.aliases import Floats
 from ...core.costs.costs import Costs
@@ -35,8 +32,8 @@ STEPS = 2 + FEWEST_STEPS
 """Of a run: the first warms up, and plans are made one ahead."""
 ROUNDS = 2
 """Runs of every setting."""
-Train = Callable[[Recipe, int], dict[str, Any]]
-"""What ``train --json`` says of a recipe on so many ranks."""
+Train = Callable[[Recipe, int, int], dict[str, Any]]
+"""What ``train --json`` says of a recipe on so many ranks after so many steps."""
 
 
 class Correction(NamedTuple):
@@ -98,7 +95,7 @@ def measured(
         for number in sorted(runs, reverse=turn % 2 > 0):
             progress("measure", sum(map(len, runs.values())), ROUNDS * len(runs), "")
             layout = settings[number].choice.chain.context.layout
-            result = train(settings[number].choice.recipe, layout.world_size)
+            result = train(settings[number].choice.recipe, layout.world_size, STEPS)
             # These were predicted by the costs before: until there are so many steps, nothing is fitted.
             timed = result["steps"][1 : 1 + FEWEST_STEPS]
             predicted_s, step_s = (sum(each) / len(timed) for each in zip(*map(_seconds, timed), strict=True))
@@ -128,19 +125,3 @@ def rows_of(taken: Sequence[TrainedSetting], correction: Correction) -> list[dic
 def _seconds(row: dict[str, Any]) -> tuple[float, float]:
     """What a step was predicted to take, and what it took without waiting for its plan."""
     return row["predicted_s"], row["step_s"] - row["plan_wait_s"]
-
-
-def trained(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
-    """Train a few steps of a recipe on local ranks; nothing is kept. Raises EvenloadError, and SystemExit where ranks
-    have said what is wrong."""
-    from ..launching.launch import on_ranks  # and what ranks need
-
-    ends = {"train.steps": STEPS, "train.epochs": None, "train.max_tokens": None, "train.export": None}
-    apart = {"checkpoint": {}, "log": {}, "data.validation": None}
-    few = recipe.changed({**ends, **apart, "planner.refit": True})
-    with tempfile.TemporaryDirectory(prefix="evenload-") as folder:
-        path = Path(folder) / "recipe.yaml"
-        path.write_text(yaml.safe_dump(few.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
-        result = on_ranks("train", few, ["train", str(path)], num_ranks, silent)
-    assert result is not None
-    return result

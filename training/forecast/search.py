@@ -8,7 +8,7 @@ Told to stop, or interrupted, it answers with what it knows, and by how much any
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,16 +28,15 @@ from ...core.recipe.recipe import RECIPES, Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.recipe.traits import trainer_called
 from ...core.search.answer import Result, answer, by_hand, distinct, ranked, said
-from ...core.search.best_first import SearchState, best_first
+from ...core.search.best_first import SearchState, beside, best_first
 from ...core.search.space import Choice, Known, SearchBatch, Space, space_of
 from ..drawing import refuse_short_data
 from ..experts.replay import loads_of_model, mean_imbalance
-from ..pictures import draw, refuse
 from ..progress import Progress, silent
 from ..shared_plan.reading import Member, members_of
 from ..shared_plan.saving import SharedPlan
-from .forecast import look_ahead
-from .measured import Correction, Train, measured, refuse_unmeasurable, rows_of, trained
+from .forecast import Forecast, look_ahead
+from .measured import Correction, Train, measured, refuse_unmeasurable, rows_of
 from .samples import ForecastSamples, GivenLengths, samples_of
 
 
@@ -59,10 +58,10 @@ def search(
     memory_gib: float | None = None,
     loads: Path | None = None,
     measure: int = 0,
-    train: Train = trained,
+    train: Train | None = None,
     enough: Enough = Enough(),  # noqa: B008
     out: Path | None = None,
-    report: Path | None = None,
+    draw: Callable[[Forecast], None] | None = None,
     progress: Progress = silent,
 ) -> Result:
     """The documented result of ``search --json``. Raises EvenloadError.
@@ -77,13 +76,13 @@ def search(
         loads: a file that ``log.loads`` named: how unevenly tokens go to experts.
         measure: so many of the best settings are trained a few steps here, by ``train``, and all are ranked again with
             the costs that their steps bear out.
+        train: trains a recipe, where settings are to be measured (`training.launching.few_steps`).
         out: gets a recipe of the best setting of the last of ``ranks``.
-        report: gets a page to read of its steps.
+        draw: gets the forecast of its steps.
     """
     for path in (out, _costs_beside(out)) if out and measure else (out,):
         there = "--out is there already", shorten(str(path)), "choose another name"
         refuse_first((path is not None and path.exists(), *there))
-    refuse(report=report)
     if measure:
         refuse_unmeasurable(recipe, ranks)
     recipe = recipe if memory_gib is None else recipe.changed({"memory_gib": memory_gib})
@@ -93,7 +92,7 @@ def search(
     for count in ranks:
         begin, measures = time.perf_counter(), list[Result]()
         space, state, first_s = asked.searched(count, asked.known)
-        if measure and state.best:
+        if measure and train and state.best:
             taken, correction = measured(distinct(ranked(state))[:measure], train, progress)
             space, state, _ = asked.searched(count, partial(_corrected, asked.known, correction))
             measures = rows_of(taken, correction)
@@ -102,12 +101,11 @@ def search(
         best = state.best.choice.recipe if state.best else best
     if out is not None:
         _write(best, out, correction)
-    if report is not None and rows[-1]["rows"]:
+    if draw is not None and rows[-1]["rows"]:
         shared = loads if best.parallel.ep > 1 else None
-        draw(look_ahead(best, lengths, steps, ranks[-1], loads=shared, record=True), report=report)
+        draw(look_ahead(best, lengths, steps, ranks[-1], loads=shared, record=True))
     front = [{"ranks": row["ranks"], **row["rows"][0]} for row in rows if row["rows"]]
-    written = {"out": None if out is None else str(out), "report": None if report is None else str(report)}
-    return {**rows[-1], **written, "front": front if len(rows) > 1 else []}
+    return {**rows[-1], "out": None if out is None else str(out), "front": front if len(rows) > 1 else []}
 
 
 class _Drawn(NamedTuple):
@@ -180,7 +178,7 @@ class _Asked(NamedTuple):
         space, weights = space_of(self.recipe, ranks, self.pins, known), self.weights
         batches = self.drawn.batches(space.choices[0], self.steps)
         space = space.settled(batches[0], known)
-        states = best_first(space.choices, batches, lambda layout: by_hand(layout, weights))
+        states = best_first(space.choices, batches)
         state = next(states)
         with suppress(KeyboardInterrupt):
             for planned, state in enumerate(states, 1):
@@ -190,6 +188,9 @@ class _Asked(NamedTuple):
                 self.progress("search", planned, None, words)
                 if best and (state.gap <= self.enough.gap or passed_s > self.enough.seconds):
                     break
+            others = beside(state, batches, lambda layout: by_hand(layout, weights))
+            while time.perf_counter() - begin < self.enough.seconds and next(others, None):
+                self.progress("search", len(state.played), None, "layouts of the table of rules")
         return space, state, first_s
 
 

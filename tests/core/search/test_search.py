@@ -16,7 +16,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import judge
 from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.search.answer import answer, by_hand, distinct, ranked
-from evenload.core.search.best_first import LACKS, best_first
+from evenload.core.search.best_first import LACKS, beside, best_first
 from evenload.core.search.floors import in_schedule_s, step_floor_s
 from evenload.core.search.space import SearchBatch, space_of
 from evenload.training.drawing import Drawing, batch_size
@@ -130,11 +130,24 @@ def test_the_gradient_sum_overlaps_only_where_the_trainers_own_schedule_can_run_
     assert step_floor_s(overlapping.chain, shorter) < step_floor_s(other.chain, shorter)
 
 
+def test_a_layout_that_is_asked_for_is_planned_beside_the_best_and_changes_no_certificate() -> None:
+    space, batches = space_of(recipe_of(CASES["dense"]), 4, CASES["dense"].pins), [SearchBatch(drawn(1)[0])]
+    *_, state = best_first(space.choices, batches)
+    best, layouts = state.best, {one.choice.chain.context.layout for one in state.played}
+    planned = {one.choice.chain.context.layout for one in state.played if one.steps}
+    assert planned < layouts
+    *_, state = beside(state, batches, lambda _: True)
+    done = {one.choice.chain.context.layout for one in state.played if one.whole or one.out}
+    assert done == layouts
+    assert state.best is best
+    assert state.gap == 0.0
+
+
 @pytest.mark.parametrize("longest", [300, 4096])
 def test_plans_that_overlap_nothing_are_made_once_for_both_settings_of_overlap(longest: int) -> None:
     batch = as_lengths([longest, 300, 200, 100, 50])
     choices = space_of(recipe_of(CASES["dense"]), 4, {"max_tokens": 1024, "parallel.tp": 1}).choices
-    *_, state = best_first(choices, [SearchBatch(batch)], lambda _: True)
+    *_, state = best_first(choices, [SearchBatch(batch)])
     pairs = [one.alike for one in state.played if all(other.whole for other in one.alike) and len(one.alike) == 2]
     same = [one.steps[0] is other.steps[0] for one, other in pairs]
     assert any(same) is (longest > 1024)

@@ -18,8 +18,9 @@ from evenload.core.planning.judge import judge
 from evenload.core.planning.setting import Setting, costs_of
 from evenload.core.recipe.recipe import RECIPES, Recipe, parse
 from evenload.core.simulate.predict import predict
-from evenload.training.forecast.measured import STEPS, trained
+from evenload.training.forecast.measured import STEPS
 from evenload.training.forecast.search import Enough, search
+from evenload.training.launching.few_steps import trained
 
 api.load_plugins()
 RANKS = 8
@@ -35,13 +36,13 @@ def recipe_of(hidden: int = 512, **sections: Any) -> Recipe:
 LENGTHS = as_lengths(np.clip(np.random.default_rng(5).lognormal(6.5, 1.2, 96), 16, 8192).astype(int))
 
 
-def machine(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
+def machine(recipe: Recipe, num_ranks: int, steps: int) -> dict[str, Any]:
     """What a run would say on the machine that costs=auto describes, whatever the recipe's costs say."""
     planned = PlanChain.of_recipe(recipe, recipe.layout(num_ranks))
     true = PlanChain.of_recipe(recipe.changed({"costs": "auto"}), recipe.layout(num_ranks)).context
     prior, window = planned.context.costs, refit.Window(planned.context.costs)
     rows = []
-    for step in range(STEPS):
+    for step in range(steps):
         plan = planned.plan(LENGTHS[24 * (step % 4) : 24 * (step % 4) + 24])
         taken, said = judge(plan, true).step_s, judge(plan, planned.context).step_s
         rows.append({"step_s": taken + 0.5, "plan_wait_s": 0.5, "predicted_s": said})
@@ -110,9 +111,9 @@ def test_where_nothing_can_be_fitted_the_steps_ratio_holds_for_all_coefficients(
     assert row["predicted_s"] < row["refitted_s"] <= row["measured_s"] * (1 + 1e-9)
 
 
-def slower(recipe: Recipe, num_ranks: int) -> dict[str, Any]:
+def slower(recipe: Recipe, num_ranks: int, steps: int) -> dict[str, Any]:
     """A machine on which all takes three times as long."""
-    said = machine(recipe, num_ranks)
+    said = machine(recipe, num_ranks, steps)
     return {**said, "steps": [{**row, "step_s": 0.5 + 3 * row["predicted_s"]} for row in said["steps"]]}
 
 
@@ -124,7 +125,7 @@ def test_a_setting_is_trained_on_ranks_of_this_machine_and_nothing_is_kept(tmp_p
         "checkpoint.dir": str(tmp_path / "kept"),
         "log.jsonl": str(tmp_path / "log.jsonl"),
     }
-    result = trained(api.load_recipe("quickstart").changed(changes), 2)
+    result = trained(api.load_recipe("quickstart").changed(changes), 2, STEPS)
     assert len(result["steps"]) == STEPS
     assert all(row["step_s"] > 0 and row["predicted_s"] > 0 for row in result["steps"])
     assert result["refit"]["newest"] != result["refit"]["prior"]

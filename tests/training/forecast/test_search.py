@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from evenload.core.recipe.recipe import Recipe, parse
 from evenload.core.registry import Plugin, PluginConfig
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.search import Enough, search
+from evenload.training.pictures import draw
 
 api.load_plugins()
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
@@ -65,7 +67,7 @@ def test_loads_of_experts_make_sharing_them_as_slow_as_they_are_uneven(tmp_path:
 
 def test_the_memory_that_is_given_is_the_recipes_that_is_written_and_its_page_is_drawn(tmp_path: Path) -> None:
     out, report = tmp_path / "best.yaml", tmp_path / "best.html"
-    proven(recipe_of(), memory_gib=0.25, out=out, report=report)
+    proven(recipe_of(), memory_gib=0.25, out=out, draw=partial(draw, report=report))
     again = api.load_recipe(out)
     assert again.memory_gib == 0.25
     assert PlanChain.of_recipe(again, again.layout()).context.cluster.memory_bytes == 2**28
