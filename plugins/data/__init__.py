@@ -23,7 +23,7 @@ register(
         config=config.DataConfig,
         plan=lambda plan, context, config: plan,
         does="shares of domains",
-        needs_host={"enabled": (False,)},
+        clashes=("lora",),
         policies={
             "mix": {**mixes.MIXES, "ado": ado.ADO},
             "select": {**selects.BY_SCORE, **neighbours.BY_EMBEDDING},
