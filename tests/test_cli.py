@@ -376,7 +376,7 @@ def test_third_parties_register_through_entry_points(place: Path) -> None:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[evenload.plugins]\ntheirs = theirs\n")
     names = [row["name"] for row in json.loads(evenload("plugins", "--json", cwd=place).stdout)["plugins"]]
-    assert names == ["packing", "mesh", "pipeline", "lora", "moe", "theirs"]
+    assert names == ["data", "packing", "mesh", "pipeline", "lora", "moe", "theirs"]
     words = ("--lengths", "lengths.txt", "plugins.theirs.enabled=true", "--json")
     done = evenload("plan", "recipe.yaml", *words, cwd=place)
     assert json.loads(done.stdout)["plugins"] == ["packing", "theirs"], done.stderr

@@ -38,7 +38,7 @@ class DomainLoss(TypedDict):
 
 def domain_losses(names: Sequence[str], parts: Iterable[tuple[Draw, Scores]]) -> dict[str, DomainLoss]:
     """The losses of every domain that has a target, from draws and what they came to; ``names`` ascend."""
-    rows = [(draw.domain, draw.lengths, *scores) for draw, scores in parts if draw.domain is not None]
+    rows = [(draw.domain, draw.lengths, one.losses, one.targets) for draw, one in parts if draw.domain is not None]
     domain, lengths, losses, targets = map(np.concatenate, zip(*rows, strict=True))
     seen = seen_domains(len(names), domain, losses, targets)
     tokens = np.bincount(domain, lengths, len(names)).astype(np.int64)

@@ -275,9 +275,10 @@ def _rules_of_adapters(recipe: Any) -> list[Rule]:
 
 
 def refuse_in_loops(recipe: Any) -> None:
-    """Raise EvenloadError where a training loop that is not ours is to train adapters of tenants, or a model that only
-    ours lays out."""
+    """Raise EvenloadError where a training loop that is not ours is to train adapters of tenants, a model that only
+    ours lays out, or batches that only ours draws."""
     name = _adapting(recipe)
+    drawing = next((plugin.name for plugin in recipe.enabled() if plugin.place == "batches"), "")
     refuse_first(
         (
             bool(name),
@@ -285,6 +286,12 @@ def refuse_in_loops(recipe: Any) -> None:
             "optimizer",
             f"plugins.{name}.enabled true",
             f"train tenants with `evenload train`, or set plugins.{name}.enabled=false",
+        ),
+        (
+            bool(drawing),
+            f"plugins.{drawing} says what is drawn, and a training loop of your own draws by itself",
+            f"plugins.{drawing}.enabled true",
+            f"train the recipe with `evenload train`, or set plugins.{drawing}.enabled=false",
         ),
         (
             recipe.v_shape,

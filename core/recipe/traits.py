@@ -92,7 +92,8 @@ class Loop(NamedTuple):
 
     def does(self, plugin: Plugin) -> str:
         """What a plugin does in the loop, in a few words."""
-        if (plugin.adapts and self.start != OWN) or (plugin.place == "layers" and not self.copies):
+        of_ours = plugin.adapts or plugin.place == "batches"
+        if (of_ours and self.start != OWN) or (plugin.place == "layers" and not self.copies):
             return REFUSED
         if plugin.orders:
             return NOTHING if self.stages is None else plugin.does + self.stages

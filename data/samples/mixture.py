@@ -18,7 +18,7 @@ drawn < 1 too, whatever shares become (two of three credits are above -2/3 each,
 Epochs are those of a domain, and a batch may hold the end of one and the beginning of the next. The state is that of
 the orders and the credits: a batch follows from it and the shares alone, on any number of ranks. A domain that a run
 goes on without keeps its state for when it comes back; where domains have come or gone credits begin anew. Nothing here
-depends on the order in which domains are named. O(domains) a sample: 5 us of 4 domains.
+depends on the order in which domains are named. O(domains) a sample: 5.5 us of 4 domains.
 """
 
 from __future__ import annotations

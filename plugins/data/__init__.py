@@ -22,8 +22,8 @@ register(
         place="batches",
         config=config.DataConfig,
         plan=lambda plan, context, config: plan,
-        does="shares of domains",
-        needs_host={"enabled": (False,)},
+        does="mix",
+        clashes=("lora",),
         policies={
             "mix": {**mixes.MIXES, "ado": ado.ADO},
             "select": {**selects.BY_SCORE, **neighbours.BY_EMBEDDING},

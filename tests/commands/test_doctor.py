@@ -50,7 +50,7 @@ def test_a_kernel_that_is_missing_and_one_that_does_not_fit_have_reasons_of_thei
 def test_every_loop_has_a_row_and_every_plugin_a_cell():
     result = doctor()
     assert [row["name"] for row in result["loops"]] == [loop.name for loop in LOOPS]
-    names = ["packing", "mesh", "pipeline", "moe", "lora"]
+    names = ["data", "packing", "mesh", "pipeline", "moe", "lora"]
     assert all([cell["name"] for cell in row["plugins"]] == names for row in result["loops"])
     assert all(row["refused"] is None for row in result["loops"]), "everything is installed here"
     # Megatron's own loops have two layer specs.
@@ -63,7 +63,7 @@ def test_a_recipe_says_what_is_on_and_which_loops_refuse_it():
     result = doctor(load_recipe(ROOT / "recipes" / "moe.yaml"))
     rows = {row["name"]: row for row in result["loops"]}
     of = {cell["name"]: cell["enabled"] for cell in rows["evenload train, Megatron-Core"]["plugins"]}
-    assert of == {"packing": True, "mesh": False, "pipeline": False, "moe": False, "lora": False}
+    assert of == {"data": False, "packing": True, "mesh": False, "pipeline": False, "moe": False, "lora": False}
     assert "model.moe.score" in rows["evenload train, DeepSpeed"]["refused"]
     assert rows["evenload train, Megatron-Core"]["refused"] is None
 
@@ -75,10 +75,11 @@ def test_what_is_refused_in_scripts_is_refused(loop, tmp_path):
     (tmp_path / "tenant.yaml").write_text("data: {source: x.jsonl}\n")
     more = {
         "lora": {"plugins.lora.enabled": True, "plugins.lora.tenants": str(tmp_path)},
+        "data": {"plugins.data": {"enabled": True, "mix": {"policy": "odm"}}, "data.domains": {"a": {"source": "x"}}},
         "moe": {"plugins.moe.enabled": True, "model.moe": {"num_experts": 4}, "model.family": "mixtral"},
     }
     for name, changes in more.items():
-        layout = {"parallel.dp": 2, **({} if name == "lora" or loop.trainer == "transformers" else {"parallel.ep": 2})}
+        layout = {"parallel.dp": 2, **({} if name != "moe" or loop.trainer == "transformers" else {"parallel.ep": 2})}
 
         def chain(changes=changes, layout=layout):
             recipe = load_recipe(ROOT / "recipes" / "hf-trainer.yaml").changed({"trainer": loop.trainer})

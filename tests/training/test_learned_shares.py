@@ -133,7 +133,7 @@ def test_a_policy_that_is_asked_every_third_step_sees_their_sums() -> None:
     for part in parts:
         run = run.after(part)
     whole = SeenDomains(*(sum(values) for values in list(zip(*parts, strict=True))[:3]))
-    assert run.shares == sums.after(whole).shares
+    assert run.state == sums.after(whole).state
 
 
 def test_shares_by_size_hold_from_the_first_batch_on() -> None:

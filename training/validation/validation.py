@@ -122,7 +122,8 @@ class ValidationRun:
         )
 
     def _row(self, done: int, parts: Sequence[Scores], seconds: float, waited_s: float) -> Validated:
-        loss_sum, targets = (float(np.concatenate(part).sum()) for part in zip(*parts, strict=True))
+        loss_sum = float(np.concatenate([one.losses for one in parts]).sum())
+        targets = int(np.concatenate([one.targets for one in parts]).sum())
         loss, source, domains = loss_sum / targets, self._job.source, None
         if isinstance(source, MixedSource):
             domains = domain_losses(source.domains, zip(self._draws, parts, strict=True))
@@ -139,7 +140,7 @@ class ValidationRun:
             best=best,
             sequences=sum(len(draw.samples) for draw in self._draws),
             tokens=sum(int(draw.lengths.sum()) for draw in self._draws),
-            targets=round(targets),
+            targets=targets,
             without_target=len(source.lengths) - len(scorable(source)),
             validation_s=seconds,
             plan_wait_s=waited_s,

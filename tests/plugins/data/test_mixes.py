@@ -219,7 +219,7 @@ def test_a_run_that_is_killed_at_any_step_goes_on_to_the_last_bit(name: str) -> 
 def test_shares_are_shares_whatever_is_seen(name: str) -> None:
     policy = chosen(name, **({"skip_steps": 0, "warmup_steps": 3, "every": 1} if name == "ado" else {}))
     nothing, counts = np.zeros(3, dtype=np.int64), np.array([7, 5, 3])
-    huge = SeenDomains(np.array([1e300, 0, 1e-300]), counts, counts, np.array([700.0, 0, 0]) * counts)
+    huge = SeenDomains(np.array([1e100, 0, 1e-300]), counts, counts, np.array([700.0, 0, 0]) * counts)
     for answer in answers(policy, [SeenDomains(np.zeros(3), nothing, nothing, np.zeros(3)), huge, *toy_steps(6)]):
         assert math.fsum(answer.shares) == pytest.approx(1, abs=1e-15)
         assert min(answer.shares) >= 0

@@ -1,0 +1,83 @@
+"""What policies of data cost: a step of every mix, and the projection of gradients. Measured, CPU of one core.
+
+    python benchmarks/training/policies.py [--domains 8] [--steps 700] [--json]
+
+mix         CPU ms of a step, JSON of the state included: median of the second half, the largest (ado fits every 100th
+            from step 600 on, of as many points as a state holds), and bytes of the state
+sums        CPU ms of the sums by domain of 512 sequences
+projection  CPU seconds of 100,000 elements to 4,096 columns, of one gradient and of sixteen at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import numpy as np
+from evenload.api import load_plugins
+from evenload.commands.tables.show import grid
+from evenload.core.policies import DomainsToMix, SeenDomains, chosen_policy, seen_domains, started, stepped
+from evenload.core.registry import data_policies
+from evenload.plugins.data.projection import projection
+from rich.console import Console
+
+SETTINGS = {"ado": {"skip_steps": 0, "warmup_steps": 600}}
+
+
+def of_mix(name: str, count: int, steps: int) -> dict[str, Any]:
+    rng, times = np.random.default_rng(0), []
+    chosen = chosen_policy("mix", name, SETTINGS.get(name, {}), data_policies("mix"))
+    names = tuple(f"domain-{number:02}" for number in range(count))
+    state, answer = started(chosen, DomainsToMix(names, (1 / count,) * count, (1000,) * count))
+    for _ in range(steps):
+        targets = rng.integers(500, 1500, count)
+        seen = SeenDomains(targets * rng.uniform(1, 3, count), targets, targets // 100, targets * 0.1)
+        begin = time.process_time()
+        state, answer = stepped(chosen, state, seen, answer)
+        times.append(1e3 * (time.process_time() - begin))
+    half = times[steps // 2 :]
+    return {"mix": name, "ms": float(np.median(half)), "most_ms": max(half), "state_bytes": len(json.dumps(state))}
+
+
+def cpu_s(work: Any, times: int = 1) -> float:
+    begin = time.process_time()
+    for _ in range(times):
+        work()
+    return (time.process_time() - begin) / times
+
+
+def benchmark(count: int, steps: int) -> dict[str, Any]:
+    rng, places = np.random.default_rng(0), np.arange(100_000)
+    domain, losses, targets = rng.integers(0, count, 512), rng.uniform(0, 9, 512), rng.integers(1, 99, 512)
+    gradients = rng.normal(size=(16, len(places)))
+    return {
+        "mixes": [of_mix(name, count, steps) for name in sorted(data_policies("mix"))],
+        "sums_ms": 1e3 * cpu_s(lambda: seen_domains(count, domain, losses, targets), 100),
+        "one_s": cpu_s(lambda: projection("w", gradients[0], places, 4096)),
+        "sixteen_s": cpu_s(lambda: projection("w", gradients, places, 4096)),
+    }
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--domains", type=int, default=8)
+    arguments.add_argument("--steps", type=int, default=700)
+    arguments.add_argument("--json", action="store_true")
+    asked = arguments.parse_args()
+    load_plugins()
+    result = benchmark(asked.domains, asked.steps)
+    if asked.json:
+        print(json.dumps(result))
+    else:
+        rows = [
+            (row["mix"], f"{row['ms']:.3f} ms", f"{row['most_ms']:.1f} ms", f"{row['state_bytes']:,}")
+            for row in result["mixes"]
+        ]
+        caption = (
+            f"sums of 512 sequences {result['sums_ms']:.2f} ms; a projection {result['one_s']:.1f} s, "
+            f"of sixteen {result['sixteen_s']:.1f} s"
+        )
+        head = ("mix", "a step", "the longest", "bytes of state")
+        Console().print(grid(f"{asked.domains} domains", head, rows, caption))
