@@ -62,8 +62,7 @@ def expected(distributions: LengthDistributions, prompts: Ints, done: Ints | Non
 
 
 def _quadratures(distributions: LengthDistributions, prompts: Ints, done: Floats | None) -> Expected:
-    chances = np.broadcast_to(_CHANCES, (len(prompts), len(_CHANCES)))
-    tokens = _exceeded(distributions, prompts, done, chances)
+    tokens = _exceeded(distributions, prompts, done, np.tile(_CHANCES, (len(prompts), 1)).astype(np.float64))
     return Expected(tokens @ _WEIGHTS, tokens @ _TAIL_WEIGHTS, tokens**2 @ _WEIGHTS)
 
 

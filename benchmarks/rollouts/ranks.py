@@ -1,6 +1,6 @@
 """Rollouts on many ranks: groups in turn, samples spread, by TIE's distributions, dealt again; a bound. Predicted.
 
-    python benchmarks/planning/rollout.py [--checkpoints FILE] [--quick] [--json] [--out FILE]
+    python benchmarks/rollouts/ranks.py [--checkpoints FILE] [--quick] [--json] [--out FILE]
 
     groups     all samples of a prompt on one rank, prompts in turn: what verl, TRL and DeepSpeed do
     spread     samples in turn, whatever their prompt
@@ -45,9 +45,9 @@ from evenload.plugins.rollout import (
     expected,
     fit_lengths,
     plan_rollout,
-    play_moved,
     spread,
 )
+from moves import play_moved
 
 EVERY, KEY_S = 1024, 57344 / 25e9
 UPDATE_S = 6 * 7e9 / 4e14
