@@ -10,7 +10,6 @@ from .collect import Collect, Collected, Prune, ended_by, kept_beside_all, sampl
 from .costs import H100_7B, RolloutCosts, fit_costs
 from .deal import plan_rollout
 from .lengths import LengthDistributions, SampledLengths, fit_lengths
-from .moves import play_moved
 from .plan import RolloutPlan, RolloutRequest, bound_of, check_rollout, spread
 from .play import InOrder, Rollout
 from .score import Expected, TieQueue, expected
@@ -37,7 +36,6 @@ __all__ = [
     "fit_lengths",
     "kept_beside_all",
     "plan_rollout",
-    "play_moved",
     "samples_for",
     "spread",
 ]

@@ -62,15 +62,14 @@ def expected(distributions: LengthDistributions, prompts: Ints, done: Ints | Non
 
 
 def _quadratures(distributions: LengthDistributions, prompts: Ints, done: Floats | None) -> Expected:
-    chances = np.broadcast_to(_CHANCES, (len(prompts), len(_CHANCES)))
-    tokens = _exceeded(distributions, prompts, done, chances)
+    tokens = _exceeded(distributions, prompts, done, np.tile(_CHANCES, (len(prompts), 1)))
     return Expected(tokens @ _WEIGHTS, tokens @ _TAIL_WEIGHTS, tokens**2 @ _WEIGHTS)
 
 
 def likely_lengths(distributions: LengthDistributions, prompts: Ints, done: Ints) -> Ints:
     """One length of each sample [N], more than it has, at chances that are spread evenly: alike on every rank."""
-    chances = ((np.arange(len(prompts)) + 0.5) * _GOLDEN % 1.0)[:, None]
-    tokens = _exceeded(distributions, prompts, np.asarray(done, np.float64), chances)[:, 0]
+    chances = np.asarray((np.arange(len(prompts)) + 0.5) * _GOLDEN % 1.0, np.float64)
+    tokens = _exceeded(distributions, prompts, np.asarray(done, np.float64), chances[:, None])[:, 0]
     return np.clip(np.ceil(tokens).astype(np.int64), done + 1, distributions.limit)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from evenload import EvenloadError
 from evenload.plugins.rollout import (
-    H100_7B,
     Expected,
     InOrder,
     LengthDistributions,
@@ -17,10 +17,8 @@ from evenload.plugins.rollout import (
     RolloutRequest,
     TieQueue,
     plan_rollout,
-    play_moved,
     spread,
 )
-from evenload.plugins.rollout.moves import levelled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,12 +114,18 @@ def test_jumping_from_event_to_event_is_stepping(rollout: Rollout, most_steps: i
 @given(rollouts(), st.integers(1, 9))
 def test_every_sample_ends_once_however_often_it_is_carried_on(rollout: Rollout, every: int) -> None:
     known = LengthDistributions(np.full(3, 2.5), np.full(3, 0.6), LIMIT)
-    moved = play_moved(rollout, known, every)
-    np.testing.assert_array_equal(moved.tokens, rollout.lengths)
-    assert moved.seconds > 0
-    assert moved.busy_s <= moved.seconds * (1 + 1e-12)
     tokens = rollout.play(plan_rollout(rollout.request, known)).tokens
     np.testing.assert_array_equal(tokens, rollout.lengths)
+    left, tokens, num_ends = np.arange(len(tokens)), rollout.request.done.copy(), 0
+    while len(left):
+        request = replace(rollout.request, prompts=rollout.request.prompts[left], done=tokens[left])
+        part = Rollout(request, rollout.lengths[left], COSTS).play(plan_rollout(request, known), every)
+        assert (part.tokens >= tokens[left]).all(), "no token is lost"
+        tokens[left] = part.tokens
+        num_ends += int((~np.isnan(part.end_s)).sum())
+        left = left[np.isnan(part.end_s)]
+    np.testing.assert_array_equal(tokens, rollout.lengths)
+    assert num_ends == len(tokens)
 
 
 @settings(max_examples=80, deadline=None)
@@ -143,30 +147,6 @@ def test_a_request_that_comes_to_an_idle_rank_begins_at_once() -> None:
     end_s = rollout.serve(InOrder(), np.array([0.0, 2.5, 100.0])).end_s
     # Alone 1.1 s a step: three until 2.5 s have passed, then seven of 1.2 s, then the second's last three alone.
     assert end_s == pytest.approx([3.3 + 8.4, 3.3 + 8.4 + 3.3, 111.0])
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8), st.integers(0, 99))
-def test_moves_even_what_is_left_and_never_worsen_it(left: list[int], num_ranks: int, seed: int) -> None:
-    seconds = np.array(left, np.float64)
-    ranks = np.random.default_rng(seed).integers(0, num_ranks, len(left))
-    now = levelled(ranks, seconds, num_ranks)
-    before, after = (np.bincount(of, seconds, num_ranks) for of in (ranks, now))
-    assert after.max() <= before.max()
-    assert after.sum() == pytest.approx(before.sum())
-    assert after.max() - after.min() <= max(seconds.max(), 0.02 * after.mean()) + 1e-9
-
-
-def test_moves_bring_a_lonely_tail_to_idle_ranks() -> None:
-    """By chance one rank has all that is long, of a prompt that is known."""
-    request = RolloutRequest(np.zeros(64, int), np.array([50]), 2, 4096, 64, 1 << 20)
-    lengths = np.where(np.arange(64) % 2, 3000, 100)
-    known = LengthDistributions(np.full(1, 6.0), np.full(1, 1.0), 4096)
-    rollout = Rollout(request, lengths, H100_7B)
-    alone = rollout.play(spread(request)).rank_s.max()
-    moved = play_moved(rollout, known, 256, move_s=1e-7)
-    assert moved.num_moves > 0
-    assert moved.moved_keys > 0
-    assert moved.seconds < 0.96 * alone
 
 
 @pytest.mark.parametrize("lengths", [[5], [0, 5], [5, LIMIT + 1]])

@@ -11,13 +11,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-
-from ...core.aliases import Floats, Ints
-from .deal import left_s, plan_rollout
-from .lengths import LengthDistributions
-from .plan import RolloutPlan
-from .play import Rollout
-from .score import expected
+from evenload.core.aliases import Floats, Ints
+from evenload.plugins.rollout import LengthDistributions, Rollout, RolloutPlan, expected, plan_rollout
+from evenload.plugins.rollout.deal import left_s
 
 _EVEN = 0.02
 """Of a mean rank's seconds: nothing moves for less."""

@@ -1,6 +1,6 @@
 """SART (arXiv 2505.13326): keep M of N samples, prune by score; 15.7x in the mean at equal accuracy.
 
-    python benchmarks/published/sart.py [--quick] [--json] [--out FILE]
+    python benchmarks/rollouts/sart.py [--quick] [--json] [--out FILE]
 
 Votes: 600 questions, each right with a chance of its own (Beta 2, 1.5), wrong answers one of four. Lengths of samples
 are log-t (3.5 degrees of freedom, scale 0.5) about their question's median (2,500, log-normal 0.6), wrong ones a fifth
@@ -19,13 +19,15 @@ REINFORCE gradient with a leave-one-out mean is -0.1 for the logit of the short 
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import arguments, finish
-from evenload.commands.tables.show import grid
+from evenload.commands.tables.show import emit, grid
 from evenload.core.aliases import Floats, Ints
 from evenload.plugins.rollout import Collect, Collected, Prune, ended_by, kept_beside_all, samples_for
 from evenload.plugins.rollout.student_t import survival
@@ -155,7 +157,11 @@ def table(result: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="Few questions, few rules.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
+    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
+    options = parser.parse_args()
     rows = votes(100 if options.quick else 600, options.quick)
     result = {
         "predicted": True,
@@ -164,7 +170,9 @@ def main() -> None:
         "gradients": gradients(2000 if options.quick else 40_000),
         "order_statistics": order_statistics(),
     }
-    finish(result, options, table)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, options.json, table)
 
 
 if __name__ == "__main__":

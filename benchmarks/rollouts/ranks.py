@@ -1,6 +1,6 @@
 """Rollouts on many ranks: groups in turn, samples spread, by TIE's distributions, dealt again; a bound. Predicted.
 
-    python benchmarks/planning/rollout.py [--checkpoints FILE] [--quick] [--json] [--out FILE]
+    python benchmarks/rollouts/ranks.py [--checkpoints FILE] [--quick] [--json] [--out FILE]
 
     groups     all samples of a prompt on one rank, prompts in turn: what verl, TRL and DeepSpeed do
     spread     samples in turn, whatever their prompt
@@ -45,9 +45,10 @@ from evenload.plugins.rollout import (
     expected,
     fit_lengths,
     plan_rollout,
-    play_moved,
     spread,
 )
+from evenload.plugins.rollout.student_t import exceeded_with
+from moves import play_moved
 
 EVERY, KEY_S = 1024, 57344 / 25e9
 UPDATE_S = 6 * 7e9 / 4e14
@@ -120,6 +121,21 @@ def _checkpoints(path: Path) -> Any:
         for row in csv.DictReader(file):
             rows.setdefault(int(row["prompt"]), []).append(int(row["characters"]) / CHARACTERS)
     return np.array([rows[prompt] for prompt in sorted(rows)])
+
+
+def calibration(path: Path) -> dict[str, float]:
+    """Shares of the last six checkpoints' lengths below quantiles that are fitted to the first five, and both means."""
+    tokens = np.clip(_checkpoints(path), 1, 32768).astype(np.int64)
+    first, last = tokens[:, :5], tokens[:, 5:]
+    of = np.repeat(np.arange(len(first)), 5)
+    sampled = SampledLengths(of, first.ravel(), first.ravel() < 32768, np.ones(first.size))
+    fitted = fit_lengths(sampled, len(first), 32768)
+    shares = {}
+    for share in (0.25, 0.5, 0.75, 0.9):
+        bar = np.minimum(np.exp(fitted.mu + fitted.sigma * exceeded_with(np.array(1 - share))), 32768)
+        shares[f"below {share:g}"] = float((last <= bar[:, None]).mean())
+    mean = float(expected(fitted, np.arange(len(first))).mean.mean())
+    return {**shares, "expected": mean, "mean": float(last.mean()), "cut": float((last == 32768).mean())}
 
 
 def rollouts(setting: Setting, lengths: Ints, known: LengthDistributions) -> Iterator[tuple[str, float, float]]:
@@ -227,6 +243,7 @@ def table(result: dict[str, Any]) -> Any:
         "planning 8,192 samples on 64 ranks, ms of CPU (measured): "
         + ", ".join(f"{slots} slots {1e3 * taken:.1f}" for slots, taken in result["planning_s"].items())
         + f"\norders: {by_order}"
+        + f"\nfitted to five checkpoints: {result['calibration']}"
     )
     return grid("Rollouts on many ranks (predicted)", ("setting", *names, "bound", "earlier"), rows, about)
 
@@ -245,10 +262,12 @@ def main() -> None:
     by_order = (
         [] if options.quick else [orders(s, options.checkpoints, 8) for s in ORDERS if s.median or options.checkpoints]
     )
+    fitted = calibration(options.checkpoints) if options.checkpoints else {}
     result = {
         "predicted": True,
         "rows": rows,
         "orders": by_order,
+        "calibration": fitted,
         "planning_s": {slots: planning_s(slots) for slots in (128, 64, 16)},
     }
     if options.out:

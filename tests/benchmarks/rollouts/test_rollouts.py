@@ -35,7 +35,7 @@ def test_orders_that_know_lengths_wait_less_than_first_come() -> None:
 
 
 def test_fewer_samples_are_as_right_and_shorter() -> None:
-    result = quick("published/sart.py")
+    result = quick("rollouts/sart.py")
     rows = {(row["kind"], row["by"]): row for row in result["rows"]}
     whole, some = rows["all of N", "wait"], rows["M of N", "wait"]
     assert whole["work_gain"] == whole["wait_gain"] == 1
@@ -50,7 +50,7 @@ def test_fewer_samples_are_as_right_and_shorter() -> None:
 
 
 def test_spreading_gains_over_groups_and_moving_more() -> None:
-    result = quick("planning/rollout.py")
+    result = quick("rollouts/ranks.py")
     (row,) = result["rows"]
     seconds = row["rollout_s"]
     assert seconds["bound"] < seconds["moved"] <= seconds["moved, paid"] < seconds["groups"]
