@@ -12,7 +12,7 @@ from evenload.api import load_recipe
 from evenload.core.errors import EvenloadError
 from evenload.data.tokenizers import open_tokenizer
 from evenload.runtime.generate.request import Completion
-from evenload.training.sample_file import SampleFile
+from evenload.training.run.sample_file import SampleFile
 from evenload.training.verbs.generate import StopStrings, asked
 
 RECIPE = """
@@ -26,7 +26,7 @@ generate: {max_new_tokens: 24, end_tokens: [10, 200, 201, 202], slots: 3, temper
 PROMPTS = ["def f(x):", "import os", [7, 8, 9, 200], "class A:\\n    pass"]
 KILLED = """
 import os, signal
-import evenload.training.sample_file as files
+import evenload.training.run.sample_file as files
 line = files.SampleFile._line
 made = []
 def dying(file, sample):

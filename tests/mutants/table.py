@@ -3230,8 +3230,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a state runs over the border of two samples",
         "integrations/huggingface/mixers.py",
-        "    return forward(*args, **kwargs) if pack is None else mixer.form(forward, pack, args, kwargs)\n",
-        "    return forward(*args, **kwargs)\n",
+        "return forward(*args, **kwargs) if pack is None else forms[holder](",
+        "return forward(*args, **kwargs) if pack is None or forms else forms[holder](",
         "mixers",
     ),
     Mutant(

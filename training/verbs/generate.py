@@ -124,7 +124,7 @@ def generate(
     from ...runtime.world.agreement import from_first
     from ..checkpoint.checkpoints import require_whole
     from ..job import host_until_end, in_world
-    from ..sample_file import SampleFile
+    from ..run.sample_file import SampleFile
 
     def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
         begin_s = time.perf_counter()

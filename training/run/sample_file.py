@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import EvenloadError, shorten, shown
-from ..runtime.generate.request import Completion
-from .files import refusing_unwritable, whole
+from ...core.errors import EvenloadError, shorten, shown
+from ...runtime.generate.request import Completion
+from ..files import refusing_unwritable, whole
 
 _RUN = "run"
 _DO = "choose another --out, or remove the file"
