@@ -181,18 +181,33 @@ def stepped(chosen: ChosenPolicy, state: State, seen: Any, last: Any) -> tuple[S
         return state, last
 
 
-def seen_domains(num: int, domain: Ints, losses: Floats, targets: Ints, excess: Floats | None = None) -> SeenDomains:
+def seen_domains(
+    num: int,
+    domain: Ints,
+    losses: Floats,
+    targets: Ints,
+    excess: Floats | None = None,
+    weights: Floats | None = None,
+) -> SeenDomains:
     """Sums by domain, float64, of sequences in any order: each is rounded once, so that none depends on the order.
 
     ``domain``, ``losses``, ``targets``, ``excess`` [S]: place of each sequence's domain among ``num``, its sum of token
-    losses, its target tokens, and its sum over tokens of the excess over the reference model's loss.
+    losses, its target tokens, and its sum over tokens of the excess over the reference model's loss. ``weights`` [S]:
+    what the weights add up to by which token losses are multiplied; None: each is 1. A domain's losses are then its
+    targets times their weighted mean, and a domain whose weights add up to nothing has shown nothing.
     """
     owned = [domain == place for place in range(num)]
-    sums, more = (
-        [math.fsum(values[own]) for own in owned] for values in (losses, losses if excess is None else excess)
-    )
     counts = np.array([[targets[own].sum(), own.sum()] for own in owned], dtype=np.int64).reshape(num, 2)
-    return SeenDomains(np.array(sums), counts[:, 0], counts[:, 1], None if excess is None else np.array(more))
+    factors = np.ones(num)
+    if weights is not None:
+        totals = np.array([math.fsum(weights[own]) for own in owned])
+        counts[:, 0] *= totals > 0
+        factors = np.divide(counts[:, 0], totals, out=np.zeros(num), where=totals > 0)
+    sums, more = (
+        np.array([math.fsum(values[own]) for own in owned]) * factors
+        for values in (losses, losses if excess is None else excess)
+    )
+    return SeenDomains(sums, counts[:, 0], counts[:, 1], None if excess is None else more)
 
 
 def normalised(values: Any) -> tuple[float, ...]:

@@ -3738,4 +3738,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "    shared_s = float(work_s.sum() + costs.step_s * tokens.sum()) / request.num_ranks\n",
         "rollout",
     ),
+    Mutant(
+        "a domain's loss grows with its weight",
+        "core/policies.py",
+        "if weights is not None:",
+        "if weights is None:",
+        "mixture",
+    ),
 )
