@@ -109,7 +109,7 @@ def _built(config: Any) -> Any:
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > _MOST:
-        raise TooLargeError(f"{size} parameters")
+        raise TooLargeError(f"more than {_MOST:,} parameters")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).double()
     with torch.no_grad():
         for parameter in model.parameters():
