@@ -52,10 +52,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     """Check trainer, layout, data and caps. Raises EvenloadError; starts nothing and writes nothing but data caches."""
     recipe, layout = runnable(recipe, world_size)
     refuse_idle_ranks(recipe.train, layout.dp)
-    domains, weights = recipe.data.domains, recipe.model.weights
-    specs = None if domains is None else {name: domain.source for name, domain in domains.items()}
-    source = open_all(recipe.data, recipe.data.source, specs, weights)
-    validation = recipe.data.validation
+    source, weights, validation = open_data(recipe), recipe.model.weights, recipe.data.validation
     scored = recipe.data.model_copy(update={"group": None, "weight_column": None})
     held_out = open_all(scored, validation.source, validation.domains, weights) if validation else None
     more = ", or data.max_length so that long samples are split"
@@ -103,6 +100,13 @@ def refuse_longest(source: Source, chain: PlanChain) -> None:
         largest = np.argsort(np.bincount(groups, source.lengths[trained]))[-chain.context.layout.dp_cp_size :]
         places = np.isin(groups, largest)
         chain.of_groups(groups[places]).plan(as_lengths(source.lengths[trained[places]]))
+
+
+def open_data(recipe: Recipe) -> Source:
+    """What a recipe trains on. Raises EvenloadError."""
+    domains = recipe.data.domains
+    specs = None if domains is None else {name: domain.source for name, domain in domains.items()}
+    return open_all(recipe.data, recipe.data.source, specs, recipe.model.weights)
 
 
 def open_all(data: Data, spec: str | None, domains: Mapping[str, str] | None, weights: Path | None) -> Source:

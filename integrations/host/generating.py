@@ -128,6 +128,9 @@ def _unfit(recipe: Recipe) -> Iterator[Rule]:
     yield experts is not None, "generation does not run models with experts", detail, "use a dense model"
     do = "merge an adapter into its model, and generate from that"
     yield recipe.adapts, "generation does not run adapters of tenants", "plugins.lora.enabled true", do
+    what = "generation does not divide tokens over tensor-parallel ranks"
+    do = "set megatron.sequence_parallel=false where samples are drawn, or use `evenload generate`"
+    yield recipe.megatron.sequence_parallel, what, "megatron.sequence_parallel true", do
     do = "set plugins.pipeline.v_shape=false"
     yield recipe.v_shape, "generation does not run two stages a device", "plugins.pipeline.v_shape true", do
 

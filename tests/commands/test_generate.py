@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +136,20 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(EvenloadError, match="something else than samples"):
             SampleFile(out, "run", lambda _: "").read()
         assert out.read_text() == text
+
+
+def test_a_recipe_that_divides_tokens_or_has_domains_is_generated_from_as_any_other(place: Path) -> None:
+    recipe = load_recipe(
+        place / "r.yaml", ["parallel.tp=2", "megatron.sequence_parallel=true", "model.vocab_size=null"]
+    )
+    domains = {name: {"source": f"python-stdlib/{name}", "share": 1.0} for name in ("json", "email")}
+    recipe = recipe.changed({"data": {"domains": domains, "max_length": 64}})
+    prepared = asked(recipe, place / "p.jsonl", place / "o.jsonl", samples=1)
+    assert (prepared.recipe.megatron.sequence_parallel, prepared.recipe.model.vocab_size) == (False, 256)
+
+
+def test_a_host_that_divides_tokens_refuses_to_generate_by_name(place: Path) -> None:
+    generating = pytest.importorskip("evenload.integrations.host.generating")
+    recipe = load_recipe(place / "r.yaml", ["parallel.tp=2", "megatron.sequence_parallel=true"])
+    with pytest.raises(EvenloadError, match="sequence_parallel true"):
+        generating.samples_of(SimpleNamespace(recipe=recipe), [], None, None, None, None)

@@ -20,7 +20,7 @@ from ...core.input.bounds import SEQUENCES
 from ...core.recipe.recipe import Recipe
 from ...data.prompt_file import read_prompts
 from ...data.tokenizers import Tokenizer, open_tokenizer
-from ..preflight import open_samples, refuse_other_tokenizer, runnable, tokenizer_of, with_vocabulary
+from ..preflight import open_data, refuse_other_tokenizer, runnable, tokenizer_of, with_vocabulary
 from ..progress import Progress, silent
 from .export import checkpoint_in
 
@@ -52,8 +52,10 @@ def asked(recipe: Recipe, prompts: Path, out: Path, samples: int, checkpoint: Pa
     from ...runtime.generate.request import Generation, Request, Sampling, rules
 
     recipe, _ = runnable(recipe, None)
+    if recipe.megatron.sequence_parallel:  # weights are the same, and packs of a token a sample are too small
+        recipe = recipe.changed({"megatron.sequence_parallel": False})
     if recipe.model.vocab_size is None and recipe.model.config is None:
-        recipe = with_vocabulary(recipe, open_samples(recipe.data, recipe.data.source, recipe.model.weights))
+        recipe = with_vocabulary(recipe, open_data(recipe))
     refuse_other_tokenizer(recipe)
     section, name = recipe.generate, tokenizer_of(recipe.data, recipe.model.weights)
     tokenizer = open_tokenizer(name)
