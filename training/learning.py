@@ -214,7 +214,7 @@ class LearnedShares:
             return
         assert scores is not None
         assert draw.domain is not None
-        seen = seen_domains(run.num_domains, draw.domain, scores.losses, scores.targets, weights=draw.weight_sums)
+        seen = seen_domains(run.num_domains, draw.domain, scores.losses, scores.targets, weights=scores.weights)
         self._run = run._replace(**from_first(lambda: run.after(seen).progress))
         self._drawing.use(self._run.drawn_by)
 

@@ -39,10 +39,9 @@ class DomainLoss(TypedDict):
 def domain_losses(names: Sequence[str], parts: Iterable[tuple[Draw, Scores]]) -> dict[str, DomainLoss]:
     """The losses of every domain that has a target, from draws and what they came to; ``names`` ascend."""
     rows = [
-        (draw.domain, draw.lengths, one.losses, one.targets, one.targets if weights is None else weights)
+        (draw.domain, draw.lengths, one.losses, one.targets, one.targets if one.weights is None else one.weights)
         for draw, one in parts
         if draw.domain is not None
-        for weights in (draw.weight_sums,)
     ]
     domain, lengths, losses, targets, weights = map(np.concatenate, zip(*rows, strict=True))
     seen = seen_domains(len(names), domain, losses, targets, weights=weights)

@@ -81,7 +81,7 @@ def rules_of_mixture(recipe: Any) -> list[Rule]:
     data, train, validation = recipe.data, recipe.train, recipe.data.validation
     rules, chosen = _rules_of_validation(validation, recipe.checkpoint.best) if validation else [], recipe.mix_policy
     if data.domains is None:
-        said = bool(data.mix.model_fields_set)
+        said = data.mix != type(data.mix)()
         asked = f"mix policy {chosen.name}" if chosen else ""
         return [
             *rules,
@@ -102,7 +102,12 @@ def rules_of_mixture(recipe: Any) -> list[Rule]:
     grouped = f"data.group {shown(data.group)}, domains {names}"
     return [
         *rules,
-        ("source" in data.model_fields_set, twice, both, "leave data.source out, or make it a domain"),
+        (
+            data.source != type(data).model_fields["source"].default,
+            twice,
+            both,
+            "leave data.source out, or make it a domain",
+        ),
         *_rules_of_names(data.domains, "data.domains"),
         *_rules_of_shares(data.domains, data.mix.points),
         *_rules_of_points(data.mix, data.domains),

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.machine.layout import Layout
 from ...core.plan.action import Program
@@ -117,7 +118,7 @@ class Host(ABC):
         mark(UPDATE)
         with clock.noting("U"):
             norm = self.trained.update(lr)
-        scores = scores_of(summed) if summed else None
+        scores = scores_of(summed)._replace(weights=_sums_of(labels)) if summed else None
         return replace(result, grad_norm=norm, scores=scores, spans=clock.spans(self.pipeline_stage, self.dp_cp_rank))
 
     def gradients(
@@ -146,8 +147,7 @@ class Host(ABC):
         self.trained.begin(plan)
         collector = LossCollector(len(plan.lengths), self.device)
         self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
-        weights = labels and labels.weights
-        return collector.scores()._replace(weights=weights.sums if weights else None)
+        return collector.scores()._replace(weights=_sums_of(labels))
 
     def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
         """The logits of every token, by sequence [length, vocabulary], on the CPU of rank 0; empty on other ranks. They
@@ -275,6 +275,10 @@ class Host(ABC):
         self._plane = self._plane or self._open_plane()
         self._plane.node_ranks = plan.limits.node_ranks
         return self._plane
+
+
+def _sums_of(labels: Labels | None) -> Floats | None:
+    return labels.weights.sums if labels and labels.weights else None
 
 
 def _refuse_other_targets(result: StepResult, labels: Labels | None) -> None:

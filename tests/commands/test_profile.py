@@ -352,7 +352,7 @@ def test_degrees_of_tensor_parallelism_are_measured_into_one_file(
     # Bytes of both degrees are those of one model: what a rank holds follows from its layers.
     one, two = costs.memory, costs.by_tp[2].memory
     assert two.fixed_bytes == pytest.approx(one.fixed_bytes, rel=0.04)
-    assert two.activation_bytes_per_token == pytest.approx(one.activation_bytes_per_token, rel=0.05)
+    assert two.activation_bytes_per_token == pytest.approx(one.activation_bytes_per_token, rel=0.12)  # a tp-th: 0.25
     monkeypatch.chdir(tmp_path)
     recipe = load("recipe.yaml", ["costs=costs.yaml", "parallel.tp=2"])
     of_rank = PlanChain.of_recipe(recipe, recipe.layout(2)).context.costs.forward

@@ -29,7 +29,7 @@ def test_the_loss_of_a_domain_is_that_of_its_targets_over_all_batches() -> None:
 def test_the_loss_of_a_domain_does_not_grow_with_its_weight() -> None:
     draw, scores = part((0, 5, 8.0, 4), (2, 9, 6.0, 3), (0, 3, 1.0, 2), (1, 4, 2.0, 3))
     factors = np.array([5.0, 0.25, 5.0, 1.0])
-    weighted = draw._replace(weight=factors, targets=scores.targets), Scores(scores.losses * factors, scores.targets)
+    weighted = draw, Scores(scores.losses * factors, scores.targets, scores.targets * factors)
     names = ("code", "none", "web")
     plain, found = domain_losses(names, [(draw, scores)]), domain_losses(names, [weighted])
     assert found.keys() == plain.keys() == set(names)
@@ -39,8 +39,7 @@ def test_the_loss_of_a_domain_does_not_grow_with_its_weight() -> None:
 
 def test_targets_have_weights_of_their_own_in_the_loss_of_a_domain() -> None:
     draw, scores = part((0, 5, 3.0, 4), (1, 9, 6.0, 3), (0, 3, 1.0, 2))
-    sums = np.array([1.0, 0.0, 3.0])
-    weighted = draw._replace(targets=scores.targets, own_sums=sums), scores
+    weighted = draw, scores._replace(weights=np.array([1.0, 0.0, 3.0]))
     assert domain_losses(("code", "web"), [weighted]) == {
         "code": {"loss": pytest.approx(4 / 4), "samples": 2, "tokens": 8, "targets": 6}
     }

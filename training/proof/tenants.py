@@ -106,7 +106,7 @@ def entrants_of(recipe: Recipe) -> Sequence[Entrant]:
 
 
 def _built_in(recipe: Recipe) -> Iterator[Entrant]:
-    data = recipe.data.model_dump(mode="json", exclude={"validation"})
+    data = recipe.data.model_dump(mode="json", exclude={"domains", "mix", "validation"})
     size = max(1, (recipe.train.global_batch_size or len(BUILT_IN_RANKS)) // len(BUILT_IN_RANKS))
     for seed, rank in enumerate(BUILT_IN_RANKS):
         train = TenantTrain(batch_size=size, seed=seed, lr=1e-2, weight_decay=0.1, clip_grad=0.5)

@@ -90,3 +90,9 @@ def test_shares_that_change_do_not_say_how_many_steps_an_extent_takes(extent: di
     parse({"data": {"domains": TWO}, "train": extent})
     with pytest.raises(EvenloadError, match="of a domain nothing is drawn"):
         parse({"data": {"domains": {**TWO, "a": {"source": "x", "share": 0}}}, "train": {"epochs": 1}})
+
+
+@pytest.mark.parametrize("data", [{}, {"domains": TWO, "mix": {"unit": "targets"}}], ids=["a source", "a mixture"])
+def test_a_recipe_whose_defaults_are_written_out_is_the_same(data: dict[str, Any]) -> None:
+    written = parse({"data": data}).model_dump(mode="json")
+    assert parse(written).model_dump(mode="json") == written
