@@ -119,8 +119,6 @@ class Limits:
     num_stages: int = 1
     layers_per_stage: int = 1
     """The most of any stage."""
-    layers: tuple[int, ...] = ()
-    """Of each stage, where not all have equally many; what is said of a stage is then said of a mean one (`at`)."""
     in_step: int = 1
     """So many neighbouring ranks run every pass together, as they share experts; 1: none do."""
     all_in_step: bool = False
@@ -154,6 +152,8 @@ class Limits:
     """Each device of a pipeline has two stages, device r the stages r and num_stages - 1 - r (`v_shape`)."""
     takes_turns: bool = False
     """Two halves of a micro-batch may take turns (`MicroBatch.first_half`)."""
+    layers: tuple[int, ...] = ()
+    """Of each stage, where not all have equally many; what is said of a stage is then said of a mean one (`at`)."""
 
     @cached_property
     def _of_stages(self) -> tuple[Limits, ...]:

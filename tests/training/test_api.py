@@ -33,7 +33,12 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_ranks_read_the_recipe_that_was_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(verb: str, chosen: Any, words: Any, num_ranks: int | None, progress: Any, **arguments: Any) -> Any:
-        assert (words[0], words[2:], num_ranks, arguments) == (verb, ("--steps", "2"), 3, {"steps": 2})
+        assert (words[0], words[2:], num_ranks, arguments) == (
+            verb,
+            ("--steps", "2"),
+            3,
+            {"steps": 2, "weights": False},
+        )
         return {"same": evenload.load_recipe(words[1]).model_dump() == chosen.model_dump()}
 
     monkeypatch.setattr(api, "on_ranks", read)

@@ -31,7 +31,7 @@ STEP: dict[str, Any] = {**dict.fromkeys(PLANNED, 0.5), "step": 0, "notes": [], "
 
 def trained(**ratio: float) -> dict[str, Any]:
     one = dict.fromkeys(NUMBERS, 0.5)
-    own = {"plan_share": 0.0, "trace": None, "delay_steps": 0.0, "waiting": 0, "bubbles": {}, "host": {}}
+    own = {"plan_share": 0.0, "trace": None, "steps": [], "delay_steps": 0.0, "waiting": 0, "bubbles": {}, "host": {}}
     done = {**totals([], None), "steps": 1, "loss": 2.5, "best_loss": 2.5, "best_step": 0}
     own |= {"pictures": {}, "comparison": {}, "summary": done, "validation": []}
     return {**own, "variants": {**dict.fromkeys(ratio, one), "evenload": one}, "ratio": ratio}
@@ -67,7 +67,7 @@ def test_the_best_checkpoint_is_named_with_the_command_that_exports_it() -> None
 
 
 def test_validations_are_shown_with_the_first_the_lowest_and_the_last_of_many() -> None:
-    size = {"sequences": 9, "tokens": 500, "targets": 400, "without_target": 1, "validation_s": 0.25}
+    size = {"sequences": 9, "tokens": 500, "targets": 400, "without_target": 1, "validation_s": 0.25, "domains": None}
     losses = [5.5, *(4.0 if step == 7 else 4.5 + step / 100 for step in range(1, 40))]
     rows = [{**size, "step": i, "loss": loss, "perplexity": 2.0**loss, "best": i == 7} for i, loss in enumerate(losses)]
     text = " ".join(shown(table_of_train({**trained(), "validation": rows})).split())

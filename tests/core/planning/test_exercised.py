@@ -37,7 +37,9 @@ def noted(of: PlanChain, lengths: list[int], taken: list[str] | None = None, ten
 
 
 def test_every_plugin_of_ours_says_what_shows_it() -> None:
-    assert all(plugin.shown_by for plugin in registered() if plugin.origin.startswith("evenload.plugins."))
+    """Of batches no plan shows anything: they are drawn before it is made."""
+    own = [plugin for plugin in registered() if plugin.origin.startswith("evenload.plugins.")]
+    assert all(plugin.shown_by for plugin in own if plugin.place != "batches")
 
 
 @pytest.mark.parametrize(
