@@ -3636,8 +3636,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "losses of domains are summed in the order of the ranks",
         "core/policies.py",
-        "[math.fsum(values[own]) for own in owned] for",
-        "[float(sum(values[own])) for own in owned] for",
+        "np.array([math.fsum(values[own]) for own in owned]) * factors",
+        "np.array([float(sum(values[own])) for own in owned]) * factors",
         "mixes",
     ),
     Mutant(

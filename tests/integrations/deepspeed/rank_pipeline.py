@@ -101,7 +101,7 @@ def planned(host: Any, name: str) -> StepPlan:
             MicroBatch(tuple(Slice(i, 0, LENGTHS[i]) for i in pack), (min(number, layout.dp - 1),))
             for number, pack in enumerate(packs)
         )
-        limits = Limits(layout.dp, 1 << 20, layout.pp, sizes["layers_per_stage"], layout.layers)
+        limits = Limits(layout.dp, 1 << 20, layout.pp, sizes["layers_per_stage"], layers=layout.layers)
         return check(StepPlan(as_lengths(LENGTHS), micro_batches, limits))
     if kind == "shared":
         sizes.pop("layers")

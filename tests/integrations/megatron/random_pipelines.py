@@ -56,7 +56,7 @@ def random_pipeline(
     orders = _interleaved(draw, forward, backward, _needs(micro_batches), num_stages)
     of_stages = layers or (layers_per_stage,) * num_stages
     least, most = {"none": (0, 0), "some": (0, 1), "all": (1, 1)}[recompute]
-    limits = Limits(num_ranks, 1 << 20, num_stages, layers_per_stage, layers, splits_backward=True)
+    limits = Limits(num_ranks, 1 << 20, num_stages, layers_per_stage, layers=layers, splits_backward=True)
     plan = StepPlan(
         as_lengths(lengths),
         tuple(micro_batches),
