@@ -1,6 +1,6 @@
 """Galvatron (arXiv 2504.21411): its search on its own llama2-7b profile, all samples of its one length, and ours.
 
-    python benchmarks/published/galvatron.py CHECKOUT [--batches 16,64] [--memory 36] [--limit-s 60]
+    python benchmarks/published/galvatron.py CHECKOUT [--batches 16,64] [--memory 36] [--limit-s 60] [--quick]
                                              [--json] [--out FILE]
 
 CHECKOUT is Hetu-Galvatron @ cea12ffb, whose engine and cost model run as they are, on its profile of a node of 8 A100:
@@ -8,7 +8,9 @@ samples of 2,048 tokens, bf16, 1F1B. Only its C++ loop stands here in numpy, the
 of its cost model, ours those of the simulator under the same forward seconds (recipes/costs/galvatron-llama2-7b.yaml)
 and the same bandwidth of 8 ranks: the two share no scale, so each column is compared within itself.
 
-    by layer   what its engine finds: a strategy for each layer (tp or Ulysses, dp, ZeRO 2 or 3, checkpoint)
+    by layer   what its engine finds: a strategy for each layer (tp or Ulysses, dp, ZeRO 2 or 3, checkpoint); --quick
+               leaves this out, whose tables of megabytes take minutes
+    two        the best division of the layers, alike in each stage, between two strategies, in its cost model
     one        the same engine, one strategy for all layers
     stock      of these, what Megatron-Core or DeepSpeed run as they are: no Ulysses, ZeRO 3 without tp and pp
     bound      no strategies by layer take less in its cost model, whoever finds them: for every layout and number of
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,14 +128,19 @@ def least_by_layer(cost_s: Floats, memory: Floats, layers: int, room: float) -> 
     return layers * min(values)
 
 
-def least_of_stages(stages_s: list[float], chunks: int) -> float:
-    """Its formula of 1F1B (`pipeline_costmodel`) of stages' seconds without gradient sums; each raises it."""
-    count, rest = len(stages_s), sum(stages_s[1:])
-    busy = min(count - 1, chunks - 1) * stages_s[0]
-    filled = sum(max(busy * part, rest * part) for part in (1 / 3, 2 / 3))
-    return max(
-        sum(stages_s) + stages_s[-1] * (chunks - 1),
-        filled + stages_s[0] * max(0, chunks + 1 - count),
+def step_s(stages_s: Floats, summed_s: Floats, chunks: int) -> Floats:
+    """Its formula with what gradient sums add: stages' seconds without and with them [..., stages]."""
+    late = (summed_s - np.cumsum(stages_s, axis=-1)).max(axis=-1)
+    return least_of_stages(stages_s, chunks) + np.maximum(0.0, late)
+
+
+def least_of_stages(stages_s: Floats, chunks: int) -> Floats:
+    """Its formula of 1F1B (`pipeline_costmodel`) of stages' seconds [..., stages] without gradient sums."""
+    count, first_s, rest_s = stages_s.shape[-1], stages_s[..., 0], stages_s[..., 1:].sum(axis=-1)
+    # A third is forward, two are backward.
+    filled = np.maximum(min(count - 1, chunks - 1) * first_s, rest_s)
+    return np.maximum(
+        first_s + rest_s + stages_s[..., -1] * (chunks - 1), filled + first_s * max(0, chunks + 1 - count)
     )
 
 
@@ -191,39 +199,73 @@ class Engine:
 
     def bound_s(self) -> float:
         """What no strategies by layer take less than in its cost model."""
-        engine, tasks = self._engine, list[float]()
+        return min(least for task in self._tasks() for least in self._least_s(*task))
+
+    def two(self) -> Result:
+        """The best division of layers between two strategies: seconds, how many layers have each, micro-batches."""
+        return min(
+            (row for task in self._tasks() for row in self._divided(*task)), key=lambda row: float(row["step_s"])
+        )
+
+    def _tasks(self) -> Iterator[tuple[list[Any], list[Any], int, int]]:
+        """Strategies of layers, of embedding and output layer, micro-batches and stages that go together."""
         for chunks in (n for n in range(1, self._batch + 1) if self._batch % n == 0):
             for pp in sorted({one.pp_size for one in self._all}):
-                if pp <= chunks:
-                    most_dp = max(1, min(self._batch // chunks, RANKS // pp))
-                    here, heads = (
-                        [one for one in some if one.pp_size == pp and one.dp_size <= most_dp]
-                        for some in (self._all, engine.embedding_lmhead_strategy_list)
-                    )
-                    tasks += self._least_s(here, heads, chunks, pp)
-        return min(tasks)
+                most_dp = max(1, min(self._batch // chunks, RANKS // pp))
+                here, heads = (
+                    [one for one in some if one.pp_size == pp and one.dp_size <= most_dp]
+                    for some in (self._all, self._engine.embedding_lmhead_strategy_list)
+                )
+                if pp <= chunks and here:
+                    yield here, heads, chunks, pp
+
+    def _costs(self, strategies: list[Any], chunks: int, pp: int) -> tuple[Floats, Floats, Floats]:
+        """Of a layer by strategy: seconds with and without its gradient sum [S], MB in each stage [stages, S]."""
+        with_sum, without = np.array([self._time(one, chunks) for one in strategies]).T
+        memory = np.array([[self._memory(one, chunks, stage) for one in strategies] for stage in range(pp)])
+        return with_sum, without, memory
+
+    def _divided(self, strategies: list[Any], heads: list[Any], chunks: int, pp: int) -> Iterator[Result]:
+        with_sum, without, memory = self._costs(strategies, chunks, pp)
+        layers, costs = MODEL["num_layers"] // pp, [self._head(head, chunks) for head in heads]
+        head_s, head_mb = (np.array([one[i] for one in costs]) for i in (0, 1))  # [heads, stages]
+        counts = np.arange(1, layers + 1)[:, None, None]
+        for a, b in product(range(len(strategies)), repeat=2):
+            plain, summed = (counts * each[a] + (layers - counts) * each[b] for each in (without, with_sum))
+            buffers = [self._buffer_mb([strategies[a], strategies[b], head], chunks, pp) for head in heads]
+            held = counts * memory[:, a] + (layers - counts) * memory[:, b] + np.ceil(head_mb)
+            taken_s = step_s(plain + head_s, np.broadcast_to(summed, (layers, 1, pp)), chunks)  # [counts, heads]
+            taken_s[(held.max(axis=-1) + buffers) > self._room] = math.inf
+            count = int(taken_s.min(axis=1).argmin()) + 1
+            told = "; ".join(f"{n} x {_named(strategies[i])}" for i, n in ((a, count), (b, layers - count)) if n)
+            names = f"PP {pp}: {told}" if pp > 1 else told
+            yield {"step_s": float(taken_s.min()), "chunks": chunks, "strategies": names}
+
+    def _buffer_mb(self, strategies: list[Any], chunks: int, pp: int) -> float:
+        """What its engine counts for gathered inputs where any strategy is tensor-parallel."""
+        if all(one.tp_size == 1 for one in strategies):
+            return 0.0
+        dp = RANKS // pp // max(one.tp_sp_size for one in strategies)
+        return math.ceil(self._batch / chunks / dp * MODEL["hidden_size"] * LENGTH * 2 / 2**20)
 
     def _least_s(self, strategies: list[Any], heads: list[Any], chunks: int, pp: int) -> Iterator[float]:
         """For each strategy of the embedding and output layer, the least of all by layer.
 
         The buffer of gathered inputs is left out of memory, which lets more fit.
         """
-        if not strategies:
-            return
-        with_sum, without = np.array([self._time(one, chunks) for one in strategies]).T
-        memory = np.array([[self._memory(one, chunks, stage) for one in strategies] for stage in range(pp)])
+        with_sum, without, memory = self._costs(strategies, chunks, pp)
         layers = MODEL["num_layers"] // pp
         for head in heads:
             head_s, head_mb = self._head(head, chunks)
             rooms = [self._room - math.ceil(mb) for mb in head_mb]
-            stages = [least_by_layer(without, memory[i], layers, rooms[i]) + head_s[i] for i in range(pp)]
+            stages = np.array([least_by_layer(without, memory[i], layers, rooms[i]) for i in range(pp)]) + head_s
             first_s = least_by_layer(with_sum, memory[0], layers, rooms[0])
             if pp == 1:
                 all_but_one = least_by_layer((chunks - 1) * without + with_sum, memory[0], layers, rooms[0])
                 summed_s = all_but_one + (chunks - 1) * head_s[0]
             else:
-                summed_s = first_s + sum(stages[1:]) + (chunks - 1) * stages[-1]
-            yield max(least_of_stages(stages, chunks), summed_s)
+                summed_s = first_s + stages[1:].sum() + (chunks - 1) * stages[-1]
+            yield max(float(least_of_stages(stages, chunks)), summed_s)
 
     def _models(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self._engine, f"{name}_list")[0] for name in names}
@@ -252,6 +294,11 @@ class Engine:
         time_of = costs.EmbeddingLMHeadTimeCostModel(strategy, **size, sequence_length_list=[LENGTH], **more)
         memory = costs.EmbeddingLMHeadMemoryCostModel(strategy, **size, **self._models(*names)).get_memory_cost()
         return time_of.gen_result()[1], memory["enc_total"]
+
+
+def _named(one: Any) -> str:
+    kind = f"Ulysses {one.sp_size}" if one.sp_size > 1 else f"TP {one.tp_size}"
+    return f"{kind}{', ZeRO 3' * (one.dp_type.name == 'ZERO3')}{', again' * one.checkpoint}"
 
 
 def stock(strategy: Any) -> bool:
@@ -290,7 +337,7 @@ def ours(checkout: Path, folder: Path, batch: int, memory: int, limit_s: float) 
     return {"step_s": best.mean_s, "gap": state.gap, "picks": said(best.choice.values), **settings}
 
 
-def row_of(checkout: Path, batch: int, memory: int, limit_s: float) -> Result:
+def row_of(checkout: Path, batch: int, memory: int, limit_s: float, *, quick: bool) -> Result:
     """A batch of so many samples."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -298,7 +345,8 @@ def row_of(checkout: Path, batch: int, memory: int, limit_s: float) -> Result:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints every strategy
             engine = Engine(checkout, folder, batch, memory)
             result = {
-                "by_layer": engine.best(by_layer=True),
+                "by_layer": None if quick else engine.best(by_layer=True),
+                "two": engine.two(),
                 "one": engine.best(by_layer=False),
                 "stock": engine.best(by_layer=False, only=stock),
                 "bound_s": engine.bound_s(),
@@ -317,11 +365,22 @@ def table(result: Result) -> Any:
         bound_s = row["bound_s"]
         cells = (
             f"{seconds(row[key]['step_s'])}, {row[key]['step_s'] / bound_s:.3f}x, {row[key]['strategies']}"
-            for key in ("by_layer", "one", "stock", "our_layout")
+            if row[key]
+            else "not searched"
+            for key in ("by_layer", "two", "one", "stock", "our_layout")
         )
         own = f"{seconds(row['ours']['step_s'])} ({row['ours']['gap']:.1%}), {row['ours']['picks']}"
         rows.append((str(row["batch"]), seconds(bound_s), *cells, own))
-    heads = ("samples", "bound", "by layer", "one for all", "of these, stock", "our layout in it", "ours, simulated")
+    heads = (
+        "samples",
+        "bound",
+        "by layer",
+        "two",
+        "one for all",
+        "of these, stock",
+        "our layout in it",
+        "ours, simulated",
+    )
     return grid("llama2-7b on 8 A100 in Galvatron's cost model (predicted), over its bound", heads, rows)
 
 
@@ -329,6 +388,10 @@ def prepared(checkout: Path) -> None:
     """Let its packages be imported, and its compiled loop."""
     sys.path.insert(0, str(checkout))
     sys.modules[CORE] = core()
+    # Its search takes argument classes from its runtime, whose own beginning loads kernels for GPUs.
+    runtime = ModuleType("galvatron.core.runtime")
+    runtime.__path__ = [str(checkout / "galvatron" / "core" / "runtime")]
+    sys.modules[runtime.__name__] = runtime
 
 
 def main(words: Iterable[str] | None = None) -> None:
@@ -337,13 +400,14 @@ def main(words: Iterable[str] | None = None) -> None:
     parser.add_argument("--batches", default="16,64")
     parser.add_argument("--memory", type=int, default=36, help="GiB of a device")
     parser.add_argument("--limit-s", type=float, default=60.0, help="CPU seconds of our search")
+    parser.add_argument("--quick", action="store_true", help="without its own search by layer")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(None if words is None else list(words))
     prepared(asked.checkout)
     load_plugins()
     batches = [int(word) for word in asked.batches.split(",")]
-    rows = [row_of(asked.checkout, batch, asked.memory, asked.limit_s) for batch in batches]
+    rows = [row_of(asked.checkout, batch, asked.memory, asked.limit_s, quick=asked.quick) for batch in batches]
     result: Result = {"predicted": True, "rows": rows}
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -3,8 +3,9 @@
     python benchmarks/training/mixtures.py [--seeds 3] [--steps 160] [--policies odm,ado] [--quick]
                                            [--json] [--out FILE]
 
-A small Llama (2 layers of 128, Megatron-Core, float32, one rank) on six packages of Python's own library as domains.
-Each is cut into samples of 256 bytes, of which every eighth is held out, so a step has as many tokens under any shares.
+A small Llama (2 layers of 96, Megatron-Core, float32, one rank) on six packages of Python's own library as domains.
+Each is cut into samples of 256 bytes, of which every eighth is held out (64 of these are scored), so a step
+has as many tokens under any shares.
 DataFlex's claim for its mixers is a better perplexity at equal tokens than default proportions.
 
     default      shares as large as the domains
@@ -37,9 +38,10 @@ from evenload.commands.tables.show import emit, grid
 from rich.console import Group
 
 DOMAINS = ("asyncio", "email", "encodings", "html", "pydoc_data", "tkinter")
-SAMPLE, HELD_OUT, BATCH = 256, 8, 16
+SAMPLE, BATCH = 256, 16
+HELD_OUT, MOST_HELD_OUT = 8, 64
 DEFAULT = "default"
-MODEL = {"family": "llama", "num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}
+MODEL = {"family": "llama", "num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "vocab_size": 256}
 
 Result = dict[str, Any]
 Losses = dict[str, float]
@@ -68,9 +70,15 @@ def written(folder: Path) -> dict[str, int]:
         samples = [list(body[at : at + SAMPLE]) for at in range(0, len(body) - SAMPLE + 1, SAMPLE)]
         for kind, held_out in (("train", False), ("held_out", True)):
             rows = [{"input_ids": ids} for at, ids in enumerate(samples) if (at % HELD_OUT == 0) == held_out]
+            rows = spread(rows, MOST_HELD_OUT) if held_out else rows
             (folder / f"{name}.{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             counts[name] = len(rows) if not held_out else counts[name]
     return counts
+
+
+def spread(rows: list[Result], most: int) -> list[Result]:
+    """At most so many of them, from the first to the last."""
+    return [rows[at] for at in sorted({*np.linspace(0, len(rows) - 1, most).astype(int).tolist()})]
 
 
 def recipe_of(folder: Path, counts: dict[str, int], name: str, mix: Result | None, seed: int, steps: int) -> Result:
