@@ -258,6 +258,9 @@ class Engine:
         for head in heads:
             head_s, head_mb = self._head(head, chunks)
             rooms = [self._room - math.ceil(mb) for mb in head_mb]
+            if any(memory[i].min() * layers > rooms[i] for i in range(pp)):  # nothing fits
+                yield math.inf
+                continue
             stages = np.array([least_by_layer(without, memory[i], layers, rooms[i]) for i in range(pp)]) + head_s
             first_s = least_by_layer(with_sum, memory[0], layers, rooms[0])
             if pp == 1:
