@@ -79,7 +79,8 @@ def packing(slots: int, prompt: int) -> float:
     pack = engine._pack(slices, tokens, cache, torch.device("cpu"))
     assert pack.cached is not None
     assert len(samples) == slots
-    _ = pack.cached.places_T, pack.cached.seen_B11L(None)
+    rows = pack.cached
+    _ = rows.places_2T, rows.tables_BGW(2), rows.seen_B11L(None)
     return time.process_time() - begin
 
 
