@@ -63,7 +63,7 @@ def train(folder: Path, steps: int, batch: int = 16) -> float:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 10), pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(steps, 100), pct_start=0.1)
     draw = np.random.default_rng(0)
     lengths = np.array([len(answer_of(n)) for n in range(2, BELOW)])
     begin_s = time.process_time()
@@ -81,7 +81,7 @@ def train(folder: Path, steps: int, batch: int = 16) -> float:
         if step % 50 == 0 or step == steps - 1:
             print(f"step {step} loss {loss.item():.3f} CPU s {time.process_time() - begin_s:.0f}", flush=True)
     model.eval().save_pretrained(folder)
-    return float(loss)
+    return float(loss.detach())
 
 
 def main() -> None:

@@ -200,9 +200,9 @@ def test_flash_attention_is_asked_for_blocks_and_lengths(monkeypatch: pytest.Mon
 def test_flash_attention_is_taken_where_it_is_there_and_blocks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     flash = replace(cached.DECODERS[0], available=lambda: True, supports=lambda *_: True)
     cpu = torch.device("cpu")
-    assert cached.choose_decoder(cpu, torch.bfloat16, 64, 256, frozenset()).name == "by_block"
+    assert cached.choose_decoder(cpu, torch.bfloat16, 64, 256, frozenset()).name == "torch"
     monkeypatch.setattr(cached, "DECODERS", (flash, *cached.DECODERS[1:]))
-    for block, options, name in ((256, [], "flash_attn"), (16, [], "by_block"), (256, ["sinks"], "by_block")):
+    for block, options, name in ((256, [], "flash_attn"), (16, [], "torch"), (256, ["sinks"], "torch")):
         chosen = cached.choose_decoder.__wrapped__(cpu, torch.bfloat16, 64, block, frozenset(options))
         assert chosen.name == name
     assert cached.block_tokens_on(torch.device("cuda")) == 256
