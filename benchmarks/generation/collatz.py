@@ -1,6 +1,6 @@
 """A small model of Collatz paths, whose samples are as uneven as answers: "27:82 41 124 ... 2 1" and an end.
 
-    python benchmarks/generation/collatz.py --out runs/collatz [--steps 400]
+    python benchmarks/generation/collatz.py --out runs/collatz [--steps 400] [--batch 16]
 
 A path of a number below 1,000 has 4 to 899 bytes, half of them at most 155. The model (llama, 2 layers of 128, bytes as
 tokens, its end a newline) is trained by Transformers alone, in about two minutes of one core, and written as a Hugging
@@ -88,9 +88,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=16)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    train(arguments.out, arguments.steps)
+    train(arguments.out, arguments.steps, arguments.batch)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,8 @@ def on_rank(asked: argparse.Namespace) -> None:
             dist.all_gather_object(of_ranks, {**spent, "lengths": lengths})
             load = os.getloadavg()[0]
             rows.append({"trainer": trainer, "variant": name, "repeat": repeat, "load": load, "ranks": of_ranks})
+            if world.rank == 0:
+                print(json.dumps(summary(rows[-1:], trainer, name)), file=sys.stderr, flush=True)
     host.close()
     if world.rank == 0:
         print(json.dumps({"rows": rows}))
