@@ -46,9 +46,9 @@ def prompts_of(count: int, seed: int) -> list[list[int]]:
     return [prompt_of(int(number)) for number in numbers]
 
 
-def kept(made: torch.Tensor) -> Lengths:
+def kept(rows: torch.Tensor) -> Lengths:
     """Tokens of each row up to its end, that included."""
-    return [int(ends[0]) + 1 if len(ends := (row == END).nonzero()[:, 0]) else len(row) for row in made]
+    return [int(ends[0]) + 1 if len(ends := (row == END).nonzero()[:, 0]) else len(row) for row in rows]
 
 
 class Peers:
@@ -100,8 +100,8 @@ class Peers:
         with self.stock() as module, torch.no_grad():
             for first in range(0, len(rows), self._asked.slots):
                 tokens, mask = padded_before(rows[first : first + self._asked.slots])
-                made = module.generate(tokens, attention_mask=mask, generation_config=self.config())
-                lengths += kept(made[:, tokens.shape[1] :])
+                outputs = module.generate(tokens, attention_mask=mask, generation_config=self.config())
+                lengths += kept(outputs[:, tokens.shape[1] :])
         return lengths
 
     def continuous(self, seed: int) -> Lengths:
@@ -114,8 +114,8 @@ class Peers:
             seed=seed,
         )
         with self.stock() as module:
-            made = module.generate_batch(rows, generation_config=self.config(), continuous_batching_config=how)
-        return [len(one.generated_tokens) for one in made.values()]
+            outputs = module.generate_batch(rows, generation_config=self.config(), continuous_batching_config=how)
+        return [len(one.generated_tokens) for one in outputs.values()]
 
 
 def padded_before(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

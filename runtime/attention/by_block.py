@@ -70,7 +70,7 @@ def _by_block(q_BHD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rows: CachedRows, s
 
 
 def _products(left_PGRX: Tensor, pool_NGXY: Tensor, reads: BlockReads, scale: float = 1.0) -> Tensor:
-    """Of what each read has and its block, scaled [P * G, R, Y]."""
+    """What each read has times its block, scaled [P * G, R, Y]."""
     count, none = reads.num_in_place, left_PGRX.new_zeros(())
     pairs = [(left_PGRX[:count], pool_NGXY[:count])] if count else []
     if len(reads.gathered_E) or not count:

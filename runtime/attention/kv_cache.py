@@ -174,7 +174,7 @@ class CachedRows:
 
     @cached_property
     def _stops(self) -> Ints:
-        """Of the rows of one token."""
+        """Keys that each row of one token sees, its own included."""
         return np.array([piece.stop for piece in self.slices[len(self.long) :]], dtype=np.int64)
 
     @cached_property

@@ -94,7 +94,7 @@ class Schedule:
         place, size = 0, self._tables.block_tokens
         while place < len(self.live):  # who is given up is the last
             sample = self.live[place]
-            if sample.length % size == 1 or size == 1:  # before, it has blocks of its own for one token more
+            if sample.length % size == 1 or size == 1:  # else its last block holds one token more
                 self._make_grow(sample)
             place += 1
         self._start()
