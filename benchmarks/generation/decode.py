@@ -5,9 +5,10 @@
 
 The model of recipes/quickstart.yaml on one rank and one thread. Every sample has a prompt of so many tokens and makes
 so many; only steps are counted in which every slot makes one. "step" is all that the engine does of a step: schedule,
-pack, model, noise and sampling; "model" the part inside the model's call; "packing" schedule and pack. "by packs" is
-the model's call of one `build_pack` over a `PrefixStore`, which attends sample by sample, on the same tokens. Seconds
-are process time, the least of the repeats, which alternate.
+pack, model, noise and sampling; "model" the part inside the model's call; "products" the model's matrices alone, each
+times as many rows; "packing" schedule and pack. "by packs" is the model's call of one `build_pack` over a
+`PrefixStore`, which attends sample by sample, on the same tokens. Seconds are process time, the least of the repeats,
+which alternate.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,8 +81,21 @@ def packing(slots: int, prompt: int) -> float:
     pack = engine._pack(slices, tokens, cache, torch.device("cpu"))
     assert pack.cached is not None
     assert len(samples) == slots
-    _ = pack.cached.places_T, pack.cached.seen_B11L(None)
+    rows = pack.cached
+    _ = rows.places_2T, rows.tables_BGW(2), rows.seen_B11L(None)
     return time.process_time() - begin
+
+
+@torch.no_grad()
+def of_products(weights: Mapping[str, torch.Tensor], slots: int, times: int = 20) -> float:
+    """Milliseconds of the products of all matrices but the embedding's with so many rows: what no engine is below."""
+    matrices = [weight.float() for name, weight in weights.items() if weight.dim() == 2 and "embed" not in name]
+    rows = [torch.randn(slots, matrix.shape[1]) for matrix in matrices]
+    begin = time.process_time()
+    for _ in range(times):
+        for matrix, x in zip(matrices, rows, strict=True):
+            torch.nn.functional.linear(x, matrix)
+    return 1e3 * (time.process_time() - begin) / times
 
 
 @torch.no_grad()
@@ -107,14 +122,14 @@ def measured(trainer: str, arguments: argparse.Namespace) -> list[dict[str, Any]
     dtype = "fp64" if arguments.float64 and trainer == "megatron" else "fp32"
     words = [f"trainer={trainer}", "parallel.dp=1", f"model.vocab_size={VOCABULARY}", f"train.dtype={dtype}"]
     host = integration(trainer).open_host(load_recipe("quickstart", words), init_world())
-    rows = []
+    rows, weights = [], dict(host.weights())
     with host.decoding() as decoder:
         for slots in arguments.slots:
             case = decoder, slots, arguments.prompt, arguments.tokens
-            turns = [(of_engine(*case), of_packs(*case)) for _ in range(arguments.repeats)]
+            turns = [(of_engine(*case), of_packs(*case), of_products(weights, slots)) for _ in range(arguments.repeats)]
             best = Times(*map(min, zip(*(turn[0] for turn in turns), strict=True)))
-            packs = min(turn[1] for turn in turns)
-            rows.append({"trainer": trainer, "dtype": dtype, "slots": slots, **best._asdict(), "by_packs": packs})
+            alone = {"by_packs": min(turn[1] for turn in turns), "products": min(turn[2] for turn in turns)}
+            rows.append({"trainer": trainer, "dtype": dtype, "slots": slots, **best._asdict(), **alone})
     host.close()
     for row in rows:
         row["over_one_slot"] = row["step"] / rows[0]["step"]
@@ -122,8 +137,8 @@ def measured(trainer: str, arguments: argparse.Namespace) -> list[dict[str, Any]
 
 
 def table(result: dict[str, Any]) -> Any:
-    names = ("trainer", "slots", "step", "model", "packing", "over one slot", "by packs")
-    keys = ("step", "model", "packing", "over_one_slot", "by_packs")
+    names = ("trainer", "slots", "step", "model", "products", "packing", "over one slot", "by packs")
+    keys = ("step", "model", "products", "packing", "over_one_slot", "by_packs")
     rows = [(row["trainer"], str(row["slots"]), *(f"{row[key]:.2f}" for key in keys)) for row in result["rows"]]
     return grid("CPU ms of a decode step", names, rows, f"torch {result['torch']}, {result['machine']}, one thread")
 

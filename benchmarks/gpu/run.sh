@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that evenload can show on one CUDA machine, in one call and under eight minutes: every `-m gpu` test, attention
-# kernels, experts with copies, slices, chunks of a stage, the places of a ring, offload, exactness and speed through
-# both trainers, the costs of the card (recipes/costs/<card>.yaml), one JSON file.
+# kernels, decode steps, experts with copies, slices, chunks of a stage, the places of a ring, offload, exactness and
+# speed through both trainers, the costs of the card (recipes/costs/<card>.yaml), one JSON file.
 #
 #   benchmarks/gpu/run.sh [--out result.json] [--limit seconds] [--dry-run]
 #

@@ -72,6 +72,7 @@ def stages() -> list[Stage]:
         Stage("attention", ("-P", str(ROOT / "benchmarks" / "gpu" / "attention.py"), "--json"), 50),
         Stage("experts", ("-P", str(ROOT / "benchmarks" / "gpu" / "experts.py"), "--json"), 40),
         Stage("adapters", ("-P", str(ROOT / "benchmarks" / "gpu" / "adapters.py"), "--json"), 40),
+        Stage("decode", ("-P", str(ROOT / "benchmarks" / "gpu" / "decode.py"), "--json", "--limit", "30"), 110),
         script("transformer_engine", 4096, 60),
         script("slices", 65536, 100),
         script("chunks", 32768, 60),

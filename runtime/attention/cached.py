@@ -2,7 +2,7 @@
 token in one call.
 
 Shape legend: T = tokens of the pack, N = tokens of a slice, M = tokens up to its end, B = rows of one token each,
-H = query heads, G = key/value heads, R = H / G, D = head dimension, L = tokens of the blocks of the longest row.
+H = query heads, D = head dimension.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from ...core.plan.step_plan import Slice
 from .blocks import Inputs, choose_block, with_sinks
+from .by_block import attend_rows
 from .kernels import KernelRow, has, on_gpu
 from .kv_cache import CachedRows, Pools
 from .scores import ScoreForm
@@ -59,11 +59,11 @@ def cached_attention(
     Returns:
         out_THD; 0 of slots behind the last slice.
     """
-    pools = rows.cache.write(layer, rows.places_T, k_TGD, v_TGD)
+    pools = rows.cache.write(layer, rows, k_TGD, v_TGD)
     outs = []
     for piece, first in zip(rows.long, rows.borders, strict=False):
         outs.append(_slice(q_THD[first : first + piece.length], pools, rows, piece, scores))
-    first, end = rows.borders[-1], len(rows.places_T)
+    first, end = rows.borders[-1], rows.places_2T.shape[1]
     if end > first:
         kernel = choose_decoder(
             q_THD.device, q_THD.dtype, q_THD.shape[-1], rows.cache.tables.block_tokens, scores.options
@@ -86,11 +86,12 @@ def _slice(q_NHD: Tensor, pools: Pools, rows: CachedRows, piece: Slice, scores: 
 def _flash_attn(call: DecodeCall) -> Tensor:
     function = importlib.import_module("flash_attn").flash_attn_with_kvcache
     window = (-1, -1) if call.scores.window is None else (call.scores.window, 0)
+    blocks, lengths = call.rows.tables
     out_B1HD: Tensor = function(
         call.q_BHD[:, None],
         *call.pools,
-        cache_seqlens=call.rows.lengths_B,
-        block_table=call.rows.tables_BW.int(),
+        cache_seqlens=lengths,
+        block_table=blocks,
         softmax_scale=call.scores.scale,
         causal=True,
         window_size=window,
@@ -99,46 +100,26 @@ def _flash_attn(call: DecodeCall) -> Tensor:
     return out_B1HD[:, 0]
 
 
-def _sdpa(call: DecodeCall) -> Tensor:
-    tables_BW = call.rows.tables_BW
-    k_BGLD, v_BGLD = (_rows_of(pool, tables_BW) for pool in call.pools)
-    rows, heads, dim = call.q_BHD.shape
-    groups = k_BGLD.shape[1]
-    q_BGRD = call.q_BHD.reshape(rows, groups, heads // groups, dim)
-    seen_B11L = call.rows.seen_B11L(call.scores.window)
-    out_BGRD = scaled_dot_product_attention(q_BGRD, k_BGLD, v_BGLD, attn_mask=seen_B11L, scale=call.scores.scale)
-    return out_BGRD.flatten(1, 2)
-
-
-def _rows_of(pool_NSGD: Tensor, tables_BW: Tensor) -> Tensor:
-    """Keys or values of each row [B, G, L, D]."""
-    taken = pool_NSGD.index_select(0, tables_BW.flatten())
-    return taken.view(len(tables_BW), -1, *pool_NSGD.shape[2:]).transpose(1, 2)
-
-
-def _one_by_one(call: DecodeCall) -> Tensor:
-    pieces = call.rows.slices[len(call.rows.long) :]
-    return torch.cat(
-        [_slice(call.q_BHD[i : i + 1], call.pools, call.rows, piece, call.scores) for i, piece in enumerate(pieces)]
-    )
-
-
 def _anywhere(*_: Any) -> bool:
     return True
 
 
-_WINDOW = frozenset({"window"})
 DECODERS = (
     DecodeKernel(
         "flash_attn",
         lambda: has("flash_attn", "flash_attn_with_kvcache"),
         on_gpu,
         _flash_attn,
-        _WINDOW | {"softcap"},
+        frozenset({"window", "softcap"}),
         _PAGE,
     ),
-    DecodeKernel("sdpa", _anywhere, _anywhere, _sdpa, _WINDOW),
-    DecodeKernel("blocks", _anywhere, _anywhere, _one_by_one, _WINDOW | {"softcap", "sinks"}),
+    DecodeKernel(
+        "torch",
+        _anywhere,
+        _anywhere,
+        lambda call: attend_rows(*call),
+        frozenset({"window", "softcap", "sinks"}),
+    ),
 )
 
 

@@ -90,16 +90,16 @@ def _end_of(sample: Running, settings: Generation) -> Ended | None:
 def _pack(slices: Sequence[Slice], tokens: Mapping[int, Sequence[int]], cache: KvCache, device: torch.device) -> Pack:
     """Slices in the order of the cache's rows; without any the pack is one token that nothing is computed for."""
     rows = CachedRows.of(cache, slices, device)
-    lengths = [piece.length for piece in rows.slices] or [1]
+    lengths = [*(piece.length for piece in rows.long), *[1] * (len(slices) - len(rows.long))] or [1]
     borders = tuple(accumulate(lengths, initial=0))
     arrays: dict[str, Ints] = {
         "tokens_T": np.array([*chain.from_iterable(tokens[piece.sequence] for piece in rows.slices)] or [0]),
-        "positions_T": np.array([*chain.from_iterable(range(s.start, s.stop) for s in rows.slices)] or [0]),
+        "positions_T": rows.positions_T if slices else np.zeros(1, dtype=np.int64),
         "labels_T": np.full(borders[-1], IGNORE, dtype=np.int64),
         "cu_seqlens": np.array(borders, dtype=np.int32),
     }
     fields = copy_rows(arrays, device)
-    return Pack.of(lengths, borders, slices=rows.slices, cached=rows, num_targets=0, **fields)
+    return Pack(segments=borders, max_seqlen=max(lengths), slices=rows.slices, cached=rows, num_targets=0, **fields)
 
 
 def _picked(

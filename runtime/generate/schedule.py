@@ -91,9 +91,11 @@ class Schedule:
     def next(self) -> tuple[list[Slice], list[Running], dict[int, list[int]]]:
         """What the next forward computes: slices, by what the cache calls their sequences; the samples that get a token
         from it, each for the last token of its slice; and the tokens of each slice."""
-        place = 0
+        place, size = 0, self._tables.block_tokens
         while place < len(self.live):  # who is given up is the last
-            self._make_grow(self.live[place])
+            sample = self.live[place]
+            if sample.length % size == 1 or size == 1:  # else its last block holds one token more
+                self._make_grow(sample)
             place += 1
         self._start()
         slices: list[Slice] = []
@@ -101,14 +103,15 @@ class Schedule:
         tokens: dict[int, list[int]] = {}
         rest = self._settings.step_tokens
         for part in self._parts():
-            stop = part.length if part.length - part.kept == 1 else min(part.length, part.kept + rest)
-            if stop == part.kept:
+            kept, length = part.kept, part.length
+            stop = length if length - kept == 1 else min(length, kept + rest)
+            if stop == kept:
                 continue
-            rest -= (stop - part.kept) * (part.length - part.kept > 1)
-            slices.append(Slice(part.key, part.kept, stop))
+            rest -= (stop - kept) * (length - kept > 1)
+            slices.append(Slice(part.key, kept, stop))
             tokens[part.key] = _tokens(part, stop)
             part.kept = stop
-            if isinstance(part, Running) and stop == part.length:
+            if stop == length and isinstance(part, Running):
                 samples.append(part)
         return slices, samples, tokens
 
@@ -224,4 +227,6 @@ def _tokens(part: Prefill | Running, stop: int) -> list[int]:
     """Tokens [kept, stop) of a prompt or a sample."""
     prompt, new = part.request.tokens, part.new if isinstance(part, Running) else []
     before = len(prompt)
+    if part.kept == stop - 1 >= before:
+        return new[stop - 1 - before : stop - before]
     return [*prompt[part.kept : stop], *new[max(0, part.kept - before) : max(0, stop - before)]]

@@ -3745,4 +3745,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "if weights is None:",
         "mixture",
     ),
+    Mutant(
+        "a row sees the key behind its own, block by block",
+        "runtime/attention/kv_cache.py",
+        "unseen_PS = places_PS > last_P[:, None]\n",
+        "unseen_PS = places_PS > last_P[:, None] + 1\n",
+        "generation",
+    ),
+    Mutant(
+        "a block that several rows share is read for one of them alone",
+        "runtime/attention/kv_cache.py",
+        "            again = last[blocks] != order\n",
+        "            again = np.zeros(len(blocks), dtype=bool)\n",
+        "generation",
+    ),
 )

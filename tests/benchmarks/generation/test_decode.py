@@ -35,7 +35,7 @@ def test_a_row_for_each_number_of_slots(tmp_path: Path) -> None:
     rows = json.loads(done.stdout)["rows"]
     assert [(row["slots"], row["trainer"]) for row in rows] == [(1, "megatron"), (3, "megatron")]
     for row in rows:
-        assert row["step"] > row["model"] > 0
+        assert row["step"] > row["model"] > row["products"] > 0
         assert row["packing"] > 0
         assert row["by_packs"] > 0
     assert rows[0]["over_one_slot"] == 1.0

@@ -19,7 +19,7 @@ from evenload.core.errors import EvenloadError
 Done = subprocess.CompletedProcess[str]
 GPU = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu"
 
-SCRIPTS = ("attention", "slices", "chunks", "ring", "offload", "experts", "adapters", "transformer_engine")
+SCRIPTS = ("attention", "slices", "chunks", "ring", "offload", "experts", "adapters", "decode", "transformer_engine")
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +254,17 @@ def test_adapters_are_as_exact_as_a_textbook_has_them(script: Callable[..., Done
         assert 0 < row["error"]["evenload"] < 1.5 * row["error"]["loop"]
 
 
+@pytest.mark.slow
+def test_decode_kernels_are_measured_against_float64(script: Callable[..., Done]) -> None:
+    done = script("decode.py", "--tiny", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert [(row["kernel"], row["rows"]) for row in result["rows"]] == [("torch", "even"), ("torch", "heavy tail")]
+    assert all(row["error"] < 1e-5 and row["ms"] > 0 for row in result["rows"])
+    assert result["tokens_per_s"].keys() == {"evenload"}
+    assert result["tokens_per_s"]["evenload"] > 0
+
+
 def test_halves_that_take_turns_give_the_norm_of_one_pass(script: Callable[..., Done]) -> None:
     done = script("turns.py", "--tiny", "--tokens", "256", "--layers", "2", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -264,7 +275,7 @@ def test_halves_that_take_turns_give_the_norm_of_one_pass(script: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    "name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py", "turns.py"]
+    "name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py", "decode.py", "turns.py"]
 )
 def test_what_needs_a_card_says_so(name: str, script: Callable[..., Done]) -> None:
     done = script(name)

@@ -132,8 +132,8 @@ class Watched(tiny.Tiny):
             self.most = max(getattr(self, "most", 0), tables.num_taken * tables.block_tokens)
             self.rows = max(getattr(self, "rows", 0), len(slots_R))
             self.tables = tables
-            written = [slot for piece in pack.slices for slot in pack.cached._places(piece).tolist()]
-            assert len(written) == len(set(written))
+            written = pack.cached.places_2T
+            assert written.unique(dim=1).shape == written.shape
         return super().logits(pack, slots_R)
 
 
@@ -163,9 +163,8 @@ def test_faults_change_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(engine, "gumbel", lambda s, p, t: draw(torch.arange(len(s)), p, t))
     elif fault == "a stale key":
         monkeypatch.setattr(
-            CachedRows, "seen_B11L", lambda self, _: torch.ones_like(self.tables_BW[:, None, None, :1]).bool()
+            CachedRows, "unseen_P1S", lambda self, _: torch.zeros_like(self.reads.rows_P[:, None, None]).bool()
         )
-        monkeypatch.setattr(cached, "choose_decoder", lambda *_: cached.DECODERS[1])
     else:
         monkeypatch.setattr("evenload.runtime.attention.kv_cache.KvCache.copy_block", lambda *_: None)
     got = made(MODEL, REQUESTS, PLAIN)
@@ -201,9 +200,9 @@ def test_flash_attention_is_asked_for_blocks_and_lengths(monkeypatch: pytest.Mon
 def test_flash_attention_is_taken_where_it_is_there_and_blocks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     flash = replace(cached.DECODERS[0], available=lambda: True, supports=lambda *_: True)
     cpu = torch.device("cpu")
-    assert cached.choose_decoder(cpu, torch.bfloat16, 64, 256, frozenset()).name == "sdpa"
+    assert cached.choose_decoder(cpu, torch.bfloat16, 64, 256, frozenset()).name == "torch"
     monkeypatch.setattr(cached, "DECODERS", (flash, *cached.DECODERS[1:]))
-    for block, options, name in ((256, [], "flash_attn"), (16, [], "sdpa"), (256, ["sinks"], "blocks")):
+    for block, options, name in ((256, [], "flash_attn"), (16, [], "torch"), (256, ["sinks"], "torch")):
         chosen = cached.choose_decoder.__wrapped__(cpu, torch.bfloat16, 64, block, frozenset(options))
         assert chosen.name == name
     assert cached.block_tokens_on(torch.device("cuda")) == 256
