@@ -39,7 +39,7 @@ from .tenants import company
 
 ALLOWED = {"fp64": 1e-9, "fp32": 1e-5}
 """How far a log-probability may be off, by the precision of a run."""
-SAMPLES = (0, 1)
+SAMPLES = (0, 1, 2)
 _TEXTS = 16
 """Whose logits rank 0 holds at once."""
 
@@ -117,9 +117,9 @@ class _Proof:
         return self._result(rows, [*samples.samples.values()], trained)
 
     def _of_data(self, asked: Prompting) -> list[Request]:
-        """Beginnings of samples, shorter than a block of the cache, as long, and longer."""
+        """Beginnings of samples, whose continuations cross the borders of the cache's blocks, and one token."""
         block, most = self._block, self._job.recipe.data.max_length
-        lengths = (2 * block + 1, 1, block // 2, block, 3 * block, block + 2)
+        lengths = (block - 3, 1, 2 * block, block // 2, 2 * block - 5, block + 1)
         limit = min(asked.limit, max(1, most // 2))
         requests = []
         for number, length in enumerate(lengths):

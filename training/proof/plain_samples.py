@@ -9,7 +9,7 @@ of top-k or top-p: from there on it is held against forwards of its own tokens, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class PlainSamples:
         (place, size), keys = plain.turn, [(request, s) for request in requests for s in request.samples]
         own = [self._taken(request, sample) for request, sample in keys[place::size]]
         whole = [sample for part in everyone(own) for sample in part]
-        self.settings = replace(settings, end_tokens=settings.end_tokens | _in_the_middle(whole))
+        self.settings = replace(settings, end_tokens=settings.end_tokens | _ends_of(whole))
         """With end tokens that plain samples have, beside the recipe's, so that some samples end early."""
         self.samples: Mapping[Key, Completion] = {sample[:2]: self._cut(sample) for sample in whole}
 
@@ -126,9 +126,14 @@ class PlainSamples:
         return sample
 
 
-def _in_the_middle(samples: Iterable[Completion]) -> frozenset[int]:
-    """The middle tokens of every third sample."""
-    return frozenset(sample.tokens[len(sample.tokens) // 2] for sample in [*samples][::3])
+def _ends_of(samples: Sequence[Completion]) -> frozenset[int]:
+    """Tokens in the middle of some samples, as long as half of all have none of them."""
+    ends: frozenset[int] = frozenset()
+    for sample in samples:
+        more = ends | {sample.tokens[len(sample.tokens) // 2]}
+        if 2 * sum(more.isdisjoint(one.tokens) for one in samples) >= len(samples):
+            ends = more
+    return ends
 
 
 def _largest(some: Sequence[float], others: Sequence[float]) -> float:
