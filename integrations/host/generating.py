@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ...core.errors import RankError, Rule, refuse_first
 from ...core.machine.layout import Layout
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.sizes import shape_of
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
@@ -136,10 +135,11 @@ def _merged(of_ranks: Iterable[Sequence[Completion]]) -> tuple[Completion, ...]:
 
 def _unfit(recipe: Recipe) -> Iterator[Rule]:
     """What recipes can be trained by, and not generate from."""
-    ep, experts = recipe.parallel.ep, shape_of(recipe.model).experts
+    ep = recipe.parallel.ep
     yield ep > 1, "generation does not run experts that ranks share", f"parallel.ep {ep}", "set parallel.ep=1"
-    detail = f"{experts and experts.num_experts} experts"
-    yield experts is not None, "generation does not run models with experts", detail, "use a dense model"
+    capacity = recipe.model.moe.capacity_factor if recipe.model.moe else 0.0
+    what = "generation does not drop tokens of experts, by what else is in a forward"
+    yield bool(capacity), what, f"model.moe.capacity_factor {capacity}", "set model.moe.capacity_factor=0"
     what = "generation does not divide tokens over tensor-parallel ranks"
     do = "set megatron.sequence_parallel=false where samples are drawn, or use `evenload generate`"
     yield recipe.megatron.sequence_parallel, what, "megatron.sequence_parallel true", do

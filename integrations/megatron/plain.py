@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...core.machine.layout import Layout
-from ...core.plan.step_plan import Lengths
+from ...core.plan.step_plan import Lengths, as_lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
@@ -168,7 +168,10 @@ class PlainModel:
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Logits behind every token of a sequence [L, V]. Collective over tensor-parallel ranks."""
-        return self._forward(torch.tensor(tokens, device=self._device), runtime_gather_output=True)[0]
+        self.routers.begin(as_lengths([len(tokens)]))
+        logits_1LV = self._forward(torch.tensor(tokens, device=self._device), runtime_gather_output=True)
+        self.routers.losses()  # which nobody wants
+        return logits_1LV[0]
 
     def _forward(self, tokens_L: Tensor, **how: Any) -> Tensor:
         length = len(tokens_L)

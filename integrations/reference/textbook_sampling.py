@@ -62,7 +62,7 @@ def log_probs(logits_V: Floats) -> Floats:
 
 
 def _mixed(z: _Words) -> _Words:
-    """The finaliser of SplitMix64."""
+    """What SplitMix64's finaliser makes of 64 bits."""
     shifts: Any = np.uint64(30), np.uint64(27), np.uint64(31)
     z = (z ^ (z >> shifts[0])) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> shifts[1])) * np.uint64(0x94D049BB133111EB)

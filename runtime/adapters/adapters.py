@@ -130,11 +130,11 @@ class Adapters:
     def serving(self) -> Iterator[Callable[[Mapping[int, int | None]], None]]:
         """Inside, what is given is told whose each sequence of a pack is, None: the model's alone. Nothing trains."""
 
-        def serve(tenants: Mapping[int, int | None]) -> None:
-            self._hooks.serve(lambda key: None if (tenant := tenants[key]) is None else self._tenants[tenant])
+        def tell(tenants: Mapping[int, int | None]) -> None:
+            self._hooks.follow(lambda key: None if (tenant := tenants[key]) is None else self._tenants[tenant])
 
         try:
-            yield serve
+            yield tell
         finally:
             self._hooks.forget()
 

@@ -49,7 +49,7 @@ class Hooks:
             seen[id(tenant)] = numbers[-1] + 1
         self._owner_of, self._numbers = tenants.__getitem__ if tenants else _nobody, numbers
 
-    def serve(self, owner_of: Callable[[int], TenantAdapter | None]) -> None:
+    def follow(self, owner_of: Callable[[int], TenantAdapter | None]) -> None:
         """Take the adapter that this gives for each sequence; without dropout, as in evaluation."""
         self._owner_of, self._numbers = owner_of, ()
 

@@ -22,6 +22,7 @@ plugins: {packing: {enabled: true, max_tokens: 256}}
 generate: {max_new_tokens: 20, temperature: 0.9, top_k: 60, top_p: 0.95, slots: 8, stop: ["e"]}
 """
 DEEPSPEED = ("trainer=deepspeed", "train.dtype=fp32")
+EXPERTS = ("model.family=mixtral", "model.moe.num_experts=4")
 LORA = "plugins.lora.enabled=true"
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "megatron": (),
@@ -36,6 +37,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "deepspeed zero 2": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=2"),
     "deepspeed zero 3": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
     "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
+    "experts, megatron dp 2": (*EXPERTS, "parallel.dp=2", "model.moe.sequence_aux_loss=0.01", "model.moe.z_loss=0.01"),
+    "experts, megatron tp 2": (*EXPERTS, "parallel.tp=2", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01"),
+    "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
     "tenants, megatron dp 2": (LORA, "parallel.dp=2"),
     "tenants, megatron tp 2, pp 2": (LORA, "parallel.tp=2", "parallel.pp=2"),
     "tenants, zero 1": (LORA, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),

@@ -82,7 +82,8 @@ class _Proof:
     """A host's samples beside plain ones. Everything is collective."""
 
     def __init__(self, job: VerbJob, tenants: Sequence[_Tenant], asked: Prompting, progress: Progress) -> None:
-        self._job, self._tenants, self._progress = job, tenants, progress
+        self._job, self._progress = job, progress
+        self._tenants = tenants
         self._by_number = {one.number: one for one in tenants}
         self._block = block_tokens_on(job.host.device)
         self._requests = self._of_file(asked) if asked.prompts else self._of_data(asked)
@@ -106,11 +107,12 @@ class _Proof:
             tie = TIES[job.recipe.train.dtype]
             samples = PlainSamples(plain, self._requests, self._settings, tie, adapted)
         rows, results = [], []
-        for number, one in enumerate(ways := arrangements(self._requests, samples.settings, self._block)):
+        every = arrangements(self._requests, samples.settings, self._block)
+        for number, one in enumerate(every):
             results.append(arranged(job.host, self._requests, one, job.watchdog.at))
             with job.watchdog.working("comparing samples"):
                 rows.append(self._row(one, results[-1], samples))
-            self._progress("verify", number + 1, len(ways), "exact" if not self._over else "NOT exact")
+            self._progress("verify", number + 1, len(every), "exact" if not self._over else "NOT exact")
         with job.watchdog.working("a planned forward of the texts"):
             trained = self._of_training(results[0].samples)
         plain.close()

@@ -26,7 +26,7 @@ Key = tuple[int, int]
 """Prompt and sample, by their numbers."""
 
 
-class Judged(NamedTuple):
+class SampleVerdict(NamedTuple):
     """A sample of a host beside plain generation."""
 
     fault: str = ""
@@ -53,7 +53,8 @@ class PlainSamples:
         tie: float,
         adapted: Callable[[int | None], object] = lambda _: None,
     ) -> None:
-        self._plain, self._adapted, self._tie = plain, adapted, tie
+        self._plain, self._adapted = plain, adapted
+        self._tie = tie
         self._requests = {request.number: request for request in requests}
         self._tenant: int | None = None
         self.settings = settings
@@ -64,20 +65,20 @@ class PlainSamples:
         """With end tokens that plain samples have, beside the recipe's, so that some samples end early."""
         self.samples: Mapping[Key, Completion] = {sample[:2]: self._cut(sample) for sample in whole}
 
-    def judge(self, sample: Completion) -> Judged:
+    def judge(self, sample: Completion) -> SampleVerdict:
         """Hold a sample against plain generation."""
         wanted, where = self.samples[sample[:2]], f"sample {sample.sample} of prompt {sample.prompt}"
         if sample.tokens == wanted.tokens and sample.ended == wanted.ended:
-            return Judged("", 0, _largest(sample.log_probs, wanted.log_probs))
+            return SampleVerdict("", 0, _largest(sample.log_probs, wanted.log_probs))
         pairs = zip(sample.tokens, wanted.tokens, strict=False)
         first = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
         if first is None:
-            return Judged(f"{where} ends by {sample.ended} after {len(sample.tokens)} tokens, not as plain ones do")
+            return SampleVerdict(f"{where} ends by {sample.ended} after {len(sample.tokens)} tokens, plain ones do not")
         if not self._tie:
-            return Judged(f"{where} has another token at place {first}")
+            return SampleVerdict(f"{where} has another token at place {first}")
         return self._by_its_own_tokens(sample, where)
 
-    def _by_its_own_tokens(self, sample: Completion, where: str) -> Judged:
+    def _by_its_own_tokens(self, sample: Completion, where: str) -> SampleVerdict:
         """Hold a sample, whose tokens a tie may have turned, against one forward of them."""
         flips, request, sampling = 0, self._requests[sample.prompt], self.settings.sampling
         logits = self._behind(request, sample.tokens)
@@ -85,13 +86,13 @@ class PlainSamples:
             drawn = self._noise(sample, place, logits.shape[1])
             loose, exact, tight = (scores(logits[place], drawn, sampling, s * self._tie) for s in (1, 0, -1))
             if not loose[token] >= tight.max() - self._tie:
-                return Judged(f"{where} has another token at place {place}, which is no tie")
+                return SampleVerdict(f"{where} has another token at place {place}, which is no tie")
             flips += int(token != exact.argmax())
         goes_on = sample.ended == "limit" and len(sample.tokens) < request.limit
         if goes_on or self._cut(sample._replace(ended="limit")) != sample:
-            return Judged(f"{where} ends by {sample.ended} after {len(sample.tokens)} tokens, not by its own")
+            return SampleVerdict(f"{where} ends by {sample.ended} after {len(sample.tokens)} tokens, not by its own")
         expected = [float(log_probs(row)[token]) for row, token in zip(logits, sample.tokens, strict=True)]
-        return Judged("", max(flips, 1), _largest(sample.log_probs, expected))
+        return SampleVerdict("", max(flips, 1), _largest(sample.log_probs, expected))
 
     def _taken(self, request: Request, number: int) -> Completion:
         sample = Completion(request.number, number, (), (), "limit")

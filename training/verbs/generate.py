@@ -102,7 +102,7 @@ def asked(
 
 
 def without_divided_tokens(recipe: Recipe) -> Recipe:
-    """The same weights; packs of a token a sample are too small for tensor-parallel ranks to divide."""
+    """A recipe with these weights: packs of a token a sample are too small for tensor-parallel ranks to divide."""
     return recipe.changed({"megatron.sequence_parallel": False}) if recipe.megatron.sequence_parallel else recipe
 
 
