@@ -96,10 +96,10 @@ def verify(
 ) -> None:
     """Hold steps of the run against plain training of whole sequences, through a resume; or samples against plain
     generation. Exit code 1 if they differ."""
-    from .training.verbs.generate import prompting
-
     updates, chosen = number_of_word(steps, "--steps", REPEATS), load_recipe(recipe, overrides or ())
     if generation:
+        from .training.verbs.generate import prompting
+
         prompting(chosen, prompts)
     elif prompts is not None:
         raise EvenloadError("prompts are continued by --generate", "--prompts alone", "add --generate, or drop it")
