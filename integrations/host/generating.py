@@ -27,7 +27,7 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
-from ...runtime.generate.engine import Decoder, generate, of_nobody
+from ...runtime.generate.engine import Decoder, Serves, generate, of_nobody
 from ...runtime.generate.request import Completion, Generation, Request, deal, rules
 from ...runtime.generate.schedule import refuse_small_cache
 from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
@@ -69,7 +69,9 @@ def samples_of(
     share = deal([request.limit for request in requests], host.layout.dp_cp_size)[host.dp_cp_rank]
     count, samples = _Count(), []
     mark("generation")
-    adapted = host.adapters.serving() if host.recipe.adapts else nullcontext(of_nobody)
+    adapted: AbstractContextManager[Serves] = nullcontext(of_nobody)
+    if host.recipe.adapts:
+        adapted = host.adapters.serving()
     with host.decoding() as decoder, adapted as serves:
         for sample in generate([requests[i] for i in share], settings, replace(decoder, serves=serves)):
             samples.append(sample)

@@ -15,18 +15,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...core.aliases import Floats
 from ...runtime.generate.request import Sampling
 
-_Words = npt.NDArray[np.uint64]
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def noise(words: Iterable[int], vocabulary: int) -> Floats:
     """Gumbel noise of every token [V] at one place; ``words``: seed, prompt, sample, and the place in the sequence."""
-    state = np.zeros(1, dtype=np.uint64)
+    state: Any = np.zeros(1, dtype=np.uint64)
     for word in words:
         state = _mixed(state + np.uint64(word) + _STEP)
     outputs = _mixed(state + np.arange(1, vocabulary + 1, dtype=np.uint64) * _STEP)
@@ -61,9 +59,8 @@ def log_probs(logits_V: Floats) -> Floats:
     return normed_V
 
 
-def _mixed(z: _Words) -> _Words:
-    """What SplitMix64's finaliser makes of 64 bits."""
-    shifts: Any = np.uint64(30), np.uint64(27), np.uint64(31)
-    z = (z ^ (z >> shifts[0])) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> shifts[1])) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> shifts[2])
+def _mixed(z: Any) -> Any:
+    """What SplitMix64's finaliser makes of 64 bits each."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -47,7 +47,10 @@ class Hooks:
         for tenant in tenants:
             numbers.append(seen.get(id(tenant), 0))
             seen[id(tenant)] = numbers[-1] + 1
-        self._owner_of, self._numbers = tenants.__getitem__ if tenants else _nobody, numbers
+        self._numbers = numbers
+        self._owner_of = _nobody
+        if tenants:
+            self._owner_of = tenants.__getitem__
 
     def follow(self, owner_of: Callable[[int], TenantAdapter | None]) -> None:
         """Take the adapter that this gives for each sequence; without dropout, as in evaluation."""

@@ -33,6 +33,9 @@ from .request import Completion, Ended, Generation, Request
 from .sampling import pick
 from .schedule import Running, Schedule
 
+Serves = Callable[[Mapping[int, int | None]], None]
+"""Is told once whose adapter each sequence of a pack goes through; the mapping grows from forward to forward."""
+
 
 def of_nobody(tenants: Mapping[int, int | None]) -> None:
     """Where the model has no adapters."""
@@ -54,8 +57,7 @@ class Decoder:
     """What ranks with the last layer have picked [2, R], on all ranks that hold the model together."""
     goes_on: Callable[[bool], bool] = bool
     """Whether there is another forward, where this rank has something to compute, or has not."""
-    serves: Callable[[Mapping[int, int | None]], None] = of_nobody
-    """Is told once whose adapter each sequence of a pack goes through; the mapping grows from forward to forward."""
+    serves: Serves = of_nobody
 
 
 @torch.no_grad()

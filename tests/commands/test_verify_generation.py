@@ -3,15 +3,18 @@ it cannot be."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from evenload.api import load_recipe
 from evenload.core.errors import EvenloadError
+from evenload.core.recipe.adapter import Adapter
 from evenload.training.verbs.generate import asked, prompting
 
 RECIPE = """
@@ -138,6 +141,7 @@ def test_prompts_that_cannot_be_are_refused_before_a_rank_starts(place: Path) ->
     (place / "p.jsonl").write_text('{"prompt": "a", "tenant": "acme"}\n')
     assert [prompt.tenant for prompt in prompting(recipe, place / "p.jsonl").prompts or ()] == ["acme"]
     assert prompting(recipe, None).limit == 20
+    recipe = recipe.changed({"generate.end_tokens": []})
     with pytest.raises(EvenloadError, match="the recipe has no tenants"):
         asked(recipe, place / "p.jsonl", place / "o.jsonl", 1)
 
@@ -166,3 +170,23 @@ def test_adapters_of_tenants_are_those_below_their_folder(place: Path) -> None:
             ask(name)
     with pytest.raises(EvenloadError, match="checkpoints of tenants hold no model"):
         asked(recipe, place / "p.jsonl", place / "o.jsonl", 1, place / "nowhere")
+
+
+def test_adapters_join_by_their_places(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    torch = pytest.importorskip("torch")
+    folders = importlib.import_module("evenload.integrations.huggingface.folders.adapters")
+    serving = importlib.import_module("evenload.training.tenants.serving")
+    adapter, here = Adapter(r=2, target_modules=("q_proj",)), {}
+    for rank, name in enumerate(("a", "b")):
+        weights = {
+            "model.layers.0.q_proj.lora_A": torch.ones(2, 4) * rank,
+            "model.layers.0.q_proj.lora_B": torch.ones(4, 2),
+        }
+        folders.write_adapter(tmp_path / name, adapter, weights, None)
+    host = SimpleNamespace(adapters=SimpleNamespace(join=lambda number, *rest: here.update({number: rest})))
+    serving.join(host, [tmp_path / "b", tmp_path / "a"])
+    assert {
+        number: (rest[0].r, float(rest[2].weights["model.layers.0.q_proj.lora_A"].sum()))
+        for number, rest in here.items()
+    } == {0: (2, 8.0), 1: (2, 0.0)}

@@ -106,7 +106,8 @@ class _Proof:
         with job.watchdog.working("plain generation"):
             tie = TIES[job.recipe.train.dtype]
             samples = PlainSamples(plain, self._requests, self._settings, tie, adapted)
-        rows, results = [], []
+        rows: list[dict[str, Any]] = []
+        results: list[Arranged] = []
         every = arrangements(self._requests, samples.settings, self._block)
         for number, one in enumerate(every):
             results.append(arranged(job.host, self._requests, one, job.watchdog.at))

@@ -122,8 +122,8 @@ class PlainSamples:
         for count in range(1, len(sample.tokens) + 1):
             how: Ended | None = "end" if sample.tokens[count - 1] in self.settings.end_tokens else None
             if how or self.settings.stops(sample.tokens[:count]):
-                kept = {"tokens": sample.tokens[:count], "log_probs": sample.log_probs[:count]}
-                return sample._replace(**kept, ended=how or "stop")
+                tokens, known = sample.tokens[:count], sample.log_probs[:count]
+                return sample._replace(tokens=tokens, log_probs=known, ended=how or "stop")
         return sample
 
 

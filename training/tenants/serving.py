@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from ...core.errors import EvenloadError, refuse_first, shorten
@@ -17,7 +17,7 @@ from .arrivals.preflight import out_of
 from .records.output import LAST
 
 
-def adapters_of(recipe: Recipe, names: Iterable[str]) -> list[Path]:
+def adapters_of(recipe: Recipe, names: Collection[str]) -> list[Path]:
     """The folder of each tenant's adapter: NAME below ``plugins.lora.out`` (``NAME/best``), or the last one in it.
 
     Raises EvenloadError for a recipe without tenants, and a name that has no adapter.
