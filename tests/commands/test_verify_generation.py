@@ -177,16 +177,15 @@ def test_adapters_join_by_their_places(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     folders = importlib.import_module("evenload.integrations.huggingface.folders.adapters")
     serving = importlib.import_module("evenload.training.tenants.serving")
-    adapter, here = Adapter(r=2, target_modules=("q_proj",)), {}
-    for rank, name in enumerate(("a", "b")):
-        weights = {
-            "model.layers.0.q_proj.lora_A": torch.ones(2, 4) * rank,
-            "model.layers.0.q_proj.lora_B": torch.ones(4, 2),
-        }
+    adapter, first = Adapter(r=2, target_modules=("q_proj",)), "model.layers.0.q_proj.lora_A"
+    for number, name in enumerate(("a", "b")):
+        weights = {first: torch.ones(2, 4) * number, "model.layers.0.q_proj.lora_B": torch.ones(4, 2)}
         folders.write_adapter(tmp_path / name, adapter, weights, None)
-    host = SimpleNamespace(adapters=SimpleNamespace(join=lambda number, *rest: here.update({number: rest})))
-    serving.join(host, [tmp_path / "b", tmp_path / "a"])
-    assert {
-        number: (rest[0].r, float(rest[2].weights["model.layers.0.q_proj.lora_A"].sum()))
-        for number, rest in here.items()
-    } == {0: (2, 8.0), 1: (2, 0.0)}
+    sums: dict[int, float] = {}
+
+    def join(number: int, own: Any, _: Any, state: Any) -> None:
+        assert own.r == 2
+        sums[number] = float(state.weights[first].sum())
+
+    serving.join(SimpleNamespace(adapters=SimpleNamespace(join=join)), [tmp_path / "b", tmp_path / "a"])
+    assert sums == {0: 8.0, 1: 0.0}
