@@ -90,11 +90,21 @@ def verify(
     nproc: NumRanks = None,
     steps: Annotated[str, typer.Option("--steps", metavar="K", help="Updates, a resume in their middle.")] = "3",
     weights: Annotated[bool, typer.Option("--weights", help="Targets have drawn weights, of any sign and 0.")] = False,
+    generation: Annotated[bool, typer.Option("--generate", help="Samples instead of updates.")] = False,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="With --generate: as of `generate`.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hold steps of the run against plain training of whole sequences, through a resume. Exit code 1 if they differ."""
-    updates = number_of_word(steps, "--steps", REPEATS)
-    _run_ranks("verify", load_recipe(recipe, overrides or ()), nproc, as_json, steps=updates, weights=weights)
+    """Hold steps of the run against plain training of whole sequences, through a resume; or samples against plain
+    generation. Exit code 1 if they differ."""
+    updates, chosen = number_of_word(steps, "--steps", REPEATS), load_recipe(recipe, overrides or ())
+    if generation:
+        from .training.verbs.generate import prompting
+
+        prompting(chosen, prompts)
+    elif prompts is not None:
+        raise EvenloadError("prompts are continued by --generate", "--prompts alone", "add --generate, or drop it")
+    how: Any = {"steps": updates, "weights": weights, "generation": generation, "prompts": prompts}
+    _run_ranks("verify", chosen, nproc, as_json, **how)
 
 
 @app.command()
@@ -284,6 +294,7 @@ def generate(
     out: Annotated[Path | None, typer.Option("--out", help="The file to write: a sample a line (JSONL).")] = None,
     samples: Annotated[str, typer.Option("--samples", metavar="N", help="Of each prompt.")] = "1",
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Whose weights to take.")] = None,
+    tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="By whose adapter; or NAME/best.")] = "",
     nproc: NumRanks = None,
     as_json: AsJson = False,
 ) -> None:
@@ -294,8 +305,9 @@ def generate(
         lacking = "--prompts" if prompts is None else "--out"
         raise EvenloadError("generate reads prompts and writes samples", f"no {lacking}", f"add {lacking} FILE")
     chosen, number = load_recipe(recipe, overrides or ()), number_of_word(samples, "--samples", SIZE)
-    asked(chosen, prompts, out, number, checkpoint)
-    _run_ranks("generate", chosen, nproc, as_json, prompts=prompts, out=out, samples=number, checkpoint=checkpoint)
+    asked(chosen, prompts, out, number, checkpoint, tenant)
+    how: Any = {"prompts": prompts, "out": out, "samples": number, "checkpoint": checkpoint, "tenant": tenant}
+    _run_ranks("generate", chosen, nproc, as_json, **how)
 
 
 @app.command()

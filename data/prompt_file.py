@@ -1,6 +1,7 @@
 """Prompts to continue: ``{"prompt": ...}`` a line, which is text, token ids, or messages for the tokenizer's template.
 
-A line may say its own ``max_new_tokens``. Its place in the file is the prompt's number.
+A line may say its own ``max_new_tokens``, and the ``tenant`` whose adapter continues it. Its place in the file is the
+prompt's number.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from .rows.chats import ChatTemplate, extras_of
 from .rows.kinds import PROMPT, Placed, field_kind
 from .tokenizers import Tokenizer
 
-LIMIT = "max_new_tokens"
+LIMIT, TENANT = "max_new_tokens", "tenant"
 
 
 class Prompt(NamedTuple):
-    """Token ids, and how many may follow them."""
+    """Token ids, how many may follow them, and by whose adapter."""
 
     tokens: tuple[int, ...]
     limit: int
+    tenant: str = ""
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, limit: int) -> list[Prompt]:
@@ -43,7 +45,10 @@ def _read(path: Path, tokenizer: Tokenizer, limit: int) -> Iterator[Prompt]:
         own = row.get(LIMIT, limit)
         if type(own) is not int or own < 1:
             raise EvenloadError(f"{LIMIT} in {place} is no number of tokens", shown(own), "give 1 or more")
-        yield Prompt(tuple(_tokens(row, tokenizer, template, place)), own)
+        tenant = row.get(TENANT, "")
+        if not isinstance(tenant, str):
+            raise EvenloadError(f"{TENANT} in {place} is no name", shown(tenant), "give the name of a tenant, or none")
+        yield Prompt(tuple(_tokens(row, tokenizer, template, place)), own, tenant)
 
 
 def _tokens(row: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, place: str) -> list[int]:

@@ -24,8 +24,47 @@ _PROVED: Columns = {
 }
 
 
+_ARRANGED: Columns = {
+    "arrangement": column("name"),
+    "slots": column("slots"),
+    "cache, tokens": column("cache_tokens"),
+    "forwards": column("forwards"),
+    "tokens computed again": column("tokens_again"),
+    "samples that differ": column("samples_wrong"),
+    "missing": column("samples_missing"),
+    "repeated": column("samples_repeated"),
+    "ties turned": column("flips"),
+    "log-probabilities": column("log_prob_err", _error),
+}
+
+
+def _of_generation(result: Result) -> Group:
+    """Each arrangement beside plain generation, then what all of them say."""
+    faults, ended = result["over"], ", ".join(f"{how} {count}" for how, count in result["ended"].items())
+    before = [row["samples_before"] for row in result["arrangements"] if row["samples_before"]]
+    rows = [
+        ("samples of plain generation, how they ended", f"{result['samples']}: {ended}"),
+        ("samples that were there at the interruption", before[0] if before else 0),
+        ("log-probabilities, largest difference to plain generation", _error(result["log_prob_err"])),
+        ("  to a planned training forward of the same texts", _error(result["training_log_prob_err"])),
+        ("  what is allowed", f"{result['allowed']:.1e}"),
+        *([("tenants", ", ".join(result["tenants"]))] if "tenants" in result else []),
+        *(("beyond what is allowed" if not place else "", fault) for place, fault in enumerate(faults[:MOST_FAULTS])),
+        ("verdict", "exact" if result["exact"] else "NOT exact"),
+    ]
+    title = f"evenload against plain generation, one by one, on {machine(result)}"
+    caption = f"{result['prompts']} prompts, {result['samples']} samples, {result['tokens']:,} tokens each time"
+    spare = ("cache, tokens", "forwards", "repeated", "missing")
+    return Group(
+        by_columns(title, _ARRANGED, result["arrangements"], caption, spare=spare),
+        grid("what was compared", ("", ""), rows),
+    )
+
+
 def table(result: Result) -> Group:
-    """What was compared and by how much it was off, then the branches that the steps took."""
+    """What was compared and by how much it was off, then the branches that the steps took; or the samples."""
+    if "arrangements" in result:
+        return _of_generation(result)
     resumed = result["resumed"]
     layout = "on tp {tp}, pp {pp}, dp {dp}, after {at_step} steps".format(**resumed) if resumed else "not verified"
     faults = [*result["planners_failed"], *result["over"], *(f"not finite: {name}" for name in result["not_finite"])]

@@ -7,7 +7,7 @@ recorded that: a rounding error can turn a choice over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ...core.plan.step_plan import Lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
+from ...runtime.world.agreement import rank_and_size
 from ..host.host import Host
 from ..huggingface.routes import Replayer
 from ..reference.exactness import largest_error
@@ -67,6 +68,18 @@ class PlainModel:
         """Loss and gradients, by parameter name, of the mean token loss of a global batch. Every rank computes all."""
         self._routers.differ = 0
         return plain_gradients(self._model, tokens_of, lengths, labels, self._routers)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """This rank's place among those that take sequences in turn, and their number."""
+        return rank_and_size()
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits behind every token of a sequence [L, V]."""
+        row_1L = torch.tensor([tokens], device=next(iter(self._parameters.values())).device)
+        logits_LV: Tensor = self._model(input_ids=row_1L, use_cache=False).logits[0]
+        return logits_LV
 
     def norm(self, gradients: Mapping[str, Tensor]) -> float:
         """Norm of the whole model's gradient."""

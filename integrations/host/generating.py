@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +23,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ...core.errors import RankError, Rule, refuse_first
 from ...core.machine.layout import Layout
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.sizes import shape_of
+from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
-from ...runtime.generate.engine import Decoder, generate
+from ...runtime.generate.engine import Decoder, Serves, generate, of_nobody
 from ...runtime.generate.request import Completion, Generation, Request, deal, rules
 from ...runtime.generate.schedule import refuse_small_cache
 from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
@@ -50,6 +51,9 @@ class Generating(Protocol):
     collects: bool
     device: torch.device
 
+    @property
+    def adapters(self) -> Adapters: ...
+
     def decoding(self) -> AbstractContextManager[Decoder]: ...
 
 
@@ -61,14 +65,15 @@ def samples_of(
     host: Generating, requests: Sequence[Request], settings: Generation, ended: Ending, counted: Counted, mark: Mark
 ) -> tuple[Completion, ...]:
     """Samples of requests that a host is asked for, see `Host.generate`."""
-    recipe = host.recipe
-    refuse_first(*_unfit(recipe), *rules(requests, recipe.data.max_length, recipe.model.vocab_size))
-    refuse_small_cache(requests, settings, BlockTables(block_tokens_on(host.device), settings.cache_tokens))
+    refuse_unfit(host, requests, settings)
     share = deal([request.limit for request in requests], host.layout.dp_cp_size)[host.dp_cp_rank]
     count, samples = _Count(), []
     mark("generation")
-    with host.decoding() as decoder:
-        for sample in generate([requests[i] for i in share], settings, decoder):
+    adapted: AbstractContextManager[Serves] = nullcontext(of_nobody)
+    if host.recipe.adapts:
+        adapted = host.adapters.serving()
+    with host.decoding() as decoder, adapted as serves:
+        for sample in generate([requests[i] for i in share], settings, replace(decoder, serves=serves)):
             samples.append(sample)
             mark("generation")
             if host.collects:
@@ -78,6 +83,16 @@ def samples_of(
         mark("generation")
         counted(done)
     return _merged(everyone(samples))
+
+
+def refuse_unfit(host: Generating, requests: Sequence[Request], settings: Generation) -> None:
+    """Raise EvenloadError for a model or requests that cannot be generated."""
+    recipe = host.recipe
+    here = host.adapters.numbers if recipe.adapts else ()
+    refuse_first(
+        *_unfit(recipe), *_strangers(requests, here), *rules(requests, recipe.data.max_length, recipe.model.vocab_size)
+    )
+    refuse_small_cache(requests, settings, BlockTables(block_tokens_on(host.device), settings.cache_tokens))
 
 
 class _Count:
@@ -122,17 +137,23 @@ def _merged(of_ranks: Iterable[Sequence[Completion]]) -> tuple[Completion, ...]:
 
 def _unfit(recipe: Recipe) -> Iterator[Rule]:
     """What recipes can be trained by, and not generate from."""
-    ep, experts = recipe.parallel.ep, shape_of(recipe.model).experts
+    ep = recipe.parallel.ep
     yield ep > 1, "generation does not run experts that ranks share", f"parallel.ep {ep}", "set parallel.ep=1"
-    detail = f"{experts and experts.num_experts} experts"
-    yield experts is not None, "generation does not run models with experts", detail, "use a dense model"
-    do = "merge an adapter into its model, and generate from that"
-    yield recipe.adapts, "generation does not run adapters of tenants", "plugins.lora.enabled true", do
+    capacity = recipe.model.moe.capacity_factor if recipe.model.moe else 0.0
+    what = "generation does not drop tokens of experts, by what else is in a forward"
+    yield bool(capacity), what, f"model.moe.capacity_factor {capacity}", "set model.moe.capacity_factor=0"
     what = "generation does not divide tokens over tensor-parallel ranks"
     do = "set megatron.sequence_parallel=false where samples are drawn, or use `evenload generate`"
     yield recipe.megatron.sequence_parallel, what, "megatron.sequence_parallel true", do
     do = "set plugins.pipeline.v_shape=false"
     yield recipe.v_shape, "generation does not run two stages a device", "plugins.pipeline.v_shape true", do
+
+
+def _strangers(requests: Sequence[Request], here: Sequence[int]) -> Iterator[Rule]:
+    """Requests of tenants that have no adapter."""
+    for number, _, _, _, tenant in requests:
+        what, do = f"prompt {number} is of a tenant that has no adapter here", "let the tenant join before"
+        yield tenant is not None and tenant not in here, what, f"tenant {tenant}, here {list(here)}", do
 
 
 def staged(run: RunStage, device: torch.device, group: Group, empty: Callable[[Pack], Tensor]) -> Decoder:

@@ -7,21 +7,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from ...runtime.attention.pack import Pack
+from ...runtime.experts.gate import ExpertGate
+from ...runtime.experts.routing import StepRouting
 from ...runtime.generate.engine import Decoder
 from ..host.generating import staged
 from .model.attention import seq_params
 
 
 @contextmanager
-def decoder_of(called: Any, gpt: Any, device: torch.device) -> Iterator[Decoder]:
-    """A decoder by the ``gpt`` of this pipeline stage, called as Megatron's wrappers have it."""
+def decoder_of(called: Any, gpt: Any, device: torch.device, gate: ExpertGate | None) -> Iterator[Decoder]:
+    """A decoder by the ``gpt`` of this pipeline stage, called as Megatron's wrappers have it, and the gate of its
+    experts."""
     config, wanted = get_model_config(called), list[Tensor]()
+    routing = StepRouting(np.zeros(0, dtype=np.int64))
 
     def choose(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_T1C, *rest = arguments
@@ -29,10 +34,13 @@ def decoder_of(called: Any, gpt: Any, device: torch.device) -> Iterator[Decoder]
 
     def run(received: Tensor | None, pack: Pack, slots_R: Tensor) -> Tensor:
         wanted[:] = [slots_R]
+        if gate:
+            gate.begin_unplanned()
         if received is not None:
             gpt.set_input_tensor(received)
         tokens, positions = pack.tokens_T[None], pack.positions_T[None]
-        output: Tensor = called(tokens, positions, None, packed_seq_params=seq_params(pack), runtime_gather_output=True)
+        params = seq_params(pack, routing=routing)
+        output: Tensor = called(tokens, positions, None, packed_seq_params=params, runtime_gather_output=True)
         return output[0] if gpt.post_process else output
 
     def empty(pack: Pack) -> Tensor:

@@ -162,8 +162,9 @@ class MegatronHost(Host):
 
     @contextmanager
     def decoding(self) -> Iterator[Decoder]:
-        with evaluating(self.ddp), decoder_of(self.ddp, self.model, self.device) as decoder:
+        with evaluating(self.ddp), decoder_of(self.ddp, self.model, self.device, self.gate) as decoder:
             yield decoder
+        forget_tokens(self.model)
 
     def refuse_foreign(self, plan: StepPlan, *, host_schedule: bool = False) -> None:
         """Raise EvenloadError for a plan that this host cannot run, Megatron's own schedule or the executor."""

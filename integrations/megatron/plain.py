@@ -13,7 +13,7 @@ The reference of a bf16 run is computed in float32 from the bf16 weights: what b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...core.machine.layout import Layout
-from ...core.plan.step_plan import Lengths
+from ...core.plan.step_plan import Lengths, as_lengths
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
@@ -131,7 +131,8 @@ class PlainModel:
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in trained.items()}
         totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for number, length in batch[dist.get_rank(self._workers) :: dist.get_world_size(self._workers)]:
+        place, size = self.turn
+        for number, length in batch[place::size]:
             tokens_L = torch.from_numpy(tokens_of(number)[:length]).to(self._device)
             self.routers.run(number)
             labels_L = tokens_L
@@ -159,15 +160,32 @@ class PlainModel:
             total /= totals[1]
         return float(totals[0] / totals[1]), {name: total.cpu() for name, total in sums.items()}
 
-    def _whole_sequence(self, tokens_L: Tensor, labels_L: Tensor, weights_L: Tensor) -> Tensor:
-        """Sum of the losses of one sequence, each times its weight, after its backward; of a negative label, and of the
-        first one, there is none."""
+    @property
+    def turn(self) -> tuple[int, int]:
+        """This rank's place among those that take sequences in turn, and their number."""
+        return dist.get_rank(self._workers), dist.get_world_size(self._workers)
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits behind every token of a sequence [L, V]. Collective over tensor-parallel ranks."""
+        self.routers.begin(as_lengths([len(tokens)]))
+        logits_1LV = self._forward(torch.tensor(tokens, device=self._device), runtime_gather_output=True)
+        self.routers.losses()  # which nobody wants
+        return logits_1LV[0]
+
+    def _forward(self, tokens_L: Tensor, **how: Any) -> Tensor:
         length = len(tokens_L)
         mask_LL = None
         if length <= STOCK_ATTENTION:
             mask_LL = torch.ones(length, length, dtype=torch.bool, device=tokens_L.device).triu(1)[None, None]
         positions = torch.arange(length, device=tokens_L.device)[None]
-        losses_1L: Tensor = self._model(tokens_L[None], positions, mask_LL, labels=labels_L.clamp(min=0).roll(-1)[None])
+        output: Tensor = self._model(tokens_L[None], positions, mask_LL, **how)
+        return output
+
+    def _whole_sequence(self, tokens_L: Tensor, labels_L: Tensor, weights_L: Tensor) -> Tensor:
+        """Sum of the losses of one sequence, each times its weight, after its backward; of a negative label, and of the
+        first one, there is none."""
+        losses_1L = self._forward(tokens_L, labels=labels_L.clamp(min=0).roll(-1)[None])
         target_L = labels_L[1:] >= 0
         loss = (losses_1L[0, :-1][target_L].double() * weights_L[1:][target_L]).sum()
         (loss + self.routers.losses()).backward()

@@ -37,16 +37,21 @@ class Alone:
     def weights(self) -> dict[str, Tensor]:
         return {name: state.weight for name, state in self.optimizer.states.items()}
 
-    def gradients(
-        self, tokens_of: TokensOf, lengths: Lengths, labels: Labels | None = None
-    ) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradient of each matrix, float64, for a batch of the tenant's own. Collective."""
+    def merged(self) -> dict[str, tuple[float, Tensor, Tensor]]:
+        """Make the plain model that of the tenant; scaling and matrices of each adapted layer."""
         weights = self.weights
         pairs = {
             name: (self.adapter.scaling_of(name), weights[f"{name}.lora_A"], weights[f"{name}.lora_B"])
             for name in sorted(key.removesuffix(".lora_A") for key in weights if key.endswith(".lora_A"))
         }
         self.plain.merge(self.base, {name: s * b @ a for name, (s, a, b) in pairs.items()})
+        return pairs
+
+    def gradients(
+        self, tokens_of: TokensOf, lengths: Lengths, labels: Labels | None = None
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradient of each matrix, float64, for a batch of the tenant's own. Collective."""
+        pairs = self.merged()
         loss, of_parameters = self.plain.gradients(tokens_of, lengths, labels)
         of_linears = self.plain.of_linears(of_parameters)
         gradients = {}

@@ -8,7 +8,8 @@ hooks off again. A tenant that joins allocates, one that leaves frees; nobody el
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -124,6 +125,18 @@ class Adapters:
         self._hooks.begin([self._tenants[number] for number in tenants.tolist()])
         for number in seen:
             self._tenants[number].gradients.zero_()
+
+    @contextmanager
+    def serving(self) -> Iterator[Callable[[Mapping[int, int | None]], None]]:
+        """Inside, what is given is told whose each sequence of a pack is, None: the model's alone. Nothing trains."""
+
+        def tell(tenants: Mapping[int, int | None]) -> None:
+            self._hooks.follow(lambda key: None if (tenant := tenants[key]) is None else self._tenants[tenant])
+
+        try:
+            yield tell
+        finally:
+            self._hooks.forget()
 
     def sum_gradients(self, divisors: Mapping[int, float]) -> None:
         """Sum the gradients of tenants over all ranks, and divide each by its tenant's divisor, if that is not 0.

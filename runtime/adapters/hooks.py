@@ -6,7 +6,7 @@ never read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -35,7 +35,7 @@ class Hooks:
     """On the modules of these blocks until `remove`."""
 
     def __init__(self, blocks: Sequence[AdaptedBlock]) -> None:
-        self._tenants: Sequence[TenantAdapter] = ()
+        self._owner_of: Callable[[int], TenantAdapter | None] = _nobody
         self._numbers: Sequence[int] = ()
         self._running: list[_Running] = []
         self._hooks = [hook for block in blocks for hook in self._on(block)]
@@ -47,11 +47,18 @@ class Hooks:
         for tenant in tenants:
             numbers.append(seen.get(id(tenant), 0))
             seen[id(tenant)] = numbers[-1] + 1
-        self._tenants, self._numbers = tenants, numbers
+        self._numbers = numbers
+        self._owner_of = _nobody
+        if tenants:
+            self._owner_of = tenants.__getitem__
+
+    def follow(self, owner_of: Callable[[int], TenantAdapter | None]) -> None:
+        """Take the adapter that this gives for each sequence; without dropout, as in evaluation."""
+        self._owner_of, self._numbers = owner_of, ()
 
     def forget(self) -> None:
         """Hold no tenant any longer: behind the last pass of a step."""
-        self._tenants, self._numbers = (), ()
+        self._owner_of, self._numbers = _nobody, ()
         for running in self._running:
             running.spans, running.dropped = (), None
 
@@ -77,8 +84,7 @@ class Hooks:
     def _spans(self, pack: Pack) -> list[TenantSpan]:
         """The slots of a pack by tenant, padding with the slice that it follows."""
         owners: list[TenantAdapter | None] = [None] * (len(pack.segments) - 1)
-        if self._tenants:
-            owners[: len(pack.slices)] = [self._tenants[piece.sequence] for piece in pack.slices]
+        owners[: len(pack.slices)] = [self._owner_of(piece.sequence) for piece in pack.slices]
         sizes = [stop - first for first, stop in pairwise(pack.segments)]
         runs = groupby(zip(owners, sizes, strict=True), key=lambda pair: id(pair[0]))
         spans = [list(run) for _, run in runs]
@@ -108,6 +114,10 @@ class Hooks:
             return torch.where(kept_tC, x_tC / (1 - share), 0.0)
 
         return dropped
+
+
+def _nobody(_: int) -> None:
+    return None
 
 
 def _adding(site: Site, running: _Running) -> Any:

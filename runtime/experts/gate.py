@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ...core.aliases import Ints, Ranks
 from ...core.errors import RankError
-from ...core.experts.quotas import LayerPlanner
-from ...core.plan.expert_policy import ExpertPolicy
+from ...core.experts.quotas import LayerPlanner, at_home
+from ...core.plan.expert_policy import EXPERTS_AT_HOME, ExpertPolicy
 from ..attention.copy_rows import ToHost, copy_rows
 from ..measure.busy import cpu_clock
 from .balance import CopyReport, ExpertBalance, Shares
@@ -94,6 +94,10 @@ class ExpertGate:
         self._balance.begin(policy, planner)
         self.once_ranks = policy.node_ranks if policy.once_topk else 0
         self._moments = [self._clock()]
+
+    def begin_unplanned(self) -> None:
+        """Before a forward of no plan, where one rank has all experts: nothing is kept of forwards before it."""
+        self.begin(b"", lambda _: None, EXPERTS_AT_HOME, at_home)
 
     def enter(self, where: str) -> None:
         """Before each pass that exchanges tokens; ``where`` is what the watchdog says of it."""

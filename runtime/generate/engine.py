@@ -33,6 +33,13 @@ from .request import Completion, Ended, Generation, Request
 from .sampling import pick
 from .schedule import Running, Schedule
 
+Serves = Callable[[Mapping[int, int | None]], None]
+"""Is told once whose adapter each sequence of a pack goes through; the mapping grows from forward to forward."""
+
+
+def of_nobody(tenants: Mapping[int, int | None]) -> None:
+    """Where the model has no adapters."""
+
 
 def keep(picks_2R: Tensor) -> Tensor:
     """Picks of a rank that needs nobody else for them."""
@@ -50,6 +57,7 @@ class Decoder:
     """What ranks with the last layer have picked [2, R], on all ranks that hold the model together."""
     goes_on: Callable[[bool], bool] = bool
     """Whether there is another forward, where this rank has something to compute, or has not."""
+    serves: Serves = of_nobody
 
 
 @torch.no_grad()
@@ -61,6 +69,8 @@ def generate(requests: Iterable[Request], settings: Generation, decoder: Decoder
     asked = [request for request in requests if request.samples]
     cache = KvCache(BlockTables(block_tokens_on(decoder.device), settings.cache_tokens))
     schedule = Schedule(asked, settings, cache) if asked else None
+    if schedule:
+        decoder.serves(schedule.tenants)
     while decoder.goes_on(schedule is not None and schedule.busy):
         if schedule is None or not schedule.busy:
             decoder.logits(

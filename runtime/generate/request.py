@@ -36,6 +36,8 @@ class Request(NamedTuple):
     """Tokens of a sample at most, behind the prompt."""
     samples: tuple[int, ...] = (0,)
     """Their numbers."""
+    tenant: int | None = None
+    """Whose adapter they go through, by its number; None: the model alone."""
 
 
 class Completion(NamedTuple):
@@ -82,7 +84,7 @@ def deal(limits: Sequence[int], num_ranks: int) -> list[list[int]]:
 def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) -> Iterator[Rule]:
     """What no model of these sizes can be asked for; ``vocab_size`` None: unknown."""
     yield not requests, "there is no prompt to continue", "no request", "give one prompt or more"
-    for number, tokens, limit, _ in requests:
+    for number, tokens, limit, *_ in requests:
         yield not tokens, f"prompt {number} has no token", "nothing to continue", "leave it out"
         least, most = min(tokens, default=0), max(tokens, default=0)
         yield (

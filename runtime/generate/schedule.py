@@ -80,7 +80,8 @@ class Schedule:
         """In the order in which they started."""
         self._wanted = Counter(sample.request.number for sample in self.waiting)
         self._prefills: dict[int, Prefill] = {}
-        self._keys = 0
+        self.tenants: dict[int, int | None] = {}
+        """Whose each sequence of the cache is, those that were freed too."""
         self._gave_up = False
         """Since the last sample ended: no other one starts until one does."""
 
@@ -113,6 +114,7 @@ class Schedule:
             part.kept = stop
             if stop == length and isinstance(part, Running):
                 samples.append(part)
+        slices.sort(key=lambda piece: -1 if (tenant := self.tenants[piece.sequence]) is None else tenant)
         return slices, samples, tokens
 
     def computed(self) -> None:
@@ -146,12 +148,12 @@ class Schedule:
             self._take_slot(sample, prefill or self._open_prefill(sample.request))
 
     def _open_prefill(self, request: Request) -> Prefill:
-        prefill = self._prefills[request.number] = Prefill(request, self._new_key())
+        prefill = self._prefills[request.number] = Prefill(request, self._new_key(request))
         assert self._tables.grow(prefill.key, prefill.length)
         return prefill
 
     def _take_slot(self, sample: Running, prefill: Prefill) -> None:
-        sample.key, sample.prefill = self._new_key(), prefill
+        sample.key, sample.prefill = self._new_key(sample.request), prefill
         sample.kept = prefill.length
         prefill.pending += 1
         self._tables.fork(prefill.key, sample.key, prefill.length)
@@ -206,9 +208,10 @@ class Schedule:
         del self._prefills[prefill.request.number]
         self._tables.free(prefill.key)
 
-    def _new_key(self) -> int:
-        self._keys += 1
-        return self._keys
+    def _new_key(self, request: Request) -> int:
+        key = len(self.tenants) + 1
+        self.tenants[key] = request.tenant
+        return key
 
 
 def refuse_small_cache(requests: Sequence[Request], settings: Generation, tables: BlockTables) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,6 +92,16 @@ class _Proof:
         self._drawn += 1
         left_out = every[number // 2 % len(every)] if number % 2 and len(every) > 1 else None
         return union({one.number: next_of(one.tenant.drawing) for one in every if one is not left_out})
+
+
+@contextmanager
+def company(recipe: Recipe, world: World, watchdog: Watchdog) -> Iterator[tuple[TenantJob, list[TenantBeside]]]:
+    """The trainer of a recipe with all of its tenants. Collective."""
+    with open_trainer(recipe, world, watchdog, needs_tenants=False) as job:
+        tenants = [_beside(entrant, number, job) for number, entrant in enumerate(entrants_of(job.recipe))]
+        for one in tenants:
+            job.host.adapters.join(one.number, one.alone.adapter, one.tenant.config.train, one.state)
+        yield job, tenants
 
 
 def entrants_of(recipe: Recipe) -> Sequence[Entrant]:

@@ -22,6 +22,7 @@ from ...data.prompt_file import read_prompts
 from ...data.tokenizers import Tokenizer, open_tokenizer
 from ..preflight import open_data, refuse_other_tokenizer, runnable, tokenizer_of, with_vocabulary
 from ..progress import Progress, silent
+from ..proof.prompting import MOST_NEW, Prompting
 from .export import checkpoint_in
 
 if TYPE_CHECKING:
@@ -45,15 +46,19 @@ class Asked(NamedTuple):
     text_of: Callable[[Completion], str]
     run: str
     """What decides the tokens, hashed."""
+    adapters: Sequence[Path] = ()
+    """Folders of the tenants' adapters, by the numbers that requests have."""
 
 
-def asked(recipe: Recipe, prompts: Path, out: Path, samples: int, checkpoint: Path | None = None) -> Asked:
-    """The prompts of a file and how they are continued. Raises EvenloadError for what cannot be; starts nothing."""
+def asked(
+    recipe: Recipe, prompts: Path, out: Path, samples: int, checkpoint: Path | None = None, tenant: str = ""
+) -> Asked:
+    """The prompts of a file and how they are continued, by ``tenant``'s adapter where a line names none. Raises
+    EvenloadError for what cannot be; starts nothing."""
     from ...runtime.generate.request import Generation, Request, Sampling, rules
+    from ..tenants.serving import adapters_of, digests_of
 
-    recipe, _ = runnable(recipe, None)
-    if recipe.megatron.sequence_parallel:  # weights are the same, and packs of a token a sample are too small
-        recipe = recipe.changed({"megatron.sequence_parallel": False})
+    recipe = without_divided_tokens(runnable(recipe, None)[0])
     if recipe.model.vocab_size is None and recipe.model.config is None:
         recipe = with_vocabulary(recipe, open_data(recipe))
     refuse_other_tokenizer(recipe)
@@ -62,7 +67,16 @@ def asked(recipe: Recipe, prompts: Path, out: Path, samples: int, checkpoint: Pa
     ends = _end_tokens(section.end_tokens, tokenizer, name)
     rows = read_prompts(prompts, tokenizer, section.max_new_tokens)
     numbers = tuple(range(samples))
-    requests = [Request(number, row.tokens, row.limit, numbers) for number, row in enumerate(rows)]
+    of_rows = [row.tenant or tenant for row in rows]
+    places = {name: place for place, name in enumerate(dict.fromkeys(filter(None, of_rows)))}
+    adapters = adapters_of(recipe, places) if places else []
+    requests = [
+        Request(number, row.tokens, row.limit, numbers, places.get(name))
+        for number, (row, name) in enumerate(zip(rows, of_rows, strict=True))
+    ]
+    do = "leave --checkpoint out: adapters are in plugins.lora.out"
+    what = "checkpoints of tenants hold no model"
+    refuse_first((bool(checkpoint) and recipe.adapts, what, str(checkpoint), do))
     refuse_first(*rules(requests, recipe.data.max_length, recipe.model.vocab_size))
     do = "ask for fewer --samples"
     refuse_first((len(rows) * samples > SEQUENCES, "these are too many samples", f"{len(rows) * samples}", do))
@@ -81,8 +95,28 @@ def asked(recipe: Recipe, prompts: Path, out: Path, samples: int, checkpoint: Pa
         "prompts": [row.tokens for row in rows] + [row.limit for row in rows],
         "tokenizer": tokenizer.identity,
     }
+    if adapters:
+        decides |= {"tenants": [request.tenant for request in requests], "adapters": digests_of(adapters)}
     run = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return Asked(recipe, requests, settings, stops.text_of, run)
+    return Asked(recipe, requests, settings, stops.text_of, run, adapters)
+
+
+def without_divided_tokens(recipe: Recipe) -> Recipe:
+    """A recipe with these weights: packs of a token a sample are too small for tensor-parallel ranks to divide."""
+    return recipe.changed({"megatron.sequence_parallel": False}) if recipe.megatron.sequence_parallel else recipe
+
+
+def prompting(recipe: Recipe, prompts: Path | None) -> Prompting:
+    """What `verify_generation` continues, and how. Raises EvenloadError for what cannot be; starts nothing."""
+    from ...runtime.generate.request import Generation, Sampling
+
+    section, name = recipe.generate, tokenizer_of(recipe.data, recipe.model.weights)
+    tokenizer, limit = open_tokenizer(name), min(recipe.generate.max_new_tokens, MOST_NEW)
+    sampling = Sampling(section.temperature, section.top_k, section.top_p)
+    known = section.end_tokens if section.end_tokens is not None else [tokenizer.end_token]
+    ends, stops = frozenset(token for token in known if token is not None), StopStrings(tokenizer, section.stop)
+    settings = Generation(recipe.train.seed, sampling, ends, stops, section.slots, section.cache_tokens)
+    return Prompting(settings, limit, read_prompts(prompts, tokenizer, limit) if prompts else None)
 
 
 class StopStrings:
@@ -121,17 +155,19 @@ def generate(
     samples: int,
     checkpoint: Path | None = None,
     progress: Progress = silent,
+    tenant: str = "",
 ) -> dict[str, Any] | None:
     """Generate on this rank; rank 0 gives how many samples there are, how they ended, and how long it took."""
     from ...runtime.world.agreement import from_first
     from ..checkpoint.checkpoints import require_whole
     from ..job import host_until_end, in_world
     from ..run.sample_file import SampleFile
+    from ..tenants.serving import join
 
     def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
         begin_s = time.perf_counter()
         with watchdog.working("reading the prompts"):
-            wanted = asked(recipe, prompts, out, samples, checkpoint)
+            wanted = asked(recipe, prompts, out, samples, checkpoint, tenant)
             file = SampleFile(out, wanted.run, wanted.text_of)
             there = from_first(file.read)
         known, total = {sample[:2] for sample in there}, len(wanted.requests) * samples
@@ -143,6 +179,9 @@ def generate(
                     with watchdog.working("loading the checkpoint"):
                         require_whole(checkpoint_in(checkpoint))
                         host.load(checkpoint_in(checkpoint) / "trainer")
+
+                with watchdog.working("loading the adapters"):
+                    join(host, wanted.adapters)
 
                 def counted(done: int) -> None:
                     rate = done / (time.perf_counter() - generate_s)

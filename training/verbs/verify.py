@@ -33,17 +33,29 @@ from ..job import Job, in_world, logger, open_trainer
 from ..learning import LoadHistory
 from ..measuring import learning_rate
 from ..progress import Progress, silent
+from ..proof.generation import verify_generation
 from ..proof.proven_steps import ProvenSteps, other_layout
 from ..proof.reach import choose, planned
 from ..proof.steps import Beside, ProofBatch
 from ..proof.tenants import verify_tenants
 from ..proof.weighing import BOTH
+from .generate import prompting, without_divided_tokens
 
 
 def verify(
-    recipe: Recipe, steps: int = 3, progress: Progress = silent, *, weights: bool = False
+    recipe: Recipe,
+    steps: int = 3,
+    progress: Progress = silent,
+    *,
+    weights: bool = False,
+    generation: bool = False,
+    prompts: Path | None = None,
 ) -> dict[str, Any] | None:
-    """Verify on this rank, over so many updates before and after the resume; ``weights``: targets have drawn ones."""
+    """Verify on this rank, over so many updates before and after the resume; ``weights``: targets have drawn ones;
+    ``generation``: samples instead of updates, of a file of prompts or of the recipe's data."""
+    if generation:
+        recipe = without_divided_tokens(recipe)
+        return verify_generation(recipe, prompting(recipe, prompts), progress)
     if recipe.adapts:
         return verify_tenants(recipe, steps, progress, weights=weights)
 

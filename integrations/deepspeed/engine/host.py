@@ -141,6 +141,8 @@ class DeepSpeedHost(EngineHost):
         chooses = "logits_to_keep" in inspect.signature(self.engine.module.forward).parameters
 
         def logits(pack: Pack, slots_R: Tensor) -> Tensor:
+            if self.gated:
+                self.gated.gate.begin_unplanned()
             if chooses:
                 chosen: Tensor = self.engine(**call_of(pack), logits_to_keep=slots_R).logits[0]
                 return chosen

@@ -125,7 +125,9 @@ class PlannedRouter(TopKRouter):  # type: ignore[misc]
         return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
 
     def _with_losses(self, probs_TE: Tensor, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
-        """The probabilities, from which the backward of the losses starts, too."""
+        """The probabilities, from which the backward of the losses starts, too; a generation has none."""
+        if self.pack.cached is not None:
+            return probs_TE
         if self.config.moe_z_loss_coeff:
             of = {"share": self.share, "layer": self.layer_number}
             probs_TE = self.step.z_loss(probs_TE, logits_TE, self.pack, self.config.moe_z_loss_coeff, **of)

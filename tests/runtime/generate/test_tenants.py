@@ -1,0 +1,149 @@
+"""Samples of many tenants in the same forwards are those of models with each adapter in their weights."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from evenload.core.recipe.adapter import Adapter
+from evenload.core.recipe.tenant import TenantTrain
+from evenload.runtime.adapters.adapters import Adapters
+from evenload.runtime.adapters.peers import AdapterPeers
+from evenload.runtime.adapters.places import AdaptedBlock, AdapterState, Place, Site
+from evenload.runtime.attention.pack import Pack
+from evenload.runtime.generate.engine import generate
+from evenload.runtime.generate.request import Generation, Request
+from torch import Tensor, nn
+
+_spec = importlib.util.spec_from_file_location("tenant_tiny", Path(__file__).with_name("tiny.py"))
+tiny = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tiny)
+
+WIDTH = tiny.HEADS * tiny.DIM
+SETTINGS = Generation(seed=3, end_tokens=frozenset({5}))
+TENANTS = (2, None, 7, 2, 7)
+REQUESTS = [
+    Request(number, tuple((3 * number + 5 * place) % tiny.VOCABULARY for place in range(length)), 20, (0, 1), tenant)
+    for number, (length, tenant) in enumerate(zip((20, 9, 33, 1, 14), TENANTS, strict=True))
+]
+
+
+class Head(nn.Module):
+    """What a linear layer makes of the last hidden states, beside the tiny model's own; the pack is in its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+
+    def forward(self, x_TC: Tensor, *, pack: Pack) -> Tensor:
+        return self.linear(x_TC)
+
+
+class Adapted(tiny.Tiny):
+    """The tiny model with such a layer between embedding and attention."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        torch.manual_seed(1)
+        self.first = Head()
+
+    def logits(self, pack: Pack, slots_R: Tensor | None = None) -> Tensor:
+        embedding = self.embedding
+        try:
+            rows = self.first(embedding[pack.tokens_T], pack=pack).detach()
+            self.embedding = _Rows(rows)
+            return super().logits(pack, slots_R)
+        finally:
+            self.embedding = embedding
+
+
+class _Rows:
+    """Embeddings that were looked up already."""
+
+    def __init__(self, rows_TC: Tensor) -> None:
+        self._rows_TC = rows_TC
+
+    def __getitem__(self, _: Tensor) -> Tensor:
+        return self._rows_TC
+
+
+def state(rank: int, seed: int) -> AdapterState:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"first.lora_A": (rank, WIDTH), "first.lora_B": (WIDTH, rank)}
+    return AdapterState(
+        {name: torch.randn(shape, generator=draw, dtype=torch.float64) / 6 for name, shape in shapes.items()}, {}, {}, 0
+    )
+
+
+ADAPTERS = {
+    2: (Adapter(r=4, target_modules=("first",)), state(4, 1)),
+    7: (Adapter(r=3, target_modules=("first",)), state(3, 2)),
+}
+
+
+def joined(model: Adapted) -> Adapters:
+    place = Place("first", WIDTH, WIDTH, (0, WIDTH), (0, WIDTH))
+    block = AdaptedBlock(model.first, lambda _, words: words["pack"], (Site(model.first.linear, (place,)),))
+    adapters = Adapters([block], ["first"], AdapterPeers(), torch.float64, torch.device("cpu"))
+    for number, (adapter, own) in ADAPTERS.items():
+        adapters.join(number, adapter, TenantTrain(), own)
+    return adapters
+
+
+def merged(model: Adapted, number: int | None) -> Adapted:
+    out = copy.deepcopy(model)
+    if number is not None:
+        adapter, own = ADAPTERS[number]
+        with torch.no_grad():
+            product = own.weights["first.lora_B"] @ own.weights["first.lora_A"]
+            out.first.linear.weight += adapter.scaling_of("first") * product
+    return out
+
+
+def made(model: Adapted, requests: Sequence[Request], **how: Any) -> dict[Any, Any]:
+    adapters = joined(model)
+    model.first.eval()
+    with adapters.serving() as serves:
+        decoder = replace(model.decoder(), serves=serves)
+        samples = {one[:2]: one for one in generate(requests, replace(SETTINGS, **how), decoder)}
+    adapters.close()
+    return samples
+
+
+def test_each_sample_goes_through_its_own_adapter() -> None:
+    model = Adapted()
+    want = {}
+    for request in REQUESTS:
+        whole = merged(model, request.tenant).whole
+        want |= tiny.one_by_one(lambda tokens, whole=whole: whole(tokens).detach(), [request], SETTINGS)
+    base = tiny.one_by_one(lambda tokens: model.whole(tokens).detach(), REQUESTS, SETTINGS)
+    assert sum(base[key].tokens != sample.tokens for key, sample in want.items()) >= 6
+    for how in ({}, {"slots": 1}, {"slots": 4, "step_tokens": 3}, {"cache_tokens": 80, "step_tokens": 7}):
+        got = made(model, REQUESTS, **how)
+        assert got.keys() == want.keys()
+        for key, sample in want.items():
+            assert (got[key].tokens, got[key].ended) == (sample.tokens, sample.ended)
+            torch.testing.assert_close(
+                torch.tensor(got[key].log_probs), torch.tensor(sample.log_probs), rtol=0, atol=1e-9
+            )
+
+
+def test_rows_of_a_tenant_lie_together_and_nothing_is_held_afterwards() -> None:
+    model = Adapted()
+    model.packs.clear()
+    adapters = joined(model)
+    known: list[Any] = []
+    with adapters.serving() as serves:
+        decoder = replace(model.decoder(), serves=lambda tenants: (known.append(tenants), serves(tenants)))
+        assert len(list(generate(REQUESTS, SETTINGS, decoder))) == 10
+        assert adapters._hooks._owner_of(1) is adapters._tenants[2]
+    assert adapters._hooks._owner_of(1) is None
+    order = {None: -1, 2: 2, 7: 7}
+    rows = [[order[known[0][piece.sequence]] for piece in pack.slices if piece.length == 1] for pack in model.packs]
+    assert all(row == sorted(row) for row in rows)
+    assert max(len(set(row)) for row in rows) == 3

@@ -1,0 +1,120 @@
+"""In which orders, slots and caches a host generates the same samples, and what it computes for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from ...integrations.host.generating import samples_of
+from ...integrations.host.host import Host
+from ...integrations.host.step import Mark
+from ...runtime.attention.pack import Pack
+from ...runtime.generate.engine import Decoder
+from ...runtime.generate.request import Completion, Generation, Request
+from ...runtime.world.agreement import everyone
+
+
+class Arrangement(NamedTuple):
+    """One manner of generating the samples of some requests."""
+
+    name: str
+    settings: Generation
+    order: Sequence[int]
+    """The requests' places, in the order in which they are asked for."""
+    interrupted: bool = False
+    """Half of the forwards run first; then what has not ended is asked for again, in other slots."""
+
+
+@dataclass
+class Arranged:
+    """What an arrangement gave, on all ranks alike, and what it took."""
+
+    samples: list[Completion] = field(default_factory=list)
+    before: int = 0
+    """Samples that were there at the interruption."""
+    forwards: int = 0
+    """Forwards of the rank that ran most of them."""
+    computed: int = 0
+    """Tokens of all ranks' forwards."""
+    times: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """How often each sample has ended."""
+
+
+def arrangements(requests: Sequence[Request], settings: Generation, block_tokens: int) -> list[Arrangement]:
+    """The recipe's own and, beside it, others that share prompts, cut them, and give samples up for want of blocks."""
+    forth = range(len(requests))
+    drawn = np.random.default_rng(settings.seed).permutation(len(requests)).tolist()
+    largest = max(len(request.tokens) + request.limit for request in requests)
+    least = (-(-largest // block_tokens) + 1) * block_tokens
+
+    def of(name: str, order: Sequence[int], **changes: Any) -> Arrangement:
+        return Arrangement(name, replace(settings, **changes), order)
+
+    return [
+        of("the recipe's own", forth),
+        of("one slot, last prompt first", forth[::-1], slots=1),
+        of("prompts in chunks", drawn, slots=3, step_tokens=5),
+        of("64 slots, the least cache", drawn[::-1], slots=64, cache_tokens=least, step_tokens=7),
+        of("interrupted, and gone on", forth, slots=5, step_tokens=16)._replace(interrupted=True),
+    ]
+
+
+def arranged(host: Host, requests: Sequence[Request], arrangement: Arrangement, mark: Mark) -> Arranged:
+    """Generate in this manner. Collective."""
+    out, asked = Arranged(), [requests[place] for place in arrangement.order]
+    if arrangement.interrupted:
+        whole = Arranged()
+        _run(host, asked, arrangement.settings, mark, whole)
+        _run(host, asked, arrangement.settings, mark, out, most=whole.forwards // 2)
+        out.before, there = len(out.samples), {sample[:2] for sample in out.samples}
+        left = (r._replace(samples=tuple(s for s in r.samples if (r.number, s) not in there)) for r in asked[::-1])
+        asked = [request for request in left if request.samples]
+        arrangement = arrangement._replace(settings=replace(arrangement.settings, slots=64))
+    if asked:
+        _run(host, asked, arrangement.settings, mark, out)
+    return out
+
+
+def _run(
+    host: Host, requests: Sequence[Request], settings: Generation, mark: Mark, out: Arranged, most: int | None = None
+) -> None:
+    watched: Any = _Watched(host, most)
+    ended: list[tuple[int, int]] = []
+    out.samples += samples_of(
+        watched, requests, settings, lambda sample: ended.append(sample[:2]), lambda _: None, mark
+    )
+    ranks = everyone((watched.forwards, watched.computed if host.collects else 0, ended))
+    out.forwards += max(forwards for forwards, _, _ in ranks)
+    out.computed += sum(computed for _, computed, _ in ranks)
+    out.times.update(key for _, _, keys in ranks for key in keys)
+
+
+class _Watched:
+    """A host whose forwards are counted, and end after so many on every rank."""
+
+    def __init__(self, host: Host, most: int | None) -> None:
+        self._host, self._most = host, most
+        self.forwards = self.computed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+    @contextmanager
+    def decoding(self) -> Iterator[Decoder]:
+        with self._host.decoding() as decoder:
+
+            def logits(pack: Pack, slots: Tensor) -> Tensor | None:
+                self.forwards += 1
+                self.computed += sum(piece.length for piece in pack.slices)
+                return decoder.logits(pack, slots)
+
+            def goes_on(busy: bool) -> bool:
+                return decoder.goes_on(busy) and self.forwards != self._most
+
+            yield replace(decoder, logits=logits, goes_on=goes_on)
