@@ -59,6 +59,15 @@ def losses_at(step: int, samples: Any) -> Any:
     return np.abs(np.sin(samples * 12.9898)) * 5 / (1 + 0.1 * step)
 
 
+def flat(batches: list[list[int]]) -> list[int]:
+    return [sample for batch in batches for sample in batch]
+
+
+def refuse(recipe: Recipe, changes: dict[str, Any]) -> None:
+    changed = recipe.changed(changes)
+    refuse_policies(changed, open_data(changed))
+
+
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     for name, count in (("long", 40), ("short", 24)):
@@ -98,7 +107,7 @@ def test_what_is_taken_is_what_the_equation_takes_of_what_was_drawn(recipe: Reci
         odds = third_probabilities(losses_at(step, own), LossThirds(third="high", factor=50.0))
         odds = odds if update else np.ones(len(own))
         taken = drawn(own, odds, 2 * BATCH, seed=3, update=update)
-        assert sum(batches[step : step + 2], []) == taken[: len(sum(batches[step : step + 2], []))].tolist()
+        assert flat(batches[step : step + 2]) == taken[: len(flat(batches[step : step + 2]))].tolist()
     assert len(steps.asked) == 5
     report = steps.selection.report()
     assert (report["updates"], report["taken"]) == (5, 5 * 2 * BATCH)
@@ -132,7 +141,9 @@ def test_near_takes_the_nearest_of_every_query_from_the_first_batch_on(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (first, *_), _ = ran(Steps(asking(recipe, "near", every=1, pool=None, embeddings="rows.npy", queries="wanted.npy")), 1)
+    (first, *_), _ = ran(
+        Steps(asking(recipe, "near", every=1, pool=None, embeddings="rows.npy", queries="wanted.npy")), 1
+    )
     rows, wanted = np.load("rows.npy"), np.load("wanted.npy")
     scored = [i for i in range(64) if i not in (5, 45)]
     nearest = [scored[int(np.argmin([np.linalg.norm(rows[i] - query) for i in scored]))] for query in wanted]
@@ -141,7 +152,7 @@ def test_near_takes_the_nearest_of_every_query_from_the_first_batch_on(
 
 def test_no_sample_is_taken_twice_before_its_epoch_ends(recipe: Recipe) -> None:
     batches, _ = ran(Steps(asking(recipe, "random", every=1, pool=2)), 4)
-    taken = sum(batches, [])
+    taken = flat(batches)
     assert len(set(taken)) == len(taken)
 
 
@@ -222,8 +233,5 @@ def test_what_cannot_be_selected_is_refused_before_a_rank_starts(
     whole = asking(recipe, "near", embeddings="rows.npy", queries="wanted.npy")
     refuse_policies(whole, open_data(whole))
     with pytest.raises(EvenloadError, match=what) as refused:
-        changed = whole.changed(changes)
-        refuse_policies(changed, open_data(changed))
+        refuse(whole, changes)
     assert refused.value.do
-
-
