@@ -63,8 +63,8 @@ class MixRun(NamedTuple):
     @property
     def outcome(self) -> dict[str, float] | None:
         """Shares by domain that the policy has found for a later run; None: it looks for none."""
-        found = self.chosen.policy.outcome
-        return None if found is None else dict(zip(self.of.names, map(float, found(self.state)), strict=True))
+        outcome = self.chosen.policy.outcome
+        return None if outcome is None else dict(zip(self.of.names, map(float, outcome(self.state)), strict=True))
 
     def _of_all(self, values: Sequence[float]) -> Shares:
         known = dict(zip(self.places, values, strict=True))

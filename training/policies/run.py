@@ -53,7 +53,7 @@ class RunPolicies:
         """What they came to, for the result of the run, whose steps took ``train_s``; said too."""
         report: dict[str, Any] = {}
         if outcome := self._shares.outcome:
-            report["found_shares"] = outcome
+            report["learned_shares"] = outcome
             words = " ".join(f"data.domains.{name}.share={share:.6g}" for name, share in outcome.items())
             logger.info("shares that the policy has found for a run of their own: %s", words)
         if self._scorer:

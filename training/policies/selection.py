@@ -18,7 +18,7 @@ import numpy as np
 from ...core.aliases import Ints
 from ...core.errors import EvenloadError
 from ...core.planning.planner import Planner
-from ...core.policies import ChosenPolicy, Pool, started, stepped
+from ...core.policies import ChosenPolicy, Pool, State, started, stepped
 from ...core.recipe.shares import shares_of
 from ...runtime.world.agreement import from_first
 from ..drawing import Drawing, Selected, scorable
@@ -41,8 +41,12 @@ class Selection:
         drawing: Drawing,
         state: Mapping[str, Any] | None,
     ) -> None:
-        self._job, self._chosen, self._files, self._scorer, self._drawing = job, chosen, files, scorer, drawing
-        self._update, self._policy, taken = 0, None, _NONE
+        self._job, self._chosen = job, chosen
+        self._files, self._scorer = files, scorer
+        self._drawing = drawing
+        self._update = 0
+        self._policy: State | None = None
+        taken = _NONE
         self._take = chosen.every * job.recipe.train.global_batch_size
         self._report = {"policy": chosen.name, "updates": 0, "candidates": 0, "taken": 0, "policy_s": 0.0}
         if state is not None and (saved := state.get("select")) is not None and saved["of"] == self._identity:

@@ -131,8 +131,8 @@ def test_doremi_weighs_domains_by_their_excess_over_a_reference(
         alphas = [0.99 * one / sum(grown) + 0.01 / 2 for one in grown]
         assert list(lines[step + 2]["objective"].values()) == pytest.approx(alphas, rel=1e-6)
         assert abs(alphas[0] - lines[step + 1]["objective"]["long"]) > 1e-4
-    found = result["policies"]["found_shares"]
-    assert list(found.values()) == load_manifest(place / "doremi" / "step00000005").state["mix"]["state"]["average"]
+    learned = result["policies"]["learned_shares"]
+    assert list(learned.values()) == load_manifest(place / "doremi" / "step00000005").state["mix"]["state"]["average"]
 
 
 def test_an_objective_is_weighed_under_deepspeed_too(place: Path, forged: Forged) -> None:
