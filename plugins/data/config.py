@@ -18,7 +18,8 @@ class AskedPolicy(Frozen):
     """A policy of data by name, with its settings."""
 
     policy: str
-    """One of docs/mixture_policies.md, or one that another plugin offers."""
+    """mix: temperature, odm, doremi, ado. select: random, loss, delta_loss, online, near, tsds. weight: loss. Or one
+    that another plugin offers (docs/mixture_policies.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the policy, by name."""
     kind: ClassVar[Kind]
@@ -37,7 +38,7 @@ class AskedPolicy(Frozen):
 
 
 class MixPolicy(AskedPolicy):
-    """Shares that follow what steps show, from those of data.domains on: temperature, odm, doremi, ado."""
+    """Shares that follow what steps show, from those of data.domains on."""
 
     kind = "mix"
     every: Count = 1
@@ -45,7 +46,7 @@ class MixPolicy(AskedPolicy):
 
 
 class SelectPolicy(AskedPolicy):
-    """Samples that are taken of those that are drawn: random, loss, delta_loss, online, near, tsds."""
+    """Samples that are taken of those that are drawn."""
 
     kind = "select"
     every: Count = 1
@@ -59,7 +60,7 @@ class SelectPolicy(AskedPolicy):
 
 
 class WeightPolicy(AskedPolicy):
-    """Weights of the samples of a global batch by their losses, from a scoring pass before each step: loss."""
+    """Weights of the samples of a global batch by their losses, from a scoring pass before each step."""
 
     kind = "weight"
 
