@@ -54,7 +54,7 @@ class ReferenceLosses:
             raise EvenloadError(f"{what} are not there, or not whole", f"no {NAME}", _DO)
         known = reading.mapping(reading.read_json(folder / NAME, what, _DO), what, _DO).get("data")
         self._places, self._targets = LossPlaces(source), targets_of(source)
-        self._arrays = {}
+        self._arrays: dict[str, NDArray[Any]] = {}
         for name, part in self._places.parts.items():
             own = known.get(name) if isinstance(known, dict) else None
             if not are_same(own, part.fingerprint, what):
@@ -70,7 +70,8 @@ class ReferenceLosses:
     def means(self, samples: NDArray[np.int64]) -> Floats:
         """float64 [S] mean token loss of each of these samples."""
         sums = np.array([self.of(sample).sum() for sample in samples.tolist()])
-        return sums / np.maximum(self._targets[samples], 1)
+        means: Floats = sums / np.maximum(self._targets[samples], 1)
+        return means
 
 
 class LossFiles:

@@ -222,7 +222,7 @@ class LearnedShares:
     @property
     def outcome(self) -> dict[str, float] | None:
         """Shares by domain that their policy has found for a later run."""
-        return self._run and self._run.outcome
+        return None if self._run is None else self._run.outcome
 
     def state(self, planner: Planner) -> dict[str, Any]:
         """What a checkpoint keeps of the shares, ready for JSON."""

@@ -76,7 +76,8 @@ class MixRun(NamedTuple):
 
     def objective_at(self, policy: Mapping[str, Any]) -> Shares | None:
         """The objective of such a batch."""
-        return policy.get("objective") if policy else self.objective
+        objective: Shares | None = policy.get("objective") if policy else self.objective
+        return objective
 
     @property
     def drawn_by(self) -> dict[str, Any]:

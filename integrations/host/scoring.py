@@ -9,9 +9,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class LossCollector(Collector):
         losses_T = values.double()
         sums, counts = slice_losses(losses_T, pack)
         rows = [sums, counts.double()]
-        arrays = {"sequences": np.array([s.sequence for s in pack.slices], dtype=np.int64)}
+        arrays: dict[str, npt.NDArray[Any]] = {"sequences": np.array([s.sequence for s in pack.slices], dtype=np.int64)}
         if self._reference_of is not None:
             arrays["reference"] = of_targets(pack.slices, pack.segments, self._reference_of)
         there = copy_rows(arrays, values.device)

@@ -89,9 +89,10 @@ def chosen_of(config: DataConfig, kind: Kind) -> ChosenPolicy | None:
     asked: MixPolicy | SelectPolicy | WeightPolicy | None = getattr(config, kind)
     if not config.enabled or asked is None:
         return None
-    chosen, files = asked.chosen(), {}
-    if config.reference is not None:
-        files = {"mix": {"excess": config.reference}, "select": {"reference": config.reference}}.get(kind, {})
+    chosen = asked.chosen()
+    files: dict[str, Path] = {}
+    if config.reference is not None and kind != "weight":
+        files["excess" if kind == "mix" else "reference"] = config.reference
     if isinstance(asked, SelectPolicy):
         embedded = {"embeddings": asked.embeddings, "queries": asked.queries}
         files |= {name: path for name, path in embedded.items() if path is not None}

@@ -42,7 +42,8 @@ class Scorer:
 
     def scores(self, samples: Ints) -> Scores:
         """The losses of these samples, in their order, the same on every rank. Collective."""
-        begin, parts = time.perf_counter(), []
+        begin = time.perf_counter()
+        parts: list[Scores] = []
         for planned in self.planned(samples):
             labels = self._job.labels_of(planned.draw)
             tokens_of = self._job.tokens_of(planned.draw)

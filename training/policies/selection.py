@@ -48,7 +48,13 @@ class Selection:
         self._policy: State | None = None
         taken = _NONE
         self._take = chosen.every * job.recipe.train.global_batch_size
-        self._report = {"policy": chosen.name, "updates": 0, "candidates": 0, "taken": 0, "policy_s": 0.0}
+        self._report: dict[str, Any] = {
+            "policy": chosen.name,
+            "updates": 0,
+            "candidates": 0,
+            "taken": 0,
+            "policy_s": 0.0,
+        }
         if state is not None and (saved := state.get("select")) is not None and saved["of"] == self._identity:
             self._update, self._policy = saved["update"], saved["policy"]
             taken = np.array(saved["samples"], dtype=np.int64)
@@ -87,7 +93,8 @@ class Selection:
 
     def _asked(self, numbers: Ints, losses: Any, drawn: Ints) -> Ints:
         """What the policy takes; on rank 0, which keeps its state."""
-        files, of_samples = self._files, {"losses": losses}
+        files = self._files
+        of_samples: dict[str, Any] = {"losses": losses}
         if files.reference is not None:
             of_samples["reference"] = files.reference.means(numbers)
         if files.embeddings is not None:
