@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from evenload.api import load_plugins, load_recipe
 from evenload.core.planning.chain import PlanChain
+from evenload.data.reference import LossFiles
 from evenload.plugins.data.draws import drawn
 from evenload.plugins.data.selects import LossThirds, third_probabilities
 from evenload.training.checkpoint.manifest import read as load_manifest
@@ -135,9 +136,17 @@ def test_doremi_weighs_domains_by_their_excess_over_a_reference(
     assert list(learned.values()) == load_manifest(place / "doremi" / "step00000005").state["mix"]["state"]["average"]
 
 
-def test_an_objective_is_weighed_under_deepspeed_too(place: Path, forged: Forged) -> None:
-    words = "parallel.dp=2", "deepspeed.zero_stage=2", "log.jsonl=deepspeed.log", "checkpoint.dir=deepspeed"
-    ran(place, forged, "train", "deepspeed.yaml", DOREMI, *words)
+def test_an_objective_is_weighed_under_deepspeed_too(
+    place: Path, forged: Forged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Sums(place, monkeypatch).source
+    files = LossFiles(place / "drawn", source)
+    for sample, length in enumerate(source.lengths.tolist()):
+        files.write(sample, np.random.default_rng(sample).uniform(4, 6, length))
+    files.finish()
+    doremi = DOREMI.replace("losses", "drawn")
+    words = doremi, "parallel.dp=2", "deepspeed.zero_stage=2", "log.jsonl=deepspeed.log", "checkpoint.dir=deepspeed"
+    ran(place, forged, "train", "deepspeed.yaml", *words)
     lines = logged(place, "deepspeed.log")
     for line in lines:
         wanted = sum(line["objective"][name] * own["loss"] for name, own in line["domains"].items())
