@@ -36,6 +36,7 @@ from .input.validation import Frozen, refused
 logger = logging.getLogger("evenload")
 
 Kind = Literal["mix", "select", "weight"]
+KINDS: tuple[Kind, ...] = ("mix", "select", "weight")
 State = Mapping[str, Any]
 """What JSON holds: mappings with names, lists, texts, integers and finite numbers."""
 

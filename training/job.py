@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planner
 from ..core.planning.turns import fingerprint
+from ..core.policies import KINDS
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import shape_of
 from ..core.recipe.traits import trainer_called
@@ -104,7 +105,7 @@ class VerbJob(ABC):
         config, chain = self.recipe.planner, chain or self.chain
         budget_s = config.budget_ms and config.budget_ms / 1e3
         how: Any = {"budget_s": budget_s, "background": config.background, "exchange": gather_bytes, "first": first}
-        asked = any(self.recipe.data_policy(kind) for kind in ("mix", "select", "weight"))
+        asked = any(map(self.recipe.data_policy, KINDS))
         learns = config.refit or chain.needs_loads or asked
         if not config.background or learns or self.recipe.adapts:
             return Planner(chain, drawing, **how)
@@ -162,8 +163,8 @@ class Job(VerbJob):
             logger.warning("train.gc_every has no effect in %s: train alone collects garbage at once", verb)
         if self.recipe.train.export is not None:
             logger.warning("train.export has no effect in %s: train alone writes a folder at its end", verb)
-        for kind in ("select", "weight"):
-            if self.recipe.data_policy(kind):
+        for kind in KINDS:
+            if kind != "mix" and self.recipe.data_policy(kind):
                 logger.warning("the %s policy has no effect in %s: train alone scores samples", kind, verb)
 
     def tokens_of(self, draw: Draw) -> TokensOf:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ...core.aliases import Floats
 from ...core.errors import EvenloadError, refuse_first
+from ...core.policies import KINDS
 from ...core.recipe.recipe import Recipe
 from ...data.reference import ReferenceLosses, numbers_in
 from ...data.sources import Source, targets_of
@@ -27,7 +28,7 @@ class PolicyFiles(NamedTuple):
 
 def open_files(recipe: Recipe, source: Source) -> PolicyFiles:
     """The files that the policies of a recipe need for its data. Raises EvenloadError."""
-    chosen = [one for one in map(recipe.data_policy, ("mix", "select")) if one is not None]
+    chosen = [one for one in map(recipe.data_policy, KINDS) if one is not None]
     opened: dict[str, Any] = {}
     for name, path in (item for one in chosen for item in one.files.items()):
         if name in ("embeddings", "queries"):
