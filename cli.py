@@ -311,6 +311,24 @@ def generate(
 
 
 @app.command()
+def score(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to write; not there, or empty.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Whose weights to take.")] = None,
+    nproc: NumRanks = None,
+    as_json: AsJson = False,
+) -> None:
+    """Losses of every token of the recipe's data by a trained model, for plugins.data.reference."""
+    from .training.verbs.score import asked
+
+    if out is None:
+        raise EvenloadError("score does not know where to write", "no --out", "add --out DIR")
+    chosen, folder = asked(load_recipe(recipe, overrides or ()), out, checkpoint)
+    _run_ranks("score", chosen, nproc, as_json, checkpoint=folder, out=out)
+
+
+@app.command()
 def lora(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="plugins.lora.out of a job, or plugins.lora.tenants.")],
     as_json: AsJson = False,
@@ -495,7 +513,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
-_TABLES = {"generate": ("export", "table_of_samples")}
+_TABLES = {"generate": ("export", "table_of_samples"), "score": ("export", "table_of_losses")}
 """Modules and functions that show what a verb gives, where they are not called as it is."""
 
 

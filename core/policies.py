@@ -14,7 +14,7 @@ same on every rank and in every order of ranks and micro-batches (`seen_domains`
 | weight | SeenSamples    | SeenSamples | weights of the samples [S]      |
 
 One that raises, or answers what is none (not finite, negative, another count, nothing at all), changes nothing: state
-and answer stay, and a warning says so in every step.
+and answer stay (a selection is what was drawn, weights are 1), and a warning says so every time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from .input.validation import Frozen, refused
 logger = logging.getLogger("evenload")
 
 Kind = Literal["mix", "select", "weight"]
+KINDS: tuple[Kind, ...] = ("mix", "select", "weight")
 State = Mapping[str, Any]
 """What JSON holds: mappings with names, lists, texts, integers and finite numbers."""
 
@@ -135,6 +137,10 @@ class DataPolicy(NamedTuple):
     settings: type[Frozen] = Frozen
     needs: tuple[str, ...] = ()
     """Fields of what is seen that it cannot do without, of those that may be None."""
+    same_pool: bool = False
+    """It selects from the same samples in every update."""
+    outcome: Callable[[State], Sequence[float]] | None = None
+    """Shares [K] that it has found for a later run; None: it looks for none."""
 
 
 class ChosenPolicy(NamedTuple):
@@ -145,7 +151,11 @@ class ChosenPolicy(NamedTuple):
     policy: DataPolicy
     settings: Frozen
     every: int = 1
-    """Steps that are summed up before it is asked."""
+    """Steps that are summed up before it is asked, or that train on one selection."""
+    pool: int | None = None
+    """Samples that are drawn for each one that a selection takes; None: it selects from all."""
+    files: Mapping[str, Path] = {}
+    """Where fields of what it sees are read from, by their names."""
 
 
 def chosen_policy(kind: Kind, name: str, settings: Mapping[str, Any], known: Mapping[str, DataPolicy]) -> ChosenPolicy:
@@ -168,16 +178,16 @@ def started(chosen: ChosenPolicy, of: Any) -> tuple[State, Any]:
 
 
 def stepped(chosen: ChosenPolicy, state: State, seen: Any, last: Any) -> tuple[State, Any]:
-    """State and answer after a step; those that there were, loudly, where the policy fails. Raises EvenloadError where
-    nothing knows what the policy needs."""
+    """State and answer after a step; where the policy fails, loudly, the state that there was and ``last``. Raises
+    EvenloadError where nothing knows what the policy needs."""
     _refuse_lacking(chosen, seen)
     try:
         new, answer = chosen.policy.step(state, seen, chosen.settings)
         checked = _CHECKS[chosen.kind](answer, last if chosen.kind == "mix" else seen)
         return _through_json(new), checked
     except Exception as error:  # of whoever wrote it
-        text = "the %s policy '%s' failed, and what it answered last goes on: %s: %s"
-        logger.warning(text, chosen.kind, chosen.name, type(error).__name__, error)
+        text = "the %s policy '%s' failed, and %s: %s: %s"
+        logger.warning(text, chosen.kind, chosen.name, _GOES_ON[chosen.kind], type(error).__name__, error)
         return state, last
 
 
@@ -208,6 +218,22 @@ def seen_domains(
         for values in (losses, losses if excess is None else excess)
     )
     return SeenDomains(sums, counts[:, 0], counts[:, 1], None if excess is None else more)
+
+
+def objective_weights(objective: Sequence[float], domain: Ints, counts: Floats) -> Floats:
+    """Weights w [S] by which  L = sum w l / sum w n  is the sum of the domains' mean losses, each times its objective.
+
+    ``domain``, ``counts`` [S]: place of each sequence's domain, and its targets n, or what their own weights add up to.
+    A domain that is not in the batch, or whose counts add up to nothing, is left out, and the objectives of the others
+    are over their sum: the gradient is as large as that of a mean, whatever was drawn. Of all domains w adds up to the
+    counts.
+    """
+    sums = np.array([math.fsum(counts[domain == place]) for place in range(len(objective))])
+    there = sums > 0
+    parts = np.where(there, objective, 0.0)
+    factors = np.divide(parts, sums, out=np.zeros(len(sums)), where=there)
+    weights: Floats = (factors * (math.fsum(sums[there]) / math.fsum(parts) if parts.any() else 0.0))[domain]
+    return weights
 
 
 def normalised(values: Any) -> tuple[float, ...]:
@@ -260,5 +286,10 @@ def _weights(answer: Any, seen: SeenSamples) -> Floats:
     return weights
 
 
+_GOES_ON = {
+    "mix": "what it answered last goes on",
+    "select": "samples go on as they are drawn",
+    "weight": "the samples of the step count alike",
+}
 _CHECKS: dict[str, Callable[[Any, Any], Any]] = {"mix": _proportions, "select": _selection, "weight": _weights}
 """What makes an answer one, by kind. They raise where it is none."""

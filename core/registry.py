@@ -167,8 +167,8 @@ class Plugin:
 
     policies: Mapping[Kind, Mapping[str, DataPolicy]] = field(default_factory=dict)
     """What a plugin of batches offers, by kind and by the names that a recipe gives."""
-    mix: Callable[[Any], ChosenPolicy | None] | None = None
-    """``mix(config)``: the policy of shares that the settings of a plugin of batches ask for; None: none."""
+    chooses: Callable[[Any, Kind], ChosenPolicy | None] | None = None
+    """``chooses(config, kind)``: the policy of a kind that the settings of a plugin of batches ask for; None: none."""
 
     shown_by: tuple[str, ...] = ()
     """Branches and signs (`core.plan.branches`) of which a step has one where the plugin did something in it; empty:

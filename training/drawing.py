@@ -32,6 +32,7 @@ from ..core.errors import EvenloadError
 from ..core.plan.step_plan import as_lengths
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
+from ..core.policies import objective_weights
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.shares import shares_of
 from ..core.search.stage_layers import settled
@@ -76,8 +77,13 @@ class Domains(NamedTuple):
         return cls(mixture, tuple(recipe.data.domains[name].weight for name in names), learns)
 
     def marked(self, draw: Draw) -> Draw:
-        """The draw with the domain of each sample, and its weight where any domain has another than 1."""
+        """The draw with the domain of each sample, and its weight where a policy has an objective or any domain another
+        than 1."""
         places = self.mixture.domain_of(draw.samples)
+        objective = self.learns.objective_at(draw.state["policy"]) if self.learns else None
+        if objective is not None:
+            counts = draw.num_targets.astype(np.float64) if draw.own_sums is None else draw.own_sums
+            return draw._replace(domain=places, weight=objective_weights(objective, places, counts))
         unlike = any(weight != 1 for weight in self.weights)
         return draw._replace(domain=places, weight=np.array(self.weights)[places] if unlike else 1.0)
 
@@ -93,6 +99,15 @@ class Waiting(NamedTuple):
     """Ranks for which the rule decides."""
     absent: tuple[tuple[Any, int], ...] = ()
     """Samples of domains that are not here, each with the steps it has waited."""
+
+
+class Selected(NamedTuple):
+    """What a selection has taken for the next batches."""
+
+    samples: Ints
+    """That are not drawn yet, in their order."""
+    state: Mapping[str, Any]
+    """What a checkpoint keeps of the selection, ready for JSON."""
 
 
 class Drawing:
@@ -129,6 +144,9 @@ class Drawing:
         self._policies: list[Mapping[str, Any]] = []
         """States of the policy of shares for the next batches; the last one stays."""
         self._waiting = waiting or Waiting(_NONE, _NONE, chain.limits.num_ranks)
+        self._size = size
+        self.selected: Selected | None = None
+        """Where a selection says what is drawn: what it has taken. None: samples are drawn in their order."""
 
     @classmethod
     def resume(
@@ -166,7 +184,7 @@ class Drawing:
         if self._policies:
             self._order = replace(self._order, policy=self._policies[0])
             self._policies = self._policies[1:] or self._policies
-        drawn, self._order = self._take(self._order)
+        drawn = self._next()
         num_drawn = len(drawn)
         if self._targets is not None:
             drawn = drawn[self._targets[drawn] > 0]
@@ -183,6 +201,31 @@ class Drawing:
         draw = Draw(samples[runs], lengths[runs], self._state(), delay_steps, targets, **more)
         return draw if self._domains is None else self._domains.marked(draw)
 
+    def _next(self) -> Ints:
+        if self.selected is None:
+            drawn, self._order = self._take(self._order)
+            return drawn
+        drawn, rest = np.split(self.selected.samples, [self._size.samples])
+        self.selected = self.selected._replace(samples=rest)
+        if isinstance(self._order, MixState):
+            self._order = replace(self._order, step=self._order.step + 1)
+        return drawn
+
+    def candidates(self, batches: int) -> Ints:
+        """The samples with a target of so many batches, in their order, each once. They are drawn and count as no
+        batch: a selection takes batches of them."""
+        parts: list[Ints] = []
+        for _ in range(batches):
+            before = self._order = replace(self._order, policy=self._policies[0]) if self._policies else self._order
+            part, self._order = self._take(before)
+            parts.append(part)
+            if isinstance(before, MixState):
+                self._order = replace(self._order, step=before.step)
+        numbers = np.concatenate(parts)
+        numbers = numbers[np.sort(np.unique(numbers, return_index=True)[1])]
+        targets = self._lengths - 1 if self._targets is None else self._targets
+        return numbers[targets[numbers] > 0]
+
     def use(self, policy: Mapping[str, Any], first: Mapping[str, Any] | None = None) -> None:
         """Draw the next batches under another state of the policy of their shares; ``first``: the next one alone under
         a state of its own."""
@@ -197,6 +240,8 @@ class Drawing:
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = self._order.state()
+        if self.selected is not None:
+            state["select"] = {**self.selected.state, "samples": self.selected.samples.tolist()}
         waiting = self._waiting
         if not self._rules and not len(waiting.samples) and not waiting.absent:
             return state

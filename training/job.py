@@ -23,9 +23,11 @@ import torch.distributed as dist
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw, Planner
 from ..core.planning.turns import fingerprint
+from ..core.policies import KINDS
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.sizes import shape_of
 from ..core.recipe.traits import trainer_called
+from ..data.reference import ReferenceLosses
 from ..data.sources import Source
 from ..integrations.host.host import Host
 from ..patches import bridge_cpu
@@ -103,7 +105,8 @@ class VerbJob(ABC):
         config, chain = self.recipe.planner, chain or self.chain
         budget_s = config.budget_ms and config.budget_ms / 1e3
         how: Any = {"budget_s": budget_s, "background": config.background, "exchange": gather_bytes, "first": first}
-        learns = config.refit or chain.needs_loads or self.recipe.mix_policy is not None
+        asked = any(map(self.recipe.data_policy, KINDS))
+        learns = config.refit or chain.needs_loads or asked
         if not config.background or learns or self.recipe.adapts:
             return Planner(chain, drawing, **how)
         turns = open_board() if chain.staged else None
@@ -133,6 +136,8 @@ class Job(VerbJob):
     source: Source
     held_out: Source | None = None
     """What `train` validates on."""
+    reference: ReferenceLosses | None = None
+    """What the losses of steps are compared with."""
 
     @cached_property
     def domains(self) -> Domains | None:
@@ -158,12 +163,19 @@ class Job(VerbJob):
             logger.warning("train.gc_every has no effect in %s: train alone collects garbage at once", verb)
         if self.recipe.train.export is not None:
             logger.warning("train.export has no effect in %s: train alone writes a folder at its end", verb)
+        for kind in KINDS:
+            if kind != "mix" and self.recipe.data_policy(kind):
+                logger.warning("the %s policy has no effect in %s: train alone scores samples", kind, verb)
 
     def tokens_of(self, draw: Draw) -> TokensOf:
         return lambda index: self.source.tokens(int(draw.samples[index]))
 
     def labels_of(self, draw: Draw) -> Labels | None:
-        return labels_of(draw, lambda index: self.source)
+        labels, reference = labels_of(draw, lambda index: self.source), self.reference
+        if reference is None:
+            return labels
+        labels = labels or Labels(lambda index: self.source.labels(int(draw.samples[index])), draw.num_targets)
+        return labels._replace(reference=lambda index: reference.of(int(draw.samples[index])))
 
 
 def labels_of(draw: Draw, source_of: Callable[[int], Source]) -> Labels | None:

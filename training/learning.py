@@ -214,9 +214,15 @@ class LearnedShares:
             return
         assert scores is not None
         assert draw.domain is not None
-        seen = seen_domains(run.num_domains, draw.domain, scores.losses, scores.targets, weights=scores.weights)
+        columns = scores.losses, scores.targets, scores.excess, scores.weights
+        seen = seen_domains(run.num_domains, draw.domain, *columns)
         self._run = run._replace(**from_first(lambda: run.after(seen).progress))
         self._drawing.use(self._run.drawn_by)
+
+    @property
+    def outcome(self) -> dict[str, float] | None:
+        """Shares by domain that their policy has found for a later run."""
+        return None if self._run is None else self._run.outcome
 
     def state(self, planner: Planner) -> dict[str, Any]:
         """What a checkpoint keeps of the shares, ready for JSON."""

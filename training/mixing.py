@@ -36,34 +36,54 @@ class MixRun(NamedTuple):
     def begin(cls, recipe: Recipe, names: Sequence[str], samples: Sequence[int]) -> MixRun | None:
         """The policy of a recipe before the first step, for domains of so many samples, names ascending; None: shares
         are those that data.mix says. Raises EvenloadError."""
-        if (chosen := recipe.mix_policy) is None:
+        if (chosen := recipe.data_policy("mix")) is None:
             return None
         own = shares_of(recipe.data)({}, 0)
         places = tuple(place for place, share in enumerate(own) if share > 0)
         columns: Any = (tuple(values[place] for place in places) for values in (names, own, samples))
         of = DomainsToMix(*columns)
         state, answer = started(chosen, of)
-        if answer.objective is not None:
-            what = f"the mix policy '{chosen.name}' weighs domains in the loss, which no run does for it yet"
-            raise EvenloadError(what, f"objective {answer.objective}", "take another policy")
+        both = [name for name, domain in (recipe.data.domains or {}).items() if domain.weight != 1]
+        if answer.objective is not None and (both or recipe.data_policy("weight")):
+            what = f"the mix policy '{chosen.name}' weighs domains in the loss, and so does the recipe"
+            detail = f"data.domains.{both[0]}.weight" if both else "plugins.data.weight"
+            raise EvenloadError(what, detail, "leave it out, or take another policy")
         return cls(chosen, of, places, len(own), state, answer)
 
     @property
     def shares(self) -> Shares:
         """Shares of all domains of the recipe, names ascending."""
-        shares = [0.0] * self.num_domains
-        for place, share in zip(self.places, self.answer.shares, strict=True):
-            shares[place] = share
-        return tuple(shares)
+        return self._of_all(self.answer.shares)
+
+    @property
+    def objective(self) -> Shares | None:
+        """By which the mean losses of all domains are added up; None: each token counts 1."""
+        return None if self.answer.objective is None else self._of_all(self.answer.objective)
+
+    @property
+    def outcome(self) -> dict[str, float] | None:
+        """Shares by domain that the policy has found for a later run; None: it looks for none."""
+        outcome = self.chosen.policy.outcome
+        return None if outcome is None else dict(zip(self.of.names, map(float, outcome(self.state)), strict=True))
+
+    def _of_all(self, values: Sequence[float]) -> Shares:
+        known = dict(zip(self.places, values, strict=True))
+        return tuple(known.get(place, 0.0) for place in range(self.num_domains))
 
     def shares_at(self, policy: Mapping[str, Any], _: int) -> Shares:
         """Shares of a batch that is drawn under the state that `drawn_by` gives; empty: those of this state."""
         return tuple(policy["shares"]) if policy else self.shares
 
+    def objective_at(self, policy: Mapping[str, Any]) -> Shares | None:
+        """The objective of such a batch."""
+        objective: Shares | None = policy.get("objective") if policy else self.objective
+        return objective
+
     @property
     def drawn_by(self) -> dict[str, Any]:
         """What the order of samples keeps of the policy."""
-        return {"shares": list(self.shares)}
+        objective = self.objective
+        return {"shares": list(self.shares), **({"objective": list(objective)} if objective else {})}
 
     def after(self, seen: SeenDomains) -> MixRun:
         """One step later, which has shown that of all domains of the recipe."""
@@ -83,7 +103,7 @@ class MixRun(NamedTuple):
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps, ready for JSON."""
         waiting = self.waiting and [None if sums is None else sums.tolist() for sums in self.waiting]
-        progress = {"state": self.state, "shares": list(self.answer.shares), "num_waiting": self.num_waiting}
+        progress = {"state": self.state, **self.answer._asdict(), "num_waiting": self.num_waiting}
         return {**self._identity, **progress, "waiting": waiting}
 
     def resumed(self, saved: Mapping[str, Any]) -> MixRun | None:
@@ -91,7 +111,8 @@ class MixRun(NamedTuple):
         if any(saved.get(key) != value for key, value in self._identity.items()):
             return None
         waiting = saved["waiting"] and SeenDomains(*(sums and np.array(sums) for sums in saved["waiting"]))
-        answer = Proportions(tuple(saved["shares"]))
+        objective = saved.get("objective")
+        answer = Proportions(tuple(saved["shares"]), objective and tuple(objective))
         return self._replace(state=saved["state"], answer=answer, waiting=waiting, num_waiting=saved["num_waiting"])
 
     @property

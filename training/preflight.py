@@ -32,6 +32,7 @@ from ..data.tokenizers import holds_tokenizer, open_tokenizer
 from .drawing import Domains, batch_size, drawing_of, draws_of, refuse_short_data, scorable, with_layers
 from .files import refuse_path
 from .hosts import require_for_folders, require_own_loop
+from .policies.files import refuse_policies
 
 _VOCABULARY_MULTIPLE = 128
 """The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
@@ -60,6 +61,7 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     recipe = with_vocabulary(recipe, source, *([held_out] if held_out else []))
     recipe = with_steps(recipe, source)
     refuse_other_tokenizer(recipe)
+    refuse_policies(recipe, source)
     recipe = with_layers(recipe, layout.world_size, partial(drawing_of, recipe, source))
     layout = recipe.layout(layout.world_size)
     chain = PlanChain.of_recipe(recipe, layout)

@@ -1,4 +1,4 @@
-"""Files that `export` and `generate` have written."""
+"""Files that `export`, `generate` and `score` have written."""
 
 from __future__ import annotations
 
@@ -19,3 +19,9 @@ def table_of_samples(result: Result) -> Table:
     numbers |= {f"ended by {how}": number for how, number in sorted(result["ended"].items())}
     rows = [*numbers.items(), ("new tokens", result["tokens"]), ("time", seconds(result["seconds"]))]
     return grid(result["out"], ("of this run", "number"), rows, f"run {result['run']}")
+
+
+def table_of_losses(result: Result) -> Table:
+    rows = [(name, own["samples"], own["targets"], f"{own['loss']:.4f}") for name, own in result["domains"].items()]
+    caption = f"{mib(result['bytes'])} in {seconds(result['seconds'])}"
+    return grid(result["folder"], ("domain", "samples", "targets", "loss"), rows, caption)

@@ -25,7 +25,7 @@ from ..input import reading
 from ..input.bounds import RANKS, Amount, whole_number
 from ..input.validation import OneOf, refused
 from ..machine.layout import Layout
-from ..policies import ChosenPolicy
+from ..policies import ChosenPolicy, Kind
 from .documented import describe_fields
 from .elsewhere import ELSEWHERE
 from .pretrained import DECIDED, with_pretrained
@@ -93,10 +93,9 @@ class Recipe(Section):
         """Whether adapters of tenants are trained, and the model stays as it is."""
         return any(p.adapts for p in self.enabled())
 
-    @property
-    def mix_policy(self) -> ChosenPolicy | None:
-        """By what the shares of data.domains follow the losses; None: data.mix says them."""
-        chosen = (p.mix(self.config_of(p.name)) for p in self.enabled() if p.mix is not None)
+    def data_policy(self, kind: Kind) -> ChosenPolicy | None:
+        """By what shares of domains, samples or their weights follow what steps show; None: by nothing."""
+        chosen = (p.chooses(self.config_of(p.name), kind) for p in self.enabled() if p.chooses is not None)
         return next(filter(None, chosen), None)
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 from .. import registry
 from ..errors import EvenloadError, Rule, refuse_first
 from .families import families_with
+from .policies import rules_of_policies
 from .sections import REPLACED, Model, Parallel, Train
 from .shares import rules_of_mixture
 from .sizes import shape_of
@@ -147,7 +148,7 @@ def _rules_of_extent(train: Train) -> list[Rule]:
 def _rules_of_data(recipe: Any) -> list[Rule]:
     least, most = recipe.data.min_length, recipe.data.max_length
     what, do = "data.min_length is larger than data.max_length", "lower data.min_length"
-    return [(least > most, what, f"{least} > {most}", do), *rules_of_mixture(recipe)]
+    return [(least > most, what, f"{least} > {most}", do), *rules_of_mixture(recipe), *rules_of_policies(recipe)]
 
 
 def _rules_of_best(recipe: Any) -> list[Rule]:

@@ -23,8 +23,6 @@ Shares = tuple[float, ...]
 """[domains] in the order of their names; they add up to 1."""
 SharesOf = Callable[[Mapping[str, Any], int], Shares]
 """From the state of a policy, and the steps before the one that is drawn."""
-SHOWN = "losses", "targets", "samples"
-"""What a run shows a policy of every domain (`core.policies.SeenDomains`)."""
 Points = Sequence[tuple[int, Shares]]
 """(step, shares), by ascending steps."""
 
@@ -79,7 +77,10 @@ def shares_of(data: Any) -> SharesOf:
 def rules_of_mixture(recipe: Any) -> list[Rule]:
     """What is wrong with the domains of a recipe, of its data or of its validation."""
     data, train, validation = recipe.data, recipe.train, recipe.data.validation
-    rules, chosen = _rules_of_validation(validation, recipe.checkpoint.best) if validation else [], recipe.mix_policy
+    rules, chosen = (
+        _rules_of_validation(validation, recipe.checkpoint.best) if validation else [],
+        recipe.data_policy("mix"),
+    )
     if data.domains is None:
         said = data.mix != type(data.mix)()
         asked = f"mix policy {chosen.name}" if chosen else ""
@@ -90,7 +91,6 @@ def rules_of_mixture(recipe: Any) -> list[Rule]:
         ]
     names, scheduled = _listed(data.domains), POLICIES[data.mix.policy].changes
     moving, mover = scheduled or chosen is not None, chosen.name if chosen else data.mix.policy
-    lacking = [name for name in (chosen.policy.needs if chosen else ()) if name not in SHOWN]
     lasts = next((key for key in ("epochs", "max_tokens") if getattr(train, key) is not None), "")
     unshared = [name for name, domain in data.domains.items() if domain.share == 0]
     twice, both = (
@@ -117,12 +117,6 @@ def rules_of_mixture(recipe: Any) -> list[Rule]:
             "a schedule and a policy both move the shares of domains",
             f"data.mix.policy {data.mix.policy}, mix policy {mover}",
             "set data.mix.policy=static, or leave the other policy out",
-        ),
-        (
-            bool(lacking),
-            f"the mix policy '{mover}' needs what no run shows it",
-            f"needs {', '.join(lacking)}; a run shows {', '.join(SHOWN)}",
-            "take another policy",
         ),
         (lasts == "epochs" and bool(unshared), undrawn, f"share 0 of {_listed(unshared)}", do),
         (data.group is not None, "samples of domains are in no groups", grouped, "leave data.group out"),

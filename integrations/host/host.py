@@ -35,7 +35,7 @@ from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
 from .generating import Counted, Ending, samples_of
-from .scoring import Collector, LogitCollector, LossCollector, Scores, scores_of
+from .scoring import Collector, LogitCollector, LossCollector, Scores, TokenLossCollector, scores_of
 from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
 from .trained import StepResult, Trained, Weights
@@ -108,7 +108,7 @@ class Host(ABC):
         finite number.
         """
         clock = BusyClock(self.device, record=record)
-        collector = LossCollector(len(plan.lengths), self.device) if self.scores_steps else None
+        collector = LossCollector(len(plan.lengths), self.device, labels) if self.scores_steps else None
         result = self.trained.run(Step(plan, tokens_of, labels, mark, clock, collector))
         summed = collector.summed() if collector else None
         if inspect is None:
@@ -155,7 +155,17 @@ class Host(ABC):
         self.trained.begin(plan)
         collector = LogitCollector()
         self._forwards(Step(plan, tokens_of, None, no_mark, BusyClock(self.device)), collector)
-        return collector.logits(plan.lengths)
+        return collector.whole(plan.lengths)
+
+    def token_losses(
+        self, plan: StepPlan, tokens_of: TokensOf, *, labels: Labels | None = None, mark: Mark = no_mark
+    ) -> Mapping[int, Tensor]:
+        """The loss of each token as a target, by sequence [length], on the CPU of rank 0, empty on other ranks; 0 where
+        a token is none. `score` sums them up."""
+        self.trained.begin(plan)
+        collector = TokenLossCollector()
+        self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
+        return {number: losses_L.roll(1) for number, losses_L in collector.whole(plan.lengths).items()}
 
     def generate(
         self,

@@ -9,9 +9,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from torch.nn.functional import cross_entropy
 from ...core.aliases import Floats, Ints
 from ...core.plan.step_plan import Lengths
 from ...runtime.attention.copy_rows import ToHost, copy_rows
-from ...runtime.attention.pack import IGNORE, Pack, slice_losses
+from ...runtime.attention.labels import Labels
+from ...runtime.attention.pack import IGNORE, Pack, of_targets, slice_losses
 from ...runtime.world.agreement import everyone
 
 
@@ -33,6 +35,8 @@ class Scores(NamedTuple):
     """int64 [N]: target tokens of each sequence."""
     weights: Floats | None = None
     """float64 [N]: what the weights of these add up to; None: each is 1."""
+    excess: Floats | None = None
+    """float64 [N]: sum over these of max(loss - loss of a reference, 0), each times its weight; None: there is none."""
 
     @property
     def loss(self) -> float:
@@ -52,18 +56,26 @@ class Collector(ABC):
 
 
 class LossCollector(Collector):
-    """The losses of the sequences of a batch."""
+    """The losses of the sequences of a batch, and by how much they exceed those of another model."""
 
     wants_logits = False
 
-    def __init__(self, num_sequences: int, device: torch.device) -> None:
-        self._sums_2N = torch.zeros(2, num_sequences, dtype=torch.float64, device=device)
+    def __init__(self, num_sequences: int, device: torch.device, labels: Labels | None = None) -> None:
+        self._reference_of = labels.reference if labels else None
+        rows = 2 if self._reference_of is None else 3
+        self._sums_RN = torch.zeros(rows, num_sequences, dtype=torch.float64, device=device)
 
     def add(self, values: Tensor, pack: Pack) -> None:
-        sums, counts = slice_losses(values.double(), pack)
-        sequences = np.array([s.sequence for s in pack.slices], dtype=np.int64)
-        places = copy_rows({"sequences": sequences}, values.device)["sequences"]
-        self._sums_2N.index_add_(1, places, torch.stack([sums, counts.double()]))
+        losses_T = values.double()
+        sums, counts = slice_losses(losses_T, pack)
+        rows = [sums, counts.double()]
+        arrays: dict[str, npt.NDArray[Any]] = {"sequences": np.array([s.sequence for s in pack.slices], dtype=np.int64)}
+        if self._reference_of is not None:
+            arrays["reference"] = of_targets(pack.slices, pack.segments, self._reference_of)
+        there = copy_rows(arrays, values.device)
+        if self._reference_of is not None:
+            rows.append(slice_losses((losses_T - there["reference"]).clamp(min=0), pack)[0])
+        self._sums_RN.index_add_(1, there["sequences"], torch.stack(rows))
 
     def scores(self) -> Scores:
         """The scores of all ranks. Collective."""
@@ -72,14 +84,14 @@ class LossCollector(Collector):
     def summed(self) -> ToHost:
         """What `scores_of` makes the scores of all ranks of, on its way. Collective."""
         if dist.is_initialized():
-            dist.all_reduce(self._sums_2N)
-        return ToHost(self._sums_2N)
+            dist.all_reduce(self._sums_RN)
+        return ToHost(self._sums_RN)
 
 
 def scores_of(summed: ToHost) -> Scores:
     """Waits for the device if the sums have not come so far."""
-    losses, targets = summed.read().numpy()
-    return Scores(losses, targets.astype("int64"))
+    losses, targets, *excess = summed.read().numpy()
+    return Scores(losses, targets.astype("int64"), excess=excess[0] if excess else None)
 
 
 class LogitCollector(Collector):
@@ -95,15 +107,24 @@ class LogitCollector(Collector):
             rows = values[first : first + piece.length].cpu()
             self._pieces.append((piece.sequence, piece.start, rows.clone()))
 
-    def logits(self, lengths: Lengths) -> Mapping[int, Tensor]:
-        """By sequence, [L, V], on rank 0; nothing on other ranks. Collective."""
+    def whole(self, lengths: Lengths) -> Mapping[int, Tensor]:
+        """By sequence, [L, V], or what else the tokens have, on rank 0; nothing on other ranks. Collective."""
         pieces = [piece for of_rank in everyone(self._pieces) for piece in of_rank]
         if dist.is_initialized() and dist.get_rank():
             return {}
-        whole = {i: pieces[0][2].new_empty(n, pieces[0][2].shape[1]) for i, n in enumerate(lengths.tolist())}
-        for sequence, start, rows_LV in pieces:
-            whole[sequence][start : start + len(rows_LV)] = rows_LV
+        whole = {i: pieces[0][2].new_empty(n, *pieces[0][2].shape[1:]) for i, n in enumerate(lengths.tolist())}
+        for sequence, start, rows in pieces:
+            whole[sequence][start : start + len(rows)] = rows
         return whole
+
+
+class TokenLossCollector(LogitCollector):
+    """The loss of every token of a batch [L], at the place of the token before it; 0 where that predicts no target."""
+
+    wants_logits = False
+
+    def add(self, values: Tensor, pack: Pack) -> None:
+        super().add(torch.where(pack.labels_T != IGNORE, values, 0.0), pack)
 
 
 def token_losses(logits_TV: Tensor, pack: Pack, *, reduction: str = "none") -> Tensor:

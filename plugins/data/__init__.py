@@ -22,13 +22,13 @@ register(
         place="batches",
         config=config.DataConfig,
         plan=lambda plan, context, config: plan,
-        does="mix",
+        does="mix, select",
         clashes=("lora",),
         policies={
             "mix": {**mixes.MIXES, "ado": ado.ADO},
             "select": {**selects.BY_SCORE, **neighbours.BY_EMBEDDING},
             "weight": weights.WEIGHTS,
         },
-        mix=config.mix_of,
+        chooses=config.chosen_of,
     )
 )

@@ -116,6 +116,8 @@ def _step_doremi(state: State, seen: SeenDomains, settings: Doremi) -> tuple[Sta
 MIXES = {
     "temperature": DataPolicy(_start_temperature, _step_temperature, Temperature),
     "odm": DataPolicy(_start_odm, _step_odm, Odm),
-    "doremi": DataPolicy(_start_doremi, _step_doremi, Doremi, needs=("excess",)),
+    "doremi": DataPolicy(
+        _start_doremi, _step_doremi, Doremi, needs=("excess",), outcome=lambda state: state["average"]
+    ),
 }
 """By the names that recipes have."""

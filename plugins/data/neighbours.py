@@ -10,13 +10,15 @@
                    n are drawn without replacement
     cluster_less   LESS by clusters of embeddings (k-means): the gradients of a few members stand for all of it
 
-Everything is a pure function of embeddings and numbers; ties go to the lesser number. Embeddings have rows in the order
-of the pool. O(M N d), and O(densities N d) for tsds; distances are sums of squares of differences, a query at a time.
+The first two need no warm-up: their first answer is one of theirs. All are pure functions of embeddings and numbers;
+ties go to the lesser number. Embeddings have rows in the order of the pool. O(M N d), and O(densities N d) for tsds;
+distances are sums of squares of differences, a query at a time.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -55,10 +57,6 @@ class ClusterLess(Frozen):
     """Those nearest to its centre, whose gradients are taken."""
 
 
-def _start(pool: Pool, _: Frozen) -> Selected:
-    return {}, any_of(pool)
-
-
 def _distances(point: Floats, rows: Floats) -> Floats:
     """[N] Euclidean, of rows [N, d]."""
     distances: Floats = np.sqrt(((rows - point) ** 2).sum(axis=1))
@@ -78,7 +76,7 @@ def _nearest(pool: Pool, count: int) -> tuple[Floats, Ints]:
     return distances, places
 
 
-def _near(state: State, pool: Pool, settings: Frozen) -> Selected:
+def _near(state: State, pool: Pool, _: Frozen) -> Selected:
     _, places = _nearest(pool, min(len(pool.numbers), pool.take))
     in_turn = pool.numbers[places.T.ravel()]
     _, first = np.unique(in_turn, return_index=True)
@@ -158,10 +156,14 @@ def _by_cluster(state: State, pool: Pool, _: ClusterLess) -> Selected:
 
 
 BY_EMBEDDING = {
-    "near": DataPolicy(_start, _near, needs=("embeddings", "queries")),
-    "tsds": DataPolicy(_start, _tsds, Tsds, needs=("embeddings", "queries")),
+    "near": DataPolicy(partial(_near, {}), _near, needs=("embeddings", "queries")),
+    "tsds": DataPolicy(partial(_tsds, {}), _tsds, Tsds, needs=("embeddings", "queries")),
     "cluster_less": DataPolicy(
-        _start_clusters, _by_cluster, ClusterLess, needs=("embeddings", "gradients", "query_gradients")
+        _start_clusters,
+        _by_cluster,
+        ClusterLess,
+        needs=("embeddings", "gradients", "query_gradients"),
+        same_pool=True,
     ),
 }
 """By the names that recipes have."""

@@ -10,7 +10,7 @@
                   arXiv 2206.07137); draw a pool a step
 
 Draws are without replacement (`draws`). A selection depends on numbers and what is known of them, not on their order.
-Before the first update any n. O(N log N), and O(N M k) for less.
+In the first update any n. O(N log N), and O(N M k) for less.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _by_loss_now(state: State, pool: Pool, _: Frozen) -> Selected:
 BY_SCORE = {
     "random": DataPolicy(_start, _at_random),
     "loss": DataPolicy(_start, _by_third, LossThirds, needs=("losses",)),
-    "delta_loss": DataPolicy(_start_delta, _by_progress, DeltaLoss, needs=("losses",)),
+    "delta_loss": DataPolicy(_start_delta, _by_progress, DeltaLoss, needs=("losses",), same_pool=True),
     "less": DataPolicy(_start, _by_gradient, needs=("gradients", "query_gradients")),
     "online": DataPolicy(_start, _by_loss_now, needs=("losses",)),
 }

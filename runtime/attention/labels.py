@@ -22,8 +22,8 @@ from ...core.plan.step_plan import Lengths
 from .pack import IGNORE, TokensOf
 
 WeightsOf = Callable[[int], Floats]
-"""Weights float64 [length] of the tokens of a sequence as targets, by its place in the global batch; what stands at the
-first token, and where there is no target, does not count."""
+"""Weights, or other numbers, float64 [length] of the tokens of a sequence as targets, by its place in the global batch;
+what stands at the first token, and where there is no target, does not count."""
 
 
 class TargetWeights(NamedTuple):
@@ -43,6 +43,9 @@ class Labels(NamedTuple):
     targets: npt.NDArray[np.int64]
     """Number of targets of each sequence [N]."""
     weights: TargetWeights | None = None
+    reference: WeightsOf | None = None
+    """Losses float64 [length] of the tokens of a sequence as targets by another model, which a step's are compared
+    with; None: with nothing."""
 
 
 def count_targets(lengths: Lengths, labels: Labels | None = None) -> int:

@@ -225,7 +225,7 @@ def build_pack(
     def fill(slices: Slices, segments: Borders, borders: Borders) -> dict[str, Any]:
         rows = _fill(slices, segments, tokens_of, labels_of or tokens_of)
         target_T = rows["labels_T"] != IGNORE
-        if weights_of and ((weights_T := _weights(slices, segments, weights_of)) != 1)[target_T].any():
+        if weights_of and ((weights_T := of_targets(slices, segments, weights_of)) != 1)[target_T].any():
             rows["weights_T"] = np.where(target_T, weights_T, 0.0)
         num_targets = int(np.count_nonzero(target_T))
         rows["cu_seqlens"] = np.array(borders, dtype=np.int32)
@@ -301,13 +301,14 @@ def _fill(slices: Slices, segments: Borders, tokens_of: TokensOf, labels_of: Tok
     return {"tokens_T": tokens_T, "labels_T": labels_T, "positions_T": positions_T}
 
 
-def _weights(slices: Slices, segments: Borders, weights_of: Callable[[int], Tokens]) -> npt.NDArray[np.float64]:
-    """The weights [T] of the labels that `_fill` puts there."""
-    weights_T = np.zeros(segments[-1], dtype=np.float64)
+def of_targets(slices: Slices, segments: Borders, values_of: Callable[[int], Tokens]) -> npt.NDArray[np.float64]:
+    """What belongs to the labels that a pack has of slices [T]: their weights, or other values of a sequence's tokens
+    [L]."""
+    values_T = np.zeros(segments[-1], dtype=np.float64)
     for piece, first in zip(slices, segments, strict=False):
-        weights = weights_of(piece.sequence)[piece.start + 1 : piece.stop + 1]
-        weights_T[first : first + len(weights)] = weights
-    return weights_T
+        values = values_of(piece.sequence)[piece.start + 1 : piece.stop + 1]
+        values_T[first : first + len(values)] = values
+    return values_T
 
 
 def slice_losses(losses_T: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:

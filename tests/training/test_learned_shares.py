@@ -170,3 +170,36 @@ def test_what_cannot_be_done_is_refused_before_a_rank_starts(changes: dict[str, 
     recipe = {"data": {"domains": DOMAINS}, "plugins": {"data": {"enabled": True, "mix": {"policy": "odm"}}}}
     with pytest.raises(EvenloadError, match=what):
         parse({**recipe, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"data.domains.c.weight": 2.0}, "data.domains.c.weight"),
+        ({"plugins.data.weight": {"policy": "loss"}}, "plugins.data.weight"),
+    ],
+)
+def test_an_objective_beside_other_weights_is_refused(changes: dict[str, Any], what: str) -> None:
+    mix = {"enabled": True, "reference": "losses", "mix": {"policy": "doremi"}}
+    recipe = parse({"data": {"domains": DOMAINS}, "plugins": {"data": mix}})
+    assert begun(recipe).objective == (0.5, 0.0, 0.5), "what has no share has no part in the loss"
+    with pytest.raises(EvenloadError, match="and so does the recipe") as refused:
+        begun(recipe.changed(changes))
+    assert refused.value.found == what
+
+
+def test_an_objective_goes_on_to_the_last_bit() -> None:
+    mix = {"enabled": True, "reference": "losses", "mix": {"policy": "doremi"}}
+    recipe = parse({"data": {"domains": DOMAINS}, "plugins": {"data": mix}})
+    runs = [begun(recipe)]
+    for step in range(6):
+        runs.append(runs[-1].after(shown(step)._replace(excess=np.array([3.0 + step, 0.0, 1.0]))))
+    for kill in range(6):
+        run = begun(recipe).resumed(json.loads(json.dumps(runs[kill].saved())))
+        assert run is not None
+        for step in range(kill, 6):
+            run = run.after(shown(step)._replace(excess=np.array([3.0 + step, 0.0, 1.0])))
+            assert run.drawn_by == runs[step + 1].drawn_by
+    alphas = np.mean([run.answer.objective for run in runs[1:]], axis=0)
+    assert runs[-1].outcome == pytest.approx({"a": alphas[0], "c": alphas[1]}, rel=1e-12)
+    assert runs[-1].objective_at(runs[2].drawn_by) == list(runs[2].objective or ())

@@ -21,6 +21,8 @@ from ..metrics import DomainLoss, StepRow
 from ..validation.validation import Validated
 
 _NO_SCALARS = ("step", "tokens", "targets", "moe", "domains")
+_IN_A_BOARD = {"shares": "share", "objective": "objective"}
+"""What boards call a number of a domain that a policy has answered."""
 
 
 class Entry(NamedTuple):
@@ -78,9 +80,11 @@ def entry_of_step(row: StepRow, planned: Planned, of_steps: int, ends: str) -> E
     scalars |= {f"moe/{name}": value for name, value in (row.moe or {}).items()}
     scalars |= _of_domains(row.domains)
     order = planned.draw.state
-    shares = dict(zip(order["here"], order["policy"]["shares"], strict=True)) if order.get("policy") else {}
-    scalars |= {f"domains/{name}/share": share for name, share in shares.items()}
-    line = {**whole, **({"shares": shares} if shares else {}), "planner": planned.plan.made_by, "of_steps": of_steps}
+    policy = (order.get("policy") or {}).items()
+    drawn_by = {key: dict(zip(order["here"], values, strict=True)) for key, values in policy}
+    for key, own in drawn_by.items():
+        scalars |= {f"domains/{name}/{_IN_A_BOARD[key]}": value for name, value in own.items()}
+    line = {**whole, **drawn_by, "planner": planned.plan.made_by, "of_steps": of_steps}
     line["ends"] = ends or ("done" if row.step + 1 == of_steps else None)
     line["samples"] = planned.draw.samples.tolist()
     return Entry(row.step, {f"evenload/{name}": value for name, value in scalars.items()}, line)

@@ -63,7 +63,7 @@ class ValidationRun:
         assert config is not None
         assert job.held_out is not None
         self._every, self._last = config.every, job.recipe.train.steps
-        self._job = replace(job, source=job.held_out, chain=forward_only(job.chain))
+        self._job = replace(job, source=job.held_out, chain=forward_only(job.chain), reference=None)
         self._draws = draws_of(job.held_out, job.recipe)
         self._planner = job.planner(iter(self._draws).__next__, self._job.chain)
         self._planned: list[Planned] = []

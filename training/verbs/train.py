@@ -17,13 +17,15 @@ from typing import Any
 from ...core.recipe.recipe import Recipe
 from ..checkpoint.checkpoints import last_good
 from ..checkpoint.resuming import BEST, drawing_after, keeping, resume
+from ..drawing import Drawing
 from ..early_end import listening, say_ended
 from ..expert_loads import loads_writer, say_without_copies
 from ..garbage import collected
 from ..job import Job, logger, open_host, run_rank
-from ..learning import LearnedShares
 from ..measuring import OURS, Follower, in_turn
 from ..metrics import Taken, totals
+from ..policies.files import open_files
+from ..policies.run import RunPolicies
 from ..progress import Progress, silent
 from ..run.recording import Recording
 from ..run.variant import Variant, underway
@@ -56,6 +58,8 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress:
         others = [replace(job, host=open_host(job.recipe, job.world)) for _ in against]
         for other in others:
             trainers.callback(other.host.close)
+        files = open_files(recipe, job.source)
+        job = replace(job, reference=files.excess)
         state = resume(job, beside=[other.host for other in others]) if job.recipe.checkpoint.resume else None
         first = state["step"] if state else 0
         if first >= job.recipe.train.steps:
@@ -65,7 +69,9 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress:
         variants[OURS] = Variant(job, OURS, state)
         recording = Recording(job, first, pictures)
         validation = ValidationRun(job, state) if job.held_out is not None else None
-        ends = _run(job, variants, state, recording, validation, progress)
+        drawing = drawing_after(job, state) if state else job.drawing()
+        policies = RunPolicies(job, files, drawing, state)
+        ends = _run(job, variants, (drawing, policies), first, recording, validation, progress)
         exported = None
         if recipe.train.export and not ends:
             from ..checkpoint.exporting import write_export  # and Transformers
@@ -83,6 +89,7 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress:
         "data": job.source.report(),
         "summary": totals(own.rows, *(map(last_good, (root, root / BEST)) if root else (None,))),
         "ended_early": ends,
+        "policies": policies.report(sum(row.step_s for row in own.rows)),
         "steps": [asdict(row) for row in own.rows],
         "validation": [asdict(row) for row in validation.rows] if validation else [],
         **results[OURS],
@@ -99,21 +106,21 @@ def _train_all(job: Job, against: tuple[str, ...], pictures: Pictures, progress:
 def _run(
     job: Job,
     variants: dict[str, Variant],
-    state: dict[str, Any] | None,
+    drawn: tuple[Drawing, RunPolicies],
+    first: int,
     recording: Recording,
     validation: ValidationRun | None,
     progress: Progress,
 ) -> str:
     """All steps, every variant in its turn; only evenload's own run is logged and saved. Why it ended early, if so."""
-    recipe, own = job.recipe, variants[OURS]
-    first, drawing = (state["step"], drawing_after(job, state)) if state else (0, job.drawing())
-    ends, shares = "", LearnedShares(job, drawing, state)
+    recipe, own, ends = job.recipe, variants[OURS], ""
+    drawing, policies = drawn
     planner = job.planner(drawing, *own.chains)
     followers = {name: Follower(*variant.chains) for name, variant in variants.items() if variant is not own}
     planners = {name: follower.planner for name, follower in followers.items()} | {OURS: planner}
 
     def state_now() -> dict[str, Any]:
-        return {**own.state(planner), **shares.state(planner), **(validation.state() if validation else {})}
+        return {**own.state(planner), **policies.state(planner), **(validation.state() if validation else {})}
 
     with ExitStack() as opened, ThreadPoolExecutor(1) as executor:
         write = opened.enter_context(writer(recipe, leads=job.leads, first=first))
@@ -131,7 +138,7 @@ def _run(
             job.watchdog.at("waiting for the plan", step)
             with underway(job, begun=bool(own.rows)):
                 # One behind the last: a checkpoint holds what its plan knows.
-                planned = {OURS: planner.next(ahead=max(1, recipe.train.steps - 1 - step))}
+                planned = {OURS: policies.planned(planner, max(1, recipe.train.steps - 1 - step))}
                 planned |= {name: follower.plan(planned[OURS].draw) for name, follower in followers.items()}
             taken: dict[str, Taken] = {}
             for name in in_turn(list(variants), step):
@@ -141,7 +148,7 @@ def _run(
                 variant.same_plans &= planned[name].plan.digest == planned[OURS].plan.digest
                 variant.learn(planners[name], planned[name], taken[name], predicted_step)
                 progress(name, step + 1 - first, recipe.train.steps - first, variant.said)
-            shares.after(planned[OURS].draw, taken[OURS].result.scores)
+            policies.after(planned[OURS].draw, taken[OURS].result.scores)
             done = step + 1
             if done < recipe.train.steps:
                 ends = next(filter(None, (one.ends for one in taken.values())), "")

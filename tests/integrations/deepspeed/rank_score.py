@@ -32,6 +32,7 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
         for name in plans:
             plan = pipelines.planned(host, name)
             whole, masked = host.score(plan, tokens_of), host.score(plan, tokens_of, labels=labels)
+            by_token = host.token_losses(plan, tokens_of, labels=labels)
             logits = host.logits(plan, tokens_of)
             rows.append(
                 {
@@ -39,15 +40,17 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
                     "masked": _error(masked, expected, labels),
                     "logits": max((_off(logits[i], expected[i]) for i in logits), default=0.0),
                     "has_all_logits": set(logits) == set(range(len(LENGTHS))),
+                    "tokens": max((_off_by_token(by_token[i], i, expected[i], labels) for i in by_token), default=0.0),
                     "loss": whole.loss,
                 }
             )
         changed = [n for n, state in _state(host).items() if not torch.equal(state, before[n])]
-        how: Any = {"lr": 0.0, "labels": labels}
+        how: Any = {"lr": 0.0, "labels": labels._replace(reference=_reference)}
         host.scores_steps = True
         steps = [host.train_step(pipelines.planned(host, name), tokens_of, **how) for name in plans]
         trained = [_error(step.scores, expected, labels) for step in steps]
-        return {"plans": rows, "changed": changed, "trained": trained}
+        excess = [_off_in_excess(step.scores, expected, labels) for step in steps]
+        return {"plans": rows, "changed": changed, "trained": trained, "excess": excess}
 
 
 def _masked() -> Labels:
@@ -84,6 +87,34 @@ def _error(scores: Any, expected: dict[int, torch.Tensor], labels: Labels | None
         worst = max(worst, abs(loss - float(scores.losses[number])) / max(1.0, abs(loss)))
         total, divisor = total + loss, divisor + float(weights.sum())
     return max(worst, abs(scores.loss * divisor / total - 1))
+
+
+def _reference(index: int) -> np.ndarray:
+    """Losses of the tokens of a sequence by another model: about half of them are exceeded."""
+    return 5.5 + np.random.default_rng(index).normal(size=LENGTHS[index])
+
+
+def _token_losses(number: int, logits_LV: torch.Tensor, labels: Labels) -> np.ndarray:
+    """Of every token but the first; 0 where it is no target."""
+    wanted = torch.from_numpy(labels.of(number)[1:].copy())
+    return cross_entropy(logits_LV[:-1].double(), wanted, ignore_index=IGNORE, reduction="none").numpy()
+
+
+def _off_in_excess(scores: Any, expected: dict[int, torch.Tensor], labels: Labels) -> float:
+    """The largest relative error of what a sequence's token losses exceed those of a reference by."""
+    worst = 0.0
+    for number, logits_LV in expected.items():
+        counts = (labels.of(number)[1:] != IGNORE) * labels.weights.of(number)[1:]
+        excess = np.maximum(_token_losses(number, logits_LV, labels) - _reference(number)[1:], 0.0)
+        wanted = float((counts * excess).sum())
+        worst = max(worst, abs(wanted - float(scores.excess[number])) / max(1.0, abs(wanted)))
+    return worst
+
+
+def _off_by_token(own: torch.Tensor, number: int, logits_LV: torch.Tensor, labels: Labels) -> float:
+    """The largest error of a token's loss, the first token's among them, which has none."""
+    losses = np.append(0.0, _token_losses(number, logits_LV, labels))
+    return float(np.abs(own.double().numpy() - losses).max() / losses.max(initial=1.0))
 
 
 def _off(values: torch.Tensor, expected: torch.Tensor) -> float:

@@ -25,6 +25,8 @@ def test_forwards_alone_give_what_plain_ones_give(on_ranks: Callable[..., list[A
             assert row["losses"] < 2e-6
             assert row["masked"] < 2e-6
             assert row["loss"] == first["loss"]
+        assert max(result["excess"]) < 2e-6, "over the losses of a reference, token by token"
+        assert max(row["tokens"] for row in result["plans"]) < 2e-6
         assert max(result["trained"]) < 2e-6, "the losses of sequences that are trained on, of the weights before"
     assert all(row["has_all_logits"] for row in results[0]["plans"])
     assert max(row["logits"] for row in results[0]["plans"]) < 2e-6

@@ -41,6 +41,7 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
             plan = _plan(host, which)
             with fault(mutant):
                 whole, masked = host.score(plan, data), host.score(plan, data, labels=labels)
+            by_token = host.token_losses(plan, data, labels=labels)
             logits = host.logits(plan, data)
             rows.append(
                 {
@@ -48,17 +49,20 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
                     "masked": _errors(masked, expected, labels),
                     "logits": max((_off(logits[i], expected[i][0]) for i in logits), default=0.0),
                     "num_logits": len(logits),
+                    "tokens": max((_off_by_token(by_token[i], i, expected, labels) for i in by_token), default=0.0),
+                    "num_tokens": len(by_token),
                     "loss": whole.loss,
                 }
             )
         changed = _changed(before, _state(host))
-        how: Any = {"lr": 0.0, "labels": labels}
+        how: Any = {"lr": 0.0, "labels": labels._replace(reference=_reference)}
         host.scores_steps = True
         with fault(mutant):
             steps = [host.train_step(_plan(host, which), data, **how) for which in plans]
         trained = [_errors(step.scores, expected, labels) for step in steps]
         sums = [abs(step.scores.loss - step.loss) for step in steps]
-        return {"plans": rows, "changed": changed, "trained": trained, "sums": sums}
+        excess = [_off_in_excess(step.scores, expected, labels) for step in steps]
+        return {"plans": rows, "changed": changed, "trained": trained, "sums": sums, "excess": excess}
 
 
 def _plan(host: Any, which: str | int) -> StepPlan:
@@ -112,6 +116,27 @@ def _errors(scores: Any, expected: Plain, labels: Labels | None) -> float:
         worst = max(worst, abs(wanted - float(scores.losses[number])) / max(1.0, abs(wanted)))
         total, divisor = total + wanted, divisor + float(weights.sum())
     return max(worst, abs(scores.loss * divisor / total - 1))
+
+
+def _reference(index: int) -> np.ndarray:
+    """Losses of the tokens of a sequence by another model: about half of them are exceeded."""
+    return 5.5 + np.random.default_rng(index).normal(size=HAND_LENGTHS[index])
+
+
+def _off_in_excess(scores: Any, expected: Plain, labels: Labels) -> float:
+    """The largest relative error of what a sequence's token losses exceed those of a reference by."""
+    worst = 0.0
+    for number, (_, losses) in expected.items():
+        counts = (labels.of(number)[1:] != IGNORE) * labels.weights.of(number)[1:]
+        wanted = float((counts * np.maximum(losses - _reference(number)[1:], 0.0)).sum())
+        worst = max(worst, abs(wanted - float(scores.excess[number])) / max(1.0, abs(wanted)))
+    return worst
+
+
+def _off_by_token(own: torch.Tensor, number: int, expected: Plain, labels: Labels) -> float:
+    """The largest error of a token's loss, the first token's among them, which has none."""
+    losses = np.append(0.0, np.where(labels.of(number)[1:] != IGNORE, expected[number][1], 0.0))
+    return float(np.abs(own.double().numpy() - losses).max())
 
 
 def _off(values: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,0 +1,65 @@
+"""Losses of another model on disk: every token at its place, and none of other data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evenload.core.errors import EvenloadError
+from evenload.data.mixed import MixedSource
+from evenload.data.reference import NAME, LossFiles, ReferenceLosses
+from evenload.data.sources import Source, open_source, targets_of
+
+
+def opened(folder: Path, name: str, count: int) -> Source:
+    rows = [
+        {"input_ids": list(range(3 + 5 * i % 11)), "labels": [-100, *range(1, 3 + 5 * i % 11)]} for i in range(count)
+    ]
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return open_source(str(folder / f"{name}.jsonl"), max_length=64)
+
+
+def written(folder: Path, source: Source) -> dict[int, np.ndarray]:
+    files, rng = LossFiles(folder, source), np.random.default_rng(0)
+    losses = {i: rng.random(n).astype(np.float32) for i, n in enumerate(source.lengths.tolist())}
+    for sample in reversed(list(losses)):
+        files.write(sample, losses[sample])
+    assert files.finish() == 4 * source.lengths.sum()
+    return losses
+
+
+def test_every_token_is_where_it_was_whatever_stands_beside_it(tmp_path: Path) -> None:
+    a, b, c = (opened(tmp_path, name, count) for name, count in (("a", 7), ("b", 1), ("c", 5)))
+    whole = MixedSource({"c": c, "a": a, "b": b})
+    losses = written(tmp_path / "kept", whole)
+    reference = ReferenceLosses(tmp_path / "kept", whole)
+    for sample, own in losses.items():
+        assert reference.of(sample).tolist() == own.tolist()
+    means = [losses[i].astype(float).sum() / targets_of(whole)[i] for i in (11, 0, 7)]
+    assert reference.means(np.array([11, 0, 7])) == pytest.approx(means, rel=1e-12)
+    fewer = MixedSource({"a": a, "c": c})
+    assert ReferenceLosses(tmp_path / "kept", fewer).of(7).tolist() == losses[8].tolist()
+    alone = written(tmp_path / "alone", b)
+    assert ReferenceLosses(tmp_path / "alone", b).of(0).tolist() == alone[0].tolist()
+
+
+def test_other_data_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    a, b = opened(tmp_path, "a", 7), opened(tmp_path, "b", 6)
+    with pytest.raises(EvenloadError, match="not there, or not whole"):
+        ReferenceLosses(tmp_path, a)
+    written(tmp_path / "kept", MixedSource({"a": a}))
+    with pytest.raises(EvenloadError, match="are of other data"):
+        ReferenceLosses(tmp_path / "kept", MixedSource({"a": b}))
+    with pytest.raises(EvenloadError, match="are of other data"):
+        ReferenceLosses(tmp_path / "kept", MixedSource({"a": a, "b": b}))
+    np.save(tmp_path / "kept" / "a.npy", np.zeros(3, np.float32))
+    with pytest.raises(EvenloadError, match="are damaged"):
+        ReferenceLosses(tmp_path / "kept", MixedSource({"a": a}))
+    (tmp_path / "kept" / "a.npy").write_bytes(b"no array")
+    with pytest.raises(EvenloadError, match="cannot be read"):
+        ReferenceLosses(tmp_path / "kept", MixedSource({"a": a}))
+    (tmp_path / "kept" / NAME).write_text("[]")
+    with pytest.raises(EvenloadError, match="reference"):
+        ReferenceLosses(tmp_path / "kept", MixedSource({"a": a}))

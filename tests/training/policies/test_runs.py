@@ -1,0 +1,186 @@
+"""Runs under policies of data, on ranks: by the policies' equations, from losses that another command has written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.api import load_plugins, load_recipe
+from evenload.core.planning.chain import PlanChain
+from evenload.data.reference import LossFiles
+from evenload.plugins.data.draws import drawn
+from evenload.plugins.data.selects import LossThirds, third_probabilities
+from evenload.training.checkpoint.manifest import read as load_manifest
+from evenload.training.drawing import drawing_of
+from evenload.training.preflight import open_data
+
+load_plugins()
+pytestmark = pytest.mark.slow
+RECIPE = """
+trainer: {trainer}
+model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}}
+data: {{max_length: 256, domains: {{long: {{source: long.jsonl, share: 2}}, short: {{source: short.jsonl}}}}}}
+train: {{steps: 5, global_batch_size: 8, lr: 2.0e-2, dtype: {dtype}}}
+checkpoint: {{dir: kept, every: 1, keep: 9}}
+plugins: {{packing: {{enabled: true, max_tokens: 512}}}}
+"""
+SIZES = {"long": (30, 90, 250), "short": (34, 5, 40)}
+DOREMI = "plugins.data={enabled: true, reference: losses, mix: {policy: doremi, settings: {rate: 2.0, uniform: 0.01}}}"
+SELECT = "plugins.data={enabled: true, select: {policy: loss, every: 2, pool: 2, settings: {factor: 50.0}}}"
+WEIGH = "plugins.data={enabled: true, weight: {policy: loss, settings: {strategy: uniform}}}"
+Forged = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two domains, one of which masks a third of its tokens, and a recipe for each trainer."""
+    folder = tmp_path_factory.mktemp("policies")
+    for name, (count, least, most) in SIZES.items():
+        rows = []
+        for i in range(count):
+            ids = [(7 * i + k * k) % 251 for k in range(least + 37 * i % (most - least))]
+            masked = len(ids) // 3 if name == "long" else 0
+            rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for trainer, dtype in (("megatron", "fp64"), ("deepspeed", "fp32")):
+        (folder / f"{trainer}.yaml").write_text(RECIPE.format(trainer=trainer, dtype=dtype))
+    return folder
+
+
+def ran(place: Path, forged: Forged, verb: str, recipe: str, *words: str) -> Any:
+    done = forged(place, verb, recipe, *words, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def logged(place: Path, name: str) -> list[Any]:
+    return [json.loads(line) for line in (place / name).read_text().splitlines()]
+
+
+def killed(place: Path, forged: Forged, name: str, *words: str) -> tuple[list[Any], list[Any], Any]:
+    """Lines of a run on 2 ranks and of one that goes on on 1 rank after two steps; the result of the first."""
+    whole = ran(
+        place,
+        forged,
+        "train",
+        "megatron.yaml",
+        *words,
+        "parallel.dp=2",
+        f"checkpoint.dir={name}",
+        f"log.jsonl={name}.whole",
+    )
+    for ranks, until in ((2, 2), (1, 5)):
+        more = f"parallel.dp={ranks}", f"train.steps={until}", f"checkpoint.dir={name}_parts", f"log.jsonl={name}.parts"
+        ran(place, forged, "train", "megatron.yaml", *words, *more)
+    lines, parts = logged(place, f"{name}.whole"), logged(place, f"{name}.parts")
+    assert [line["samples"] for line in parts] == [line["samples"] for line in lines]
+    assert [line["loss"] for line in parts] == pytest.approx([line["loss"] for line in lines], rel=1e-9)
+    return lines, parts, whole
+
+
+def losses_of(place: Path, forged: Forged, checkpoint: str, out: str) -> dict[str, np.ndarray]:
+    """Losses of all tokens by a checkpoint, of every domain, as `evenload score` writes them."""
+    result = ran(place, forged, "score", "megatron.yaml", "parallel.dp=2", "--checkpoint", checkpoint, "--out", out)
+    arrays = {name: np.load(place / out / f"{name}.npy") for name in SIZES}
+    for name, own in result["domains"].items():
+        assert own["loss"] == pytest.approx(arrays[name].astype(float).sum() / own["targets"], rel=1e-6)
+    return arrays
+
+
+class Sums:
+    """Of every sample, by its number through the domains, the sum of what its tokens have, and its targets."""
+
+    def __init__(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(place)
+        self.recipe = load_recipe("megatron.yaml")
+        self.source = open_data(self.recipe)
+        self.targets = self.source.targets
+        self.domain = np.repeat([0, 1], [SIZES["long"][0], SIZES["short"][0]])
+
+    def of(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        tokens, ends = np.concatenate(list(arrays.values())).astype(float), np.cumsum(self.source.lengths)
+        return np.array([tokens[end - n : end].sum() for end, n in zip(ends, self.source.lengths, strict=True)])
+
+
+def test_doremi_weighs_domains_by_their_excess_over_a_reference(
+    place: Path, forged: Forged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran(place, forged, "train", "megatron.yaml", "parallel.dp=2", "train.steps=3", "checkpoint.dir=reference")
+    reference = losses_of(place, forged, "reference", "losses")
+    lines, parts, result = killed(place, forged, "doremi", DOREMI)
+    for line, part in zip(lines, parts, strict=True):
+        assert line["shares"] == {"long": 0.5, "short": 0.5}
+        wanted = sum(line["objective"][name] * own["loss"] for name, own in line["domains"].items())
+        assert line["loss"] == pytest.approx(wanted, rel=1e-9), "the sum of mean losses"
+        assert list(part["objective"].values()) == pytest.approx(list(line["objective"].values()), rel=1e-9)
+    assert lines[0]["objective"] == lines[1]["objective"] == {"long": 0.5, "short": 0.5}
+    sums = Sums(place, monkeypatch)
+    for step in (1, 2):
+        now = losses_of(place, forged, f"doremi/step{step:08d}", f"now{step}")
+        excess = sums.of({name: np.maximum(now[name] - reference[name], 0) for name in SIZES})
+        samples = np.array(lines[step]["samples"])
+        owned = [samples[sums.domain[samples] == k] for k in (0, 1)]
+        grown = [
+            alpha * math.exp(2.0 * excess[own].sum() / sums.targets[own].sum())
+            for alpha, own in zip(lines[step + 1]["objective"].values(), owned, strict=True)
+        ]
+        alphas = [0.99 * one / sum(grown) + 0.01 / 2 for one in grown]
+        assert list(lines[step + 2]["objective"].values()) == pytest.approx(alphas, rel=1e-6)
+        assert abs(alphas[0] - lines[step + 1]["objective"]["long"]) > 1e-4
+    learned = result["policies"]["learned_shares"]
+    assert list(learned.values()) == load_manifest(place / "doremi" / "step00000005").state["mix"]["state"]["average"]
+
+
+def test_an_objective_is_weighed_under_deepspeed_too(
+    place: Path, forged: Forged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Sums(place, monkeypatch).source
+    files = LossFiles(place / "drawn", source)
+    for sample, length in enumerate(source.lengths.tolist()):
+        files.write(sample, np.random.default_rng(sample).uniform(4, 6, length))
+    files.finish()
+    doremi = DOREMI.replace("losses", "drawn")
+    words = doremi, "parallel.dp=2", "deepspeed.zero_stage=2", "log.jsonl=deepspeed.log", "checkpoint.dir=deepspeed"
+    ran(place, forged, "train", "deepspeed.yaml", *words)
+    lines = logged(place, "deepspeed.log")
+    for line in lines:
+        wanted = sum(line["objective"][name] * own["loss"] for name, own in line["domains"].items())
+        assert line["loss"] == pytest.approx(wanted, rel=2e-6)
+    assert lines[2]["objective"] != lines[4]["objective"]
+
+
+def test_samples_are_selected_by_their_losses_at_that_step(
+    place: Path, forged: Forged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, _, result = killed(place, forged, "select", SELECT)
+    sums = Sums(place, monkeypatch)
+    means = sums.of(losses_of(place, forged, "select/step00000002", "selected")) / sums.targets
+    order = drawing_of(sums.recipe, sums.source, PlanChain.of_recipe(sums.recipe, sums.recipe.layout(1)))
+    pools = [np.concatenate([order().samples for _ in range(4)]) for _ in range(2)]
+    pool = np.array(list(dict.fromkeys(pools[1].tolist())))
+    odds = third_probabilities(means[pool], LossThirds(factor=50.0))
+    taken = drawn(pool, odds, 16, seed=sums.recipe.train.seed, update=1)
+    assert lines[2]["samples"] + lines[3]["samples"] == taken.tolist()
+    own = result["policies"]
+    assert own["selection"]["updates"] == 3
+    assert own["scoring_s"] > 0
+
+
+def test_samples_are_weighed_by_their_losses_in_that_step(
+    place: Path, forged: Forged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, _, result = killed(place, forged, "weigh", WEIGH)
+    sums = Sums(place, monkeypatch)
+    own = np.array(lines[1]["samples"])
+    losses = sums.of(losses_of(place, forged, "weigh/step00000001", "weighed"))[own]
+    targets, means = sums.targets[own], losses / sums.targets[own]
+    weights = np.exp((2 * means - means.max() - means.min()) / (means.max() - means.min()))
+    wanted = (weights * losses).sum() / (weights * targets).sum()
+    assert lines[1]["loss"] == pytest.approx(wanted, rel=1e-6)
+    assert abs(wanted / (losses.sum() / targets.sum()) - 1) > 1e-3
+    assert result["policies"]["scoring_s"] > 0

@@ -1,0 +1,237 @@
+"""Selections beside a loop without a model: what is drawn, what is taken, and what a run that goes on takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError
+from evenload.core.planning.chain import PlanChain
+from evenload.core.planning.planner import Draw
+from evenload.core.recipe.recipe import Recipe, parse
+from evenload.plugins.data.draws import drawn
+from evenload.plugins.data.selects import LossThirds, third_probabilities
+from evenload.training.drawing import Domains, drawing_of
+from evenload.training.policies.files import open_files, refuse_policies
+from evenload.training.policies.selection import Selection
+from evenload.training.preflight import open_data
+
+load_plugins()
+BATCH, STEPS = 4, 9
+
+
+class Steps:
+    """Draws as a planner does: one batch ahead, where it may."""
+
+    def __init__(self, recipe: Recipe, kept: Any = None) -> None:
+        source = open_data(recipe)
+        self.recipe, self.drawing = recipe, drawing_of(recipe, source, CHAIN, kept and kept["order"])
+        job = SimpleNamespace(recipe=recipe, source=source, domains=Domains.of_source(recipe, source))
+        self.step, self.asked = (kept["step"] if kept else 0), []
+        files, chosen = open_files(recipe, source), recipe.data_policy("select")
+        self.selection = Selection(job, chosen, files, self, self.drawing, kept and kept["order"])  # type: ignore[arg-type]
+        self.draw_of_next: Draw | None = None
+
+    def means(self, samples: Any) -> Any:
+        """Losses that depend on the weights, which are those before the step that comes."""
+        self.asked.append((self.step, samples.tolist()))
+        return losses_at(self.step, samples)
+
+    def next(self) -> Any:
+        self.selection.before(self)  # type: ignore[arg-type]
+        ahead = self.selection.ahead(self)  # type: ignore[arg-type]
+        draw = self.draw_of_next or self.drawing()
+        self.draw_of_next = self.drawing() if ahead >= 1 else None
+        self.step += 1
+        return draw
+
+
+CHAIN = PlanChain.of_recipe(parse({"plugins": {"packing": {"enabled": True, "max_tokens": 512}}}), parse({}).layout(1))
+
+
+def losses_at(step: int, samples: Any) -> Any:
+    return np.abs(np.sin(samples * 12.9898)) * 5 / (1 + 0.1 * step)
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [sample for batch in batches for sample in batch]
+
+
+def refuse(recipe: Recipe, changes: dict[str, Any]) -> None:
+    changed = recipe.changed(changes)
+    refuse_policies(changed, open_data(changed))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    for name, count in (("long", 40), ("short", 24)):
+        ids = [list(range(2 + 7 * i % 40)) for i in range(count)]
+        rows = [{"input_ids": own, "labels": [-100] * len(own) if i == 5 else own} for i, own in enumerate(ids)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).normal(size=(64, 3)))
+    np.save(tmp_path / "wanted.npy", np.random.default_rng(1).normal(size=(5, 3)))
+    domains = {name: {"source": str(tmp_path / f"{name}.jsonl")} for name in ("long", "short")}
+    return parse({"data": {"domains": domains, "max_length": 64}, "train": {"global_batch_size": BATCH, "seed": 3}})
+
+
+def asking(recipe: Recipe, policy: str, every: int = 2, pool: int | None = 3, **more: Any) -> Recipe:
+    select = {"policy": policy, "every": every, "pool": pool, **more}
+    return recipe.changed({"plugins.data": {"enabled": True, "select": select}})
+
+
+def ran(steps: Steps, until: int) -> tuple[list[list[int]], list[Any]]:
+    """The batches up to a step, and what a checkpoint after each of them keeps."""
+    batches, kept = [], []
+    while steps.step < until:
+        draw = steps.next()
+        batches.append(draw.samples.tolist())
+        kept.append(json.loads(json.dumps({"step": steps.step, "order": draw.state})))
+    return batches, kept
+
+
+def test_what_is_taken_is_what_the_equation_takes_of_what_was_drawn(recipe: Recipe) -> None:
+    steps = Steps(asking(recipe, "loss", settings={"third": "high", "factor": 50.0}))
+    batches, _ = ran(steps, STEPS)
+    order = drawing_of(recipe, open_data(recipe), CHAIN)
+    for update, (step, numbers) in enumerate(steps.asked):
+        pool = np.concatenate([order().samples for _ in range(6)])
+        targets = np.array([n not in (5, 45) for n in pool.tolist()])
+        own = pool[targets][np.sort(np.unique(pool[targets], return_index=True)[1])]
+        assert (step, numbers) == (2 * update, own.tolist())
+        odds = third_probabilities(losses_at(step, own), LossThirds(third="high", factor=50.0))
+        odds = odds if update else np.ones(len(own))
+        taken = drawn(own, odds, 2 * BATCH, seed=3, update=update)
+        assert flat(batches[step : step + 2]) == taken[: len(flat(batches[step : step + 2]))].tolist()
+    assert len(steps.asked) == 5
+    report = steps.selection.report()
+    assert (report["updates"], report["taken"]) == (5, 5 * 2 * BATCH)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "loss": {},
+    "online": {"every": 1, "pool": 4},
+    "random": {"every": 3},
+    "delta_loss": {"pool": None, "settings": {"updates": 5}},
+    "tsds": {"pool": None, "every": 4, "embeddings": "rows.npy", "queries": "wanted.npy"},
+    "near": {"pool": 2, "embeddings": "rows.npy", "queries": "wanted.npy"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_is_killed_after_any_step_takes_what_it_would_have_taken(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = asking(recipe, name, **CASES[name])
+    batches, kept = ran(Steps(asked), STEPS)
+    assert all(len(set(batch)) == BATCH for batch in batches)
+    for kill in range(1, STEPS):
+        again, states = ran(Steps(asked, kept[kill - 1]), STEPS)
+        assert again == batches[kill:]
+        assert states == kept[kill:], "to the last bit"
+
+
+def test_near_takes_the_nearest_of_every_query_from_the_first_batch_on(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (first, *_), _ = ran(
+        Steps(asking(recipe, "near", every=1, pool=None, embeddings="rows.npy", queries="wanted.npy")), 1
+    )
+    rows, wanted = np.load("rows.npy"), np.load("wanted.npy")
+    scored = [i for i in range(64) if i not in (5, 45)]
+    nearest = [scored[int(np.argmin([np.linalg.norm(rows[i] - query) for i in scored]))] for query in wanted]
+    assert first == list(dict.fromkeys(nearest))[:BATCH]
+
+
+def test_no_sample_is_taken_twice_before_its_epoch_ends(recipe: Recipe) -> None:
+    batches, _ = ran(Steps(asking(recipe, "random", every=1, pool=2)), 4)
+    taken = flat(batches)
+    assert len(set(taken)) == len(taken)
+
+
+def test_where_a_policy_fails_samples_go_on_as_they_are_drawn(
+    recipe: Recipe, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(asking(recipe, "loss", every=1, pool=2))
+    chosen = steps.selection._chosen
+
+    def failing(state: Any, pool: Any, settings: Any) -> Any:
+        if pool.update == 2:
+            raise RuntimeError("planted")
+        return chosen.policy.step(state, pool, settings)
+
+    steps.selection._chosen = chosen._replace(policy=chosen.policy._replace(step=failing))
+    with caplog.at_level(logging.WARNING, "evenload"):
+        batches, _ = ran(steps, 4)
+    assert batches[2] == steps.asked[2][1][:BATCH]
+    assert batches[3] != steps.asked[3][1][:BATCH], "it is asked again"
+    assert "samples go on as they are drawn: RuntimeError: planted" in caplog.text
+
+
+def test_another_selection_than_the_checkpoints_begins_anew(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+    _, kept = ran(Steps(asking(recipe, "loss", every=4)), 2)
+    with caplog.at_level(logging.INFO, "evenload"):
+        steps = Steps(asking(recipe, "loss", every=2), kept[-1])
+    assert "samples are selected anew" in caplog.text
+    steps.next()
+    assert steps.asked[0][0] == 2
+    plain = drawing_of(recipe, open_data(recipe), CHAIN, kept[-1]["order"])
+    assert len(plain().samples) == BATCH, "without a selection the order goes on"
+
+
+@pytest.mark.parametrize("mix", [{}, {"policy": "schedule", "points": [{"step": 0, "shares": {"long": 0}}]}])
+def test_domains_without_a_share_are_in_no_pool(recipe: Recipe, mix: dict[str, Any]) -> None:
+    none = recipe.changed({"data.domains.long.share": 0, "data.mix": mix})
+    for pool in (None, 2):
+        steps = Steps(asking(none, "loss", every=1, pool=pool))
+        ran(steps, 2)
+        assert steps.asked
+        assert all(min(numbers) >= 40 for _, numbers in steps.asked)
+
+
+def test_a_schedule_of_shares_counts_the_batches_that_are_trained(recipe: Recipe) -> None:
+    points = [{"step": 0, "shares": {"short": 0}}, {"step": 3, "shares": {"short": 0}}]
+    points += [{"step": 4, "shares": {"long": 0, "short": 1}}]
+    moved = recipe.changed({"data.mix": {"policy": "schedule", "points": points}})
+    steps = Steps(asking(moved, "loss", every=1, pool=2))
+    ran(steps, 6)
+    for step, numbers in steps.asked:
+        assert {n >= 40 for n in numbers} == ({False} if step <= 3 else {True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"plugins.data.select.pool": 9}, "more samples than there are"),
+        ({"plugins.data.select.embeddings": "few.npy"}, "are not those of the data"),
+        ({"plugins.data.select.queries": "flat.npy"}, "are no rows of numbers"),
+        ({"plugins.data.select.queries": "other.npy"}, "of unlike models"),
+        ({"plugins.data.select.queries": "none.npy"}, "cannot be read"),
+        ({"plugins.data.select.queries": "whole.npy"}, "floating-point numbers"),
+        ({"plugins.data.select.policy": "neer"}, "did you mean 'near'"),
+        ({"plugins.data.select.policy": "less"}, "needs gradients, query_gradients"),
+        ({"plugins.data.select.queries": None}, "set plugins.data.select.queries"),
+        ({"train.epochs": 1}, "a number of steps that a selection does not tell"),
+        ({"train.global_batch_tokens": 100, "train.global_batch_size": None}, "counts tokens"),
+        ({"plugins.data.select": {"policy": "delta_loss", "pool": 2}}, "from the same samples in every update"),
+    ],
+)
+def test_what_cannot_be_selected_is_refused_before_a_rank_starts(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, array in (("few", np.zeros((63, 3))), ("flat", np.zeros(3)), ("other", np.zeros((5, 2)))):
+        np.save(f"{name}.npy", array)
+    np.save("whole.npy", np.zeros((5, 3), int))
+    whole = asking(recipe, "near", embeddings="rows.npy", queries="wanted.npy")
+    refuse_policies(whole, open_data(whole))
+    with pytest.raises(EvenloadError, match=what) as refused:
+        refuse(whole, changes)
+    assert refused.value.do

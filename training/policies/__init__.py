@@ -1,0 +1,1 @@
+"""Policies of data in a run: what they are shown, and what their answers change."""

@@ -1,0 +1,61 @@
+"""Losses of any samples by the model of a run as it is, between two steps: plans that run forward only.
+
+Batches are those of a global batch's size, planned with the costs of the recipe, one ahead of the one that is scored.
+Nothing that training draws or plans is touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ...core.aliases import Floats, Ints
+from ...core.planning.forward_only import forward_only
+from ...core.planning.planner import Draw, Planned
+from ...integrations.host.scoring import Scores
+from ..drawing import batch_size, draw_of
+from ..job import Job
+
+
+class Scorer:
+    """Scores samples of a job's source that have targets. Making one is collective, and so are its methods."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = replace(job, chain=forward_only(job.chain), reference=None)
+        self._size = batch_size(job.recipe).mean_samples(job.source.lengths)
+        self._draws: list[Draw] = []
+        self._planner = self._job.planner(lambda: self._draws.pop(0), self._job.chain)
+        self.seconds = 0.0
+        """By the wall clock of this rank, in all."""
+
+    def planned(self, samples: Ints) -> Iterator[Planned]:
+        """The plans of these samples, batch by batch. Collective."""
+        starts = range(0, len(samples), self._size)
+        parts = [samples[start : start + self._size] for start in starts]
+        self._draws = [draw_of(self._job.source, part)._replace(own_sums=None) for part in parts]
+        for number in range(len(parts)):
+            self._job.watchdog.at("waiting for the plan of samples to score")
+            yield self._planner.next(ahead=len(parts) - 1 - number)
+
+    def scores(self, samples: Ints) -> Scores:
+        """The losses of these samples, in their order, the same on every rank. Collective."""
+        begin = time.perf_counter()
+        parts: list[Scores] = []
+        for planned in self.planned(samples):
+            labels = self._job.labels_of(planned.draw)
+            tokens_of = self._job.tokens_of(planned.draw)
+            parts.append(self._job.host.score(planned.plan, tokens_of, labels=labels, mark=self._mark))
+        self.seconds += time.perf_counter() - begin
+        return Scores(*(np.concatenate(columns) for columns in zip(*(one[:2] for one in parts), strict=True)))
+
+    def means(self, samples: Ints) -> Floats:
+        """float64 [S] mean token loss of each. Collective."""
+        scores = self.scores(samples)
+        means: Floats = scores.losses / scores.targets
+        return means
+
+    def _mark(self, where: str) -> None:
+        self._job.watchdog.at(f"scoring, {where}")

@@ -1,0 +1,128 @@
+"""Selections of a run: samples are drawn as ever, scored by the model as it is, and some of them are trained on.
+
+At a step whose batch is not taken yet, ``pool`` times the samples of ``every`` steps are drawn in their order (null:
+the pool are all samples), the model scores those with a target, and rank 0 asks the policy. What it takes are the
+batches of the next steps. So scores are of the weights that the step begins with. No batch is drawn ahead past a
+selection, and a checkpoint has what was taken and not yet trained: a run that is killed goes on with the samples that
+it would have had, on other ranks too. What a pool has left comes again in the next epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core.aliases import Ints
+from ...core.errors import EvenloadError
+from ...core.planning.planner import Planner
+from ...core.policies import ChosenPolicy, Pool, State, started, stepped
+from ...core.recipe.shares import shares_of
+from ...runtime.world.agreement import from_first
+from ..drawing import Drawing, Selected, scorable
+from ..job import Job, logger
+from .files import PolicyFiles
+from .scoring import Scorer
+
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+class Selection:
+    """The selections of one run. ``state``: what a checkpoint kept of the drawing."""
+
+    def __init__(
+        self,
+        job: Job,
+        chosen: ChosenPolicy,
+        files: PolicyFiles,
+        scorer: Scorer,
+        drawing: Drawing,
+        state: Mapping[str, Any] | None,
+    ) -> None:
+        self._job, self._chosen = job, chosen
+        self._files, self._scorer = files, scorer
+        self._drawing = drawing
+        self._update = 0
+        self._policy: State | None = None
+        taken = _NONE
+        self._take = chosen.every * job.recipe.train.global_batch_size
+        self._report: dict[str, Any] = {
+            "policy": chosen.name,
+            "updates": 0,
+            "candidates": 0,
+            "taken": 0,
+            "policy_s": 0.0,
+        }
+        if state is not None and (saved := state.get("select")) is not None and saved["of"] == self._identity:
+            self._update, self._policy = saved["update"], saved["policy"]
+            taken = np.array(saved["samples"], dtype=np.int64)
+        elif state is not None:
+            logger.info("samples are selected anew: the checkpoint has no selection of this policy and these data")
+        self._queue(taken)
+
+    def before(self, planner: Planner) -> None:
+        """Select for the next steps where nothing is left for the next one. Collective."""
+        assert self._drawing.selected is not None
+        if len(self._drawing.selected.samples) or planner.draw_of_next is not None:
+            return
+        drawn = self._drawing.candidates((self._chosen.pool or 1) * self._chosen.every)
+        numbers = drawn if self._chosen.pool else self._all()
+        losses = self._scorer.means(numbers) if "losses" in self._chosen.policy.needs and len(numbers) else None
+        begin = time.perf_counter()
+        taken = from_first(lambda: self._asked(numbers, losses, drawn[: self._take]))
+        if not len(taken):
+            detail = f"update {self._update} of the select policy '{self._chosen.name}'"
+            raise EvenloadError("no sample that was drawn has a target", detail, "raise plugins.data.select.pool")
+        self._report["policy_s"] += time.perf_counter() - begin
+        for name, count in (("updates", 1), ("candidates", len(numbers)), ("taken", len(taken))):
+            self._report[name] += count
+        self._update += 1
+        self._queue(taken)
+
+    def ahead(self, planner: Planner) -> int:
+        """How many batches may be drawn ahead while the next step begins."""
+        assert self._drawing.selected is not None
+        batches = -(-len(self._drawing.selected.samples) // self._job.recipe.train.global_batch_size)
+        return batches - (planner.draw_of_next is None)
+
+    def report(self) -> dict[str, Any]:
+        """What this run has selected, and the seconds that it took."""
+        return self._report
+
+    def _asked(self, numbers: Ints, losses: Any, drawn: Ints) -> Ints:
+        """What the policy takes; on rank 0, which keeps its state."""
+        files = self._files
+        of_samples: dict[str, Any] = {"losses": losses}
+        if files.reference is not None:
+            of_samples["reference"] = files.reference.means(numbers)
+        if files.embeddings is not None:
+            of_samples["embeddings"] = np.asarray(files.embeddings[numbers], dtype=np.float64)
+        seed, queries = self._job.recipe.train.seed, files.queries
+        wanted = None if queries is None else np.asarray(queries, dtype=np.float64)
+        pool = Pool(numbers, min(self._take, len(numbers)), seed, self._update, queries=wanted, **of_samples)
+        if self._policy is None:
+            self._policy, taken = started(self._chosen, pool)
+        else:
+            self._policy, taken = stepped(self._chosen, self._policy, pool, drawn)
+        return np.asarray(taken, dtype=np.int64)
+
+    def _all(self) -> Ints:
+        """All samples with a target, of domains that have a share."""
+        numbers = scorable(self._job.source)
+        if (domains := self._job.domains) is None:
+            return numbers
+        shares = np.array(shares_of(self._job.recipe.data)({}, self._update * self._chosen.every))
+        return numbers[shares[domains.mixture.domain_of(numbers)] > 0]
+
+    def _queue(self, taken: Ints) -> None:
+        state = {"of": self._identity, "update": self._update, "policy": self._policy}
+        self._drawing.selected = Selected(taken, state)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        chosen, domains = self._chosen, self._job.domains
+        names = domains.mixture.names if domains else []
+        asked = {"policy": chosen.name, "settings": chosen.settings.model_dump(mode="json")}
+        return {**asked, "every": chosen.every, "pool": chosen.pool, "domains": names}
