@@ -300,6 +300,10 @@ KILLERS: dict[str, Words] = {
     "selections": ("pytest", "tests/plugins/data/test_selects.py"),
     "weights of samples": ("pytest", "tests/plugins/data/test_weights.py"),
     "learned shares": ("pytest", "tests/training/test_learned_shares.py"),
+    "gradients by sample": ("pytest", "tests/runtime/adapters/test_by_sample.py"),
+    "gradients of samples": ("pytest", "tests/integrations/megatron/test_gradients.py", "-k", "alone"),
+    "gradients of shards": ("pytest", "tests/integrations/megatron/test_gradients.py", "-k", "tp2 and not pp2"),
+    "gradients that ranks share": ("pytest", "tests/integrations/megatron/test_gradients.py", "-k", "shared"),
 }
 
 _IN_LOOPS = "integrations/megatron/unmodified"
@@ -3744,5 +3748,61 @@ MUTANTS: tuple[Mutant, ...] = (
         "if weights is not None:",
         "if weights is None:",
         "mixture",
+    ),
+    Mutant(
+        "a sample's gradient has the first token of its neighbour",
+        "runtime/adapters/hooks.py",
+        "Sample(slice(first, first + size), tenant.rows[sequence])",
+        "Sample(slice(first, first + size + 1), tenant.rows[sequence])",
+        "gradients by sample",
+    ),
+    Mutant(
+        "the gradient of a cut sample is that of one slice",
+        "runtime/adapters/product.py",
+        "            _add_product(gradient[row], left[slots], right[slots], (), factor)\n",
+        "            _add_product(gradient[row].zero_(), left[slots], right[slots], (), factor)\n",
+        "gradients by sample",
+    ),
+    Mutant(
+        "a sample's gradient is multiplied by its targets",
+        "runtime/adapters/by_sample.py",
+        "        self._own.gradients.div_(divisors.to(self._dtype)[:, None])\n",
+        "        self._own.gradients.mul_(divisors.to(self._dtype)[:, None])\n",
+        "gradients by sample",
+    ),
+    Mutant(
+        "what tensor-parallel ranks hold alike is projected by each",
+        "runtime/adapters/by_sample.py",
+        "        return matrix.place.shares(matrix.kind) or self._peers.counts\n",
+        "        return True\n",
+        "gradients of shards",
+    ),
+    Mutant(
+        "a shard is projected as if it began its matrix",
+        "runtime/adapters/by_sample.py",
+        "            places_E = matrix.place.part_of(places, matrix.kind).flatten()\n",
+        "            places_E = places.flatten()[: matrix.value.numel()]\n",
+        "gradients of shards",
+    ),
+    Mutant(
+        "Adam turns the part of a sample that each rank has",
+        "runtime/adapters/by_sample.py",
+        "        self._peers.sum_over_owners(parts)\n",
+        "",
+        "gradients that ranks share",
+    ),
+    Mutant(
+        "the mean of weighted losses is by their number",
+        "integrations/host/gradients.py",
+        "        return scores.targets.astype(np.float64) if scores.weights is None else scores.weights\n",
+        "        return scores.targets.astype(np.float64)\n",
+        "gradients of samples",
+    ),
+    Mutant(
+        "two forwards are one step apart",
+        "integrations/host/gradients.py",
+        "        return (ahead - behind) / (2 * step)\n",
+        "        return (ahead - behind) / step\n",
+        "gradients of samples",
     ),
 )

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 TWO = {"model__num_layers": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {"plans": [0, 1, 2, 3], **TWO}),
+    "alone": (1, {"plans": [0, 1, 2, 3], **TWO}),
     "dp2": (2, {"plans": [0, 1, 2, 3], **TWO}),
     "tp2": (2, {"plans": [0, 1, 2, 3], "parallel__tp": 2, **TWO}),
     "pp2": (2, {"plans": [0, 1, 2, 3], "parallel__pp": 2}),

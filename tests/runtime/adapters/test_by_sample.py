@@ -150,10 +150,10 @@ def test_fresh_matrices_have_gradients_of_b_alone_and_change_no_output(layer: La
 def test_adam_turns_whole_rows(layer: Layer) -> None:
     rows, start, train = rows_of(layer), state(), TenantTrain(betas=(0.8, 0.9), eps=1e-3)
     rows.take(ADAPTER, train, start)
+    expected = torch.stack([flat(one) for one in alone(layer, dict(start.weights))])  # before spans are known to hooks
     run(layer, rows, plan_of(PACKS[1:]))
     rows.gather()
     rows.precondition()
-    expected = torch.stack([flat(one) for one in alone(layer, dict(start.weights))])
     mean = 0.8 * flat(dict(start.first)) + 0.2 * expected
     turned = mean / ((0.9 * flat(dict(start.second)) + 0.1 * expected**2).sqrt() + 1e-3)
     torch.testing.assert_close(rows.norms_of_rows(), turned.norm(dim=1), rtol=1e-11, atol=0)
