@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -100,7 +101,7 @@ class Along(NamedTuple):
     differs: float
     """By what the products at this step differ from those at one four times as large, relative; an estimate of the
     error. Not a number where there were no forwards."""
-    seconds: dict[str, float]
+    seconds: dict[Way, float]
     """Of one batch by each way, where both were tried: the longest of all ranks."""
 
 
@@ -148,14 +149,15 @@ class GradientScores:
     def along(self, direction: Tensor, batches: Sequence[PlannedSamples], way: Way | None = None) -> Along:
         """The product of each sample's gradient with a direction; None of a way takes the cheaper one, by the seconds
         of the second batch, which both run; of fewer than three batches the backward."""
-        parts: list[Floats] = []
-        step, differs, seconds = 0.0, math.nan, {}
-        ways = {"backward": lambda one: self._by_backward(direction, one)}
         if way is None and len(batches) < 3:
             way = "backward"
-        if way != "backward":
-            step, differs = self._chosen_step(direction, batches[0])
-            ways["forwards"] = lambda one: self._by_forwards(step, direction, one)
+        step, differs = (0.0, math.nan) if way == "backward" else self._chosen_step(direction, batches[0])
+        ways: dict[Way, Callable[[PlannedSamples], Floats]] = {
+            "backward": partial(self._by_backward, direction),
+            "forwards": partial(self._by_forwards, step, direction),
+        }
+        parts: list[Floats] = []
+        seconds: dict[Way, float] = {}
         if way is None:
             parts.append(ways["backward"](batches[0]))
             tried = {name: self._timed(run, batches[1]) for name, run in ways.items()}
@@ -172,7 +174,8 @@ class GradientScores:
 
     def _by_forwards(self, step: float, direction: Tensor, samples: PlannedSamples) -> Floats:
         ahead, behind = (self._losses(sign * step, direction, samples) for sign in (1, -1))
-        return (ahead - behind) / (2 * step)
+        products: Floats = (ahead - behind) / (2 * step)
+        return products
 
     def _chosen_step(self, direction: Tensor, samples: PlannedSamples) -> tuple[float, float]:
         """Of steps that fall, the last one that differs less from the one before than those before it did: from there

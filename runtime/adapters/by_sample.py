@@ -31,8 +31,9 @@ class SampleGradients(Adapters):
     def take(self, adapter: Adapter, train: TenantTrain, state: AdapterState | None) -> None:
         """Have this adapter from its start or from a state on. Raises EvenloadError as `check`."""
         self.check(adapter, state)
-        how = {"owner": 0, "owners": 1, "dtype": self._dtype, "device": self._device}
-        self._own = TenantAdapter(adapter, train, self._sites, state=state, **how)
+        self._own = TenantAdapter(
+            adapter, train, self._sites, owner=0, owners=1, dtype=self._dtype, device=self._device, state=state
+        )
         self._own.lay(self._own.values.new_zeros(0, self._own.size))
         self._start = self._own.values.clone()
 

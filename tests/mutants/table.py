@@ -3801,8 +3801,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "two forwards are one step apart",
         "integrations/host/gradients.py",
-        "        return (ahead - behind) / (2 * step)\n",
-        "        return (ahead - behind) / step\n",
+        "(ahead - behind) / (2 * step)",
+        "(ahead - behind) / step",
         "gradients of samples",
     ),
 )
