@@ -96,7 +96,7 @@ class SampleGradients(Adapters):
 
     def products(self, direction: Tensor) -> Tensor:
         """float64 [N], of each sequence's gradient with a direction that lies as values do. Collective."""
-        return self._products(direction.unflatten(0, (1, -1)))
+        return self._products(direction[None])
 
     def norms_of_rows(self) -> Tensor:
         """float64 [N], of rows that are whole. Collective."""

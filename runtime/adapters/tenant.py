@@ -105,7 +105,7 @@ class TenantAdapter:
         flat = self.values, self.gradients
         values, gradients = (torch.split(one[..., : self.size], sizes, dim=-1) for one in flat)
         for (place, kind), shape, value, gradient in zip(self._cuts, self._shapes, values, gradients, strict=True):
-            yield Matrix(f"{place.name}.{kind}", kind, place, value.view(shape), gradient.unflatten(-1, shape))
+            yield Matrix(f"{place.name}.{kind}", kind, place, value.view(shape), _shaped(gradient, shape))
 
     def _of_site(self, places: Sequence[Place]) -> OfSite:
         by_name = {matrix.name: matrix for matrix in self.matrices}
@@ -119,7 +119,7 @@ class TenantAdapter:
         a, width = by_name[f"{places[0].name}.{A}"], layers[0].a_rC.shape[1]
         begin = a.value.storage_offset()
         run = slice(begin, begin + first * width)
-        gradients = self.gradients[..., run].unflatten(-1, (first, width))
+        gradients = _shaped(self.gradients[..., run], (first, width))
         return OfSite(self.values[run].view(first, width), gradients, tuple(layers))
 
     @torch.no_grad()
@@ -179,3 +179,8 @@ class TenantAdapter:
     def key(self, name: str) -> int:
         """The key of a layer's dropout in this step."""
         return key_of(self.train.seed, self.steps, name)
+
+
+def _shaped(flat: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A matrix, or one for each row, of what lies flat: a view."""
+    return flat.view(*flat.shape[:-1], *shape)
