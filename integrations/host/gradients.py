@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 _FIRST_STEP, _FALL, _STEPS = 1.0, 4.0, 12
 """Of the search for a step: over the direction's norm, by what it falls, and how often at most."""
 
+_ENOUGH = 1e-5
+"""Differences below are less than anybody asks for."""
 _SETTLED = 0.05
 """Beyond such a difference steps are too large to tell anything."""
 
@@ -178,8 +180,8 @@ class GradientScores:
         return products
 
     def _chosen_step(self, direction: Tensor, samples: PlannedSamples) -> tuple[float, float]:
-        """Of steps that fall, the last one that differs less from the one before than those before it did: from there
-        on rounding weighs more than what a smaller step would mend."""
+        """Of steps that fall, the first one that hardly differs from the one before, or the last one that differs less
+        than those before it did: from there on rounding weighs more than what a smaller step would mend."""
         step = _FIRST_STEP / (self._rows.norm_of(direction) or 1.0)
         best, before = math.inf, self._by_forwards(step, direction, samples)
         for _ in range(_STEPS):
@@ -188,6 +190,8 @@ class GradientScores:
             if not differs < best and best < _SETTLED:
                 break
             step, best, before = step / _FALL, differs, now
+            if best < _ENOUGH:
+                break
         return step, best
 
     def _losses(self, step: float, direction: Tensor, samples: PlannedSamples) -> Floats:

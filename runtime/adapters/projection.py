@@ -40,8 +40,8 @@ def projection(name: str, values: Tensor, places_E: Tensor, columns: int, seed: 
     blocks_B = _mixed(torch.arange(-(-columns // 64), device=device))
     bytes_8 = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
     signs_of_byte = 1.0 - 2.0 * bytes_8.to(values.dtype)
-    total = values.new_zeros(*values.shape[:-1], columns, dtype=torch.float64)
-    for part, places in zip(values.split(_ELEMENTS, -1), places_E.split(_ELEMENTS), strict=True):
+    total: Tensor = values.new_zeros(*values.shape[:-1], columns, dtype=torch.float64)
+    for part, places in zip(torch.split(values, _ELEMENTS, -1), torch.split(places_E, _ELEMENTS), strict=True):
         words_EB = _mixed(_mixed(places ^ key)[:, None] ^ blocks_B)
         signs = torch.nn.functional.embedding(words_EB.view(torch.uint8).int(), signs_of_byte)
         total += part @ signs.flatten(1)[:, :columns]
