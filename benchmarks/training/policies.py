@@ -16,11 +16,12 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 from evenload.api import load_plugins
 from evenload.commands.tables.show import grid
 from evenload.core.policies import DomainsToMix, SeenDomains, chosen_policy, seen_domains, started, stepped
 from evenload.core.registry import data_policies
-from evenload.plugins.data.projection import projection
+from evenload.runtime.adapters.projection import projection
 from rich.console import Console
 
 SETTINGS = {"ado": {"skip_steps": 0, "warmup_steps": 600}}
@@ -49,9 +50,10 @@ def cpu_s(work: Any, times: int = 1) -> float:
 
 
 def benchmark(count: int, steps: int) -> dict[str, Any]:
-    rng, places = np.random.default_rng(0), np.arange(100_000)
+    rng, places = np.random.default_rng(0), torch.arange(100_000)
+    torch.set_num_threads(1)
     domain, losses, targets = rng.integers(0, count, 512), rng.uniform(0, 9, 512), rng.integers(1, 99, 512)
-    gradients = rng.normal(size=(16, len(places)))
+    gradients = torch.tensor(rng.normal(size=(16, len(places))), dtype=torch.float32)
     return {
         "mixes": [of_mix(name, count, steps) for name in sorted(data_policies("mix"))],
         "sums_ms": 1e3 * cpu_s(lambda: seen_domains(count, domain, losses, targets), 100),

@@ -35,6 +35,7 @@ from ...runtime.world.agreement import everyone
 from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
 from .generating import Counted, Ending, samples_of
+from .gradients import FrozenModel, GradientScores, GradientSettings, opened
 from .scoring import Collector, LogitCollector, LossCollector, Scores, TokenLossCollector, scores_of
 from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
@@ -183,6 +184,18 @@ class Host(ABC):
         requests that cannot be generated, before the first token.
         """
         return samples_of(self, requests, settings, ended, counted, mark)
+
+    def gradient_scores(self, settings: GradientSettings) -> AbstractContextManager[GradientScores]:
+        """Inside, gradients of samples by low-rank matrices beside the model as it is, projected or along a direction.
+
+        No state changes: weights, gradients, optimizer, random states. Nothing else may run on the host meanwhile but
+        `score`. Raises EvenloadError for a model or settings that cannot be.
+        """
+        return opened(self, settings)
+
+    @abstractmethod
+    def frozen_model(self) -> AbstractContextManager[FrozenModel]:
+        """Inside, no weight of the model gets a gradient, and its linear layers can be adapted."""
 
     @abstractmethod
     def decoding(self) -> AbstractContextManager[Decoder]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -146,6 +147,19 @@ class Snapshots(Weights):
     def snapshot(self, directory: Path, group: Group) -> Callable[[], None]:
         """Copy what `save` would write; the call that writes it, from any thread. Collective, and that call is so over
         ``group``."""
+
+
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside, no parameter of a model wants a gradient; then those again that did."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def freeze(patterns: Sequence[str], own: Mapping[str, nn.Parameter], stages: Sequence[Sequence[str]]) -> frozenset[str]:

@@ -21,6 +21,7 @@ from ...core.plan.program import lower
 from ...core.plan.step_plan import MicroBatch, Slice, StepPlan
 from ...core.recipe.recipe import Recipe
 from ...core.registry import layer_planner
+from ...runtime.adapters.places import linears_in
 from ...runtime.attention.kernels import choose_kernel
 from ...runtime.attention.labels import checked_divisor, readers_of
 from ...runtime.attention.pack import build_pack
@@ -32,11 +33,13 @@ from ...runtime.measure.busy import counts_waiting
 from ...runtime.world.agreement import Group, everyone
 from ...runtime.world.plane import Plane
 from ...runtime.world.world import World
+from ..host.gradients import FrozenModel
 from ..host.host import Host
-from ..host.scoring import Collector, evaluating
+from ..host.scoring import Collector, LossCollector, evaluating
 from ..host.step import Step, refuse_foreign
-from ..host.trained import Snapshots, StepResult, Trained, freeze
+from ..host.trained import Passed, Snapshots, StepResult, Trained, freeze, without_gradients
 from ..reference.textbook import AdamState
+from .adapted import adapter_peers, blocks_of
 from .base.plane import join_groups, leave_groups, links_of_device, open_plane
 from .base.setup import check_host, check_recipe
 from .batch import Batch, ForwardStep, PlannedBatches, collecting, run_batch, run_for_logits, run_stock
@@ -159,6 +162,22 @@ class MegatronHost(Host):
             self.carry_out(step, lower_forwards, self.forward_into(collector), StepRouting(plan.lengths))
         for gpt in stages_of(self.model):
             forget_tokens(gpt)
+
+    def frozen_passes(self, step: Step, collector: LossCollector) -> Passed:
+        """All passes of this rank through a model whose weights are frozen, in the executor."""
+        self.refuse_foreign(step.plan)
+        routing = StepRouting(step.plan.lengths, labels=step.labels)
+        step.mark("forward and backward")
+        with reaching_recomputed(self.model):
+            return Passed(self.carry_out(step, lower, self.forward_into(collector), routing))
+
+    @contextmanager
+    def frozen_model(self) -> Iterator[FrozenModel]:
+        blocks = blocks_of(self.model, self.recipe, self.tp_rank)
+        linears = [name for stage in self.of_each_stage(linears_in(blocks)) for name in stage]
+        dtype = torch.promote_types(DTYPES[self.recipe.train.dtype], torch.float32)
+        with without_gradients(self.model):
+            yield FrozenModel(blocks, linears, adapter_peers(self.tp_rank), dtype, self.frozen_passes)
 
     @contextmanager
     def decoding(self) -> Iterator[Decoder]:

@@ -31,15 +31,16 @@ def kept(key: int, samples_T: Tensor, positions_T: Tensor, columns: tuple[int, i
         columns: the inputs that this rank has.
     """
     inputs_C = torch.arange(*columns, dtype=torch.int64, device=positions_T.device)
-    tokens_T = _mixed(samples_T * _signed(_SAMPLE) + positions_T * _signed(_POSITION) + key)
-    hashed_TC = _mixed(tokens_T[:, None] + inputs_C * _signed(_INPUT))
+    tokens_T = mixed(samples_T * signed(_SAMPLE) + positions_T * signed(_POSITION) + key)
+    hashed_TC = mixed(tokens_T[:, None] + inputs_C * signed(_INPUT))
     stays_TC: Tensor = _shifted(hashed_TC, 64 - _BITS) >= round(share * 2**_BITS)
     return stays_TC
 
 
-def _mixed(keys: Tensor) -> Tensor:
-    keys = (keys ^ _shifted(keys, 30)) * _signed(0xBF58476D1CE4E5B9)
-    keys = (keys ^ _shifted(keys, 27)) * _signed(0x94D049BB133111EB)
+def mixed(keys: Tensor) -> Tensor:
+    """SplitMix64's finalizer of each key, int64; products wrap, as they must."""
+    keys = (keys ^ _shifted(keys, 30)) * signed(0xBF58476D1CE4E5B9)
+    keys = (keys ^ _shifted(keys, 27)) * signed(0x94D049BB133111EB)
     return keys ^ _shifted(keys, 31)
 
 
@@ -48,5 +49,6 @@ def _shifted(keys: Tensor, bits: int) -> Tensor:
     return (keys >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """The signed integer that has the 64 bits of a word."""
     return word - (1 << 64) if word >> 63 else word

@@ -19,7 +19,7 @@ from ..attention.copy_rows import copy_rows
 from ..attention.pack import Pack
 from .dropout import kept
 from .places import AdaptedBlock, Place, Site
-from .product import Dropped, TenantSpan, added
+from .product import Dropped, Sample, TenantSpan, added
 from .tenant import TenantAdapter
 
 
@@ -86,9 +86,9 @@ class Hooks:
         owners: list[TenantAdapter | None] = [None] * (len(pack.segments) - 1)
         owners[: len(pack.slices)] = [self._owner_of(piece.sequence) for piece in pack.slices]
         sizes = [stop - first for first, stop in pairwise(pack.segments)]
-        runs = groupby(zip(owners, sizes, strict=True), key=lambda pair: id(pair[0]))
-        spans = [list(run) for _, run in runs]
-        return [TenantSpan(sum(size for _, size in run), run[0][0]) for run in spans]
+        sequences = [piece.sequence for piece in pack.slices] + [-1] * (len(sizes) - len(pack.slices))
+        runs = groupby(zip(owners, sizes, sequences, strict=True), key=lambda one: id(one[0]))
+        return [_span(list(run)) for _, run in runs]
 
     def _dropping(self, pack: Pack, spans: Sequence[TenantSpan]) -> Dropped | None:
         """Dropout of the inputs of layers; None where no tenant of the pack has any."""
@@ -118,6 +118,16 @@ class Hooks:
 
 def _nobody(_: int) -> None:
     return None
+
+
+def _span(run: Sequence[tuple[TenantAdapter | None, int, int]]) -> TenantSpan:
+    """Neighbouring segments of one tenant: whose, slots and sequence of each."""
+    tenant, samples, first = run[0][0], [], 0
+    for _, size, sequence in run:
+        if tenant and sequence in tenant.rows:
+            samples.append(Sample(slice(first, first + size), tenant.rows[sequence]))
+        first += size
+    return TenantSpan(first, tenant, samples)
 
 
 def _adding(site: Site, running: _Running) -> Any:

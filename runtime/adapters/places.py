@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -82,6 +82,11 @@ class AdaptedBlock(NamedTuple):
     pack_of: Callable[[tuple[Any, ...], dict[str, Any]], Pack]
     """The pack of a call, from its arguments."""
     sites: tuple[Site, ...]
+
+
+def linears_in(blocks: Sequence[AdaptedBlock]) -> list[str]:
+    """The names of the linear layers of blocks, in their order."""
+    return [place.name for block in blocks for site in block.sites for place in site.places]
 
 
 class AdapterState(NamedTuple):

@@ -28,27 +28,39 @@ Dropped = Callable[[int, Tensor, Place], Tensor]
 It is linear in the tensor, so a gradient goes back through it as the inputs went forth."""
 
 
+class Sample(NamedTuple):
+    """Neighbouring slots of one sample."""
+
+    slots: slice
+    """Counted from the first of the span."""
+    row: int
+    """Of the tenant's gradients."""
+
+
 class TenantSpan(NamedTuple):
     """Neighbouring slots of one tenant."""
 
     size: int
     tenant: TenantAdapter | None
     """None: nothing is added."""
+    samples: Sequence[Sample] = ()
+    """Where each sample has gradients of its own."""
 
 
 class _Part(NamedTuple):
     slots: slice
     of_site: OfSite
     dropped: Callable[[Tensor, Place], Tensor] | None
+    samples: Sequence[Sample]
 
 
 def added(y_TD: Tensor, x_TC: Tensor, site: Site, spans: Sequence[TenantSpan], dropped: Dropped | None) -> Tensor:
     """The output of a site and what the tenants' adapters add to it; itself where nobody has an adapter there."""
     parts, first = [], 0
-    for number, (size, tenant) in enumerate(spans):
+    for number, (size, tenant, samples) in enumerate(spans):
         if tenant and (of_site := tenant.sites.get(site.name)):
             of_span = partial(dropped, number) if dropped and tenant.adapter.lora_dropout else None
-            parts.append(_Part(slice(first, first + size), of_site, of_span))
+            parts.append(_Part(slice(first, first + size), of_site, of_span, samples))
         first += size
     if not parts:
         return y_TD
@@ -115,7 +127,7 @@ def _through_b(dy_tD: Tensor, z_tR: Tensor, part: _Part) -> Tensor:
     for layer in part.of_site.layers:
         dy_tr = _outputs(dy_tD, layer.place).flatten(1)
         dz_tR[:, layer.ranks] = dy_tr @ layer.b_Dr.to(dy_tr.dtype) * layer.scaling
-        _add_product(layer.db_Dr, dy_tr, z_tR[:, layer.ranks], layer.scaling)
+        _add_product(layer.db_Dr, dy_tr, z_tR[:, layer.ranks], part.samples, layer.scaling)
     return dz_tR
 
 
@@ -123,20 +135,23 @@ def _through_a(x_tC: Tensor, dz_tR: Tensor, dx_tC: Tensor | None, part: _Part) -
     """Add the gradients of all A, and put that of x into ``dx_tC``, which is zero."""
     of_site = part.of_site
     if part.dropped is None:
-        _add_product(of_site.da_RC, dz_tR, x_tC)
+        _add_product(of_site.da_RC, dz_tR, x_tC, part.samples)
         if dx_tC is not None:
             torch.mm(dz_tR, of_site.a_RC.to(dz_tR.dtype), out=dx_tC)
         return
     for layer in of_site.layers:
         dz_tr = dz_tR[:, layer.ranks]
-        _add_product(layer.da_rC, dz_tr, part.dropped(x_tC, layer.place))
+        _add_product(layer.da_rC, dz_tr, part.dropped(x_tC, layer.place), part.samples)
         if dx_tC is not None:
             dx_tC += part.dropped(dz_tr @ layer.a_rC.to(dz_tr.dtype), layer.place)
 
 
-def _add_product(gradient: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
-    """gradient += factor left^T right, in the gradient's precision."""
-    if gradient.dtype == left.dtype:
+def _add_product(gradient: Tensor, left: Tensor, right: Tensor, samples: Sequence[Sample], factor: float = 1.0) -> None:
+    """gradient += factor left^T right, in the gradient's precision; sample by sample where it has rows of samples."""
+    if gradient.dim() > 2:
+        for slots, row in samples:
+            _add_product(gradient[row], left[slots], right[slots], (), factor)
+    elif gradient.dtype == left.dtype:
         gradient.addmm_(left.t(), right, alpha=factor)
     else:
         gradient.add_(left.t() @ right, alpha=factor)

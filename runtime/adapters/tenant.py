@@ -74,16 +74,17 @@ class TenantAdapter:
         state: AdapterState | None = None,
     ) -> None:
         self.adapter, self.train = adapter, train
+        self.rows: Mapping[int, int] = {}
+        """Of sequences of the batch, the rows of their gradients, where each has its own."""
         names = set(adapter.targets([place.name for site in sites for place in site.places]))
         own = {site.name: [place for place in site.places if place.name in names] for site in sites}
         cuts = [(place, kind) for places in own.values() for kind in (A, B) for place in places]
         shapes = [place.shape_of(kind, adapter.rank_of(place.name)) for place, kind in cuts]
         self.size = sum(rows * columns for rows, columns in shapes)
+        self._own, self._cuts, self._shapes = own, cuts, shapes
         run = -(-self.size // owners)
         self.values = torch.zeros(run * owners, dtype=dtype, device=device)
-        self.gradients = torch.zeros_like(self.values)
-        self.matrices = tuple(self._cut(cuts, shapes))
-        self.sites = {name: self._of_site(places) for name, places in own.items() if places}
+        self.lay(torch.zeros_like(self.values))
         self.run = slice(owner * run, (owner + 1) * run)
         self._owned = torch.nn.Parameter(self.values[self.run])
         self._owned.grad = self.gradients[self.run]
@@ -93,11 +94,18 @@ class TenantAdapter:
         self.steps = 0
         self._begin(state)
 
-    def _cut(self, cuts: Sequence[tuple[Place, str]], shapes: Sequence[tuple[int, int]]) -> Iterator[Matrix]:
-        sizes = [rows * columns for rows, columns in shapes]
-        values, gradients = (torch.split(flat[: self.size], sizes) for flat in (self.values, self.gradients))
-        for (place, kind), shape, value, gradient in zip(cuts, shapes, values, gradients, strict=True):
-            yield Matrix(f"{place.name}.{kind}", kind, place, value.view(shape), gradient.view(shape))
+    def lay(self, gradients: Tensor) -> None:
+        """Let products add into these gradients: [values], or [N, values] where N samples have a row each."""
+        self.gradients = gradients
+        self.matrices = tuple(self._cut())
+        self.sites = {name: self._of_site(places) for name, places in self._own.items() if places}
+
+    def _cut(self) -> Iterator[Matrix]:
+        sizes = [rows * columns for rows, columns in self._shapes]
+        flat = self.values, self.gradients
+        values, gradients = (torch.split(one[..., : self.size], sizes, dim=-1) for one in flat)
+        for (place, kind), shape, value, gradient in zip(self._cuts, self._shapes, values, gradients, strict=True):
+            yield Matrix(f"{place.name}.{kind}", kind, place, value.view(shape), _shaped(gradient, shape))
 
     def _of_site(self, places: Sequence[Place]) -> OfSite:
         by_name = {matrix.name: matrix for matrix in self.matrices}
@@ -111,7 +119,8 @@ class TenantAdapter:
         a, width = by_name[f"{places[0].name}.{A}"], layers[0].a_rC.shape[1]
         begin = a.value.storage_offset()
         run = slice(begin, begin + first * width)
-        return OfSite(self.values[run].view(first, width), self.gradients[run].view(first, width), tuple(layers))
+        gradients = _shaped(self.gradients[..., run], (first, width))
+        return OfSite(self.values[run].view(first, width), gradients, tuple(layers))
 
     @torch.no_grad()
     def _begin(self, state: AdapterState | None) -> None:
@@ -170,3 +179,8 @@ class TenantAdapter:
     def key(self, name: str) -> int:
         """The key of a layer's dropout in this step."""
         return key_of(self.train.seed, self.steps, name)
+
+
+def _shaped(flat: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A matrix, or one for each row, of what lies flat: a view."""
+    return flat.view(*flat.shape[:-1], *shape)

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ....core.errors import EvenloadError
@@ -30,24 +31,30 @@ from ....core.plan.forwards import forwards_in_step, lower_forwards
 from ....core.plan.program import Dummies, lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
+from ....runtime.adapters.peers import AdapterPeers
+from ....runtime.adapters.places import linears_in
 from ....runtime.attention.pack import Pack
 from ....runtime.experts.routing import StepRouting
 from ....runtime.generate.engine import Decoder
 from ....runtime.measure.busy import counts_waiting
+from ....runtime.stage.offload import layers_of
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...host.generating import any_rank
-from ...host.scoring import Collector, evaluating
+from ...host.gradients import FrozenModel
+from ...host.scoring import Collector, LossCollector, evaluating
 from ...host.step import Step, refuse_foreign
 from ...host.trained import Passed, Trained, freeze
 from ...huggingface.models import refuse_unequal_replay, refuse_unsupported
 from ...huggingface.routes import Recorder, num_experts_of
+from .ds_config import SHARDED
 from .engine import make_engine, one_reduction
 from .engine_host import EngineHost, EngineWeights
 from .expert_gate import GatedExperts
 from .experts import DividedExperts
+from .frozen import FrozenStage, blocks_of, frozen, linear_names
 from .keeping import keeping_of
-from .model import build_model, recompute_layers
+from .model import build_model, enable_recomputing, recompute_layers
 from .stage import EngineStage, call_of
 
 log = logging.getLogger("evenload")
@@ -134,6 +141,25 @@ class DeepSpeedHost(EngineHost):
             self.gated.begin(plan, step.mark)
         with evaluating(self.engine.module):
             self.execute(step, (program, EngineStage(self, step, None, None, self.gated, collector=collector)))
+
+    def adapter_peers(self) -> AdapterPeers:
+        """The ranks that adapters are summed and gathered over."""
+        return AdapterPeers(dist.group.WORLD if self.world.size > 1 else None)
+
+    def frozen_passes(self, step: Step, collector: LossCollector) -> Passed:
+        """All passes of this rank through a model whose weights are frozen."""
+        program, branches = self.program_of(step.plan, "none")
+        return Passed(self.execute(step, (program, FrozenStage(self, step, collector))), branches)
+
+    @contextmanager
+    def frozen_model(self) -> Iterator[FrozenModel]:
+        module: Any = self.engine.module
+        layers, sharded = layers_of(module), self.stage == SHARDED
+        if sharded:
+            enable_recomputing(module, layers)
+        blocks = blocks_of(layers, linear_names(module))
+        with frozen(module, module.get_input_embeddings(), layers if sharded else ()):
+            yield FrozenModel(blocks, linears_in(blocks), self.adapter_peers(), torch.float32, self.frozen_passes)
 
     @contextmanager
     def decoding(self) -> Iterator[Decoder]:

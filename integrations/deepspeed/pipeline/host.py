@@ -26,6 +26,8 @@ from ....core.plan.forwards import lower_forwards
 from ....core.plan.program import lower
 from ....core.plan.step_plan import StepPlan
 from ....core.recipe.recipe import Recipe
+from ....runtime.adapters.peers import AdapterPeers
+from ....runtime.adapters.places import linears_in
 from ....runtime.attention.pack import Pack
 from ....runtime.generate.engine import Decoder
 from ....runtime.measure.busy import counts_waiting
@@ -34,14 +36,16 @@ from ....runtime.world.agreement import everyone, rows_of_all
 from ....runtime.world.plane import Plane
 from ....runtime.world.world import World
 from ...host.generating import staged
-from ...host.scoring import Collector, evaluating
+from ...host.gradients import FrozenModel
+from ...host.scoring import Collector, LossCollector, evaluating
 from ...host.step import Step, refuse_foreign
 from ...host.trained import Passed, Trained, freeze
 from ...huggingface.models import refuse_unequal_replay
 from ..engine.engine import make_engine
 from ..engine.engine_host import EngineHost, EngineWeights
+from ..engine.frozen import frozen
 from .model import StageModule, build_stage
-from .stage import PipelineStage
+from .stage import FrozenPipelineStage, PipelineStage, stage_blocks
 
 
 class PipelineHost(EngineHost):
@@ -108,6 +112,24 @@ class PipelineHost(EngineHost):
         programs = self.programs_of(step.plan, forwards=True)
         with evaluating(self.module):
             self.execute(step, *((p, PipelineStage(self, step, part, collector=collector)) for part, p in programs))
+
+    def adapter_peers(self) -> AdapterPeers:
+        """The ranks that adapters are summed and gathered over."""
+        return AdapterPeers(self.engine.grid.get_data_parallel_group(), self.engine.grid.get_pipe_parallel_group())
+
+    def frozen_passes(self, step: Step, collector: LossCollector) -> Passed:
+        """All passes of this rank through stages whose weights are frozen."""
+        programs = self.programs_of(step.plan)
+        parts = [(program, FrozenPipelineStage(self, step, part, collector)) for part, program in programs]
+        return Passed(self.execute(step, *parts))
+
+    @contextmanager
+    def frozen_model(self) -> Iterator[FrozenModel]:
+        blocks = stage_blocks(self.module)
+        linears = [name for part in self.of_each_stage(linears_in(blocks)) for name in part]
+        first: Any = self.module.forward_funcs[0] if self.engine.is_first_stage() else None
+        with frozen(self.module, first):
+            yield FrozenModel(blocks, linears, self.adapter_peers(), torch.float32, self.frozen_passes)
 
     @contextmanager
     def decoding(self) -> Iterator[Decoder]:

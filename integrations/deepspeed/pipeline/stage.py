@@ -17,13 +17,17 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from ....core.plan.action import Action, Program
+from ....runtime.adapters.places import AdaptedBlock
 from ....runtime.attention.pack import Pack
 from ....runtime.attributes import with_attributes
 from ....runtime.stage.deferred import WgradStore, deferring
 from ....runtime.stage.executor import Graph
+from ...host.scoring import LossCollector
 from ...host.step import Step
 from ..engine.engine_host import EngineHost
+from ..engine.frozen import blocks_of
 from ..engine.stage import PackStage
+from .model import StageModule
 
 
 class PipelineStage(PackStage):
@@ -85,3 +89,26 @@ class PipelineStage(PackStage):
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         self._engine._exec_reduce_grads()
+
+
+class FrozenPipelineStage(PipelineStage):
+    """The passes of a frozen stage; the collector takes their losses down."""
+
+    def __init__(self, host: EngineHost, step: Step, part: int, collector: LossCollector) -> None:
+        super().__init__(host, step, part, weight=1.0, collector=collector)
+
+    def backward(self, graph: Graph, gradient: Tensor | None) -> Tensor | None:
+        torch.autograd.backward(graph.output, gradient)
+        return None if graph.received is None else graph.received.grad
+
+    def _through(self, received: Tensor | None, pack: Pack, **how: Any) -> Tensor:
+        output: Tensor = self._engine.module(received, pack, part=self._part, **how)
+        return output
+
+
+def stage_blocks(module: StageModule) -> list[AdaptedBlock]:
+    """The decoder layers of a stage as adapters see them, under their names in the whole model."""
+    own = {id(parameter): name for name, parameter in module.global_parameters().items()}
+    linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    names = {id(layer): own[id(layer.weight)].removesuffix(".weight") for layer in linears}
+    return blocks_of(module.blocks, names)

@@ -23,6 +23,7 @@ JOBS = (
     "generate_jobs",
     "pretrained_jobs",
     "tenant_jobs",
+    "gradient_jobs",
     "soak_jobs",
     "isolation_jobs",
     "peft_jobs",

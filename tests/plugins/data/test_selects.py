@@ -14,7 +14,6 @@ from evenload.core.policies import ChosenPolicy, Pool, chosen_policy, started, s
 from evenload.core.registry import data_policies
 from evenload.plugins.data.draws import drawn, uniform
 from evenload.plugins.data.neighbours import Tsds, transport_probabilities
-from evenload.plugins.data.projection import preconditioned, projection
 from evenload.plugins.data.selects import DeltaLoss, LossThirds, progress_probabilities, third_probabilities
 
 load_plugins()
@@ -228,38 +227,6 @@ def test_clusters_stand_for_their_members() -> None:
     _, numbers = stepped(policy, json.loads(json.dumps(state)), whole._replace(gradients=gradients), last)
     members = [n for n, cluster in zip(state["numbers"], state["clusters"], strict=True) if cluster == best]
     assert set(members[:16]) <= set(numbers.tolist()) or set(numbers.tolist()) <= set(members)
-
-
-@pytest.mark.parametrize("cuts", [1, 2, 4])
-def test_projections_of_shards_add_up_to_that_of_the_whole(cuts: int) -> None:
-    gradient = RNG.normal(size=(40, 20))
-    whole = projection("layer.weight", gradient.ravel(), np.arange(800), 100, seed=3)
-    places = np.arange(800).reshape(40, 20)
-    parts = zip(np.array_split(gradient, cuts, axis=1), np.array_split(places, cuts, axis=1), strict=True)
-    total = sum(projection("layer.weight", part.ravel(), own.ravel(), 100, seed=3) for part, own in parts)
-    np.testing.assert_allclose(total, whole, rtol=1e-12, atol=1e-12)
-    other = projection("other.weight", gradient.ravel(), np.arange(800), 100, seed=3)
-    assert abs(np.corrcoef(other, whole)[0, 1]) < 0.4
-
-
-def test_projections_keep_inner_products_in_the_mean() -> None:
-    one, other = RNG.normal(size=(2, 500))
-    other = one + 0.3 * other
-    places = np.arange(500)
-    products = [
-        projection("w", one, places, 64, seed=seed) @ projection("w", other, places, 64, seed=seed)
-        for seed in range(60)
-    ]
-    error = np.std(products) / math.sqrt(60)
-    assert abs(np.mean(products) - one @ other) < 4 * error
-
-
-def test_the_direction_of_adam_is_that_of_its_equation() -> None:
-    g, m, v = RNG.normal(size=(3, 10))
-    ours = preconditioned(g, m, v**2, (0.9, 0.99), 1e-8)
-    for i in range(10):
-        mean, square = 0.9 * m[i] + 0.1 * g[i], 0.99 * v[i] ** 2 + 0.01 * g[i] ** 2
-        assert ours[i] == pytest.approx(mean / (math.sqrt(square) + 1e-8), rel=1e-12)
 
 
 @pytest.mark.parametrize(

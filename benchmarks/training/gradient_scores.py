@@ -1,0 +1,220 @@
+"""Gradients of samples from packs, beside one sample a pass, as DataFlex's LESS takes them: CPU seconds of one core.
+
+    python benchmarks/training/gradient_scores.py [--hidden 64] [--layers 2] [--samples 32] [--batches 6]
+                                                  [--columns 1024] [--json] [--out FILE]
+
+One model of Transformers on one rank, float32, LoRA of rank 8 on all linear layers, fresh. Of every batch take turns:
+
+packs      `Host.gradient_scores` on DeepSpeed (ZeRO 0): packs of evenload's plan, a row for each sample, projected
+a sample   PEFT's LoRA on the same weights, one sample a forward and a backward, unpadded; gradients projected sixteen
+           at a time by the same code (DataFlex holds sixteen, in float16)
+forwards   the products with one direction by two forwards of packs; backward: the same from rows
+
+"gradients" has no projection in it. Ratios are those of a batch, their median; "off" is the largest relative difference
+of a projected row between the two.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from evenload.api import load_plugins
+from evenload.commands.tables.show import emit, grid
+from evenload.core.plan.step_plan import as_lengths
+from evenload.core.planning.chain import PlanChain
+from evenload.core.recipe.adapter import Adapter
+from evenload.core.recipe.recipe import parse
+from evenload.core.recipe.tenant import TenantTrain
+from evenload.integrations.deepspeed import open_host
+from evenload.integrations.deepspeed.engine.model import build_model
+from evenload.integrations.host.gradients import GradientScores, GradientSettings, PlannedSamples
+from evenload.runtime.adapters.places import Place, drawn
+from evenload.runtime.adapters.projection import projection
+from evenload.runtime.world.world import init_world
+from on_ranks import parser
+
+VOCABULARY, CAP, AT_ONCE = 256, 4096, 16
+LENGTHS = {"16 to 128": (16, 128), "128 to 1,024": (128, 1024)}
+ADAPTER, TRAIN = Adapter(r=8, lora_alpha=16), TenantTrain()
+
+
+def recipe_of(asked: Any) -> Any:
+    load_plugins()
+    return parse(
+        {
+            "trainer": "deepspeed",
+            "model": {
+                "num_layers": asked.layers,
+                "hidden_size": asked.hidden,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "vocab_size": VOCABULARY,
+            },
+            "data": {"max_length": 1024},
+            "parallel": {"dp": 1},
+            "costs": "cpu",
+            "deepspeed": {"zero_stage": 0},
+            "plugins": {"packing": {"enabled": True, "max_tokens": CAP}},
+        }
+    )
+
+
+class OneAPass:
+    """PEFT's LoRA beside the weights of a host; a forward and a backward for each sample."""
+
+    def __init__(self, recipe: Any, weights: Any) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        base = build_model(recipe, attn_implementation="sdpa")
+        base.load_state_dict(weights)
+        linears = sorted({n.rsplit(".", 1)[-1] for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)})
+        config = LoraConfig(
+            r=ADAPTER.r, lora_alpha=ADAPTER.lora_alpha, target_modules=[n for n in linears if n != "lm_head"]
+        )
+        self.model = get_peft_model(base, config).eval()
+        self.matrices = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                layer, kind = name.removeprefix("base_model.model.").removesuffix(".default.weight").rsplit(".", 1)
+                self.matrices[f"{layer}.{kind}"] = parameter
+        for name, parameter in self.matrices.items():
+            layer, kind = name.rsplit(".", 1)
+            other = self.matrices[f"{layer}.{'lora_B' if kind == 'lora_A' else 'lora_A'}"]
+            a, b = (parameter, other) if kind == "lora_A" else (other, parameter)
+            place = Place(layer, b.shape[0], a.shape[1], (0, b.shape[0]), (0, a.shape[1]))
+            parameter.data.copy_(drawn(place, kind, ADAPTER.r, TRAIN.seed))
+
+    def gradients(self, samples: PlannedSamples) -> list[dict[str, torch.Tensor]]:
+        rows = []
+        for number in range(len(samples.plan.lengths)):
+            tokens = torch.from_numpy(samples.tokens_of(number))[None]
+            self.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            rows.append({name: matrix.grad for name, matrix in self.matrices.items()})
+            for matrix in self.matrices.values():
+                matrix.grad = None
+        return rows
+
+    def projected(self, rows: list[dict[str, torch.Tensor]], columns: int) -> np.ndarray:
+        parts = []
+        for first in range(0, len(rows), AT_ONCE):
+            some = rows[first : first + AT_ONCE]
+            of_each = (
+                projection(name, torch.stack([row[name].flatten() for row in some]), torch.arange(g.numel()), columns)
+                for name, g in some[0].items()
+            )
+            parts.append(sum(of_each))
+        return torch.cat(parts).numpy()
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.process_time()
+    value = work()
+    return time.process_time() - begin, value
+
+
+def batches_of(chain: PlanChain, span: tuple[int, int], asked: Any) -> list[PlannedSamples]:
+    """Lengths are drawn evenly on a logarithmic scale; tokens with a structure, so that gradients differ by sample."""
+    batches = []
+    for number in range(asked.batches + 1):
+        draw = np.random.default_rng((span[0], number))
+        lengths = np.exp(draw.uniform(*np.log(span), asked.samples)).astype(np.int64)
+        steps = draw.integers(1, 7, asked.samples)
+        tokens = [(draw.integers(0, 9, n) + np.arange(n) * s) % VOCABULARY for n, s in zip(lengths, steps, strict=True)]
+        batches.append(PlannedSamples(chain.plan(as_lengths(lengths)), tokens.__getitem__))
+    return batches
+
+
+def row_of(scores: GradientScores, other: OneAPass, batches: list[PlannedSamples], columns: int) -> dict[str, Any]:
+    direction = scores.direction(batches[:1])
+    by_forwards = scores.along(direction, batches[:2], "forwards")
+    rows: list[dict[str, float]] = []
+    for number, samples in enumerate(batches):
+        ways: dict[str, Callable[[], Any]] = {
+            "packs": lambda samples=samples: scores.projected(samples)[0],
+            "backward": lambda samples=samples: scores.along(direction, [samples], "backward").products,
+            "forwards": lambda samples=samples: scores._by_forwards(by_forwards.step, direction, samples),
+            "a sample": lambda samples=samples: other.gradients(samples),
+        }
+        names = list(ways)[number % 4 :] + list(ways)[: number % 4]
+        taken = {name: timed(ways[name]) for name in names}
+        spent, theirs = timed(partial(other.projected, taken["a sample"][1], columns))
+        ours, along, wanted = (taken[name][1] for name in ("packs", "forwards", "backward"))
+        row = {f"{name}_s": taken[name][0] for name in ways} | {"a sample, projected_s": taken["a sample"][0] + spent}
+        row["off"] = float((np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1)).max())
+        row["forwards_off"] = float(np.linalg.norm(along - wanted) / np.linalg.norm(wanted))
+        row["forwards_ranks"] = float(np.corrcoef(along.argsort().argsort(), wanted.argsort().argsort())[0, 1])
+        row["tokens"] = int(samples.plan.lengths.sum())
+        rows.append(row)
+    rows = rows[1:]  # the first warms up
+    ratio = lambda over, under: float(np.median([row[over] / row[under] for row in rows]))  # noqa: E731
+    worst = {key: max(row[key] for row in rows) for key in ("off", "forwards_off")}
+    return {
+        "gradients": ratio("a sample_s", "backward_s"),
+        "projected": ratio("a sample, projected_s", "packs_s"),
+        "forwards_over_backward": ratio("forwards_s", "backward_s"),
+        **worst,
+        "forwards_ranks": min(row["forwards_ranks"] for row in rows),
+        "step": by_forwards.step,
+        "differs": by_forwards.differs,
+        "rows": rows,
+    }
+
+
+def benchmark(asked: Any) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    recipe = recipe_of(asked)
+    world = init_world()
+    host = open_host(recipe, world)
+    chain = PlanChain.of_recipe(recipe, recipe.layout(1))
+    other = OneAPass(recipe, host.weights())
+    result: dict[str, Any] = {"hidden": asked.hidden, "layers": asked.layers, "columns": asked.columns, "lengths": {}}
+    try:
+        with host.gradient_scores(GradientSettings(ADAPTER, asked.columns)) as scores:
+            for name, span in LENGTHS.items():
+                result["lengths"][name] = row_of(scores, other, batches_of(chain, span, asked), asked.columns)
+    finally:
+        host.close()
+    return result
+
+
+def table(result: dict[str, Any]) -> Any:
+    rows = []
+    for name, row in result["lengths"].items():
+        median = {key: np.median([one[key] for one in row["rows"]]) for key in row["rows"][0]}
+        rows.append(
+            (
+                name,
+                f"{median['a sample_s']:.2f} s",
+                f"{median['backward_s']:.2f} s",
+                f"{row['gradients']:.1f} x",
+                f"{row['projected']:.1f} x",
+                f"{row['off']:.0e}",
+                f"{row['forwards_over_backward']:.2f} x",
+                f"{row['forwards_off']:.0e}, {row['forwards_ranks']:.4f}",
+            )
+        )
+    head = ("tokens", "a sample a pass", "packs", "gradients", "projected", "off", "two forwards", "off, ranks")
+    return grid(f"hidden {result['hidden']}, {result['layers']} layers, {result['columns']} columns", head, rows)
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    for word, number in (("hidden", 64), ("layers", 2), ("samples", 32), ("batches", 6), ("columns", 1024)):
+        arguments.add_argument(f"--{word}", type=int, default=number)
+    words = arguments.parse_args()
+    told = benchmark(words)
+    if words.out:
+        import json
+
+        words.out.write_text(json.dumps(told, indent=1) + "\n")
+    emit(told, words.json, table)

@@ -1,0 +1,192 @@
+"""What the ranks of test_gradients.py do: gradients of samples from packs, against one backward a sample."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError
+from evenload.core.plan.step_plan import as_lengths
+from evenload.core.policies import Pool, chosen_policy, started, stepped
+from evenload.core.recipe.adapter import Adapter
+from evenload.core.recipe.tenant import TenantTrain
+from evenload.core.registry import data_policies
+from evenload.integrations.host.gradients import GradientSettings, PlannedSamples
+from evenload.integrations.megatron import PlainModel
+from evenload.integrations.reference.textbook import AdamW
+from evenload.integrations.reference.textbook_adapter import Alone
+from evenload.plugins.data.draws import mixed
+from evenload.runtime.adapters.places import AdapterState, Place, drawn
+from evenload.runtime.attention.labels import part_of
+from megatron_jobs import hosted, labels_in_turn, tokens
+from megatron_score_jobs import _changed, _state
+from megatron_shared_plans import HAND_LENGTHS as LENGTHS
+from megatron_slice_jobs import planned
+from megatron_tenant_jobs import plan_of
+
+COLUMNS, SEED = 100, 5
+ADAPTER = Adapter(r=4, lora_alpha=8, lora_dropout=0.3, rank_pattern={"down_proj": 6})
+TRAIN = TenantTrain(seed=11, betas=(0.8, 0.99), eps=1e-7)
+
+
+def signs(name: str, elements: int) -> np.ndarray:
+    """Of a whole parameter [elements, columns], by the equation."""
+    key = np.frombuffer(hashlib.blake2b(f"{SEED} {name}".encode(), digest_size=8).digest(), np.uint64)
+    columns = np.arange(COLUMNS, dtype=np.uint64)
+    words = mixed(mixed(np.arange(elements, dtype=np.uint64) ^ key)[:, None] ^ mixed(columns // np.uint64(64))[None])
+    return 1.0 - 2.0 * (words >> columns % np.uint64(64) & np.uint64(1))
+
+
+def projected(gradients: dict[str, torch.Tensor]) -> np.ndarray:
+    rows = [g.double().numpy().ravel() @ signs(name, g.numel()) for name, g in gradients.items()]
+    return np.sum(rows, axis=0) / np.sqrt(COLUMNS)
+
+
+def _states(plain: Any, base: Any) -> tuple[AdapterState, AdapterState]:
+    """Fresh matrices, and ones that have been trained, with moments."""
+    shapes = {n: tuple(w.shape) for n, w in plain.of_linears(base).items() if ".layers." in n}
+    fresh, trained, first, second = ({} for _ in range(4))
+    draw = torch.Generator().manual_seed(2)
+    for name in sorted(shapes):
+        outputs, inputs = shapes[name]
+        place = Place(name, outputs, inputs, (0, outputs), (0, inputs))
+        for kind in ("lora_A", "lora_B"):
+            key, rank = f"{name}.{kind}", ADAPTER.rank_of(name)
+            fresh[key] = drawn(place, kind, rank, TRAIN.seed).double()
+            shape = place.whole_shape(kind, rank)
+            trained[key], first[key] = (0.1 * torch.randn(shape, generator=draw, dtype=torch.float64) for _ in "WM")
+            second[key] = torch.rand(shape, generator=draw, dtype=torch.float64) * 1e-3
+    return AdapterState(fresh, {}, {}, 0), AdapterState(trained, first, second, 3)
+
+
+def _alone(plain: Any, base: Any, state: AdapterState, data: Any, lengths: Any, labels: Any) -> list[Any]:
+    """Whole gradients of each sample, from a backward of it alone."""
+    one = Alone(plain, base, ADAPTER, AdamW.of(state.weights, TRAIN))
+    rows = []
+    for n in range(len(lengths)):
+        own = part_of(labels, [n])
+        rows.append(one.gradients(lambda _, n=n: data(n), lengths[[n]], own)[1])
+    return rows
+
+
+def _direction_of_adam(gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    first, second = TRAIN.betas
+    return (first * mean + (1 - first) * gradient) / ((second * square + (1 - second) * gradient**2).sqrt() + TRAIN.eps)
+
+
+def _off(rows: np.ndarray, expected: np.ndarray) -> float:
+    return float((np.linalg.norm(rows - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
+
+
+def by_sample(world: Any, *, plans: list[str | int], **changes: Any) -> dict[str, Any]:
+    """Errors of each plan's rows, fresh and trained, plain and by Adam; of products along a direction by both ways; and
+    what has changed of the host."""
+    out: dict[str, Any] = {"rows": [], "changed": [], "refused": ""}
+    with hosted(world, **changes) as host:
+        data, lengths = tokens(LENGTHS), np.array(LENGTHS)
+        host.train_step(plan_of(host, 3), data, lr=1e-3)
+        host.gradients(plan_of(host, 3), data)
+        base, plain = host.weights(), PlainModel(host.recipe, host)
+        states = _states(plain, base)
+        before = {**_state(host), **_moments(host)}
+        for turn, which in enumerate(plans):
+            labels, plan = labels_in_turn(turn + 2, LENGTHS), plan_of(host, which)
+            for state in states:
+                row = _errors(host, state, PlannedSamples(plan, data, labels), plain, base, lengths)
+                out["rows"].append({"plan": which, "steps": state.steps, **row})
+        plain.close()
+        out["changed"] = _changed(before, {**_state(host), **_moments(host)})
+        out["trains"] = host.gradients(plan_of(host, 3), data)[0].loss
+        try:
+            with host.gradient_scores(GradientSettings(Adapter(target_modules=("nothing",)))):
+                out["refused"] = "no error"
+        except EvenloadError as error:
+            out["refused"] = str(error)
+    return out
+
+
+def _errors(host: Any, state: AdapterState, samples: PlannedSamples, plain: Any, base: Any, lengths: Any) -> Any:
+    whole = _alone(plain, base, state, samples.tokens_of, lengths, samples.labels)
+    fresh = not state.steps
+    settings = GradientSettings(ADAPTER, COLUMNS, SEED, state=None if fresh else state, train=TRAIN)
+    with host.gradient_scores(settings) as scores:
+        rows, losses = scores.projected(samples)
+        adam = None if fresh else scores.projected(samples, adam=True)[0]
+        direction = scores.direction([samples])
+        backward = scores.along(direction, [samples], "backward")
+        forwards = scores.along(direction, [samples], "forwards")
+    flat = np.array([np.concatenate([g.double().numpy().ravel() for g in one.values()]) for one in whole])
+    mean = (flat / np.linalg.norm(flat, axis=1)[:, None]).mean(axis=0)
+    errors = {"rows": _off(rows, np.array([projected(one) for one in whole]))}
+    if adam is not None:
+        turned = [
+            {n: _direction_of_adam(g.double(), state.first[n], state.second[n]) for n, g in one.items()}
+            for one in whole
+        ]
+        errors["adam"] = _off(adam, np.array([projected(one) for one in turned]))
+    wanted = flat @ mean
+    errors["backward"] = float(np.linalg.norm(backward.products - wanted) / np.linalg.norm(wanted))
+    errors["forwards"] = float(np.linalg.norm(forwards.products - wanted) / np.linalg.norm(wanted))
+    scored = host.score(samples.plan, samples.tokens_of, labels=samples.labels)
+    errors["losses"] = float(np.abs(losses.losses - scored.losses).max())
+    return {**errors, "step": forwards.step, "differs": forwards.differs}
+
+
+def selected(world: Any, **changes: Any) -> dict[str, Any]:
+    """What `less` takes of a pool in which every third sample counts up, as those of the validation do."""
+    load_plugins()
+    chosen = chosen_policy("select", "less", {}, data_policies("select"))
+    count, generator = 24, np.random.default_rng(8)
+    lengths = as_lengths(generator.integers(12, 40, count))
+
+    def tokens_of(number: int) -> np.ndarray:
+        draw = np.random.default_rng(number)
+        if number % 3 == 0:
+            return (draw.integers(0, 90) + np.arange(40)) % 96
+        return draw.integers(0, 96, 40)
+
+    with hosted(world, **changes) as host:
+        parts = [np.arange(count)[turn::2] for turn in range(2)]
+        batches = [
+            PlannedSamples(planned(host, turn, lengths[own]), lambda i, own=own: tokens_of(own[i])[: lengths[own[i]]])
+            for turn, own in enumerate(parts)
+        ]
+        wanted = as_lengths([30, 25, 38])
+        held_out = PlannedSamples(planned(host, 4, wanted), lambda i: (7 * i + np.arange(wanted[i])) % 96)
+        with host.gradient_scores(GradientSettings(ADAPTER, 512)) as scores:
+            rows, queries = scores.of_pool(batches), scores.of_pool([held_out])
+            along = scores.along(scores.direction([held_out]), batches)
+        pool = Pool(np.concatenate(parts), 8, seed=1, gradients=rows, query_gradients=queries)
+        state, last = started(chosen, pool)
+        _, numbers = stepped(chosen, state, pool, last)
+        best = pool.numbers[np.argsort(-along.products)[:8]]
+        return {"taken": sorted(numbers.tolist()), "along": sorted(best.tolist()), "way": along.way}
+
+
+def ways(world: Any, **changes: Any) -> dict[str, Any]:
+    """Products of four batches with a direction, where both ways are tried, and by each."""
+    with hosted(world, **changes) as host:
+        batches = [PlannedSamples(plan_of(host, turn), tokens(LENGTHS, turn)) for turn in range(4)]
+        with host.gradient_scores(GradientSettings(ADAPTER, COLUMNS)) as scores:
+            direction = scores.direction(batches[:1])
+            each = [scores.along(direction, batches, way) for way in (None, "backward", "forwards")]
+            random = torch.get_rng_state()
+    cheaper, backward, forwards = each
+    norm = np.linalg.norm(backward.products)
+    return {
+        "way": cheaper.way,
+        "seconds": cheaper.seconds,
+        "cheaper": float(np.linalg.norm(cheaper.products - backward.products) / norm),
+        "forwards": float(np.linalg.norm(forwards.products - backward.products) / norm),
+        "ranks": float(np.corrcoef(forwards.products.argsort().argsort(), backward.products.argsort().argsort())[0, 1]),
+        "differs": forwards.differs,
+        "number": len(cheaper.products),
+        "random": bool(torch.equal(random, torch.get_rng_state())),
+    }
+
+
+def _moments(host: Any) -> dict[str, torch.Tensor]:
+    return {f"{n} {i}": t for n, state in host.optimizer_states().items() for i, t in enumerate(state)}

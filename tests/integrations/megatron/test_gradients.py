@@ -1,0 +1,58 @@
+"""Gradients of samples from one backward of packs are those of one backward a sample, and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+TWO = {"model__num_layers": 2}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {"plans": [1, 2], **TWO}),
+    "dp2": (2, {"plans": [1, 2], **TWO}),
+    "tp2": (2, {"plans": [1, 2], "parallel__tp": 2, **TWO}),
+    "pp2": (2, {"plans": [1, 2], "parallel__pp": 2}),
+    "shared by two": (2, {"plans": ["pairs, ring", 100], **TWO}),
+    "tp2 pp2": (4, {"plans": [4, 5], "parallel__tp": 2, "parallel__pp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_one_backward_a_sample(on_ranks: Callable[..., list[Any]], name: str) -> None:
+    size, case = CASES[name]
+    for result in on_ranks(size, "by_sample", **case):
+        assert result["changed"] == []
+        assert "adapter.target_modules names no linear layer" in result["refused"]
+        for row in result["rows"]:
+            assert row["rows"] < 1e-9, row
+            assert row.get("adam", 0.0) < 1e-9, row
+            assert row["backward"] < 1e-9, row
+            assert row["forwards"] < 1e-3, row
+            assert row["losses"] < 1e-9, row
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, TWO), (2, {"parallel__pp": 2})])
+def test_less_takes_what_is_like_the_validation(
+    on_ranks: Callable[..., list[Any]], size: int, layout: dict[str, Any]
+) -> None:
+    for result in on_ranks(size, "selected", **layout):
+        assert result["taken"] == list(range(0, 24, 3))
+        assert result["along"] == result["taken"]
+        assert result["way"] == "backward", "two batches are too few to try both"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_two_forwards_give_products_at_the_step_that_they_choose(
+    on_ranks: Callable[..., list[Any]], dtype: str
+) -> None:
+    results = on_ranks(2, "ways", train__dtype=dtype, **TWO)
+    for result in results:
+        assert result["forwards"] < 1e-3
+        assert result["differs"] < 1e-2
+        assert result["ranks"] >= 0.999
+        assert result["cheaper"] < 1e-3
+        assert set(result["seconds"]) == {"backward", "forwards"}
+        assert result["way"] == results[0]["way"] == min(result["seconds"], key=result["seconds"].get)
+        assert result["number"] == 32
