@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.aliases import Floats, Ints
+from ..core.aliases import Floats
 from ..core.errors import EvenloadError, shorten
+from .samples.numbering import DomainNumbers
 from .sources import Source, targets_of
 
 
@@ -28,7 +29,7 @@ class MixedSource(Source):
         own = [column for column in sums if column is not None]
         assert len(own) in (0, len(sums)), "a column of weights is asked of all domains"
         self.weight_sums = np.concatenate(own) if own else None
-        self._firsts = np.concatenate([[0], np.cumsum([len(part.lengths) for part in self.parts.values()])])
+        self.numbers = DomainNumbers({name: len(part.lengths) for name, part in self.parts.items()})
         for column in (self.lengths, self.targets, self.weight_sums):
             if column is not None:
                 column.setflags(write=False)
@@ -36,10 +37,6 @@ class MixedSource(Source):
     @property
     def domains(self) -> tuple[str, ...]:
         return tuple(self.parts)
-
-    def domain_of(self, samples: Ints) -> NDArray[np.int64]:
-        """The place of each sample's domain among `domains`."""
-        return np.searchsorted(self._firsts, samples, side="right") - 1
 
     @property
     def vocab_size(self) -> int:
@@ -78,8 +75,8 @@ class MixedSource(Source):
     def _place_of(self, index: int) -> tuple[Source, int]:
         if not 0 <= index < len(self.lengths):
             raise IndexError(f"sample {index} of {len(self.lengths)}")
-        place = int(self.domain_of(np.array(index)))
-        return list(self.parts.values())[place], index - int(self._firsts[place])
+        ((name, number),) = self.numbers.named(np.array([index]))
+        return self.parts[name], number
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Domains(NamedTuple):
 
     def marked(self, draw: Draw) -> Draw:
         """The draw with the domain of each sample, and its weight where any domain has another than 1."""
-        places = self.mixture.domain_of(draw.samples)
+        places = self.mixture.numbers.domain_of(draw.samples)
         unlike = any(weight != 1 for weight in self.weights)
         return draw._replace(domain=places, weight=np.array(self.weights)[places] if unlike else 1.0)
 
@@ -200,7 +200,7 @@ class Drawing:
         waiting = self._waiting
         if not self._rules and not len(waiting.samples) and not waiting.absent:
             return state
-        samples = self._domains.mixture.named(waiting.samples) if self._domains else waiting.samples.tolist()
+        samples = self._domains.mixture.numbers.named(waiting.samples) if self._domains else waiting.samples.tolist()
         rows = [*zip(samples, waiting.steps.tolist(), strict=True), *waiting.absent]
         queue = {"samples": [one for one, _ in rows], "steps": [steps for _, steps in rows]}
         return {**state, "waiting": {**queue, "ranks": waiting.num_ranks}}
@@ -247,7 +247,7 @@ def num_waiting(state: Mapping[str, Any]) -> int:
 def _read(queue: Any, num_samples: int, mixture: Mixture | None) -> Waiting:
     with suppress(KeyError, TypeError, ValueError, OverflowError):
         rows = list(zip(queue["samples"], map(int, queue["steps"]), strict=True))
-        numbers = [one if mixture is None else mixture.number_of(*one) for one, _ in rows]
+        numbers = [one if mixture is None else mixture.numbers.number_of(*one) for one, _ in rows]
         here = [(number, steps) for number, (_, steps) in zip(numbers, rows, strict=True) if number is not None]
         samples, steps = np.array(here, dtype=np.int64).reshape(-1, 2).T
         absent = tuple(row for number, row in zip(numbers, rows, strict=True) if number is None)
@@ -287,7 +287,7 @@ def draw_of(source: Source, samples: NDArray[np.int64]) -> Draw:
     """A batch of these samples, whatever the order says."""
     targets = None if source.targets is None else source.targets[samples]
     sums = None if source.weight_sums is None else source.weight_sums[samples]
-    domain = source.domain_of(samples) if isinstance(source, MixedSource) else None
+    domain = source.numbers.domain_of(samples) if isinstance(source, MixedSource) else None
     return Draw(samples, source.lengths[samples], {}, targets=targets, own_sums=sums, domain=domain)
 
 

@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from ...core.aliases import Ints
 from ...core.errors import EvenloadError, shorten
 from ...core.recipe.shares import SharesOf
+from .numbering import DomainNumbers
 from .order import BatchSize, SampleOrder
 
 ALGORITHM = "credits-1"
@@ -86,14 +87,11 @@ class Mixture:
         self._lengths = [lengths[name] for name in self.names]
         self._prices = None if targets is None else [targets[name] for name in self.names]
         self._size, self._shares = size, shares
-        sizes = [len(own) for own in self._lengths]
-        self._firsts = np.concatenate([[0], np.cumsum(sizes)])
-        self._all_lengths = np.concatenate(self._lengths)
+        self.numbers = DomainNumbers({name: len(lengths[name]) for name in self.names})
 
     def begin(self, seed: int) -> MixState:
         """The position before the first batch."""
-        sizes = zip(self.names, map(len, self._lengths), strict=True)
-        orders = {name: SampleOrder(count, seed_of(name, seed)) for name, count in sizes}
+        orders = {name: SampleOrder(count, seed_of(name, seed)) for name, count in self.numbers.sizes.items()}
         return MixState(orders, (0.0,) * len(orders))
 
     def resume(self, state: Mapping[str, Any], seed: int) -> MixState:
@@ -134,40 +132,21 @@ class Mixture:
             tokens += int(self._lengths[domain][sample])
             drawn.append((domain, sample))
         orders = {name: one.order for name, one in zip(self.names, upcoming, strict=True)}
-        numbers = np.array([self._firsts[domain] + sample for domain, sample in drawn], dtype=np.int64)
+        firsts = self.numbers.firsts.tolist()
+        numbers = np.array([firsts[domain] + sample for domain, sample in drawn], dtype=np.int64)
         return numbers, replace(state, orders=orders, credits=tuple(credits), step=state.step + 1)
 
     def steps(self, seed: int, *, epochs: int | None = None, tokens: int | None = None) -> int:
         """Steps until every domain has been drawn so many times, or until so many tokens are. Raises EvenloadError
         where these are more samples than can be drawn before the first step."""
-        state, drawn, reached = self.begin(seed), 0, 0
+        state, drawn, reached, lengths = self.begin(seed), 0, 0, np.concatenate(self._lengths)
         while (reached < tokens) if tokens is not None else min(o.epoch for o in state.orders.values()) < (epochs or 0):
             samples, state = self.take(state)
-            drawn, reached = drawn + len(samples), reached + int(self._all_lengths[samples].sum())
+            drawn, reached = drawn + len(samples), reached + int(lengths[samples].sum())
             if drawn > _MOST_DRAWN:
                 what = "the steps of so many samples cannot be counted before the first one"
                 raise EvenloadError(what, f"more than {_MOST_DRAWN} samples to draw", "set train.steps instead")
         return state.step
-
-    def domain_of(self, samples: Ints) -> NDArray[np.int64]:
-        """The place of each sample's domain among the names."""
-        return np.searchsorted(self._firsts, samples, side="right") - 1
-
-    def named(self, samples: Ints) -> list[list[Any]]:
-        """[domain, number in the domain] of each sample, which hold when other domains come and go."""
-        places = self.domain_of(samples)
-        numbers = (np.asarray(samples) - self._firsts[places]).tolist()
-        return [[self.names[place], number] for place, number in zip(places.tolist(), numbers, strict=True)]
-
-    def number_of(self, name: str, number: int) -> int | None:
-        """The number of a domain's sample through all domains; None where the domain is not here. Raises ValueError
-        where it has no such sample."""
-        if name not in self.names:
-            return None
-        place = self.names.index(name)
-        if not 0 <= number < len(self._lengths[place]):
-            raise ValueError(f"sample {number} of {name}")
-        return int(self._firsts[place]) + number
 
     @staticmethod
     def _resumed(name: str, kept: Any, begun: SampleOrder) -> SampleOrder:

@@ -47,7 +47,7 @@ def drawn(mixture: Mixture, state: MixState, steps: int) -> tuple[list[list[Any]
     rows = []
     for _ in range(steps):
         samples, state = mixture.take(state)
-        rows.append(mixture.named(samples))
+        rows.append(mixture.numbers.named(samples))
     return rows, state
 
 
