@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.aliases import Floats
+from ..core.aliases import Floats, Ints
 from ..core.errors import EvenloadError, shorten
 from .samples.numbering import DomainNumbers
 from .sources import Source, targets_of
@@ -37,6 +37,11 @@ class MixedSource(Source):
     @property
     def domains(self) -> tuple[str, ...]:
         return tuple(self.parts)
+
+    def columns(self) -> tuple[dict[str, Ints], dict[str, Ints]]:
+        """Tokens of each sample by domain, and its targets likewise."""
+        parts = self.parts.items()
+        return {name: part.lengths for name, part in parts}, {name: targets_of(part) for name, part in parts}
 
     @property
     def vocab_size(self) -> int:

@@ -33,6 +33,7 @@ from ..core.plan.step_plan import as_lengths
 from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
 from ..core.recipe.recipe import Recipe
+from ..core.recipe.sections import Data
 from ..core.recipe.shares import shares_of
 from ..core.search.stage_layers import settled
 from ..data.mixed import MixedSource
@@ -59,21 +60,33 @@ class Domains(NamedTuple):
     @classmethod
     def of_source(cls, recipe: Recipe, source: Source) -> Domains | None:
         """The domains of a recipe's data; None where it has one source."""
-        if not isinstance(source, MixedSource):
-            return None
-        lengths = {name: part.lengths for name, part in source.parts.items()}
-        return cls.of_lengths(recipe, lengths, {name: targets_of(part) for name, part in source.parts.items()})
+        return cls.of_lengths(recipe, *source.columns()) if isinstance(source, MixedSource) else None
+
+    @classmethod
+    def of_data(cls, data: Data, size: BatchSize, source: Source) -> Domains | None:
+        """The domains of data that no policy moves; None where there is one source."""
+        return cls._of(data, size, *source.columns()) if isinstance(source, MixedSource) else None
 
     @classmethod
     def of_lengths(cls, recipe: Recipe, lengths: Mapping[str, Ints], targets: Mapping[str, Ints]) -> Domains:
         """The domains whose samples have so many tokens and targets, by their names."""
-        assert recipe.data.domains is not None
-        prices = targets if recipe.data.mix.unit == "targets" else None
         names = sorted(lengths)
         learns = MixRun.begin(recipe, names, [len(lengths[name]) for name in names])
-        shares = learns.shares_at if learns else shares_of(recipe.data)
-        mixture = Mixture(lengths, prices, batch_size(recipe), shares)
-        return cls(mixture, tuple(recipe.data.domains[name].weight for name in names), learns)
+        return cls._of(recipe.data, batch_size(recipe), lengths, targets, learns)
+
+    @classmethod
+    def _of(
+        cls,
+        data: Data,
+        size: BatchSize,
+        lengths: Mapping[str, Ints],
+        targets: Mapping[str, Ints],
+        learns: MixRun | None = None,
+    ) -> Domains:
+        assert data.domains is not None
+        prices = targets if data.mix.unit == "targets" else None
+        mixture = Mixture(lengths, prices, size, learns.shares_at if learns else shares_of(data))
+        return cls(mixture, tuple(data.domains[name].weight for name in mixture.names), learns)
 
     def marked(self, draw: Draw) -> Draw:
         """The draw with the domain of each sample, and its weight where any domain has another than 1."""
