@@ -68,11 +68,17 @@ class Domains(NamedTuple):
         return cls._of(data, size, *source.columns()) if isinstance(source, MixedSource) else None
 
     @classmethod
-    def of_lengths(cls, recipe: Recipe, lengths: Mapping[str, Ints], targets: Mapping[str, Ints]) -> Domains:
-        """The domains whose samples have so many tokens and targets, by their names."""
+    def of_lengths(
+        cls,
+        recipe: Recipe,
+        lengths: Mapping[str, Ints],
+        targets: Mapping[str, Ints],
+        groups: Mapping[str, Ints] | None = None,
+    ) -> Domains:
+        """The domains whose samples have so many tokens and targets, and are in these groups, by their names."""
         names = sorted(lengths)
         learns = MixRun.begin(recipe, names, [len(lengths[name]) for name in names])
-        return cls._of(recipe.data, batch_size(recipe), lengths, targets, learns)
+        return cls._of(recipe.data, batch_size(recipe), lengths, targets, groups, learns)
 
     @classmethod
     def _of(
@@ -81,11 +87,12 @@ class Domains(NamedTuple):
         size: BatchSize,
         lengths: Mapping[str, Ints],
         targets: Mapping[str, Ints],
+        groups: Mapping[str, Ints] | None,
         learns: MixRun | None = None,
     ) -> Domains:
         assert data.domains is not None
         prices = targets if data.mix.unit == "targets" else None
-        mixture = Mixture(lengths, prices, size, learns.shares_at if learns else shares_of(data))
+        mixture = Mixture(lengths, prices, size, learns.shares_at if learns else shares_of(data), groups)
         return cls(mixture, tuple(data.domains[name].weight for name in mixture.names), learns)
 
     def marked(self, draw: Draw) -> Draw:

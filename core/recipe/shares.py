@@ -104,7 +104,6 @@ def rules_of_domains(data: Any, train: Any, chosen: ChosenPolicy | None = None) 
     )
     unknown = f"train.{lasts} asks for a number of steps that shares which change do not tell before the first one"
     undrawn, do = "train.epochs draws every sample, and of a domain nothing is drawn", "set train.steps instead"
-    grouped = f"data.group {shown(data.group)}, domains {names}"
     return [
         (
             data.source != type(data).model_fields["source"].default,
@@ -129,7 +128,6 @@ def rules_of_domains(data: Any, train: Any, chosen: ChosenPolicy | None = None) 
             "take another policy",
         ),
         (lasts == "epochs" and bool(unshared), undrawn, f"share 0 of {_listed(unshared)}", do),
-        (data.group is not None, "samples of domains are in no groups", grouped, "leave data.group out"),
     ]
 
 

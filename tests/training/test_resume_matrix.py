@@ -21,7 +21,7 @@ from evenload.training.drawing import Domains, Drawing, batch_size
 from evenload.training.learning import LearnedShares
 
 load_plugins()
-CAP, STEPS = 1024, 11
+CAP, STEPS = 1024, 12
 SIZES = {"code": 60, "never": 5, "papers": 23, "web": 41}
 LAYOUTS: dict[str, dict[str, int]] = {
     "4 ranks": {"dp": 4},
@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "odm": {"policy": "odm", "settings": {"scale": 4.0, "smoothing": 0.5}},
-    "odm, every third step": {"policy": "odm", "settings": {"scale": 4.0}, "every": 3},
+    "odm, every second step": {"policy": "odm", "settings": {"scale": 4.0}, "every": 2},
     "ado": {"policy": "ado", "settings": {"skip_steps": 1, "warmup_steps": 4, "every": 2, "smoothing": 0.5}},
 }
 
