@@ -104,6 +104,6 @@ def _validated(data: Any, what: str) -> Tenant:
 def refuse_unmixed(tenant: Tenant) -> None:
     """Raise EvenloadError for a tenant without data, or with domains that cannot be mixed."""
     data, do = tenant.data, "write data: {source: FILE}, or data: {domains: {NAME: {source: FILE}}}"
-    bare = not data.source and data.domains is None
-    refuse_first((bare, "data.source is missing", "neither data.source nor data.domains", do))
+    without_data = not data.source and data.domains is None
+    refuse_first((without_data, "data.source is missing", "neither data.source nor data.domains", do))
     refuse_first(*rules_of_domains(data, tenant.train))

@@ -60,7 +60,7 @@ class MixtureSampler:
 
     def __post_init__(self) -> None:
         self._refuse_unfit()
-        self._given = DomainNumbers(self.samples)
+        self._in_loop = DomainNumbers(self.samples)
         ones = np.ones(1, dtype=np.int64)
         lengths: dict[str, Ints] = {name: np.broadcast_to(ones, count) for name, count in self.samples.items()}
         prices = self.targets and {name: np.asarray(own, dtype=np.int64) for name, own in self.targets.items()}
@@ -120,7 +120,7 @@ class MixtureSampler:
 
     def names_of(self, numbers: Sequence[int]) -> list[str]:
         """The domain of each of the numbers that the sampler gave."""
-        return [self._given.names[place] for place in self._given.domain_of(np.asarray(numbers))]
+        return [self._in_loop.names[place] for place in self._in_loop.domain_of(np.asarray(numbers))]
 
     def _go_on(self, state: MixState) -> None:
         self._drawn, self._first = state, state.step
@@ -129,7 +129,7 @@ class MixtureSampler:
     def _numbered(self, samples: Ints) -> list[int]:
         """Numbers of the mixture, whose domains ascend by name, as the loop's data set has them."""
         own = self._mixture.numbers
-        firsts = np.array([self._given.firsts[self._given.names.index(name)] for name in own.names])
+        firsts = np.array([self._in_loop.firsts[self._in_loop.names.index(name)] for name in own.names])
         places = own.domain_of(samples)
         numbers: list[int] = (samples - own.firsts[places] + firsts[places]).tolist()
         return numbers
@@ -171,7 +171,9 @@ class MixtureSampler:
             if getattr(self, key) is not None:
                 whole_number(getattr(self, key), key, TOKENS)
         of_step = self.num_ranks * (self.micro_batch_size or 1)
-        bare = next((name for name, own in (self.targets or {}).items() if not np.any(own) or np.min(own) < 0), "")
+        untargeted = next(
+            (name for name, own in (self.targets or {}).items() if not np.any(own) or np.min(own) < 0), ""
+        )
         sizes = {name: len(own) for name, own in self.targets.items()} if self.targets else dict(self.samples)
         refuse_first(
             (not self.samples, "there is no domain to draw from", "samples {}", "name one or more"),
@@ -183,5 +185,5 @@ class MixtureSampler:
                 f"make global_batch_size a multiple of {of_step}",
             ),
             (sizes != dict(self.samples), "targets are not one a sample", f"{sizes}, samples {dict(self.samples)}", ""),
-            (bool(bare), "a domain has no target, or fewer than none", bare, "leave it out"),
+            (bool(untargeted), "a domain has no target, or fewer than none", untargeted, "leave it out"),
         )
