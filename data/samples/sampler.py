@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ import numpy as np
 from ...core.aliases import Ints
 from ...core.errors import EvenloadError, nearest, refuse_first, shorten, shown
 from ...core.input.bounds import RANKS, SAMPLES, SEQUENCES, TOKENS, whole_number
-from ...core.recipe.shares import Shares, normalised
+from ...core.policies import normalised
+from ...core.recipe.shares import Shares
 from .mixture import MixState, Mixture
 from .numbering import DomainNumbers
 from .order import BatchSize
@@ -58,13 +59,20 @@ class MixtureSampler:
     targets: Mapping[str, Sequence[int]] | None = None
     """What each sample counts in the shares, such as its tokens with loss, by domain; None: 1."""
 
+    _drawn: MixState = field(init=False, repr=False)
+    _kept: deque[MixState] = field(init=False, repr=False)
+    """Behind the last steps that were drawn, the newest of which is ``_drawn``."""
+    _first: int = field(init=False, repr=False)
+    """Steps before the iteration that runs."""
+
     def __post_init__(self) -> None:
         self._refuse_unfit()
         self._in_loop = DomainNumbers(self.samples)
         ones = np.ones(1, dtype=np.int64)
         lengths: dict[str, Ints] = {name: np.broadcast_to(ones, count) for name, count in self.samples.items()}
-        prices = self.targets and {name: np.asarray(own, dtype=np.int64) for name, own in self.targets.items()}
-        self._mixture = Mixture(lengths, prices, BatchSize(self.global_batch_size), self._shares_at)
+        targets = self.targets.items() if self.targets else ()
+        prices: dict[str, Ints] = {name: np.asarray(own, dtype=np.int64) for name, own in targets}
+        self._mixture = Mixture(lengths, prices or None, BatchSize(self.global_batch_size), self._shares_at)
         self._points = [(0, self._checked(self.shares, {}))]
         self._go_on(self._mixture.begin(self.seed))
 

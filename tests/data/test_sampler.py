@@ -13,7 +13,7 @@ import evenload
 import numpy as np
 import pytest
 from evenload import EvenloadError, MixtureSampler
-from evenload.core.recipe.shares import normalised
+from evenload.core.policies import normalised
 from evenload.data.samples.mixture import Mixture, seed_of
 from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.data.samples.sampler import MOST_AHEAD
