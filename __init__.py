@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .core.plan.step_plan import MicroBatch, Sequence, Slice, StepPlan
     from .core.recipe.recipe import Recipe
     from .core.registry import PlanningContext, Plugin, PluginConfig, register, unregister
+    from .data.samples.sampler import MixtureSampler
     from .patches.session import Session, disable, enable, enabled
     from .plugins.rollout import RolloutPlan, RolloutRequest, plan_rollout
     from .training.api import train, verify
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "EvenloadError": ".core.errors",
     "MicroBatch": ".core.plan.step_plan",
+    "MixtureSampler": ".data.samples.sampler",
     "PlanningContext": ".core.registry",
     "Plugin": ".core.registry",
     "PluginConfig": ".core.registry",
@@ -55,6 +57,7 @@ _HOMES = {
 __all__ = [
     "EvenloadError",
     "MicroBatch",
+    "MixtureSampler",
     "PlanningContext",
     "Plugin",
     "PluginConfig",

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..core.aliases import Floats, Ints
 from ..core.errors import EvenloadError, shorten
+from .samples.numbering import DomainNumbers
 from .sources import Source, targets_of
 
 
@@ -23,13 +24,15 @@ class MixedSource(Source):
         self.lengths = np.concatenate([part.lengths for part in self.parts.values()])
         partly = any(part.targets is not None for part in parts.values())
         self.targets = np.concatenate([targets_of(part) for part in self.parts.values()]) if partly else None
-        self.groups = None
+        own_groups = [part.groups for part in self.parts.values() if part.groups is not None]
+        assert len(own_groups) in (0, len(parts)), "a field of groups is asked of all domains"
+        self.groups = _in_a_row(own_groups) if own_groups else None
         sums = [part.weight_sums for part in self.parts.values()]
         own = [column for column in sums if column is not None]
         assert len(own) in (0, len(sums)), "a column of weights is asked of all domains"
         self.weight_sums = np.concatenate(own) if own else None
-        self._firsts = np.concatenate([[0], np.cumsum([len(part.lengths) for part in self.parts.values()])])
-        for column in (self.lengths, self.targets, self.weight_sums):
+        self.numbers = DomainNumbers({name: len(part.lengths) for name, part in self.parts.items()})
+        for column in (self.lengths, self.targets, self.groups, self.weight_sums):
             if column is not None:
                 column.setflags(write=False)
 
@@ -37,9 +40,11 @@ class MixedSource(Source):
     def domains(self) -> tuple[str, ...]:
         return tuple(self.parts)
 
-    def domain_of(self, samples: Ints) -> NDArray[np.int64]:
-        """The place of each sample's domain among `domains`."""
-        return np.searchsorted(self._firsts, samples, side="right") - 1
+    def columns(self) -> tuple[dict[str, Ints], dict[str, Ints], dict[str, Ints]]:
+        """Tokens of each sample by domain, its targets likewise, and its group where there are any."""
+        parts = self.parts.items()
+        groups = {name: part.groups for name, part in parts if part.groups is not None}
+        return {name: part.lengths for name, part in parts}, {name: targets_of(part) for name, part in parts}, groups
 
     @property
     def vocab_size(self) -> int:
@@ -78,8 +83,14 @@ class MixedSource(Source):
     def _place_of(self, index: int) -> tuple[Source, int]:
         if not 0 <= index < len(self.lengths):
             raise IndexError(f"sample {index} of {len(self.lengths)}")
-        place = int(self.domain_of(np.array(index)))
-        return list(self.parts.values())[place], index - int(self._firsts[place])
+        ((name, number),) = self.numbers.named(np.array([index]))
+        return self.parts[name], number
+
+
+def _in_a_row(groups: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Groups of several domains as one numbering."""
+    firsts = np.cumsum([0, *(int(own.max()) + 1 for own in groups)])
+    return np.concatenate([own + first for own, first in zip(groups, firsts, strict=False)])
 
 
 @contextmanager

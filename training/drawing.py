@@ -34,6 +34,7 @@ from ..core.planning.chain import PlanChain
 from ..core.planning.planner import Draw
 from ..core.policies import objective_weights
 from ..core.recipe.recipe import Recipe
+from ..core.recipe.sections import Data
 from ..core.recipe.shares import shares_of
 from ..core.search.stage_layers import settled
 from ..data.mixed import MixedSource
@@ -60,26 +61,45 @@ class Domains(NamedTuple):
     @classmethod
     def of_source(cls, recipe: Recipe, source: Source) -> Domains | None:
         """The domains of a recipe's data; None where it has one source."""
-        if not isinstance(source, MixedSource):
-            return None
-        lengths = {name: part.lengths for name, part in source.parts.items()}
-        return cls.of_lengths(recipe, lengths, {name: targets_of(part) for name, part in source.parts.items()})
+        return cls.of_lengths(recipe, *source.columns()) if isinstance(source, MixedSource) else None
 
     @classmethod
-    def of_lengths(cls, recipe: Recipe, lengths: Mapping[str, Ints], targets: Mapping[str, Ints]) -> Domains:
-        """The domains whose samples have so many tokens and targets, by their names."""
-        assert recipe.data.domains is not None
-        prices = targets if recipe.data.mix.unit == "targets" else None
+    def of_data(cls, data: Data, size: BatchSize, source: Source) -> Domains | None:
+        """The domains of data that no policy moves; None where there is one source."""
+        return cls._of(data, size, *source.columns()) if isinstance(source, MixedSource) else None
+
+    @classmethod
+    def of_lengths(
+        cls,
+        recipe: Recipe,
+        lengths: Mapping[str, Ints],
+        targets: Mapping[str, Ints],
+        groups: Mapping[str, Ints] | None = None,
+    ) -> Domains:
+        """The domains whose samples have so many tokens and targets, and are in these groups, by their names."""
         names = sorted(lengths)
         learns = MixRun.begin(recipe, names, [len(lengths[name]) for name in names])
-        shares = learns.shares_at if learns else shares_of(recipe.data)
-        mixture = Mixture(lengths, prices, batch_size(recipe), shares)
-        return cls(mixture, tuple(recipe.data.domains[name].weight for name in names), learns)
+        return cls._of(recipe.data, batch_size(recipe), lengths, targets, groups, learns)
+
+    @classmethod
+    def _of(
+        cls,
+        data: Data,
+        size: BatchSize,
+        lengths: Mapping[str, Ints],
+        targets: Mapping[str, Ints],
+        groups: Mapping[str, Ints] | None,
+        learns: MixRun | None = None,
+    ) -> Domains:
+        assert data.domains is not None
+        prices = targets if data.mix.unit == "targets" else None
+        mixture = Mixture(lengths, prices, size, learns.shares_at if learns else shares_of(data), groups)
+        return cls(mixture, tuple(data.domains[name].weight for name in mixture.names), learns)
 
     def marked(self, draw: Draw) -> Draw:
         """The draw with the domain of each sample, and its weight where a policy has an objective or any domain another
         than 1."""
-        places = self.mixture.domain_of(draw.samples)
+        places = self.mixture.numbers.domain_of(draw.samples)
         objective = self.learns.objective_at(draw.state["policy"]) if self.learns else None
         if objective is not None:
             counts = draw.num_targets.astype(np.float64) if draw.own_sums is None else draw.own_sums
@@ -245,7 +265,7 @@ class Drawing:
         waiting = self._waiting
         if not self._rules and not len(waiting.samples) and not waiting.absent:
             return state
-        samples = self._domains.mixture.named(waiting.samples) if self._domains else waiting.samples.tolist()
+        samples = self._domains.mixture.numbers.named(waiting.samples) if self._domains else waiting.samples.tolist()
         rows = [*zip(samples, waiting.steps.tolist(), strict=True), *waiting.absent]
         queue = {"samples": [one for one, _ in rows], "steps": [steps for _, steps in rows]}
         return {**state, "waiting": {**queue, "ranks": waiting.num_ranks}}
@@ -292,7 +312,7 @@ def num_waiting(state: Mapping[str, Any]) -> int:
 def _read(queue: Any, num_samples: int, mixture: Mixture | None) -> Waiting:
     with suppress(KeyError, TypeError, ValueError, OverflowError):
         rows = list(zip(queue["samples"], map(int, queue["steps"]), strict=True))
-        numbers = [one if mixture is None else mixture.number_of(*one) for one, _ in rows]
+        numbers = [one if mixture is None else mixture.numbers.number_of(*one) for one, _ in rows]
         here = [(number, steps) for number, (_, steps) in zip(numbers, rows, strict=True) if number is not None]
         samples, steps = np.array(here, dtype=np.int64).reshape(-1, 2).T
         absent = tuple(row for number, row in zip(numbers, rows, strict=True) if number is None)
@@ -332,7 +352,7 @@ def draw_of(source: Source, samples: NDArray[np.int64]) -> Draw:
     """A batch of these samples, whatever the order says."""
     targets = None if source.targets is None else source.targets[samples]
     sums = None if source.weight_sums is None else source.weight_sums[samples]
-    domain = source.domain_of(samples) if isinstance(source, MixedSource) else None
+    domain = source.numbers.domain_of(samples) if isinstance(source, MixedSource) else None
     return Draw(samples, source.lengths[samples], {}, targets=targets, own_sums=sums, domain=domain)
 
 

@@ -106,9 +106,7 @@ def refuse_longest(source: Source, chain: PlanChain) -> None:
 
 def open_data(recipe: Recipe) -> Source:
     """What a recipe trains on. Raises EvenloadError."""
-    domains = recipe.data.domains
-    specs = None if domains is None else {name: domain.source for name, domain in domains.items()}
-    return open_all(recipe.data, recipe.data.source, specs, recipe.model.weights)
+    return open_all(recipe.data, recipe.data.source, recipe.data.domain_sources, recipe.model.weights)
 
 
 def open_all(data: Data, spec: str | None, domains: Mapping[str, str] | None, weights: Path | None) -> Source:

@@ -200,6 +200,11 @@ class Data(Section):
     validation: Validation | None = None
     """What `train` evaluates now and then; null: nothing."""
 
+    @property
+    def domain_sources(self) -> dict[str, str] | None:
+        """The source of every domain by name; None where there is one source."""
+        return None if self.domains is None else {name: domain.source for name, domain in self.domains.items()}
+
 
 class Parallel(Section):
     """Degrees of parallelism; dp null takes what the number of processes leaves."""

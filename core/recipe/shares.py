@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import Rule, nearest, shorten, shown
-from ..policies import normalised
+from ..policies import ChosenPolicy, normalised
 
 Shares = tuple[float, ...]
 """[domains] in the order of their names; they add up to 1."""
@@ -76,22 +76,24 @@ def shares_of(data: Any) -> SharesOf:
 
 def rules_of_mixture(recipe: Any) -> list[Rule]:
     """What is wrong with the domains of a recipe, of its data or of its validation."""
-    data, train, validation = recipe.data, recipe.train, recipe.data.validation
-    rules, chosen = (
-        _rules_of_validation(validation, recipe.checkpoint.best) if validation else [],
-        recipe.data_policy("mix"),
-    )
+    validation = recipe.data.validation
+    rules = _rules_of_validation(validation, recipe.checkpoint.best) if validation else []
+    return [*rules, *rules_of_domains(recipe.data, recipe.train, recipe.data_policy("mix"))]
+
+
+def rules_of_domains(data: Any, train: Any, chosen: ChosenPolicy | None = None) -> list[Rule]:
+    """What is wrong with the domains of data that are trained on so long, by shares that a policy moves where one is
+    chosen."""
     if data.domains is None:
         said = data.mix != type(data.mix)()
         asked = f"mix policy {chosen.name}" if chosen else ""
         return [
-            *rules,
             (said, "data.mix says how domains are mixed, and there are none", "", "set data.domains"),
             (bool(asked), "a policy moves shares of domains, and there are none", asked, "set data.domains"),
         ]
     names, scheduled = _listed(data.domains), POLICIES[data.mix.policy].changes
     moving, mover = scheduled or chosen is not None, chosen.name if chosen else data.mix.policy
-    lasts = next((key for key in ("epochs", "max_tokens") if getattr(train, key) is not None), "")
+    lasts = next((key for key in ("epochs", "max_tokens") if getattr(train, key, None) is not None), "")
     unshared = [name for name, domain in data.domains.items() if domain.share == 0]
     twice, both = (
         "data.source and data.domains say the same thing twice",
@@ -99,9 +101,7 @@ def rules_of_mixture(recipe: Any) -> list[Rule]:
     )
     unknown = f"train.{lasts} asks for a number of steps that shares which change do not tell before the first one"
     undrawn, do = "train.epochs draws every sample, and of a domain nothing is drawn", "set train.steps instead"
-    grouped = f"data.group {shown(data.group)}, domains {names}"
     return [
-        *rules,
         (
             data.source != type(data).model_fields["source"].default,
             twice,
@@ -119,7 +119,6 @@ def rules_of_mixture(recipe: Any) -> list[Rule]:
             "set data.mix.policy=static, or leave the other policy out",
         ),
         (lasts == "epochs" and bool(unshared), undrawn, f"share 0 of {_listed(unshared)}", do),
-        (data.group is not None, "samples of domains are in no groups", grouped, "leave data.group out"),
     ]
 
 

@@ -15,21 +15,20 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from ..errors import shorten
+from ..errors import refuse_first, shorten
 from ..input import bounds, reading
 from ..input.validation import refused
 from .adapter import Adapter
 from .sections import Data, FilePath, Section, Updates
+from .shares import rules_of_domains
 
 
 class TenantData(Data):
-    """Where a tenant's samples come from: the settings of a recipe's data. Validation is ``evaluate``'s; no groups,
-    no domains."""
+    """Where a tenant's samples come from: the settings of a recipe's data. Validation is ``evaluate``'s; no groups."""
 
-    source: str
+    source: str = ""
+    """One of source and domains."""
     group: None = None
-    domains: None = None
-    mix: None = None  # type: ignore[assignment]  # says nothing without domains
     validation: None = None
 
 
@@ -75,7 +74,8 @@ class Tenant(Section):
 
     def opens(self) -> dict[str, str]:
         """What is opened for it, by the keys of its file that say so."""
-        specs = {"data.source": self.data.source, "data.tokenizer": self.data.tokenizer}
+        specs = {f"data.domains.{name}.source": spec for name, spec in (self.data.domain_sources or {}).items()}
+        specs |= {"data.tokenizer": self.data.tokenizer} | ({} if specs else {"data.source": self.data.source})
         specs |= {"evaluate.source": self.evaluate.source} if self.evaluate else {}
         return specs | ({"from": str(self.start)} if self.start else {})
 
@@ -94,6 +94,16 @@ def parse_tenant(text: str, name: str) -> Tenant:
 
 def _validated(data: Any, what: str) -> Tenant:
     try:
-        return Tenant.model_validate(reading.mapping(data, what, "write at least data: {source: FILE}"))
+        tenant = Tenant.model_validate(reading.mapping(data, what, "write at least data: {source: FILE}"))
     except ValidationError as error:
         raise refused(error, Tenant, what) from error
+    refuse_unmixed(tenant)
+    return tenant
+
+
+def refuse_unmixed(tenant: Tenant) -> None:
+    """Raise EvenloadError for a tenant without data, or with domains that cannot be mixed."""
+    data, do = tenant.data, "write data: {source: FILE}, or data: {domains: {NAME: {source: FILE}}}"
+    without_data = not data.source and data.domains is None
+    refuse_first((without_data, "data.source is missing", "neither data.source nor data.domains", do))
+    refuse_first(*rules_of_domains(data, tenant.train))

@@ -19,6 +19,9 @@ Epochs are those of a domain, and a batch may hold the end of one and the beginn
 the orders and the credits: a batch follows from it and the shares alone, on any number of ranks. A domain that a run
 goes on without keeps its state for when it comes back; where domains have come or gone credits begin anew. Nothing here
 depends on the order in which domains are named. O(domains) a sample: 5.5 us of 4 domains.
+
+Where samples are in groups an order is one of groups, and a whole group is drawn and paid for at once: a domain is then
+never ahead by a whole group of the largest price, and a batch holds at least what its size says.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ from numpy.typing import NDArray
 from ...core.aliases import Ints
 from ...core.errors import EvenloadError, shorten
 from ...core.recipe.shares import SharesOf
+from .numbering import DomainNumbers
 from .order import BatchSize, SampleOrder
+from .whole_groups import Groups
 
 ALGORITHM = "credits-1"
 """Named in every saved state, as that of an order is."""
@@ -77,23 +82,29 @@ class Mixture:
         targets: by domain the price of each sample; None: each costs 1.
         size: what a batch holds: samples, or tokens that its samples reach.
         shares: of the domains by ascending names.
+        groups: by domain [num_samples] the group of each sample; None: each is by itself.
     """
 
     def __init__(
-        self, lengths: Mapping[str, Ints], targets: Mapping[str, Ints] | None, size: BatchSize, shares: SharesOf
+        self,
+        lengths: Mapping[str, Ints],
+        targets: Mapping[str, Ints] | None,
+        size: BatchSize,
+        shares: SharesOf,
+        groups: Mapping[str, Ints] | None = None,
     ) -> None:
         self.names = sorted(lengths)
         self._lengths = [lengths[name] for name in self.names]
         self._prices = None if targets is None else [targets[name] for name in self.names]
+        self._groups = [Groups(groups[name]) for name in self.names] if groups else []
         self._size, self._shares = size, shares
-        sizes = [len(own) for own in self._lengths]
-        self._firsts = np.concatenate([[0], np.cumsum(sizes)])
-        self._all_lengths = np.concatenate(self._lengths)
+        self.numbers = DomainNumbers({name: len(lengths[name]) for name in self.names})
 
     def begin(self, seed: int) -> MixState:
         """The position before the first batch."""
-        sizes = zip(self.names, map(len, self._lengths), strict=True)
-        orders = {name: SampleOrder(count, seed_of(name, seed)) for name, count in sizes}
+        counts = {name: len(own.counts) for name, own in zip(self.names, self._groups, strict=False)}
+        counts = counts or self.numbers.sizes
+        orders = {name: SampleOrder(count, seed_of(name, seed)) for name, count in counts.items()}
         return MixState(orders, (0.0,) * len(orders))
 
     def resume(self, state: Mapping[str, Any], seed: int) -> MixState:
@@ -127,47 +138,30 @@ class Mixture:
         tokens = 0
         while len(drawn) < self._size.samples if self._size.tokens is None else tokens < self._size.tokens:
             domain = _next_of(credits, shares, shared)
-            sample = upcoming[domain].next()
-            price = 1 if self._prices is None else int(self._prices[domain][sample])
+            unit, lengths = upcoming[domain].next(), self._lengths[domain]
+            samples = self._groups[domain].members(unit).tolist() if self._groups else [unit]
+            prices = None if self._prices is None else self._prices[domain]
+            price = len(samples) if prices is None else sum(int(prices[sample]) for sample in samples)
             credits = [credit + price * share for credit, share in zip(credits, shares, strict=True)]
             credits[domain] -= price
-            tokens += int(self._lengths[domain][sample])
-            drawn.append((domain, sample))
+            tokens += sum(int(lengths[sample]) for sample in samples)
+            drawn += [(domain, sample) for sample in samples]
         orders = {name: one.order for name, one in zip(self.names, upcoming, strict=True)}
-        numbers = np.array([self._firsts[domain] + sample for domain, sample in drawn], dtype=np.int64)
+        firsts = self.numbers.firsts.tolist()
+        numbers = np.array([firsts[domain] + sample for domain, sample in drawn], dtype=np.int64)
         return numbers, replace(state, orders=orders, credits=tuple(credits), step=state.step + 1)
 
     def steps(self, seed: int, *, epochs: int | None = None, tokens: int | None = None) -> int:
         """Steps until every domain has been drawn so many times, or until so many tokens are. Raises EvenloadError
         where these are more samples than can be drawn before the first step."""
-        state, drawn, reached = self.begin(seed), 0, 0
+        state, drawn, reached, lengths = self.begin(seed), 0, 0, np.concatenate(self._lengths)
         while (reached < tokens) if tokens is not None else min(o.epoch for o in state.orders.values()) < (epochs or 0):
             samples, state = self.take(state)
-            drawn, reached = drawn + len(samples), reached + int(self._all_lengths[samples].sum())
+            drawn, reached = drawn + len(samples), reached + int(lengths[samples].sum())
             if drawn > _MOST_DRAWN:
                 what = "the steps of so many samples cannot be counted before the first one"
                 raise EvenloadError(what, f"more than {_MOST_DRAWN} samples to draw", "set train.steps instead")
         return state.step
-
-    def domain_of(self, samples: Ints) -> NDArray[np.int64]:
-        """The place of each sample's domain among the names."""
-        return np.searchsorted(self._firsts, samples, side="right") - 1
-
-    def named(self, samples: Ints) -> list[list[Any]]:
-        """[domain, number in the domain] of each sample, which hold when other domains come and go."""
-        places = self.domain_of(samples)
-        numbers = (np.asarray(samples) - self._firsts[places]).tolist()
-        return [[self.names[place], number] for place, number in zip(places.tolist(), numbers, strict=True)]
-
-    def number_of(self, name: str, number: int) -> int | None:
-        """The number of a domain's sample through all domains; None where the domain is not here. Raises ValueError
-        where it has no such sample."""
-        if name not in self.names:
-            return None
-        place = self.names.index(name)
-        if not 0 <= number < len(self._lengths[place]):
-            raise ValueError(f"sample {number} of {name}")
-        return int(self._firsts[place]) + number
 
     @staticmethod
     def _resumed(name: str, kept: Any, begun: SampleOrder) -> SampleOrder:

@@ -10,6 +10,20 @@ from ...core.errors import EvenloadError
 from .order import BatchSize, SampleOrder
 
 
+class Groups:
+    """Whose samples stay together. ``groups``: [num_samples] of 0 .. num_groups-1, each with a sample."""
+
+    def __init__(self, groups: Ints) -> None:
+        self.counts = np.bincount(groups)
+        """[num_groups] samples of each."""
+        self._members = np.argsort(groups, kind="stable")
+        self._stops = np.cumsum(self.counts)
+
+    def members(self, group: int) -> NDArray[np.int64]:
+        """The samples of a group, ascending."""
+        return self._members[self._stops[group] - self.counts[group] : self._stops[group]]
+
+
 class WholeGroups:
     """Takes groups in their order until their samples, or their tokens, are those of a batch or more.
 
@@ -21,23 +35,21 @@ class WholeGroups:
 
     def __init__(self, groups: Ints, lengths: Ints, size: BatchSize) -> None:
         self.groups = groups
-        self._counts = np.bincount(groups)
-        self._members = np.argsort(groups, kind="stable")
-        self._stops = np.cumsum(self._counts)
+        self._groups = Groups(groups)
         of_samples = size.tokens is None
-        self._sizes = self._counts if of_samples else np.bincount(groups, lengths).astype(np.int64)
+        self._sizes = self._groups.counts if of_samples else np.bincount(groups, lengths).astype(np.int64)
         self._size = BatchSize(self.num_groups, size.samples if of_samples else size.tokens)
         self._of_samples = of_samples
 
     @property
     def num_groups(self) -> int:
         """How many groups there are."""
-        return len(self._counts)
+        return len(self._groups.counts)
 
     def take(self, order: SampleOrder) -> tuple[NDArray[np.int64], SampleOrder]:
         """The samples of the next batch, never none, side by side those of a group; and the order after them."""
         chosen, after = self._size.take(order, self._sizes)
-        return np.concatenate([self._members[self._stops[g] - self._counts[g] : self._stops[g]] for g in chosen]), after
+        return np.concatenate([self._groups.members(group) for group in chosen]), after
 
     def steps(self, seed: int, *, epochs: int | None = None, tokens: int | None = None) -> int:
         """Steps of so many epochs, or until so many tokens are drawn. Raises EvenloadError where nobody can say."""

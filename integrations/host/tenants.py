@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.aliases import Floats
 from ...core.errors import EvenloadError
 from ...core.plan.branches import SUM_AFTER_PASSES
 from ...core.plan.step_plan import StepPlan
@@ -26,7 +27,7 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.copy_rows import ToHost
 from ...runtime.attention.labels import Labels
 from ..reference.textbook import AdamState
-from .scoring import LossCollector, scores_of
+from .scoring import LossCollector, Scores, scores_of
 from .step import Step
 from .trained import Passed, StepResult, TenantResult, Trained
 
@@ -75,14 +76,18 @@ class Tenants(Trained):
         executed, branches = self.passes(step, collector)
         step.mark("gradient sum")
         with clock.noting("G"):
-            tenants = self._of_tenants(plan, targets, collector.summed())
+            weights = step.labels.weights.sums if step.labels and step.labels.weights else None
+            tenants = self._of_tenants(plan, targets, collector.summed(), weights)
         busy, branches = clock.read(), (SUM_AFTER_PASSES, *branches)
         count = sum(one.num_targets for one in targets.values())
         return StepResult(self._loss(), count, busy.total_s, busy.forward_s, executed, branches, tenants=tenants)
 
-    def _of_tenants(self, plan: StepPlan, targets: Mapping[int, Divided], summed: ToHost) -> dict[int, TenantResult]:
-        """Sum the gradients, divide each by its tenant's divisor, and say what came of each tenant. Collective. Passes
-        run with the plain sum of token losses: a divisor inside them would be rounded with every token."""
+    def _of_tenants(
+        self, plan: StepPlan, targets: Mapping[int, Divided], summed: ToHost, weights: Floats | None
+    ) -> dict[int, TenantResult]:
+        """Sum the gradients, divide each by its tenant's divisor, and say what came of each tenant; ``weights``: what
+        those of each sequence's targets add up to. Collective. Passes run with the plain sum of token losses: a divisor
+        inside them would be rounded with every token."""
         numbers = sorted(targets)
         self.adapters.sum_gradients({number: one.divisor for number, one in targets.items()})
         norms = self.adapters.norms(numbers)  # with which the losses have come
@@ -98,7 +103,8 @@ class Tenants(Trained):
                 failed = f"the weights of its {count} targets add up to 0"
             if (seen := int(scores.targets[own].sum())) != count:
                 failed = f"the data has changed: {seen} targets in the step, {count} counted"
-            self._results[number] = TenantResult(loss, count, norm, failed)
+            own_scores = Scores(scores.losses[own], scores.targets[own], None if weights is None else weights[own])
+            self._results[number] = TenantResult(loss, count, norm, own_scores, failed)
         return self._results
 
     def _loss(self) -> float:

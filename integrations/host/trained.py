@@ -35,6 +35,8 @@ class TenantResult(NamedTuple):
     num_targets: int
     grad_norm: float
     """Of its adapter's gradient, before clipping."""
+    scores: Scores
+    """The losses of its own sequences, in the order of its draw."""
     failed: str = ""
     """Why its adapter was not updated; empty: it was."""
 

@@ -29,7 +29,7 @@ def test_each_sample_is_that_of_its_domain(parts: dict[str, Source]) -> None:
     assert mixed.lengths.tolist() == [4] * 3 + [5] * 4
     assert mixed.targets is not None
     assert mixed.targets.tolist() == [2] * 3 + [4] * 4, "where one masks tokens, the others say what they have"
-    assert mixed.domain_of(np.array([0, 2, 3, 6])).tolist() == [0, 0, 1, 1]
+    assert mixed.numbers.domain_of(np.array([0, 2, 3, 6])).tolist() == [0, 0, 1, 1]
     assert mixed.tokens(4).tolist() == parts["web"].tokens(1).tolist() == mixed.labels(4).tolist()
     assert mixed.labels(2).tolist() == parts["code"].labels(2).tolist() == [-100, -100, 7, 6]
     assert mixed.vocab_size == max(part.vocab_size for part in parts.values())

@@ -31,7 +31,9 @@ def lengths_of(sizes: list[int], names: tuple[str, ...] = NAMES) -> dict[str, An
     }
 
 
-def mixed(lengths: dict[str, Any], history: list[list[float]], size: BatchSize, *, by_targets: bool) -> Mixture:
+def mixed(
+    lengths: dict[str, Any], history: list[list[float]], size: BatchSize, *, by_targets: bool, groups: Any = None
+) -> Mixture:
     """A mixture whose shares go through a history and begin it anew."""
     places = [NAMES.index(name) for name in sorted(lengths)]
 
@@ -40,14 +42,14 @@ def mixed(lengths: dict[str, Any], history: list[list[float]], size: BatchSize, 
         return normalised(now if any(now) else [1.0] * len(now))
 
     targets = {name: own - 1 for name, own in lengths.items()} if by_targets else None
-    return Mixture(lengths, targets, size, shares)
+    return Mixture(lengths, targets, size, shares, groups)
 
 
 def drawn(mixture: Mixture, state: MixState, steps: int) -> tuple[list[list[Any]], MixState]:
     rows = []
     for _ in range(steps):
         samples, state = mixture.take(state)
-        rows.append(mixture.named(samples))
+        rows.append(mixture.numbers.named(samples))
     return rows, state
 
 
@@ -134,6 +136,47 @@ def test_a_batch_follows_from_the_state_and_the_shares_alone(
     resumed = other.resume(kept, seed=99)  # the seed of a state's orders is the state's
     assert resumed == stopped
     assert begun + drawn(other, resumed, 8 - stops)[0] == whole
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=12), min_size=1, max_size=4),
+    history=HISTORY,
+    size=BATCH,
+    by_targets=st.booleans(),
+    stop=st.integers(0, 8),
+)
+def test_groups_stay_whole_and_none_comes_twice_in_its_epoch(
+    sizes: list[list[int]], history: list[list[float]], size: BatchSize, by_targets: bool, stop: int
+) -> None:
+    groups = {name: np.repeat(np.arange(len(own)), own) for name, own in zip(NAMES, sizes, strict=False)}
+    groups = {name: np.random.default_rng(len(own)).permutation(own) for name, own in groups.items()}
+    lengths = lengths_of([len(own) for own in groups.values()])
+    mixture = mixed(lengths, history, size, by_targets=by_targets, groups=groups)
+    prices = {name: own - 1 if by_targets else np.ones_like(own) for name, own in lengths.items()}
+    most = max(int(np.bincount(groups[name], own).max()) for name, own in prices.items())
+    state, rows, due, paid = mixture.begin(3), list[list[Any]](), dict[str, float](), dict[str, int]()
+    for step in range(8):
+        if step == stop:
+            state = mixture.resume(json.loads(json.dumps(state.state())), 3)
+        (batch,), state = drawn(mixture, state, 1)
+        shares = dict(zip(mixture.names, mixture._shares({}, step), strict=True))
+        for name, number in batch:
+            price = int(prices[name][number])
+            paid[name] = paid.get(name, 0) + price
+            for one, share in shares.items():
+                due[one] = due.get(one, 0.0) + price * share
+        assert max(paid.get(one, 0) - due[one] for one in mixture.names) < most + 1e-6
+        sums = [1 if size.tokens is None else int(lengths[name][number]) for name, number in batch]
+        name, number = batch[-1]
+        last = np.count_nonzero(groups[name] == groups[name][number])
+        assert sum(sums) >= (size.samples if size.tokens is None else size.tokens) > sum(sums[:-last])
+        rows += batch
+    for name, own in groups.items():
+        came = [number for one, number in rows if one == name]
+        order = own_order(name, len(set(own.tolist())), 300)
+        members = [np.flatnonzero(own == unit).tolist() for unit in order]
+        assert came == list(chain(*members))[: len(came)], "an epoch of groups after the other"
+        assert len(came) in np.cumsum([0, *map(len, members)]), "whole ones alone"
 
 
 def test_the_seed_of_an_order_is_that_of_the_run_and_of_the_name() -> None:

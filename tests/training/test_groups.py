@@ -88,6 +88,47 @@ def test_a_run_goes_on_with_the_groups_that_are_left(recipe: Recipe) -> None:
         job_of(recipe.changed({"data.group": None})).drawing(first.state)
 
 
+def test_whole_groups_of_domains_are_drawn_by_their_shares(recipe: Recipe, tmp_path: Path) -> None:
+    """Groups of two domains that have the same names are others, each whole in one batch and on one rank."""
+    rng = np.random.default_rng(8)
+    rows = [{"prompt": "q" * int(rng.integers(1, 40)), "completion": "d", "of": f"prompt {i // 3}"} for i in range(24)]
+    (tmp_path / "more.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    domains = {"more": {"source": str(tmp_path / "more.jsonl")}, "rows": {"source": recipe.data.source, "share": 2}}
+    mixed = recipe.changed({"data": {"domains": domains, "group": "of", "max_length": 128}})
+    job = job_of(mixed)
+    own = {
+        name: [json.loads(line)["of"] for line in Path(one["source"]).read_text().splitlines()]
+        for name, one in domains.items()
+    }
+    with_loss = {
+        name: Counter(of for i, of in enumerate(names) if i % 9 or name == "more") for name, names in own.items()
+    }
+    planner, drawn = Planner(job.chain, drawing := job.drawing(), background=False), Counter[str]()
+    assert drawing._domains is not None
+    for step in range(12):
+        planned = planner.next()
+        named = drawing._domains.mixture.numbers.named(planned.draw.samples)
+        groups, ranks = defaultdict(set), defaultdict(set)
+        for m in planned.plan.micro_batches:
+            for one in m.slices:
+                name, number = named[one.sequence]
+                ranks[name, own[name][number]].add(m.ranks)
+        for (name, number), group in zip(named, planned.plan.groups.tolist(), strict=True):
+            groups[group].add((name, own[name][number]))
+        assert all(len(where) == 1 for where in ranks.values()), f"step {step}"
+        assert all(len(names) == 1 for names in groups.values())
+        counts = Counter((name, own[name][number]) for name, number in named)
+        assert all(count % with_loss[name][of] == 0 for (name, of), count in counts.items())
+        drawn.update(name for name, _ in named)
+    assert 1.5 < drawn["rows"] / drawn["more"] < 2.5
+    again = job.drawing(json.loads(json.dumps(planned.draw.state)))
+    assert again().samples.tolist() == drawing().samples.tolist()
+    with pytest.raises(EvenloadError, match="the domain more: the data is not the data of the checkpoint"):
+        job_of(mixed.changed({"data.group": None})).drawing(planned.draw.state)
+    with pytest.raises(EvenloadError, match="lengths of domains say no groups"):
+        look_ahead(mixed, {name: np.arange(1, 30) for name in domains}, 1)
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 20), st.booleans(), st.integers(0, 9))
 def test_batches_are_the_fewest_groups_that_fill_them(ids: list[int], size: int, tokens: bool, seed: int) -> None:
     groups = np.unique(ids, return_inverse=True)[1]

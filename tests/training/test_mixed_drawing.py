@@ -48,7 +48,7 @@ def drawing(recipe: Recipe, state: Any = None) -> Drawing:
 
 def named(one: Drawing, draw: Draw) -> list[tuple[str, int]]:
     assert one._domains is not None
-    return [(name, number) for name, number in one._domains.mixture.named(draw.samples)]
+    return [(name, number) for name, number in one._domains.mixture.numbers.named(draw.samples)]
 
 
 def waiting(draw: Draw) -> list[tuple[str, int]]:

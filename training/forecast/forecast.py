@@ -192,8 +192,8 @@ def _drawn(recipe: Recipe, chain: PlanChain, lengths: Any, groups: Path | None) 
     if groups is None and recipe.data.group is None:
         samples = samples_of(recipe, lengths)
         return samples.lengths, samples.drawing(recipe, chain)
-    do, by_name = "leave --groups out", isinstance(lengths, Mapping)
-    refuse_first((by_name, "samples of domains are in no groups", f"--groups {groups}", do))
+    do, detail = "set data.group=null, and leave --groups out", f"data.group {recipe.data.group}, --groups {groups}"
+    refuse_first((isinstance(lengths, Mapping), "lengths of domains say no groups", detail, do))
     all_lengths = read_lengths(lengths) if isinstance(lengths, Path) else lengths
     pieces = pieces_of(recipe, all_lengths)
     numbers = _numbers(groups, len(all_lengths)) if groups else _of_rows(recipe.data.group, lengths)

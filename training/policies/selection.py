@@ -114,7 +114,7 @@ class Selection:
         if (domains := self._job.domains) is None:
             return numbers
         shares = np.array(shares_of(self._job.recipe.data)({}, self._update * self._chosen.every))
-        return numbers[shares[domains.mixture.domain_of(numbers)] > 0]
+        return numbers[shares[domains.mixture.numbers.domain_of(numbers)] > 0]
 
     def _queue(self, taken: Ints) -> None:
         state = {"of": self._identity, "update": self._update, "policy": self._policy}

@@ -19,8 +19,10 @@ from ...data.formats import Settings, open_documents, refuse_outside
 from ...data.lengths import read_lengths
 from ...data.samples.cut import cut
 from ...data.samples.order import BatchSize
+from ...data.sources import Source
 from ...data.tokenizers import holds_tokenizer, open_tokenizer
-from ..preflight import open_samples
+from ..drawing import Domains
+from ..preflight import open_all
 from .trials import sweep_of
 
 _Counts = NDArray[np.int64]
@@ -36,6 +38,8 @@ class Member(NamedTuple):
     """Tokens of each of its samples."""
     targets: _Counts | None
     """Of these, those that carry loss; None: each but the first one."""
+    domains: Domains | None = None
+    """What they are a mixture of; None: they are of one source."""
 
     @property
     def size(self) -> BatchSize:
@@ -47,6 +51,8 @@ class Member(NamedTuple):
         train = self.config.train
         if train.epochs is None:
             return train.steps
+        if self.domains is not None:
+            return self.domains.mixture.steps(train.seed, epochs=train.epochs)
         return self.size.steps(self.lengths, train.seed, epochs=train.epochs)
 
     @property
@@ -71,7 +77,7 @@ def members_of(recipe: Recipe, files: Mapping[str, Path]) -> list[Member]:
     if not paths:
         do = "put a file NAME.yaml there for each tenant, or give --lengths NAME=FILE for each"
         raise EvenloadError("there is no tenant to plan", f"no file NAME.yaml in {shorten(str(folder))}", do)
-    opened: dict[str, tuple[_Counts, _Counts | None]] = {}
+    opened: dict[str, Source] = {}
     members = []
     for path in paths:
         for name, tenant in _read(path):
@@ -80,9 +86,11 @@ def members_of(recipe: Recipe, files: Mapping[str, Path]) -> list[Member]:
                 with naming(name):
                     if (root := _of_plugin(recipe, "root")) is not None:
                         refuse_outside(root, tenant.opens())
-                    source = open_samples(tenant.data, tenant.data.source, recipe.model.weights)
-                opened[data] = source.lengths, source.targets
-            members.append(_checked(Member(name, tenant, *opened[data])))
+                    specs, weights = tenant.data.domain_sources, recipe.model.weights
+                    opened[data] = open_all(tenant.data, tenant.data.source, specs, weights)
+            source = opened[data]
+            domains = Domains.of_data(tenant.data, BatchSize(tenant.train.batch_size), source)
+            members.append(_checked(Member(name, tenant, source.lengths, source.targets, domains)))
     return members
 
 
@@ -97,8 +105,8 @@ def lengths_of(
         do = "leave it out: each tenant's data has its own"
         refuse_first((tokenizer is not None, "tenants are planned by their own tokenizers", "--tokenizer", do))
         return {name: Path(file) for name, file in _by_name(words, "tenant").items()}
-    if (domains := recipe.data.domains) is not None:
-        specs = _by_name(words, "domain") or {name: domain.source for name, domain in domains.items()}
+    if (domains := recipe.data.domain_sources) is not None:
+        specs = _by_name(words, "domain") or domains
         return {name: _file_or_data(recipe, spec, tokenizer, named=bool(words)) for name, spec in specs.items()}
     if len(words) > 1:
         do = "give one: --lengths FILE (.npy, .txt, .jsonl or Megatron .idx), or data"
@@ -159,6 +167,8 @@ def _of_file(folder: Path | None, name: str, file: Path) -> list[Member]:
     members = []
     for trial, tenant in trials:
         data = tenant.data
+        what, do = f"the tenant {shorten(name)} has domains, and a file of lengths says none", "plan it by its own data"
+        refuse_first((data.domains is not None, what, f"--lengths {shorten(f'{name}={file}')}", do))
         samples = cut(lengths, data.max_length, data.long_samples, data.min_length).length
         if not len(samples):
             detail = f"{len(lengths)} lengths, all below data.min_length {data.min_length} or left out"

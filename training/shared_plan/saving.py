@@ -23,7 +23,6 @@ from ...core.planning.chain import PlanChain
 from ...core.planning.judge import certified_s, outcome_of
 from ...core.planning.planner import Draw
 from ...core.recipe.adapter import adapter_weights
-from ...data.samples.order import SampleOrder
 from ..drawing import Drawing
 from .reading import Member, naming
 
@@ -132,8 +131,8 @@ class SharedPlan:
 
 
 def _drawing(member: Member, chain: PlanChain) -> Drawing:
-    order = SampleOrder(len(member.lengths), member.config.train.seed)
-    return Drawing(order, member.lengths, member.size, chain, targets=member.targets)
+    columns: Any = {"seed": member.config.train.seed, "targets": member.targets, "domains": member.domains}
+    return Drawing.resume(None, member.lengths, member.size, chain, **columns)
 
 
 def said(tenants: dict[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ...core.errors import EvenloadError, nearest, refuse_first, shorten, shown
 from ...core.input.bounds import TOKENS, whole_number
 from ...core.input.validation import first_fault
-from ...core.recipe.tenant import Tenant
+from ...core.recipe.tenant import Tenant, refuse_unmixed
 
 MOST_TRIALS = 256
 """Of one sweep; each has a folder, an adapter and two moments of it."""
@@ -150,11 +150,13 @@ def _with(name: str, document: Mapping[str, Any], chosen: Mapping[str, Any]) -> 
         section, _, field = key.partition(".")
         changed.setdefault(section, {})[field] = value
     try:
-        return Tenant.model_validate(changed)
+        tried = Tenant.model_validate(changed)
     except ValidationError as error:
         fault = first_fault(error, Tenant)
         what = f"tenant {name}: a value of sweep.{fault.key} is not valid"
         raise EvenloadError(what, fault.value, fault.says) from error
+    refuse_unmixed(tried)
+    return tried
 
 
 def _words(values: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:

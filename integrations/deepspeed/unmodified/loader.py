@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -105,19 +106,22 @@ class PlannedLoader:
         return self._steps() if self._lives() else iter(self.stock)
 
     def _steps(self) -> Iterator[Any]:
-        order, size = list(self.stock.data_sampler), self.stock.batch_size
-        stock_batches = [order[i : i + size] for i in range(0, len(order), size)][: len(self.stock)]
-        whole = len(stock_batches) - len(stock_batches) % self._num_micro_batches
-        if whole < len(stock_batches) and not self._has_warned:
+        # Read step by step: a sampler may draw later steps by what earlier ones have shown.
+        rows, size, num_batches = iter(self.stock.data_sampler), self.stock.batch_size, len(self.stock)
+        whole = num_batches - num_batches % self._num_micro_batches
+        if whole < num_batches and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "the last %d micro-batches of an epoch do not fill a step of gradient_accumulation_steps=%d; a planned "
                 "loader leaves them out",
-                len(stock_batches) - whole,
+                num_batches - whole,
                 self._num_micro_batches,
             )
-        for first in range(0, whole, self._num_micro_batches):
-            for batch, planned in self._plan_step(stock_batches[first : first + self._num_micro_batches]):
+        for _ in range(0, whole, self._num_micro_batches):
+            stock_batches = [list(islice(rows, size)) for _ in range(self._num_micro_batches)]
+            if not stock_batches[-1]:
+                return  # a sampler that has gone on from a state since its loader was made has fewer
+            for batch, planned in self._plan_step(stock_batches):
                 if not self._lives():
                     raise EvenloadError(
                         "evenload was disabled inside an epoch",

@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown domain": (mix(point(0, cod=1)), "a domain that is not there: 'cod'"),
     "a point of nothing": (mix(point(0, code=0, web=0)), "in data.mix.points at step 0"),
     "points that do not ascend": (mix(point(5), point(5)), "do not ascend"),
-    "groups": ({"domains": TWO, "group": "id"}, "samples of domains are in no groups"),
     "a mix of one source": ({"mix": {"unit": "targets"}}, "and there are none"),
     "a validation of nothing": ({"validation": {"every": 5}}, "needs a source, or domains"),
     "a validation twice": ({"validation": {"source": "x", "domains": {"a": "y"}}}, "and not both"),

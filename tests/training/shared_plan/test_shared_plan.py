@@ -111,6 +111,35 @@ def test_lengths_alone_are_enough(folder: Path, tmp_path: Path) -> None:
     assert (stranger.name, stranger.config.adapter, stranger.config.train.batch_size) == ("stranger", Adapter(), 8)
 
 
+def test_a_tenant_of_domains_is_planned_as_it_draws(folder: Path, tmp_path: Path) -> None:
+    for name, lengths in (("a", [90] * 8), ("b", [7] * 30)):
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"input_ids": [1] * n}) for n in lengths))
+    domains = {"a": {"source": str(folder / "a.jsonl")}, "b": {"source": str(folder / "b.jsonl"), "share": 3}}
+    document = {"data": {"domains": domains}, "train": {"batch_size": 4, "epochs": 1}}
+    (folder / "mixed.yaml").write_text(json.dumps(document))
+    member = next(one for one in members_of(recipe_of(folder), {}) if one.name == "mixed")
+    assert member.steps == 10, "30 samples at three of four a step"
+    forecast = look_ahead(recipe_of(folder), {}, 12)
+    assert len(forecast.steps) == 10
+    for step in forecast.steps:
+        plan = step.ours.plan
+        assert sorted(plan.lengths[plan.tenants == 1].tolist()) == [7, 7, 7, 90]
+    (tmp_path / "mixed.txt").write_text("9\n" * 9)
+    with pytest.raises(EvenloadError, match="the tenant mixed has domains, and a file of lengths says none"):
+        members_of(recipe_of(folder), {"mixed": tmp_path / "mixed.txt"})
+    weights = {
+        "evaluate": {"source": str(folder / "a.jsonl")},
+        "sweep": {"data.domains": [domains, {**domains, "c": 3}]},
+    }
+    (folder / "mixed.yaml").write_text(json.dumps({**document, **weights}))
+    with pytest.raises(EvenloadError, match=r"a value of sweep.data.domains.c is not valid"):
+        members_of(recipe_of(folder), {})
+    weights["sweep"] = {"data.domains": [domains, {"a": {**domains["a"], "share": 0}}]}
+    (folder / "mixed.yaml").write_text(json.dumps({**document, **weights}))
+    with pytest.raises(EvenloadError, match="nothing would be drawn"):
+        members_of(recipe_of(folder), {})
+
+
 def test_trials_of_a_sweep_are_tenants(folder: Path) -> None:
     tenant(folder, "tried", [100] * 8, "train: {batch_size: 2}\nsweep: {adapter.r: [4, 8], train.lr: [1.0e-4, 2.0e-4]}")
     members = members_of(recipe_of(folder), {})

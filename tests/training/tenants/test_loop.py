@@ -41,11 +41,23 @@ BOLT: dict[str, Any] = {
     "train": {"steps": 8, "batch_size": 2, "seed": 7, "lr": 1e-3, "weight_decay": 0.1},
 }
 CORE: dict[str, Any] = {
-    "data": {"source": "python-docstrings-held-out", "max_length": 128},
+    "data": {
+        "max_length": 128,
+        "domains": {
+            "held_out": {"source": "python-docstrings-held-out", "share": 3},
+            "json": {"source": "python-stdlib/json", "weight": 2.0},
+        },
+        "mix": {"policy": "schedule", "points": [{"step": 1, "shares": {}}, {"step": 4, "shares": {"json": 9}}]},
+    },
     "adapter": {"r": 2, "target_modules": ["down_proj"]},
     "train": {"steps": 5, "batch_size": 4, "lr": 1e-3},
 }
 ALL = {"acme": ACME, "bolt": BOLT, "core": CORE}
+WEIGHTS = {"held_out": 1.0, "json": 2.0}
+MIXED = [
+    {"held_out": 3, "json": 1},
+]
+"""Samples that steps of core draw of its domains."""
 
 BEFORE_STEP = """
 import json, os, signal
@@ -138,6 +150,14 @@ def test_logs_have_every_step_of_every_tenant(whole: Place) -> None:
     assert [line["tenants"]["bolt"]["loss"] for line in lines] == whole.series("bolt")[1]
     board = EventAccumulator(str(whole.path / "board")).Reload()
     assert len(board.Scalars("evenload/tenants/acme/loss")) == 6
+    own = [line["tenants"]["core"] for line in lines[:5]]
+    assert [{name: one["samples"] for name, one in row["domains"].items()} for row in own] == MIXED
+    for row in own:
+        counts = {name: WEIGHTS[name] * one["targets"] for name, one in row["domains"].items()}
+        mean = sum(row["domains"][name]["loss"] * count for name, count in counts.items()) / sum(counts.values())
+        assert mean == pytest.approx(row["loss"], rel=1e-6), "domains are told without the weights that the loss has"
+    shown = [event.value for event in board.Scalars("evenload/tenants/core/domains/json/loss")]
+    assert shown == pytest.approx([row["domains"]["json"]["loss"] for row in own if "json" in row["domains"]])
 
 
 def test_each_trains_as_it_does_alone(place: Place, whole: Place) -> None:

@@ -18,8 +18,8 @@ from ....data.formats import refuse_outside
 from ....data.samples.order import BatchSize
 from ....data.sources import Source
 from ....integrations.huggingface.folders.adapters import read_adapter
-from ...drawing import Drawing, columns_of
-from ...preflight import open_samples, refuse_longest
+from ...drawing import Domains, Drawing, columns_of
+from ...preflight import open_all, refuse_longest
 from ..state.tenant import ActiveTenant
 from .preflight import config_of
 
@@ -46,22 +46,24 @@ def open_tenant(
     if root is not None:
         refuse_outside(root, config.opens())
     adapter, weights = _adapter_of(config)
-    source = _open(config, config.data.source, recipe)
+    source = _open(config, config.data.source, config.data.domain_sources, recipe)
     _refuse_short(source, config)
     refuse_longest(source, chain)
     scored = config.model_copy(update={"data": config.data.model_copy(update={"weight_column": None})})
-    held_out = _open(scored, config.evaluate.source, recipe) if config.evaluate else None
+    held_out = _open(scored, config.evaluate.source, None, recipe) if config.evaluate else None
     if held_out is not None:
         refuse_longest(held_out, forward_only(chain))
     size, seed, steps = BatchSize(config.train.batch_size), config.train.seed, config.train.steps
-    if config.train.epochs is not None:
-        steps = size.steps(source.lengths, seed, epochs=config.train.epochs)
+    domains = Domains.of_data(config.data, size, source)
+    if (epochs := config.train.epochs) is not None:
+        mixture = domains and domains.mixture
+        steps = mixture.steps(seed, epochs=epochs) if mixture else size.steps(source.lengths, seed, epochs=epochs)
     tenant = ActiveTenant(
         number=number,
         name=entrant.name,
         config=config,
         source=source,
-        drawing=Drawing.resume(order, source.lengths, size, chain, seed=seed, **columns_of(source)),
+        drawing=Drawing.resume(order, source.lengths, size, chain, seed=seed, domains=domains, **columns_of(source)),
         steps=steps,
         adapter=adapter,
         file=entrant.file,
@@ -71,12 +73,12 @@ def open_tenant(
     return tenant, weights
 
 
-def _open(config: Tenant, spec: str, recipe: Recipe) -> Source:
-    """Data that the model knows all tokens of. Raises EvenloadError."""
-    source, known = open_samples(config.data, spec, recipe.model.weights), recipe.model.vocab_size
+def _open(config: Tenant, spec: str, domains: Mapping[str, str] | None, recipe: Recipe) -> Source:
+    """Data that the model knows all tokens of, of one source or of several by name. Raises EvenloadError."""
+    source, known = open_all(config.data, spec, domains, recipe.model.weights), recipe.model.vocab_size
     assert known is not None, "preflight knows the vocabulary"
     if source.vocab_size > known:
-        detail = f"{spec} has token ids up to {source.vocab_size - 1}, the base a vocabulary of {known}"
+        detail = f"{source.name} has token ids up to {source.vocab_size - 1}, the base a vocabulary of {known}"
         do = "set data.tokenizer to that of the base"
         raise EvenloadError("the base's vocabulary is smaller than the data's", detail, do)
     return source

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ....core.planning.planner import Planned
+from ....core.planning.planner import Draw, Planned
+from ....data.mixed import MixedSource
+from ....data.sources import Source
+from ....integrations.host.trained import TenantResult
 from ...drawing import num_waiting
-from ...metrics import StepMeasures, Taken, rates_of, sums_of
+from ...metrics import StepMeasures, Taken, domain_losses, rates_of, sums_of
 from ...progress import Progress
 from ...run.writers import Entry
 from ..state.drawing import own_draws
@@ -38,8 +41,16 @@ def tenant_row(tenant: ActiveTenant, planned: Planned, taken: Taken, rate: float
         "samples": draw.samples.tolist(),
         "waiting": num_waiting(draw.state),
         "without_target": draw.without_target,
+        **_of_domains(tenant.source, draw, result),
         **({"failed": result.failed} if result.failed else {}),
     }
+
+
+def _of_domains(source: Source, draw: Draw, result: TenantResult) -> dict[str, Any]:
+    """What each domain of a tenant's data came to; nothing where there is one source, or the step has failed."""
+    if not isinstance(source, MixedSource) or result.failed:
+        return {}
+    return {"domains": domain_losses(source.domains, [(draw, result.scores)])}
 
 
 def entry_of_step(row: JobRow, own: Mapping[str, Mapping[str, Any]]) -> Entry:
@@ -47,6 +58,7 @@ def entry_of_step(row: JobRow, own: Mapping[str, Mapping[str, Any]]) -> Entry:
     scalars = {f"evenload/{key}": value for key, value in asdict(row).items() if key != "step"}
     for name, numbers in own.items():
         shown = {key: value for key, value in numbers.items() if isinstance(value, (int, float)) and key != "step"}
+        shown |= {f"domains/{domain}/loss": own["loss"] for domain, own in numbers.get("domains", {}).items()}
         scalars |= {f"evenload/tenants/{name}/{key}": value for key, value in shown.items()}
     return Entry(row.step, scalars, {**asdict(row), "tenants": {name: dict(numbers) for name, numbers in own.items()}})
 

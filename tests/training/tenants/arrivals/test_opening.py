@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from evenload.api import load_plugins
@@ -54,6 +56,51 @@ def test_a_tenant_is_opened_with_its_data_and_its_steps(base: tuple[Recipe, Plan
     assert tenant.held_out is None
     scored = opened(base, data={"source": source}, evaluate={"source": source})
     assert scored.held_out is not None
+
+
+def test_a_tenant_of_domains_draws_by_their_shares(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:
+    domains = {
+        "long": {"source": rows(tmp_path / "a.jsonl", [20] * 10), "share": 3},
+        "short": {"source": rows(tmp_path / "b.jsonl", [9] * 40), "weight": 0.5},
+    }
+    tenant = opened(base, data={"domains": domains}, train={"batch_size": 4, "epochs": 3})
+    assert tenant.steps == 120 // 1 // 4 * 4, "until the slower domain has been drawn three times"
+    draw = tenant.drawing()
+    assert draw.domain is not None
+    assert sorted(zip(draw.domain.tolist(), draw.lengths.tolist(), strict=True)) == [(0, 20)] * 3 + [(1, 9)]
+    assert dict(zip(draw.domain.tolist(), np.broadcast_to(draw.weight, 4).tolist(), strict=True)) == {0: 1.0, 1: 0.5}
+    again = open_tenant(Entrant("acme", "acme", tenant.config, "digest"), 3, *base, draw.state)[0]
+    assert again.drawing().samples.tolist() == tenant.drawing().samples.tolist()
+    targets = {"domains": domains, "mix": {"unit": "targets"}}
+    counts = Counter[int]()
+    other = opened(base, data=targets, train={"batch_size": 4})
+    for _ in range(40):
+        draw = other.drawing()
+        assert draw.domain is not None
+        for place, count in zip(draw.domain.tolist(), draw.num_targets.tolist(), strict=True):
+            counts[place] += count
+    assert counts[0] / counts[1] == pytest.approx(3, rel=0.05)
+
+
+def test_domains_that_cannot_be_mixed_are_refused(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:
+    source = rows(tmp_path / "a.jsonl", [9] * 10)
+    one: dict[str, Any] = {"one": {"source": source}}
+    assert "say the same thing twice" in refusal(base, data={"source": source, "domains": one})
+    assert "data.source is missing" in refusal(base, data={"max_length": 64})
+    assert "nothing would be drawn" in refusal(base, data={"domains": {"one": {"source": source, "share": 0}}})
+    assert "no domains to mix" not in refusal(base, data={"source": source, "mix": {"unit": "targets"}})
+    assert "the domain lost: " in refusal(base, data={"domains": {**one, "lost": {"source": str(tmp_path / "none")}}})
+    points = [{"step": 0, "shares": {}}, {"step": 5, "shares": {"one": 2}}]
+    moving = {"domains": one, "mix": {"policy": "schedule", "points": points}}
+    assert "shares which change do not tell" in refusal(base, data=moving, train={"epochs": 2})
+    assert "data.group is not valid" in refusal(base, data={"domains": one, "group": "of"})
+    large = {**one, "large": {"source": rows(tmp_path / "l.jsonl", [9], token=300)}}
+    assert "vocabulary" in refusal(base, data={"domains": large})
+    plugins = {"packing": {"enabled": True, "max_tokens": 64}, "lora": {"root": str(tmp_path / "root")}}
+    (tmp_path / "root").mkdir()
+    recipe = parse({"model": {"vocab_size": 256}, "parallel": {"dp": 2}, "plugins": plugins})
+    text = refusal((recipe, PlanChain.of_recipe(recipe, recipe.layout())), data={"domains": one})
+    assert "data.domains.one.source leads out of plugins.lora.root" in text
 
 
 def test_wrong_files_name_the_key_that_is_wrong(base: tuple[Recipe, PlanChain]) -> None:

@@ -1,0 +1,61 @@
+"""A planned loader draws from a sampler step by step, whose shares may change between two of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from evenload import MixtureSampler
+from evenload.integrations.deepspeed.unmodified.loader import PlannedLoader
+
+
+class Stock(SimpleNamespace):
+    """DeepSpeed's loader as far as a planned one asks for it."""
+
+    def __len__(self) -> int:
+        return self.num_batches  # type: ignore[no-any-return]
+
+
+def drawn(sampler: Any, num_batches: int, then: Any = None) -> list[list[list[int]]]:
+    """The stock micro-batches, two a step of three samples each, that a loader plans; ``then``: after each step."""
+    stock, steps = Stock(data_sampler=sampler, batch_size=3, num_batches=num_batches, tput_timer=None), []
+    nobody: Any = None
+    loader = PlannedLoader(stock, nobody, nobody, 2, deque(), lambda: True, nobody)
+
+    def plan_step(stock_batches: list[list[int]]) -> list[Any]:
+        steps.append(stock_batches)
+        return [(one, SimpleNamespace(place=place)) for place, one in enumerate(stock_batches)]
+
+    loader._plan_step = plan_step  # type: ignore[method-assign, assignment]
+    for number, _ in enumerate(loader):
+        if then and number % 2:
+            then(number // 2)
+    return steps
+
+
+def sampler_of(steps: int) -> MixtureSampler:
+    return MixtureSampler({"a": 30, "b": 30}, {"a": 1, "b": 1}, 6, steps=steps)
+
+
+def test_shares_that_change_between_steps_hold_from_the_next_one_on() -> None:
+    sampler, whole = sampler_of(4), sampler_of(4)
+    whole.set_shares({"b": 0}, 1)
+    rows = list(whole)
+    steps = drawn(sampler, 8, lambda step: sampler.set_shares({"b": 0}) if step == 0 else None)
+    assert steps == [[rows[i : i + 3], rows[i + 3 : i + 6]] for i in range(0, 24, 6)]
+
+
+def test_a_sampler_that_goes_on_from_a_state_ends_where_its_run_does() -> None:
+    whole, other = sampler_of(4), sampler_of(4)
+    rows = list(whole)
+    other.load_state_dict(whole.state_dict(3))
+    assert drawn(other, 8) == [[rows[18:21], rows[21:24]]], "its loader was made before the state was loaded"
+
+
+@pytest.mark.parametrize(("count", "steps"), [(24, 4), (23, 4), (20, 3)])
+def test_a_list_is_taken_as_far_as_it_fills_steps(count: int, steps: int) -> None:
+    rows = list(range(count))
+    batches = [rows[i : i + 3] for i in range(0, count, 3)]
+    assert drawn(rows, len(batches)) == [batches[i : i + 2] for i in range(0, 2 * steps, 2)]

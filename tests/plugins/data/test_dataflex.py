@@ -1,0 +1,139 @@
+"""DataFlex's faults in selectors, weighters and draws are not ours; for those of its mixers: test_simulated_runs."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload import MixtureSampler
+from evenload.api import load_plugins
+from evenload.core.planning.planner import Draw
+from evenload.core.policies import DomainsToMix, Pool, SeenDomains, SeenSamples, chosen_policy, started, stepped
+from evenload.core.registry import data_policies
+from evenload.plugins.data.projection import projection
+
+load_plugins()
+SELECTS, WEIGHTS = sorted(data_policies("select")), sorted(data_policies("weight"))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cluster_less": {"cluster_size": 20, "representatives": 3},
+    "delta_loss": {"updates": 6},
+    "objective": {"wanted": [1.0, 3.0]},
+}
+UPDATES = 6
+
+
+def pool(update: int, run: int = 0) -> Pool:
+    rng, fixed = np.random.default_rng([run, update]), np.random.default_rng([run, 99])
+    numbers, start = fixed.permutation(600)[:60], fixed.lognormal(0, 1, 60)
+    queries = {"query_gradients": rng.normal(size=(5, 4)), "queries": fixed.normal(size=(3, 2))}
+    embeddings, gradients = fixed.normal(size=(60, 2)), rng.normal(size=(60, 4))
+    losses = start * rng.uniform(0.5, 1.1, 60) ** update
+    own: Any = {"losses": losses, "embeddings": embeddings, "gradients": gradients, **queries}
+    return Pool(numbers, 12, seed=5, update=update, **own)
+
+
+def samples(update: int, run: int = 0) -> SeenSamples:
+    rng = np.random.default_rng([run, update, 7])
+    targets = rng.integers(1, 90, 24)
+    columns: Any = {"column": rng.uniform(0, 2, 24), "domains": rng.integers(0, 2, 24), "shares": np.array([0.3, 0.7])}
+    columns |= {"vectors": rng.normal(size=(24, 3)), "anchors": rng.normal(size=(4, 3)) if update == 1 else None}
+    return SeenSamples(rng.lognormal(0, 0.5, 24) * targets, targets, **columns)
+
+
+def answers(kind: Any, name: str, *, run: int = 0, kill_at: int | None = None, forgets: bool = False) -> list[Any]:
+    """What a policy answers at each update, where its state is JSON from a checkpoint at one of them, or is lost."""
+    policy = chosen_policy(kind, name, SETTINGS.get(name, {}), data_policies(kind))
+    known = pool if kind == "select" else samples
+    state, last = started(policy, known(0, run))
+    out = [last.tolist()]
+    for update in range(1, UPDATES):
+        seen: Any = known(update, run)
+        if update == kill_at:
+            state, last = json.loads(json.dumps(state)), np.array(json.loads(json.dumps(last.tolist())))
+        if update == kill_at and forgets:
+            state, last = started(policy, seen)
+        if "representatives" in state:
+            seen = seen._replace(gradients=seen.gradients[: len(state["representatives"])])
+        state, last = stepped(policy, state, seen, last)
+        out.append(last.tolist())
+    return out
+
+
+@pytest.mark.parametrize(("kind", "name"), [*(("select", n) for n in SELECTS), *(("weight", n) for n in WEIGHTS)])
+def test_a_killed_run_goes_on_as_it_would_have(kind: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No state of a selector or a weighter is in DataFlex's checkpoints."""
+    whole = answers(kind, name)
+    assert len({json.dumps(answer) for answer in whole}) > 1, "it follows what is seen"
+    assert all(answers(kind, name, kill_at=kill) == whole for kill in range(1, UPDATES))
+    assert not caplog.records
+    if name in ("delta_loss", "adapt"):
+        assert answers(kind, name, kill_at=3, forgets=True) != whole, "without its state it would not"
+
+
+def test_weights_are_those_of_the_global_batch_and_a_token_of_a_short_sample_counts_no_more() -> None:
+    """DataFlex normalises over a micro-batch of all ranks, and weighs means of samples."""
+    policy, whole = chosen_policy("weight", "loss", {}, data_policies("weight")), samples(1)
+    state, last = started(policy, whole)
+    _, weights = stepped(policy, state, whole, last)
+    for ranks in (2, 3, 8):
+        order = np.random.default_rng(ranks).permutation(24)
+        _, own = stepped(policy, state, SeenSamples(whole.losses[order], whole.targets[order]), last)
+        assert own.tolist() == weights[order].tolist(), "whatever rank has a sample, in whatever micro-batch"
+    halves = [SeenSamples(whole.losses[part], whole.targets[part]) for part in (slice(12), slice(12, 24))]
+    apart = [stepped(policy, state, half, last[:12])[1] / 2 for half in halves]
+    assert np.abs(np.concatenate(apart) / weights - 1).max() > 0.01, "weights of two micro-batches would be others"
+    lengths = whole.targets + 1
+    alike = Draw(np.arange(24), lengths, {}, weight=np.full(24, 0.125))
+    assert alike.weight_sums is not None
+    of_token = 0.125 / alike.weight_sums.sum()  # in L = sum_s w_s sum_t l / sum_s w_s n_s
+    assert of_token == 1 / whole.targets.sum(), "one number, whatever the length of its sample"
+
+
+def test_no_sample_comes_again_before_all_of_its_domain_have_come() -> None:
+    """DataFlex draws every mixture with replacement, the first epoch too, and anew when shares change."""
+    sizes = {"chat": 40, "code": 300, "prose": 90}
+    policy = chosen_policy("mix", "odm", {"scale": 8.0}, data_policies("mix"))
+    state, answer = started(policy, DomainsToMix(tuple(sizes), (0.2, 0.5, 0.3), tuple(sizes.values())))
+    sampler = MixtureSampler(sizes, dict(zip(sizes, answer.shares, strict=True)), 16)
+    numbers, came, shares = iter(sampler), Counter[int](), set()
+    owners = sampler.names_of(range(sum(sizes.values())))
+    for step in range(40):
+        drawn = list(islice(numbers, 16))
+        names = sampler.names_of(drawn)
+        for number, name in zip(drawn, names, strict=True):
+            own = [came[other] for other, owner in enumerate(owners) if owner == name]
+            assert came[number] == min(own), f"step {step}: sample {number} of {name}"
+            came[number] += 1
+        counts = np.array([names.count(name) for name in sizes])
+        losses = counts * 10 * np.array([3.0, 1.0, 2.0]) * (1 - step / 80)
+        state, answer = stepped(policy, state, SeenDomains(losses, counts * 10, counts), answer)
+        shares.add(answer.shares)
+        sampler.set_shares(dict(zip(sizes, answer.shares, strict=True)))
+    assert len(shares) > 30
+    assert min(came[number] for number in range(40)) > 0, "the small domain was gone through"
+
+
+def test_gradients_are_projected_in_float64() -> None:
+    """DataFlex holds them in float16, whose largest number is 65,504 and whose least is 6e-8."""
+    gradient = np.random.default_rng(3).normal(size=300)
+    whole = projection("w", gradient, np.arange(300), 16)
+    for scale in (2.0**40, 2.0**-40):
+        assert (projection("w", gradient * scale, np.arange(300), 16) == whole * scale).all()
+
+
+@pytest.mark.parametrize(("kind", "name"), [*(("select", n) for n in SELECTS), *(("weight", n) for n in WEIGHTS)])
+def test_nothing_of_another_run_is_used(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DataFlex reuses step_N.json of an older run without a word."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"a file: {args}")
+
+    alone = answers(kind, name, run=1)
+    monkeypatch.setattr(builtins, "open", refuse)
+    answers(kind, name, run=0)
+    assert answers(kind, name, run=1) == alone
