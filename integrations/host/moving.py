@@ -24,7 +24,8 @@ from ...runtime.generate.request import Completion, Generation
 from ...runtime.generate.schedule import Running, Schedule
 from ...runtime.world.agreement import everyone, on_host, rank_and_size
 
-_COUNTING, _MOVING = 0, 1
+_COUNTING, _MOVING, _WRONG = "counts", "moves samples", "has other samples than were dealt to it"
+_ALL = (_COUNTING, _MOVING, _WRONG)
 
 
 class Moves:
@@ -76,7 +77,8 @@ class Moves:
         places = {self._places[sample.request.number, sample.number]: sample for sample in own}
         for place, sample in places.items():
             self._seen[place] = 2 * len(sample.new)
-        self._tell(_COUNTING, self._borders)
+        dealt_here = np.flatnonzero((self._dealing.ranks == self._rank) & (self._seen.numpy() % 2 == 0))
+        self._tell(_COUNTING if sorted(places) == dealt_here.tolist() else _WRONG, self._borders)
         self._borders += 1
         tokens, ended = self._seen.numpy() // 2, self._seen.numpy() % 2
         before = self._dealing = replace(self._dealing, tokens=tokens, ended=ended)
@@ -96,16 +98,16 @@ class Moves:
         self._dealt = dealt
         self.forwards = int(dealt.forwards.min() if self._in_step else dealt.forwards[self._rank])
 
-    def _tell(self, what: int, word: int) -> None:
+    def _tell(self, what: str, word: int) -> None:
         """Learn what other ranks have, and that all of them say the same of ``what`` they are about to do."""
-        said = torch.tensor([what, word])
+        said = torch.tensor([_ALL.index(what), word])
         told = torch.cat([said, -said, self._seen])
         if dist.is_initialized():
             dist.all_reduce(told, dist.ReduceOp.MAX, group=on_host())
-        if not torch.equal(told[:2], -told[2:4]):
+        if not torch.equal(told[:2], -told[2:4]) or what == _WRONG:
             raise RankError(
                 f"border {self._borders}: ranks do not move the same samples",
-                f"this one {'moves' if what else 'counts'} ({word})",
+                f"this one {what} ({word})",
                 "give every rank the same recipe, prompts and evenload version (`evenload doctor` on each shows them)",
             )
         self._seen = told[4:]

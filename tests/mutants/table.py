@@ -289,6 +289,10 @@ KILLERS: dict[str, Words] = {
     "slow ranks": ("pytest", "tests/training/test_stragglers.py"),
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
     "generation": ("pytest", "tests/runtime/generate/test_engine.py"),
+    "moves": (
+        "pytest",
+        "tests/integrations/megatron/test_generate.py::test_moves_between_two_ranks_change_no_token",
+    ),
     "mixture": (
         "pytest",
         "tests/data/test_mixture.py",
@@ -3734,8 +3738,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a bound charges every sample a whole step",
         "plugins/rollout/plan.py",
-        "    shared_s = float(work_s.sum() + costs.step_s / request.slots * tokens.sum()) / request.num_ranks\n",
-        "    shared_s = float(work_s.sum() + costs.step_s * tokens.sum()) / request.num_ranks\n",
+        "    shared_s = (work_s + costs.step_s / request.slots * float(tokens.sum())) / request.num_ranks\n",
+        "    shared_s = (work_s + costs.step_s * float(tokens.sum())) / request.num_ranks\n",
         "rollout",
     ),
     Mutant(
@@ -3744,5 +3748,61 @@ MUTANTS: tuple[Mutant, ...] = (
         "if weights is not None:",
         "if weights is None:",
         "mixture",
+    ),
+    Mutant(
+        "a sample is lost in a move",
+        "integrations/host/moving.py",
+        "                    schedule.put(self._sample(i, part))\n",
+        "                    self._sample(i, part)\n",
+        "moves",
+    ),
+    Mutant(
+        "a sample that moved is on two ranks",
+        "integrations/host/moving.py",
+        "                    schedule.take(places[i])\n",
+        "                    _ = places[i]\n",
+        "moves",
+    ),
+    Mutant(
+        "a move restarts the noise of a sample",
+        "integrations/host/moving.py",
+        "stream_of(self._settings.seed, request.number, number)",
+        "stream_of(self._settings.seed, request.number, 0)",
+        "moves",
+    ),
+    Mutant(
+        "a sample that moves loses its last token",
+        "integrations/host/moving.py",
+        "new=[int(token) for token in tokens]",
+        "new=[int(token) for token in tokens[:-1]]",
+        "moves",
+    ),
+    Mutant(
+        "a sample that goes leaves its keys",
+        "runtime/generate/schedule.py",
+        "            self.live.remove(sample)\n            self._tables.free(sample.key)\n",
+        "            self.live.remove(sample)\n",
+        "generation",
+    ),
+    Mutant(
+        "a sample that comes has its old keys",
+        "runtime/generate/schedule.py",
+        "        sample.kept = prefill.length\n",
+        "        sample.kept = max(prefill.length, sample.length - 1)\n",
+        "generation",
+    ),
+    Mutant(
+        "keys that are computed again cost nothing",
+        "plugins/rollout/moves.py",
+        "gap - seconds[own] - price[own]",
+        "gap - seconds[own]",
+        "rollout",
+    ),
+    Mutant(
+        "a bound takes samples of a step for alone in it",
+        "plugins/rollout/plan.py",
+        "        alone = middle - costs.step_s * tokens\n",
+        "        alone = (middle - costs.step_s * tokens) / num_ranks\n",
+        "rollout",
     ),
 )
