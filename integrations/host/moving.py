@@ -50,7 +50,10 @@ class Moves:
         in_step: bool,
         arrived: Callable[[], None],
     ) -> None:
-        self._dealer, self._settings, self._rank, self._in_step = dealer, settings, rank, in_step
+        self._dealer = dealer
+        self._settings = settings
+        self._rank = rank
+        self._in_step = in_step
         self._arrived = arrived
         self._dealing = replace(dealing, ranks=dealt.places(len(dealing.of)))
         self._use(dealt)

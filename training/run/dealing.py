@@ -119,7 +119,7 @@ def _request(dealing: Dealing, left: Ints) -> RolloutRequest:
     """The samples that have not ended, for the planner."""
     sizes = np.array([len(request.tokens) for request in dealing.requests], dtype=np.int64)
     limit = int(dealing.limits.max())
-    cap = max(dealing.cache_tokens or 0, int(sizes.max()) + limit) if dealing.cache_tokens else 1 << 60
+    cap = max(dealing.cache_tokens or 1 << 60, int(sizes.max()) + limit)
     of, done = dealing.of[left], dealing.tokens[left]
     return RolloutRequest(of, sizes, dealing.num_ranks, limit, dealing.slots, cap, done)
 
