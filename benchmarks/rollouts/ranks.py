@@ -1,6 +1,6 @@
 """Rollouts on many ranks: groups in turn, samples spread, by TIE's distributions, dealt again; a bound. Predicted.
 
-    python benchmarks/rollouts/ranks.py [--checkpoints FILE] [--quick] [--json] [--out FILE]
+    python benchmarks/rollouts/ranks.py [--checkpoints FILE] [--quick] [--draws 4] [--json] [--out FILE]
 
     groups     all samples of a prompt on one rank, prompts in turn: what verl, TRL and DeepSpeed do
     spread     samples in turn, whatever their prompt
@@ -289,13 +289,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoints", type=Path, help="reasoning_checkpoints.csv; default: log-t lengths alone.")
     parser.add_argument("--quick", action="store_true", help="One setting, one draw.")
+    parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
     parser.add_argument("--out", type=Path, help="Write the JSON here too.")
     options = parser.parse_args()
     settings = [setting for setting in SETTINGS if setting.median or options.checkpoints]
     if options.quick:
         settings = [settings[-1]._replace(prompts=32)]
-    rows = [row_of(setting, options.checkpoints, 1 if options.quick else 4) for setting in settings]
+    rows = [row_of(setting, options.checkpoints, 1 if options.quick else options.draws) for setting in settings]
     by_order = (
         [] if options.quick else [orders(s, options.checkpoints, 8) for s in ORDERS if s.median or options.checkpoints]
     )
