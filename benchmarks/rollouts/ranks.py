@@ -1,16 +1,20 @@
 """Rollouts on many ranks: groups in turn, samples spread, by TIE's distributions, dealt again; a bound. Predicted.
 
-    python benchmarks/rollouts/ranks.py [--checkpoints FILE] [--quick] [--json] [--out FILE]
+    python benchmarks/rollouts/ranks.py [--checkpoints FILE] [--quick] [--draws 4] [--json] [--out FILE]
 
     groups     all samples of a prompt on one rank, prompts in turn: what verl, TRL and DeepSpeed do
     spread     samples in turn, whatever their prompt
     tie        evenload's plan by distributions of earlier samples of the same prompts
-    moved      the same, dealt again every 1,024 tokens; with the keys of moved samples at no price, and at 2.3 us each
+    in step    the same, dealt again after every 1,024 steps of every rank
+    moved      the same, dealt again after steps that take as long as 1,024 of a mean rank; moved keys at no price
+    sent       the same, at 2.3 us a key that moves;  computed: at 35 us, the 14 GFLOP of a token at 400 TFLOP/s
     oracle     longest first by the lengths themselves, to the rank with the least tokens
+    graded     by the lengths themselves: the longest samples together on a rank, the next ones on the next, all
+               ranks equally long. Long samples share steps with few, short ones with many
 
 A decode step takes 6 ms + 20 us a sample + 17 ns a key (7 billion weights on an H100, derived from bytes); the update
-takes 6 FLOPs a weight and token at 400 TFLOP/s. Gains are of rollout and update together. The bound: the longest sample
-alone, or all work over the ranks.
+takes 6 FLOPs a weight and token at 400 TFLOP/s. Gains are of rollout and update together. The bound is that of
+`evenload.plugins.rollout.plan`.
 
 reasoning   answers of a 32B model to 30 AIME problems at 11 checkpoints (NovaSky-AI/SkyThought @ 6b8f472f, Apache-2.0):
             a CSV of checkpoint_step, prompt, characters; 3.6 characters a token. A prompt's samples are drawn from its
@@ -27,6 +31,8 @@ import csv
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +56,7 @@ from evenload.plugins.rollout import (
 from evenload.plugins.rollout.student_t import exceeded_with
 from moves import play_moved
 
-EVERY, KEY_S = 1024, 57344 / 25e9
+EVERY, KEY_S, COMPUTED_S = 1024, 57344 / 25e9, 14e9 / 4e14
 UPDATE_S = 6 * 7e9 / 4e14
 """Of a token."""
 CHARACTERS = 3.6
@@ -151,14 +157,45 @@ def rollouts(setting: Setting, lengths: Ints, known: LengthDistributions) -> Ite
         "oracle": [samples[longest == rank] for rank in range(setting.ranks)],
     }
     plans = {name: RolloutPlan(tuple(ranks), name) for name, ranks in dealt.items()}
-    plans |= {"spread": spread(request), "tie": plan_rollout(request, known)}
+    plans |= {"graded": graded(request, lengths), "spread": spread(request), "tie": plan_rollout(request, known)}
     for name, plan in plans.items():
         rank_s = rollout.play(plan).rank_s
         yield name, float(rank_s.max()), float(rank_s.mean())
-    for name, price in (("moved", 0.0), ("moved, paid", KEY_S)):
-        moved = play_moved(rollout, known, EVERY, price)
+    computed = replace(rollout, costs=H100_7B._replace(prompt_s=COMPUTED_S))
+    moves = {
+        "in step": play_moved(rollout, known, EVERY, even_steps=True),
+        "moved": play_moved(rollout, known, EVERY),
+        "sent": play_moved(rollout, known, EVERY, KEY_S),
+        "computed": play_moved(computed, known, EVERY),
+    }
+    for name, moved in moves.items():
         yield name, moved.seconds, moved.busy_s
     yield "bound", (bound := bound_of(request, lengths, H100_7B)).bound_s, bound.shared_s
+
+
+def graded(request: RolloutRequest, lengths: Ints) -> RolloutPlan:
+    """Ranks that have the longest samples, the next ones and so on, and all end at one time, the earliest."""
+    order = np.argsort(-lengths, kind="stable")
+    tokens = lengths[order].astype(np.float64)
+    work_s = H100_7B.work_s(request.prompt_tokens[request.prompts[order]].astype(np.float64), tokens, tokens**2)
+    work, full = (
+        np.concatenate([[0.0], np.cumsum(one)]) for one in (work_s, work_s + H100_7B.step_s * tokens / request.slots)
+    )
+
+    def ends(seconds: float) -> list[int]:
+        cuts = [0]
+        while cuts[-1] < len(order) and len(cuts) <= request.num_ranks:
+            i = cuts[-1]
+            first = np.searchsorted(work, work[i] + seconds - H100_7B.step_s * tokens[i], side="right")
+            cuts.append(max(i, int(min(first, np.searchsorted(full, full[i] + seconds, side="right"))) - 1))
+        return cuts
+
+    low, high = 0.0, float(full[-1] + H100_7B.step_s * tokens.sum())
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if ends(middle)[-1] == len(order) else (middle, high)
+    cuts = [*ends(high), *[len(order)] * request.num_ranks][: request.num_ranks + 1]
+    return RolloutPlan(tuple(order[a:b] for a, b in pairwise(cuts)), "graded")
 
 
 def orders(setting: Setting, checkpoints: Path | None, seeds: int) -> dict[str, Any]:
@@ -252,13 +289,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoints", type=Path, help="reasoning_checkpoints.csv; default: log-t lengths alone.")
     parser.add_argument("--quick", action="store_true", help="One setting, one draw.")
+    parser.add_argument("--draws", type=int, default=4)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
     parser.add_argument("--out", type=Path, help="Write the JSON here too.")
     options = parser.parse_args()
     settings = [setting for setting in SETTINGS if setting.median or options.checkpoints]
     if options.quick:
         settings = [settings[-1]._replace(prompts=32)]
-    rows = [row_of(setting, options.checkpoints, 1 if options.quick else 4) for setting in settings]
+    rows = [row_of(setting, options.checkpoints, 1 if options.quick else options.draws) for setting in settings]
     by_order = (
         [] if options.quick else [orders(s, options.checkpoints, 8) for s in ORDERS if s.median or options.checkpoints]
     )

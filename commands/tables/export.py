@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from ...core.input.format import mib, seconds
+from ...core.input.format import mib, percent, seconds
 from .show import Result, grid
 
 
@@ -18,6 +18,7 @@ def table_of_samples(result: Result) -> Table:
     numbers = {"prompts": result["prompts"], "samples": result["samples"], "made before": result["samples_before"]}
     numbers |= {f"ended by {how}": number for how, number in sorted(result["ended"].items())}
     rows = [*numbers.items(), ("new tokens", result["tokens"]), ("time", seconds(result["seconds"]))]
+    rows += _dealing(result["dealing"])
     return grid(result["out"], ("of this run", "number"), rows, f"run {result['run']}")
 
 
@@ -25,3 +26,17 @@ def table_of_losses(result: Result) -> Table:
     rows = [(name, own["samples"], own["targets"], f"{own['loss']:.4f}") for name, own in result["domains"].items()]
     caption = f"{mib(result['bytes'])} in {seconds(result['seconds'])}"
     return grid(result["folder"], ("domain", "samples", "targets", "loss"), rows, caption)
+
+
+def _dealing(dealt: Result) -> list[tuple[str, str]]:
+    """How samples were dealt to ranks, and how far that stayed from a bound."""
+    if not dealt:
+        return []
+    moves = f", again at {dealt['borders']} borders: {dealt['moved']} samples moved" if dealt["borders"] else ""
+    most, least = max(dealt["forwards"]), dealt["least_forwards"]
+    rows = [("dealt by", f"{dealt['dealt']}{moves}"), ("decode steps of the busiest rank, bound", f"{most}, {least}")]
+    if "bound_s" in dealt:
+        over = percent(dealt["predicted_s"] / dealt["bound_s"] - 1)
+        predicted, bound = seconds(dealt["predicted_s"]), seconds(dealt["bound_s"])
+        return [*rows, ("predicted by the costs of decode steps, bound", f"{predicted}, {bound}: {over} over")]
+    return [*rows, ("bound in seconds", "costs of decode steps are not known: evenload profile")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Group
+from rich.table import Table
 
 from ...core.input.format import percent, seconds
 from .show import Result, errors, grid, machine
@@ -24,10 +25,20 @@ def table(result: Result) -> Group:
         f"off by {percent(result['fit_error']['step'])} in the mean; written to {result['out']}"
     )
     passes = grid(f"costs of {machine(result)}", head, rows, caption)
+    tables = [passes, *_decoding(result["decode"])]
     if not result["links"]:
-        return Group(passes)
+        return Group(*tables)
     links = [
         (name, seconds(link["latency_s"]), f"{link['bytes_per_s'] / 1e9:.3g} GB/s", errors(link["fit_error"]))
         for name, link in result["links"].items()
     ]
-    return Group(passes, grid("links", ("", "latency", "bandwidth", "error of the fit"), links))
+    return Group(*tables, grid("links", ("", "latency", "bandwidth", "error of the fit"), links))
+
+
+def _decoding(decode: Result | None) -> list[Table]:
+    """What decode steps take, where they were measured."""
+    if decode is None:
+        return []
+    head = ("a step", "a sample in it", "a key that is read", "a token of a prompt", "error of the fit")
+    numbers = (f"{decode[key]:.3g} s" for key in ("step_s", "row_s", "key_s", "prompt_s"))
+    return [grid("decode steps", head, [(*numbers, percent(decode["fit_error"]))])]

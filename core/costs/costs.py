@@ -42,6 +42,7 @@ from ..plan.limits import COUNTED, NO_MEMORY, NO_SHARES, MemoryCost
 from ..plan.step_plan import MicroBatch
 from ..plan.token_layout import tokens_of_ranks
 from .busy import OtherLoad, warn_of_busy
+from .decode import DecodeCost
 from .kept_values import kept_values
 
 BACKWARD_LINEAR = 2.0
@@ -183,6 +184,8 @@ class Costs(Frozen):
     """Link between nodes, likewise."""
     fit_error: float | None = None
     """Mean absolute relative error of the fit, where the numbers were fitted here."""
+    decode: DecodeCost | None = None
+    """Of decode steps, for `evenload generate`; null: not measured."""
     busy: OtherLoad | None = None
     """What else ran while these numbers were measured, where that makes them too high; null: the machine was quiet."""
     tp: RankCount | None = None

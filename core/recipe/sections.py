@@ -391,3 +391,6 @@ class Generate(Section):
     cache_tokens: bounds.TokenCount | None = None
     """Tokens whose keys and values a rank holds at once. Samples that do not fit any more begin again later, with the
     tokens that they have. null: those of all samples under way."""
+    move_every: bounds.CountOrNone | None = None
+    """Decode steps of a mean rank after which samples under way are dealt to the ranks again, where that ends them
+    earlier; 0: never, null: by what `costs` says of decode steps, and never where it says nothing."""

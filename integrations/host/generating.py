@@ -1,5 +1,5 @@
-"""Samples that a host generates: prompts are dealt to the ranks that hold the whole model, or to groups of ranks that
-hold it together, and each goes through its own at its own pace.
+"""Samples that a host generates: they are dealt to the ranks that hold the whole model, or to groups of ranks that hold
+it together, and each goes through its own at its own pace; where they are dealt again, from border to border.
 
 Ranks of a group compute the same packs and pick the same tokens: with tensor parallelism all of them see all logits,
 of a pipeline the last stage tells the others what it has picked. Who is done waits without a collective, which would
@@ -27,10 +27,12 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
+from ...runtime.generate.dealing import Dealer, Dealing, Forwards, Ran, agreed
 from ...runtime.generate.engine import Decoder, Serves, generate, of_nobody
-from ...runtime.generate.request import Completion, Generation, Request, deal, rules
+from ...runtime.generate.request import Completion, Generation, Request, rules
 from ...runtime.generate.schedule import refuse_small_cache
 from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
+from .moving import Moves
 from .step import Mark
 
 Ending = Callable[[Completion], object]
@@ -62,27 +64,66 @@ _generations = itertools.count()
 
 
 def samples_of(
-    host: Generating, requests: Sequence[Request], settings: Generation, ended: Ending, counted: Counted, mark: Mark
+    host: Generating,
+    requests: Sequence[Request],
+    settings: Generation,
+    ended: Ending,
+    counted: Counted,
+    mark: Mark,
+    dealer: Dealer,
 ) -> tuple[Completion, ...]:
     """Samples of requests that a host is asked for, see `Host.generate`."""
     refuse_unfit(host, requests, settings)
-    share = deal([request.limit for request in requests], host.layout.dp_cp_size)[host.dp_cp_rank]
-    count, samples = _Count(), []
+    rank, num_ranks = host.dp_cp_rank, host.layout.dp_cp_size
+    dealing = Dealing.of_requests(requests, settings, num_ranks)
+    dealt = agreed(dealer, dealing)
+    own = [_one(dealing, place) for place in dealt.ranks[rank].tolist()]
+    count, samples, work = _Count(), [], [Forwards()]
+
+    def at_start_of_border() -> None:
+        mark("generation, a border")
+        work.append(Forwards())
+
     mark("generation")
     adapted: AbstractContextManager[Serves] = nullcontext(of_nobody)
     if host.recipe.adapts:
         adapted = host.adapters.serving()
     with host.decoding() as decoder, adapted as serves:
-        for sample in generate([requests[i] for i in share], settings, replace(decoder, serves=serves)):
+        moves = None
+        if dealt.forwards is not None and num_ranks > 1:
+            in_step = decoder.goes_on is not bool
+            moves = Moves(dealer, dealing, dealt, settings, rank, in_step=in_step, arrived=at_start_of_border)
+        for sample in generate(own, settings, replace(_counting(decoder, work), serves=serves), moves):
             samples.append(sample)
             mark("generation")
+            if moves:
+                moves.has(sample)
             if host.collects:
                 ended(sample)
             counted(count.add(host.collects))
     for done in count.until_all():
         mark("generation")
         counted(done)
-    return _merged(everyone(samples))
+    of_ranks = everyone((rank, samples, work if host.collects else None))
+    works = {of: tuple(work) for of, _, work in of_ranks if work}
+    moved = (moves.moved, moves.moved_tokens) if moves else ()
+    dealer.ran(Ran(dealt.dealer, tuple(works[of] for of in range(num_ranks)), *moved))
+    return _merged(samples for _, samples, _ in of_ranks)
+
+
+def _one(dealing: Dealing, place: int) -> Request:
+    """The request of one sample alone."""
+    return dealing.requests[dealing.of[place]]._replace(samples=(int(dealing.numbers[place]),))
+
+
+def _counting(decoder: Decoder, work: list[Forwards]) -> Decoder:
+    """A decoder that counts in the last of ``work`` what it computes."""
+
+    def logits(pack: Pack, slots_R: Tensor) -> Tensor | None:
+        work[-1] = work[-1].plus(pack.slices)
+        return decoder.logits(pack, slots_R)
+
+    return replace(decoder, logits=logits)
 
 
 def refuse_unfit(host: Generating, requests: Sequence[Request], settings: Generation) -> None:
@@ -90,7 +131,7 @@ def refuse_unfit(host: Generating, requests: Sequence[Request], settings: Genera
     recipe = host.recipe
     here = host.adapters.numbers if recipe.adapts else ()
     refuse_first(
-        *_unfit(recipe), *_strangers(requests, here), *rules(requests, recipe.data.max_length, recipe.model.vocab_size)
+        *unfit(recipe), *_strangers(requests, here), *rules(requests, recipe.data.max_length, recipe.model.vocab_size)
     )
     refuse_small_cache(requests, settings, BlockTables(block_tokens_on(host.device), settings.cache_tokens))
 
@@ -135,7 +176,7 @@ def _merged(of_ranks: Iterable[Sequence[Completion]]) -> tuple[Completion, ...]:
     return tuple(samples[key][1] for key in sorted(samples))
 
 
-def _unfit(recipe: Recipe) -> Iterator[Rule]:
+def unfit(recipe: Recipe) -> Iterator[Rule]:
     """What recipes can be trained by, and not generate from."""
     ep = recipe.parallel.ep
     yield ep > 1, "generation does not run experts that ranks share", f"parallel.ep {ep}", "set parallel.ep=1"

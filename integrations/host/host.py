@@ -26,6 +26,7 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
 from ...runtime.experts.routing import Routes
+from ...runtime.generate.dealing import Dealer
 from ...runtime.generate.engine import Decoder
 from ...runtime.generate.request import Completion, Generation, Request
 from ...runtime.measure.busy import BusyClock
@@ -176,14 +177,16 @@ class Host(ABC):
         ended: Ending = lambda _: None,
         counted: Counted = lambda _: None,
         mark: Mark = no_mark,
+        dealer: Dealer | None = None,
     ) -> tuple[Completion, ...]:
         """Samples of prompts by the weights as they are, in the order of prompts, the same on every rank.
 
         No state changes: weights, gradients, random states. ``ended`` is shown each sample when it ends, on one of the
-        ranks that made it, and ``counted`` how many have ended on all ranks. Raises EvenloadError for a model or
-        requests that cannot be generated, before the first token.
+        ranks that made it, and ``counted`` how many have ended on all ranks. ``dealer``: which rank makes which of
+        them; None: in turn. Raises EvenloadError for a model or requests that cannot be generated, before the first
+        token.
         """
-        return samples_of(self, requests, settings, ended, counted, mark)
+        return samples_of(self, requests, settings, ended, counted, mark, dealer or Dealer())
 
     def gradient_scores(self, settings: GradientSettings) -> AbstractContextManager[GradientScores]:
         """Inside, gradients of samples by low-rank matrices beside the model as it is, projected or along a direction.

@@ -8,8 +8,9 @@ if __name__ != "evenload.plugins.rollout":
 
 from .collect import Collect, Collected, Prune, ended_by, kept_beside_all, samples_for
 from .costs import H100_7B, RolloutCosts, fit_costs
-from .deal import plan_rollout
+from .deal import plan_rollout, tie_plan
 from .lengths import LengthDistributions, SampledLengths, fit_lengths
+from .moves import levelled, move, steps_of
 from .plan import RolloutPlan, RolloutRequest, bound_of, check_rollout, spread
 from .play import InOrder, Rollout
 from .score import Expected, TieQueue, expected
@@ -35,7 +36,11 @@ __all__ = [
     "fit_costs",
     "fit_lengths",
     "kept_beside_all",
+    "levelled",
+    "move",
     "plan_rollout",
     "samples_for",
     "spread",
+    "steps_of",
+    "tie_plan",
 ]

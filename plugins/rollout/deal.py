@@ -50,16 +50,17 @@ def plan_rollout(
     """
     if distributions is not None:
         try:
-            return check_rollout(_dealt(request, distributions, costs, waits_for), request)
+            return check_rollout(tie_plan(request, distributions, costs, waits_for), request)
         except Exception as error:
             log.warning("the rollout is spread over ranks, as planning it failed: %s: %s", type(error).__name__, error)
     return check_rollout(spread(request), request)
 
 
-def _dealt(
-    request: RolloutRequest, distributions: LengthDistributions, costs: RolloutCosts, waits_for: Waits
+def tie_plan(
+    request: RolloutRequest, distributions: LengthDistributions, costs: RolloutCosts, waits_for: Waits = "all"
 ) -> RolloutPlan:
-    if distributions.limit != request.limit or len(distributions.mu) != len(request.prompt_tokens):
+    """What `plan_rollout` checks, without its fallback: for ranks that fall back together."""
+    if distributions.limits.max() > request.limit or len(distributions.mu) != len(request.prompt_tokens):
         what = f"{len(distributions.mu)} prompts up to {distributions.limit}"
         raise PlanError("distributions are of other prompts or another limit", what, "fit them for this request")
     lengths = expected(distributions, request.prompts, request.done)

@@ -42,14 +42,20 @@ class LengthDistributions:
     """Median of the log length [P]."""
     sigma: Floats
     """Its scale [P]."""
-    limit: int
-    """Tokens after which a sample is cut."""
+    limit: int | Ints
+    """Tokens after which a sample is cut: of all prompts, or of each [P]."""
 
     def __post_init__(self) -> None:
-        odd = self.mu.shape != self.sigma.shape or not np.isfinite(self.mu).all() or not (self.sigma > 0).all()
+        odd = np.shape(self.limit) not in ((), self.mu.shape)
+        odd = odd or self.mu.shape != self.sigma.shape or not np.isfinite(self.mu).all() or not (self.sigma > 0).all()
         do = "give a finite mu and a sigma above 0 for each prompt, and a limit of 1 or more"
         detail = f"mu {self.mu.shape}, sigma {self.sigma.shape}, limit {self.limit}"
-        refuse_first((odd or self.limit < 1, "these are no distributions of lengths", detail, do))
+        refuse_first((odd or np.min(self.limit) < 1, "these are no distributions of lengths", detail, do))
+
+    @property
+    def limits(self) -> Ints:
+        """Of each prompt [P]."""
+        return np.broadcast_to(np.asarray(self.limit, dtype=np.int64), self.mu.shape)
 
 
 class SampledLengths(NamedTuple):
@@ -66,7 +72,7 @@ class SampledLengths(NamedTuple):
 
 
 def fit_lengths(
-    sampled: SampledLengths, num_prompts: int, limit: int, features: Floats | None = None
+    sampled: SampledLengths, num_prompts: int, limit: int | Ints, features: Floats | None = None
 ) -> LengthDistributions:
     """The distributions of ``num_prompts`` prompts, also of those without any sample.
 
@@ -81,7 +87,7 @@ def fit_lengths(
     return LengthDistributions(fit.mu, np.sqrt(fit.sigma**2 + fit.doubt**2), limit)
 
 
-def _check(sampled: SampledLengths, num_prompts: int, limit: int, features: Floats | None) -> None:
+def _check(sampled: SampledLengths, num_prompts: int, limit: int | Ints, features: Floats | None) -> None:
     count = len(sampled.tokens)
     tokens, prompts = np.asarray(sampled.tokens, np.int64), np.asarray(sampled.prompts, np.int64)
     refuse_first(
@@ -94,7 +100,7 @@ def _check(sampled: SampledLengths, num_prompts: int, limit: int, features: Floa
             f"{num_prompts} prompts",
             "number prompts from 0",
         ),
-        (limit < 1, "the limit of tokens is below 1", str(limit), "give the trainer's own"),
+        (bool(np.min(limit) < 1), "the limit of tokens is below 1", str(limit), "give the trainer's own"),
         (
             features is not None and (features.ndim != 2 or len(features) != num_prompts),
             "features are no row a prompt",

@@ -1,7 +1,16 @@
 """What a rollout asks for, which rank generates which of its samples in which order, and below what time none ends.
 
-The bound is that of any dealing whatever, with moves at any step for nothing:  max(longest sample alone, all work / R),
-a step's own seconds shared by as many samples as there are slots. Nothing here decides a token: a plan says where and
+The bound is that of any dealing whatever, with moves at any step for nothing, by who knows all lengths: the largest of
+
+    longest    the costliest sample alone on a rank
+    shared     W / R: all work, a step's own seconds t0 shared by as many samples as there are slots
+    crowded    the T at which  R T = W + t0 sum_i z_i^2 / (T - t0 l_i),    z_i = sum over its l_i tokens of sqrt(c)
+
+c is what a token takes beside t0: row_s + key_s * keys. A sample of l tokens has T - t0 l left for all that is computed
+in its steps, so these have few samples, which share t0. Proof by weak duality: let a rank's second cost m and one of
+sample i w_i, R m + sum w_i = 1. All steps cost at most T, and one of samples A, with C and w their sums, costs
+(t0 + C)(m + w) >= t0 w + m C + 2 sqrt(t0 m C w) >= ... + 2 sqrt(t0 m) sum over A of sqrt(c w_i) (Cauchy-Schwarz); the
+best m and w give the equation. Samples that are all alike reach it. Nothing here decides a token: a plan says where and
 when tokens are drawn.
 """
 
@@ -13,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.aliases import Ints
+from ...core.aliases import Floats, Ints
 from ...core.errors import PlanError, refuse_first
 from .costs import RolloutCosts
 
@@ -74,6 +83,14 @@ class RolloutPlan:
     planner: str
 
     @property
+    def of_samples(self) -> Ints:
+        """The rank of each sample [S]."""
+        ranks = np.zeros(sum(map(len, self.ranks)), np.int64)
+        for rank, own in enumerate(self.ranks):
+            ranks[own] = rank
+        return ranks
+
+    @property
     def digest(self) -> bytes:
         """16 bytes that ranks compare before they use a plan."""
         digest = hashlib.blake2b(repr([len(own) for own in self.ranks]).encode(), digest_size=16)
@@ -104,17 +121,37 @@ class RolloutBound(NamedTuple):
     longest_s: float
     """Of the costliest sample, alone on a rank."""
     shared_s: float
-    """All work over the ranks."""
+    """All work over the ranks, with full slots."""
+    crowded_s: float
+    """All work over the ranks, with as few samples in a step as let the long ones end in time."""
 
     @property
     def bound_s(self) -> float:
-        """The larger of the two."""
+        """The largest of them."""
         return max(self)
 
 
 def bound_of(request: RolloutRequest, lengths: Ints, costs: RolloutCosts) -> RolloutBound:
-    """The bound for samples that turn out to have ``lengths`` [S], from their first token on."""
+    """The bound for samples that turn out to have ``lengths`` [S], from their first token on. A prompt that several
+    have is computed once."""
     tokens, prompts = np.asarray(lengths, np.float64), request.prompt_tokens[request.prompts].astype(np.float64)
-    work_s = costs.work_s(prompts, tokens, tokens**2)
-    shared_s = float(work_s.sum() + costs.step_s / request.slots * tokens.sum()) / request.num_ranks
-    return RolloutBound(float((work_s + costs.step_s * tokens).max()), shared_s)
+    each_s = costs._replace(prompt_s=0.0).work_s(prompts, tokens, tokens**2)
+    work_s = float(each_s.sum()) + costs.prompt_s * float(request.prompt_tokens[np.unique(request.prompts)].sum())
+    shared_s = (work_s + costs.step_s / request.slots * float(tokens.sum())) / request.num_ranks
+    longest_s = float((each_s + costs.prompt_s * prompts + costs.step_s * tokens).max())
+    return RolloutBound(longest_s, shared_s, _crowded_s(request.num_ranks, work_s, prompts, tokens, costs))
+
+
+def _crowded_s(num_ranks: int, work_s: float, prompts: Floats, tokens: Floats, costs: RolloutCosts) -> float:
+    first, last = (costs.row_s + costs.key_s * keys for keys in (prompts, prompts + tokens - 1))
+    # The least that a sum of growing values can be: the first one, and the integral over the others.
+    areas = (last**1.5 - first**1.5) / (1.5 * costs.key_s) if costs.key_s else np.sqrt(first) * (tokens - 1)
+    squares = costs.step_s * (np.sqrt(first) + areas) ** 2
+    low = max(costs.step_s * float(tokens.max()), work_s / num_ranks)
+    high = costs.step_s * float(tokens.max()) + work_s / num_ranks + float(np.sqrt(squares.sum() / num_ranks))
+    for _ in range(60):
+        middle = (low + high) / 2
+        alone = middle - costs.step_s * tokens
+        missing = work_s + float((squares / np.maximum(alone, 1e-300)).sum()) > num_ranks * middle
+        low, high = (middle, high) if missing else (low, middle)
+    return low

@@ -85,14 +85,14 @@ class Rollout:
         odd = len(self.lengths) != len(self.request.prompts) or low < 1 or high > self.request.limit
         refuse_first((bool(odd), "lengths are not those of the samples", f"{low} to {high}", "give one a sample"))
 
-    def play(self, plan: RolloutPlan, most_steps: int | None = None) -> PlayedRollout:
-        """All ranks by a plan, each for ``most_steps`` decode steps at most; seconds count from its start."""
+    def play(self, plan: RolloutPlan, most_steps: int | Ints | None = None) -> PlayedRollout:
+        """All ranks by a plan, all or each for ``most_steps`` decode steps at most; seconds count from its start."""
         count, num_ranks = len(self.lengths), self.request.num_ranks
         played = _nothing(count, num_ranks, self.request.done)
-        evicted = 0
+        evicted, most = 0, np.broadcast_to(math.inf if most_steps is None else most_steps, num_ranks)
         for rank, own in enumerate(plan.ranks):
             clock = _Clock(self, InOrder(own.tolist()), played)
-            clock.run(math.inf if most_steps is None else most_steps)
+            clock.run(float(most[rank]))
             played.rank_s[rank], played.most_keys[rank] = clock.now_s, clock.most_keys
             evicted += clock.num_evicted
         return played._replace(num_evicted=evicted)

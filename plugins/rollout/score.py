@@ -70,7 +70,7 @@ def likely_lengths(distributions: LengthDistributions, prompts: Ints, done: Ints
     """One length of each sample [N], more than it has, at chances that are spread evenly: alike on every rank."""
     chances = np.asarray((np.arange(len(prompts)) + 0.5) * _GOLDEN % 1.0, np.float64)
     tokens = _exceeded(distributions, prompts, np.asarray(done, np.float64), chances[:, None])[:, 0]
-    return np.clip(np.ceil(tokens).astype(np.int64), done + 1, distributions.limit)
+    return np.clip(np.ceil(tokens).astype(np.int64), done + 1, distributions.limits[prompts])
 
 
 def _exceeded(distributions: LengthDistributions, prompts: Ints, done: Floats | None, chances: Floats) -> Floats:
@@ -80,7 +80,7 @@ def _exceeded(distributions: LengthDistributions, prompts: Ints, done: Floats | 
         with np.errstate(divide="ignore"):
             chances = chances * survival((np.log(done[:, None]) - mu) / sigma)
     z = exceeded_with(chances)
-    tokens = np.minimum(np.exp(np.minimum(mu + sigma * z, 60.0)), distributions.limit)
+    tokens = np.minimum(np.exp(np.minimum(mu + sigma * z, 60.0)), distributions.limits[prompts, None])
     return tokens if done is None else np.maximum(tokens, done[:, None])
 
 

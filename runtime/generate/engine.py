@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,19 +61,37 @@ class Decoder:
     serves: Serves = of_nobody
 
 
+class Borders(Protocol):
+    """Where ranks stop between two forwards, to deal their samples again."""
+
+    forwards: int
+    """Until this rank stops next, where it has so many to compute."""
+
+    def cross(self, schedule: Schedule) -> bool:
+        """Give samples to other ranks, and take theirs over; whether any rank has one left. Collective."""
+
+
 @torch.no_grad()
-def generate(requests: Iterable[Request], settings: Generation, decoder: Decoder) -> Iterator[Completion]:
-    """The samples of some requests as they end, started in this order.
+def generate(
+    requests: Iterable[Request], settings: Generation, decoder: Decoder, borders: Borders | None = None
+) -> Iterator[Completion]:
+    """The samples of some requests, and of what comes over ``borders``, as they end, started in this order.
 
     Raises EvenloadError where ``settings.cache_tokens`` hold less than the largest sample may become.
     """
-    asked = [request for request in requests if request.samples]
     cache = KvCache(BlockTables(block_tokens_on(decoder.device), settings.cache_tokens))
-    schedule = Schedule(asked, settings, cache) if asked else None
-    if schedule:
-        decoder.serves(schedule.tenants)
-    while decoder.goes_on(schedule is not None and schedule.busy):
-        if schedule is None or not schedule.busy:
+    schedule = Schedule([request for request in requests if request.samples], settings, cache)
+    decoder.serves(schedule.tenants)
+    left = borders.forwards if borders else -1
+    while (goes_on := decoder.goes_on(schedule.busy)) or borders:
+        if borders and not (goes_on and left):
+            if not borders.cross(schedule):
+                return
+            decoder.serves(schedule.tenants)
+    left = borders.forwards
+            continue
+        left -= 1
+        if not schedule.busy:
             decoder.logits(
                 _pack([], {}, cache, decoder.device), torch.zeros(1, dtype=torch.int64, device=decoder.device)
             )

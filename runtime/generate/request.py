@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from ...core.errors import Rule
 
 Ended = Literal["end", "stop", "limit"]
@@ -73,12 +71,6 @@ class Generation:
     """Whose keys and values a rank holds at once; None: of all that are under way."""
     step_tokens: int = 4096
     """Tokens of prompts that one forward takes; the last tokens of samples come on top."""
-
-
-def deal(limits: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Which requests each rank has, by their limits: the longest first, in turn. The one rule of who generates what."""
-    order = np.argsort(-np.asarray(limits, dtype=np.int64), kind="stable").tolist()
-    return [order[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) -> Iterator[Rule]:

@@ -129,6 +129,27 @@ class Schedule:
         self._tables.free(sample.key)
         self._gave_up = False
 
+    def take(self, sample: Running) -> None:
+        """Let go of a sample that goes on elsewhere, with the tokens that it has."""
+        number = sample.request.number
+        if sample in self.live:
+            self.live.remove(sample)
+            self._tables.free(sample.key)
+            if sample.prefill is not None:
+                self._forget(sample, sample.prefill)
+        else:
+            self.waiting.remove(sample)
+            self._wanted[number] -= 1
+            prefill = self._prefills.get(number)
+            if prefill is not None and not prefill.pending and not self._wanted[number]:
+                self._close(prefill)
+        self._gave_up = False
+
+    def put(self, sample: Running) -> None:
+        """Take over a sample whose keys are not here: one that has tokens starts before those that have none."""
+        self._wanted[sample.request.number] += 1
+        (self.waiting.appendleft if sample.new else self.waiting.append)(sample)
+
     def _parts(self) -> Iterator[Prefill | Running]:
         yield from (sample for sample in self.live if sample.prefill is None)
         yield from (prefill for prefill in self._prefills.values() if prefill.pending)
@@ -216,6 +237,8 @@ class Schedule:
 
 def refuse_small_cache(requests: Sequence[Request], settings: Generation, tables: BlockTables) -> None:
     """Raise EvenloadError where a cache with these blocks holds less than the largest sample may become."""
+    if not requests:
+        return
     largest = max(requests, key=lambda request: len(request.tokens) + request.limit)
     tokens, block = len(largest.tokens) + largest.limit, tables.block_tokens
     if not tables.holds(tokens, besides=1):  # the last block of its prompt is there twice

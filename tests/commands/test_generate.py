@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from evenload.api import load_recipe
+from evenload.core.costs.decode import DecodeCost
 from evenload.core.errors import EvenloadError
 from evenload.data.tokenizers import open_tokenizer
-from evenload.runtime.generate.request import Completion
+from evenload.runtime.generate.dealing import Dealing
+from evenload.runtime.generate.request import Completion, Generation, Request
+from evenload.training.run.dealing import ByLength
 from evenload.training.run.sample_file import SampleFile
 from evenload.training.verbs.generate import StopStrings, asked
 
@@ -80,6 +85,63 @@ def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(
     assert (more["samples_before"], more["tokens"]) == (12, 0)
     foreign = generate("out.jsonl", 1, "train.seed=6")
     assert (foreign.returncode, "holds something else than samples of this run" in foreign.stderr) == (2, True)
+
+
+COSTS = """
+source: a test
+forward: {token_s: 1.0e-6}
+backward: {token_s: 2.0e-6}
+decode: {step_s: 1.0e-2, row_s: 1.0e-3, key_s: 1.0e-5, prompt_s: 1.0e-6}
+"""
+
+
+@pytest.mark.slow
+def test_samples_that_are_dealt_by_length_and_again_stay_the_same(place: Path, forge: Callable[[str], Any]) -> None:
+    (place / "c.yaml").write_text(COSTS)
+
+    def generate(out: str, ranks: int, samples: str, *words: str) -> Any:
+        command = ("generate", "r.yaml", *words, "--prompts", "p.jsonl", "--out", out, "--samples", samples, "--json")
+        return json.loads(forge("megatron").run(place, command, ranks, limit_s=120).stdout)
+
+    alone = generate("alone.jsonl", 1, "6")["dealing"]
+    assert (alone["dealt"], alone["borders"], len(alone["forwards"])) == ("spread", 0, 1)
+    assert alone["least_forwards"] <= alone["forwards"][0]
+    assert "bound_s" not in alone
+    first = generate("out.jsonl", 2, "2", "generate.move_every=2")["dealing"]
+    assert (first["dealt"], first["borders"] > 2) == ("spread", True)
+    more = generate("out.jsonl", 2, "6", "generate.move_every=1", "costs=c.yaml")["dealing"]
+    assert (more["dealt"], more["borders"] > 2) == ("tie", True)
+    assert 0 < more["bound_s"] <= more["predicted_s"]
+    want, got = rows(place / "alone.jsonl"), rows(place / "out.jsonl")
+    assert [(row["tokens"], row["ended"]) for row in got] == [(row["tokens"], row["ended"]) for row in want]
+
+
+def test_moves_are_by_measured_costs_where_nobody_says() -> None:
+    dealing = Dealing.of_requests([Request(0, (1, 2), 6400, (0, 1, 2))], Generation(), 2)
+    measured = DecodeCost(step_s=0.01, row_s=0.0, key_s=0.0, prompt_s=0.0)
+    asked_for = {(None, None): None, (measured, None): 200, (measured, 0): None, (None, 7): 7}
+    for (costs, every), steps in asked_for.items():
+        forwards = ByLength(costs, (), every).deal(dealing).forwards
+        assert (None if forwards is None else forwards.tolist()) == (steps and [steps, steps])
+    quick = measured.model_copy(update={"step_s": 1e-5})
+    assert ByLength(quick, (), None).deal(dealing).forwards is None
+
+
+def test_what_has_ended_tells_of_the_rest_also_of_samples_that_were_cut() -> None:
+    requests = [Request(3, (1,), 50, (1, 2)), Request(8, (1, 2), 900, (1, 2))]
+    dealing = Dealing.of_requests(requests, Generation(), 2)
+    known = [Completion(3, 0, (1,) * 50, (0.0,) * 50, "limit"), Completion(8, 0, (1,) * 40, (0.0,) * 40, "end")]
+    dealt = ByLength(None, [*known, Completion(5, 0, (1,), (0.0,), "end")], 4).deal(dealing)
+    assert dealt.dealer == "tie"
+    assert sorted(i for own in dealt.ranks for i in own) == [0, 1, 2, 3]
+    cut = ByLength(None, known[:1], 4).deal(dealing)
+    assert cut.dealer == "spread"
+    under_way = replace(
+        dealing, ranks=np.array([0, 0, 1, 0]), tokens=np.array([9, 30, 200, 9]), ended=np.array([0, 1, 1, 0])
+    )
+    again = ByLength(None, (), 4).deal(under_way)
+    assert again.dealer == "moved"
+    assert sorted(map(list, again.ranks)) == [[0], [3]]
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -326,6 +326,10 @@ def test_profile_measures_a_real_trainer(
     assert set(result["links"]) == ({"intra"} if num_ranks > 1 else set())
     assert (costs.intra is not None) == (num_ranks > 1)
     assert costs.inter is None
+    assert costs.decode is not None
+    assert costs.decode.model_dump() == result["decode"]
+    assert min(costs.decode.step_s, costs.decode.prompt_s) > 0
+    assert costs.decode.row_s + costs.decode.key_s > 0
     parameters = result["host"].get("parameters") or result["host"]["parameters_on_rank"]
     # Weights, gradients and two Adam states in float32 at least.
     assert costs.memory.fixed_bytes >= 16 * parameters

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.errors import EvenloadError, refuse_first, shown
 from ...core.input.bounds import SEQUENCES
+from ...core.planning.setting import costs_named
 from ...core.recipe.recipe import Recipe
 from ...data.prompt_file import read_prompts
 from ...data.tokenizers import Tokenizer, open_tokenizer
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from ...runtime.generate.request import Completion, Generation, Request
     from ...runtime.watchdog.watchdog import Watchdog
     from ...runtime.world.world import World
+    from ..run.dealing import ByLength
 
-_PLACES = {"slots", "cache_tokens"}
+_PLACES = {"slots", "cache_tokens", "move_every"}
 """Keys of `generate` that change no token."""
 _WINDOW = 8
 """Tokens that the end of a stop string may take beyond one a byte, such as special ones."""
@@ -173,6 +175,7 @@ def generate(
         known, total = {sample[:2] for sample in there}, len(wanted.requests) * samples
         left = [r._replace(samples=tuple(s for s in r.samples if (r.number, s) not in known)) for r in wanted.requests]
         new: tuple[Completion, ...] = ()
+        dealer = _dealer(wanted.recipe, there)
         if any(request.samples for request in left):
             with host_until_end(wanted.recipe, world, watchdog) as host, file.adding(world.rank) as add:
                 if checkpoint is not None:
@@ -188,12 +191,21 @@ def generate(
                     progress("generate", len(there) + done, total, f"{rate:.3g} samples/s")
 
                 generate_s = time.perf_counter()
-                new = host.generate(left, wanted.settings, ended=add, counted=counted, mark=watchdog.at)
+                shown = {"ended": add, "counted": counted, "mark": watchdog.at}
+                new = host.generate(left, wanted.settings, **shown, dealer=dealer)
         with watchdog.working("writing the samples"):
             from_first(lambda: file.finish([*there, *new]))
-        return _result(out, wanted, there, new, time.perf_counter() - begin_s)
+        dealt = dealer.report(left, new, wanted.settings.slots)
+        return {**_result(out, wanted, there, new, time.perf_counter() - begin_s), "dealing": dealt}
 
     return in_world(recipe, work)
+
+
+def _dealer(recipe: Recipe, there: Sequence[Completion]) -> ByLength:
+    from ..run.dealing import ByLength
+
+    costs = costs_named(recipe.costs)
+    return ByLength(costs and costs.decode, there, recipe.generate.move_every)
 
 
 def _result(

@@ -8,6 +8,7 @@ the least counts. What is measured of a step, and what it gives:
     experts             the part of them inside modules of experts, linear in launches and tokens: ``expert_s``
     rest                all else that the rank computes: loading, the schedule, clearing gradients, clipping, the
                         optimizer. Linear in launches and tokens, half to each direction, and a constant: ``update_s``
+    decode steps        by themselves (`profiling.decoding`): a step, a sample and a key of `evenload generate`
     collectives         by themselves (`runtime.measure.links`): latency and bandwidth of the links
 
 The rest is counted in the same seconds as the passes: on a CPU with one thread a rank, CPU seconds of the thread, in
@@ -64,6 +65,7 @@ from ..hosts import needs_of
 from ..job import Job, in_world, logger, open_trainer
 from ..profiling import tenants
 from ..profiling.cases import Case, cases
+from ..profiling.decoding import measure_decoding
 from ..profiling.degrees import at_degree_of
 from ..profiling.experts import timing_experts
 from ..profiling.memory import measure_memory, random_tokens
@@ -159,6 +161,7 @@ def _measured(job: Job, progress: Progress) -> tuple[Costs, dict[str, Any]]:
     free = float(job.gather(MEMORY_SHARE * free_bytes(device) / sharers)[:, 0].min())
     cap = min(cap, int(free / max(1.0, memory.activation_bytes_per_token)))
     samples = measure(job, cases(recipe.data.max_length, cap), progress)
+    decode = measure_decoding(job, _clock(device))
     beside = _beside(job, samples, load, per_node)
     measured = {name: fit.link for name, fit in links.items()}
     cluster = job.chain.context.cluster.model_copy(update=measured)
@@ -176,6 +179,7 @@ def _measured(job: Job, progress: Progress) -> tuple[Costs, dict[str, Any]]:
         intra=rounded.get("intra"),
         inter=rounded.get("inter"),
         fit_error=round(max(fitted.errors["forward"], fitted.errors["backward"]), 4),
+        decode=decode,
         busy=beside if beside.busy else None,
     )
     if recipe.adapts:
@@ -187,6 +191,7 @@ def _measured(job: Job, progress: Progress) -> tuple[Costs, dict[str, Any]]:
         "ranks": job.world.size,
         "passes": {"forward": costs.forward.model_dump(), "backward": costs.backward.model_dump()},
         "update_s": fitted.update_s,
+        "decode": decode and decode.model_dump(),
         "links": {name: _link(fit) for name, fit in links.items()},
         "fit_error": fitted.errors,
         "memory": memory.model_dump(),

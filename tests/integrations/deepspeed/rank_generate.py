@@ -31,6 +31,7 @@ def _load(name: str, file: Path) -> ModuleType:
 
 pipelines = _load("generate_pipelines", Path(__file__).with_name("rank_pipeline.py"))
 tiny = _load("generate_tiny", _TESTS / "runtime" / "generate" / "tiny.py")
+shuffled = _load("generate_shuffled", _TESTS / "runtime" / "generate" / "shuffled.py")
 float64 = _load("generate_float64", _TESTS / "integrations" / "megatron" / "float64.py")
 
 _DRAW = np.random.default_rng(4)
@@ -57,7 +58,9 @@ def generated(pp: int, stage: int, ways: list[dict[str, Any]], **more: Any) -> d
         want = tiny.one_by_one(whole, REQUESTS, SETTINGS)
         before = host.weights(), torch.get_rng_state()
         for way in ways:
-            samples = host.generate(REQUESTS, replace(SETTINGS, **way))
+            own = {key: value for key, value in way.items() if key != "moves"}
+            dealer = shuffled.Shuffled(way["moves"]) if "moves" in way else None
+            samples = host.generate(REQUESTS, replace(SETTINGS, **own), dealer=dealer)
             faults = [_fault(sample, want[sample[:2]], whole) for sample in samples]
             rows.append(
                 {
@@ -65,6 +68,7 @@ def generated(pp: int, stage: int, ways: list[dict[str, Any]], **more: Any) -> d
                     "other": sum(fault == "other" for fault in faults),
                     "ties": sum(fault == "tie" for fault in faults),
                     "error": max(_error(sample, want[sample[:2]]) for sample in samples),
+                    "moved": dealer.seen.moved if dealer else 0,
                 }
             )
         after = host.weights(), torch.get_rng_state()

@@ -12,9 +12,9 @@ ALL = {"slots": 64}
 SMALL = {"slots": 3, "cache_tokens": 80, "step_tokens": 7}
 CASES = {
     "ZeRO 0": (1, 0, [ALL, SMALL]),
-    "ZeRO 1": (1, 1, [ALL]),
+    "ZeRO 1": (1, 1, [ALL, {**SMALL, "moves": 1}]),
     "ZeRO 2": (1, 2, [{"slots": 1}]),
-    "ZeRO 3": (1, 3, [ALL, SMALL]),
+    "ZeRO 3": (1, 3, [ALL, SMALL, {"slots": 3, "moves": 2}]),
     "a pipeline": (2, 1, [ALL, SMALL]),
 }
 
@@ -25,8 +25,9 @@ def test_samples_are_those_of_plain_generation(on_ranks: Callable[..., list[Any]
     for result in on_ranks(2, "rank_generate.generated", pp=pp, stage=stage, ways=ways):
         assert not result["changed"]
         assert result["training"]
-        for row in result["ways"]:
+        for row, way in zip(result["ways"], ways, strict=True):
             assert row["samples"]
+            assert bool(row["moved"]) == ("moves" in way)
             assert row["other"] == 0
             assert row["ties"] <= 1
             assert row["error"] < 1e-5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,10 +16,17 @@ from megatron_float64 import all_in_float64
 from megatron_jobs import VOCABULARY, hosted, tokens
 from megatron_score_jobs import HAND_LENGTHS, _changed, _plan, _state
 
-_FILE = Path(__file__).parents[2] / "runtime" / "generate" / "tiny.py"
-_spec = importlib.util.spec_from_file_location("megatron_tiny", _FILE)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+_FOLDER = Path(__file__).parents[2] / "runtime" / "generate"
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"megatron_{name}", _FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny, moving = _load("tiny"), _load("shuffled")
 
 PROMPTS = tokens((33, 1, 7, 18), seed=5)
 LIMITS = 9, 25, 3, 17
@@ -41,8 +49,9 @@ def generated(world: Any, *, ways: list[dict[str, Any]], **changes: Any) -> Any:
         for way in ways:
             seen: list[Any] = []
             order = -1 if way.get("backwards") else 1
-            settings = replace(SETTINGS, **{key: value for key, value in way.items() if key != "backwards"})
-            samples = host.generate(REQUESTS[::order], settings, ended=seen.append)
+            own = {key: value for key, value in way.items() if key not in ("backwards", "moves")}
+            settings, dealer = replace(SETTINGS, **own), moving.Shuffled(way["moves"]) if "moves" in way else None
+            samples = host.generate(REQUESTS[::order], settings, ended=seen.append, dealer=dealer)
             got = {sample[:2]: sample for sample in samples}
             other = [key for key in want if (got[key].tokens, got[key].ended) != (want[key].tokens, want[key].ended)]
             pairs = [zip(got[key].log_probs, want[key].log_probs, strict=False) for key in want]
@@ -53,6 +62,7 @@ def generated(world: Any, *, ways: list[dict[str, Any]], **changes: Any) -> Any:
                     "error": max(abs(one - plain) for pair in pairs for one, plain in pair),
                     "seen": [sample[:2] for sample in seen],
                     "ended": sorted({sample.ended for sample in samples}),
+                    "moved": dealer.seen.moved if dealer else 0,
                 }
             )
         return {"ways": rows, "changed": _changed(before, _state(host))}

@@ -9,10 +9,11 @@ import pytest
 
 pytestmark = pytest.mark.slow
 ALL = {"slots": 64}
+SMALL = {"slots": 4, "cache_tokens": 80, "step_tokens": 9}
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "data parallel": ({}, [{"slots": 1}, {"slots": 64, "backwards": True}]),
-    "tensor parallel": ({"parallel__tp": 2}, [ALL, {"slots": 4, "cache_tokens": 80, "step_tokens": 9}]),
-    "a pipeline": ({"parallel__pp": 2}, [ALL, {"slots": 4, "cache_tokens": 80, "step_tokens": 9}]),
+    "data parallel": ({}, [{"slots": 1}, {"slots": 64, "backwards": True}, {"moves": 1}, {**SMALL, "moves": 2}]),
+    "tensor parallel": ({"parallel__tp": 2}, [ALL, SMALL, {**SMALL, "moves": 3}]),
+    "a pipeline": ({"parallel__pp": 2}, [ALL, SMALL, {**ALL, "moves": 4}]),
     "stages of tensor-parallel ranks": ({"parallel__pp": 2, "parallel__tp": 2}, [{"slots": 5}]),
 }
 
@@ -23,14 +24,22 @@ def test_samples_are_those_of_plain_generation(on_ranks: Callable[..., list[Any]
     results = on_ranks(4, "generated", ways=ways, **changes)
     for result in results:
         assert not result["changed"]
-        for row in result["ways"]:
+        for row, way in zip(result["ways"], ways, strict=True):
             assert row["keys"]
             assert row["other"] == 0
             assert row["error"] < 1e-9
             assert row["ended"] == ["end", "limit"]
+            assert bool(row["moved"]) == ("moves" in way)
     for number in range(len(ways)):
         seen = [key for result in results for key in result["ways"][number]["seen"]]
         assert sorted(seen) == sorted((prompt, sample) for prompt in range(4) for sample in (0, 1))
+
+
+def test_moves_between_two_ranks_change_no_token(on_ranks: Callable[..., list[Any]]) -> None:
+    ways = [{"moves": 5}, {"slots": 3, "moves": 6}]
+    for result in on_ranks(2, "generated", ways=ways):
+        assert [(row["keys"], row["other"], row["moved"] > 2) for row in result["ways"]] == [(True, 0, True)] * 2
+        assert max(row["error"] for row in result["ways"]) < 1e-9
 
 
 LONG = [(0, (1, 2, 3), 8), (1, (4, 5), 126)]

@@ -15,8 +15,10 @@ from evenload.core.errors import EvenloadError
 from evenload.runtime.attention import cached
 from evenload.runtime.attention.kv_cache import CachedRows
 from evenload.runtime.generate import engine
+from evenload.runtime.generate.dealing import Dealer, Dealing
 from evenload.runtime.generate.engine import generate
-from evenload.runtime.generate.request import Completion, Generation, Request, Sampling, deal
+from evenload.runtime.generate.request import Completion, Generation, Request, Sampling
+from evenload.runtime.generate.schedule import Running
 from hypothesis import given, settings
 
 _spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
@@ -100,8 +102,8 @@ def test_every_order_split_and_resume_gives_the_plain_tokens() -> None:
     want = tiny.one_by_one(MODEL.whole, REQUESTS, PLAIN)
     refuse_other(made(MODEL, REQUESTS[::-1], replace(PLAIN, slots=4)), want)
     for ranks in (2, 3):
-        dealt = deal([request.limit for request in REQUESTS], ranks)
-        parts = [made(MODEL, [REQUESTS[i] for i in part], PLAIN) for part in dealt]
+        dealing = Dealing.of_requests(REQUESTS, PLAIN, ranks)
+        parts = [made(MODEL, singles(dealing, part), PLAIN) for part in Dealer().deal(dealing).ranks]
         refuse_other({key: one for part in parts for key, one in part.items()}, want)
     begun = generate(REQUESTS, replace(PLAIN, slots=3), MODEL.decoder())
     before = {(one.prompt, one.sample): one for one, _ in zip(begun, range(7), strict=False)}
@@ -109,6 +111,44 @@ def test_every_order_split_and_resume_gives_the_plain_tokens() -> None:
     after = {(one.prompt, one.sample): one for one in generate(rest, PLAIN, MODEL.decoder())}
     assert len(after) == len(want) - 7
     refuse_other(before | after, want)
+
+
+def singles(dealing: Dealing, places: Any) -> list[Request]:
+    pairs = zip(dealing.of[places].tolist(), dealing.numbers[places].tolist(), strict=True)
+    return [REQUESTS[of]._replace(samples=(number,)) for of, number in pairs]
+
+
+class Returned:
+    """Borders after few forwards, over which samples go and come back without their keys."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = torch.Generator().manual_seed(seed)
+        self.forwards, self.crossed = 1, 0
+
+    def _number(self, most: int) -> int:
+        return int(torch.randint(0, most, (), generator=self._draw))
+
+    def cross(self, schedule: Any) -> bool:
+        self.forwards = 1 + self._number(5)
+        self.crossed += 1
+        gone = [sample for sample in (*schedule.live, *schedule.waiting) if not self._number(3)]
+        for sample in gone:
+            schedule.take(sample)
+        for old in gone:
+            new, log_probs = list(old.new), list(old.log_probs)
+            schedule.put(Running(old.request, old.number, old.stream, new=new, log_probs=log_probs))
+        return schedule.busy
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_that_go_over_borders_have_the_plain_tokens(seed: int) -> None:
+    how = replace(PLAIN, slots=(2, 5, 64)[seed % 3], cache_tokens=(None, 128)[seed % 2], step_tokens=9)
+    want, borders = tiny.one_by_one(MODEL.whole, REQUESTS, how), Returned(seed)
+    model = Watched()
+    got = {(one.prompt, one.sample): one for one in generate(REQUESTS, how, model.decoder(), borders)}
+    assert borders.crossed > 5
+    assert model.tables.num_taken == 0
+    refuse_other(got, want)
 
 
 @pytest.mark.parametrize("scores", [{"window": 5}, {"softcap": 2.0}, {"sinks_H": torch.ones(tiny.HEADS)}], ids=str)
@@ -206,12 +246,3 @@ def test_flash_attention_is_taken_where_it_is_there_and_blocks_fit(monkeypatch: 
         chosen = cached.choose_decoder.__wrapped__(cpu, torch.bfloat16, 64, block, frozenset(options))
         assert chosen.name == name
     assert cached.block_tokens_on(torch.device("cuda")) == 256
-
-
-@given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 7))
-def test_prompts_are_dealt_once_each_longest_first(limits: list[int], ranks: int) -> None:
-    dealt = deal(limits, ranks)
-    assert sorted(i for part in dealt for i in part) == list(range(len(limits)))
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-    for part in dealt:
-        assert [limits[i] for i in part] == sorted((limits[i] for i in part), reverse=True)
