@@ -5,7 +5,7 @@ A line may say its own ``max_new_tokens``. Its place in the file is the prompt's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,13 @@ class Prompt(NamedTuple):
 
     tokens: tuple[int, ...]
     limit: int
+    row: Mapping[str, Any] = {}
+    """The whole line."""
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """What the line says as text, or the text of the tokens."""
+        said = self.row.get(PROMPT)
+        return said if isinstance(said, str) else tokenizer.decode(self.tokens)
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, limit: int) -> list[Prompt]:
@@ -43,7 +50,7 @@ def _read(path: Path, tokenizer: Tokenizer, limit: int) -> Iterator[Prompt]:
         own = row.get(LIMIT, limit)
         if type(own) is not int or own < 1:
             raise EvenloadError(f"{LIMIT} in {place} is no number of tokens", shown(own), "give 1 or more")
-        yield Prompt(tuple(_tokens(row, tokenizer, template, place)), own)
+        yield Prompt(tuple(_tokens(row, tokenizer, template, place)), own, row)
 
 
 def _tokens(row: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, place: str) -> list[int]:

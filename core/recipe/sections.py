@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from ..input import bounds
-from ..input.reading import file_name
 from ..input.validation import Frozen, OneOf
 from .families import FAMILIES, Family
+from .generated import CollectRule, FilePath, ScoredSamples
 from .shares import POLICIES
-
-FilePath = Annotated[Path, AfterValidator(file_name)]
 
 
 class Section(Frozen):
@@ -164,6 +161,8 @@ class Validation(Section):
     """Steps of training between two evaluations; there is one before the first step and one after the last, too."""
     batches: bounds.Count | None = None
     """So many times train.global_batch_size of its samples, the same ones each time; null: all of them."""
+    generate: ScoredSamples | None = None
+    """Prompts whose samples are scored, too; null: none."""
 
 
 class Data(Section):
@@ -302,7 +301,8 @@ class Checkpoint(Section):
     """Continue from the last good checkpoint in ``dir`` if there is one."""
     best: bool | str = False
     """Keep, in the folder ``best`` beside the last ones, the checkpoint of the lowest validation loss: true, of all its
-    targets; or a name of data.validation.domains, of that domain."""
+    targets; a name of data.validation.domains, of that domain; or of the highest figure of data.validation.generate:
+    generate.score, generate.pass_at_K, generate.maj_at_K."""
     verify: bool = True
     """Compare the hash of every file of a checkpoint before it is loaded; false compares sizes alone."""
     trust: bool = False
@@ -386,3 +386,5 @@ class Generate(Section):
     cache_tokens: bounds.TokenCount | None = None
     """Tokens whose keys and values a rank holds at once. Samples that do not fit any more begin again later, with the
     tokens that they have. null: those of all samples under way."""
+    collect: CollectRule | None = None
+    """Keep some of the samples of each prompt, those that end first; null: all are kept."""

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +28,9 @@ from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
 from ...runtime.generate.engine import Decoder, generate
-from ...runtime.generate.request import Completion, Generation, Request, deal, rules
+from ...runtime.generate.request import Completion, Generation, Request, Scoring, deal, rules
 from ...runtime.generate.schedule import refuse_small_cache
-from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
+from ...runtime.world.agreement import Group, all_or_none, everyone, name_ranks, on_host, rank_and_size
 from .step import Mark
 
 Ending = Callable[[Completion], object]
@@ -62,22 +63,40 @@ def samples_of(
 ) -> tuple[Completion, ...]:
     """Samples of requests that a host is asked for, see `Host.generate`."""
     recipe = host.recipe
-    refuse_first(*_unfit(recipe), *rules(requests, recipe.data.max_length, recipe.model.vocab_size))
+    refuse_first(*unfit(recipe), *rules(requests, recipe.data.max_length, recipe.model.vocab_size))
     refuse_small_cache(requests, settings, BlockTables(block_tokens_on(host.device), settings.cache_tokens))
     share = deal([request.limit for request in requests], host.layout.dp_cp_size)[host.dp_cp_rank]
     count, samples = _Count(), []
     mark("generation")
+    if settings.scores is not None:
+        settings = replace(settings, scores=_shared_scores(host, settings.scores))
     with host.decoding() as decoder:
         for sample in generate([requests[i] for i in share], settings, decoder):
             samples.append(sample)
             mark("generation")
-            if host.collects:
+            if host.collects and sample.kept:
                 ended(sample)
             counted(count.add(host.collects))
     for done in count.until_all():
         mark("generation")
         counted(done)
     return _merged(everyone(samples))
+
+
+def _shared_scores(host: Generating, scores: Scoring) -> Scoring:
+    """Scores by one of the ranks that hold the model together, for all of them: a function of a user's may not give two
+    ranks the same. Collective."""
+    if host.layout.tp * host.layout.pp == 1:
+        return scores
+    planes = everyone(host.dp_cp_rank)
+    rows = [[rank for rank, plane in enumerate(planes) if plane == own] for own in range(host.layout.dp_cp_size)]
+    group, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
+
+    def of_one(samples: Sequence[Completion]) -> Sequence[float]:
+        own = all_or_none(lambda: scores(samples) if host.collects else None, group)
+        return next(filter(None, everyone(own, group)))
+
+    return of_one
 
 
 class _Count:
@@ -120,7 +139,7 @@ def _merged(of_ranks: Iterable[Sequence[Completion]]) -> tuple[Completion, ...]:
     return tuple(samples[key][1] for key in sorted(samples))
 
 
-def _unfit(recipe: Recipe) -> Iterator[Rule]:
+def unfit(recipe: Recipe) -> Iterator[Rule]:
     """What recipes can be trained by, and not generate from."""
     ep, experts = recipe.parallel.ep, shape_of(recipe.model).experts
     yield ep > 1, "generation does not run experts that ranks share", f"parallel.ep {ep}", "set parallel.ep=1"

@@ -28,6 +28,7 @@ from ..attention.cached import block_tokens_on
 from ..attention.copy_rows import copy_rows
 from ..attention.kv_cache import CachedRows, KvCache
 from ..attention.pack import IGNORE, Pack
+from .kept import KeptSamples
 from .noise import gumbel
 from .request import Completion, Ended, Generation, Request
 from .sampling import pick
@@ -54,13 +55,15 @@ class Decoder:
 
 @torch.no_grad()
 def generate(requests: Iterable[Request], settings: Generation, decoder: Decoder) -> Iterator[Completion]:
-    """The samples of some requests as they end, started in this order.
+    """The samples of some requests as they end, started in this order; under ``settings.collect`` those of a prompt
+    when it is decided which are kept.
 
     Raises EvenloadError where ``settings.cache_tokens`` hold less than the largest sample may become.
     """
     asked = [request for request in requests if request.samples]
     cache = KvCache(BlockTables(block_tokens_on(decoder.device), settings.cache_tokens))
     schedule = Schedule(asked, settings, cache) if asked else None
+    keeping = KeptSamples(schedule, settings, settings.collect) if schedule and settings.collect else None
     while decoder.goes_on(schedule is not None and schedule.busy):
         if schedule is None or not schedule.busy:
             decoder.logits(
@@ -74,7 +77,10 @@ def generate(requests: Iterable[Request], settings: Generation, decoder: Decoder
         for sample, token, log_prob in zip(samples, tokens_R, log_probs_R, strict=True):
             sample.new.append(int(token))
             sample.log_probs.append(log_prob)
-            if how := _end_of(sample, settings):
+            how = _end_of(sample, settings)
+            if keeping:
+                yield from keeping.after(sample, how)
+            elif how:
                 schedule.end(sample)
                 yield sample.ended(how)
 

@@ -14,7 +14,8 @@ from evenload.core.errors import EvenloadError
 from evenload.data.tokenizers import open_tokenizer
 from evenload.runtime.generate.request import Completion
 from evenload.training.run.sample_file import SampleFile
-from evenload.training.verbs.generate import StopStrings, asked
+from evenload.training.sampling.prompted import StopStrings
+from evenload.training.verbs.generate import asked
 
 RECIPE = """
 trainer: megatron
