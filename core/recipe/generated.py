@@ -11,7 +11,6 @@ from ..input import bounds
 from ..input.reading import file_name
 from ..input.validation import Frozen
 
-FilePath = Annotated[Path, AfterValidator(file_name)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", max_length=1000)]
 """``module:name`` of the user's own."""
 SAMPLED = "generate."
@@ -23,7 +22,7 @@ class ScoredSamples(Frozen):
 
     model_config = ConfigDict(validate_default=True)
 
-    prompts: FilePath
+    prompts: Annotated[Path, AfterValidator(file_name)]
     """A prompt a line, as of `evenload generate --prompts`."""
     samples: Annotated[int, Field(ge=1, le=4096)] = 1
     """Of each prompt; the same noise each time."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from ..input import bounds
+from ..input.reading import file_name
 from ..input.validation import Frozen, OneOf
 from .families import FAMILIES, Family
-from .generated import CollectRule, FilePath, ScoredSamples
+from .generated import CollectRule, ScoredSamples
 from .shares import POLICIES
+
+FilePath = Annotated[Path, AfterValidator(file_name)]
 
 
 class Section(Frozen):

@@ -90,7 +90,7 @@ def _shared_scores(host: Generating, scores: Scoring) -> Scoring:
         return scores
     planes = everyone(host.dp_cp_rank)
     rows = [[rank for rank, plane in enumerate(planes) if plane == own] for own in range(host.layout.dp_cp_size)]
-    group, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
+    group = [dist.new_group(row, backend="gloo") for row in rows][host.dp_cp_rank]
 
     def of_one(samples: Sequence[Completion]) -> Sequence[float]:
         own = all_or_none(lambda: scores(samples) if host.collects else None, group)
