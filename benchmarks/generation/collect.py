@@ -118,9 +118,9 @@ def measured(folder: Path, quick: bool) -> list[dict[str, Any]]:
     for name, (of, rule) in rules(quick).items():
         out = f"{name.replace(' ', '_').replace(',', '')}.jsonl"
         (folder / out).unlink(missing_ok=True)
-        told = f"generate.collect={json.dumps(rule)}"
+        word = f"generate.collect={json.dumps(rule)}"
         result, cpu_s = run(
-            folder, "generate", "recipe.yaml", told, "--prompts", "prompts.jsonl", "--out", out, "--samples", str(of),
+            folder, "generate", "recipe.yaml", word, "--prompts", "prompts.jsonl", "--out", out, "--samples", str(of),
             "--checkpoint", "kept",
         )  # fmt: skip
         right, kept_tokens = vote(folder, out)

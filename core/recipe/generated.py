@@ -41,7 +41,7 @@ class ScoredSamples(Frozen):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Each k once, ascending."""
+        """Every k that is asked for once, ascending."""
         return tuple(sorted(set(self.k or (1, self.samples))))
 
     @property
@@ -63,7 +63,7 @@ class PruneRule(Frozen):
 
 
 class CollectRule(Frozen):
-    """Of so many samples of each prompt the ones that end first are kept, and the rest is ended (SART)."""
+    """How many samples of each prompt are kept: those that end first, while the others are ended (SART)."""
 
     keep: bounds.Count
     """Samples of a prompt that are kept: those with the fewest tokens."""

@@ -47,8 +47,8 @@ class SampleScores:
         self._texts = [row.text(self._prompted.tokenizer) for row in self._prompted.rows]
         about = config.model_dump(mode="json", exclude={"prompts", "every"}), recipe.generate.model_dump(mode="json")
         rows = [[row.tokens, row.limit, row.row] for row in self._prompted.rows]
-        told = json.dumps([*about, rows, recipe.train.seed, self._prompted.tokenizer.identity], sort_keys=True)
-        self.identity = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        text = json.dumps([*about, rows, recipe.train.seed, self._prompted.tokenizer.identity], sort_keys=True)
+        self.identity = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         """Hash of the prompts, and of how samples are drawn and scored."""
         agree(bytes.fromhex(self.identity), f"prompts of {_KEY}", 0)
 

@@ -180,8 +180,8 @@ class ValidationRun:
         best = ", the best so far" if row.best else ""
         logger.info(text, row.step, row.loss, row.perplexity, best, row.sequences, row.tokens_per_s)
         if row.generate:
-            told, took_s = figures_of(row.generate), row.generate["generate_s"] + row.generate["score_s"]
-            logger.info("  its samples: %s (%d tokens, %.3g s)", told, row.generate["tokens"], took_s)
+            figures, took_s = figures_of(row.generate), row.generate["generate_s"] + row.generate["score_s"]
+            logger.info("  its samples: %s (%d tokens, %.3g s)", figures, row.generate["tokens"], took_s)
         if row.without_target and len(self.rows) == 1:
             logger.info("%d samples of data.validation have no target and are left out", row.without_target)
 
