@@ -6,7 +6,7 @@ prompt's number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,13 @@ class Prompt(NamedTuple):
     tokens: tuple[int, ...]
     limit: int
     tenant: str = ""
+    row: Mapping[str, Any] = {}
+    """The whole line."""
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """What the line says as text, or the text of the tokens."""
+        said = self.row.get(PROMPT)
+        return said if isinstance(said, str) else tokenizer.decode(self.tokens)
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, limit: int) -> list[Prompt]:
@@ -48,7 +55,7 @@ def _read(path: Path, tokenizer: Tokenizer, limit: int) -> Iterator[Prompt]:
         tenant = row.get(TENANT, "")
         if not isinstance(tenant, str):
             raise EvenloadError(f"{TENANT} in {place} is no name", shown(tenant), "give the name of a tenant, or none")
-        yield Prompt(tuple(_tokens(row, tokenizer, template, place)), own, tenant)
+        yield Prompt(tuple(_tokens(row, tokenizer, template, place)), own, tenant, row)
 
 
 def _tokens(row: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate, place: str) -> list[int]:

@@ -19,8 +19,6 @@ CALLED_FROM_OUTSIDE = {
     "_partition_layers": "DeepSpeed calls it",
     "async_save": "Megatron calls it",
     "exact_on_device": "for layers whose counts stay on the device",
-    "at_border": "a generation loop calls it (docs/rollout.md)",
-    "stops_at": "a generation loop calls it (docs/rollout.md)",
     "set_shares": "a loop of users moves shares of its sampler (docs/mixture.md)",
     "serve": "benchmarks/published/tie.py plays arrivals",
 }

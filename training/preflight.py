@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,13 @@ import numpy as np
 from ..core.errors import EvenloadError, Rule, refuse_first, shorten
 from ..core.input import reading
 from ..core.input.bounds import refuse_endless
+from ..core.input.user_function import user_function
 from ..core.machine.layout import Layout
 from ..core.plan.step_plan import as_lengths
 from ..core.planning.chain import PlanChain
 from ..core.planning.forward_only import forward_only
 from ..core.planning.planner import Draw
+from ..core.recipe.generated import ScoredSamples
 from ..core.recipe.pretrained import folder_of
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.rules import refuse_idle_ranks
@@ -33,6 +36,9 @@ from .drawing import Domains, batch_size, drawing_of, draws_of, refuse_short_dat
 from .files import refuse_path
 from .hosts import require_for_folders, require_own_loop
 from .policies.files import refuse_policies
+from .sampling.prompted import prompted
+
+logger = logging.getLogger("evenload")
 
 _VOCABULARY_MULTIPLE = 128
 """The same model for every power of two of tensor parallelism, so that a run can go on with another one."""
@@ -69,6 +75,8 @@ def preflight(recipe: Recipe, world_size: int | None = None) -> Preflight:
     if held_out is not None:
         refuse_unscored(recipe, held_out, draws_of(held_out, recipe))
         refuse_longest(held_out, forward_only(chain))
+    if validation and validation.generate:
+        refuse_unsampled(recipe, validation.generate)
     return Preflight(recipe, source, chain, held_out)
 
 
@@ -130,6 +138,16 @@ def refuse_unscored(recipe: Recipe, source: Source, draws: Sequence[Draw]) -> No
         what = f"checkpoint.best is by the loss of {best}, and no sample of it is validated"
         detail = f"data.validation.batches {recipe.data.validation.batches}" if recipe.data.validation else ""
         refuse_first((missing, what, detail, "raise data.validation.batches, or leave it out"))
+
+
+def refuse_unsampled(recipe: Recipe, config: ScoredSamples) -> None:
+    """Raise EvenloadError where prompts of a validation cannot be continued, or scored by what is named."""
+    prompted(recipe, tokenizer_of(recipe.data, recipe.model.weights), config.prompts, config.samples)
+    for key in ("score", "answer"):
+        if word := getattr(config, key):
+            user_function(word, f"data.validation.generate.{key}")
+    if recipe.generate.collect:
+        logger.warning("generate.collect has no effect in data.validation.generate: all samples of a prompt count")
 
 
 def open_samples(data: Data, spec: str, weights: Path | None) -> Source:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -110,12 +110,16 @@ def _validations(rows: Sequence[dict[str, Any]]) -> list[Table]:
         return []
     lowest = max((i for i, row in enumerate(rows) if row["best"]), default=0)
     shown = sorted({0, lowest, *range(max(0, len(rows) - _MOST_VALIDATIONS + 2), len(rows))})
-    head = ("steps before", "loss", "perplexity", "tokens/s", "took")
-    cells = [_validation(rows[i]) for i in shown]
+    sampled: dict[str, float] = next((row["generate"] for row in rows if row.get("generate")), {})
+    names = [name for name in sampled if name == "score" or "_at_" in name]
+    head = ("steps before", "loss", "perplexity", "tokens/s", "took", *(name.replace("_at_", "@") for name in names))
+    cells = [[*_validation(rows[i]), *_sampled(rows[i].get("generate"), names)] for i in shown]
     last = rows[-1]
     caption = f"{last['sequences']:,} sequences, {last['targets']:,} targets each time"
     if last["without_target"]:
         caption += f"; {last['without_target']:,} samples without a target are left out"
+    if sampled:
+        caption += _cost_of_samples([row["generate"] for row in rows if row["generate"]])
     if len(shown) < len(rows):
         caption += f"\n{len(shown)} of {len(rows)} validations; --json has all"
     return [grid("validation", head, cells, caption, bold=shown.index(lowest))]
@@ -126,12 +130,25 @@ def _validation(row: dict[str, Any]) -> list[Any]:
     return [row["step"], f"{row['loss']:.4f}", row["perplexity"], rate, seconds(row["validation_s"])]
 
 
+def _sampled(row: Mapping[str, float] | None, names: Sequence[str]) -> list[str]:
+    return [f"{row[name]:.3f}" if row else "" for name in names]
+
+
+def _cost_of_samples(rows: Sequence[dict[str, float]]) -> str:
+    took_s, last = sum(row["generate_s"] + row["score_s"] for row in rows), rows[-1]
+    rate = sum(row["tokens"] for row in rows) / (sum(row["generate_s"] for row in rows) or 1.0)
+    return (
+        f"\nsamples of prompts took {seconds(took_s)} beside that ({rate:,.0f} tokens/s); "
+        f"{percent(last['cut_frac'])} of the last ended by their limit"
+    )
+
+
 def _summary(summary: dict[str, Any]) -> Table:
     """The table of `metrics.totals`; without rates for a run that was done already."""
     rows: list[tuple[str, Any]]
     best = summary["best_checkpoint"]
     of_best = [
-        ("checkpoint of the lowest validation loss", best),
+        ("checkpoint of the best validation", best),
         ("  as a model", f"evenload export {best} --out DIR"),
     ]
     if not summary["steps"]:

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...core.input.format import clock, percent, seconds
+from ...training.sampling.figures import figures_of
 from .show import Columns, Result, by_columns, column, plain
 
 _SHOWN = 10
@@ -52,7 +53,8 @@ def table(result: Result) -> Group:
     title = f"{result['log']}: step {rows[-1]['step'] + 1:,}{of}, {_stands(result)}"
     about = [f"{result['tokens']:,} tokens; means of {len(result['last']):,} steps: {_means(result)}"]
     if best := result["validation"]:
-        about.append(f"validation after {best['step']} steps: loss {best['loss']:.4f}")
+        sampled = f", {figures_of(best['generate'])}" if best.get("generate") else ""
+        about.append(f"validation after {best['step']} steps: loss {best['loss']:.4f}{sampled}")
     if tenants := result["tenants"]:
         about.append("losses: " + ", ".join(f"{name} {loss:.4f}" for name, loss in tenants.items()))
     columns = {name: cell for name, cell in _STEP.items() if any(cell(row) is not None for row in rows)}

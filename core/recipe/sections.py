@@ -12,6 +12,7 @@ from ..input import bounds
 from ..input.reading import file_name
 from ..input.validation import Frozen, OneOf
 from .families import FAMILIES, Family
+from .generated import CollectRule, ScoredSamples
 from .shares import POLICIES
 
 FilePath = Annotated[Path, AfterValidator(file_name)]
@@ -164,6 +165,8 @@ class Validation(Section):
     """Steps of training between two evaluations; there is one before the first step and one after the last, too."""
     batches: bounds.Count | None = None
     """So many times train.global_batch_size of its samples, the same ones each time; null: all of them."""
+    generate: ScoredSamples | None = None
+    """Prompts whose samples are scored, too; null: none."""
 
 
 class Data(Section):
@@ -307,7 +310,8 @@ class Checkpoint(Section):
     """Continue from the last good checkpoint in ``dir`` if there is one."""
     best: bool | str = False
     """Keep, in the folder ``best`` beside the last ones, the checkpoint of the lowest validation loss: true, of all its
-    targets; or a name of data.validation.domains, of that domain."""
+    targets; a name of data.validation.domains, of that domain; or of the highest figure of data.validation.generate:
+    generate.score, generate.pass_at_K, generate.maj_at_K."""
     verify: bool = True
     """Compare the hash of every file of a checkpoint before it is loaded; false compares sizes alone."""
     trust: bool = False
@@ -394,3 +398,5 @@ class Generate(Section):
     move_every: bounds.CountOrNone | None = None
     """Decode steps of a mean rank after which samples under way are dealt to the ranks again, where that ends them
     earlier; 0: never, null: by what `costs` says of decode steps, and never where it says nothing."""
+    collect: CollectRule | None = None
+    """Keep some of the samples of each prompt, those that end first; null: all are kept."""

@@ -158,12 +158,21 @@ def _rules_of_points(mix: Any, domains: Mapping[str, Any]) -> list[Rule]:
 def _rules_of_validation(validation: Any, best: bool | str) -> list[Rule]:
     domains, source, names = validation.domains, validation.source, _listed(validation.domains or ())
     what, do = "data.validation needs a source, or domains, and not both", "set data.validation.source, or .domains"
-    unknown = f"checkpoint.best names a domain that is not validated: {shown(best)}"
-    odd = isinstance(best, str) and best not in (domains or ())
+    unknown = f"checkpoint.best names what is not validated: {shown(best)}"
+    sampled = validation.generate
+    figures = (*(domains or ()), *(sampled.figures if sampled else ()))
+    odd = isinstance(best, str) and best not in figures
+    most = f"k {max(sampled.counts)}, samples {sampled.samples}" if sampled else ""
     return [
         ((source is None) == (domains is None), what, f"source {shown(source)}, domains {names}", do),
         *(_rules_of_names(domains, "data.validation.domains") if domains is not None else ()),
-        (odd, unknown, f"data.validation.domains: {names}", nearest(str(best), domains or ())),
+        (
+            sampled is not None and max(sampled.counts) > sampled.samples,
+            "data.validation.generate.k asks for more samples than are drawn of a prompt",
+            most,
+            "raise samples, or lower k",
+        ),
+        (odd, unknown, f"domains and figures: {_listed(figures)}", nearest(str(best), figures)),
     ]
 
 

@@ -27,11 +27,11 @@ from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
 from ...runtime.attention.pack import Pack
-from ...runtime.generate.dealing import Dealer, Dealing, Forwards, Ran, agreed
+from ...runtime.generate.dealing import Dealer, Dealing, Forwards, Ran, WholePrompts, agreed
 from ...runtime.generate.engine import Decoder, Serves, generate, of_nobody
-from ...runtime.generate.request import Completion, Generation, Request, rules
+from ...runtime.generate.request import Completion, Generation, Request, Scoring, rules
 from ...runtime.generate.schedule import refuse_small_cache
-from ...runtime.world.agreement import Group, everyone, name_ranks, on_host, rank_and_size
+from ...runtime.world.agreement import Group, all_or_none, everyone, name_ranks, on_host, rank_and_size
 from .moving import Moves
 from .step import Mark
 
@@ -76,6 +76,8 @@ def samples_of(
     refuse_unfit(host, requests, settings)
     rank, num_ranks = host.dp_cp_rank, host.layout.dp_cp_size
     dealing = Dealing.of_requests(requests, settings, num_ranks)
+    if settings.collect is not None:
+        dealer = WholePrompts()
     dealt = agreed(dealer, dealing)
     own = [_one(dealing, place) for place in dealt.ranks[rank].tolist()]
     count, samples, work = _Count(), [], [Forwards()]
@@ -85,6 +87,8 @@ def samples_of(
         work.append(Forwards())
 
     mark("generation")
+    if settings.scores is not None:
+        settings = replace(settings, scores=_shared_scores(host, settings.scores))
     adapted: AbstractContextManager[Serves] = nullcontext(of_nobody)
     if host.recipe.adapts:
         adapted = host.adapters.serving()
@@ -98,7 +102,7 @@ def samples_of(
             mark("generation")
             if moves:
                 moves.has(sample)
-            if host.collects:
+            if host.collects and sample.kept:
                 ended(sample)
             counted(count.add(host.collects))
     for done in count.until_all():
@@ -134,6 +138,22 @@ def refuse_unfit(host: Generating, requests: Sequence[Request], settings: Genera
         *unfit(recipe), *_strangers(requests, here), *rules(requests, recipe.data.max_length, recipe.model.vocab_size)
     )
     refuse_small_cache(requests, settings, BlockTables(block_tokens_on(host.device), settings.cache_tokens))
+
+
+def _shared_scores(host: Generating, scores: Scoring) -> Scoring:
+    """Scores by one of the ranks that hold the model together, for all of them: a function of a user's may not give two
+    ranks the same. Collective."""
+    if host.layout.tp * host.layout.pp == 1:
+        return scores
+    planes = everyone(host.dp_cp_rank)
+    rows = [[rank for rank, plane in enumerate(planes) if plane == own] for own in range(host.layout.dp_cp_size)]
+    group = [dist.new_group(row, backend="gloo") for row in rows][host.dp_cp_rank]
+
+    def of_one(samples: Sequence[Completion]) -> Sequence[float]:
+        own = all_or_none(lambda: scores(samples) if host.collects else None, group)
+        return next(filter(None, everyone(own, group)))
+
+    return of_one
 
 
 class _Count:

@@ -126,7 +126,7 @@ class Moves:
             size = int(tokens[samples].sum())
             if source == self._rank:
                 for i in samples:
-                    schedule.take(places[i])
+                    schedule.drop(places[i])
                 rows = _rows([places[i] for i in samples])
                 sends.append(rows)
                 if size:

@@ -83,6 +83,11 @@ class Collected:
         gone = {number for _, number in (*self.ended, *self.pruned)}
         return tuple(number for number in range(self.rule.of) if number not in gone)
 
+    @property
+    def next_border(self) -> int:
+        """Tokens at which live samples wait for each other; without pruning nothing is decided before enough end."""
+        return self.border + self.rule.every
+
     def stops_at(self, ended: Mapping[int, int]) -> int | None:
         """Tokens beyond which no sample is needed, by those that have ``ended`` since the border (number: tokens)."""
         lengths = sorted([*(tokens for tokens, _ in self.ended), *ended.values()])
@@ -94,7 +99,7 @@ class Collected:
         ``ended``: tokens of the live samples that ended at or before it; ``scores`` of all live ones, ended or not, by
         number; without ``prune`` they may be empty. Raises EvenloadError.
         """
-        border = self.border + self.rule.every
+        border = self.next_border
         live = self.live
         self._check(border, live, ended, scores)
         new = sorted((tokens, number) for number, tokens in ended.items())

@@ -54,7 +54,9 @@ class KvCache:
 
     def copy_block(self, source: int, target: int) -> None:
         """Write what a block holds into another one, in all layers."""
-        for pools in self._pools.values():
+        for layer, pools in self._pools.items():
+            if target >= len(pools[0]):
+                pools = self._pools[layer] = self._grown(pools, *(pool.flatten(0, 1) for pool in pools))
             for pool in pools:
                 pool[target] = pool[source]
 

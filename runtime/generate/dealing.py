@@ -134,6 +134,18 @@ class Dealer:
         """Is told what came of it, on every rank."""
 
 
+class WholePrompts(Dealer):
+    """Deals prompts in turn, those of the longest limit first, each with all of its samples: a rule chooses among
+    them."""
+
+    def deal(self, dealing: Dealing) -> Dealt:
+        """See `Dealer`."""
+        order = np.argsort(-dealing.limits, kind="stable")
+        _, first, of = np.unique(dealing.of[order], return_index=True, return_inverse=True)
+        ranks = np.argsort(np.argsort(first))[of] % dealing.num_ranks
+        return Dealt(tuple(order[ranks == rank] for rank in range(dealing.num_ranks)), "whole prompts")
+
+
 def agreed(dealer: Dealer, dealing: Dealing) -> Dealt:
     """What a dealer says at the beginning, the same on every rank; samples are spread, with a warning, where it fails
     or is late on any. Collective. Raises RankError where ranks are told different things."""

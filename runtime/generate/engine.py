@@ -29,6 +29,7 @@ from ..attention.cached import block_tokens_on
 from ..attention.copy_rows import copy_rows
 from ..attention.kv_cache import CachedRows, KvCache
 from ..attention.pack import IGNORE, Pack
+from .kept import KeptSamples
 from .noise import gumbel
 from .request import Completion, Ended, Generation, Request
 from .sampling import pick
@@ -75,20 +76,21 @@ class Borders(Protocol):
 def generate(
     requests: Iterable[Request], settings: Generation, decoder: Decoder, borders: Borders | None = None
 ) -> Iterator[Completion]:
-    """The samples of some requests, and of what comes over ``borders``, as they end, started in this order.
+    """The samples of some requests, and of what comes over ``borders``, as they end, started in this order; under
+    ``settings.collect``, which no border may part, those of a prompt when it is decided which are kept.
 
     Raises EvenloadError where ``settings.cache_tokens`` hold less than the largest sample may become.
     """
     cache = KvCache(BlockTables(block_tokens_on(decoder.device), settings.cache_tokens))
     schedule = Schedule([request for request in requests if request.samples], settings, cache)
     decoder.serves(schedule.tenants)
+    keeping = KeptSamples(schedule, settings, settings.collect) if settings.collect else None
     left = borders.forwards if borders else -1
     while (goes_on := decoder.goes_on(schedule.busy)) or borders:
         if borders and not (goes_on and left):
             if not borders.cross(schedule):
                 return
-            decoder.serves(schedule.tenants)
-    left = borders.forwards
+            left = borders.forwards
             continue
         left -= 1
         if not schedule.busy:
@@ -103,7 +105,10 @@ def generate(
         for sample, token, log_prob in zip(samples, tokens_R, log_probs_R, strict=True):
             sample.new.append(int(token))
             sample.log_probs.append(log_prob)
-            if how := _end_of(sample, settings):
+            how = _end_of(sample, settings)
+            if keeping:
+                yield from keeping.after(sample, how)
+            elif how:
                 schedule.end(sample)
                 yield sample.ended(how)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, Self
 
 from ...core.errors import Rule
 
-Ended = Literal["end", "stop", "limit"]
-"""By an end token, by a stop string, or by its limit."""
+Ended = Literal["end", "stop", "limit", "pruned", "left"]
+"""By an end token, by a stop string, or by its limit; or before that, for its score or as nobody needs it any more."""
 
 
 class Sampling(NamedTuple):
@@ -49,6 +49,36 @@ class Completion(NamedTuple):
     log_probs: tuple[float, ...]
     """Of each token, by the model itself: before temperature, top-k and top-p."""
     ended: Ended
+    score: float | None = None
+    """The last one, where samples are pruned by their scores."""
+    kept: bool = True
+    """Whether it is one of those that `Collecting` keeps."""
+
+
+class Collecting(Protocol):
+    """Which samples of a prompt are kept, decided when each has reached a border of its own tokens or ended before it:
+    see `plugins.rollout.Collected`, whose form this is."""
+
+    @property
+    def ended(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, number) of samples that ended first; when nothing is live, those that are kept."""
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Numbers of samples of which nothing is decided yet."""
+
+    @property
+    def next_border(self) -> int:
+        """Tokens at which live samples wait for each other."""
+
+    def stops_at(self, ended: Mapping[int, int]) -> int | None:
+        """Tokens beyond which no sample is needed, by those that have ended since the border (number: tokens)."""
+
+    def at_border(self, ended: Mapping[int, int], scores: Mapping[int, float]) -> Self:
+        """The next state, from what has ended and from scores of all live samples, where they are scored."""
+
+
+Scoring = Callable[[Sequence[Completion]], Sequence[float]]
 
 
 def never(tokens: Sequence[int]) -> bool:
@@ -71,6 +101,10 @@ class Generation:
     """Whose keys and values a rank holds at once; None: of all that are under way."""
     step_tokens: int = 4096
     """Tokens of prompts that one forward takes; the last tokens of samples come on top."""
+    collect: Collecting | None = None
+    """The rule by which some samples of a prompt are kept, before any has begun; None: all are kept."""
+    scores: Scoring | None = None
+    """Scores of live samples of a prompt, as far as they have come, for ``collect``; None: it wants none."""
 
 
 def rules(requests: Sequence[Request], max_length: int, vocab_size: int | None) -> Iterator[Rule]:

@@ -55,13 +55,16 @@ class Running:
     kept: int = 0
     prefill: Prefill | None = None
     """What it waits for."""
+    score: float | None = None
+    """The last one, where samples are scored."""
 
     @property
     def length(self) -> int:
         return len(self.request.tokens) + len(self.new)
 
     def ended(self, how: Ended) -> Completion:
-        return Completion(self.request.number, self.number, tuple(self.new), tuple(self.log_probs), how)
+        new = tuple(self.new), tuple(self.log_probs)
+        return Completion(self.request.number, self.number, *new, how, self.score)
 
 
 class Schedule:
@@ -78,6 +81,10 @@ class Schedule:
         )
         self.live: list[Running] = []
         """In the order in which they started."""
+        self._resting: set[Running] = set()
+        """Samples that wait for others of their prompt."""
+        self._idle: list[Running] = []
+        """Samples without a slot whose keys are there; they have rested, or do."""
         self._wanted = Counter(sample.request.number for sample in self.waiting)
         self._prefills: dict[int, Prefill] = {}
         self.tenants: dict[int, int | None] = {}
@@ -129,26 +136,43 @@ class Schedule:
         self._tables.free(sample.key)
         self._gave_up = False
 
-    def take(self, sample: Running) -> None:
-        """Let go of a sample that goes on elsewhere, with the tokens that it has."""
-        number = sample.request.number
-        if sample in self.live:
-            self.live.remove(sample)
-            self._tables.free(sample.key)
-            if sample.prefill is not None:
-                self._forget(sample, sample.prefill)
-        else:
-            self.waiting.remove(sample)
-            self._wanted[number] -= 1
-            prefill = self._prefills.get(number)
-            if prefill is not None and not prefill.pending and not self._wanted[number]:
-                self._close(prefill)
-        self._gave_up = False
-
     def put(self, sample: Running) -> None:
         """Take over a sample whose keys are not here: one that has tokens starts before those that have none."""
         self._wanted[sample.request.number] += 1
         (self.waiting.appendleft if sample.new else self.waiting.append)(sample)
+
+    def rest(self, sample: Running) -> None:
+        """Take a sample out until `go_on`; its keys stay as long as nobody else needs their blocks."""
+        assert sample.prefill is None, "it has just got a token"
+        self.live.remove(sample)
+        self._resting.add(sample)
+        self._idle.append(sample)
+        self._gave_up = False
+
+    def go_on(self, samples: Sequence[Running]) -> None:
+        """Samples that rest are the next to get a slot."""
+        for sample in reversed(samples):
+            self._resting.remove(sample)
+            self._wanted[sample.request.number] += sample.key < 0
+            self.waiting.appendleft(sample)
+
+    def drop(self, sample: Running) -> None:
+        """Take a sample out that nobody needs here, wherever it is."""
+        number = sample.request.number
+        if sample in self._resting:
+            self._resting.remove(sample)
+        elif sample in self.live:
+            self._leave(sample)
+        else:
+            self.waiting.remove(sample)
+            self._wanted[number] -= sample.key < 0
+        if sample in self._idle:
+            self._idle.remove(sample)
+        self._free_keys(sample)
+        prefill = self._prefills.get(number)
+        if prefill is not None and not prefill.pending and not self._wanted[number]:
+            self._close(prefill)
+        self._gave_up = False
 
     def _parts(self) -> Iterator[Prefill | Running]:
         yield from (sample for sample in self.live if sample.prefill is None)
@@ -158,11 +182,18 @@ class Schedule:
         """Give slots to samples that wait, in their order, while they and their prompts find blocks."""
         while self.waiting and len(self.live) < self._settings.slots and not self._gave_up:
             sample = self.waiting[0]
+            if sample in self._idle:
+                if self._tables.grow(sample.key, sample.length):
+                    self._idle.remove(sample)
+                    self.live.append(self.waiting.popleft())
+                elif not self._has_free(1):
+                    return
+                continue
             prefill = self._prefills.get(sample.request.number)
             before = len(sample.request.tokens) - 1
             shared = before // self._tables.block_tokens
             wanted = self._tables.size(sample.length) - shared + (self._tables.size(before) if prefill is None else 0)
-            if not self._tables.has_free(wanted) and not self._drop_prefills(wanted, besides=prefill):
+            if not self._has_free(wanted, besides=prefill):
                 return
             self.waiting.popleft()
             self._wanted[sample.request.number] -= 1
@@ -201,7 +232,7 @@ class Schedule:
     def _make_grow(self, sample: Running) -> None:
         """Find a block for the next token of a sample; others, or itself, are given up for it."""
         while not self._tables.grow(sample.key, sample.length):
-            if self._drop_prefills(1):
+            if self._has_free(1):
                 continue
             last = self.live[-1]
             self._give_up(last)
@@ -209,13 +240,31 @@ class Schedule:
                 return
 
     def _give_up(self, sample: Running) -> None:
-        self.live.remove(sample)
-        self._tables.free(sample.key)
-        if sample.prefill is not None:
-            self._forget(sample, sample.prefill)
+        self._leave(sample)
         self._wanted[sample.request.number] += 1
         self.waiting.appendleft(sample)
         self._gave_up = True
+
+    def _leave(self, sample: Running) -> None:
+        self.live.remove(sample)
+        self._free_keys(sample)
+        if sample.prefill is not None:
+            self._forget(sample, sample.prefill)
+
+    def _free_keys(self, sample: Running) -> None:
+        if sample.key >= 0:
+            self._tables.free(sample.key)
+            sample.key = -1
+
+    def _has_free(self, blocks: int, besides: Prefill | None = None) -> bool:
+        """Whether so many blocks are free when prompts and samples have given theirs up that are not computed now."""
+        if self._tables.has_free(blocks) or self._drop_prefills(blocks, besides):
+            return True
+        while self._idle and not self._tables.has_free(blocks):
+            sample = self._idle.pop()
+            self._free_keys(sample)
+            self._wanted[sample.request.number] += sample not in self._resting
+        return self._tables.has_free(blocks)
 
     def _drop_prefills(self, blocks: int, besides: Prefill | None = None) -> bool:
         """Give up prompts that no sample waits for; whether so many blocks are free then."""

@@ -19,7 +19,8 @@ from evenload.runtime.generate.dealing import Dealing
 from evenload.runtime.generate.request import Completion, Generation, Request
 from evenload.training.run.dealing import ByLength
 from evenload.training.run.sample_file import SampleFile
-from evenload.training.verbs.generate import StopStrings, asked
+from evenload.training.sampling.prompted import StopStrings
+from evenload.training.verbs.generate import asked
 
 RECIPE = """
 trainer: megatron

@@ -4093,7 +4093,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sample that moved is on two ranks",
         "integrations/host/moving.py",
-        "                    schedule.take(places[i])\n",
+        "                    schedule.drop(places[i])\n",
         "                    _ = places[i]\n",
         "moves",
     ),

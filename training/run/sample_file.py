@@ -68,9 +68,9 @@ class SampleFile:
         return [path for path in self._out.parent.iterdir() if path.name.startswith(f"{self._out.name}.part-")]
 
     def _line(self, sample: Completion) -> str:
-        prompt, number, tokens, log_probs, ended = sample
-        row: dict[str, Any] = {"prompt": prompt, "sample": number, "ended": ended, "text": self._text_of(sample)}
-        row |= {"tokens": tokens, "log_probs": log_probs, _RUN: self._run}
+        row: dict[str, Any] = {"prompt": sample.prompt, "sample": sample.sample, "ended": sample.ended}
+        row |= {"text": self._text_of(sample), "tokens": sample.tokens, "log_probs": sample.log_probs}
+        row |= {_RUN: self._run} if sample.score is None else {"score": sample.score, _RUN: self._run}
         return json.dumps(row) + "\n"
 
     def _read(self, path: Path) -> Iterator[Completion]:
@@ -85,7 +85,8 @@ class SampleFile:
                 what = f"{shorten(str(path))} holds something else than samples of this run"
                 detail = shown(line) if run is None else f"line {number} is of run {shown(run)}, this is {self._run}"
                 raise EvenloadError(what, detail, _DO)
-            yield Completion(row["prompt"], row["sample"], tuple(row["tokens"]), tuple(row["log_probs"]), row["ended"])
+            lists = tuple(row["tokens"]), tuple(row["log_probs"])
+            yield Completion(row["prompt"], row["sample"], *lists, row["ended"], row.get("score"))
 
 
 def _parsed(line: str) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 from ...core.errors import RankError
 from ...core.planning.forward_only import forward_only
 from ...core.planning.planner import Planned
+from ...core.recipe.generated import SAMPLED
 from ...data.content import are_same
 from ...data.mixed import MixedSource
 from ...integrations.host.scoring import Scores
@@ -25,6 +26,9 @@ from ...runtime.world.agreement import from_first
 from ..drawing import draws_of, scorable
 from ..job import Job, logger
 from ..metrics import DomainLoss, domain_losses, perplexity
+from ..preflight import tokenizer_of
+from ..sampling.figures import figures_of
+from ..sampling.scored import SampleScores
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Validated:
     perplexity: float
     """exp(loss)."""
     best: bool
-    """No evaluation behind a step had a lower loss so far."""
+    """No evaluation behind a step had a lower loss so far, or a higher figure where ``checkpoint.best`` names one."""
     sequences: int
     tokens: int
     targets: int
@@ -49,6 +53,9 @@ class Validated:
     plan_wait_s: float
     domains: dict[str, DomainLoss] | None = None
     """Of each domain, where `data.validation` has any."""
+    generate: dict[str, float] | None = None
+    """What samples of prompts came to, where it has any: score, pass_at_K, maj_at_K, tokens, cut_frac (the share that
+    ended by its limit), generate_s and score_s, seconds by the wall clock."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,8 +75,14 @@ class ValidationRun:
         self._planner = job.planner(iter(self._draws).__next__, self._job.chain)
         self._planned: list[Planned] = []
         self.rows: list[Validated] = []
+        self._sampled, tokenizer = None, tokenizer_of(job.recipe.data, job.recipe.model.weights)
+        if config.generate is not None:
+            self._sampled = SampleScores(job.recipe, tokenizer, config.generate)
+        self._samples_every = config.generate.every * config.every if config.generate else 0
         wanted = job.recipe.checkpoint.best
         self._best, self._best_of = math.inf, wanted if isinstance(wanted, str) else None
+        if self._sampled and self._best_of and self._best_of.startswith(SAMPLED):
+            self._best_of += f" {self._sampled.identity}"
         if state is not None and "validation" in state:
             self._restore(state["validation"])
 
@@ -96,7 +109,10 @@ class ValidationRun:
             planned = self._next(number)
             waited_s += planned.waited_s if waits else 0.0
             parts.append(self._score(planned, done))
-        row = self._row(done, parts, time.perf_counter() - begin, waited_s)
+        seconds, figures = time.perf_counter() - begin, None
+        if self._sampled and (done % self._samples_every == 0 or done == self._last):
+            figures = self._sampled.run(self._job.host, self._job.watchdog, done)
+        row = self._row(done, parts, (seconds, waited_s), figures)
         self.rows.append(row)
         self._say(row)
         return row
@@ -121,7 +137,9 @@ class ValidationRun:
             mark=lambda where: job.watchdog.at(f"validation, {where}", done),
         )
 
-    def _row(self, done: int, parts: Sequence[Scores], seconds: float, waited_s: float) -> Validated:
+    def _row(
+        self, done: int, parts: Sequence[Scores], took_s: tuple[float, float], figures: dict[str, float] | None
+    ) -> Validated:
         loss_sum = float(np.concatenate([one.losses for one in parts]).sum())
         targets = int(np.concatenate([one.targets for one in parts]).sum())
         loss, source, domains = loss_sum / targets, self._job.source, None
@@ -130,7 +148,7 @@ class ValidationRun:
         if not math.isfinite(loss):
             what, do = "the loss of the validation is not finite", "lower train.lr, or look at the data"
             raise RankError(what, f"loss {loss} after {done} steps", do)
-        compared = domains[self._best_of]["loss"] if domains and self._best_of else loss
+        compared = self._compared(loss, domains, figures)
         best = done > 0 and compared < self._best
         self._best = compared if best else self._best
         return Validated(
@@ -142,15 +160,28 @@ class ValidationRun:
             tokens=sum(int(draw.lengths.sum()) for draw in self._draws),
             targets=targets,
             without_target=len(source.lengths) - len(scorable(source)),
-            validation_s=seconds,
-            plan_wait_s=waited_s,
+            validation_s=took_s[0],
+            plan_wait_s=took_s[1],
             domains=domains,
+            generate=figures,
         )
+
+    def _compared(self, loss: float, domains: dict[str, DomainLoss] | None, figures: dict[str, float] | None) -> float:
+        """What is lowest at the best checkpoint: a loss, or a figure of samples that is turned round."""
+        if self._best_of is None:
+            return loss
+        if self._best_of.startswith(SAMPLED):
+            name, _, _ = self._best_of.removeprefix(SAMPLED).partition(" ")
+            return -figures[name] if figures else math.inf
+        return domains[self._best_of]["loss"] if domains else loss
 
     def _say(self, row: Validated) -> None:
         text = "validation after %d steps: loss %.4f, perplexity %.4g%s (%d sequences, %.0f tokens/s)"
-        best = ", the lowest so far" if row.best else ""
+        best = ", the best so far" if row.best else ""
         logger.info(text, row.step, row.loss, row.perplexity, best, row.sequences, row.tokens_per_s)
+        if row.generate:
+            figures, took_s = figures_of(row.generate), row.generate["generate_s"] + row.generate["score_s"]
+            logger.info("  its samples: %s (%d tokens, %.3g s)", figures, row.generate["tokens"], took_s)
         if row.without_target and len(self.rows) == 1:
             logger.info("%d samples of data.validation have no target and are left out", row.without_target)
 

@@ -15,15 +15,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...core.errors import EvenloadError, refuse_first, shown
+from ...core.errors import refuse_first
 from ...core.input.bounds import SEQUENCES
 from ...core.planning.setting import costs_named
 from ...core.recipe.recipe import Recipe
 from ...data.prompt_file import read_prompts
-from ...data.tokenizers import Tokenizer, open_tokenizer
+from ...data.tokenizers import open_tokenizer
 from ..preflight import open_data, refuse_other_tokenizer, runnable, tokenizer_of, with_vocabulary
 from ..progress import Progress, silent
 from ..proof.prompting import MOST_NEW, Prompting
+from ..sampling.collected import beside_all, collecting, samples_begun
+from ..sampling.prompted import prompted, settings_of
 from .export import checkpoint_in
 
 if TYPE_CHECKING:
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 _PLACES = {"slots", "cache_tokens", "move_every"}
 """Keys of `generate` that change no token."""
-_WINDOW = 8
-"""Tokens that the end of a stop string may take beyond one a byte, such as special ones."""
 
 
 class Asked(NamedTuple):
@@ -57,7 +57,6 @@ def asked(
 ) -> Asked:
     """The prompts of a file and how they are continued, by ``tenant``'s adapter where a line names none. Raises
     EvenloadError for what cannot be; starts nothing."""
-    from ...runtime.generate.request import Generation, Request, Sampling, rules
     from ..tenants.serving import adapters_of, digests_of
 
     recipe = without_divided_tokens(runnable(recipe, None)[0])
@@ -65,42 +64,36 @@ def asked(
         recipe = with_vocabulary(recipe, open_data(recipe))
     refuse_other_tokenizer(recipe)
     section, name = recipe.generate, tokenizer_of(recipe.data, recipe.model.weights)
-    tokenizer = open_tokenizer(name)
-    ends = _end_tokens(section.end_tokens, tokenizer, name)
-    rows = read_prompts(prompts, tokenizer, section.max_new_tokens)
-    numbers = tuple(range(samples))
+    begun = samples_begun(section.collect, samples)
+    prepared = prompted(recipe, name, prompts, begun)
+    rows = prepared.rows
     of_rows = [row.tenant or tenant for row in rows]
     places = {name: place for place, name in enumerate(dict.fromkeys(filter(None, of_rows)))}
     adapters = adapters_of(recipe, places) if places else []
-    requests = [
-        Request(number, row.tokens, row.limit, numbers, places.get(name))
-        for number, (row, name) in enumerate(zip(rows, of_rows, strict=True))
-    ]
+    pairs = zip(prepared.requests, of_rows, strict=True)
+    requests = [request._replace(tenant=places.get(name)) for request, name in pairs]
     do = "leave --checkpoint out: adapters are in plugins.lora.out"
     what = "checkpoints of tenants hold no model"
     refuse_first((bool(checkpoint) and recipe.adapts, what, str(checkpoint), do))
-    refuse_first(*rules(requests, recipe.data.max_length, recipe.model.vocab_size))
     do = "ask for fewer --samples"
-    refuse_first((len(rows) * samples > SEQUENCES, "these are too many samples", f"{len(rows) * samples}", do))
+    refuse_first((len(rows) * begun > SEQUENCES, "these are too many samples", f"{len(rows) * begun}", do))
     folder = out.absolute().parent
     odd = (out.exists() and not out.is_file()) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)
     do = "name a file in a folder that is there and can be written to"
     refuse_first((odd, "--out cannot be written", str(out), do))
-    sampling = Sampling(section.temperature, section.top_k, section.top_p)
-    stops = StopStrings(tokenizer, section.stop)
-    settings = Generation(recipe.train.seed, sampling, ends, stops, section.slots, section.cache_tokens)
     decides = {
         "recipe": recipe.model_dump(mode="json", include={"trainer", "model"}),
         "train": [recipe.train.seed, recipe.train.dtype],
         "checkpoint": str(checkpoint_in(checkpoint).absolute()) if checkpoint else "",
-        "generate": section.model_dump(mode="json", exclude=_PLACES),
+        "generate": section.model_dump(mode="json", exclude=_PLACES if section.collect else {*_PLACES, "collect"}),
         "prompts": [row.tokens for row in rows] + [row.limit for row in rows],
-        "tokenizer": tokenizer.identity,
+        "tokenizer": prepared.tokenizer.identity,
     }
     if adapters:
         decides |= {"tenants": [request.tenant for request in requests], "adapters": digests_of(adapters)}
     run = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return Asked(recipe, requests, settings, stops.text_of, run, adapters)
+    settings = prepared.settings if section.collect is None else collecting(prepared, section.collect)
+    return Asked(recipe, requests, settings, prepared.stops.text_of, run, adapters)
 
 
 def without_divided_tokens(recipe: Recipe) -> Recipe:
@@ -110,44 +103,11 @@ def without_divided_tokens(recipe: Recipe) -> Recipe:
 
 def prompting(recipe: Recipe, prompts: Path | None) -> Prompting:
     """What `verify_generation` continues, and how. Raises EvenloadError for what cannot be; starts nothing."""
-    from ...runtime.generate.request import Generation, Sampling
-
-    section, name = recipe.generate, tokenizer_of(recipe.data, recipe.model.weights)
-    tokenizer, limit = open_tokenizer(name), min(recipe.generate.max_new_tokens, MOST_NEW)
-    sampling = Sampling(section.temperature, section.top_k, section.top_p)
+    section, tokenizer = recipe.generate, open_tokenizer(tokenizer_of(recipe.data, recipe.model.weights))
+    limit = min(section.max_new_tokens, MOST_NEW)
     known = section.end_tokens if section.end_tokens is not None else [tokenizer.end_token]
-    ends, stops = frozenset(token for token in known if token is not None), StopStrings(tokenizer, section.stop)
-    settings = Generation(recipe.train.seed, sampling, ends, stops, section.slots, section.cache_tokens)
+    settings, _ = settings_of(recipe, tokenizer, frozenset(token for token in known if token is not None))
     return Prompting(settings, limit, read_prompts(prompts, tokenizer, limit) if prompts else None)
-
-
-class StopStrings:
-    """Whether a sample has come to a string that ends it, and its text before that."""
-
-    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
-        self._decode = tokenizer.decode
-        self._strings = strings
-        self._most = max((len(string.encode()) for string in strings), default=0) + _WINDOW
-
-    def __call__(self, tokens: Sequence[int]) -> bool:
-        text = self._decode(tokens[-self._most :]) if self._strings else ""
-        return any(string in text for string in self._strings)
-
-    def text_of(self, sample: Completion) -> str:
-        """The text of a sample, without the token or the string that ended it."""
-        text = self._decode(sample.tokens[:-1] if sample.ended == "end" else sample.tokens)
-        places = [text.find(string) for string in self._strings if sample.ended == "stop" and string in text]
-        return text[: min(places, default=len(text))]
-
-
-def _end_tokens(own: Sequence[int] | None, tokenizer: Tokenizer, name: str) -> frozenset[int]:
-    if own is not None:
-        return frozenset(own)
-    if tokenizer.end_token is None:
-        what, detail = "nothing says which token ends a sample", f"the tokenizer {shown(name)} names no end of sequence"
-        do = "set generate.end_tokens to the ids that do, or to [] where samples end by generate.stop or their limit"
-        raise EvenloadError(what, detail, do)
-    return frozenset([tokenizer.end_token])
 
 
 def generate(
@@ -172,8 +132,8 @@ def generate(
             wanted = asked(recipe, prompts, out, samples, checkpoint, tenant)
             file = SampleFile(out, wanted.run, wanted.text_of)
             there = from_first(file.read)
-        known, total = {sample[:2] for sample in there}, len(wanted.requests) * samples
-        left = [r._replace(samples=tuple(s for s in r.samples if (r.number, s) not in known)) for r in wanted.requests]
+            there, left = _left(wanted, there)
+        total = len(there) + sum(len(request.samples) for request in left)
         new: tuple[Completion, ...] = ()
         dealer = _dealer(wanted.recipe, there)
         if any(request.samples for request in left):
@@ -194,7 +154,7 @@ def generate(
                 shown = {"ended": add, "counted": counted, "mark": watchdog.at}
                 new = host.generate(left, wanted.settings, **shown, dealer=dealer)
         with watchdog.working("writing the samples"):
-            from_first(lambda: file.finish([*there, *new]))
+            from_first(lambda: file.finish([*there, *(sample for sample in new if sample.kept)]))
         dealt = dealer.report(left, new, wanted.settings.slots)
         return {**_result(out, wanted, there, new, time.perf_counter() - begin_s), "dealing": dealt}
 
@@ -208,16 +168,32 @@ def _dealer(recipe: Recipe, there: Sequence[Completion]) -> ByLength:
     return ByLength(costs and costs.decode, there, recipe.generate.move_every)
 
 
+def _left(wanted: Asked, there: Sequence[Completion]) -> tuple[list[Completion], list[Request]]:
+    """Samples that stay, and those that are not there yet; of prompts that are not decided all are drawn again."""
+    known = {sample[:2] for sample in there}
+    rule = wanted.recipe.generate.collect
+    if rule is None:
+        left = [r._replace(samples=tuple(s for s in r.samples if (r.number, s) not in known)) for r in wanted.requests]
+        return list(there), left
+    counts = Counter(prompt for prompt, _ in known)
+    decided = {prompt for prompt, count in counts.items() if count == rule.keep}
+    left = [r._replace(samples=()) if r.number in decided else r for r in wanted.requests]
+    return [sample for sample in there if sample.prompt in decided], left
+
+
 def _result(
     out: Path, wanted: Asked, there: Sequence[Completion], new: Sequence[Completion], seconds: float
 ) -> dict[str, Any]:
+    kept = [*there, *(sample for sample in new if sample.kept)]
+    collects = bool(new) and wanted.recipe.generate.collect is not None
     return {
         "out": str(out),
         "prompts": len(wanted.requests),
-        "samples": len(there) + len(new),
+        "samples": len(kept),
         "samples_before": len(there),
         "tokens": sum(len(sample.tokens) for sample in new),
-        "ended": dict(Counter(sample.ended for sample in (*there, *new))),
+        "ended": dict(Counter(sample.ended for sample in kept)),
+        "collected": beside_all(new, wanted.requests) if collects else None,
         "seconds": seconds,
         "run": wanted.run,
     }

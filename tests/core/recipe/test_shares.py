@@ -13,6 +13,9 @@ from evenload.core.recipe.shares import shares_of
 load_plugins()
 TWO: dict[str, Any] = {"web": {"source": "web.jsonl", "share": 3}, "code": {"source": "code.jsonl"}}
 
+DRAWN = {"prompts": "p.jsonl", "samples": 4, "score": "own:score"}
+SAMPLED: dict[str, Any] = {"source": "x.jsonl", "generate": DRAWN}
+
 
 def point(step: int, **shares: float) -> dict[str, Any]:
     return {"step": step, "shares": shares}
@@ -61,6 +64,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mix of one source": ({"mix": {"unit": "targets"}}, "and there are none"),
     "a validation of nothing": ({"validation": {"every": 5}}, "needs a source, or domains"),
     "a validation twice": ({"validation": {"source": "x", "domains": {"a": "y"}}}, "and not both"),
+    "a k beyond the samples": ({"validation": {**SAMPLED, "generate": {**DRAWN, "k": [1, 5]}}}, "more samples than"),
+    "samples without a score": ({"validation": {**SAMPLED, "generate": {"prompts": "p"}}}, "generate.score is not"),
+    "a function without a module": ({"validation": {**SAMPLED, "generate": {**DRAWN, "score": "f"}}}, "is not valid"),
     "a validation of a nameless domain": ({"validation": {"domains": {"": "y"}}}, "whose name is none"),
 }
 
@@ -95,3 +101,12 @@ def test_shares_that_change_do_not_say_how_many_steps_an_extent_takes(extent: di
 def test_a_recipe_whose_defaults_are_written_out_is_the_same(data: dict[str, Any]) -> None:
     written = parse({"data": data}).model_dump(mode="json")
     assert parse(written).model_dump(mode="json") == written
+
+
+def test_figures_of_samples_tell_the_best_checkpoint_by_their_names() -> None:
+    for name in ("score", "pass_at_1", "pass_at_4", "maj_at_4"):
+        data = {"data": {"validation": SAMPLED}, "checkpoint": {"dir": "kept", "best": f"generate.{name}"}}
+        assert parse(data).checkpoint.best == f"generate.{name}"
+    for name in ("generate.pass_at_2", "pass_at_4", "generate.maj_at_1"):
+        with pytest.raises(EvenloadError, match="not validated"):
+            parse({"data": {"validation": SAMPLED}, "checkpoint": {"dir": "kept", "best": name}})

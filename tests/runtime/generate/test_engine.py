@@ -133,7 +133,7 @@ class Returned:
         self.crossed += 1
         gone = [sample for sample in (*schedule.live, *schedule.waiting) if not self._number(3)]
         for sample in gone:
-            schedule.take(sample)
+            schedule.drop(sample)
         for old in gone:
             new, log_probs = list(old.new), list(old.log_probs)
             schedule.put(Running(old.request, old.number, old.stream, new=new, log_probs=log_probs))

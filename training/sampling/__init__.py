@@ -1,0 +1,1 @@
+"""Samples of prompts: how a recipe draws them, and what scores of the user's own come to."""
