@@ -97,7 +97,7 @@ def by_sample(world: Any, *, plans: list[str | int], **changes: Any) -> dict[str
         before = {**_state(host), **_moments(host)}
         for turn, which in enumerate(plans):
             labels, plan = labels_in_turn(turn + 2, LENGTHS), plan_of(host, which)
-            for state in states:
+            for state in states if turn == 0 else states[:1]:
                 row = _errors(host, state, PlannedSamples(plan, data, labels), plain, base, lengths)
                 out["rows"].append({"plan": which, "steps": state.steps, **row})
         plain.close()
