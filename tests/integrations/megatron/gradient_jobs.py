@@ -140,17 +140,14 @@ def _errors(host: Any, state: AdapterState, samples: PlannedSamples, plain: Any,
 
 
 def selected(world: Any, **changes: Any) -> dict[str, Any]:
-    """What `less` takes of a pool in which every third sample counts up, as those of the validation do."""
+    """What `less` takes of a pool in which every third sample has the few tokens that those of the validation have."""
     load_plugins()
     chosen = chosen_policy("select", "less", {}, data_policies("select"))
     count, generator = 24, np.random.default_rng(8)
     lengths = as_lengths(generator.integers(12, 40, count))
 
     def tokens_of(number: int) -> np.ndarray:
-        draw = np.random.default_rng(number)
-        if number % 3 == 0:
-            return (draw.integers(0, 90) + np.arange(40)) % 96
-        return draw.integers(0, 96, 40)
+        return np.random.default_rng(number).integers(*((0, 8) if number % 3 == 0 else (8, 96)), 40)
 
     with hosted(world, **changes) as host:
         parts = [np.arange(count)[turn::2] for turn in range(2)]
@@ -162,7 +159,7 @@ def selected(world: Any, **changes: Any) -> dict[str, Any]:
             for turn, own in enumerate(parts)
         ]
         wanted = (30, 25, 38)
-        held_out = PlannedSamples(planned(host, 4, wanted), lambda i: (7 * i + np.arange(wanted[i])) % 96)
+        held_out = PlannedSamples(planned(host, 4, wanted), lambda i: tokens_of(300 + 3 * i)[: wanted[i]])
         with host.gradient_scores(GradientSettings(ADAPTER, 512)) as scores:
             rows, queries = scores.of_pool(batches), scores.of_pool([held_out])
             along = scores.along(scores.direction([held_out]), batches)
