@@ -111,7 +111,8 @@ class GradientScores:
     """Takes gradients of samples as long as its host's `gradient_scores` is open. All methods are collective."""
 
     def __init__(self, host: Host, frozen: FrozenModel, settings: GradientSettings) -> None:
-        self._host, self._settings, self._passes = host, settings, frozen.passes
+        self._host, self._settings = host, settings
+        self._passes = frozen.passes
         self._rows = SampleGradients(frozen.blocks, frozen.linears, frozen.peers, frozen.dtype, host.device)
         adapter = settings.adapter.model_copy(update={"lora_dropout": 0.0})
         try:

@@ -45,7 +45,8 @@ def projection(name: str, values: Tensor, places_E: Tensor, columns: int, seed: 
         words_EB = _mixed(_mixed(places ^ key)[:, None] ^ blocks_B)
         signs = torch.nn.functional.embedding(words_EB.view(torch.uint8).int(), signs_of_byte)
         total += part @ signs.flatten(1)[:, :columns]
-    return total * float(columns) ** -0.5
+    projected: Tensor = total * float(columns) ** -0.5
+    return projected
 
 
 def preconditioned(gradient: Tensor, mean: Tensor, square: Tensor, betas: tuple[float, float], eps: float) -> Tensor:

@@ -81,7 +81,9 @@ class TenantAdapter:
         cuts = [(place, kind) for places in own.values() for kind in (A, B) for place in places]
         shapes = [place.shape_of(kind, adapter.rank_of(place.name)) for place, kind in cuts]
         self.size = sum(rows * columns for rows, columns in shapes)
-        self._own, self._cuts, self._shapes = own, cuts, shapes
+        self._own = own
+        self._cuts = cuts
+        self._shapes = shapes
         run = -(-self.size // owners)
         self.values = torch.zeros(run * owners, dtype=dtype, device=device)
         self.lay(torch.zeros_like(self.values))
