@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.aliases import Floats
+from ..core.aliases import Floats, Ints
 from ..core.errors import EvenloadError, shorten
 from ..core.input import reading
 from .content import are_same
@@ -67,7 +67,7 @@ class ReferenceLosses:
         name, tokens = self._places.of(sample)
         return np.asarray(self._arrays[name][tokens], dtype=np.float64)
 
-    def means(self, samples: NDArray[np.int64]) -> Floats:
+    def means(self, samples: Ints) -> Floats:
         """float64 [S] mean token loss of each of these samples."""
         sums = np.array([self.of(sample).sum() for sample in samples.tolist()])
         means: Floats = sums / np.maximum(self._targets[samples], 1)

@@ -225,11 +225,11 @@ class Drawing:
         if self.selected is None:
             drawn, self._order = self._take(self._order)
             return drawn
-        drawn, rest = np.split(self.selected.samples, [self._size.samples])
+        batch, rest = np.split(self.selected.samples, [self._size.samples])
         self.selected = self.selected._replace(samples=rest)
         if isinstance(self._order, MixState):
             self._order = replace(self._order, step=self._order.step + 1)
-        return drawn
+        return batch
 
     def candidates(self, batches: int) -> Ints:
         """The samples with a target of so many batches, in their order, each once. They are drawn and count as no
@@ -244,7 +244,8 @@ class Drawing:
         numbers = np.concatenate(parts)
         numbers = numbers[np.sort(np.unique(numbers, return_index=True)[1])]
         targets = self._lengths - 1 if self._targets is None else self._targets
-        return numbers[targets[numbers] > 0]
+        carrying: Ints = numbers[targets[numbers] > 0]
+        return carrying
 
     def use(self, policy: Mapping[str, Any], first: Mapping[str, Any] | None = None) -> None:
         """Draw the next batches under another state of the policy of their shares; ``first``: the next one alone under

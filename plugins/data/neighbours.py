@@ -76,7 +76,7 @@ def _nearest(pool: Pool, count: int) -> tuple[Floats, Ints]:
     return distances, places
 
 
-def _near(state: State, pool: Pool, _: Frozen) -> Selected:
+def _near(state: State, pool: Pool, settings: Frozen) -> Selected:
     _, places = _nearest(pool, min(len(pool.numbers), pool.take))
     in_turn = pool.numbers[places.T.ravel()]
     _, first = np.unique(in_turn, return_index=True)

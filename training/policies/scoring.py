@@ -34,7 +34,7 @@ class Scorer:
     def planned(self, samples: Ints) -> Iterator[Planned]:
         """The plans of these samples, batch by batch. Collective."""
         starts = range(0, len(samples), self._size)
-        parts = [samples[start : start + self._size] for start in starts]
+        parts = [np.asarray(samples[start : start + self._size], np.int64) for start in starts]
         self._draws = [draw_of(self._job.source, part)._replace(own_sums=None) for part in parts]
         for number in range(len(parts)):
             self._job.watchdog.at("waiting for the plan of samples to score")
