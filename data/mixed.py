@@ -43,7 +43,7 @@ class MixedSource(Source):
     def columns(self) -> tuple[dict[str, Ints], dict[str, Ints], dict[str, Ints]]:
         """Tokens of each sample by domain, its targets likewise, and its group where there are any."""
         parts = self.parts.items()
-        groups = {name: part.groups for name, part in parts if part.groups is not None}
+        groups: dict[str, Ints] = {name: part.groups for name, part in parts if part.groups is not None}
         return {name: part.lengths for name, part in parts}, {name: targets_of(part) for name, part in parts}, groups
 
     @property

@@ -54,9 +54,7 @@ CORE: dict[str, Any] = {
 }
 ALL = {"acme": ACME, "bolt": BOLT, "core": CORE}
 WEIGHTS = {"held_out": 1.0, "json": 2.0}
-MIXED = [
-    {"held_out": 3, "json": 1},
-]
+MIXED = [{"held_out": of, "json": 4 - of} for of in (3, 3, 2, 2, 1)]
 """Samples that steps of core draw of its domains."""
 
 BEFORE_STEP = """
