@@ -110,8 +110,8 @@ def samples_of(
         counted(done)
     of_ranks = everyone((rank, samples, work if host.collects else None))
     works = {of: tuple(work) for of, _, work in of_ranks if work}
-    moved = (moves.moved, moves.moved_tokens) if moves else ()
-    dealer.ran(Ran(dealt.dealer, tuple(works[of] for of in range(num_ranks)), *moved))
+    moved, again = (moves.moved, moves.moved_tokens) if moves else (0, 0)
+    dealer.ran(Ran(dealt.dealer, tuple(works[of] for of in range(num_ranks)), moved, again))
     return _merged(samples for _, samples, _ in of_ranks)
 
 

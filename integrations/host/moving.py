@@ -129,8 +129,8 @@ class Moves:
                     schedule.drop(places[i])
                 rows = _rows([places[i] for i in samples])
                 sends.append(rows)
-                if size:
-                    wait.append(dist.isend(rows, self._peers[target], group=group))
+                if size and (work := dist.isend(rows, self._peers[target], group=group)):
+                    wait.append(work)
             elif target == self._rank:
                 rows = torch.empty(2, size, dtype=torch.float64)
                 if size:

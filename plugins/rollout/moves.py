@@ -72,7 +72,7 @@ def levelled(ranks: Ints, seconds: Floats, num_ranks: int, price_s: Floats | Non
 
 def ordered(ranks: Ints, lengths: Expected, request: RolloutRequest) -> RolloutPlan:
     """The samples of each rank: those that have tokens first, then least expected first."""
-    order = np.lexsort([lengths.mean, request.done == 0])
+    order = np.lexsort([lengths.mean, (request.done == 0).astype(np.float64)])
     return RolloutPlan(tuple(order[ranks[order] == rank] for rank in range(request.num_ranks)), "moved")
 
 

@@ -78,7 +78,7 @@ class Dealt(NamedTuple):
     @property
     def digest(self) -> bytes:
         """16 bytes that are equal where ranks are told the same."""
-        arrays = [*self.ranks, np.zeros(0) if self.forwards is None else self.forwards]
+        arrays = [*self.ranks, np.zeros(0, dtype=np.int64) if self.forwards is None else self.forwards]
         digest = hashlib.blake2b(repr([len(own) for own in arrays]).encode(), digest_size=16)
         for own in arrays:
             digest.update(own.astype("<i8").tobytes())
@@ -158,16 +158,18 @@ def agreed(dealer: Dealer, dealing: Dealing) -> Dealt:
             asked.set_exception(error)
 
     threading.Thread(target=ask, name="evenload-dealing", daemon=True).start()
+    dealt: Dealt | None = None
+    why = "see there"
     try:
-        dealt, why = asked.result(LATE_S), ""
+        dealt = asked.result(LATE_S)
     except TimeoutError:
-        dealt, why = None, f"nothing within {LATE_S:g} s"
+        why = f"nothing within {LATE_S:g} s"
     except Exception as error:
-        dealt, why = None, f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {error}"
     answers = gather_bytes(_READY if dealt else _FAILED)
     if dealt is None or _FAILED in answers:
         failed = name_ranks(rank for rank, answer in enumerate(answers) if answer == _FAILED)
-        log.warning("samples are spread over ranks, as dealing them failed on %s: %s", failed, why or "see there")
+        log.warning("samples are spread over ranks, as dealing them failed on %s: %s", failed, why)
         dealt = Dealer().deal(dealing)
     agree(dealt.digest, "dealings of samples", 0)
     return dealt

@@ -80,7 +80,7 @@ class ByLength(Dealer):
         num_ranks, limit = len(ran.work), int(lengths.max())
         forwards = [sum(work.forwards for work in of_rank) for of_rank in ran.work]
         least = max(limit, math.ceil(lengths.sum() / (num_ranks * slots)))
-        report = {"dealt": ran.dealer, "forwards": forwards, "least_forwards": least}
+        report: dict[str, Any] = {"dealt": ran.dealer, "forwards": forwards, "least_forwards": least}
         report |= {"borders": max(0, len(ran.work[0]) - 2), "moved": ran.moved, "moved_tokens": ran.moved_tokens}
         if not self._measured:
             return report
