@@ -300,7 +300,7 @@ KILLERS: dict[str, Words] = {
     "selections": ("pytest", "tests/plugins/data/test_selects.py"),
     "weights of samples": ("pytest", "tests/plugins/data/test_weights.py"),
     "learned shares": ("pytest", "tests/training/test_learned_shares.py"),
-    "kept samples": ("pytest", "tests/runtime/generate/test_kept.py", "-k", "plain_samples and pruned and slots1"),
+    "kept samples": ("pytest", "tests/runtime/generate/test_kept.py", "-k", "plain_samples and pruned"),
     "samples in validation": ("pytest", "tests/training/sampling"),
 }
 
