@@ -179,12 +179,13 @@ class Host(ABC):
         mark: Mark = no_mark,
         dealer: Dealer | None = None,
     ) -> tuple[Completion, ...]:
-        """Samples of prompts by the weights as they are, in the order of prompts, the same on every rank.
+        """Samples of prompts by the weights as they are, in the order of prompts, the same on every rank; under
+        ``settings.collect`` also those that are not kept, as far as they have come.
 
-        No state changes: weights, gradients, random states. ``ended`` is shown each sample when it ends, on one of the
-        ranks that made it, and ``counted`` how many have ended on all ranks. ``dealer``: which rank makes which of
-        them; None: in turn. Raises EvenloadError for a model or requests that cannot be generated, before the first
-        token.
+        No state changes: weights, gradients, random states. ``ended`` is shown each sample that is kept when that is
+        known, on one of the ranks that made it, and ``counted`` how many have ended on all ranks. ``dealer``: which
+        rank makes which of them; None: in turn. Raises EvenloadError for a model or requests that cannot be generated,
+        before the first token.
         """
         return samples_of(self, requests, settings, ended, counted, mark, dealer or Dealer())
 

@@ -326,6 +326,8 @@ KILLERS: dict[str, Words] = {
     ),
     "planned loader": ("pytest", "tests/integrations/deepspeed/unmodified/test_loader.py"),
     "resume matrix": ("pytest", "tests/training/test_resume_matrix.py", "-k", "odm-samples"),
+    "kept samples": ("pytest", "tests/runtime/generate/test_kept.py", "-k", "plain_samples and pruned"),
+    "samples in validation": ("pytest", "tests/training/sampling"),
 }
 
 _IN_LOOPS = "integrations/megatron/unmodified"
@@ -4138,5 +4140,38 @@ MUTANTS: tuple[Mutant, ...] = (
         "        alone = middle - costs.step_s * tokens\n",
         "        alone = (middle - costs.step_s * tokens) / num_ranks\n",
         "rollout",
+        "a border of samples is decided when the first has come to it",
+        "runtime/generate/kept.py",
+        "        return any(len(sample.new) < self.bar for sample in self.running.values())\n",
+        "        return all(len(sample.new) < self.bar for sample in self.running.values())\n",
+        "kept samples",
+    ),
+    Mutant(
+        "what ended before a border ends before the next one again",
+        "runtime/generate/kept.py",
+        "        own.lengths = {}\n",
+        "        own.lengths = dict(own.lengths)\n",
+        "kept samples",
+    ),
+    Mutant(
+        "samples are pruned by no score",
+        "runtime/generate/kept.py",
+        "        own.state = own.state.at_border(own.lengths, self._scored(own))\n",
+        "        own.state = own.state.at_border(own.lengths, {i: 0.0 for i in self._scored(own)})\n",
+        "kept samples",
+    ),
+    Mutant(
+        "pass@k is taken from the share of right samples, with its bias",
+        "training/sampling/figures.py",
+        "1.0 - math.comb(of - count, k) / math.comb(of, k)",
+        "1.0 - (1.0 - count / of) ** k",
+        "samples in validation",
+    ),
+    Mutant(
+        "functions of users move numpy's generator on",
+        "training/sampling/scored.py",
+        "            np.random.set_state(of_numpy)\n",
+        "            pass\n",
+        "samples in validation",
     ),
 )

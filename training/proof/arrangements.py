@@ -87,7 +87,7 @@ def _run(
     watched: Any = _Watched(host, most)
     ended: list[tuple[int, int]] = []
     out.samples += samples_of(
-        watched, requests, settings, lambda sample: ended.append(sample[:2]), lambda _: None, mark
+        watched, requests, settings, lambda sample: ended.append(sample[:2]), lambda _: None, mark, dealer
     )
     ranks = everyone((watched.forwards, watched.computed if host.collects else 0, ended))
     out.forwards += max(forwards for forwards, _, _ in ranks)
