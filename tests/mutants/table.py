@@ -289,6 +289,7 @@ KILLERS: dict[str, Words] = {
     "slow ranks": ("pytest", "tests/training/test_stragglers.py"),
     "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
     "generation": ("pytest", "tests/runtime/generate/test_engine.py"),
+    "blocks of rows": ("pytest", "tests/runtime/attention/test_by_block.py"),
     "mixture": (
         "pytest",
         "tests/data/test_mixture.py",
@@ -3750,13 +3751,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime/attention/kv_cache.py",
         "unseen_PS = places_PS > last_P[:, None]\n",
         "unseen_PS = places_PS > last_P[:, None] + 1\n",
-        "generation",
+        "blocks of rows",
     ),
     Mutant(
         "a block that several rows share is read for one of them alone",
         "runtime/attention/kv_cache.py",
         "            again = last[blocks] != order\n",
         "            again = np.zeros(len(blocks), dtype=bool)\n",
-        "generation",
+        "blocks of rows",
     ),
 )
