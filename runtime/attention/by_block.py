@@ -27,10 +27,10 @@ from .scores import ScoreForm
 
 def attend_rows(q_BHD: Tensor, pools: Pools, rows: CachedRows, scores: ScoreForm) -> Tensor:
     """out_BHD of one query for each of the rows of one token."""
-    by_head = tuple(pool.transpose(1, 2) for pool in pools)
+    k_NGSD, v_NGSD = (pool.transpose(1, 2) for pool in pools)
     if rows.are_even and not scores.options & {"softcap", "sinks"}:
-        return _gathered(q_BHD, *by_head, rows, scores)
-    return _by_block(q_BHD, *by_head, rows, scores)
+        return _gathered(q_BHD, k_NGSD, v_NGSD, rows, scores)
+    return _by_block(q_BHD, k_NGSD, v_NGSD, rows, scores)
 
 
 def _gathered(q_BHD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rows: CachedRows, scores: ScoreForm) -> Tensor:
@@ -40,7 +40,7 @@ def _gathered(q_BHD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rows: CachedRows, s
         pool.flatten(0, 1).index_select(0, blocks).view(num_rows, groups, -1, pool.shape[-1])
         for pool in (k_NGSD, v_NGSD)
     )
-    q_BGRD = q_BHD.unflatten(1, (groups, -1))
+    q_BGRD = q_BHD.reshape(num_rows, groups, -1, q_BHD.shape[-1])
     seen_B11L = rows.seen_B11L(scores.window)
     out_BGRD = scaled_dot_product_attention(q_BGRD, k_BGLD, v_BGLD, attn_mask=seen_B11L, scale=scores.scale)
     return out_BGRD.flatten(1, 2)
@@ -49,7 +49,7 @@ def _gathered(q_BHD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rows: CachedRows, s
 def _by_block(q_BHD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rows: CachedRows, scores: ScoreForm) -> Tensor:
     """Sums are in float32 at least."""
     reads, (num_rows, heads, dim), (groups, size) = rows.reads, q_BHD.shape, k_NGSD.shape[1:3]
-    q_PGRD = q_BHD.index_select(0, reads.rows_P).unflatten(1, (groups, -1))
+    q_PGRD = q_BHD.index_select(0, reads.rows_P).view(-1, groups, heads // groups, dim)
     s_PHS = _products(q_PGRD, k_NGSD.transpose(2, 3), reads, scores.scale).view(-1, heads, size)
     s_PHS = s_PHS.to(torch.promote_types(s_PHS.dtype, torch.float32))
     if scores.softcap is not None:
@@ -63,7 +63,7 @@ def _by_block(q_BHD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rows: CachedRows, s
     sums_BH = torch.zeros_like(most_BH).index_add_(0, reads.rows_P, s_PHS.sum(-1))
     if scores.sinks_H is not None:
         sums_BH += torch.exp(scores.sinks_H - most_BH)
-    weights_PGRS = s_PHS.to(v_NGSD.dtype).unflatten(1, (groups, -1))
+    weights_PGRS = s_PHS.to(v_NGSD.dtype).view(-1, groups, heads // groups, size)
     o_PHD = _products(weights_PGRS, v_NGSD, reads).view(-1, heads, dim).to(s_PHS.dtype)
     out_BHD = o_PHD.new_zeros(num_rows, heads, dim).index_add_(0, reads.rows_P, o_PHD)
     return out_BHD.div_(sums_BH[..., None]).to(q_BHD.dtype)

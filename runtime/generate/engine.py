@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -132,7 +132,7 @@ def _pack(slices: Sequence[Slice], tokens: Mapping[int, Sequence[int]], cache: K
         "labels_T": np.full(borders[-1], IGNORE, dtype=np.int64),
         "cu_seqlens": np.array(borders, dtype=np.int32),
     }
-    fields = copy_rows(arrays, device)
+    fields: dict[str, Any] = copy_rows(arrays, device)
     return Pack(segments=borders, max_seqlen=max(lengths), slices=rows.slices, cached=rows, num_targets=0, **fields)
 
 

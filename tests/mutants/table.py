@@ -293,6 +293,7 @@ KILLERS: dict[str, Words] = {
         "pytest",
         "tests/integrations/megatron/test_generate.py::test_moves_between_two_ranks_change_no_token",
     ),
+    "blocks of rows": ("pytest", "tests/runtime/attention/test_by_block.py"),
     "mixture": (
         "pytest",
         "tests/data/test_mixture.py",
@@ -3778,7 +3779,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "runtime/attention/kv_cache.py",
         "unseen_PS = places_PS > last_P[:, None]\n",
         "unseen_PS = places_PS > last_P[:, None] + 1\n",
-        "generation",
+        "blocks of rows",
     ),
     Mutant(
         "a block that several rows share is read for one of them alone",
@@ -4173,5 +4174,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "            np.random.set_state(of_numpy)\n",
         "            pass\n",
         "samples in validation",
+        "blocks of rows",
     ),
 )

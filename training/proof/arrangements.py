@@ -15,6 +15,7 @@ from ...integrations.host.generating import samples_of
 from ...integrations.host.host import Host
 from ...integrations.host.step import Mark
 from ...runtime.attention.pack import Pack
+from ...runtime.generate.dealing import Dealer, Dealing, Dealt
 from ...runtime.generate.engine import Decoder
 from ...runtime.generate.request import Completion, Generation, Request
 from ...runtime.world.agreement import everyone
@@ -29,6 +30,19 @@ class Arrangement(NamedTuple):
     """The requests' places, in the order in which they are asked for."""
     interrupted: bool = False
     """Half of the forwards run first; then what has not ended is asked for again, in other slots."""
+    dealer: Dealer = Dealer()  # noqa: RUF012
+    """Which rank generates which samples."""
+
+
+class Tossed(Dealer):
+    """Deals samples to ranks that are drawn, and again after a few forwards that are drawn, too."""
+
+    def deal(self, dealing: Dealing) -> Dealt:
+        """See `Dealer`."""
+        drawn, left = np.random.default_rng(int(dealing.tokens.sum())), np.flatnonzero(dealing.ended == 0)
+        ranks = drawn.integers(dealing.num_ranks, size=len(left))
+        own = tuple(left[ranks == rank] for rank in range(dealing.num_ranks))
+        return Dealt(own, "tossed", drawn.integers(1, 6, size=dealing.num_ranks))
 
 
 @dataclass
@@ -61,6 +75,7 @@ def arrangements(requests: Sequence[Request], settings: Generation, block_tokens
         of("one slot, last prompt first", forth[::-1], slots=1),
         of("prompts in chunks", drawn, slots=3, step_tokens=5),
         of("64 slots, the least cache", drawn[::-1], slots=64, cache_tokens=least, step_tokens=7),
+        of("dealt again at borders that are drawn", drawn, slots=4)._replace(dealer=Tossed()),
         of("interrupted, and gone on", forth, slots=5, step_tokens=16)._replace(interrupted=True),
     ]
 
@@ -70,22 +85,23 @@ def arranged(host: Host, requests: Sequence[Request], arrangement: Arrangement, 
     out, asked = Arranged(), [requests[place] for place in arrangement.order]
     if arrangement.interrupted:
         whole = Arranged()
-        _run(host, asked, arrangement.settings, mark, whole)
-        _run(host, asked, arrangement.settings, mark, out, most=whole.forwards // 2)
+        _run(host, asked, arrangement, mark, whole)
+        _run(host, asked, arrangement, mark, out, most=whole.forwards // 2)
         out.before, there = len(out.samples), {sample[:2] for sample in out.samples}
         left = (r._replace(samples=tuple(s for s in r.samples if (r.number, s) not in there)) for r in asked[::-1])
         asked = [request for request in left if request.samples]
         arrangement = arrangement._replace(settings=replace(arrangement.settings, slots=64))
     if asked:
-        _run(host, asked, arrangement.settings, mark, out)
+        _run(host, asked, arrangement, mark, out)
     return out
 
 
 def _run(
-    host: Host, requests: Sequence[Request], settings: Generation, mark: Mark, out: Arranged, most: int | None = None
+    host: Host, requests: Sequence[Request], arrangement: Arrangement, mark: Mark, out: Arranged, most: int | None = None
 ) -> None:
     watched: Any = _Watched(host, most)
     ended: list[tuple[int, int]] = []
+    _, settings, *_, dealer = arrangement
     out.samples += samples_of(
         watched, requests, settings, lambda sample: ended.append(sample[:2]), lambda _: None, mark, dealer
     )
