@@ -329,7 +329,8 @@ def table(result: Result) -> Any:
             f"{seconds(row[key]['step_s'])}, {row[key]['step_s'] / bound_s:.3f}x, {row[key]['strategies']}"
             for key in ("two", "one", "stock", "our_layout")
         )
-        own = f"{seconds(row['ours']['step_s'])} ({row['ours']['gap']:.1%}), {row['ours']['trainer']} {row['ours']['picks']}"
+        best = row["ours"]
+        own = f"{seconds(best['step_s'])} ({best['gap']:.1%}), {best['trainer']} {best['picks']}"
         rows.append((str(row["batch"]), seconds(bound_s), *cells, own))
     heads = (
         "samples",
