@@ -118,13 +118,13 @@ def trained(folder: Path, recipe: Result) -> Result:
 
 def run(name: str, mix: Result | None, seed: int, steps: int, folder: Path, counts: dict[str, int]) -> Result:
     """A row: losses by domain after the last step, and what was drawn of each over all steps."""
-    told = trained(folder, recipe_of(folder, counts, name, mix, seed, steps))
-    last = told["validation"][-1]["domains"]
-    drawn = {d: sum(row["domains"].get(d, {"samples": 0})["samples"] for row in told["steps"]) for d in counts}
+    result = trained(folder, recipe_of(folder, counts, name, mix, seed, steps))
+    last = result["validation"][-1]["domains"]
+    drawn = {d: sum(row["domains"].get(d, {"samples": 0})["samples"] for row in result["steps"]) for d in counts}
     return {
         "policy": name,
         "seed": seed,
-        "tokens": sum(row["tokens"] for row in told["steps"]),
+        "tokens": sum(row["tokens"] for row in result["steps"]),
         "losses": {d: last[d]["loss"] for d in counts},
         "drawn": {d: drawn[d] / (steps * BATCH) for d in counts},
     }

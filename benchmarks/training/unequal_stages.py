@@ -1,18 +1,15 @@
 """Numbers of layers by stage, beside each other: CPU seconds of every stage in training steps, the numbers in turn.
 
     python benchmarks/training/unequal_stages.py [--layers 6] [--hidden 128] [--vocabulary 4096] [--samples 8]
-                                                 [--rounds 2] [--steps 2] [--numbers 5,3] [--costs FILE]
-                                                 [--json] [--out FILE]
+                                                 [--rounds 2] [--steps 2] [--costs FILE] [--json] [--out FILE]
 
 A Llama of these sizes in two stages (Megatron-Core, float32, a CPU core each), whose output layer is the work of one or
-two layers; samples of 64 to 512 tokens, `plugins.pipeline` on. Equal numbers, those of ``auto`` and --numbers run in
-turn in each round, the same batches.
+two layers; samples of 64 to 512 tokens, `plugins.pipeline` on. Equal numbers and those of ``auto`` run in turn in each
+round, the same batches.
 
     stages          the least CPU seconds of each stage in the passes of a step, over all rounds (mean of the steps)
     step            no shorter than its busiest stage: that, over equal numbers'
     idle            of both stages, while the busier one works: 1 - mean / most; a bubble is that at the least
-    wall            of a whole step by the clock, its longest rank: the median over rounds of the ratio to equal numbers
-                    in the same round; other work on the machine is in it
     step, bubble    of the simulator, by the costs that are given
 """
 
@@ -62,23 +59,18 @@ def on_rank(asked: argparse.Namespace) -> None:
     world = init_world()
     lengths = np.random.default_rng(1).integers(64, 513, (asked.steps, asked.samples))
     auto = list(settled(recipe_of(asked, "auto"), STAGES, lengths[0]).parallel.layers)
-    more = [[int(word) for word in asked.numbers.split(",")]] if asked.numbers else []
     rows: dict[str, Row] = {}
-    for turn in range(asked.rounds):
-        for layers in [[asked.layers // STAGES] * STAGES, auto, *more][:: 1 - turn % 2 * 2]:
-            row = _steps(recipe_of(asked, layers), world, lengths, asked.vocabulary)
-            known = rows.setdefault(str(layers), {**row, "layers": layers, "auto": layers == auto, "wall_s": []})
-            known["stages_s"] = np.minimum(known["stages_s"], row["stages_s"]).tolist()
-            known["wall_s"].append(row["wall_s"])
+    for layers in [[asked.layers // STAGES] * STAGES, auto] * asked.rounds:
+        row = _steps(recipe_of(asked, layers), world, lengths, asked.vocabulary)
+        known = rows.setdefault(str(layers), {**row, "layers": layers, "auto": layers == auto})
+        known["stages_s"] = np.minimum(known["stages_s"], row["stages_s"]).tolist()
     close_world(world)
     if world.rank == 0:
         print(json.dumps({"rows": list(rows.values()), "settings": {**vars(asked), "out": None}}))
 
 
 def _steps(recipe: Any, world: Any, lengths: Any, vocabulary: int) -> Row:
-    """Mean CPU seconds of each stage in the passes of a step, what the simulator says of the steps, and the clock."""
-    import time
-
+    """Mean CPU seconds of each stage in the passes of a step, and what the simulator says of the steps."""
     import torch
     import torch.distributed as dist
     from evenload.core.planning.chain import PlanChain
@@ -88,22 +80,16 @@ def _steps(recipe: Any, world: Any, lengths: Any, vocabulary: int) -> Row:
     host = open_host(recipe, world)
     chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
     busy, outcomes = torch.zeros(world.size, dtype=torch.float64), []
-    wall_s = torch.zeros(1, dtype=torch.float64)
     for batch in lengths:
         plan = chain.plan(batch)
         outcomes.append(outcome_of(plan, chain.context))
         generator = np.random.default_rng(len(outcomes))
         samples = [generator.integers(0, vocabulary, n) for n in batch]
-        dist.barrier()
-        begin = time.perf_counter()
         busy[host.pipeline_stage] += host.train_step(plan, samples.__getitem__, lr=1e-3).busy_s / len(lengths)
-        wall_s += time.perf_counter() - begin
     dist.all_reduce(busy)
-    dist.all_reduce(wall_s, dist.ReduceOp.MAX)
     host.close()
     return {
         "stages_s": busy.tolist(),
-        "wall_s": wall_s.item() / len(lengths),
         "predicted_s": float(np.mean([one.step_s for one in outcomes])),
         "predicted_bubble_frac": float(np.mean([one.bubble_frac for one in outcomes])),
     }
@@ -116,7 +102,6 @@ def benchmark(asked: argparse.Namespace) -> Row:
 def table(result: Row) -> Any:
     """A row for each division."""
     rows = result["rows"]
-    rows = sorted(rows, key=lambda row: len(set(row["layers"])) > 1)  # equal numbers first
     equal = max(rows[0]["stages_s"])
     cells = [
         [
@@ -124,7 +109,6 @@ def table(result: Row) -> Any:
             " | ".join(f"{seconds:.2f}" for seconds in row["stages_s"]),
             f"{max(row['stages_s']) / equal:.3f}",
             f"{1 - np.mean(row['stages_s']) / max(row['stages_s']):.1%}",
-            f"{np.median(np.divide(row['wall_s'], rows[0]['wall_s'])):.3f}",
             f"{row['predicted_s'] / rows[0]['predicted_s']:.3f}",
             f"{row['predicted_bubble_frac']:.1%}",
         ]
@@ -135,7 +119,6 @@ def table(result: Row) -> Any:
         "CPU s of stages",
         "busiest over equal",
         "idle",
-        "wall over equal",
         "step over equal, predicted",
         "bubble, predicted",
     ]
@@ -147,6 +130,5 @@ if __name__ == "__main__":
     sizes = {"layers": 6, "hidden": 128, "vocabulary": 4096, "samples": 8, "rounds": 2, "steps": 2}
     for name, value in sizes.items():
         arguments.add_argument(f"--{name}", type=int, default=value)
-    arguments.add_argument("--numbers", help="of layers by stage, beside equal ones and auto's: 5,3")
     arguments.add_argument("--costs", default="auto")
     on_ranks.main(arguments, on_rank, benchmark, table)

@@ -38,9 +38,9 @@ def test_a_gain_within_the_spread_of_seeds_or_of_some_seeds_alone_is_none(script
     default = [(2.0, 3.0), (2.1, 3.1), (1.9, 2.9)]
     within = [(a - 0.05, b - 0.3) for a, b in default]
     unsteady = [(2.6, 2.0), (2.7, 2.1), (1.7, 3.0)]
-    told = script.summary(rows(default=default, within=within, unsteady=unsteady))
-    assert {row["policy"] for row in told} == {"default", "within", "unsteady"}
-    by = {row["policy"]: row for row in told}
+    rows_of = script.summary(rows(default=default, within=within, unsteady=unsteady))
+    assert {row["policy"] for row in rows_of} == {"default", "within", "unsteady"}
+    by = {row["policy"]: row for row in rows_of}
     assert by["within"]["difference"]["a"] == pytest.approx(-0.05)
     assert by["within"]["verdict"] == {"a": "none", "b": "better", "mean": "better", "worst": "better"}
     assert by["unsteady"]["verdict"]["a"] == "none"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +143,3 @@ def test_a_setting_is_trained_on_ranks_of_this_machine_and_nothing_is_kept(tmp_p
 def test_what_cannot_be_trained_here_is_refused_before_the_search(recipe: Recipe, ranks: list[int], says: str) -> None:
     with pytest.raises(EvenloadError, match=says):
         search(recipe, LENGTHS, ranks, measure=1)
-
-
-@pytest.mark.slow
-def test_a_profile_of_another_machine_is_mended_by_ranks_of_this_one(tmp_path: Path) -> None:
-    """The command as a user types it: a 7B model's costs on GPUs for a small model on cores."""
-    out = tmp_path / "best.yaml"
-    pins = [word for key in ("parallel.tp=1", "parallel.pp=1", "max_tokens=8192") for word in ("--pin", key)]
-    wrong = ["costs=galvatron-llama2-7b", "train.global_batch_size=6", "data.max_length=2048"]
-    command = [sys.executable, "-m", "evenload", "search", "quickstart", *wrong, "--nproc", "2", *pins]
-    words = ["--measure", "1", "--minutes", "0.2", "--out", str(out), "--json"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = json.loads(done.stdout)["measured"]
-    before, after = (abs(math.log(row[key] / row["measured_s"])) for key in ("predicted_s", "refitted_s"))
-    assert before > math.log(2), "the profile is wrong"
-    assert after < 0.5 * before
-    assert api.load_recipe(out).costs == str(tmp_path / "best.costs.yaml")

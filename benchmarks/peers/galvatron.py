@@ -1,22 +1,21 @@
 """Galvatron (arXiv 2504.21411): its search on its own llama2-7b profile, all samples of its one length, and ours.
 
-    python benchmarks/published/galvatron.py CHECKOUT [--batches 16,64] [--memory 36] [--limit-s 60] [--quick]
-                                             [--json] [--out FILE]
+    python benchmarks/peers/galvatron.py CHECKOUT [--batches 16,64] [--memory 36] [--limit-s 60]
+                                         [--json] [--out FILE]
 
 CHECKOUT is Hetu-Galvatron @ cea12ffb, whose engine and cost model run as they are, on its profile of a node of 8 A100:
-samples of 2,048 tokens, bf16, 1F1B. Only its C++ loop stands here in numpy, the same recurrence. Its seconds are those
-of its cost model, ours those of the simulator under the same forward seconds (recipes/costs/galvatron-llama2-7b.yaml)
-and the same bandwidth of 8 ranks: the two share no scale, so each column is compared within itself.
+samples of 2,048 tokens, bf16, 1F1B; it needs scipy. Its seconds are those of its cost model, ours those of the
+simulator under the same forward seconds (recipes/costs/galvatron-llama2-7b.yaml) and the same bandwidth of 8 ranks: the
+two share no scale, so each is compared within itself.
 
-    by layer   what its engine finds: a strategy for each layer (tp or Ulysses, dp, ZeRO 2 or 3, checkpoint); --quick
-               leaves this out, whose tables of megabytes take minutes
-    two        the best division of the layers, alike in each stage, between two strategies, in its cost model
-    one        the same engine, one strategy for all layers
+    two        strategies by layer (tp or Ulysses, dp, ZeRO 2 or 3, checkpoint): the best division of the layers, alike
+               in each stage, between two of them
+    one        what its engine gives where all layers have one strategy
     stock      of these, what Megatron-Core or DeepSpeed run as they are: no Ulysses, ZeRO 3 without tp and pp
     bound      no strategies by layer take less in its cost model, whoever finds them: for every layout and number of
                micro-batches, each stage's linear program over (seconds, MB) of strategies, switching between layers
                free, put into its formula of 1F1B
-    ours       the best of `evenload search`, and what its layout takes in Galvatron's cost model
+    ours       the best of `evenload search` over both trainers, and what its layout takes in Galvatron's cost model
 """
 
 from __future__ import annotations
@@ -41,14 +40,16 @@ import yaml
 from evenload.api import load_plugins
 from evenload.commands.tables.show import emit, grid
 from evenload.core.input.format import seconds
+from evenload.core.machine import cluster as clusters
 from evenload.core.plan.step_plan import as_lengths
+from evenload.core.planning.setting import Setting, costs_of
 from evenload.core.recipe.recipe import RECIPES, parse
 from evenload.core.search.answer import said
 from evenload.core.search.best_first import best_first
 from evenload.core.search.space import SearchBatch, space_of
 
 MODEL = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 32}
-LENGTH, RANKS, CORE = 2048, 8, "galvatron_dp_core"
+LENGTH, RANKS, PROFILE = 2048, 8, "galvatron-llama2-7b"
 KEPT = 0.8
 """Of its memory, what its engine plans with, the rest being the allocator's."""
 BEGINS_AT_S = 5
@@ -58,65 +59,12 @@ Floats = npt.NDArray[np.float64]
 Result = dict[str, Any]
 
 
-def recurrence(memory: Any, inside: Floats, between: Floats, room: int) -> tuple[Floats, list[Any]]:
-    """Least seconds [room + 1, S] of layers that end with each strategy in so many MB, and each layer's predecessors.
-
-    memory: MB of each layer and strategy [L, S]; inside: seconds [L, S]; between: of a switch [L, S, S]. As
-    csrc/dp_core.cpp has it: f[v, s] = min_r f[v - memory[i, s], r] + between[i, r, s] + inside[i, s].
-    """
-    least, marks = np.zeros((room + 1, inside.shape[1])), []
-    for layer in range(len(inside)):
-        after, mark = np.full_like(least, np.inf), np.full(least.shape, -1, dtype=np.int8)
-        for strategy, taken in enumerate(memory[layer].tolist()):
-            if taken <= room:
-                options = least[: room + 1 - taken] + between[layer, :, strategy]
-                mark[taken:, strategy] = options.argmin(axis=1)
-                after[taken:, strategy] = options.min(axis=1) + inside[layer, strategy]
-        least = after
-        marks.append(mark)
-    return least, marks
-
-
-def core() -> ModuleType:
-    """Its compiled module, whose one function is the recurrence; what is asked again is kept."""
-    module, known = ModuleType(CORE), dict[Any, Any]()
-
-    def dynamic_programming_core(
-        num_layers: int, size: int, _: int, memory: Any, mark: Any, f: Any, between: Any, inside: Any, *more: Any
-    ) -> tuple[dict[int, float], dict[int, int]]:
-        other_mb, other_s, chosen = more
-        key = size, memory.tobytes(), inside.tobytes(), between.tobytes()
-        if key not in known:
-            if len(known) == RANKS:  # as many as there may be stages
-                known.pop(next(iter(known)))
-            known[key] = recurrence(memory, inside, between, size - 1)
-        least, marks = known[key]
-        cost_s, left = {}, {}
-        for tp, taken in other_mb.items():
-            room = size - 1 - int(taken)
-            at = int(least[room].argmin()) if room >= 0 else 0
-            if room < 0 or not least[room, at] < math.inf:
-                cost_s[tp], left[tp] = math.inf, -1
-                continue
-            cost_s[tp] = float(least[room, at]) + other_s[tp]
-            for layer in range(num_layers - 1, -1, -1):
-                chosen[tp][layer] = at
-                before = int(marks[layer][room, at])
-                room -= int(memory[layer, at])
-                at = before
-            left[tp] = room
-        return cost_s, left
-
-    setattr(module, "dynamic_programming_core", dynamic_programming_core)  # noqa: B010  # a module has no such field
-    return module
-
-
-def least_by_layer(cost_s: Floats, memory: Floats, layers: int, room: float) -> float:
+def least_by_layer(cost_s: Floats, memory: Floats, layers: int, budget: float) -> float:
     """The least seconds of so many equal layers in so much memory if a layer could be divided among strategies [S].
 
     A linear program with one constraint: at most two strategies, so all pairs are tried. Infinite where nothing fits.
     """
-    each = room / layers
+    each = budget / layers
     fits = memory <= each
     if not fits.any():
         return math.inf
@@ -167,11 +115,11 @@ class Engine:
         self._engine.set_search_engine_info(str(checkout / "galvatron" / "models" / "gpt"), [layers], "llama2-7b")
         self._engine.initialize_search_engine()
         self._all = list(self._engine.layer_strategy_list)
-        self._batch, self._folder, self._room = batch, folder, memory * 1024 - int(memory * 1024 * 0.2)
+        self._batch, self._folder, self._budget = batch, folder, memory * 1024 - int(memory * 1024 * 0.2)
 
-    def best(self, *, by_layer: bool, only: Any = None) -> Result:
-        """What it finds: seconds, the strategies with how many layers have each, and micro-batches."""
-        self._args.options_info.fine_grained_mode = int(by_layer)
+    def best(self, only: Any = None) -> Result:
+        """What it finds with one strategy for all layers: seconds, that strategy and micro-batches."""
+        self._args.options_info.fine_grained_mode = 0
         self._engine.layer_strategy_list = [one for one in self._all if only is None or only(one)]
         for old in self._folder.glob("galvatron_config_*.json"):
             old.unlink()
@@ -235,10 +183,10 @@ class Engine:
             buffers = [self._buffer_mb([strategies[a], strategies[b], head], chunks, pp) for head in heads]
             held = counts * memory[:, a] + (layers - counts) * memory[:, b] + np.ceil(head_mb)
             taken_s = step_s(plain + head_s, np.broadcast_to(summed, (layers, 1, pp)), chunks)  # [counts, heads]
-            taken_s[(held.max(axis=-1) + buffers) > self._room] = math.inf
+            taken_s[(held.max(axis=-1) + buffers) > self._budget] = math.inf
             count = int(taken_s.min(axis=1).argmin()) + 1
-            told = "; ".join(f"{n} x {_named(strategies[i])}" for i, n in ((a, count), (b, layers - count)) if n)
-            names = f"PP {pp}: {told}" if pp > 1 else told
+            text = "; ".join(f"{n} x {_named(strategies[i])}" for i, n in ((a, count), (b, layers - count)) if n)
+            names = f"PP {pp}: {text}" if pp > 1 else text
             yield {"step_s": float(taken_s.min()), "chunks": chunks, "strategies": names}
 
     def _buffer_mb(self, strategies: list[Any], chunks: int, pp: int) -> float:
@@ -257,14 +205,14 @@ class Engine:
         layers = MODEL["num_layers"] // pp
         for head in heads:
             head_s, head_mb = self._head(head, chunks)
-            rooms = [self._room - math.ceil(mb) for mb in head_mb]
-            if any(memory[i].min() * layers > rooms[i] for i in range(pp)):  # nothing fits
+            budgets = [self._budget - math.ceil(mb) for mb in head_mb]
+            if any(memory[i].min() * layers > budgets[i] for i in range(pp)):  # nothing fits
                 yield math.inf
                 continue
-            stages = np.array([least_by_layer(without, memory[i], layers, rooms[i]) for i in range(pp)]) + head_s
-            first_s = least_by_layer(with_sum, memory[0], layers, rooms[0])
+            stages = np.array([least_by_layer(without, memory[i], layers, budgets[i]) for i in range(pp)]) + head_s
+            first_s = least_by_layer(with_sum, memory[0], layers, budgets[0])
             if pp == 1:
-                all_but_one = least_by_layer((chunks - 1) * without + with_sum, memory[0], layers, rooms[0])
+                all_but_one = least_by_layer((chunks - 1) * without + with_sum, memory[0], layers, budgets[0])
                 summed_s = all_but_one + (chunks - 1) * head_s[0]
             else:
                 summed_s = first_s + stages[1:].sum() + (chunks - 1) * stages[-1]
@@ -311,36 +259,49 @@ def stock(strategy: Any) -> bool:
 
 
 def ours(checkout: Path, folder: Path, batch: int, memory: int, limit_s: float) -> Result:
-    """The best of our search for the same lengths, in the memory that its engine plans with."""
+    """The best of our searches of both trainers for the same lengths, in the memory that its engine plans with."""
     links = checkout / "galvatron" / "profile_hardware" / "hardware_configs"
     rates = json.loads((links / f"allreduce_bandwidth_1nodes_{RANKS}gpus_per_node.json").read_text())
     cluster = yaml.safe_load((RECIPES / "clusters" / "a100.yaml").read_text())
     cluster["intra"]["bytes_per_s"] = rates[f"allreduce_size_{RANKS}_consec_1"] * 1e9
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster))
+    rows = [searched(trainer, path, batch, memory, limit_s) for trainer in ("megatron", "deepspeed")]
+    return min(rows, key=lambda row: float(row["step_s"]))
+
+
+def searched(trainer: str, cluster: Path, batch: int, memory: int, limit_s: float) -> Result:
+    """The best setting of a trainer, under the profile's seconds and counted bytes: the profile's are of its own."""
     recipe = parse(
         {
+            "trainer": trainer,
             "model": {**MODEL, "ffn_hidden_size": 11008, "vocab_size": 32000},
             "train": {"dtype": "bf16", "global_batch_size": batch},
             "data": {"max_length": LENGTH},
-            "cluster": str(path),
-            "costs": "galvatron-llama2-7b",
+            "cluster": str(cluster),
             "memory_gib": memory * KEPT,
         }
     )
-    begin = time.process_time()
-    for state in best_first(space_of(recipe, RANKS, {}).choices, [SearchBatch(as_lengths([LENGTH] * batch))]):
-        taken_s = time.process_time() - begin
-        if state.gap <= 0.01 or (taken_s > limit_s and (state.best or taken_s > BEGINS_AT_S * limit_s)):
+    machines = clusters.load(str(cluster), cluster.parent)
+    counted = costs_of(Setting.of_recipe(recipe), machines)
+    profile = costs_of(Setting.of_recipe(recipe.changed({"costs": PROFILE})), machines)
+    costs = profile.model_copy(update={"memory": counted.memory})
+    path = cluster.with_name(f"{trainer}.costs.yaml")
+    path.write_text(yaml.safe_dump(costs.model_dump(exclude_none=True)))
+    choices = space_of(recipe.changed({"costs": str(path)}), RANKS, {}).choices
+    begin, best = time.process_time(), None
+    for state in best_first(choices, [SearchBatch(as_lengths([LENGTH] * batch))]):
+        best, taken_s = state.best, time.process_time() - begin
+        if state.gap <= 0.01 or (taken_s > limit_s and (best or taken_s > BEGINS_AT_S * limit_s)):
             break
-    best = state.best
-    assert best is not None
+    if best is None:
+        return {"trainer": trainer, "step_s": math.inf, "gap": math.inf, "picks": "nothing fits", "tp": 0, "pp": 0}
     layout = best.choice.chain.context.layout
-    settings = {"tp": layout.tp, "pp": layout.pp, "recompute": best.choice.recipe.train.recompute}
-    return {"step_s": best.mean_s, "gap": state.gap, "picks": said(best.choice.values), **settings}
+    own = {"step_s": best.mean_s, "gap": state.gap, "picks": said(best.choice.values)}
+    return {"trainer": trainer, **own, "tp": layout.tp, "pp": layout.pp}
 
 
-def row_of(checkout: Path, batch: int, memory: int, limit_s: float, *, quick: bool) -> Result:
+def row_of(checkout: Path, batch: int, memory: int, limit_s: float) -> Result:
     """A batch of so many samples."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -348,14 +309,12 @@ def row_of(checkout: Path, batch: int, memory: int, limit_s: float, *, quick: bo
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints every strategy
             engine = Engine(checkout, folder, batch, memory)
             result = {
-                "by_layer": None if quick else engine.best(by_layer=True),
                 "two": engine.two(),
-                "one": engine.best(by_layer=False),
-                "stock": engine.best(by_layer=False, only=stock),
+                "one": engine.best(),
+                "stock": engine.best(stock),
                 "bound_s": engine.bound_s(),
                 "our_layout": engine.best(
-                    by_layer=False,
-                    only=lambda one: stock(one) and (one.tp_size, one.pp_size) == (own["tp"], own["pp"]),
+                    lambda one: stock(one) and (one.tp_size, one.pp_size) == (own["tp"], own["pp"])
                 ),
             }
     return {"batch": batch, "memory": memory, "ours": own, **result}
@@ -368,11 +327,10 @@ def table(result: Result) -> Any:
         bound_s = row["bound_s"]
         cells = (
             f"{seconds(row[key]['step_s'])}, {row[key]['step_s'] / bound_s:.3f}x, {row[key]['strategies']}"
-            if row[key]
-            else "not searched"
-            for key in ("by_layer", "two", "one", "stock", "our_layout")
+            for key in ("two", "one", "stock", "our_layout")
         )
-        own = f"{seconds(row['ours']['step_s'])} ({row['ours']['gap']:.1%}), {row['ours']['picks']}"
+        best = row["ours"]
+        own = f"{seconds(best['step_s'])} ({best['gap']:.1%}), {best['trainer']} {best['picks']}"
         rows.append((str(row["batch"]), seconds(bound_s), *cells, own))
     heads = (
         "samples",
@@ -388,9 +346,8 @@ def table(result: Result) -> Any:
 
 
 def prepared(checkout: Path) -> None:
-    """Let its packages be imported, and its compiled loop."""
+    """Let its packages be imported."""
     sys.path.insert(0, str(checkout))
-    sys.modules[CORE] = core()
     # Its search takes argument classes from its runtime, whose own beginning loads kernels for GPUs.
     runtime = ModuleType("galvatron.core.runtime")
     runtime.__path__ = [str(checkout / "galvatron" / "core" / "runtime")]
@@ -403,14 +360,13 @@ def main(words: Iterable[str] | None = None) -> None:
     parser.add_argument("--batches", default="16,64")
     parser.add_argument("--memory", type=int, default=36, help="GiB of a device")
     parser.add_argument("--limit-s", type=float, default=60.0, help="CPU seconds of our search")
-    parser.add_argument("--quick", action="store_true", help="without its own search by layer")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(None if words is None else list(words))
     prepared(asked.checkout)
     load_plugins()
     batches = [int(word) for word in asked.batches.split(",")]
-    rows = [row_of(asked.checkout, batch, asked.memory, asked.limit_s, quick=asked.quick) for batch in batches]
+    rows = [row_of(asked.checkout, batch, asked.memory, asked.limit_s) for batch in batches]
     result: Result = {"predicted": True, "rows": rows}
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
