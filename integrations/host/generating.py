@@ -117,7 +117,8 @@ def samples_of(
 
 def _one(dealing: Dealing, place: int) -> Request:
     """The request of one sample alone."""
-    return dealing.requests[dealing.of[place]]._replace(samples=(int(dealing.numbers[place]),))
+    request: Request = dealing.requests[dealing.of[place]]
+    return request._replace(samples=(int(dealing.numbers[place]),))
 
 
 def _counting(decoder: Decoder, work: list[Forwards]) -> Decoder:

@@ -135,7 +135,7 @@ class Moves:
                 rows = torch.empty(2, size, dtype=torch.float64)
                 if size:
                     dist.recv(rows, self._peers[source], group=group)
-                for i, part in zip(samples, rows.split(tokens[samples].tolist(), dim=1), strict=True):
+                for i, part in zip(samples, torch.split(rows, tokens[samples].tolist(), dim=1), strict=True):
                     schedule.put(self._sample(i, part))
         for work in wait:
             work.wait()

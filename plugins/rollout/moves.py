@@ -84,4 +84,5 @@ def steps_of(ranks: Ints, request: RolloutRequest, costs: RolloutCosts, every: i
     share = rows / np.maximum(np.bincount(ranks, minlength=request.num_ranks), 1)
     step_s = costs.step_s + costs.row_s * rows + costs.key_s * (keys * share + rows * every / 2)
     mean_s = step_s[rows > 0].mean() if rows.any() else step_s.mean()
-    return np.maximum(1, np.rint(every * mean_s / step_s)).astype(np.int64)
+    steps: Ints = np.maximum(1, np.rint(every * mean_s / step_s)).astype(np.int64)
+    return steps

@@ -30,7 +30,7 @@ class Arrangement(NamedTuple):
     """The requests' places, in the order in which they are asked for."""
     interrupted: bool = False
     """Half of the forwards run first; then what has not ended is asked for again, in other slots."""
-    dealer: Dealer = Dealer()  # noqa: RUF012
+    dealer: Dealer = Dealer()
     """Which rank generates which samples."""
 
 
@@ -97,7 +97,12 @@ def arranged(host: Host, requests: Sequence[Request], arrangement: Arrangement, 
 
 
 def _run(
-    host: Host, requests: Sequence[Request], arrangement: Arrangement, mark: Mark, out: Arranged, most: int | None = None
+    host: Host,
+    requests: Sequence[Request],
+    arrangement: Arrangement,
+    mark: Mark,
+    out: Arranged,
+    most: int | None = None,
 ) -> None:
     watched: Any = _Watched(host, most)
     ended: list[tuple[int, int]] = []

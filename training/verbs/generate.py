@@ -81,7 +81,7 @@ def asked(
     odd = (out.exists() and not out.is_file()) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)
     do = "name a file in a folder that is there and can be written to"
     refuse_first((odd, "--out cannot be written", str(out), do))
-    decides = {
+    decides: dict[str, Any] = {
         "recipe": recipe.model_dump(mode="json", include={"trainer", "model"}),
         "train": [recipe.train.seed, recipe.train.dtype],
         "checkpoint": str(checkpoint_in(checkpoint).absolute()) if checkpoint else "",
@@ -151,8 +151,7 @@ def generate(
                     progress("generate", len(there) + done, total, f"{rate:.3g} samples/s")
 
                 generate_s = time.perf_counter()
-                shown = {"ended": add, "counted": counted, "mark": watchdog.at}
-                new = host.generate(left, wanted.settings, **shown, dealer=dealer)
+                new = host.generate(left, wanted.settings, ended=add, counted=counted, mark=watchdog.at, dealer=dealer)
         with watchdog.working("writing the samples"):
             from_first(lambda: file.finish([*there, *(sample for sample in new if sample.kept)]))
         dealt = dealer.report(left, new, wanted.settings.slots)
@@ -165,7 +164,7 @@ def _dealer(recipe: Recipe, there: Sequence[Completion]) -> ByLength:
     from ..run.dealing import ByLength
 
     costs = costs_named(recipe.costs)
-    return ByLength(costs and costs.decode, there, recipe.generate.move_every)
+    return ByLength(costs.decode if costs else None, there, recipe.generate.move_every)
 
 
 def _left(wanted: Asked, there: Sequence[Completion]) -> tuple[list[Completion], list[Request]]:
