@@ -3752,8 +3752,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sample's gradient has the first token of its neighbour",
         "runtime/adapters/hooks.py",
-        "Sample(slice(first, first + size), tenant.rows[sequence])",
-        "Sample(slice(first, first + size + 1), tenant.rows[sequence])",
+        "SampleSlots(slice(first, first + size), tenant.rows[sequence])",
+        "SampleSlots(slice(first, first + size + 1), tenant.rows[sequence])",
         "gradients by sample",
     ),
     Mutant(
