@@ -3766,8 +3766,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sample's gradient is multiplied by its targets",
         "runtime/adapters/by_sample.py",
-        "        self._own.gradients.div_(divisors.to(self._dtype)[:, None])\n",
-        "        self._own.gradients.mul_(divisors.to(self._dtype)[:, None])\n",
+        "self._own.gradients.div_(",
+        "self._own.gradients.mul_(",
         "gradients by sample",
     ),
     Mutant(
