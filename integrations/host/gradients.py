@@ -181,8 +181,8 @@ class GradientScores:
         return products
 
     def _chosen_step(self, direction: Tensor, samples: PlannedSamples) -> tuple[float, float]:
-        """Of steps that fall, the first one that hardly differs from the one before, or the last one that differs less
-        than those before it did: from there on rounding weighs more than what a smaller step would mend."""
+        """A step and its difference: of steps that fall, the first one that hardly differs from the one before, or the
+        last one that differs less than those before it did; then rounding weighs more than what a smaller one mends."""
         step = _FIRST_STEP / (self._rows.norm_of(direction) or 1.0)
         best, before = math.inf, self._by_forwards(step, direction, samples)
         for _ in range(_STEPS):
@@ -236,7 +236,7 @@ class GradientScores:
 
 @contextmanager
 def opened(host: Host, settings: GradientSettings) -> Iterator[GradientScores]:
-    """What `Host.gradient_scores` gives."""
+    """The gradients of samples of a host, as `Host.gradient_scores` gives them."""
     recipe, p = host.recipe, host.recipe.parallel
     refuse_first(
         (

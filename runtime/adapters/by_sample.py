@@ -18,7 +18,7 @@ from ...core.plan.step_plan import StepPlan
 from ...core.recipe.adapter import Adapter
 from ...core.recipe.tenant import TenantTrain
 from .adapters import Adapters
-from .places import AdapterState
+from .places import A, AdapterState
 from .projection import preconditioned, projection
 from .tenant import Matrix, TenantAdapter
 
@@ -34,6 +34,7 @@ class SampleGradients(Adapters):
         self._own = TenantAdapter(
             adapter, train, self._sites, owner=0, owners=1, dtype=self._dtype, device=self._device, state=state
         )
+        self._own.moves_b_alone = state is None
         self._own.lay(self._own.values.new_zeros(0, self._own.size))
         self._start = self._own.values.clone()
 
@@ -135,7 +136,9 @@ class SampleGradients(Adapters):
         return torch.split(rows, [matrix.value.numel() for matrix in self._own.matrices], dim=-1)
 
     def _counts(self, matrix: Matrix) -> bool:
-        """Of what tensor-parallel ranks hold alike, one of them counts it."""
+        """Whether this rank counts a matrix: of what tensor-parallel ranks hold alike, one does, and zeros nobody."""
+        if self._own.moves_b_alone and matrix.kind == A:
+            return False
         return matrix.place.shares(matrix.kind) or self._peers.counts
 
     def _sequences(self) -> Tensor:

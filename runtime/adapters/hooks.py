@@ -19,7 +19,7 @@ from ..attention.copy_rows import copy_rows
 from ..attention.pack import Pack
 from .dropout import kept
 from .places import AdaptedBlock, Place, Site
-from .product import Dropped, Sample, TenantSpan, added
+from .product import Dropped, SampleSlots, TenantSpan, added
 from .tenant import TenantAdapter
 
 
@@ -125,7 +125,7 @@ def _span(run: Sequence[tuple[TenantAdapter | None, int, int]]) -> TenantSpan:
     tenant, samples, first = run[0][0], [], 0
     for _, size, sequence in run:
         if tenant and sequence in tenant.rows:
-            samples.append(Sample(slice(first, first + size), tenant.rows[sequence]))
+            samples.append(SampleSlots(slice(first, first + size), tenant.rows[sequence]))
         first += size
     return TenantSpan(first, tenant, samples)
 

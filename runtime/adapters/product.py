@@ -28,7 +28,7 @@ Dropped = Callable[[int, Tensor, Place], Tensor]
 It is linear in the tensor, so a gradient goes back through it as the inputs went forth."""
 
 
-class Sample(NamedTuple):
+class SampleSlots(NamedTuple):
     """Neighbouring slots of one sample."""
 
     slots: slice
@@ -43,7 +43,7 @@ class TenantSpan(NamedTuple):
     size: int
     tenant: TenantAdapter | None
     """None: nothing is added."""
-    samples: Sequence[Sample] = ()
+    samples: Sequence[SampleSlots] = ()
     """Where each sample has gradients of its own."""
 
 
@@ -51,7 +51,8 @@ class _Part(NamedTuple):
     slots: slice
     of_site: OfSite
     dropped: Callable[[Tensor, Place], Tensor] | None
-    samples: Sequence[Sample]
+    samples: Sequence[SampleSlots]
+    samples_of_a: Sequence[SampleSlots]
 
 
 def added(y_TD: Tensor, x_TC: Tensor, site: Site, spans: Sequence[TenantSpan], dropped: Dropped | None) -> Tensor:
@@ -60,7 +61,8 @@ def added(y_TD: Tensor, x_TC: Tensor, site: Site, spans: Sequence[TenantSpan], d
     for number, (size, tenant, samples) in enumerate(spans):
         if tenant and (of_site := tenant.sites.get(site.name)):
             of_span = partial(dropped, number) if dropped and tenant.adapter.lora_dropout else None
-            parts.append(_Part(slice(first, first + size), of_site, of_span, samples))
+            of_a = () if tenant.moves_b_alone else samples
+            parts.append(_Part(slice(first, first + size), of_site, of_span, samples, of_a))
         first += size
     if not parts:
         return y_TD
@@ -135,18 +137,20 @@ def _through_a(x_tC: Tensor, dz_tR: Tensor, dx_tC: Tensor | None, part: _Part) -
     """Add the gradients of all A, and put that of x into ``dx_tC``, which is zero."""
     of_site = part.of_site
     if part.dropped is None:
-        _add_product(of_site.da_RC, dz_tR, x_tC, part.samples)
+        _add_product(of_site.da_RC, dz_tR, x_tC, part.samples_of_a)
         if dx_tC is not None:
             torch.mm(dz_tR, of_site.a_RC.to(dz_tR.dtype), out=dx_tC)
         return
     for layer in of_site.layers:
         dz_tr = dz_tR[:, layer.ranks]
-        _add_product(layer.da_rC, dz_tr, part.dropped(x_tC, layer.place), part.samples)
+        _add_product(layer.da_rC, dz_tr, part.dropped(x_tC, layer.place), part.samples_of_a)
         if dx_tC is not None:
             dx_tC += part.dropped(dz_tr @ layer.a_rC.to(dz_tr.dtype), layer.place)
 
 
-def _add_product(gradient: Tensor, left: Tensor, right: Tensor, samples: Sequence[Sample], factor: float = 1.0) -> None:
+def _add_product(
+    gradient: Tensor, left: Tensor, right: Tensor, samples: Sequence[SampleSlots], factor: float = 1.0
+) -> None:
     """gradient += factor left^T right, in the gradient's precision; sample by sample where it has rows of samples."""
     if gradient.dim() > 2:
         for slots, row in samples:

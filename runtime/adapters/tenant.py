@@ -76,6 +76,8 @@ class TenantAdapter:
         self.adapter, self.train = adapter, train
         self.rows: Mapping[int, int] = {}
         """Of sequences of the batch, the rows of their gradients, where each has its own."""
+        self.moves_b_alone = False
+        """B is zero, so A has no gradient and no row of it is added to."""
         names = set(adapter.targets([place.name for site in sites for place in site.places]))
         own = {site.name: [place for place in site.places if place.name in names] for site in sites}
         cuts = [(place, kind) for places in own.values() for kind in (A, B) for place in places]
