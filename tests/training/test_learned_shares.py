@@ -88,7 +88,8 @@ def test_a_killed_run_goes_on_with_the_shares_that_it_would_have_had(place: Path
     for one, other in zip(lines, whole, strict=True):
         assert one["shares"] == pytest.approx(other["shares"], rel=1e-9)
     states = [load_manifest(place / folder / "step00000008").state["mix"]["state"] for folder in ("kept", "whole")]
-    assert states[0]["rewards"] == pytest.approx(states[1]["rewards"], rel=1e-9)
+    # The last two steps had another TP, under which Megatron has pieces of the loss in float32.
+    assert states[0]["rewards"] == pytest.approx(states[1]["rewards"], rel=1e-6)
 
 
 @pytest.mark.slow
