@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ...core.errors import RankError, Rule, refuse_first
 from ...core.machine.layout import Layout
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.sizes import shape_of
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.block_tables import BlockTables
 from ...runtime.attention.cached import block_tokens_on
@@ -199,8 +200,10 @@ def _merged(of_ranks: Iterable[Sequence[Completion]]) -> tuple[Completion, ...]:
 
 def unfit(recipe: Recipe) -> Iterator[Rule]:
     """What recipes can be trained by, and not generate from."""
-    ep = recipe.parallel.ep
+    ep, tp, experts = recipe.parallel.ep, recipe.parallel.tp, shape_of(recipe.model).experts
     yield ep > 1, "generation does not run experts that ranks share", f"parallel.ep {ep}", "set parallel.ep=1"
+    what, do = "generation does not run experts of tensor-parallel ranks", "set parallel.tp=1 where samples are drawn"
+    yield experts is not None and tp > 1, what, f"parallel.tp {tp}, {experts and experts.num_experts} experts", do
     capacity = recipe.model.moe.capacity_factor if recipe.model.moe else 0.0
     what = "generation does not drop tokens of experts, by what else is in a forward"
     yield bool(capacity), what, f"model.moe.capacity_factor {capacity}", "set model.moe.capacity_factor=0"

@@ -15,7 +15,7 @@ import pytest
 from evenload.api import load_recipe
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.adapter import Adapter
-from evenload.training.verbs.generate import asked, prompting
+from evenload.training.verbs.generate import asked, prompting, without_divided_tokens
 
 RECIPE = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: 256}
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "deepspeed zero 3": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
     "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
     "experts, megatron dp 2": (*EXPERTS, "parallel.dp=2", "model.moe.sequence_aux_loss=0.01", "model.moe.z_loss=0.01"),
-    "experts, megatron tp 2": (*EXPERTS, "parallel.tp=2", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01"),
+    "experts, megatron pp 2": (*EXPERTS, "parallel.pp=2", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01"),
     "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
     "tenants, megatron dp 2": (LORA, "parallel.dp=2"),
     "tenants, megatron tp 2, pp 2": (LORA, "parallel.tp=2", "parallel.pp=2"),
@@ -144,6 +144,22 @@ def test_prompts_that_cannot_be_are_refused_before_a_rank_starts(place: Path) ->
     recipe = recipe.changed({"generate.end_tokens": []})
     with pytest.raises(EvenloadError, match="the recipe has no tenants"):
         asked(recipe, place / "p.jsonl", place / "o.jsonl", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("parallel.tp=2", "megatron.sequence_parallel=true"), "experts of tensor-parallel ranks"),
+        (("model.moe.capacity_factor=1.5",), "does not drop tokens of experts"),
+        (("parallel.ep=2", "parallel.dp=2"), "experts that ranks share"),
+    ],
+)
+def test_experts_that_do_not_generate_are_refused_by_name(place: Path, words: tuple[str, ...], text: str) -> None:
+    generating = pytest.importorskip("evenload.integrations.host.generating")
+    without = ("plugins.packing.enabled=false",)
+    recipe = without_divided_tokens(load_recipe(place / "recipe.yaml", (*EXPERTS, *without, *words)))
+    with pytest.raises(EvenloadError, match=text):
+        generating.refuse_unfit(SimpleNamespace(recipe=recipe), [], None)
 
 
 def test_adapters_of_tenants_are_those_below_their_folder(place: Path) -> None:

@@ -19,6 +19,7 @@ from ...core.errors import refuse_first
 from ...core.input.bounds import SEQUENCES
 from ...core.planning.setting import costs_named
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.sizes import shape_of
 from ...data.prompt_file import read_prompts
 from ...data.tokenizers import open_tokenizer
 from ..preflight import open_data, refuse_other_tokenizer, runnable, tokenizer_of, with_vocabulary
@@ -97,8 +98,10 @@ def asked(
 
 
 def without_divided_tokens(recipe: Recipe) -> Recipe:
-    """A recipe with these weights: packs of a token a sample are too small for tensor-parallel ranks to divide."""
-    return recipe.changed({"megatron.sequence_parallel": False}) if recipe.megatron.sequence_parallel else recipe
+    """A recipe with these weights: packs of a token a sample are too small for tensor-parallel ranks to divide. Experts
+    demand it of Megatron-Core; a host refuses to generate from them by name."""
+    divided = recipe.megatron.sequence_parallel and shape_of(recipe.model).experts is None
+    return recipe.changed({"megatron.sequence_parallel": False}) if divided else recipe
 
 
 def prompting(recipe: Recipe, prompts: Path | None) -> Prompting:
