@@ -942,8 +942,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the loss of a later slice counts twice in a score",
         "integrations/host/scoring.py",
-        "        sums, counts = slice_losses(values.double(), pack)\n",
-        "        sums, counts = slice_losses(values.double(), pack)\n"
+        "        sums, counts = slice_losses(losses_T, pack)\n",
+        "        sums, counts = slice_losses(losses_T, pack)\n"
         "        sums = sums * torch.tensor([2.0 if s.start else 1.0 for s in pack.slices], dtype=sums.dtype)\n",
         "scores",
     ),
@@ -2246,8 +2246,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the gradient of B lacks the scaling",
         "runtime/adapters/product.py",
-        "_add_product(layer.db_Dr, dy_tr, z_tR[:, layer.ranks], layer.scaling)",
-        "_add_product(layer.db_Dr, dy_tr, z_tR[:, layer.ranks])",
+        "z_tR[:, layer.ranks], part.samples, layer.scaling)",
+        "z_tR[:, layer.ranks], part.samples)",
         "products",
     ),
     Mutant(
@@ -2290,30 +2290,30 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a recomputed layer of ZeRO 3 is replayed when an adapter asks for it",
-        "integrations/deepspeed/tenants.py",
+        "integrations/deepspeed/engine/frozen.py",
         "        layer._gradient_checkpointing_func = partial(_marked, layer._gradient_checkpointing_func)\n",
         "        layer._gradient_checkpointing_func = partial(layer._gradient_checkpointing_func)\n",
         "frozen layers",
     ),
     Mutant(
         "backwards in a row keep the frozen weights that they gathered",
-        "integrations/deepspeed/tenants.py",
+        "integrations/deepspeed/engine/frozen.py",
         "        self._releases.before_backward()\n",
         "",
         "frozen in a row",
     ),
     Mutant(
         "a pack of no tenant has no backward beside a frozen model",
-        "integrations/deepspeed/tenants.py",
+        "integrations/deepspeed/engine/frozen.py",
         "    return output.requires_grad_() if torch.is_grad_enabled() else output\n",
         "    return output\n",
         "frozen zero 3",
     ),
     Mutant(
         "adapters of a stage are summed over the stages",
-        "integrations/deepspeed/tenants.py",
-        "        peers = AdapterPeers(grid.get_data_parallel_group(), stages)\n",
-        "        peers = AdapterPeers(stages, stages)\n",
+        "integrations/deepspeed/pipeline/host.py",
+        "AdapterPeers(self.engine.grid.get_data_parallel_group(), self",
+        "AdapterPeers(self.engine.grid.get_pipe_parallel_group(), self",
         "frozen stages",
     ),
     Mutant(
@@ -3336,22 +3336,22 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the first slice of a sequence alone has its weights",
         _PACK,
-        "weights = weights_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
-        "weights = weights_of(piece.sequence)[piece.start + 1 : piece.stop + 1] ** (not piece.start)",
+        "values = values_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
+        "values = values_of(piece.sequence)[piece.start + 1 : piece.stop + 1] ** (not piece.start)",
         "weights in megatron",
     ),
     Mutant(
         "a target has the weight of the token before it",
         _PACK,
-        "weights = weights_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
-        "weights = weights_of(piece.sequence)[piece.start : piece.stop]",
+        "values = values_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
+        "values = values_of(piece.sequence)[piece.start : piece.stop]",
         "weights in packs",
     ),
     Mutant(
         "a sequence has the weight of its neighbour in the pack",
         _PACK,
-        "weights = weights_of(piece.sequence)[",
-        "weights = weights_of(slices[0].sequence)[",
+        "values = values_of(piece.sequence)[",
+        "values = values_of(slices[0].sequence)[",
         "weights in packs",
     ),
     Mutant(
@@ -4057,8 +4057,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sample that was given up waits behind all others",
         "runtime/generate/schedule.py",
-        "self.waiting.appendleft(sample)\n",
-        "self.waiting.append(sample)\n",
+        "request.number] += 1\n        self.waiting.appendleft(sample)\n",
+        "request.number] += 1\n        self.waiting.append(sample)\n",
         "schedule of samples",
     ),
     Mutant(
@@ -4113,8 +4113,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sample that goes leaves its keys",
         "runtime/generate/schedule.py",
-        "            self.live.remove(sample)\n            self._tables.free(sample.key)\n",
-        "            self.live.remove(sample)\n",
+        "        self.live.remove(sample)\n        self._free_keys(sample)\n",
+        "        self.live.remove(sample)\n",
         "generation",
     ),
     Mutant(
