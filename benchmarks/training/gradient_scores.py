@@ -139,17 +139,19 @@ def row_of(scores: GradientScores, other: OneAPass, batches: list[PlannedSamples
     by_forwards = scores.along(direction, batches[:2], "forwards")
     rows: list[dict[str, float]] = []
     for number, samples in enumerate(batches):
-        ways: dict[str, Callable[[], Any]] = {
+        methods: dict[str, Callable[[], Any]] = {
             "packs": lambda samples=samples: scores.projected(samples)[0],
             "backward": lambda samples=samples: scores.along(direction, [samples], "backward").products,
             "forwards": lambda samples=samples: scores._by_forwards(by_forwards.step, direction, samples),
             "a sample": lambda samples=samples: other.gradients(samples),
         }
-        names = list(ways)[number % 4 :] + list(ways)[: number % 4]
-        taken = {name: timed(ways[name]) for name in names}
+        names = list(methods)[number % 4 :] + list(methods)[: number % 4]
+        taken = {name: timed(methods[name]) for name in names}
         spent, theirs = timed(partial(other.projected, taken["a sample"][1], columns))
         ours, along, wanted = (taken[name][1] for name in ("packs", "forwards", "backward"))
-        row = {f"{name}_s": taken[name][0] for name in ways} | {"a sample, projected_s": taken["a sample"][0] + spent}
+        row = {f"{name}_s": taken[name][0] for name in methods} | {
+            "a sample, projected_s": taken["a sample"][0] + spent
+        }
         row["off"] = float((np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1)).max())
         row["forwards_off"] = float(np.linalg.norm(along - wanted) / np.linalg.norm(wanted))
         row["forwards_ranks"] = float(np.corrcoef(along.argsort().argsort(), wanted.argsort().argsort())[0, 1])
@@ -212,9 +214,9 @@ if __name__ == "__main__":
     for word, number in (("hidden", 64), ("layers", 2), ("samples", 32), ("batches", 6), ("columns", 1024)):
         arguments.add_argument(f"--{word}", type=int, default=number)
     words = arguments.parse_args()
-    told = benchmark(words)
+    result = benchmark(words)
     if words.out:
         import json
 
-        words.out.write_text(json.dumps(told, indent=1) + "\n")
-    emit(told, words.json, table)
+        words.out.write_text(json.dumps(result, indent=1) + "\n")
+    emit(result, words.json, table)

@@ -50,7 +50,7 @@ _ENOUGH = 1e-5
 _SETTLED = 0.05
 """Beyond such a difference steps are too large to tell anything."""
 
-Way = Literal["backward", "forwards"]
+Method = Literal["backward", "forwards"]
 
 
 class FrozenModel(NamedTuple):
@@ -96,15 +96,15 @@ class Along(NamedTuple):
 
     products: Floats
     """float64 [N], in the order of the samples."""
-    way: Way
+    method: Method
     """What was cheaper, or asked for."""
     step: float
     """e of the two forwards, 0 where there were none."""
     differs: float
     """By what the products at this step differ from those at one four times as large, relative; an estimate of the
     error. Not a number where there were no forwards."""
-    seconds: dict[Way, float]
-    """Of one batch by each way, where both were tried: the longest of all ranks."""
+    seconds: dict[Method, float]
+    """Of one batch by each method, where both were tried: the longest of all ranks."""
 
 
 class GradientScores:
@@ -149,26 +149,26 @@ class GradientScores:
                 parts.append(self._rows.mean_direction(self._rows.norms_of_rows(), count))
         return torch.stack(parts).sum(0)
 
-    def along(self, direction: Tensor, batches: Sequence[PlannedSamples], way: Way | None = None) -> Along:
-        """The product of each sample's gradient with a direction; None of a way takes the cheaper one, by the seconds
+    def along(self, direction: Tensor, batches: Sequence[PlannedSamples], method: Method | None = None) -> Along:
+        """The product of each sample's gradient with a direction; without a method the cheaper, by the seconds
         of the second batch, which both run; of fewer than three batches the backward."""
-        if way is None and len(batches) < 3:
-            way = "backward"
-        step, differs = (0.0, math.nan) if way == "backward" else self._chosen_step(direction, batches[0])
-        ways: dict[Way, Callable[[PlannedSamples], Floats]] = {
+        if method is None and len(batches) < 3:
+            method = "backward"
+        step, differs = (0.0, math.nan) if method == "backward" else self._chosen_step(direction, batches[0])
+        methods: dict[Method, Callable[[PlannedSamples], Floats]] = {
             "backward": partial(self._by_backward, direction),
             "forwards": partial(self._by_forwards, step, direction),
         }
         parts: list[Floats] = []
-        seconds: dict[Way, float] = {}
-        if way is None:
-            parts.append(ways["backward"](batches[0]))
-            tried = {name: self._timed(run, batches[1]) for name, run in ways.items()}
+        seconds: dict[Method, float] = {}
+        if method is None:
+            parts.append(methods["backward"](batches[0]))
+            tried = {name: self._timed(run, batches[1]) for name, run in methods.items()}
             seconds = {name: spent for name, (spent, _) in tried.items()}
-            way = "forwards" if seconds["forwards"] < seconds["backward"] else "backward"
-            parts.append(tried[way][1])
-        parts += [ways[way](one) for one in batches[len(parts) :]]
-        return Along(np.concatenate(parts), way, step, differs, seconds)
+            method = "forwards" if seconds["forwards"] < seconds["backward"] else "backward"
+            parts.append(tried[method][1])
+        parts += [methods[method](one) for one in batches[len(parts) :]]
+        return Along(np.concatenate(parts), method, step, differs, seconds)
 
     def _by_backward(self, direction: Tensor, samples: PlannedSamples) -> Floats:
         with self._gradients(samples, no_mark):

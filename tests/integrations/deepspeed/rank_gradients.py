@@ -74,7 +74,7 @@ def by_sample(stage: int, names: list[str], **more: Any) -> dict[str, Any]:
 def _errors(host: Any, scores: Any, samples: PlannedSamples, state: AdapterState, base: Any) -> dict[str, float]:
     rows, _ = scores.projected(samples)
     direction = scores.direction([samples])
-    backward, forwards = (scores.along(direction, [samples], way).products for way in ("backward", "forwards"))
+    backward, forwards = (scores.along(direction, [samples], method).products for method in ("backward", "forwards"))
     one = alone.Alone(host.recipe, base, 0, ADAPTER, state)
     whole = []
     for n in range(len(samples.plan.lengths)):

@@ -167,7 +167,7 @@ def selected(world: Any, **changes: Any) -> dict[str, Any]:
         state, last = started(chosen, pool)
         _, numbers = stepped(chosen, state, pool, last)
         best = pool.numbers[np.argsort(-along.products)[:8]]
-        return {"taken": sorted(numbers.tolist()), "along": sorted(best.tolist()), "way": along.way}
+        return {"taken": sorted(numbers.tolist()), "along": sorted(best.tolist()), "way": along.method}
 
 
 def ways(world: Any, **changes: Any) -> dict[str, Any]:
@@ -176,12 +176,12 @@ def ways(world: Any, **changes: Any) -> dict[str, Any]:
         batches = [PlannedSamples(plan_of(host, turn), tokens(LENGTHS, turn)) for turn in range(4)]
         with host.gradient_scores(GradientSettings(ADAPTER, COLUMNS)) as scores:
             direction = scores.direction(batches[:1])
-            each = [scores.along(direction, batches, way) for way in (None, "backward", "forwards")]
+            each = [scores.along(direction, batches, method) for method in (None, "backward", "forwards")]
             random = torch.get_rng_state()
     cheaper, backward, forwards = each
     norm = np.linalg.norm(backward.products)
     return {
-        "way": cheaper.way,
+        "way": cheaper.method,
         "seconds": cheaper.seconds,
         "cheaper": float(np.linalg.norm(cheaper.products - backward.products) / norm),
         "forwards": float(np.linalg.norm(forwards.products - backward.products) / norm),
