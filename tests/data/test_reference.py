@@ -14,9 +14,8 @@ from evenload.data.sources import Source, open_source, targets_of
 
 
 def opened(folder: Path, name: str, count: int) -> Source:
-    rows = [
-        {"input_ids": list(range(3 + 5 * i % 11)), "labels": [-100, *range(1, 3 + 5 * i % 11)]} for i in range(count)
-    ]
+    sizes = [3 + (5 * i + ord(name)) % 11 for i in range(count)]
+    rows = [{"input_ids": list(range(n)), "labels": [-100, *range(1, n)]} for n in sizes]
     (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return open_source(str(folder / f"{name}.jsonl"), max_length=64)
 
