@@ -14,9 +14,8 @@ from evenload.data.sources import Source, open_source, targets_of
 
 
 def opened(folder: Path, name: str, count: int) -> Source:
-    rows = [
-        {"input_ids": list(range(3 + 5 * i % 11)), "labels": [-100, *range(1, 3 + 5 * i % 11)]} for i in range(count)
-    ]
+    sizes = [3 + (5 * i + ord(name)) % 11 for i in range(count)]
+    rows = [{"input_ids": list(range(n)), "labels": [-100, *range(1, n)]} for n in sizes]
     (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return open_source(str(folder / f"{name}.jsonl"), max_length=64)
 
@@ -37,6 +36,9 @@ def test_every_token_is_where_it_was_whatever_stands_beside_it(tmp_path: Path) -
     reference = ReferenceLosses(tmp_path / "kept", whole)
     for sample, own in losses.items():
         assert reference.of(sample).tolist() == own.tolist()
+    for name, first, stop in (("a", 0, 7), ("b", 7, 8), ("c", 8, 13)):
+        kept = np.load(tmp_path / "kept" / f"{name}.npy")
+        assert kept.tolist() == np.concatenate([losses[i] for i in range(first, stop)]).tolist()
     means = [losses[i].astype(float).sum() / targets_of(whole)[i] for i in (11, 0, 7)]
     assert reference.means(np.array([11, 0, 7])) == pytest.approx(means, rel=1e-12)
     fewer = MixedSource({"a": a, "c": c})

@@ -312,7 +312,6 @@ KILLERS: dict[str, Words] = {
     "selections of runs": ("pytest", "tests/training/policies/test_selection.py"),
     "objectives": ("pytest", "tests/core/test_policies.py"),
     "reference losses": ("pytest", "tests/data/test_reference.py"),
-    "doremi": ("pytest", "tests/training/policies/test_runs.py", "-k", "doremi"),
     "weighed samples": ("pytest", "tests/training/policies/test_runs.py", "-k", "weighed_by_their_losses"),
     "token losses": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "packs"),
     "sampler": ("pytest", "tests/data/test_sampler.py"),
@@ -3905,7 +3904,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "training/mixing.py",
         "objective and tuple(objective))",
         "None)",
-        "doremi",
+        "learned shares",
     ),
     Mutant(
         "a sample has its neighbour's weight",
