@@ -1,7 +1,7 @@
 """Killed behind any step and gone on with on any layout: draws, shares and states of policies to the last bit.
 
 Losses are made up: a function of the sample and the step, as if hosts computed alike. What hosts give differs by
-rounding from layout to layout, so runs of them agree to 1e-9 instead (`test_learned_shares`).
+rounding from layout to layout, so the shares of runs agree to 1e-9 instead (`test_learned_shares`).
 """
 
 from __future__ import annotations
