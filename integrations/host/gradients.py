@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from ...core.aliases import Floats
 from ...core.errors import refuse_first
 from ...core.plan.step_plan import StepPlan
 from ...core.recipe.adapter import Adapter
+from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...core.recipe.tenant import TenantTrain
 from ...runtime.adapters.by_sample import SampleGradients
@@ -38,9 +39,6 @@ from ...runtime.measure.busy import BusyClock
 from .scoring import LossCollector, Scores
 from .step import Mark, Step, no_mark
 from .trained import Weights
-
-if TYPE_CHECKING:
-    from .host import Host
 
 _FIRST_STEP, _FALL, _STEPS = 1.0, 4.0, 12
 """Of the search for a step: over the direction's norm, by what it falls, and how often at most."""
@@ -107,10 +105,25 @@ class Along(NamedTuple):
     """Of one batch by each method, where both were tried: the longest of all ranks."""
 
 
+class GradientHost(Protocol):
+    """What gradients of samples ask of a host, see `Host`."""
+
+    recipe: Recipe
+    dp_cp_rank: int
+    device: torch.device
+
+    @property
+    def trained(self) -> Any: ...
+
+    def score(self, plan: StepPlan, tokens_of: TokensOf, *, labels: Labels | None = None) -> Scores: ...
+
+    def frozen_model(self) -> AbstractContextManager[FrozenModel]: ...
+
+
 class GradientScores:
     """Takes gradients of samples as long as its host's `gradient_scores` is open. All methods are collective."""
 
-    def __init__(self, host: Host, frozen: FrozenModel, settings: GradientSettings) -> None:
+    def __init__(self, host: GradientHost, frozen: FrozenModel, settings: GradientSettings) -> None:
         self._host, self._settings = host, settings
         self._passes = frozen.passes
         self._rows = SampleGradients(frozen.blocks, frozen.linears, frozen.peers, frozen.dtype, host.device)
@@ -235,7 +248,7 @@ class GradientScores:
 
 
 @contextmanager
-def opened(host: Host, settings: GradientSettings) -> Iterator[GradientScores]:
+def opened(host: GradientHost, settings: GradientSettings) -> Iterator[GradientScores]:
     """The gradients of samples of a host, as `Host.gradient_scores` gives them."""
     recipe, p = host.recipe, host.recipe.parallel
     refuse_first(

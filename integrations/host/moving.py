@@ -104,16 +104,16 @@ class Moves:
     def _tell(self, what: str, word: int) -> None:
         """Learn what other ranks have, and that all of them say the same of ``what`` they are about to do."""
         said = torch.tensor([_ALL.index(what), word])
-        told = torch.cat([said, -said, self._seen])
+        most = torch.cat([said, -said, self._seen])
         if dist.is_initialized():
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=on_host())
-        if not torch.equal(told[:2], -told[2:4]) or what == _WRONG:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=on_host())
+        if not torch.equal(most[:2], -most[2:4]) or what == _WRONG:
             raise RankError(
                 f"border {self._borders}: ranks do not move the same samples",
                 f"this one {what} ({word})",
                 "give every rank the same recipe, prompts and evenload version (`evenload doctor` on each shows them)",
             )
-        self._seen = told[4:]
+        self._seen = most[4:]
 
     def _move(self, schedule: Schedule, places: dict[int, Running], moving: Ints, now: Ints) -> None:
         """Send and receive samples, those between two ranks in one message whose size both know."""

@@ -54,7 +54,7 @@ class LengthDistributions:
 
     @property
     def limits(self) -> Ints:
-        """Of each prompt [P]."""
+        """The limit of each prompt [P]."""
         return np.broadcast_to(np.asarray(self.limit, dtype=np.int64), self.mu.shape)
 
 

@@ -39,7 +39,7 @@ class MovedPlan(NamedTuple):
 def move(
     request: RolloutRequest, ranks: Ints, distributions: LengthDistributions, costs: RolloutCosts, every: int
 ) -> MovedPlan:
-    """The same on every rank that knows the samples that live, their tokens (``request.done``) and ``ranks`` [S].
+    """Deal the same on every rank that knows the samples that live, their tokens (``request.done``) and ``ranks`` [S].
 
     ``every``: steps of a mean rank from border to border.
     """

@@ -127,7 +127,7 @@ class RolloutBound(NamedTuple):
 
     @property
     def bound_s(self) -> float:
-        """The largest of them."""
+        """The largest of these times."""
         return max(self)
 
 

@@ -104,7 +104,7 @@ class Forwards(NamedTuple):
     """Of prompts, and of what is computed again."""
 
     def plus(self, pieces: Sequence[Slice]) -> Forwards:
-        """One forward more."""
+        """What stands here and one forward more."""
         rows = [piece.stop for piece in pieces if piece.length == 1]
         tokens = sum(piece.length for piece in pieces) - len(rows)
         return Forwards(self.forwards + 1, self.samples + len(rows), self.keys + sum(rows), self.prompt_tokens + tokens)
@@ -139,7 +139,7 @@ class WholePrompts(Dealer):
     them."""
 
     def deal(self, dealing: Dealing) -> Dealt:
-        """See `Dealer`."""
+        """Deal as `Dealer.deal` says."""
         order = np.argsort(-dealing.limits, kind="stable")
         _, first, of = np.unique(dealing.of[order], return_index=True, return_inverse=True)
         ranks = np.argsort(np.argsort(first))[of] % dealing.num_ranks

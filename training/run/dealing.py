@@ -49,7 +49,7 @@ class ByLength(Dealer):
         self._ran: Ran | None = None
 
     def deal(self, dealing: Dealing) -> Dealt:
-        """See `Dealer`."""
+        """Deal as `Dealer.deal` says."""
         left = np.flatnonzero(dealing.ended == 0)
         request, lengths, every = _request(dealing, left), self._lengths(dealing), self._every_of(dealing)
         ranks = dealing.ranks[left]
@@ -65,7 +65,7 @@ class ByLength(Dealer):
         return Dealt(tuple(left[own] for own in plan.ranks), plan.planner, steps)
 
     def ran(self, ran: Ran) -> None:
-        """See `Dealer`."""
+        """Keep what came of it, for `report`."""
         self._ran = ran
 
     def report(self, requests: Sequence[Request], samples: Sequence[Completion], slots: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class ByLength(Dealer):
         return every if every < limit else 0
 
     def _lengths(self, dealing: Dealing) -> LengthDistributions | None:
-        """Of the prompts, by all that is known of them; None: nothing has ended yet."""
+        """Distributions of the prompts, by all that is known of them; None: nothing has ended yet."""
         limits = np.array([request.limit for request in dealing.requests], dtype=np.int64)
         places = {request.number: place for place, request in enumerate(dealing.requests)}
         rows = [(places[s.prompt], len(s.tokens), s.ended != "limit") for s in self._known if s.prompt in places]
