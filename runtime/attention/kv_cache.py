@@ -56,7 +56,7 @@ class KvCache:
         """Write what a block holds into another one, in all layers."""
         for layer, pools in self._pools.items():
             if target >= len(pools[0]):
-                pools = self._pools[layer] = self._grown(pools, *(pool.flatten(0, 1) for pool in pools))
+                pools = self._pools[layer] = self._grown(pools, pools[0][0], pools[1][0])
             for pool in pools:
                 pool[target] = pool[source]
 
