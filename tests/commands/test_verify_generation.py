@@ -105,7 +105,7 @@ def test_every_layout_generates_what_plain_generation_does(name: str, verify: Ca
     assert (result["samples_wrong"], result["samples_missing"], result["samples_repeated"]) == (0, 0, 0)
     assert result["flips"] <= 2 * in_float32
     assert (result["prompts"], result["samples"]) == (6, 18)
-    own, single, chunks, small, cut = result["arrangements"]
+    own, single, chunks, small, _, cut = result["arrangements"]
     assert single["forwards"] > chunks["forwards"] > own["forwards"]
     assert 0 < cut["samples_before"] < 18
     assert cut["tokens_again"] > 0

@@ -75,7 +75,7 @@ def test_every_arrangement_gives_plain_samples_and_does_what_it_says(plain: Plai
         assert {(one.fault, one.flips) for one in judged} == {("", 0)}
         assert max(one.error for one in judged) < 1e-9
     needed = sum(len(r.tokens) - 1 for r in REQUESTS) + sum(len(s.tokens) for s in plain.samples.values())
-    own, single, chunks, small, cut = done.values()
+    own, single, chunks, small, _, cut = done.values()
     assert (own.computed, single.computed, chunks.computed) == (needed, needed, needed)
     assert single.forwards > chunks.forwards > own.forwards
     assert small.computed > needed, "samples were given up and computed again"
