@@ -277,6 +277,12 @@ def opened(host: GradientHost, settings: GradientSettings) -> Iterator[GradientS
             "set megatron.sequence_parallel=false",
         ),
         (
+            p.tp > 1 and p.pp > 1,
+            "gradients of samples are not proven where tensor parallelism and stages come together",
+            f"parallel.tp {p.tp}, parallel.pp {p.pp}",
+            "set parallel.tp=1 or parallel.pp=1",
+        ),
+        (
             settings.columns < 1,
             "gradients are projected to no column",
             f"columns {settings.columns}",

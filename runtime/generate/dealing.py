@@ -139,7 +139,7 @@ class WholePrompts(Dealer):
     them."""
 
     def deal(self, dealing: Dealing) -> Dealt:
-        """Deal as `Dealer.deal` says."""
+        """Deal samples in the form that `Dealer.deal` has."""
         order = np.argsort(-dealing.limits, kind="stable")
         _, first, of = np.unique(dealing.of[order], return_index=True, return_inverse=True)
         ranks = np.argsort(np.argsort(first))[of] % dealing.num_ranks

@@ -215,4 +215,4 @@ def test_a_host_that_divides_tokens_refuses_to_generate_by_name(place: Path) -> 
     generating = pytest.importorskip("evenload.integrations.host.generating")
     recipe = load_recipe(place / "r.yaml", ["parallel.tp=2", "megatron.sequence_parallel=true"])
     with pytest.raises(EvenloadError, match="sequence_parallel true"):
-        generating.samples_of(SimpleNamespace(recipe=recipe), [], None, None, None, None)
+        generating.samples_of(SimpleNamespace(recipe=recipe), [], None, None, None, None, None)

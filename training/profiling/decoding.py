@@ -32,7 +32,7 @@ def measure_decoding(job: Job, clock: Callable[[], float]) -> DecodeCost | None:
     """The mean of the ranks; None where the recipe's model is not generated from. Collective."""
     recipe = job.recipe
     longest = recipe.data.max_length - STEPS - 2
-    if any(odd for odd, *_ in unfit(recipe)) or longest < 2 * PROMPTS[0]:
+    if recipe.adapts or any(odd for odd, *_ in unfit(recipe)) or longest < 2 * PROMPTS[0]:
         return None
     cases = [(rows, min(prompt, longest)) for rows in ROWS for prompt in PROMPTS]
     times = []

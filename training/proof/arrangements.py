@@ -38,7 +38,7 @@ class Tossed(Dealer):
     """Deals samples to ranks that are drawn, and again after a few forwards that are drawn, too."""
 
     def deal(self, dealing: Dealing) -> Dealt:
-        """Deal as `Dealer.deal` says."""
+        """Deal samples in the form that `Dealer.deal` has."""
         drawn, left = np.random.default_rng(int(dealing.tokens.sum())), np.flatnonzero(dealing.ended == 0)
         ranks = drawn.integers(dealing.num_ranks, size=len(left))
         own = tuple(left[ranks == rank] for rank in range(dealing.num_ranks))

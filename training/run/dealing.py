@@ -49,7 +49,7 @@ class ByLength(Dealer):
         self._ran: Ran | None = None
 
     def deal(self, dealing: Dealing) -> Dealt:
-        """Deal as `Dealer.deal` says."""
+        """Deal samples in the form that `Dealer.deal` has."""
         left = np.flatnonzero(dealing.ended == 0)
         request, lengths, every = _request(dealing, left), self._lengths(dealing), self._every_of(dealing)
         ranks = dealing.ranks[left]

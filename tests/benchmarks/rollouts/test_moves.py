@@ -24,5 +24,5 @@ def test_moves_bring_a_lonely_tail_to_idle_ranks() -> None:
     assert moved.moved_keys > 0
     np.testing.assert_array_equal(moved.tokens, lengths)
     assert moved.busy_s <= moved.seconds < 0.96 * alone
-    again = Rollout(request, lengths, H100_7B._replace(prompt_s=1e-3))
-    assert play_moved(again, known, 256).moved_keys < moved.moved_keys
+    again = Rollout(request, lengths, H100_7B._replace(prompt_s=1e-2))
+    assert 0 < play_moved(again, known, 256).num_moves < moved.num_moves / 4

@@ -15,7 +15,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"plans": [1, 2], "parallel__tp": 2, **TWO}),
     "pp2": (2, {"plans": [1, 2], "parallel__pp": 2}),
     "shared by two": (2, {"plans": ["pairs, ring", 100], **TWO}),
-    "tp2 pp2": (4, {"plans": [4, 5], "parallel__tp": 2, "parallel__pp": 2}),
 }
 
 

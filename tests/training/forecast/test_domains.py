@@ -95,5 +95,5 @@ def test_lengths_that_are_not_those_of_the_domains_are_refused(
 
 
 def test_groups_are_of_one_source(recipe: Recipe, files: dict[str, Path]) -> None:
-    with pytest.raises(EvenloadError, match="in no groups"):
+    with pytest.raises(EvenloadError, match="say no groups"):
         look_ahead(recipe, files, 1, groups=files["short"])
