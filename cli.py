@@ -97,6 +97,8 @@ def verify(
     """Hold steps of the run against plain training of whole sequences, through a resume; or samples against plain
     generation. Exit code 1 if they differ."""
     updates, chosen = number_of_word(steps, "--steps", REPEATS), load_recipe(recipe, overrides or ())
+    if generation and weights:
+        raise EvenloadError("samples have no weights", "--generate and --weights", "prove one, then the other")
     if generation:
         from .training.verbs.generate import prompting
 

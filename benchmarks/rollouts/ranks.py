@@ -7,7 +7,8 @@
     tie        evenload's plan by distributions of earlier samples of the same prompts
     in step    the same, dealt again after every 1,024 steps of every rank
     moved      the same, dealt again after steps that take as long as 1,024 of a mean rank; moved keys at no price
-    sent       the same, at 2.3 us a key that moves;  computed: at 35 us, the 14 GFLOP of a token at 400 TFLOP/s
+    oftener    moved after as long as 512
+    sent       moved, at 2.3 us a key that moves;  computed: at 35 us, the 14 GFLOP of a token at 400 TFLOP/s
     oracle     longest first by the lengths themselves, to the rank with the least tokens
     graded     by the lengths themselves: the longest samples together on a rank, the next ones on the next, all
                ranks equally long. Long samples share steps with few, short ones with many
@@ -165,6 +166,7 @@ def rollouts(setting: Setting, lengths: Ints, known: LengthDistributions) -> Ite
     moves = {
         "in step": play_moved(rollout, known, EVERY, even_steps=True),
         "moved": play_moved(rollout, known, EVERY),
+        "oftener": play_moved(rollout, known, EVERY // 2),
         "sent": play_moved(rollout, known, EVERY, KEY_S),
         "computed": play_moved(computed, known, EVERY),
     }

@@ -22,7 +22,7 @@ register(
         place="batches",
         config=config.DataConfig,
         plan=lambda plan, context, config: plan,
-        does="mix, select",
+        does="policies",
         clashes=("lora",),
         policies={
             "mix": {**mixes.MIXES, "ado": ado.ADO},

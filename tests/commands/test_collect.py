@@ -124,6 +124,7 @@ def test_a_score_that_is_no_number_ends_it_and_decided_prompts_stay(place: Path,
 BAD = {
     "more than there are": (["generate.collect.keep=6"], 1, "keep is not from 1 to of"),
     "another number of samples": ([], 4, "both say how many samples there are"),
+    "moves": (["generate.move_every=8"], 1, "samples of which some are kept stay on one rank"),
     "no function": (["generate.collect.prune.score=process:nothing"], 1, "has no attribute 'nothing'"),
     "a score that is no number": (["generate.collect.prune.below=.nan"], 1, "generate.collect.prune.below"),
 }

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer.testing as testing
 from evenload.api import load_recipe
+from evenload.cli import app
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.adapter import Adapter
 from evenload.training.verbs.generate import asked, prompting, without_divided_tokens
@@ -131,6 +133,13 @@ def test_a_file_of_prompts_is_continued_to_its_own_limits(place: Path, verify: C
     code, result = verify("--prompts", str(place / "p.jsonl"), "generate.stop=[]")
     assert (code, result["prompts"], result["samples"]) == (0, 2, 6)
     assert result["tokens"] <= 3 * (3 + 20)
+
+
+def test_options_of_the_other_proof_are_refused(place: Path) -> None:
+    for words, text in ((["--generate", "--weights"], "samples have no weights"), (["--prompts", "p"], "--generate")):
+        done = testing.CliRunner().invoke(app, ["verify", str(place / "recipe.yaml"), *words])
+        assert isinstance(done.exception, EvenloadError)
+        assert text in str(done.exception)
 
 
 def test_prompts_that_cannot_be_are_refused_before_a_rank_starts(place: Path) -> None:

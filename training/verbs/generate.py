@@ -66,6 +66,8 @@ def asked(
     refuse_other_tokenizer(recipe)
     section, name = recipe.generate, tokenizer_of(recipe.data, recipe.model.weights)
     begun = samples_begun(section.collect, samples)
+    what, detail = "samples of which some are kept stay on one rank", f"generate.move_every {section.move_every}"
+    refuse_first((section.collect is not None and bool(section.move_every), what, detail, "set generate.move_every=0"))
     prepared = prompted(recipe, name, prompts, begun)
     rows = prepared.rows
     of_rows = [row.tenant or tenant for row in rows]
