@@ -139,6 +139,8 @@ class DataPolicy(NamedTuple):
     """Fields of what is seen that it cannot do without, of those that may be None."""
     same_pool: bool = False
     """It selects from the same samples in every update."""
+    gradients_of: Callable[[State | None, Ints], Ints] = lambda _, numbers: numbers
+    """Numbers of the samples whose gradients it wants, by its state (None: before its start) and those of the pool."""
     outcome: Callable[[State], Sequence[float]] | None = None
     """Shares [K] that it has found for a later run; None: it looks for none."""
 

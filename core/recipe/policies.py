@@ -7,29 +7,64 @@ from typing import Any
 
 from ..errors import Rule
 from ..policies import ChosenPolicy, Kind
+from .sizes import shape_of
 
 SHOWN: dict[Kind, tuple[str, ...]] = {
     "mix": ("losses", "targets", "samples"),
-    "select": ("losses",),
+    "select": ("losses", "gradients"),
     "weight": ("losses", "targets"),
 }
-"""What a run shows a policy of each kind, beside what the recipe names a file of."""
+"""What a run shows a policy of each kind, beside gradients of `data.validation` and what the recipe names a file of."""
 
 
 def rules_of_policies(recipe: Any) -> list[Rule]:
     """What is wrong with the policies of data of a recipe."""
     chosen = {kind: recipe.data_policy(kind) for kind in SHOWN}
     select = chosen["select"]
-    lacking = [rule for kind, one in chosen.items() if one for rule in _rules_of_lacking(kind, one)]
-    return [*lacking, *(_rules_of_selection(recipe, select) if select else ())]
+    lacking = [rule for kind, one in chosen.items() if one for rule in _rules_of_lacking(recipe, kind, one)]
+    by_gradient = rules_of_gradients(recipe) if select and "gradients" in select.policy.needs else ()
+    return [*lacking, *(_rules_of_selection(recipe, select) if select else ()), *by_gradient]
 
 
-def _rules_of_lacking(kind: Kind, chosen: ChosenPolicy) -> list[Rule]:
-    lacking = [name for name in chosen.policy.needs if name not in (*SHOWN[kind], *chosen.files)]
+def rules_of_gradients(recipe: Any) -> list[Rule]:
+    """What keeps a run from taking gradients of its samples."""
+    p = recipe.parallel
+    return [
+        (
+            shape_of(recipe.model).experts is not None,
+            "gradients of samples are by matrices beside the linear layers of dense models: experts have none",
+            f"model.family {recipe.model.family}",
+            "score with a dense model",
+        ),
+        (
+            p.cp > 1,
+            "gradients of samples do not go with static context parallelism",
+            f"parallel.cp {p.cp}",
+            "set parallel.cp=1 and give its ranks to parallel.dp; plugins.mesh shares long sequences",
+        ),
+        (
+            recipe.megatron.sequence_parallel and p.tp > 1,
+            "gradients of samples need all tokens of a pack on each tensor-parallel rank",
+            f"megatron.sequence_parallel true, parallel.tp {p.tp}",
+            "set megatron.sequence_parallel=false",
+        ),
+        (
+            p.tp > 1 and p.pp > 1,
+            "gradients of samples are not proven where tensor parallelism and stages come together",
+            f"parallel.tp {p.tp}, parallel.pp {p.pp}",
+            "set parallel.tp=1 or parallel.pp=1",
+        ),
+    ]
+
+
+def _rules_of_lacking(recipe: Any, kind: Kind, chosen: ChosenPolicy) -> list[Rule]:
+    shown = (*SHOWN[kind], *(("query_gradients",) if recipe.data.validation else ()), *chosen.files)
+    lacking = [name for name in chosen.policy.needs if name not in shown]
     what = f"the {kind} policy '{chosen.name}' needs what no run shows it"
-    detail = f"needs {', '.join(lacking)}; a run shows {', '.join((*SHOWN[kind], *chosen.files))}"
+    detail = f"needs {', '.join(lacking)}; a run shows {', '.join(shown)}"
     files = {"excess": "reference", "embeddings": "select.embeddings", "queries": "select.queries"}
-    names = [f"plugins.data.{files[name]}" for name in lacking if name in files]
+    settings = {name: f"plugins.data.{key}" for name, key in files.items()} | {"query_gradients": "data.validation"}
+    names = [settings[name] for name in lacking if name in settings]
     return [(bool(lacking), what, detail, f"set {', '.join(names)}" if names else "take another policy")]
 
 

@@ -27,8 +27,8 @@ from ...core.aliases import Floats
 from ...core.errors import refuse_first
 from ...core.plan.step_plan import StepPlan
 from ...core.recipe.adapter import Adapter
+from ...core.recipe.policies import rules_of_gradients
 from ...core.recipe.recipe import Recipe
-from ...core.recipe.sizes import shape_of
 from ...core.recipe.tenant import TenantTrain
 from ...runtime.adapters.by_sample import SampleGradients
 from ...runtime.adapters.peers import AdapterPeers
@@ -250,7 +250,6 @@ class GradientScores:
 @contextmanager
 def opened(host: GradientHost, settings: GradientSettings) -> Iterator[GradientScores]:
     """The gradients of samples of a host, as `Host.gradient_scores` gives them."""
-    recipe, p = host.recipe, host.recipe.parallel
     refuse_first(
         (
             not isinstance(host.trained, Weights),
@@ -258,30 +257,7 @@ def opened(host: GradientHost, settings: GradientSettings) -> Iterator[GradientS
             "a host of tenants",
             "disable the plugin that trains adapters",
         ),
-        (
-            shape_of(recipe.model).experts is not None,
-            "gradients of samples are by matrices beside the linear layers of dense models: experts have none",
-            f"model.family {recipe.model.family}",
-            "score with a dense model",
-        ),
-        (
-            p.cp > 1,
-            "gradients of samples do not go with static context parallelism",
-            f"parallel.cp {p.cp}",
-            "set parallel.cp=1 and give its ranks to parallel.dp; plugins.mesh shares long sequences",
-        ),
-        (
-            recipe.megatron.sequence_parallel and p.tp > 1,
-            "gradients of samples need all tokens of a pack on each tensor-parallel rank",
-            f"megatron.sequence_parallel true, parallel.tp {p.tp}",
-            "set megatron.sequence_parallel=false",
-        ),
-        (
-            p.tp > 1 and p.pp > 1,
-            "gradients of samples are not proven where tensor parallelism and stages come together",
-            f"parallel.tp {p.tp}, parallel.pp {p.pp}",
-            "set parallel.tp=1 or parallel.pp=1",
-        ),
+        *rules_of_gradients(host.recipe),
         (
             settings.columns < 1,
             "gradients are projected to no column",

@@ -18,8 +18,8 @@ class AskedPolicy(Frozen):
     """A policy of data by name, with its settings."""
 
     policy: str
-    """mix: temperature, odm, doremi, ado. select: random, loss, delta_loss, online, near, tsds. weight: loss. Or one
-    that another plugin offers (docs/mixture_policies.md)."""
+    """mix: temperature, odm, doremi, ado. select: random, loss, delta_loss, less, cluster_less, online, near, tsds.
+    weight: loss. Or one that another plugin offers (docs/mixture_policies.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the policy, by name."""
     kind: ClassVar[Kind]

@@ -145,6 +145,12 @@ def _start_clusters(pool: Pool, settings: ClusterLess) -> Selected:
     return state, any_of(pool)
 
 
+def _representatives(state: State | None, numbers: Ints) -> Ints:
+    """Numbers of the state's representatives, in their order."""
+    rows = state["representatives"] if state else []
+    return np.array([number for _, number in rows], dtype=np.int64)
+
+
 def _by_cluster(state: State, pool: Pool, _: ClusterLess) -> Selected:
     """Scores are of the state's representatives, [cluster, number] each, in their order."""
     clusters, scores = np.array([cluster for cluster, _ in state["representatives"]]), cosine_scores(pool)
@@ -164,6 +170,7 @@ BY_EMBEDDING = {
         ClusterLess,
         needs=("embeddings", "gradients", "query_gradients"),
         same_pool=True,
+        gradients_of=_representatives,
     ),
 }
 """By the names that recipes have."""

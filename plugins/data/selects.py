@@ -123,6 +123,11 @@ def _unit(rows: Floats) -> Floats:
     return rows / np.where(norms > 0, norms, 1.0)
 
 
+def once_started(state: State | None, numbers: Ints) -> Ints:
+    """Whose gradients a selection wants that takes any samples first."""
+    return numbers[:0] if state is None else numbers
+
+
 def _by_gradient(state: State, pool: Pool, _: Frozen) -> Selected:
     return state, largest(pool.numbers, cosine_scores(pool), pool.take)
 
@@ -137,7 +142,7 @@ BY_SCORE = {
     "random": DataPolicy(_start, _at_random),
     "loss": DataPolicy(_start, _by_third, LossThirds, needs=("losses",)),
     "delta_loss": DataPolicy(_start_delta, _by_progress, DeltaLoss, needs=("losses",), same_pool=True),
-    "less": DataPolicy(_start, _by_gradient, needs=("gradients", "query_gradients")),
+    "less": DataPolicy(_start, _by_gradient, needs=("gradients", "query_gradients"), gradients_of=once_started),
     "online": DataPolicy(_start, _by_loss_now, needs=("losses",)),
 }
 """By the names that recipes have."""

@@ -3879,6 +3879,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "selections of runs",
     ),
     Mutant(
+        "gradients of a pool that was never scored are taken before the first selection",
+        "plugins/data/selects.py",
+        "return numbers[:0] if state is None else numbers",
+        "return numbers",
+        "selections of runs",
+    ),
+    Mutant(
+        "gradients of clusters are those of the whole pool",
+        "plugins/data/neighbours.py",
+        "        gradients_of=_representatives,\n",
+        "",
+        "selections of runs",
+    ),
+    Mutant(
         "domains without a share are selected from",
         "training/policies/selection.py",
         "domain_of(numbers)] > 0]",

@@ -63,4 +63,6 @@ class RunPolicies:
             report["selection"] = own = self._selection.report()
             text = "%d selections by %s: %d samples taken of %d candidates"
             logger.info(text, own["updates"], own["policy"], own["taken"], own["candidates"])
+            if "gradients_s" in own:
+                logger.info("gradients of samples took %.1f s beside %.1f s of steps", own["gradients_s"], train_s)
         return report

@@ -1,4 +1,5 @@
-"""Losses of any samples by the model of a run as it is, between two steps: plans that run forward only.
+"""Losses of any samples by the model of a run as it is, between two steps: plans that run forward only, or, for
+gradients of samples, backward too.
 
 Batches are those of a global batch's size, planned with the costs of the recipe, one ahead of the one that is scored.
 Nothing that training draws or plans is touched.
@@ -15,16 +16,18 @@ import numpy as np
 from ...core.aliases import Floats, Ints
 from ...core.planning.forward_only import forward_only
 from ...core.planning.planner import Draw, Planned
+from ...integrations.host.gradients import PlannedSamples
 from ...integrations.host.scoring import Scores
 from ..drawing import batch_size, draw_of
 from ..job import Job
 
 
 class Scorer:
-    """Scores samples of a job's source that have targets. Making one is collective, and so are its methods."""
+    """Scores samples of a job's source that have targets. Making one is collective, and so are its methods.
+    ``backward``: its plans are those of a training step."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = replace(job, chain=forward_only(job.chain), reference=None)
+    def __init__(self, job: Job, *, backward: bool = False) -> None:
+        self._job = replace(job, chain=job.chain if backward else forward_only(job.chain), reference=None)
         self._size = batch_size(job.recipe).mean_samples(job.source.lengths)
         self._draws: list[Draw] = []
         self._planner = self._job.planner(lambda: self._draws.pop(0), self._job.chain)
@@ -40,14 +43,18 @@ class Scorer:
             self._job.watchdog.at("waiting for the plan of samples to score")
             yield self._planner.next(ahead=len(parts) - 1 - number)
 
+    def batches(self, samples: Ints) -> Iterator[PlannedSamples]:
+        """The same with their tokens and labels. Collective."""
+        for planned in self.planned(samples):
+            draw = planned.draw
+            yield PlannedSamples(planned.plan, self._job.tokens_of(draw), self._job.labels_of(draw))
+
     def scores(self, samples: Ints) -> Scores:
         """The losses of these samples, in their order, the same on every rank. Collective."""
         begin = time.perf_counter()
         parts: list[Scores] = []
-        for planned in self.planned(samples):
-            labels = self._job.labels_of(planned.draw)
-            tokens_of = self._job.tokens_of(planned.draw)
-            parts.append(self._job.host.score(planned.plan, tokens_of, labels=labels, mark=self._mark))
+        for plan, tokens_of, labels in self.batches(samples):
+            parts.append(self._job.host.score(plan, tokens_of, labels=labels, mark=self._mark))
         self.seconds += time.perf_counter() - begin
         return Scores(*(np.concatenate(columns) for columns in zip(*(one[:2] for one in parts), strict=True)))
 

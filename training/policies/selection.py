@@ -24,6 +24,7 @@ from ...runtime.world.agreement import from_first
 from ..drawing import Drawing, Selected, scorable
 from ..job import Job, logger
 from .files import PolicyFiles
+from .gradients import GradientScorer, PoolGradients
 from .scoring import Scorer
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -43,6 +44,7 @@ class Selection:
     ) -> None:
         self._job, self._chosen = job, chosen
         self._files, self._scorer = files, scorer
+        self._gradients = GradientScorer(job) if "gradients" in chosen.policy.needs else None
         self._drawing = drawing
         self._update = 0
         self._policy: State | None = None
@@ -70,8 +72,9 @@ class Selection:
         drawn = self._drawing.candidates((self._chosen.pool or 1) * self._chosen.every)
         numbers = drawn if self._chosen.pool else self._all()
         losses = self._scorer.means(numbers) if "losses" in self._chosen.policy.needs and len(numbers) else None
+        gradients = self._gradients_of(numbers)
         begin = time.perf_counter()
-        taken = from_first(lambda: self._asked(numbers, losses, drawn[: self._take]))
+        taken = from_first(lambda: self._asked(numbers, losses, gradients, drawn[: self._take]))
         if not len(taken):
             detail = f"update {self._update} of the select policy '{self._chosen.name}'"
             raise EvenloadError("no sample that was drawn has a target", detail, "raise plugins.data.select.pool")
@@ -89,12 +92,19 @@ class Selection:
 
     def report(self) -> dict[str, Any]:
         """What this run has selected, and the seconds that it took."""
-        return self._report
+        return {**self._report, **({"gradients_s": self._gradients.seconds} if self._gradients else {})}
 
-    def _asked(self, numbers: Ints, losses: Any, drawn: Ints) -> Ints:
+    def _gradients_of(self, numbers: Ints) -> PoolGradients | None:
+        """Of those of the pool that the policy wants them of. Collective."""
+        if self._gradients is None:
+            return None
+        wanted: Ints = from_first(lambda: self._chosen.policy.gradients_of(self._policy, numbers))
+        return self._gradients.of(wanted)
+
+    def _asked(self, numbers: Ints, losses: Any, gradients: PoolGradients | None, drawn: Ints) -> Ints:
         """What the policy takes; on rank 0, which keeps its state."""
         files = self._files
-        of_samples: dict[str, Any] = {"losses": losses}
+        of_samples: dict[str, Any] = {"losses": losses, **(gradients._asdict() if gradients else {})}
         if files.reference is not None:
             of_samples["reference"] = files.reference.means(numbers)
         if files.embeddings is not None:

@@ -32,6 +32,7 @@ plugins: {{packing: {{enabled: true, max_tokens: 512}}}}
 SIZES = {"long": (30, 90, 250), "short": (34, 5, 40)}
 DOREMI = "plugins.data={enabled: true, reference: losses, mix: {policy: doremi, settings: {rate: 2.0, uniform: 0.01}}}"
 SELECT = "plugins.data={enabled: true, select: {policy: loss, every: 2, pool: 2, settings: {factor: 50.0}}}"
+LESS = "plugins.data={enabled: true, select: {policy: less, every: 2, pool: 2}}"
 WEIGH = "plugins.data={enabled: true, weight: {policy: loss, settings: {strategy: uniform}}}"
 Forged = Callable[..., Any]
 
@@ -59,7 +60,9 @@ def ran(place: Path, forged: Forged, verb: str, recipe: str, *words: str) -> Any
 
 
 def logged(place: Path, name: str) -> list[Any]:
-    return [json.loads(line) for line in (place / name).read_text().splitlines()]
+    """Lines of the steps, not of the validations."""
+    lines = map(json.loads, (place / name).read_text().splitlines())
+    return [line for line in lines if "samples" in line]
 
 
 def killed(place: Path, forged: Forged, name: str, *words: str) -> tuple[list[Any], list[Any], Any]:
@@ -184,3 +187,21 @@ def test_samples_are_weighed_by_their_losses_in_that_step(
     assert lines[1]["loss"] == pytest.approx(wanted, rel=1e-6)
     assert abs(wanted / (losses.sum() / targets.sum()) - 1) > 1e-3
     assert result["policies"]["scoring_s"] > 0
+
+
+def test_less_selects_what_has_the_gradient_of_the_validation(place: Path, forged: Forged) -> None:
+    """Half of the domain `long` are sequences of one pattern, half of another; the validation is all of the first."""
+    rng = np.random.default_rng(5)
+    rows = [{"input_ids": (3 + 2 * rng.integers(0, 60, 40) + i % 2 * 120).tolist()} for i in range(64)]
+    (place / "two.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (place / "odd.jsonl").write_text("\n".join(json.dumps(row) for row in rows[1:20:2]))
+    words = LESS, "data.domains={two: {source: two.jsonl}}", "data.validation={source: odd.jsonl, every: 9}"
+    lines, _, result = killed(place, forged, "less", *words)
+    odd = [[sample % 2 for sample in line["samples"]] for line in lines]
+    assert sum(odd[2] + odd[3] + odd[4]) >= 23, "of 24, behind any two batches"
+    assert 2 <= sum(odd[0] + odd[1]) <= 14
+    own = result["policies"]["selection"]
+    assert (own["updates"], own["taken"]) == (3, 48)
+    assert own["gradients_s"] > 0
+    plain = ran(place, forged, "train", "deepspeed.yaml", *words, "parallel.dp=2", "deepspeed.zero_stage=3")
+    assert plain["policies"]["selection"]["gradients_s"] > 0

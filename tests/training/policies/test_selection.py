@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,9 @@ from evenload.core.recipe.recipe import Recipe, parse
 from evenload.plugins.data.draws import drawn
 from evenload.plugins.data.selects import LossThirds, third_probabilities
 from evenload.training.drawing import Domains, drawing_of
+from evenload.training.policies import selection as selections
 from evenload.training.policies.files import open_files, refuse_policies
+from evenload.training.policies.gradients import PoolGradients
 from evenload.training.policies.selection import Selection
 from evenload.training.preflight import open_data
 
@@ -52,6 +54,29 @@ class Steps:
         return draw
 
 
+class Rows:
+    """Gradients that depend on the sample alone, beside two of each of two tasks; notes who was asked for."""
+
+    asked: ClassVar[list[list[int]]] = []
+
+    def __init__(self, job: Any) -> None:
+        self.seconds = 0.0
+        Rows.asked = []
+
+    def of(self, samples: Any) -> PoolGradients:
+        Rows.asked.append(samples.tolist())
+        return PoolGradients(ROWS[samples], WANTED, TASKS) if len(samples) else PoolGradients(ROWS[:0], ROWS[:0], None)
+
+
+ROWS = np.random.default_rng(2).normal(size=(64, 6))
+WANTED, TASKS = np.random.default_rng(3).normal(size=(4, 6)), np.array([0, 1, 1, 0])
+
+
+@pytest.fixture(autouse=True)
+def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selections, "GradientScorer", Rows)
+
+
 CHAIN = PlanChain.of_recipe(parse({"plugins": {"packing": {"enabled": True, "max_tokens": 512}}}), parse({}).layout(1))
 
 
@@ -77,7 +102,8 @@ def recipe(tmp_path: Path) -> Recipe:
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).normal(size=(64, 3)))
     np.save(tmp_path / "wanted.npy", np.random.default_rng(1).normal(size=(5, 3)))
     domains = {name: {"source": str(tmp_path / f"{name}.jsonl")} for name in ("long", "short")}
-    return parse({"data": {"domains": domains, "max_length": 64}, "train": {"global_batch_size": BATCH, "seed": 3}})
+    data = {"domains": domains, "max_length": 64, "validation": {"source": str(tmp_path / "short.jsonl")}}
+    return parse({"data": data, "train": {"global_batch_size": BATCH, "seed": 3}})
 
 
 def asking(recipe: Recipe, policy: str, every: int = 2, pool: int | None = 3, **more: Any) -> Recipe:
@@ -120,6 +146,8 @@ CASES: dict[str, dict[str, Any]] = {
     "delta_loss": {"pool": None, "settings": {"updates": 5}},
     "tsds": {"pool": None, "every": 4, "embeddings": "rows.npy", "queries": "wanted.npy"},
     "near": {"pool": 2, "embeddings": "rows.npy", "queries": "wanted.npy"},
+    "less": {},
+    "cluster_less": {"pool": None, "settings": {"cluster_size": 8}, "embeddings": "rows.npy"},
 }
 
 
@@ -148,6 +176,28 @@ def test_near_takes_the_nearest_of_every_query_from_the_first_batch_on(
     scored = [i for i in range(64) if i not in (5, 45)]
     nearest = [scored[int(np.argmin([np.linalg.norm(rows[i] - query) for i in scored]))] for query in wanted]
     assert first == list(dict.fromkeys(nearest))[:BATCH]
+
+
+def test_less_takes_what_lies_along_the_gradients_of_one_task(recipe: Recipe) -> None:
+    steps = Steps(asking(recipe, "less", every=1, pool=4))
+    batches, _ = ran(steps, 3)
+    assert Rows.asked[0] == [], "the first samples are any, so no gradient is taken of them"
+    wanted = WANTED / np.linalg.norm(WANTED, axis=1, keepdims=True)
+    for batch, pool in zip(batches[1:], Rows.asked[1:], strict=True):
+        cosines = {n: wanted @ ROWS[n] / np.linalg.norm(ROWS[n]) for n in pool}
+        scores = {n: max(own[TASKS == 0].mean(), own[TASKS == 1].mean()) for n, own in cosines.items()}
+        assert batch == sorted(pool, key=lambda n: (-scores[n], n))[:BATCH]
+
+
+def test_clusters_take_gradients_of_their_representatives_alone(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    steps = Steps(asking(recipe, "cluster_less", 1, None, settings={"cluster_size": 16}, embeddings="rows.npy"))
+    _, kept = ran(steps, 2)
+    rows = kept[-1]["order"]["select"]["policy"]["representatives"]
+    assert Rows.asked == [[], [number for _, number in rows]]
+    assert 3 <= len(rows) <= 3 * 4
 
 
 def test_no_sample_is_taken_twice_before_its_epoch_ends(recipe: Recipe) -> None:
@@ -216,7 +266,9 @@ def test_a_schedule_of_shares_counts_the_batches_that_are_trained(recipe: Recipe
         ({"plugins.data.select.queries": "none.npy"}, "cannot be read"),
         ({"plugins.data.select.queries": "whole.npy"}, "floating-point numbers"),
         ({"plugins.data.select.policy": "neer"}, "did you mean 'near'"),
-        ({"plugins.data.select.policy": "less"}, "needs gradients, query_gradients"),
+        ({"plugins.data.select.policy": "less", "data.validation": None}, "needs query_gradients; a run"),
+        ({"plugins.data.select.policy": "less", "parallel.cp": 2}, "do not go with static context parallelism"),
+        ({"plugins.data.select.policy": "less", "model.family": "mixtral", "model.moe": {}}, "experts have none"),
         ({"plugins.data.select.queries": None}, "set plugins.data.select.queries"),
         ({"train.epochs": 1}, "a number of steps that a selection does not tell"),
         ({"train.global_batch_tokens": 100, "train.global_batch_size": None}, "counts tokens"),
