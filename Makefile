@@ -1,7 +1,7 @@
-# make train   a small GPT on this machine, stock and evenly, in one run     make check     quick feedback
-# make test    every test that needs no GPU                                  make explore   its drawn tests, drawn anew
+# make train   a small GPT on this machine, stock and evenly, in one run            make check     quick feedback
+# make test    every test that needs no GPU (PART=2/3: of the slow ones a third)     make explore   its drawn tests, drawn anew
 # make check-cuda    more of them on a GPU that is rehearsed
-# make mutants faults planted one by one, each to be noticed (PART=3/10: a tenth)            make docs      generated pages
+# make mutants faults planted one by one, each to be noticed (PART=3/20: a part)    make docs      generated pages
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
 # make test-hosts    LLaMA-Factory, Axolotl, ms-swift and Ray Train, each in an environment of its own
 # make site    the documents as web pages, into build/site; a warning is an error
@@ -25,11 +25,11 @@ train: $(READY)
 	    --plot runs/quickstart/steps.png --report runs/quickstart/report.html
 
 test: $(READY)
-	$(PYTEST) -m "not gpu and not cuda"
+	$(PYTEST) -m "not gpu and not cuda" $(if $(PART),--part $(PART))
 
 # The recipes, scripts and proofs that `make test` leaves out, on a rehearsed GPU: see tests/rehearsal.
 check-cuda: $(READY)
-	$(PYTEST) -m cuda -q tests/rehearsal
+	$(PYTEST) -m cuda -q tests/rehearsal $(if $(PART),--part $(PART))
 
 # The same tests on other versions of the hosts.
 NEWEST := integrations/megatron training/proof/test_compare.py commands/test_train.py patches

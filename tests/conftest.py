@@ -80,8 +80,34 @@ BROWSER_FLAGS = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--part 2/3``: what CI runs of the slow tests at one change."""
+    text = "of the slow tests of each file every N-th, from the K-th on; K may be any number"
+    parser.addoption("--part", metavar="K/N", type=_part, default=(0, 1), help=text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, parts = map(int, text.split("/"))
+    return (number - 1) % parts, parts
+
+
+def _deselect_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """So that as many changes as there are parts have run every test; all files are in each of them."""
+    part, parts = config.getoption("part")
+    places: Counter[Path] = Counter()
+    others = []
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("cuda"):
+            others += [item] if places[item.path] % parts != part else []
+            places[item.path] += 1
+    config.hook.pytest_deselected(items=others)
+    left = set(others)
+    items[:] = [item for item in items if item not in left]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where workers share the files, those that take long come first: short ones fill the end."""
+    _deselect_other_parts(config, items)
     if hasattr(config, "workerinput"):
         places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
         slow = {item.path: len(places) for item in items if item.get_closest_marker("slow")}

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,8 @@ def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         if asked.weights is None:
             asked.weights = Path(folder)
-            train(asked.weights, 1 if asked.quick else 400)
+            with redirect_stdout(sys.stderr):
+                train(asked.weights, 1 if asked.quick else 400)
         names = ("prompts", "samples", "slots", "limit", "repeats", "weights")
         words = [word for name in names for word in (f"--{name}", str(getattr(asked, name)))]
         rows = []

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,15 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.tenant import TenantTrain
-from evenload.integrations.deepspeed import open_host
-from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.host.gradients import GradientScores, GradientSettings, PlannedSamples
 from evenload.runtime.adapters.places import Place, drawn
 from evenload.runtime.adapters.projection import projection
 from evenload.runtime.world.world import init_world
 from on_ranks import parser
+
+with redirect_stdout(sys.stderr):  # DeepSpeed writes there which accelerator it takes
+    from evenload.integrations.deepspeed import open_host
+    from evenload.integrations.deepspeed.engine.model import build_model
 
 VOCABULARY, CAP, AT_ONCE = 256, 4096, 16
 LENGTHS = {"16 to 128": (16, 128), "128 to 1,024": (128, 1024)}

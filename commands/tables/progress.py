@@ -47,11 +47,12 @@ def _lines(console: Console) -> Callback:
 
     def show(task: str, done: int, total: int | None, text: str) -> None:
         now = time.monotonic()
-        began = began_s.setdefault(task, now)
-        said_s, before = said.setdefault(task, (now, 0))
+        if task not in said or done < said[task][1]:  # it begins, perhaps once more
+            began_s[task], said[task] = now, (now, 0)
+        said_s, before = said[task]
         if done != before and (now - said_s > _QUIET_EVERY_S or done == total):
             said[task] = now, done
-            left = f", {clock((now - began) / done * (total - done))} left" if total and done < total else ""
+            left = f", {clock((now - began_s[task]) / done * (total - done))} left" if total and done < total else ""
             console.print(plain(f"{task}: {done}/{total or '?'}{left}  {text}"), highlight=False)
 
     return show

@@ -44,7 +44,7 @@ class Scorer:
             yield self._planner.next(ahead=len(parts) - 1 - number)
 
     def batches(self, samples: Ints) -> Iterator[PlannedSamples]:
-        """The same with their tokens and labels. Collective."""
+        """Plans of these samples, batch by batch, with tokens and labels. Collective."""
         for planned in self.planned(samples):
             draw = planned.draw
             yield PlannedSamples(planned.plan, self._job.tokens_of(draw), self._job.labels_of(draw))

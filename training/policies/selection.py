@@ -95,7 +95,7 @@ class Selection:
         return {**self._report, **({"gradients_s": self._gradients.seconds} if self._gradients else {})}
 
     def _gradients_of(self, numbers: Ints) -> PoolGradients | None:
-        """Of those of the pool that the policy wants them of. Collective."""
+        """Gradients of the samples of a pool that the policy wants them of. Collective."""
         if self._gradients is None:
             return None
         wanted: Ints = from_first(lambda: self._chosen.policy.gradients_of(self._policy, numbers))

@@ -1,0 +1,49 @@
+"""What CI leaves out of one change it runs at the next ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+CONFTEST = Path(__file__).parent / "conftest.py"
+
+
+@pytest.fixture
+def conftest(pytestconfig: pytest.Config) -> Any:
+    return pytestconfig.pluginmanager.get_plugin(str(CONFTEST))
+
+
+class Item:
+    """A test of a file, slow or not."""
+
+    def __init__(self, path: str, slow: bool) -> None:
+        self.path, self._slow = Path(path), slow
+
+    def get_closest_marker(self, name: str) -> bool:
+        return self._slow and name == "slow"
+
+
+def left_of(conftest: Any, text: str, items: list[Item]) -> list[Item]:
+    deselected: list[Item] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    left = list(items)
+    conftest._deselect_other_parts(SimpleNamespace(getoption=lambda _: conftest._part(text), hook=hook), left)
+    assert sorted(map(id, left + deselected)) == sorted(map(id, items))
+    return left
+
+
+def test_three_changes_run_every_slow_test_once_and_quick_ones_each_time(conftest: Any) -> None:
+    items = [Item(f"{name}.py", slow) for name in "ab" for slow in (True, False, True, True, True)]
+    parts = [left_of(conftest, f"{number}/3", items) for number in (2019, 2020, 2021)]
+    for item in items:
+        assert sum(item in part for part in parts) == (1 if item._slow else 3)
+    for part in parts:
+        assert {item.path.stem for item in part if item._slow} == {"a", "b"}, "each file is in each part"
+
+
+def test_without_a_part_all_are_run(conftest: Any) -> None:
+    items = [Item("a.py", True), Item("a.py", False)]
+    assert left_of(conftest, "1/1", items) == items
