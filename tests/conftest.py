@@ -81,7 +81,7 @@ BROWSER_FLAGS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--part 2/3``: what CI runs of the slow tests at one change."""
+    """``--part 2/4``: what CI runs of the slow tests at one change."""
     text = "of the slow tests of each file every N-th, from the K-th on; K may be any number"
     parser.addoption("--part", metavar="K/N", type=_part, default=(0, 1), help=text)
 

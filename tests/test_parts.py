@@ -35,7 +35,7 @@ def left_of(conftest: Any, text: str, items: list[Item]) -> list[Item]:
     return left
 
 
-def test_three_changes_run_every_slow_test_once_and_quick_ones_each_time(conftest: Any) -> None:
+def test_as_many_changes_run_every_slow_test_once_and_quick_ones_each_time(conftest: Any) -> None:
     items = [Item(f"{name}.py", slow) for name in "ab" for slow in (True, False, True, True, True)]
     parts = [left_of(conftest, f"{number}/3", items) for number in (2019, 2020, 2021)]
     for item in items:
