@@ -129,6 +129,8 @@ def _certificate(result: Result) -> str:
         "{refused} refused".format(**counts),
         f"{seconds(result['search_s'])}, the first answer after {seconds(result['first_answer_s'])}",
     ]
+    if not result["activations_counted"]:
+        lines.append("the costs know no bytes of activations: weights, gradients and optimizer alone take memory")
     if more := result["more_memory"]:
         lines.append(
             f"with {gib(more['lacking_bytes'])} more on each device {said(more['settings'])} might be "

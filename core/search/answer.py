@@ -47,6 +47,7 @@ def answer(search: SearchState, space: Space, weights: int) -> Result:
         "by_bound": sum(not one.steps and not one.out for one in search.played),
         "by_memory": sum(one.out == LACKS for one in search.played),
         "refused": len(space.refused),
+        "activations_counted": search.played[0].choice.chain.context.costs.memory.activation_bytes_per_token > 0,
         "rows": [_row(one, known[0]) for one in distinct(known)[:MOST_ROWS]],
         "axes": _lines(search, space, known),
         "layouts": _layouts(known, weights),

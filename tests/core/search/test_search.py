@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from evenload import api
+from evenload.commands.tables.sweep import _certificate
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
@@ -210,3 +211,13 @@ def test_rules_of_thumb_go_by_the_size_of_the_model() -> None:
     of_degrees = {(layout.tp, layout.pp): layout for layout in layouts}
     named = {weights: {at for at, one in of_degrees.items() if by_hand(one, weights)} for weights in (10**8, 5 * 10**9)}
     assert named == {10**8: {(1, 1)}, 5 * 10**9: {(2, 1), (4, 1)}}
+
+
+@pytest.mark.parametrize(("costs", "counted"), [("auto", True), ("galvatron-llama2-7b", False)])
+def test_costs_without_bytes_of_activations_are_said(costs: str, counted: bool) -> None:
+    case = CASES["dense"]
+    space, batches = space_of(recipe_of(case).changed({"costs": costs}), case.ranks, case.pins), drawn(1)
+    *_, state = best_first(space.choices, [SearchBatch(batch) for batch in batches])
+    said = {**answer(state, space, 10**6), "search_s": 1.0, "first_answer_s": 0.5, "out": None}
+    assert said["activations_counted"] is counted
+    assert ("know no bytes of activations" in _certificate(said)) is not counted
