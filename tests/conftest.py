@@ -48,6 +48,7 @@ LONGEST = (
     "benchmarks/faults/test_faults.py",
     "benchmarks/lora/test_lora.py",
     "commands/test_check.py",
+    "commands/test_verify_generation.py",
     "integrations/deepspeed/test_slices.py",
     "integrations/megatron/test_pipeline.py",
     "runtime/watchdog/test_watchdog.py",
