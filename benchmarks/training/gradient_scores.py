@@ -1,4 +1,4 @@
-"""Gradients of samples from packs, beside one sample a pass, as DataFlex's LESS takes them: CPU seconds of one core.
+"""Losses and gradients of samples from packs, beside one sample a pass, as DataFlex takes them: CPU seconds of a core.
 
     python benchmarks/training/gradient_scores.py [--hidden 64] [--layers 2] [--samples 32] [--batches 6]
                                                   [--columns 1024] [--json] [--out FILE]
@@ -8,10 +8,11 @@ One model of Transformers on one rank, float32, LoRA of rank 8 on all linear lay
 packs      `Host.gradient_scores` on DeepSpeed (ZeRO 0): packs of evenload's plan, a row for each sample, projected
 a sample   PEFT's LoRA on the same weights, one sample a forward and a backward, unpadded; gradients projected sixteen
            at a time by the same code (DataFlex holds sixteen, in float16)
+losses     `Host.score` of the same plans, beside a forward of the plain model for each sample, unpadded
 forwards   the products with one direction by two forwards of packs; backward: the same from rows
 
-"gradients" has no projection in it. Ratios are those of a batch, their median; "off" is the largest relative difference
-of a projected row between the two.
+"scoring" is of losses, "gradients" has no projection in it. Ratios are those of a batch, their median; "off" is the
+largest relative difference of a projected row between the two.
 """
 
 from __future__ import annotations
@@ -137,6 +138,28 @@ def batches_of(chain: PlanChain, span: tuple[int, int], asked: Any) -> list[Plan
     return batches
 
 
+def scoring_of(host: Any, plain: Any, batches: list[PlannedSamples]) -> dict[str, float]:
+    """How often the losses of a batch by packs go into those by one sample a forward, and by what these differ."""
+
+    @torch.no_grad()
+    def one_a_pass(samples: PlannedSamples) -> np.ndarray:
+        tokens = [torch.from_numpy(samples.tokens_of(number))[None] for number in range(len(samples.plan.lengths))]
+        losses = [plain(input_ids=own, labels=own, use_cache=False).loss * (own.numel() - 1) for own in tokens]
+        return torch.stack(losses).double().numpy()
+
+    ratios, off = [], 0.0
+    for number, samples in enumerate(batches):
+        methods: list[Callable[[], Any]] = [
+            lambda samples=samples: host.score(samples.plan, samples.tokens_of).losses,
+            lambda samples=samples: one_a_pass(samples),
+        ]
+        order = (0, 1) if number % 2 else (1, 0)
+        taken = {place: timed(methods[place]) for place in order}
+        ratios.append(taken[1][0] / taken[0][0])
+        off = max(off, float(np.abs(taken[0][1] / taken[1][1] - 1).max()))
+    return {"scoring": float(np.median(ratios[1:])), "losses_off": off}
+
+
 def row_of(scores: GradientScores, other: OneAPass, batches: list[PlannedSamples], columns: int) -> dict[str, Any]:
     direction = scores.direction(batches[:1])
     by_forwards = scores.along(direction, batches[:2], "forwards")
@@ -181,12 +204,15 @@ def benchmark(asked: Any) -> dict[str, Any]:
     world = init_world()
     host = open_host(recipe, world)
     chain = PlanChain.of_recipe(recipe, recipe.layout(1))
-    other = OneAPass(recipe, host.weights())
+    other, plain = OneAPass(recipe, host.weights()), build_model(recipe, attn_implementation="sdpa").eval()
+    plain.load_state_dict(host.weights())
+    batches = {name: batches_of(chain, span, asked) for name, span in LENGTHS.items()}
+    scoring = {name: scoring_of(host, plain, own) for name, own in batches.items()}
     result: dict[str, Any] = {"hidden": asked.hidden, "layers": asked.layers, "columns": asked.columns, "lengths": {}}
     try:
         with host.gradient_scores(GradientSettings(ADAPTER, asked.columns)) as scores:
-            for name, span in LENGTHS.items():
-                result["lengths"][name] = row_of(scores, other, batches_of(chain, span, asked), asked.columns)
+            for name, own in batches.items():
+                result["lengths"][name] = {**scoring[name], **row_of(scores, other, own, asked.columns)}
     finally:
         host.close()
     return result
@@ -199,6 +225,7 @@ def table(result: dict[str, Any]) -> Any:
         rows.append(
             (
                 name,
+                f"{row['scoring']:.1f} x",
                 f"{median['a sample_s']:.2f} s",
                 f"{median['backward_s']:.2f} s",
                 f"{row['gradients']:.1f} x",
@@ -208,7 +235,17 @@ def table(result: dict[str, Any]) -> Any:
                 f"{row['forwards_off']:.0e}, {row['forwards_ranks']:.4f}",
             )
         )
-    head = ("tokens", "a sample a pass", "packs", "gradients", "projected", "off", "two forwards", "off, ranks")
+    head = (
+        "tokens",
+        "scoring",
+        "a sample a pass",
+        "packs",
+        "gradients",
+        "projected",
+        "off",
+        "two forwards",
+        "off, ranks",
+    )
     return grid(f"hidden {result['hidden']}, {result['layers']} layers, {result['columns']} columns", head, rows)
 
 

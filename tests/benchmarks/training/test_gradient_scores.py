@@ -24,5 +24,7 @@ def test_packs_and_single_passes_give_the_same_rows(tmp_path: Path) -> None:
     assert set(told["lengths"]) == {"16 to 128", "128 to 1,024"}
     for row in told["lengths"].values():
         assert row["off"] < 1e-4
+        assert row["losses_off"] < 1e-4
+        assert row["scoring"] > 0
         assert row["gradients"] > 0
         assert row["projected"] > 0
