@@ -97,16 +97,12 @@ def verify(
     """Hold steps of the run against plain training of whole sequences, through a resume; or samples against plain
     generation. Exit code 1 if they differ."""
     updates, chosen = number_of_word(steps, "--steps", REPEATS), load_recipe(recipe, overrides or ())
-    if generation and weights:
-        raise EvenloadError("samples have no weights", "--generate and --weights", "prove one, then the other")
-    if generation:
-        from .training.verbs.generate import prompting
+    how: Any = {"weights": weights, "generation": generation, "prompts": prompts}
+    if generation or prompts:
+        from .training.verbs.generate import refuse_proof
 
-        prompting(chosen, prompts)
-    elif prompts is not None:
-        raise EvenloadError("prompts are continued by --generate", "--prompts alone", "add --generate, or drop it")
-    how: Any = {"steps": updates, "weights": weights, "generation": generation, "prompts": prompts}
-    _run_ranks("verify", chosen, nproc, as_json, **how)
+        refuse_proof(chosen, **how)
+    _run_ranks("verify", chosen, nproc, as_json, steps=updates, **how)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from ..core.recipe.recipe import Recipe
 from ..runtime.world.schedulers import adopt
 from .launching.launch import RanksFailed, on_ranks
 from .progress import Progress, silent
+from .verbs.generate import refuse_proof
 
 
 def train(
@@ -46,6 +47,8 @@ def verify(
     steps: int = 3,
     *,
     weights: bool = False,
+    generation: bool = False,
+    prompts: Path | None = None,
     nproc: int | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any] | None:
@@ -56,10 +59,17 @@ def verify(
     Args:
         steps: updates, with the resume in their middle.
         weights: targets have drawn weights in the loss, negative ones and zeros among them.
+        generation: samples against plain generation, in place of updates.
+        prompts: a file of prompts to continue for that; None: some of the recipe's data.
     """
     steps = whole_number(steps, "steps", REPEATS)
-    words = "--steps", str(steps), *(["--weights"] if weights else [])
-    return _answer("verify", recipe, nproc, progress, words, steps=steps, weights=weights)
+    how: dict[str, Any] = {"weights": weights, "generation": generation, "prompts": prompts}
+    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if generation or prompts:
+        refuse_proof(chosen, **how)
+    words = ["--steps", str(steps), *(["--weights"] if weights else []), *(["--generate"] if generation else [])]
+    words += ["--prompts", str(prompts.absolute())] if prompts else []
+    return _answer("verify", chosen, nproc, progress, words, steps=steps, **how)
 
 
 def _answer(

@@ -37,7 +37,7 @@ def test_ranks_read_the_recipe_that_was_given(name: str, monkeypatch: pytest.Mon
             verb,
             ("--steps", "2"),
             3,
-            {"steps": 2, "weights": False},
+            {"steps": 2, "weights": False, "generation": False, "prompts": None},
         )
         return {"same": evenload.load_recipe(words[1]).model_dump() == chosen.model_dump()}
 
@@ -57,6 +57,9 @@ def test_a_wrong_request_is_refused_before_ranks_start(recipe: Path, monkeypatch
         lambda: evenload.train(chosen, nproc=True),
         lambda: evenload.train(chosen.changed({"train.export": str(recipe)})),
         lambda: evenload.verify(chosen, steps=0),
+        lambda: evenload.verify(chosen, weights=True, generation=True),
+        lambda: evenload.verify(chosen, prompts=recipe),
+        lambda: evenload.verify(chosen, generation=True, prompts=recipe.with_name("nowhere.jsonl")),
     ):
         with pytest.raises(evenload.EvenloadError):
             ask()
@@ -116,3 +119,15 @@ def test_what_ends_the_ranks_is_an_error_here(recipe: Path, tmp_path: Path, capf
     with pytest.raises(evenload.EvenloadError, match="train failed on its ranks"):
         evenload.train(chosen)
     assert "log.jsonl cannot be written" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_samples_are_proven_as_by_the_verb(recipe: Path, forged: Callable[..., Any]) -> None:
+    few, prompts = ("generate.max_new_tokens=4", "generate.slots=3"), recipe.parent / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f("}\n{"prompt": "import "}\n')
+    proven = evenload.verify(evenload.load_recipe(recipe, few), generation=True, prompts=prompts)
+    words = ("--generate", "--prompts", "prompts.jsonl")
+    of_verb = json.loads(forged(recipe.parent, "verify", "recipe.yaml", *few, *words, "--json").stdout)
+    assert proven
+    assert proven["exact"]
+    assert numbers(proven) == numbers(of_verb)

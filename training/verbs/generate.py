@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...core.errors import refuse_first
+from ...core.errors import EvenloadError, refuse_first
 from ...core.input.bounds import SEQUENCES
 from ...core.planning.setting import costs_named
 from ...core.recipe.recipe import Recipe
@@ -113,6 +113,16 @@ def prompting(recipe: Recipe, prompts: Path | None) -> Prompting:
     known = section.end_tokens if section.end_tokens is not None else [tokenizer.end_token]
     settings, _ = settings_of(recipe, tokenizer, frozenset(token for token in known if token is not None))
     return Prompting(settings, limit, read_prompts(prompts, tokenizer, limit) if prompts else None)
+
+
+def refuse_proof(recipe: Recipe, *, weights: bool, generation: bool, prompts: Path | None) -> None:
+    """Raise EvenloadError for a proof whose parts do not go together, or prompts that cannot be continued."""
+    if generation and weights:
+        raise EvenloadError("samples have no weights", "--generate and --weights", "prove one, then the other")
+    if generation:
+        prompting(recipe, prompts)
+    elif prompts is not None:
+        raise EvenloadError("prompts are continued by --generate", "--prompts alone", "add --generate, or drop it")
 
 
 def generate(
