@@ -58,7 +58,8 @@ class RunPolicies:
             logger.info("shares that the policy has found for a run of their own: %s", words)
         if self._scorer:
             report["scoring_s"] = self._scorer.seconds
-            logger.info("scoring samples took %.1f s beside %.1f s of steps", self._scorer.seconds, train_s)
+            if self._scorer.seconds:
+                logger.info("scoring samples took %.1f s beside %.1f s of steps", self._scorer.seconds, train_s)
         if self._selection:
             report["selection"] = own = self._selection.report()
             text = "%d selections by %s: %d samples taken of %d candidates"

@@ -33,6 +33,7 @@ PLANS = 600
 """Of each of the four ways in which layers may run again."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unequal", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("orders", [False, True])
