@@ -14,7 +14,10 @@ SHOWN: dict[Kind, tuple[str, ...]] = {
     "select": ("losses", "gradients"),
     "weight": ("losses", "targets"),
 }
-"""What a run shows a policy of each kind, beside gradients of `data.validation` and what the recipe names a file of."""
+"""What a run shows a policy of each kind, beside what `data.validation` is for and what the recipe names a file of."""
+
+_BY_VALIDATION: dict[Kind, tuple[str, ...]] = {"mix": (), "select": ("query_gradients",), "weight": ("vectors",)}
+"""What is shown where there is a validation, whose samples say what is wanted."""
 
 
 def rules_of_policies(recipe: Any) -> list[Rule]:
@@ -23,7 +26,16 @@ def rules_of_policies(recipe: Any) -> list[Rule]:
     select = chosen["select"]
     lacking = [rule for kind, one in chosen.items() if one for rule in _rules_of_lacking(recipe, kind, one)]
     by_gradient = rules_of_gradients(recipe) if select and "gradients" in select.policy.needs else ()
-    return [*lacking, *(_rules_of_selection(recipe, select) if select else ()), *by_gradient]
+    own = [*(_rules_of_selection(recipe, select) if select else ()), *by_gradient]
+    return [*lacking, *own, *_rules_of_weights(recipe, chosen["weight"])]
+
+
+def _rules_of_weights(recipe: Any, chosen: ChosenPolicy | None) -> list[Rule]:
+    divided = recipe.megatron.sequence_parallel and recipe.parallel.tp > 1
+    what = "weights by likeness need the last hidden states of a pack whole on each tensor-parallel rank"
+    detail = f"megatron.sequence_parallel true, parallel.tp {recipe.parallel.tp}"
+    by_likeness = chosen is not None and "vectors" in chosen.policy.needs
+    return [(by_likeness and divided, what, detail, "set megatron.sequence_parallel=false")]
 
 
 def rules_of_gradients(recipe: Any) -> list[Rule]:
@@ -58,12 +70,13 @@ def rules_of_gradients(recipe: Any) -> list[Rule]:
 
 
 def _rules_of_lacking(recipe: Any, kind: Kind, chosen: ChosenPolicy) -> list[Rule]:
-    shown = (*SHOWN[kind], *(("query_gradients",) if recipe.data.validation else ()), *chosen.files)
+    shown = (*SHOWN[kind], *(_BY_VALIDATION[kind] if recipe.data.validation else ()), *chosen.files)
     lacking = [name for name in chosen.policy.needs if name not in shown]
     what = f"the {kind} policy '{chosen.name}' needs what no run shows it"
     detail = f"needs {', '.join(lacking)}; a run shows {', '.join(shown)}"
     files = {"excess": "reference", "embeddings": "select.embeddings", "queries": "select.queries"}
-    settings = {name: f"plugins.data.{key}" for name, key in files.items()} | {"query_gradients": "data.validation"}
+    settings = {name: f"plugins.data.{key}" for name, key in files.items()}
+    settings |= dict.fromkeys(_BY_VALIDATION[kind], "data.validation")
     names = [settings[name] for name in lacking if name in settings]
     return [(bool(lacking), what, detail, f"set {', '.join(names)}" if names else "take another policy")]
 

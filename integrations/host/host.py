@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.aliases import Floats
 from ...core.errors import EvenloadError
@@ -22,6 +22,7 @@ from ...core.machine.layout import Layout
 from ...core.plan.action import Program
 from ...core.plan.step_plan import Slice, StepPlan
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.sizes import shape_of
 from ...runtime.adapters.adapters import Adapters
 from ...runtime.attention.labels import Labels
 from ...runtime.attention.pack import TokensOf
@@ -37,7 +38,15 @@ from ...runtime.world.plane import Plane
 from ..reference.textbook import AdamState
 from .generating import Counted, Ending, samples_of
 from .gradients import FrozenModel, GradientScores, GradientSettings, opened
-from .scoring import Collector, LogitCollector, LossCollector, Scores, TokenLossCollector, scores_of
+from .scoring import (
+    Collector,
+    LogitCollector,
+    LossCollector,
+    Scores,
+    TokenLossCollector,
+    VectorCollector,
+    scores_of,
+)
 from .step import Mark, Position, Step, no_mark, run_programs
 from .tenants import Tenants
 from .trained import StepResult, Trained, Weights
@@ -139,16 +148,25 @@ class Host(ABC):
         return result, gradients
 
     def score(
-        self, plan: StepPlan, tokens_of: TokensOf, *, labels: Labels | None = None, mark: Mark = no_mark
+        self,
+        plan: StepPlan,
+        tokens_of: TokensOf,
+        *,
+        labels: Labels | None = None,
+        mark: Mark = no_mark,
+        vectors: bool = False,
     ) -> Scores:
         """Run the plan's forwards alone: the losses of its sequences, the same on every rank.
 
         Nothing is kept and no state changes: weights, gradients, random states, loads and biases of experts.
-        ``labels``: which tokens are targets; None: each but the first of a sequence.
+        ``labels``: which tokens are targets; None: each but the first of a sequence. ``vectors``: of the last hidden
+        states, too, whole on each tensor-parallel rank.
         """
         self.trained.begin(plan)
-        collector = LossCollector(len(plan.lengths), self.device)
-        self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
+        count, width = len(plan.lengths), shape_of(self.recipe.model).hidden_size
+        collector = VectorCollector(count, self.device, width) if vectors else LossCollector(count, self.device)
+        with collector.watching(self.output_layer):
+            self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
         return collector.scores()._replace(weights=_sums_of(labels))
 
     def logits(self, plan: StepPlan, tokens_of: TokensOf) -> Mapping[int, Tensor]:
@@ -274,6 +292,11 @@ class Host(ABC):
         if self._plane is not None:
             self._plane.close()
         self._links, self._plane = (), None
+
+    @property
+    @abstractmethod
+    def output_layer(self) -> nn.Module | None:
+        """What makes logits of the last hidden states; None: another rank has it."""
 
     @abstractmethod
     def _forwards(self, step: Step, collector: Collector) -> None:

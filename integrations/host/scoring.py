@@ -1,6 +1,8 @@
-"""What a host hands out of a plan that runs forward only: the losses of its sequences, or their logits.
+"""What a host hands out of a plan that runs forward only: the losses of its sequences, vectors of what these say, or
+their logits.
 
-Shape legend: N = sequences of the global batch, T = slots of a pack, L = tokens of a sequence, V = vocabulary.
+Shape legend: N = sequences of the global batch, T = slots of a pack, L = tokens of a sequence, V = vocabulary,
+D = hidden size.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +39,8 @@ class Scores(NamedTuple):
     """float64 [N]: what the weights of these add up to; None: each is 1."""
     excess: Floats | None = None
     """float64 [N]: sum over these of max(loss - loss of a reference, 0), each times its weight; None: there is none."""
+    vectors: Floats | None = None
+    """float64 [N, D]: sum over the tokens of place (from 1) x last hidden state; None: nobody asked."""
 
     @property
     def loss(self) -> float:
@@ -77,6 +81,10 @@ class LossCollector(Collector):
             rows.append(slice_losses((losses_T - there["reference"]).clamp(min=0), pack)[0])
         self._sums_RN.index_add_(1, there["sequences"], torch.stack(rows))
 
+    def watching(self, output_layer: nn.Module | None) -> AbstractContextManager[None]:
+        """Inside, this may see what the output layer gets; None: another rank has it."""
+        return nullcontext()
+
     def scores(self) -> Scores:
         """The scores of all ranks. Collective."""
         return scores_of(self.summed())
@@ -86,6 +94,43 @@ class LossCollector(Collector):
         if dist.is_initialized():
             dist.all_reduce(self._sums_RN)
         return ToHost(self._sums_RN)
+
+
+class VectorCollector(LossCollector):
+    """The losses of the sequences of a batch, and vectors of their last hidden states: what the output layer gets."""
+
+    def __init__(self, num_sequences: int, device: torch.device, hidden_size: int) -> None:
+        super().__init__(num_sequences, device)
+        self._vectors_ND = torch.zeros(num_sequences, hidden_size, dtype=torch.float64, device=device)
+        self._last_TD = torch.zeros(0, hidden_size, device=device)
+
+    @contextmanager
+    def watching(self, output_layer: nn.Module | None) -> Iterator[None]:
+        """Inside, this sees what the output layer gets; None: another rank has it."""
+        hook = output_layer.register_forward_pre_hook(self._see) if output_layer else None
+        try:
+            yield
+        finally:
+            if hook:
+                hook.remove()
+
+    def _see(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        hidden = arguments[0].detach()
+        self._last_TD = hidden.reshape(-1, hidden.shape[-1])
+
+    def add(self, values: Tensor, pack: Pack) -> None:
+        """As of losses; whatever is masked, all tokens of a sequence are in its vector."""
+        super().add(values, pack)
+        for piece, first in zip(pack.slices, pack.segments, strict=False):
+            places_L = torch.arange(piece.start + 1, piece.start + piece.length + 1, device=values.device)
+            rows_LD = self._last_TD[first : first + piece.length].double()
+            self._vectors_ND[piece.sequence] += places_L.double() @ rows_LD
+
+    def scores(self) -> Scores:
+        """The scores of all ranks. Collective."""
+        if dist.is_initialized():
+            dist.all_reduce(self._vectors_ND)
+        return super().scores()._replace(vectors=self._vectors_ND.cpu().numpy())
 
 
 def scores_of(summed: ToHost) -> Scores:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.machine.layout import Layout
 from ...core.plan.action import Program
@@ -153,6 +153,11 @@ class MegatronHost(Host):
         if self._made_groups:
             leave_groups()
             self._made_groups = False
+
+    @property
+    def output_layer(self) -> nn.Module | None:
+        last = stages_of(self.model)[-1]
+        return last.output_layer if last.post_process else None
 
     def _forwards(self, step: Step, collector: Collector) -> None:
         plan = step.plan

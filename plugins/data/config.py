@@ -19,7 +19,7 @@ class AskedPolicy(Frozen):
 
     policy: str
     """mix: temperature, odm, doremi, ado. select: random, loss, delta_loss, less, cluster_less, online, near, tsds.
-    weight: loss. Or one that another plugin offers (docs/mixture_policies.md)."""
+    weight: loss, adapt. Or one that another plugin offers (docs/mixture_policies.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the policy, by name."""
     kind: ClassVar[Kind]
@@ -60,7 +60,7 @@ class SelectPolicy(AskedPolicy):
 
 
 class WeightPolicy(AskedPolicy):
-    """Weights of the samples of a global batch by their losses, from a scoring pass before each step."""
+    """Weights of the samples of a global batch by a pass of the model over them before each step."""
 
     kind = "weight"
 

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from ...core.aliases import Floats
-from ...core.input.bounds import Amount, AmountOrNone
+from ...core.input.bounds import Amount, AmountOrNone, Count
 from ...core.input.validation import Frozen
 from ...core.policies import DataPolicy, SeenSamples, State
 
@@ -40,6 +40,8 @@ class Adapt(Frozen):
     """Settings of weights by likeness."""
 
     tau: Amount = 1.0
+    every: Count = 50
+    """Steps of a run between two looks at what is wanted, whose vectors move with the model."""
     low: AmountOrNone = 0.0
     high: AmountOrNone = 1.0
 

@@ -313,6 +313,7 @@ KILLERS: dict[str, Words] = {
     "objectives": ("pytest", "tests/core/test_policies.py"),
     "reference losses": ("pytest", "tests/data/test_reference.py"),
     "weighed samples": ("pytest", "tests/training/policies/test_runs.py", "-k", "weighed_by_their_losses"),
+    "weights by likeness": ("pytest", "tests/training/policies/test_weighing.py"),
     "token losses": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "packs"),
     "sampler": ("pytest", "tests/data/test_sampler.py"),
     "tenants of domains": (
@@ -3884,6 +3885,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "return numbers[:0] if state is None else numbers",
         "return numbers",
         "selections of runs",
+    ),
+    Mutant(
+        "places of a slice begin anew in the vector of its sample",
+        "integrations/host/scoring.py",
+        "torch.arange(piece.start + 1, piece.start + piece.length + 1,",
+        "torch.arange(1, piece.length + 1,",
+        "token losses",
+    ),
+    Mutant(
+        "anchors of weights are those of the first step for good",
+        "training/policies/weighing.py",
+        "self._steps % self._every == 0",
+        "self._steps == 0",
+        "weights by likeness",
     ),
     Mutant(
         "gradients of clusters are those of the whole pool",

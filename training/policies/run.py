@@ -30,7 +30,7 @@ class RunPolicies:
             order = state and state["order"]
             self._selection = Selection(job, select, files, self._scorer, drawing, order)
         if self._scorer and weight:
-            self._weighing = Weighing(weight, self._scorer, state)
+            self._weighing = Weighing(job, weight, self._scorer, state)
 
     def planned(self, planner: Planner, ahead: int) -> Planned:
         """The next step, its samples selected and weighed; as many as ``ahead`` may be begun with it. Collective."""

@@ -49,14 +49,17 @@ class Scorer:
             draw = planned.draw
             yield PlannedSamples(planned.plan, self._job.tokens_of(draw), self._job.labels_of(draw))
 
-    def scores(self, samples: Ints) -> Scores:
-        """The losses of these samples, in their order, the same on every rank. Collective."""
+    def scores(self, samples: Ints, *, vectors: bool = False) -> Scores:
+        """The losses of these samples, in their order, the same on every rank, and ``vectors`` of their last hidden
+        states. Collective."""
         begin = time.perf_counter()
         parts: list[Scores] = []
         for plan, tokens_of, labels in self.batches(samples):
-            parts.append(self._job.host.score(plan, tokens_of, labels=labels, mark=self._mark))
+            parts.append(self._job.host.score(plan, tokens_of, labels=labels, mark=self._mark, vectors=vectors))
         self.seconds += time.perf_counter() - begin
-        return Scores(*(np.concatenate(columns) for columns in zip(*(one[:2] for one in parts), strict=True)))
+        losses, targets = (np.concatenate(columns) for columns in zip(*(one[:2] for one in parts), strict=True))
+        rows = [one.vectors for one in parts if one.vectors is not None]
+        return Scores(losses, targets, vectors=np.concatenate(rows) if rows else None)
 
     def means(self, samples: Ints) -> Floats:
         """float64 [S] mean token loss of each. Collective."""

@@ -1,7 +1,8 @@
-"""Weights of the samples of a global batch by their losses in that very step, of the batch of all ranks.
+"""Weights of the samples of a global batch by what the model makes of them in that very step, of all ranks' samples.
 
 A weight must be known before the first backward of its sample, so the model scores the batch before the step: a third
-of a step more, and nothing to remember. Rank 0 asks the policy. What data or recipe weigh is multiplied by its answer.
+of a step more, and nothing to remember. A policy by likeness also sees, every so many steps, the vectors of what is
+wanted: those of `data.validation`. Rank 0 asks the policy. What data or recipe weigh is multiplied by its answer.
 """
 
 from __future__ import annotations
@@ -15,30 +16,43 @@ import numpy as np
 from ...core.planning.planner import Planned
 from ...core.policies import ChosenPolicy, SeenSamples, State, started, stepped
 from ...runtime.world.agreement import from_first
+from ..drawing import draws_of
+from ..job import Job
 from .scoring import Scorer
 
 
 class Weighing:
     """The weights of one run's steps. ``state``: what a checkpoint kept of them."""
 
-    def __init__(self, chosen: ChosenPolicy, scorer: Scorer, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, job: Job, chosen: ChosenPolicy, scorer: Scorer, state: Mapping[str, Any] | None) -> None:
         self._chosen, self._scorer = chosen, scorer
+        self._by_likeness = "vectors" in chosen.policy.needs
+        self._every, self._anchors = getattr(chosen.settings, "every", 1), None
+        if self._by_likeness and job.held_out is not None:
+            self._anchors = Scorer(replace(job, source=job.held_out))
+            self._wanted = np.concatenate([draw.samples for draw in draws_of(job.held_out, job.recipe)])
         settings = chosen.settings.model_dump(mode="json")
         self._identity = {"policy": chosen.name, "settings": settings}
         saved = (state or {}).get("weigh", {})
-        self._policy: State | None = saved["state"] if saved.get("of") == self._identity else None
+        same = saved.get("of") == self._identity
+        self._policy: State | None = saved["state"] if same else None
+        self._steps = saved["steps"] if same else 0
 
     def weighed(self, planned: Planned) -> Planned:
         """The step with weights of its samples. Collective."""
         draw = planned.draw
-        scores = self._scorer.scores(draw.samples)
-        seen = SeenSamples(scores.losses, scores.targets)
+        scores = self._scorer.scores(draw.samples, vectors=self._by_likeness)
+        anchors = None
+        if self._anchors and self._steps % self._every == 0:
+            anchors = self._anchors.scores(self._wanted, vectors=True).vectors
+        seen = SeenSamples(scores.losses, scores.targets, vectors=scores.vectors, anchors=anchors)
         weights = from_first(lambda: self._asked(seen))
+        self._steps += 1
         return replace(planned, draw=draw._replace(weight=draw.weight * weights))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the weights; whole on rank 0."""
-        return {"weigh": {"of": self._identity, "state": self._policy}}
+        return {"weigh": {"of": self._identity, "state": self._policy, "steps": self._steps}}
 
     def _asked(self, seen: SeenSamples) -> Any:
         if self._policy is None:

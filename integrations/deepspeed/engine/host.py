@@ -133,6 +133,11 @@ class DeepSpeedHost(EngineHost):
             )
         return program, (DUMMIES,) if added else ()
 
+    @property
+    def output_layer(self) -> torch.nn.Module | None:
+        layer: torch.nn.Module = self.engine.module.get_output_embeddings()
+        return layer
+
     def _forwards(self, step: Step, collector: Collector) -> None:
         plan, rank = step.plan, self.dp_cp_rank
         self._refuse_unfit(plan)

@@ -108,6 +108,10 @@ class PipelineHost(EngineHost):
         lowered = lower_forwards if forwards else lower
         return enumerate(lowered(plan, stage, self.dp_cp_rank) for stage in self.stages)
 
+    @property
+    def output_layer(self) -> torch.nn.Module | None:
+        return self.module.stages[-1].ends[-1] if self.collects else None
+
     def _forwards(self, step: Step, collector: Collector) -> None:
         programs = self.programs_of(step.plan, forwards=True)
         with evaluating(self.module):

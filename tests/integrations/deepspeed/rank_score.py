@@ -26,18 +26,20 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
     second time, and whether weights, random states or the gradients of a step behind it have changed."""
     rows = []
     with pipelines.hosted(pp, stage, **more) as host:
-        expected = _one_by_one(host)
+        expected, vectors = _one_by_one(host), _vectors(host)
         labels = _masked()
         before = _state(host)
         for name in plans:
             plan = pipelines.planned(host, name)
             whole, masked = host.score(plan, tokens_of), host.score(plan, tokens_of, labels=labels)
+            pointed = host.score(plan, tokens_of, labels=labels, vectors=True)
             by_token = host.token_losses(plan, tokens_of, labels=labels)
             logits = host.logits(plan, tokens_of)
             rows.append(
                 {
                     "losses": _error(whole, expected, None),
-                    "masked": _error(masked, expected, labels),
+                    "masked": max(_error(one, expected, labels) for one in (masked, pointed)),
+                    "vectors": _off_in_vectors(pointed.vectors, vectors),
                     "logits": max((_off(logits[i], expected[i]) for i in logits), default=0.0),
                     "has_all_logits": set(logits) == set(range(len(LENGTHS))),
                     "tokens": max((_off_by_token(by_token[i], i, expected[i], labels) for i in by_token), default=0.0),
@@ -70,6 +72,20 @@ def _one_by_one(host: Any) -> dict[int, torch.Tensor]:
     model = build_model(host.recipe, attn_implementation="sdpa", experts_implementation="eager").eval()
     model.load_state_dict(host.weights())
     return {i: model(torch.from_numpy(tokens_of(i))[None]).logits[0] for i in range(len(LENGTHS))}
+
+
+@torch.no_grad()
+def _vectors(host: Any) -> dict[int, np.ndarray]:
+    """Of whole sequences in Transformers' own model: the sum of each token's place, from 1, times its last hidden
+    state."""
+    model = build_model(host.recipe, attn_implementation="sdpa", experts_implementation="eager").eval()
+    model.load_state_dict(host.weights())
+    states = {i: model.model(torch.from_numpy(tokens_of(i))[None]).last_hidden_state[0] for i in range(len(LENGTHS))}
+    return {i: sum((t + 1) * row for t, row in enumerate(own.double().numpy())) for i, own in states.items()}
+
+
+def _off_in_vectors(own: np.ndarray, expected: dict[int, np.ndarray]) -> float:
+    return max(float(np.linalg.norm(own[i] - row) / np.linalg.norm(row)) for i, row in expected.items())
 
 
 def _error(scores: Any, expected: dict[int, torch.Tensor], labels: Labels | None) -> float:

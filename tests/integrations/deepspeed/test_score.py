@@ -24,6 +24,7 @@ def test_forwards_alone_give_what_plain_ones_give(on_ranks: Callable[..., list[A
         for row, first in zip(result["plans"], results[0]["plans"], strict=True):
             assert row["losses"] < 2e-6
             assert row["masked"] < 2e-6
+            assert row["vectors"] < 2e-6
             assert row["loss"] == first["loss"]
         assert max(result["excess"]) < 2e-6, "over the losses of a reference, token by token"
         assert max(row["tokens"] for row in result["plans"]) < 2e-6

@@ -34,19 +34,21 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
     rows = []
     with hosted(world, **(small(**changes) if experts else changes)) as host:
         data, labels = tokens(HAND_LENGTHS), _masked()
-        expected = _one_by_one(host, data)
+        expected, vectors = _one_by_one(host, data), _vectors(host, data)
         host.gradients(_plan(host, 3), data)
         before = _state(host)
         for which in plans:
             plan = _plan(host, which)
             with fault(mutant):
                 whole, masked = host.score(plan, data), host.score(plan, data, labels=labels)
+                pointed = host.score(plan, data, labels=labels, vectors=True)
             by_token = host.token_losses(plan, data, labels=labels)
             logits = host.logits(plan, data)
             rows.append(
                 {
                     "losses": _errors(whole, expected, None),
-                    "masked": _errors(masked, expected, labels),
+                    "masked": max(_errors(one, expected, labels) for one in (masked, pointed)),
+                    "vectors": _off_in_vectors(pointed.vectors, vectors),
                     "logits": max((_off(logits[i], expected[i][0]) for i in logits), default=0.0),
                     "num_logits": len(logits),
                     "tokens": max((_off_by_token(by_token[i], i, expected, labels) for i in by_token), default=0.0),
@@ -102,6 +104,26 @@ def _one_by_one(host: Any, data: Any) -> Plain:
         rows[number] = logits[0], plain._model(*call, labels=ids.roll(-1))[0, :-1].double().numpy()
     plain.close()
     return rows
+
+
+@torch.no_grad()
+def _vectors(host: Any, data: Any) -> dict[int, np.ndarray]:
+    """Of whole sequences in stock layers: the sum of each token's place, from 1, times what the output layer gets."""
+    plain, rows, seen = PlainModel(host.recipe, host), {}, list[torch.Tensor]()
+    hook = plain._model.output_layer.register_forward_pre_hook(lambda _, given: seen.append(given[0][:, 0]))
+    plain.routers.begin(np.array(HAND_LENGTHS))
+    for number, length in enumerate(HAND_LENGTHS):
+        ids, mask = torch.from_numpy(data(number))[None], torch.ones(length, length, dtype=torch.bool).triu(1)
+        plain.routers.run(number)
+        plain._model(ids, torch.arange(length)[None], mask[None, None], runtime_gather_output=True)
+        rows[number] = sum((place + 1) * row for place, row in enumerate(seen.pop().double().cpu().numpy()))
+    hook.remove()
+    plain.close()
+    return rows
+
+
+def _off_in_vectors(own: np.ndarray, expected: dict[int, np.ndarray]) -> float:
+    return max(float(np.linalg.norm(own[i] - row) / np.linalg.norm(row)) for i, row in expected.items())
 
 
 def _errors(scores: Any, expected: Plain, labels: Labels | None) -> float:

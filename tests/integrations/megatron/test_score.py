@@ -25,6 +25,7 @@ def test_forwards_alone_give_what_plain_ones_give(on_ranks: Callable[..., list[A
         for row, first in zip(result["plans"], results[0]["plans"], strict=True):
             assert row["losses"] < 1e-9
             assert row["masked"] < 1e-9
+            assert row["vectors"] < 1e-9
             assert row["tokens"] < 1e-9
             assert row["loss"] == first["loss"]
         assert max(result["trained"]) < 1e-9, "the losses of sequences that are trained on, of the weights before"

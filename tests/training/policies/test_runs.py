@@ -33,6 +33,7 @@ SIZES = {"long": (30, 90, 250), "short": (34, 5, 40)}
 DOREMI = "plugins.data={enabled: true, reference: losses, mix: {policy: doremi, settings: {rate: 2.0, uniform: 0.01}}}"
 SELECT = "plugins.data={enabled: true, select: {policy: loss, every: 2, pool: 2, settings: {factor: 50.0}}}"
 LESS = "plugins.data={enabled: true, select: {policy: less, every: 2, pool: 2}}"
+ADAPT = "plugins.data={enabled: true, weight: {policy: adapt, settings: {tau: 0.1, every: 2}}}"
 WEIGH = "plugins.data={enabled: true, weight: {policy: loss, settings: {strategy: uniform}}}"
 Forged = Callable[..., Any]
 
@@ -205,3 +206,17 @@ def test_less_selects_what_has_the_gradient_of_the_validation(place: Path, forge
     assert own["gradients_s"] > 0
     plain = ran(place, forged, "train", "deepspeed.yaml", *words, "parallel.dp=2", "deepspeed.zero_stage=3")
     assert plain["policies"]["selection"]["gradients_s"] > 0
+
+
+def test_samples_are_weighed_by_their_likeness_to_the_validation(
+    place: Path, forged: Forged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ADAPT, "data.validation={source: short.jsonl, every: 9, batches: 1}"
+    lines, _, result = killed(place, forged, "adapt", *words)
+    sums = Sums(place, monkeypatch)
+    own = np.array(lines[1]["samples"])
+    losses = sums.of(losses_of(place, forged, "adapt/step00000001", "likened"))[own]
+    means, plain = losses / sums.targets[own], losses.sum() / sums.targets[own].sum()
+    assert min(means) < lines[1]["loss"] < max(means)
+    assert abs(lines[1]["loss"] / plain - 1) > 1e-6
+    assert result["policies"]["scoring_s"] > 0

@@ -1,0 +1,104 @@
+"""Weights beside a loop without a model: by the equation of the policy, from what is wanted every so many steps."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from evenload.api import load_plugins
+from evenload.core.errors import EvenloadError
+from evenload.core.planning.planner import Draw
+from evenload.core.recipe.recipe import Recipe, parse
+from evenload.integrations.host.scoring import Scores
+from evenload.training.policies import weighing
+from evenload.training.policies.weighing import Weighing
+
+load_plugins()
+WANTED, TAU, EVERY = np.arange(5), 0.5, 3
+
+
+def vectors_at(step: int, samples: np.ndarray) -> np.ndarray:
+    """Of the weights of a step; those of what is wanted move, too."""
+    return np.sin(samples[:, None] * 7.3 + np.arange(6) * 1.7 + 0.4 * step)
+
+
+class Scored:
+    """A scorer of the training data, or of what is wanted, at the step that `now` says."""
+
+    now = 0
+
+    def __init__(self, job: Any) -> None:
+        self._wanted = job.source == "held out"
+
+    def scores(self, samples: Any, *, vectors: bool) -> Scores:
+        rows = vectors_at(Scored.now, samples) if vectors else None
+        return Scores(np.ones(len(samples)), np.ones(len(samples), np.int64), vectors=rows)
+
+
+@pytest.fixture(autouse=True)
+def scorers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weighing, "Scorer", Scored)
+    monkeypatch.setattr(weighing, "draws_of", lambda *_: [SimpleNamespace(samples=WANTED)])
+    monkeypatch.setattr(weighing, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes}))
+
+
+def asking() -> Recipe:
+    weight = {"policy": "adapt", "settings": {"tau": TAU, "every": EVERY}}
+    return parse(
+        {
+            "data": {"validation": {"source": "quickstart"}},
+            "plugins": {"data": {"enabled": True, "weight": weight}},
+        }
+    )
+
+
+def run(until: int, kept: Any = None, begin: int = 0) -> tuple[list[Any], list[Any]]:
+    """The weights of every step, and what a checkpoint behind it keeps."""
+    recipe = asking()
+    chosen = recipe.data_policy("weight")
+    job: Any = SimpleNamespace(recipe=recipe, held_out="held out", source="training data")
+    assert chosen
+    policy = Weighing(job, chosen, Scored(job), kept)  # type: ignore[arg-type]
+    weights, states = [], []
+    for step in range(begin, until):
+        Scored.now = step
+        samples = np.arange(4) + 4 * step
+        draw = Draw(samples, np.ones(4, np.int64), {})
+        planned: Any = policy.weighed(SimpleNamespace(draw=draw._replace(weight=np.ones(4))))  # type: ignore[arg-type]
+        weights.append(planned.draw.weight)
+        states.append(json.loads(json.dumps(policy.state())))
+    return weights, states
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def test_weights_are_those_of_the_equation_by_anchors_of_every_third_step() -> None:
+    weights, _ = run(7)
+    for step, own in enumerate(weights):
+        anchors = unit(vectors_at(step - step % EVERY, WANTED))
+        cosines = unit(vectors_at(step, np.arange(4) + 4 * step)) @ anchors.T
+        assert own == pytest.approx(1 / (1 + np.exp(-cosines.mean(axis=1) / TAU)), rel=1e-12)
+
+
+def test_a_run_that_is_killed_after_any_step_weighs_as_it_would_have() -> None:
+    weights, states = run(7)
+    for kill in range(1, 7):
+        again, _ = run(7, states[kill - 1], kill)
+        assert all((one == other).all() for one, other in zip(again, weights[kill:], strict=True)), "to the last bit"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"data.validation": None}, "needs vectors; a run shows losses, targets"),
+        ({"parallel.tp": 2, "megatron.sequence_parallel": True}, "whole on each tensor-parallel rank"),
+    ],
+)
+def test_what_has_no_vectors_is_refused(changes: dict[str, Any], what: str) -> None:
+    with pytest.raises(EvenloadError, match=what):
+        asking().changed(changes)
