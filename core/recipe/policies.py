@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import Rule
 from ..policies import ChosenPolicy, Kind
 from .sizes import shape_of
+from .traits import trainer_called
 
 SHOWN: dict[Kind, tuple[str, ...]] = {
     "mix": ("losses", "targets", "samples"),
@@ -15,6 +16,8 @@ SHOWN: dict[Kind, tuple[str, ...]] = {
     "weight": ("losses", "targets"),
 }
 """What a run shows a policy of each kind, beside what `data.validation` is for and what the recipe names a file of."""
+
+_WHOLE = "turn sequence parallelism off, or set parallel.tp=1"
 
 _BY_VALIDATION: dict[Kind, tuple[str, ...]] = {"mix": (), "select": ("query_gradients",), "weight": ("vectors",)}
 """What is shown where there is a validation, whose samples say what is wanted."""
@@ -31,11 +34,13 @@ def rules_of_policies(recipe: Any) -> list[Rule]:
 
 
 def _rules_of_weights(recipe: Any, chosen: ChosenPolicy | None) -> list[Rule]:
-    divided = recipe.megatron.sequence_parallel and recipe.parallel.tp > 1
     what = "weights by likeness need the last hidden states of a pack whole on each tensor-parallel rank"
-    detail = f"megatron.sequence_parallel true, parallel.tp {recipe.parallel.tp}"
     by_likeness = chosen is not None and "vectors" in chosen.policy.needs
-    return [(by_likeness and divided, what, detail, "set megatron.sequence_parallel=false")]
+    return [(by_likeness and _divides_tokens(recipe), what, f"parallel.tp {recipe.parallel.tp}", _WHOLE)]
+
+
+def _divides_tokens(recipe: Any) -> bool:
+    return trainer_called(recipe.trainer).traits(recipe).divides_tokens
 
 
 def rules_of_gradients(recipe: Any) -> list[Rule]:
@@ -55,10 +60,10 @@ def rules_of_gradients(recipe: Any) -> list[Rule]:
             "set parallel.cp=1 and give its ranks to parallel.dp; plugins.mesh shares long sequences",
         ),
         (
-            recipe.megatron.sequence_parallel and p.tp > 1,
+            _divides_tokens(recipe),
             "gradients of samples need all tokens of a pack on each tensor-parallel rank",
-            f"megatron.sequence_parallel true, parallel.tp {p.tp}",
-            "set megatron.sequence_parallel=false",
+            f"parallel.tp {p.tp}",
+            _WHOLE,
         ),
         (
             p.tp > 1 and p.pp > 1,
