@@ -50,9 +50,10 @@ def gumbel(streams_R: Words, places_R: Words, tokens_V: Words) -> Words:
     """
     seeds_R1 = hashed(streams_R, places_R)[:, None]
     bits_RV = _mixed(seeds_R1 + (tokens_V + 1) * _STEP)
-    xp: Any = torch if isinstance(bits_RV, Tensor) else np
-    uniform_RV = (xp.asarray(_shifted(bits_RV, 12), dtype=xp.float64) + 0.5) * 2.0**-52
-    noise: Words = -xp.log(-xp.log(uniform_RV))
+    high_RV: Any = _shifted(bits_RV, 12)
+    xp: Any = torch if isinstance(high_RV, Tensor) else np
+    wide_RV = high_RV.double() if isinstance(high_RV, Tensor) else np.asarray(high_RV, dtype=np.float64)
+    noise: Words = -xp.log(-xp.log((wide_RV + 0.5) * 2.0**-52))
     return noise
 
 
