@@ -163,8 +163,9 @@ class Host(ABC):
         states, too, whole on each tensor-parallel rank.
         """
         self.trained.begin(plan)
-        count, width = len(plan.lengths), shape_of(self.recipe.model).hidden_size
-        collector = VectorCollector(count, self.device, width) if vectors else LossCollector(count, self.device)
+        collector = LossCollector(len(plan.lengths), self.device)
+        if vectors:
+            collector = VectorCollector(len(plan.lengths), self.device, shape_of(self.recipe.model).hidden_size)
         with collector.watching(self.output_layer):
             self._forwards(Step(plan, tokens_of, labels, mark, BusyClock(self.device)), collector)
         return collector.scores()._replace(weights=_sums_of(labels))

@@ -36,7 +36,7 @@ class Weighing:
         saved = (state or {}).get("weigh", {})
         same = saved.get("of") == self._identity
         self._policy: State | None = saved["state"] if same else None
-        self._steps = saved["steps"] if same else 0
+        self._steps = saved.get("steps", 0) if same else 0  # checkpoints of before have none
 
     def weighed(self, planned: Planned) -> Planned:
         """The step with weights of its samples. Collective."""

@@ -204,6 +204,20 @@ def test_less_selects_what_has_the_gradient_of_the_validation(place: Path, forge
     own = result["policies"]["selection"]
     assert (own["updates"], own["taken"]) == (3, 48)
     assert own["gradients_s"] > 0
+    samples = [line["samples"] for line in lines]
+    for degree in ("tp", "pp"):
+        log = f"less_{degree}.log"
+        ran(
+            place,
+            forged,
+            "train",
+            "megatron.yaml",
+            *words,
+            f"parallel.{degree}=2",
+            f"checkpoint.dir={log}s",
+            f"log.jsonl={log}",
+        )
+        assert [line["samples"] for line in logged(place, log)] == samples
     plain = ran(place, forged, "train", "deepspeed.yaml", *words, "parallel.dp=2", "deepspeed.zero_stage=3")
     assert plain["policies"]["selection"]["gradients_s"] > 0
 

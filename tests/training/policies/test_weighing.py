@@ -87,6 +87,9 @@ def test_weights_are_those_of_the_equation_by_anchors_of_every_third_step() -> N
 
 def test_a_run_that_is_killed_after_any_step_weighs_as_it_would_have() -> None:
     weights, states = run(7)
+    before = {"weigh": {key: value for key, value in states[2]["weigh"].items() if key != "steps"}}
+    older, _ = run(4, before, 3)
+    assert (older[0] == weights[3]).all(), "a checkpoint from before steps were counted"
     for kill in range(1, 7):
         again, _ = run(7, states[kill - 1], kill)
         assert all((one == other).all() for one, other in zip(again, weights[kill:], strict=True)), "to the last bit"
