@@ -251,18 +251,24 @@ def profile(
     tp: Annotated[
         str | None, typer.Option("--tp", metavar="1,2,4", help="Measure these degrees of tensor parallelism.")
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", metavar="KEY=VALUE", help="Measure with this changed too: deepspeed.zero_stage=3."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine's layers and links and fit the cost model."""
-    from .training.profiling.degrees import at_degree_of, layouts_of
+    from .training.profiling.degrees import at_degree_of, layouts_of, sharded_otherwise
 
-    wanted = load_recipe(recipe or "quickstart", overrides or ())
+    name, words = recipe or "quickstart", list(overrides or ())
+    wanted = load_recipe(name, words)
+    others = sharded_otherwise(wanted, {word: load_recipe(name, [*words, word]) for word in also or ()})
     # Tensor parallelism stays: not all that a layer does is divided by it.
     degrees = [number_of_word(word, "--tp", RANKS) for word in _names(tp or "")]
     fewest = max(degrees, default=wanted.min_world_size)
     num_ranks = fewest if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     first, *_ = layouts_of(wanted, degrees, num_ranks) or [at_degree_of(wanted, wanted.parallel.tp, num_ranks)]
-    _run_ranks("profile", first, str(num_ranks), as_json, out=out.absolute(), degrees=degrees)
+    _run_ranks("profile", first, str(num_ranks), as_json, out=out.absolute(), degrees=degrees, also=others)
 
 
 @app.command()

@@ -3,12 +3,13 @@
     python benchmarks/planning/search_measured.py [--rounds 3] [--steps 8] [--only NAME,NAME] [--quick]
                                                   [--json] [--out FILE]
 
-Two ranks. Both trainers, each with costs that ``evenload profile`` has just measured for it: one file for a trainer
-and model, and one for TP 2. Every setting trains in processes of its own; rounds go forth and back, so a machine that
-slows down does so for all. Rounds train the same steps: measured is each step's least of the rounds, without waiting
-for plans, and predicted and measured are means over the steps after the first. Kendall's tau-b compares the two
-orders; an inversion is a pair that is measured more than 15 % apart and predicted the other way round. "Choice" is the
-setting predicted to be fastest.
+Two ranks. Both trainers, each with costs that ``evenload profile`` has just measured for it: a file for a trainer and
+model (DeepSpeed's with ``--also deepspeed.zero_stage=3``), and one for TP 2. Every setting trains in processes of its
+own; a round profiles and then trains, and rounds go forth and back, so a machine that slows down does so for all.
+Rounds train the same steps: measured is each step's least of the rounds, without waiting for plans, and so is what was
+predicted for it; both are means over the steps after the first. Kendall's tau-b compares the two orders; an inversion
+is a pair that is measured more than 15 % apart and predicted the other way round. "Choice" is the setting predicted to
+be fastest.
 """
 
 from __future__ import annotations
@@ -115,22 +116,23 @@ def profiled(settings: tuple[Setting, ...], folder: Path) -> dict[str, Path]:
     for setting in settings:
         if setting.profile not in files:
             files[setting.profile] = folder / f"{setting.profile}.yaml"
-            evenload(["profile", *words_of(setting, 1), "--out", str(files[setting.profile])])
+            also = ["--also", "deepspeed.zero_stage=3"] if setting.trainer == "deepspeed" else []
+            evenload(["profile", *words_of(setting, 1), *also, "--out", str(files[setting.profile])])
     return files
 
 
 def measured(settings: tuple[Setting, ...], rounds: int, steps: int) -> list[Result]:
     """Every setting's seconds, predicted and measured."""
-    with tempfile.TemporaryDirectory() as name:
-        costs = profiled(settings, Path(name))
-        runs: dict[str, list[list[tuple[float, float]]]] = {setting.name: [] for setting in settings}
-        turns = [one for turn in range(rounds) for one in settings[:: 1 - turn % 2 * 2]]
-        for place, setting in enumerate(turns):
-            words = [*words_of(setting, steps), f"costs={json.dumps(str(costs[setting.profile]))}"]
-            load_recipe(words[0], words[1:])
-            rows = evenload(["train", *words])["steps"][1:]
-            runs[setting.name].append([(row["predicted_s"], row["step_s"] - row["plan_wait_s"]) for row in rows])
-            print(f"{place + 1} of {len(turns)}: {setting.name}", file=sys.stderr, flush=True)
+    runs: dict[str, list[list[tuple[float, float]]]] = {setting.name: [] for setting in settings}
+    for turn in range(rounds):
+        with tempfile.TemporaryDirectory() as name:
+            costs = profiled(settings, Path(name))
+            for setting in settings[:: 1 - turn % 2 * 2]:
+                words = [*words_of(setting, steps), f"costs={json.dumps(str(costs[setting.profile]))}"]
+                load_recipe(words[0], words[1:])
+                rows = evenload(["train", *words])["steps"][1:]
+                runs[setting.name].append([(row["predicted_s"], row["step_s"] - row["plan_wait_s"]) for row in rows])
+                print(f"round {turn + 1} of {rounds}: {setting.name}", file=sys.stderr, flush=True)
     least = {name: np.min(of_rounds, axis=0).mean(axis=0).tolist() for name, of_rounds in runs.items()}
     return [
         {"setting": one.name, "trainer": one.trainer, "experts": one.experts, "predicted_s": p, "measured_s": m}

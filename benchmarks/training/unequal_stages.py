@@ -1,4 +1,4 @@
-"""Numbers of layers by stage, beside each other: CPU seconds of every stage in training steps, the numbers in turn.
+"""Numbers of layers by stage, beside each other: training steps and CPU seconds of every stage, the numbers in turn.
 
     python benchmarks/training/unequal_stages.py [--layers 6] [--hidden 128] [--vocabulary 4096] [--samples 8]
                                                  [--rounds 2] [--steps 2] [--costs FILE] [--json] [--out FILE]
@@ -7,10 +7,12 @@ A Llama of these sizes in two stages (Megatron-Core, float32, a CPU core each), 
 two layers; samples of 64 to 512 tokens, `plugins.pipeline` on. Equal numbers and those of ``auto`` run in turn in each
 round, the same batches.
 
-    stages          the least CPU seconds of each stage in the passes of a step, over all rounds (mean of the steps)
-    step            no shorter than its busiest stage: that, over equal numbers'
-    idle            of both stages, while the busier one works: 1 - mean / most; a bubble is that at the least
-    step, bubble    of the simulator, by the costs that are given
+    step            whole training steps, wall seconds: the least of each over all rounds, the mean of the steps. They
+                    mean something where nothing else runs on the cores
+    stages          CPU seconds of each stage in the passes of a step, likewise; other work does not change them
+    bubble          of both stages, 1 - mean CPU seconds / step: the update and what is sent count as idle
+    idle            while the busier one works, 1 - mean / most: no bubble is less
+    predicted       step and bubble of the simulator, by the costs that are given
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +66,15 @@ def on_rank(asked: argparse.Namespace) -> None:
     for layers in [[asked.layers // STAGES] * STAGES, auto] * asked.rounds:
         row = _steps(recipe_of(asked, layers), world, lengths, asked.vocabulary)
         known = rows.setdefault(str(layers), {**row, "layers": layers, "auto": layers == auto})
-        known["stages_s"] = np.minimum(known["stages_s"], row["stages_s"]).tolist()
+        for key in ("stages_s", "steps_s"):
+            known[key] = np.minimum(known[key], row[key]).tolist()
     close_world(world)
     if world.rank == 0:
         print(json.dumps({"rows": list(rows.values()), "settings": {**vars(asked), "out": None}}))
 
 
 def _steps(recipe: Any, world: Any, lengths: Any, vocabulary: int) -> Row:
-    """Mean CPU seconds of each stage in the passes of a step, and what the simulator says of the steps."""
+    """Wall seconds of each step, CPU seconds of each stage in its passes, and what the simulator says of them."""
     import torch
     import torch.distributed as dist
     from evenload.core.planning.chain import PlanChain
@@ -79,17 +83,22 @@ def _steps(recipe: Any, world: Any, lengths: Any, vocabulary: int) -> Row:
 
     host = open_host(recipe, world)
     chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
-    busy, outcomes = torch.zeros(world.size, dtype=torch.float64), []
-    for batch in lengths:
+    busy, steps_s, outcomes = torch.zeros(len(lengths), world.size, dtype=torch.float64), [], []
+    for number, batch in enumerate(lengths):
         plan = chain.plan(batch)
         outcomes.append(outcome_of(plan, chain.context))
         generator = np.random.default_rng(len(outcomes))
         samples = [generator.integers(0, vocabulary, n) for n in batch]
-        busy[host.pipeline_stage] += host.train_step(plan, samples.__getitem__, lr=1e-3).busy_s / len(lengths)
+        dist.barrier()
+        begun_s = time.perf_counter()
+        busy[number, host.pipeline_stage] = host.train_step(plan, samples.__getitem__, lr=1e-3).busy_s
+        dist.barrier()
+        steps_s.append(time.perf_counter() - begun_s)
     dist.all_reduce(busy)
     host.close()
     return {
         "stages_s": busy.tolist(),
+        "steps_s": steps_s,
         "predicted_s": float(np.mean([one.step_s for one in outcomes])),
         "predicted_bubble_frac": float(np.mean([one.bubble_frac for one in outcomes])),
     }
@@ -101,28 +110,24 @@ def benchmark(asked: argparse.Namespace) -> Row:
 
 def table(result: Row) -> Any:
     """A row for each division."""
-    rows = result["rows"]
-    equal = max(rows[0]["stages_s"])
-    cells = [
-        [
-            " | ".join(map(str, row["layers"])) + " (auto)" * row["auto"],
-            " | ".join(f"{seconds:.2f}" for seconds in row["stages_s"]),
-            f"{max(row['stages_s']) / equal:.3f}",
-            f"{1 - np.mean(row['stages_s']) / max(row['stages_s']):.1%}",
-            f"{row['predicted_s'] / rows[0]['predicted_s']:.3f}",
-            f"{row['predicted_bubble_frac']:.1%}",
-        ]
-        for row in rows
+    first = result["rows"][0]
+    head = ["layers", "step s", "over equal", "bubble", "CPU s of stages", "idle", "over equal, predicted", "bubble"]
+    return grid("numbers of layers by stage", head, [_cells(row, first) for row in result["rows"]])
+
+
+def _cells(row: Row, equal: Row) -> list[str]:
+    step_s, equal_s = float(np.mean(row["steps_s"])), float(np.mean(equal["steps_s"]))
+    stages_s = np.mean(row["stages_s"], axis=0)
+    return [
+        " | ".join(map(str, row["layers"])) + " (auto)" * row["auto"],
+        f"{step_s:.2f}",
+        f"{step_s / equal_s:.3f}",
+        f"{1 - stages_s.mean() / step_s:.1%}",
+        " | ".join(f"{seconds:.2f}" for seconds in stages_s),
+        f"{1 - stages_s.mean() / stages_s.max():.1%}",
+        f"{row['predicted_s'] / equal['predicted_s']:.3f}",
+        f"{row['predicted_bubble_frac']:.1%}",
     ]
-    head = [
-        "layers",
-        "CPU s of stages",
-        "busiest over equal",
-        "idle",
-        "step over equal, predicted",
-        "bubble, predicted",
-    ]
-    return grid("numbers of layers by stage", head, cells)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..machine.cluster import Cluster
 from ..machine.layout import Layout, share_of
 from ..plan.step_plan import CpComm
-from .costs import Costs, PassCost
-
-Sharding = Literal["none", "optimizer", "parameters"]
+from .costs import Costs, PassCost, Sharding
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ that many ranks measures, in nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -155,8 +155,12 @@ class PassCost(Frozen):
         return self.model_copy(update={"expert_s": self.expert_s * share}) if self.expert_s else self
 
 
-class DegreeCosts(Frozen):
-    """What ranks of one degree of tensor parallelism took, times that degree."""
+Sharding = Literal["none", "optimizer", "parameters"]
+"""What data-parallel ranks divide between them: nothing, gradients and optimizer states, or the weights as well."""
+
+
+class SettingCosts(Frozen):
+    """What ranks of one more setting took: of a degree of tensor parallelism times that degree."""
 
     forward: PassCost
     backward: PassCost
@@ -190,8 +194,12 @@ class Costs(Frozen):
     """What else ran while these numbers were measured, where that makes them too high; null: the machine was quiet."""
     tp: RankCount | None = None
     """Degree of tensor parallelism at which these numbers were measured; null: not said, so they are for any."""
-    by_tp: dict[RankCount, DegreeCosts] = Field(default={})
-    """What was measured beside them at other degrees (`core.costs.degrees`)."""
+    by_tp: dict[RankCount, SettingCosts] = Field(default={})
+    """What was measured beside them at other degrees (`core.costs.by_setting`)."""
+    sharding: Sharding | None = None
+    """What ranks divided while these numbers were measured; null: not said, so they are for any."""
+    by_sharding: dict[Sharding, SettingCosts] = Field(default={})
+    """What was measured beside them where ranks divide otherwise."""
     frozen_base: bool | None = None
     """The weights stayed as they are while these numbers were measured, so backwards are without their gradients; null:
     they were trained."""
@@ -265,11 +273,21 @@ class Costs(Frozen):
         Those of experts are left out, since a backward computes them at once.
         Linear work of a backward is two such products and what is no product; of that nothing is counted here.
         """
-        return min(self.forward.token_s, 0.5 * self.backward.token_s) * (1.0 - head_frac) * tokens
+        return _of_weights_s(self) * (1.0 - head_frac) * tokens
+
+    def of_settings(self, change: Callable[[SettingCosts], SettingCosts]) -> dict[str, Any]:
+        """The fields with what was measured at other settings, each of these changed."""
+        names = ("by_tp", "by_sharding")
+        return {name: {at: change(one) for at, one in getattr(self, name).items()} for name in names}
 
     def holding(self, **changes: float) -> Costs:
-        """These costs with other bytes in the named fields of their memory."""
-        return self.model_copy(update={"memory": self.memory.model_copy(update=changes)})
+        """These costs, of every setting, with other bytes in the named fields of their memory."""
+
+        def held(memory: MemoryCost) -> dict[str, MemoryCost]:
+            return {"memory": memory.model_copy(update=changes)}
+
+        others = self.of_settings(lambda one: one.model_copy(update=held(one.memory)))
+        return self.model_copy(update={**held(self.memory), **others})
 
     def recomputed(self, kept_bytes_per_token: float) -> Costs:
         """Costs under full activation recomputation: backward runs the forward again and keeps only some bytes."""
@@ -282,9 +300,13 @@ class Costs(Frozen):
         Nothing must be recomputed yet."""
         if self.frozen_base:
             return self
-        token_s = self.backward.token_s - self.weights_s(1.0)
-        backward = self.backward.model_copy(update={"token_s": token_s})
-        return self.model_copy(update={"backward": backward, "update_s": 0.0, "frozen_base": True})
+
+        def without_weights(costs: Costs | SettingCosts) -> dict[str, Any]:
+            token_s = costs.backward.token_s - _of_weights_s(costs)
+            return {"backward": costs.backward.model_copy(update={"token_s": token_s}), "update_s": 0.0}
+
+        others = self.of_settings(lambda one: one.model_copy(update=without_weights(one)))
+        return self.model_copy(update={**without_weights(self), **others, "frozen_base": True})
 
     def kept(self) -> Costs:
         """The costs without recomputation, from which `recomputed` started."""
@@ -415,6 +437,11 @@ def load(name: str, folder: Path) -> Costs:
         if not (cost.linear_s or cost.pair_s):
             raise EvenloadError(fault, f"{name} takes no time, however many tokens", do)
     return costs
+
+
+def _of_weights_s(costs: Costs | SettingCosts) -> float:
+    """`Costs.weights_s` of a token, the output layer's included."""
+    return min(costs.forward.token_s, 0.5 * costs.backward.token_s)
 
 
 class _Totals(Frozen):

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..aliases import Floats
 from ..plan.step_plan import StepPlan
-from .costs import Costs, PassCost, rank_works
+from .costs import Costs, PassCost, SettingCosts, rank_works
 
 WINDOW_STEPS = 16
 """Steps that count. A cost model of 6 numbers needs few; a machine changes slowly."""
@@ -48,13 +48,16 @@ _CUT = 4.685
 _ROUNDS = 20
 
 
-def coefficients(costs: Costs) -> Floats:
+AnyCosts = TypeVar("AnyCosts", Costs, SettingCosts)
+
+
+def coefficients(costs: Costs | SettingCosts) -> Floats:
     """Launch, token (with its experts) and pair seconds forward, then backward, then ``update_s``: float64 [7]."""
     passes = [(c.launch_s, c.linear_s, c.pair_s) for c in (costs.forward, costs.backward)]
     return np.array([*passes[0], *passes[1], costs.update_s])
 
 
-def with_coefficients(costs: Costs, values: Floats) -> Costs:
+def with_coefficients(costs: AnyCosts, values: Floats) -> AnyCosts:
     """Costs with other coefficients. Experts keep their share of a token's seconds, which steps do not show."""
     rows = zip((costs.forward, costs.backward), values[:6].reshape(2, 3).tolist(), strict=True)
     forward, backward = (_pass_cost(own, *row) for own, row in rows)

@@ -14,6 +14,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -111,14 +113,20 @@ def read_yaml(path: str | Path, name: str, do: str) -> Any:
 def parse_yaml(text: str, name: str, do: str = "mend it, or quote what is text") -> Any:
     """The value that a text has as YAML. Raises EvenloadError."""
     try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        _refuse_large(root)
-        return _tree(loader.construct_document(root))
+        return deepcopy(_document(text))
     except Exception as error:  # see the module
         raise EvenloadError(f"{name} is not YAML", shorten(str(error) or type(error).__name__), do) from error
+
+
+@lru_cache(maxsize=16)
+def _document(text: str) -> Any:
+    """The value of a YAML text; a search over settings asks for the same files thousands of times."""
+    loader = _Loader(text)
+    root = loader.get_single_node()
+    if root is None:
+        return None
+    _refuse_large(root)
+    return _tree(loader.construct_document(root))
 
 
 def read_json(path: str | Path, name: str, do: str, most: int = JSON_BYTES) -> Any:

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..costs import costs as cost_models
 from ..costs import tensor_parallel
+from ..costs.by_setting import at_degree, at_sharding
 from ..costs.context import ExpertContext, PlanningContext, Traffic
-from ..costs.degrees import at_degree
 from ..errors import EvenloadError, refuse_first
 from ..input.format import GIB
 from ..machine import cluster as clusters
@@ -112,7 +112,8 @@ def stage_costs(setting: Setting, costs: cost_models.Costs, layout: Layout) -> c
     input_bytes = float(shape.hidden_size * value_bytes)
     if setting.traits.divides_tokens:
         input_bytes /= layout.tp
-    costs = at_degree(costs, layout.tp).of_stage(layout, shares_of_rank(setting, layout.tp))
+    costs = at_sharding(at_degree(costs, layout.tp), setting.traits.sharding, _state_bytes(setting))
+    costs = costs.of_stage(layout, shares_of_rank(setting, layout.tp))
     if setting.recompute:
         costs = costs.recomputed(_layers_per_stage(setting, layout) * input_bytes)
     costs = _with_own_experts(setting, costs, layout)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,7 +126,12 @@ class Recipe(Section):
 
 def schema_type() -> type[Recipe]:
     """Recipe with the sections of all registered plugins under ``plugins``."""
-    sections: dict[str, Any] = {p.name: (p.config, p.config()) for p in registry.registered()}
+    return _with_sections(tuple((plugin.name, plugin.config) for plugin in registry.registered()))
+
+
+@lru_cache(maxsize=8)
+def _with_sections(configs: tuple[tuple[str, type[registry.PluginConfig]], ...]) -> type[Recipe]:
+    sections: dict[str, Any] = {name: (config, config()) for name, config in configs}
     plugins = create_model("Plugins", __base__=Section, **sections)
     return create_model("Recipe", __base__=Recipe, plugins=(plugins, plugins()), __doc__=Recipe.__doc__)
 

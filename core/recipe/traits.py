@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..costs.context import Sharding
+from ..costs.costs import Sharding
 from ..errors import EvenloadError, Rule
 from ..registry import Plugin
 

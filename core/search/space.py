@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from ..costs.context import PlanningContext
 from ..errors import EvenloadError, nearest, refuse_first, shown
 from ..machine.layout import Layout
 from ..plan.step_plan import Lengths
@@ -69,6 +70,14 @@ class Choice:
         waiting = max(0, int(batch.max(initial=0)) - whole) * limits.memory.kv_bytes_per_token
         return limits.memory.pass_bytes + waiting - budget_bytes(limits, chain.context)
 
+    def among(self, contexts: dict[Layout, list[PlanningContext]]) -> Choice:
+        """The setting with an earlier one's context where it is equal, since what follows from one is kept with it."""
+        alike = contexts.setdefault(self.chain.context.layout, [])
+        if self.chain.context not in alike:
+            alike.append(self.chain.context)
+        context = alike[alike.index(self.chain.context)]
+        return replace(self, chain=replace(self.chain, context=context))
+
     def settled(self, batch: SearchBatch, known: Known) -> Choice:
         """The setting with numbers in place of ``parallel.layers: auto``, for batches like this one."""
         ranks = self.chain.context.layout.world_size
@@ -103,6 +112,7 @@ def space_of(recipe: Recipe, num_ranks: int, pins: Values, known: Known = as_it_
     """
     choices, refused = dict[str, Choice](), list[tuple[Values, EvenloadError]]()
     axes: dict[str, list[Any]] = {}
+    contexts: dict[Layout, list[PlanningContext]] = {}
     for values in _points(recipe, num_ranks):
         for key, value in values.items():
             axes.setdefault(key, []).append(value)
@@ -113,7 +123,7 @@ def space_of(recipe: Recipe, num_ranks: int, pins: Values, known: Known = as_it_
         except EvenloadError as error:
             refused.append((values, error))
         else:
-            choices.setdefault(choice.recipe.model_dump_json(), choice)
+            choices.setdefault(choice.recipe.model_dump_json(), choice.among(contexts))
     on_axes = {key: tuple(dict.fromkeys(tried)) for key, tried in axes.items()}
     for key, value in pins.items():
         if value not in on_axes.get(key, ()):

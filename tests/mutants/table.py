@@ -3475,7 +3475,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a degree that was not measured costs what its neighbour does",
-        "core/costs/degrees.py",
+        "core/costs/by_setting.py",
         "        return max(0.0, first + place * (second - first))\n",
         "        return max(0.0, first)\n",
         "degrees",

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...core.aliases import Floats
 from ...core.costs.costs import Costs
-from ...core.costs.refit import FEWEST_STEPS, coefficients, with_coefficients
+from ...core.costs.refit import FEWEST_STEPS, AnyCosts, coefficients, with_coefficients
 from ...core.errors import refuse_first
 from ...core.input.bounds import LOCAL_RANKS
 from ...core.machine.layout import Layout
@@ -44,7 +44,12 @@ class Correction(NamedTuple):
     """Of the whole model, where costs say nothing."""
 
     def of_costs(self, costs: Costs, shares: Floats | float = 1.0) -> Costs:
-        """Costs that steps bear out; ``shares``: of the whole model's, by coefficient."""
+        """Costs that steps bear out, of every setting that was measured; ``shares``: of the whole model's, by
+        coefficient."""
+        others = costs.of_settings(lambda one: self._of_one(one, shares))
+        return self._of_one(costs, shares).model_copy(update=others)
+
+    def _of_one(self, costs: AnyCosts, shares: Floats | float) -> AnyCosts:
         return with_coefficients(costs, coefficients(costs) * self.scale + self.added * shares)
 
     def of(self, chain: PlanChain) -> PlanChain:

@@ -1,11 +1,13 @@
-"""The layouts on which a profile measures: degrees of tensor parallelism, one after the other."""
+"""What a profile measures into one file: degrees of tensor parallelism, what ranks divide, one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ...core.errors import EvenloadError
+from ...core.costs.costs import Sharding
+from ...core.errors import EvenloadError, shown
 from ...core.recipe.recipe import Recipe
+from ...core.recipe.traits import trainer_called
 
 
 def at_degree_of(recipe: Recipe, tp: int, num_ranks: int) -> Recipe:
@@ -24,3 +26,17 @@ def layouts_of(recipe: Recipe, degrees: Sequence[int], num_ranks: int) -> list[R
             what, do = "a degree of tensor parallelism does not divide the ranks", "choose --nproc and --tp that fit"
             raise EvenloadError(what, f"--tp {tp}, {num_ranks} ranks", do)
     return [at_degree_of(recipe, tp, num_ranks) for tp in degrees]
+
+
+def sharded_otherwise(recipe: Recipe, others: Mapping[str, Recipe]) -> dict[Sharding, Recipe]:
+    """Recipes by what their ranks divide between them; ``others``: by the words that change this one. Raises
+    EvenloadError for one that costs do not tell from it, or from another."""
+    known: dict[Sharding, Recipe] = {trainer_called(recipe.trainer).traits(recipe).sharding: recipe}
+    for word, changed in others.items():
+        sharding = trainer_called(changed.trainer).traits(changed).sharding
+        if sharding in known or (changed.trainer, changed.model) != (recipe.trainer, recipe.model):
+            what = "one file tells recipes apart by what their ranks divide (none, optimizer, parameters)"
+            do = "e.g. deepspeed.zero_stage=3 beside 1; else write another file"
+            raise EvenloadError(what, f"--also {shown(word)}: {sharding}", do)
+        known[sharding] = changed
+    return {sharding: one for sharding, one in known.items() if one is not recipe}

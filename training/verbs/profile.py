@@ -31,10 +31,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -43,9 +44,9 @@ import yaml
 
 from ...core.aliases import Floats
 from ...core.costs.busy import OtherLoad, load_average
+from ...core.costs.by_setting import with_degrees, with_shardings
 from ...core.costs.context import PlanningContext
-from ...core.costs.costs import Costs, PassCost, fit, solve
-from ...core.costs.degrees import with_degrees
+from ...core.costs.costs import Costs, PassCost, Sharding, fit, solve
 from ...core.errors import EvenloadError, RankError
 from ...core.input.bounds import RANKS
 from ...core.machine.cluster import Link
@@ -117,11 +118,17 @@ class Fitted(NamedTuple):
 
 
 def profile(
-    recipe: Recipe, out: Path, degrees: Sequence[int] = (), progress: Progress = silent
+    recipe: Recipe,
+    out: Path,
+    degrees: Sequence[int] = (),
+    also: Mapping[Sharding, Recipe] = MappingProxyType({}),
+    progress: Progress = silent,
 ) -> dict[str, Any] | None:
     """Measure on this rank and write the costs to ``out``. Raises EvenloadError if that cannot be written.
 
-    ``degrees``: of tensor parallelism, each of which is measured; none: the recipe's.
+    Args:
+        degrees: of tensor parallelism, each of which is measured; none: the recipe's.
+        also: recipes whose ranks divide something else between them, which are measured beside it.
     """
     if out.suffix not in (".yaml", ".yml"):
         raise EvenloadError("a cost model is a YAML file", f"--out {out.name}", "give a name that ends in .yaml")
@@ -129,16 +136,22 @@ def profile(
         raise EvenloadError(_UNWRITABLE, f"{out.parent} is no writable folder", "choose another --out")
     degrees = tuple(degrees) or (recipe.parallel.tp,)
 
+    def one(world: World, watchdog: Watchdog, changed: Recipe, tp: int) -> tuple[Costs, dict[str, Any]]:
+        with open_trainer(at_degree_of(changed, tp, world.size), world, watchdog) as job:
+            return _measured(job, progress)
+
     def measure_all(world: World, watchdog: Watchdog) -> dict[str, Any]:
         results, measured = [], {}
         for tp in degrees:
-            with open_trainer(at_degree_of(recipe, tp, world.size), world, watchdog) as job:
-                measured[tp], result = _measured(job, progress)
+            measured[tp], result = one(world, watchdog, recipe, tp)
             results.append(result)
         costs = with_degrees(measured) if len(degrees) > 1 else measured[degrees[0]]
+        others = {sharding: one(world, watchdog, changed, changed.parallel.tp) for sharding, changed in also.items()}
+        costs = with_shardings(costs, {sharding: found for sharding, (found, _) in others.items()})
         if world.rank == 0:
             write_costs(costs, out)
-        more = {"by_tp": dict(zip(degrees, results, strict=True))} if len(degrees) > 1 else {}
+        more: dict[str, Any] = {"by_tp": dict(zip(degrees, results, strict=True))} if len(degrees) > 1 else {}
+        more |= {"by_sharding": {sharding: result for sharding, (_, result) in others.items()}} if others else {}
         return {**results[0], **more, "out": str(out)}
 
     return in_world(recipe.changed({"train.recompute": False}), measure_all)
@@ -181,6 +194,7 @@ def _measured(job: Job, progress: Progress) -> tuple[Costs, dict[str, Any]]:
         fit_error=round(max(fitted.errors["forward"], fitted.errors["backward"]), 4),
         decode=decode,
         busy=beside if beside.busy else None,
+        sharding=job.chain.context.traffic.sharding,
     )
     if recipe.adapts:
         costs = tenants.of_base(costs, shape_of(recipe.model))
@@ -290,7 +304,8 @@ def _fit_pass(work: Floats, seconds: Floats, at_experts: Floats) -> tuple[PassCo
 
 def write_costs(costs: Costs, out: Path) -> None:
     """Write a file that `core.costs.load` reads, whole or not at all. Raises RankError: by then all is measured."""
-    form = costs.model_dump(exclude_none=True, exclude=None if costs.by_tp else {"by_tp"})
+    unused = {name for name in ("by_tp", "by_sharding") if not getattr(costs, name)}
+    form = costs.model_dump(exclude_none=True, exclude=unused)
     text = yaml.safe_dump(form, sort_keys=False, width=118)
     try:
         with whole(out) as part:

@@ -121,3 +121,9 @@ def test_no_more_is_read_than_the_kind_allows(tmp_path: Path) -> None:
         reading.read_yaml(path, "it", "do")
     path.write_text("a: ä")
     assert reading.read_yaml(path, "it", "do") == {"a": "ä"}
+
+
+def test_who_changes_what_was_read_changes_it_for_nobody_else() -> None:
+    first = reading.parse_yaml("a: {b: [1]}", "it")
+    first["a"]["b"].append(2)
+    assert reading.parse_yaml("a: {b: [1]}", "it") == {"a": {"b": [1]}}

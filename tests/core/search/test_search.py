@@ -15,7 +15,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import judge
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import Recipe, parse, schema_type
 from evenload.core.search.answer import answer, by_hand, distinct, ranked
 from evenload.core.search.best_first import LACKS, beside, best_first
 from evenload.core.search.floors import in_schedule_s, step_floor_s
@@ -96,6 +96,12 @@ def _mean_of_all_plans(chain: Any, batches: list[Any]) -> float:
     except EvenloadError:
         return math.inf
     return sum(step.step_s for step in steps) / len(steps) if all(step.fits for step in steps) else math.inf
+
+
+def test_settings_of_equal_contexts_share_one_and_recipes_one_schema() -> None:
+    contexts = [choice.chain.context for choice in space_of(recipe_of(CASES["caps"]), 4, {}).choices]
+    assert len({id(one) for one in contexts}) == len({repr(one) for one in contexts}) < len(contexts) / 4
+    assert schema_type() is schema_type()
 
 
 def test_every_moment_has_a_true_bound() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from evenload.core.costs import costs as cost_models
+from evenload.core.costs.by_setting import at_degree, with_degrees
 from evenload.core.costs.costs import Costs, PassCost
-from evenload.core.costs.degrees import at_degree, with_degrees
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import MemoryCost
 from evenload.training.verbs.profile import write_costs

@@ -1,8 +1,12 @@
-"""Costs of a degree of tensor parallelism, where several were measured.
+"""Costs of a setting, where several were measured: degrees of tensor parallelism, and what ranks divide between them.
 
 Of a rank's work one part is divided by the degree and another is not, so its seconds and bytes times the degree are
 linear in it: between two degrees that were measured those of a third lie on the line through both, and beyond them on
 the line through the nearest two.
+
+Where ranks divide the weights (ZeRO 3) the trainer gathers them around every layer and may run layers of its own, so
+launches and tokens take longer than where it does not: measured apart, or those of another sharding, which the source
+says then. What a rank holds of weights, gradients and optimizer states is counted for a sharding without measurements.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any
 
 from ..input.validation import Frozen
 from ..plan.limits import AMOUNTS, MemoryCost
-from .costs import Costs, DegreeCosts, PassCost
+from .costs import Costs, PassCost, SettingCosts, Sharding
 
 
 def at_degree(costs: Costs, tp: int) -> Costs:
@@ -30,6 +34,23 @@ def at_degree(costs: Costs, tp: int) -> Costs:
     return costs.model_copy(update={**dict(between), **alone, "source": source})
 
 
+def at_sharding(costs: Costs, sharding: Sharding, state_bytes: Mapping[str, float]) -> Costs:
+    """The costs where ranks divide that, alone; ``state_bytes``: of weights, gradients and optimizer states there, by
+    their fields of a memory record, for a sharding that was not measured."""
+    alone: dict[str, Any] = {"sharding": None, "by_sharding": {}}
+    if costs.sharding in (None, sharding):
+        return costs.model_copy(update=alone)
+    if sharding in costs.by_sharding:
+        return costs.model_copy(update={**dict(costs.by_sharding[sharding]), **alone})
+    source = f"{costs.source}; sharding {sharding} was not measured: seconds of {costs.sharding}, counted states"
+    return costs.holding(**state_bytes).model_copy(update={**alone, "source": source})
+
+
+def with_shardings(costs: Costs, others: Mapping[Sharding, Costs]) -> Costs:
+    """The costs with what was measured where ranks divide otherwise."""
+    return costs.model_copy(update={"by_sharding": {sharding: _of(one) for sharding, one in others.items()}})
+
+
 def with_degrees(measured: Mapping[int, Costs]) -> Costs:
     """The costs of the first degree, with what was measured at the others."""
     first, *others = measured
@@ -37,11 +58,11 @@ def with_degrees(measured: Mapping[int, Costs]) -> Costs:
     return measured[first].model_copy(update={"tp": first, "by_tp": by_tp})
 
 
-def _of(costs: Costs) -> DegreeCosts:
-    return DegreeCosts(**{name: getattr(costs, name) for name in DegreeCosts.model_fields})
+def _of(costs: Costs) -> SettingCosts:
+    return SettingCosts(**{name: getattr(costs, name) for name in SettingCosts.model_fields})
 
 
-def _between(low: DegreeCosts, high: DegreeCosts, place: float) -> DegreeCosts:
+def _between(low: SettingCosts, high: SettingCosts, place: float) -> SettingCosts:
     """On the line through both: 0 is the first, 1 the second; never negative."""
 
     def line(name: str, of: tuple[Frozen, Frozen] = (low, high)) -> float:
@@ -51,4 +72,4 @@ def _between(low: DegreeCosts, high: DegreeCosts, place: float) -> DegreeCosts:
     passes = (low.forward, high.forward), (low.backward, high.backward)
     forward, backward = (PassCost(**{name: line(name, both) for name in PassCost.model_fields}) for both in passes)
     memory = MemoryCost(**{name: line(name, (low.memory, high.memory)) for name in AMOUNTS})
-    return DegreeCosts(forward=forward, backward=backward, update_s=line("update_s"), memory=memory)
+    return SettingCosts(forward=forward, backward=backward, update_s=line("update_s"), memory=memory)
