@@ -30,6 +30,7 @@ from evenload.core.simulate.step import simulate
 from evenload.runtime.measure.memory import free_bytes, live_bytes
 from evenload.training.profiling import tenants
 from evenload.training.profiling.cases import Case, cases
+from evenload.training.profiling.degrees import sharded_otherwise
 from evenload.training.verbs import profile
 from evenload.training.verbs.profile import MeasuredCase, fit_samples, measure, write_costs
 
@@ -281,6 +282,16 @@ def test_a_wrong_out_is_refused_before_anything_is_measured(tmp_path: Path, out:
         profile.profile(None, tmp_path / out)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("word", ["deepspeed.zero_stage=2", "train.steps=3", "model.num_layers=3", "trainer=megatron"])
+def test_what_one_file_does_not_tell_apart_is_refused_before_anything_is_measured(word: str) -> None:
+    own = ["trainer=deepspeed", "deepspeed.zero_stage=1"]
+    recipe, changed = load("quickstart", own), load("quickstart", [*own, word])
+    with pytest.raises(EvenloadError, match="tells recipes apart by what their ranks divide"):
+        sharded_otherwise(recipe, {word: changed})
+    other = load("quickstart", [*own, "deepspeed.zero_stage=0"])
+    assert sharded_otherwise(recipe, {"deepspeed.zero_stage=0": other}) == {"none": other}
+
+
 def test_live_bytes_counts_a_storage_once() -> None:
     before = live_bytes(CPU)
     kept = torch.zeros(1000, dtype=torch.float64)
@@ -296,7 +307,8 @@ def test_free_bytes_is_a_plausible_number() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trainer", "num_ranks", "more"), [("megatron", 2, "train.recompute=true"), ("deepspeed", 1, "")]
+    ("trainer", "num_ranks", "more"),
+    [("megatron", 2, "train.recompute=true"), ("deepspeed", 1, "--also deepspeed.zero_stage=3")],
 )
 def test_profile_measures_a_real_trainer(
     tmp_path: Path, trainer: str, num_ranks: int, more: str, forged: Callable[..., subprocess.CompletedProcess[str]]
@@ -333,6 +345,12 @@ def test_profile_measures_a_real_trainer(
     parameters = result["host"].get("parameters") or result["host"]["parameters_on_rank"]
     # Weights, gradients and two Adam states in float32 at least.
     assert costs.memory.fixed_bytes >= 16 * parameters
+    assert costs.sharding == "optimizer"
+    if trainer == "deepspeed":
+        (gathered,) = (costs.by_sharding[name] for name in result["by_sharding"])
+        assert costs.by_sharding == {"parameters": gathered}
+        assert gathered.forward.launch_s > costs.forward.launch_s, "each layer's weights are gathered"
+        assert gathered.memory.sharded_bytes == gathered.memory.fixed_bytes >= 16 * parameters
     # K and V: 2 x 2 heads of 16 in float32, 2 layers.
     assert costs.memory.kv_bytes_per_token == 2 * 2 * 16 * 4 * 2
     # At least the inputs of the seven projections of a layer: 4 x hidden and 2 x ffn values.

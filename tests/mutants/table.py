@@ -269,7 +269,9 @@ KILLERS: dict[str, Words] = {
     "divided tokens": ("pytest", "tests/integrations/megatron/test_sequence_parallel.py")
     + ("-k", "llama or 2-1-slices or other"),
     "shares of ranks": ("pytest", "tests/core/costs/test_tensor_parallel.py"),
-    "degrees": ("pytest", "tests/core/costs/test_degrees.py"),
+    "costs by setting": ("pytest", "tests/core/costs/test_by_setting.py"),
+    "what was read": ("pytest", "tests/core/input/test_reading.py"),
+    "costs that steps mend": ("pytest", "tests/training/forecast/test_measured.py", "-k", "holds_for_all_that"),
     "search_floors": ("pytest", "tests/core/search/test_floors.py"),
     "search_measured": ("pytest", "tests/training/forecast/test_measured.py", "-k", "mended or ratio"),
     "search_overlap": ("pytest", "tests/core/search/test_search.py", "-k", "overlap"),
@@ -2063,8 +2065,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a parser's own errors come through",
         "core/input/reading.py",
-        "        return _tree(loader.construct_document(root))\n    except Exception as error:",
-        "        return _tree(loader.construct_document(root))\n    except yaml.YAMLError as error:",
+        "        return deepcopy(_document(text))\n    except Exception as error:",
+        "        return deepcopy(_document(text))\n    except yaml.YAMLError as error:",
         "reading",
     ),
     Mutant(
@@ -3478,7 +3480,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "core/costs/by_setting.py",
         "        return max(0.0, first + place * (second - first))\n",
         "        return max(0.0, first)\n",
-        "degrees",
+        "costs by setting",
     ),
     Mutant(
         "noise is that of a row of the batch",
@@ -4214,5 +4216,40 @@ MUTANTS: tuple[Mutant, ...] = (
         "            again = last[blocks] != order\n",
         "            again = np.zeros(len(blocks), dtype=bool)\n",
         "blocks of rows",
+    ),
+    Mutant(
+        "ZeRO 3 takes what whole weights do where both were measured",
+        "core/costs/by_setting.py",
+        "    if sharding in costs.by_sharding:\n",
+        "    if False:\n",
+        "costs by setting",
+    ),
+    Mutant(
+        "ranks hold the states of the sharding that was measured",
+        "core/costs/by_setting.py",
+        "costs.holding(**state_bytes).model_copy",
+        "costs.model_copy",
+        "costs by setting",
+    ),
+    Mutant(
+        "a frozen base has weight gradients at the degrees beside its own",
+        "core/costs/costs.py",
+        "{**without_weights(self), **others, ",
+        "{**without_weights(self), ",
+        "costs by setting",
+    ),
+    Mutant(
+        "steps mend the costs of the first setting alone",
+        "training/forecast/measured.py",
+        "self._of_one(costs, shares).model_copy(update=others)",
+        "self._of_one(costs, shares)",
+        "costs that steps mend",
+    ),
+    Mutant(
+        "who changes a document changes it for the next reader",
+        "core/input/reading.py",
+        "        return deepcopy(_document(text))\n",
+        "        return _document(text)\n",
+        "what was read",
     ),
 )

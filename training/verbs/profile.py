@@ -147,7 +147,7 @@ def profile(
             results.append(result)
         costs = with_degrees(measured) if len(degrees) > 1 else measured[degrees[0]]
         others = {sharding: one(world, watchdog, changed, changed.parallel.tp) for sharding, changed in also.items()}
-        costs = with_shardings(costs, {sharding: found for sharding, (found, _) in others.items()})
+        costs = with_shardings(costs, {sharding: own for sharding, (own, _) in others.items()})
         if world.rank == 0:
             write_costs(costs, out)
         more: dict[str, Any] = {"by_tp": dict(zip(degrees, results, strict=True))} if len(degrees) > 1 else {}

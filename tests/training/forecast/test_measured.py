@@ -10,6 +10,8 @@ import pytest
 import yaml
 from evenload import api
 from evenload.core.costs import refit
+from evenload.core.costs.by_setting import with_degrees
+from evenload.core.costs.refit import coefficients, with_coefficients
 from evenload.core.errors import EvenloadError
 from evenload.core.machine import cluster as clusters
 from evenload.core.plan.step_plan import as_lengths
@@ -18,7 +20,7 @@ from evenload.core.planning.judge import judge
 from evenload.core.planning.setting import Setting, costs_of
 from evenload.core.recipe.recipe import RECIPES, Recipe, parse
 from evenload.core.simulate.predict import predict
-from evenload.training.forecast.measured import STEPS
+from evenload.training.forecast.measured import STEPS, Correction
 from evenload.training.forecast.search import Enough, search
 from evenload.training.launching.few_steps import trained
 
@@ -102,6 +104,14 @@ def test_a_wrong_profile_is_mended_by_a_few_steps(
     assert written.costs == str(tmp_path / "best.costs.yaml")
     again = best_of(written, tuple(f"{k}={str(v).lower()}" for k, v in mended["rows"][0]["settings"].items()))
     assert again["rows"][0]["step_s"] == pytest.approx(mended["rows"][0]["step_s"], rel=1e-9)
+
+
+def test_what_steps_say_holds_for_all_that_was_measured() -> None:
+    base = costs_of(Setting.of_recipe(recipe_of()), clusters.load("a100", RECIPES / "clusters"))
+    costs = with_degrees({1: base, 2: with_coefficients(base, 2.0 * coefficients(base))})
+    right = Correction(np.arange(1.0, 8.0), np.zeros(7)).of_costs(costs)
+    assert coefficients(right.by_tp[2]) == pytest.approx(2.0 * coefficients(base) * np.arange(1.0, 8.0))
+    assert coefficients(right) == pytest.approx(coefficients(base) * np.arange(1.0, 8.0))
 
 
 def test_where_nothing_can_be_fitted_the_steps_ratio_holds_for_all_coefficients() -> None:
