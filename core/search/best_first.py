@@ -127,7 +127,8 @@ def _order(one: Played) -> int:
 
 def _one_of_each_layout(played: Sequence[Played], batches: Sequence[SearchBatch]) -> Iterator[Played]:
     """One setting for each layout, that of the least floor, and of equal ones that which is planned soonest; layouts
-    that are planned soonest first, so that there is an answer early, and slower ones need no plan."""
+    that are planned soonest first, so that there is an answer early, and slower ones need no plan: those without stages
+    before those with any, whose plans take the longer the more stages there are, or ranks of the same stage."""
     work_s = {id(one): one.choice.chain.work_s(batches[0].lengths) for one in played}
     rows: dict[Layout, list[Played]] = {}
     for one in played:
@@ -137,7 +138,12 @@ def _one_of_each_layout(played: Sequence[Played], batches: Sequence[SearchBatch]
     def rank(one: Played) -> tuple[float, float]:
         return one.mean_s, work_s[id(one)]
 
-    for row in sorted(rows.values(), key=lambda row: rank(min(row, key=rank))[::-1]):
+    def sooner(row: list[Played]) -> tuple[bool, float, float]:
+        least, layout = min(row, key=rank), row[0].choice.chain.context.layout
+        staged = layout.pp > 1
+        return staged, max(layout.pp, layout.dp_cp_size) if staged else work_s[id(least)], least.mean_s
+
+    for row in sorted(rows.values(), key=sooner):
         while not (least := min(row, key=rank)).bounded:
             _know_more(least, batches)
         yield least

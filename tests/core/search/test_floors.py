@@ -34,6 +34,7 @@ def draws():
 
 
 @pytest.mark.drawn
+@pytest.mark.timeout(900)
 def test_no_plan_of_a_drawn_setting_is_below_its_floor(draws):
     """Those with layouts of their own for attention are no settings of a search: it has no ``parallel.cp``."""
     ratios = []
