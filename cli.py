@@ -262,9 +262,9 @@ def profile(
 
     name, words = recipe or "quickstart", list(overrides or ())
     wanted = load_recipe(name, words)
-    others = sharded_otherwise(wanted, {word: load_recipe(name, [*words, word]) for word in also or ()})
     # Tensor parallelism stays: not all that a layer does is divided by it.
     degrees = [number_of_word(word, "--tp", RANKS) for word in _names(tp or "")]
+    others = sharded_otherwise(wanted, {word: load_recipe(name, [*words, word]) for word in also or ()}, degrees)
     fewest = max(degrees, default=wanted.min_world_size)
     num_ranks = fewest if nproc is None else number_of_word(nproc, "--nproc", LOCAL_RANKS)
     first, *_ = layouts_of(wanted, degrees, num_ranks) or [at_degree_of(wanted, wanted.parallel.tp, num_ranks)]

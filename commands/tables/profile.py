@@ -10,14 +10,17 @@ from .show import Result, errors, grid, machine
 
 
 def table(result: Result) -> Group:
-    """Coefficients of the passes, then the links."""
+    """Coefficients of the passes at every setting that was measured, then the links."""
     keys = {"launch_s": "s a launch", "token_s": "s a token", "expert_s": "s a token at experts"}
     keys["pair_s"] = "s a (query, key) pair"
     if not any(c["expert_s"] for c in result["passes"].values()):
         del keys["expert_s"]
+    at_degrees = {f", TP {tp}": one for tp, one in result.get("by_tp", {}).items()} or {"": result}
+    others = {f", sharding {sharding}": one for sharding, one in result.get("by_sharding", {}).items()}
     rows = [
-        (name, *(f"{c[key]:.3g}" for key in keys), percent(result["fit_error"][name]))
-        for name, c in result["passes"].items()
+        (name + at, *(f"{c[key]:.3g}" for key in keys), percent(one["fit_error"][name]))
+        for at, one in (at_degrees | others).items()
+        for name, c in one["passes"].items()
     ]
     head = ("", *keys.values(), "error of the fit")
     caption = (

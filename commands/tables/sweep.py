@@ -131,6 +131,7 @@ def _certificate(result: Result) -> str:
     ]
     if not result["activations_counted"]:
         lines.append("the costs know no bytes of activations: weights, gradients and optimizer alone take memory")
+    lines += [f"of the settings above: {note}" for note in result["not_measured"]]
     if more := result["more_memory"]:
         lines.append(
             f"with {gib(more['lacking_bytes'])} more on each device {said(more['settings'])} might be "

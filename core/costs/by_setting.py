@@ -18,6 +18,13 @@ from ..input.validation import Frozen
 from ..plan.limits import AMOUNTS, MemoryCost
 from .costs import Costs, PassCost, SettingCosts, Sharding
 
+UNMEASURED = "was not measured"
+
+
+def unmeasured(source: str) -> list[str]:
+    """What the source of costs says of settings that were not measured."""
+    return [note for note in source.split("; ") if UNMEASURED in note]
+
 
 def at_degree(costs: Costs, tp: int) -> Costs:
     """The costs of ranks of that degree, times it, alone; where it was not measured, ``source`` says what they are."""
@@ -30,7 +37,7 @@ def at_degree(costs: Costs, tp: int) -> Costs:
     nearest = sorted(sorted(known, key=lambda degree: (abs(degree - tp), degree))[:2])
     low, high = (known[degree] for degree in nearest)
     between = _between(low, high, (tp - nearest[0]) / (nearest[1] - nearest[0]))
-    source = f"{costs.source}; parallel.tp {tp} was not measured: on the line through {nearest[0]} and {nearest[1]}"
+    source = f"{costs.source}; parallel.tp {tp} {UNMEASURED}: on the line through {nearest[0]} and {nearest[1]}"
     return costs.model_copy(update={**dict(between), **alone, "source": source})
 
 
@@ -42,7 +49,7 @@ def at_sharding(costs: Costs, sharding: Sharding, state_bytes: Mapping[str, floa
         return costs.model_copy(update=alone)
     if sharding in costs.by_sharding:
         return costs.model_copy(update={**dict(costs.by_sharding[sharding]), **alone})
-    source = f"{costs.source}; sharding {sharding} was not measured: seconds of {costs.sharding}, counted states"
+    source = f"{costs.source}; sharding {sharding} {UNMEASURED}: seconds of {costs.sharding}, counted states"
     return costs.holding(**state_bytes).model_copy(update={**alone, "source": source})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..costs.by_setting import unmeasured
 from ..errors import EvenloadError
 from ..machine.layout import Layout
 from ..planning.judge import outcome_of
@@ -37,6 +38,7 @@ def answer(search: SearchState, space: Space, weights: int) -> Result:
     if best is None and not search.left:
         raise _nothing_fits(search)
     known = ranked(search)
+    rows = [_row(one, known[0]) for one in distinct(known)[:MOST_ROWS]]
     return {
         "predicted": True,
         "ranks": search.played[0].choice.chain.context.layout.world_size,
@@ -48,7 +50,8 @@ def answer(search: SearchState, space: Space, weights: int) -> Result:
         "by_memory": sum(one.out == LACKS for one in search.played),
         "refused": len(space.refused),
         "activations_counted": search.played[0].choice.chain.context.costs.memory.activation_bytes_per_token > 0,
-        "rows": [_row(one, known[0]) for one in distinct(known)[:MOST_ROWS]],
+        "rows": rows,
+        "not_measured": sorted({note for row in rows for note in unmeasured(row["costs"])}),
         "axes": _lines(search, space, known),
         "layouts": _layouts(known, weights),
         "more_memory": _more_memory(search, best),
@@ -88,6 +91,7 @@ def _row(one: Played, best: Played) -> Result:
         "bubble_frac": mean(outcome.bubble_frac for outcome in outcomes),
         "exposed_frac": mean(outcome.exposed_frac for outcome in outcomes),
         "tie": _is_tie(one, best),
+        "costs": one.choice.chain.context.costs.source,
     }
 
 

@@ -289,7 +289,9 @@ def test_what_one_file_does_not_tell_apart_is_refused_before_anything_is_measure
     with pytest.raises(EvenloadError, match="tells recipes apart by what their ranks divide"):
         sharded_otherwise(recipe, {word: changed})
     other = load("quickstart", [*own, "deepspeed.zero_stage=0"])
-    assert sharded_otherwise(recipe, {"deepspeed.zero_stage=0": other}) == {"none": other}
+    assert sharded_otherwise(recipe, {"deepspeed.zero_stage=0": other}, [1]) == {"none": other}
+    with pytest.raises(EvenloadError, match="several degrees of tensor parallelism or several shardings"):
+        sharded_otherwise(recipe, {"deepspeed.zero_stage=0": other}, [1, 2])
 
 
 def test_live_bytes_counts_a_storage_once() -> None:

@@ -28,9 +28,14 @@ def layouts_of(recipe: Recipe, degrees: Sequence[int], num_ranks: int) -> list[R
     return [at_degree_of(recipe, tp, num_ranks) for tp in degrees]
 
 
-def sharded_otherwise(recipe: Recipe, others: Mapping[str, Recipe]) -> dict[Sharding, Recipe]:
+def sharded_otherwise(
+    recipe: Recipe, others: Mapping[str, Recipe], degrees: Sequence[int] = ()
+) -> dict[Sharding, Recipe]:
     """Recipes by what their ranks divide between them; ``others``: by the words that change this one. Raises
-    EvenloadError for one that costs do not tell from it, or from another."""
+    EvenloadError for one that costs do not tell from it, or from another, or beside several ``degrees``."""
+    if others and len(degrees) > 1:
+        what, do = "one file has several degrees of tensor parallelism or several shardings", "write a file for each"
+        raise EvenloadError(what, f"--tp {','.join(map(str, degrees))} and --also {shown(next(iter(others)))}", do)
     known: dict[Sharding, Recipe] = {trainer_called(recipe.trainer).traits(recipe).sharding: recipe}
     for word, changed in others.items():
         sharding = trainer_called(changed.trainer).traits(changed).sharding

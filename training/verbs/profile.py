@@ -146,7 +146,7 @@ def profile(
             measured[tp], result = one(world, watchdog, recipe, tp)
             results.append(result)
         costs = with_degrees(measured) if len(degrees) > 1 else measured[degrees[0]]
-        others = {sharding: one(world, watchdog, changed, changed.parallel.tp) for sharding, changed in also.items()}
+        others = {sharding: one(world, watchdog, changed, degrees[0]) for sharding, changed in also.items()}
         costs = with_shardings(costs, {sharding: own for sharding, (own, _) in others.items()})
         if world.rank == 0:
             write_costs(costs, out)

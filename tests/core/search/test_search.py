@@ -22,6 +22,7 @@ from evenload.core.search.floors import in_schedule_s, step_floor_s
 from evenload.core.search.space import SearchBatch, space_of
 from evenload.training.drawing import Drawing, batch_size
 from evenload.training.forecast.search import Enough, search
+from evenload.training.verbs.profile import write_costs
 
 api.load_plugins()
 
@@ -102,6 +103,19 @@ def test_settings_of_equal_contexts_share_one_and_recipes_one_schema() -> None:
     contexts = [choice.chain.context for choice in space_of(recipe_of(CASES["caps"]), 4, {}).choices]
     assert len({id(one) for one in contexts}) == len({repr(one) for one in contexts}) < len(contexts) / 4
     assert schema_type() is schema_type()
+
+
+def test_a_search_says_what_was_not_measured_of_its_settings(tmp_path: Path) -> None:
+    case = CASES["ZeRO"]
+    chain = space_of(recipe_of(case), case.ranks, case.pins).choices[0].chain
+    costs = chain.context.costs.model_copy(update={"sharding": "parameters", "source": "this machine; here"})
+    write_costs(costs, tmp_path / "costs.yaml")
+    space = space_of(recipe_of(case).changed({"costs": str(tmp_path / "costs.yaml")}), case.ranks, case.pins)
+    *_, state = best_first(space.choices, [SearchBatch(batch) for batch in drawn()])
+    said = answer(state, space, 10**6)
+    assert {row["settings"]["deepspeed.zero_stage"] for row in said["rows"]} & {0, 1, 2}
+    assert said["not_measured"]
+    assert all("was not measured: seconds of parameters" in note for note in said["not_measured"])
 
 
 def test_every_moment_has_a_true_bound() -> None:
