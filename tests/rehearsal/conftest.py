@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from harness.world import World
+
 from .asked import units_asked
 from .nccl import broken
 
@@ -45,7 +47,7 @@ def worlds(
 
 
 def type_of_world() -> Any:
-    return module_at("conftest.py").TestWorld
+    return World
 
 
 @pytest.fixture(scope="module")

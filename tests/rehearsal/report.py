@@ -22,8 +22,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import conftest
 from evenload.api import load_recipe
+from harness.forge import Forge
 
 from rehearsal import seen as seeing
 
@@ -44,14 +44,14 @@ def main() -> None:
     cases = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cases)
     table = Table("case", "ops", "faults", "waits a step, ours", "host's", "copies to the device a step", "KiB", "s")
-    forges: dict[str, conftest.Forge] = {}
+    forges: dict[str, Forge] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in sys.argv[1:] or cases.CASES:
             path = cases.RECIPES / f"{case.partition(',')[0]}.yaml"
             recipe = load_recipe(path, cases.CASES[case])
             place = Path(tempfile.mkdtemp(dir=folder))
             if recipe.trainer not in forges:
-                forges[recipe.trainer] = conftest.Forge(f"cuda+{recipe.trainer}", place)
+                forges[recipe.trainer] = Forge(f"cuda+{recipe.trainer}", place)
             start = time.monotonic()
             words = ("train", str(path), *cases.words_of(case, place))
             done = forges[recipe.trainer].run(place, words, recipe.min_world_size)
@@ -89,7 +89,7 @@ def of_scripts(folder: Path) -> Table:
         kind = "deepspeed" if trainer == "deepspeed" else "transformers"
         kind = "megatron" if trainer == "megatron" else kind
         (folder / "on.yaml").write_text(f"trainer: {kind}\nplugins: {{packing: {{enabled: true, max_tokens: 160}}}}\n")
-        forge = conftest.Forge(f"cuda+{trainer}", Path(tempfile.mkdtemp(dir=folder)))
+        forge = Forge(f"cuda+{trainer}", Path(tempfile.mkdtemp(dir=folder)))
         for how in ("", f"import evenload; evenload.enable({str(folder / 'on.yaml')!r})"):
             done = forge.run(folder, tuple(words.split()), 2, how, folder / name)
             assert done.returncode == 0, done.stderr[-2000:]

@@ -1,8 +1,8 @@
-"""Forks the ranks of jobs and of test worlds from one process that has imported a trainer already (see conftest.py).
+"""Forks the ranks of jobs and of test worlds from one process that has imported a trainer already (see forge.py).
 
-rank_forge.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal), or cuda+kernels+TRAINER, where
-flash-attn and Transformer Engine are installed, too. A request is a line of JSON on stdin, the answer a list of numbers
-on stdout:
+forge_process.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal), or cuda+kernels+TRAINER, where
+flash-attn and Transformer Engine are installed, too. A request is a line of JSON on stdin; the answer on stdout is a
+list of numbers, and what it cost:
 
     {"job": ...}    runs a command or a script as so many ranks: their exit codes, negative for a signal. The content is
                     its folder, the arguments of ``evenload`` or of the script, the ranks, a port, the folder of its
@@ -10,7 +10,7 @@ on stdout:
                     torchrun: the launcher alone is left out.
     {"start": ...}  starts a script as one rank with an environment, and does not wait for it: its process id.
     {"poll": PID}   the exit code of such a rank, or nothing while it runs.
-    {"world": ...}  starts ranks that serve cases (see world_child.py): their process ids.
+    {"world": ...}  starts ranks that serve cases (see rank.py): their process ids.
     {"end": [...]}  ends these processes: their exit codes.
 """
 
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -31,7 +32,10 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from world_child import serve
+sys.path[0] = str(Path(__file__).parents[1])
+
+from harness import counts
+from harness.rank import serve
 
 GRACE_S = 30.0
 """After one rank has failed the others have this long to end by themselves, as under the launcher."""
@@ -58,6 +62,10 @@ MODULES = {
     ),
     "torch": ("torch._dynamo",),
 }
+
+
+COSTS: Counter[str] = Counter()
+"""What the ranks that were waited for since the last answer cost."""
 
 
 def warm(trainer: str) -> None:
@@ -91,6 +99,7 @@ def warm(trainer: str) -> None:
         bridge_cpu()
     for name in MODULES[trainer]:
         import_module(name)
+    counts.count_calls()
 
 
 def plant(path: Path) -> None:
@@ -116,6 +125,7 @@ def fork(outputs: str, rank: int, act: Callable[[], None]) -> int:
         return child
     code = 3
     try:
+        counts.begin()
         ANSWERS.close()
         for stream, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{outputs}/{name}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
@@ -166,9 +176,8 @@ def run(job: dict[str, Any]) -> list[int]:
     deadline = time.monotonic() + job["limit_s"]
     while waiting:
         for pid in list(waiting):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[waiting.pop(pid)] = os.waitstatus_to_exitcode(status)
+            if ended := reaped(pid, os.WNOHANG):
+                (codes[waiting.pop(pid)],) = ended
         if any(codes):
             deadline = min(deadline, time.monotonic() + GRACE_S)
         if time.monotonic() > deadline:
@@ -176,6 +185,15 @@ def run(job: dict[str, Any]) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     return codes
+
+
+def reaped(pid: int, options: int = 0) -> list[int]:
+    """The exit code of a rank that has ended, whose costs are booked; nothing while it runs."""
+    ended, status, usage = os.wait4(pid, options)
+    if not ended:
+        return []
+    COSTS.update(forks=1, cpu_s=usage.ru_utime + usage.ru_stime)
+    return [os.waitstatus_to_exitcode(status)]
 
 
 def act_of_script(start: dict[str, Any]) -> None:
@@ -192,8 +210,7 @@ def start(start: dict[str, Any]) -> list[int]:
 
 
 def poll(pid: int) -> list[int]:
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return [os.waitstatus_to_exitcode(status)] if ended else []
+    return reaped(pid, os.WNOHANG)
 
 
 def start_world(world: dict[str, Any]) -> list[int]:
@@ -227,5 +244,8 @@ if __name__ == "__main__":
     gc.freeze()  # what is shared with the ranks is not written to by their collector
     for line in sys.stdin:
         ((request, content),) = json.loads(line).items()
-        ANSWERS.write(json.dumps(REQUESTS[request](content)) + "\n")
+        answer = REQUESTS[request](content)
+        COSTS.update(counts.since_last_report())
+        ANSWERS.write(json.dumps([answer, COSTS]) + "\n")
+        COSTS.clear()
         ANSWERS.flush()

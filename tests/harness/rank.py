@@ -1,6 +1,6 @@
-"""One rank of a test world (see conftest.py): joins, then runs the cases that it is sent, one after the other.
+"""One rank of a test world (see world.py): joins, then runs the cases that it is sent, one after the other.
 
-A case is a line of JSON: [file, function, arguments]. The answer is (ok, value or traceback). The end of the connection
+A case is a line of JSON: [file, function, arguments]. The answer is (ok, value or traceback, costs). The end of the connection
 ends the process, at once: nothing of an interpreter that is torn down is of use to a test.
 """
 
@@ -16,6 +16,8 @@ import traceback
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
+
+from . import counts
 
 
 def load(file: str) -> ModuleType:
@@ -61,4 +63,5 @@ def serve(folder: str, door: str, rank: int, size: int) -> None:
             case = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        connection.send_bytes(pickle.dumps(run(*json.loads(case))))  # `send` would share tensors, not copy them
+        answer = (*run(*json.loads(case)), counts.since_last_report())
+        connection.send_bytes(pickle.dumps(answer))  # `send` would share tensors, not copy them

@@ -1,0 +1,79 @@
+"""Worlds: gloo ranks that run functions of test modules, one after the other."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from .costs import add
+from .forge import Forge
+
+class World:
+    """`size` ranks over a file store, forked from a forge; `run` gives each the same case and collects the results."""
+
+    def __init__(self, forge: Forge, size: int, folder: Path) -> None:
+        self._forge, self._folder = forge, folder
+        self._ranks: dict[int, Connection] = {}
+        with tempfile.TemporaryDirectory(prefix="world-") as place, socket.socket(socket.AF_UNIX) as server:
+            door = f"{place}/door"  # short: the name of a socket has at most 107 bytes
+            server.bind(door)
+            server.listen(size)
+            server.settimeout(60)
+            self._pids = forge.ask("world", {"folder": str(folder), "door": door, "size": size})
+            while len(self._ranks) < size:
+                connection = Connection(server.accept()[0].detach())
+                self._ranks[connection.recv()] = connection
+        self.active = True
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 200.0) -> list[Any]:
+        """What `function(*arguments)` returned on each rank.
+
+        Args:
+            function: of the top level of a test module. It finds the process group initialised.
+            arguments: must survive JSON; the results must survive pickle.
+
+        Raises:
+            AssertionError: a rank raised, died or took too long; holds the ranks' tracebacks or logs.
+        """
+        case = json.dumps([inspect.getfile(function), function.__name__, arguments]).encode()
+        for connection in self._ranks.values():
+            connection.send_bytes(case)
+        waiting = {connection: rank for rank, connection in self._ranks.items()}
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    ok, value, costs = pickle.loads(connection.recv_bytes())
+                    add(costs)
+                except EOFError:
+                    ok, value = False, f"the process ended\n{self._tail(rank)}"
+                (results if ok else failures)[rank] = value
+            if failures:  # the others may wait for this rank
+                deadline = min(deadline, time.monotonic() + 2.0)
+        if failures or waiting:
+            codes = self.close()
+            texts = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
+            texts += [f"--- rank {rank} did not answer ---\n{self._tail(rank)}" for rank in sorted(waiting.values())]
+            raise AssertionError(f"{function.__name__} failed; exit codes {codes}\n" + "\n".join(texts))
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self) -> list[int]:
+        """End the ranks; their exit codes."""
+        self.active = False
+        for connection in self._ranks.values():
+            connection.close()
+        return self._forge.ask("end", self._pids)
+
+    def _tail(self, rank: int) -> str:
+        return "".join((self._folder / f"{name}.{rank}").read_text(errors="replace")[-4000:] for name in ("out", "err"))
