@@ -14,6 +14,8 @@ FLOORS := core data runtime plugins integrations patches training commands
 WORKERS ?= 3
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(SPREAD)
+# Other draws at every commit, the same ones whenever it is tested.
+DRAWS := --hypothesis-seed=$(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
@@ -25,7 +27,17 @@ train: $(READY)
 	    --plot runs/quickstart/steps.png --report runs/quickstart/report.html
 
 test: $(READY)
-	$(PYTEST) -m "not gpu and not cuda" $(if $(PART),--part $(PART))
+	$(PYTEST) $(DRAWS) -m "not gpu and not cuda and not full"
+
+# All cases of all products, and long forms of what `make test` has short; PART=3/10: a tenth of what it leaves out.
+test-all: $(READY)
+	$(PYTEST) $(DRAWS) --hypothesis-profile=full -m "not gpu and not cuda$(if $(PART), and full)" \
+	    $(if $(PART),--part $(PART))
+
+# The same as `make test`, with what each case costs: a table by folder, and the dearest cases.
+test-costs: $(READY)
+	mkdir -p build
+	$(PYTEST) $(DRAWS) -m "not gpu and not cuda and not full" --costs build/costs.jsonl
 
 # The recipes, scripts and proofs that `make test` leaves out, on a rehearsed GPU: see tests/rehearsal.
 check-cuda: $(READY)
@@ -56,7 +68,7 @@ test-hosts: $(PROGRAMS:%=.venv-%/ready)
 	for program in $(PROGRAMS); do .venv-$$program/bin/python -m pytest -q tests/programs || exit 1; done
 
 check: lint types contracts
-	$(PYTEST) -m "not gpu and not slow" -q
+	$(PYTEST) $(DRAWS) -m "not gpu and not slow and not full" -q
 
 # Tests of any plan, any lengths, any schedule, on inputs that no run has seen.
 explore: $(READY)

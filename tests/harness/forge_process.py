@@ -1,8 +1,8 @@
 """Forks the ranks of jobs and of test worlds from one process that has imported a trainer already (see forge.py).
 
-forge_process.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal), or cuda+kernels+TRAINER, where
-flash-attn and Transformer Engine are installed, too. A request is a line of JSON on stdin; the answer on stdout is a
-list of numbers, and what it cost:
+forge_process.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal), or cuda+kernels+TRAINER,
+where flash-attn and Transformer Engine are installed, too. A request is a line of JSON on stdin; the answer on stdout is
+a list of numbers, and what it cost:
 
     {"job": ...}    runs a command or a script as so many ranks: their exit codes, negative for a signal. The content is
                     its folder, the arguments of ``evenload`` or of the script, the ranks, a port, the folder of its
@@ -34,8 +34,8 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).parents[1])
 
-from harness import counts
-from harness.rank import serve
+from harness import counts  # noqa: E402
+from harness.rank import serve  # noqa: E402
 
 GRACE_S = 30.0
 """After one rank has failed the others have this long to end by themselves, as under the launcher."""

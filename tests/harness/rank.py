@@ -1,7 +1,7 @@
 """One rank of a test world (see world.py): joins, then runs the cases that it is sent, one after the other.
 
-A case is a line of JSON: [file, function, arguments]. The answer is (ok, value or traceback, costs). The end of the connection
-ends the process, at once: nothing of an interpreter that is torn down is of use to a test.
+A case is a line of JSON: [file, function, arguments]. The answer is (ok, value or traceback, costs). The end of the
+connection ends the process, at once: nothing of an interpreter that is torn down is of use to a test.
 """
 
 import datetime

@@ -16,6 +16,7 @@ from typing import Any
 from .costs import add
 from .forge import Forge
 
+
 class World:
     """`size` ranks over a file store, forked from a forge; `run` gives each the same case and collects the results."""
 

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from harness.world import World
 
 from .asked import units_asked
