@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).parents[1])
 
-from harness import counts  # noqa: E402
+from harness import counts, groups  # noqa: E402
 from harness.rank import serve  # noqa: E402
 
 GRACE_S = 30.0
@@ -100,6 +100,7 @@ def warm(trainer: str) -> None:
     for name in MODULES[trainer]:
         import_module(name)
     counts.count_calls()
+    groups.share_device()
 
 
 def plant(path: Path) -> None:

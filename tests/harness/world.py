@@ -15,6 +15,7 @@ from typing import Any
 
 from .costs import add
 from .forge import Forge
+from .rank import Answer
 
 
 class World:
@@ -33,6 +34,7 @@ class World:
                 connection = Connection(server.accept()[0].detach())
                 self._ranks[connection.recv()] = connection
         self.active = True
+        self._open_places: list[int] = []
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 200.0) -> list[Any]:
         """What `function(*arguments)` returned on each rank.
@@ -42,24 +44,28 @@ class World:
             arguments: must survive JSON; the results must survive pickle.
 
         Raises:
-            AssertionError: a rank raised, died or took too long; holds the ranks' tracebacks or logs.
+            AssertionError: a rank raised, died or took too long; holds the ranks' tracebacks or logs. Or one was not
+                left as it was found.
         """
-        case = json.dumps([inspect.getfile(function), function.__name__, arguments]).encode()
+        case = json.dumps([inspect.getfile(function), function.__name__, arguments, self._open_places]).encode()
         for connection in self._ranks.values():
             connection.send_bytes(case)
         waiting = {connection: rank for rank, connection in self._ranks.items()}
-        results: dict[int, Any] = {}
+        answers: dict[int, Answer] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    ok, value, costs = pickle.loads(connection.recv_bytes())
-                    add(costs)
+                    answer = Answer(*pickle.loads(connection.recv_bytes()))
                 except EOFError:
-                    ok, value = False, f"the process ended\n{self._tail(rank)}"
-                (results if ok else failures)[rank] = value
+                    failures[rank] = f"the process ended\n{self._tail(rank)}"
+                    continue
+                add(answer.costs)
+                answers[rank] = answer
+                if not answer.ok:
+                    failures[rank] = answer.value
             if failures:  # the others may wait for this rank
                 deadline = min(deadline, time.monotonic() + 2.0)
         if failures or waiting:
@@ -67,7 +73,11 @@ class World:
             texts = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
             texts += [f"--- rank {rank} did not answer ---\n{self._tail(rank)}" for rank in sorted(waiting.values())]
             raise AssertionError(f"{function.__name__} failed; exit codes {codes}\n" + "\n".join(texts))
-        return [results[rank] for rank in sorted(results)]
+        self._open_places = sorted({place for answer in answers.values() for place in answer.open_places})
+        if left := {text for answer in answers.values() for text in answer.left}:
+            self.close()  # the next case gets another
+            raise AssertionError(f"{function.__name__} did not leave its ranks as it found them: " + "; ".join(sorted(left)))
+        return [answers[rank].value for rank in sorted(answers)]
 
     def close(self) -> list[int]:
         """End the ranks; their exit codes."""
