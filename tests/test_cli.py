@@ -1,17 +1,22 @@
-"""The verbs that need no trainer, as a user runs them: each in a process, also where torch cannot be imported."""
+"""The verbs that need no trainer, as a user runs them, also where torch cannot be imported."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
+import evenload
 import numpy as np
 import pytest
 from evenload.core.plan_json import read_plans
+from harness.commands import Commands, Done, command
 
+ROOT = Path(evenload.__file__).parent
 WITHOUT_TRAINERS = """
 import sys
 class Refuse:
@@ -27,22 +32,17 @@ def version(name):
     return found(name)
 metadata.version = version
 import importlib.util as util
-spec_of = util.find_spec
-hidden = ("torch", "megatron", "deepspeed")
+spec_of, hidden = util.find_spec, ("torch", "megatron", "deepspeed")
 util.find_spec = lambda name, package=None: None if name in hidden else spec_of(name, package)
-sys.argv[0] = "evenload"
-from evenload.cli import main
-main()
 """
 
 
-def evenload(*arguments: str, cwd: Path, bare: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run the command; ``bare`` hides torch and the trainers from it."""
-    start = ["-c", WITHOUT_TRAINERS] if bare else ["-m", "evenload"]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *start, *arguments], cwd=cwd, capture_output=True, text=True, timeout=200, env=clean
-    )
+@pytest.fixture(scope="module")
+def bare() -> Iterator[Callable[..., Done]]:
+    """The command where torch and the trainers are hidden from it."""
+    commands = Commands(WITHOUT_TRAINERS)
+    yield commands
+    commands.close()
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_plan_and_doctor_work_without_torch(place: Path) -> None:
-    done = evenload("plan", "recipe.yaml", "--lengths", "lengths.txt", "--json", cwd=place, bare=True)
+def test_plan_and_doctor_work_without_torch(place: Path, bare: Callable[..., Done]) -> None:
+    done = bare(place, "plan", "recipe.yaml", "--lengths", "lengths.txt", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"][0]["imbalance"] >= 1
-    done = evenload("doctor", "--json", cwd=place, bare=True)
+    done = bare(place, "doctor", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["trainers"] == {"megatron": False, "deepspeed": False, "transformers": False}
@@ -69,21 +69,14 @@ def test_plan_and_doctor_work_without_torch(place: Path) -> None:
     assert [row["name"] for row in report["solver"]] == ["PuLP", "HiGHS"]
 
 
-def test_tenants_are_planned_without_torch_and_without_lengths(place: Path) -> None:
+def test_tenants_are_planned_without_torch_and_without_lengths(place: Path, bare: Callable[..., Done]) -> None:
     (place / "clients").mkdir()
     for name, length in (("acme", 900), ("beta", 30)):
         rows = "".join(json.dumps({"input_ids": [1] * length}) + "\n" for _ in range(4))
         (place / f"{name}.jsonl").write_text(rows)
         (place / "clients" / f"{name}.yaml").write_text(f"data: {{source: {name}.jsonl}}\ntrain: {{batch_size: 2}}")
-    settings = [
-        "plugins.lora.enabled=true",
-        "plugins.lora.tenants=clients",
-        "parallel.dp=2",
-        "--json",
-        "--out",
-        "t.json",
-    ]
-    done = evenload("plan", "recipe.yaml", *settings, cwd=place, bare=True)
+    settings = ("plugins.lora.enabled=true", "plugins.lora.tenants=clients", "parallel.dp=2")
+    done = bare(place, "plan", "recipe.yaml", *settings, "--json", "--out", "t.json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["tenants"]
     assert [(row["name"], row["tokens"]) for row in found["tenants"]] == [("acme", 1800), ("beta", 60)]
@@ -92,31 +85,33 @@ def test_tenants_are_planned_without_torch_and_without_lengths(place: Path) -> N
     assert sorted(plan.tenants.tolist()) == [0, 0, 1, 1]
 
 
-def test_data_are_planned_by_their_tokenizer_and_the_recipe_s_own_without_lengths(place: Path) -> None:
+def test_data_are_planned_by_their_tokenizer_and_the_recipe_s_own_without_lengths(
+    place: Path, bare: Callable[..., Done]
+) -> None:
     rows = [{"prompt": "x" * size, "completion": "y" * 9} for size in range(1, 71)]
     (place / "d.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     options = (["--lengths", "d.jsonl", "--tokenizer", "bytes"], ["data.source=d.jsonl"])
     for words in options:
-        done = evenload("plan", "recipe.yaml", *words, "--json", cwd=place, bare=True)
+        done = bare(place, "plan", "recipe.yaml", *words, "--json")
         assert done.returncode == 0, done.stderr
         assert "70 lengths of d.jsonl, taken in " in done.stderr
         assert json.loads(done.stdout)["samples"] == 70
     (place / "bare").mkdir(exist_ok=True)
-    done = evenload("plan", "recipe.yaml", "--lengths", "bare", cwd=place, bare=True)
+    done = bare(place, "plan", "recipe.yaml", "--lengths", "bare")
     assert done.returncode == 2
     assert "holds no .arrow or .parquet file" in done.stderr
 
 
-def test_a_missing_trainer_is_named_before_anything_starts(place: Path) -> None:
-    done = evenload("train", "recipe.yaml", cwd=place, bare=True)
+def test_a_missing_trainer_is_named_before_anything_starts(place: Path, bare: Callable[..., Done]) -> None:
+    done = bare(place, "train", "recipe.yaml")
     assert (done.returncode, done.stdout) == (2, "")
     packages = "'torch<3,>=2.9' 'megatron-core<0.20,>=0.16.1' 'transformers<6,>=5'"
     assert f"do: pip install {packages}" in done.stderr
     assert "the rest of the extra evenload[megatron]\n" in done.stderr
 
 
-def test_export_names_what_it_needs_before_it_looks_for_a_checkpoint(place: Path) -> None:
-    done = evenload("export", "nowhere", "--out", "model", cwd=place, bare=True)
+def test_export_names_what_it_needs_before_it_looks_for_a_checkpoint(place: Path, bare: Callable[..., Done]) -> None:
+    done = bare(place, "export", "nowhere", "--out", "model")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("evenload: a model's folder needs torch\n  found: it is not installed\n")
     assert "'torch<3,>=2.9' 'transformers<6,>=5': the rest of the extra evenload[megatron]" in done.stderr
@@ -125,23 +120,23 @@ def test_export_names_what_it_needs_before_it_looks_for_a_checkpoint(place: Path
 @pytest.mark.parametrize("verb", ["train", "verify", "bench", "profile"])
 def test_evenloads_own_loop_refuses_a_trainer_that_runs_its_own(place: Path, verb: str) -> None:
     words = ("data.source=lengths.txt",) if verb == "train" else ()
-    done = evenload(verb, "recipe.yaml", "trainer=transformers", *words, cwd=place)
+    done = command(place, verb, "recipe.yaml", "trainer=transformers", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("evenload: evenload's own loop does not drive trainer transformers\n")
     assert "evenload run RECIPE -- COMMAND" in done.stderr
 
 
 def test_a_trainer_that_runs_its_own_loop_is_planned(place: Path) -> None:
-    done = evenload("plan", "recipe.yaml", "trainer=transformers", "--lengths", "lengths.txt", "--json", cwd=place)
+    done = command(place, "plan", "recipe.yaml", "trainer=transformers", "--lengths", "lengths.txt", "--json")
     assert done.returncode == 0, done.stderr
     (step,) = json.loads(done.stdout)["steps"]
     assert step["micro_batches"] % 8 == 0, "every rank runs as many"
 
 
-def test_plan_reports_what_the_readme_promises(place: Path) -> None:
-    done = evenload(
-        "plan", "recipe.yaml", "--lengths", "lengths.txt", "--steps", "3", "--json", "--out", "plan.json", cwd=place
-    )
+def test_plan_reports_what_the_readme_promises_and_anyone_can_check_what_it_writes(place: Path) -> None:
+    """Coverage and caps of plan.json, without our code."""
+    words = ("--lengths", "lengths.txt", "--steps", "3", "--json", "--out", "plan.json")
+    done = command(place, "plan", "recipe.yaml", *words)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert len(result["steps"]) == 3
@@ -154,40 +149,6 @@ def test_plan_reports_what_the_readme_promises(place: Path) -> None:
             *("dp_balanced", "group_by_length", "token_budget")
         }
         assert step["bound_s"] <= step["step_s"] <= min(b["step_s"] for b in step["baselines"].values()) * 1.0001
-
-
-def test_plan_explains_what_every_rank_runs(place: Path) -> None:
-    command = ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--explain")
-    done = evenload(*command, "--json", cwd=place)
-    assert done.returncode == 0, done.stderr
-    (step,) = json.loads(done.stdout)["steps"]
-    cells = " ".join(step["program"]).split()
-    assert {f"{kind}{i}" for kind in "FB" for i in range(step["micro_batches"])} <= set(cells)
-    told = evenload(*command, cwd=place)
-    assert told.returncode == 0, told.stderr
-    assert step["program"][1] in told.stdout
-
-
-def test_cut_plans_are_written_with_their_order_and_both_groupings(place: Path) -> None:
-    settings = ("plugins.packing.max_tokens=2048", "data.max_length=8192", "train.recompute=true")
-    lengths = np.random.default_rng(0).lognormal(6.8, 0.6, 4000).astype(int) + 1
-    (place / "long.txt").write_text("\n".join(map(str, lengths)) + "\n")
-    done = evenload("plan", "recipe.yaml", "--lengths", "long.txt", *settings, "--out", "cut.json", cwd=place)
-    assert done.returncode == 0, done.stderr
-    (step,) = json.loads((place / "cut.json").read_text())["steps"]
-    for groups in (step["micro_batches"], step["backward"]):
-        tokens = sorted(tuple(piece) for micro_batch in groups for piece in micro_batch["slices"])
-        assert sum(stop - start for _, start, stop in tokens) == sum(step["lengths"])
-        assert all(sum(b - a for _, a, b in m["slices"]) <= 2048 for m in groups)
-    kinds = [kind for kind, _ in step["order"][0]]
-    assert kinds.count("F") == len(step["micro_batches"])
-    assert kinds.count("B") == len(step["backward"]) > len(step["replayed"]) - 1 > 0
-
-
-def test_the_written_plan_can_be_checked_by_anyone(place: Path) -> None:
-    """Coverage and caps, from plan.json alone and without our code."""
-    if not (place / "plan.json").exists():
-        evenload("plan", "recipe.yaml", "--lengths", "lengths.txt", "--out", "plan.json", cwd=place)
     for step in json.loads((place / "plan.json").read_text())["steps"]:
         covered = [[0] * length for length in step["lengths"]]
         for micro_batch in step["micro_batches"]:
@@ -199,7 +160,35 @@ def test_the_written_plan_can_be_checked_by_anyone(place: Path) -> None:
         assert all(set(tokens) == {1} for tokens in covered)
 
 
-def test_tenants_of_a_job_are_listed_without_torch(place: Path) -> None:
+def test_plan_explains_what_every_rank_runs(place: Path) -> None:
+    asked = ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--explain")
+    done = command(place, *asked, "--json")
+    assert done.returncode == 0, done.stderr
+    (step,) = json.loads(done.stdout)["steps"]
+    cells = " ".join(step["program"]).split()
+    assert {f"{kind}{i}" for kind in "FB" for i in range(step["micro_batches"])} <= set(cells)
+    told = command(place, *asked)
+    assert told.returncode == 0, told.stderr
+    assert step["program"][1] in told.stdout
+
+
+def test_cut_plans_are_written_with_their_order_and_both_groupings(place: Path) -> None:
+    settings = ("plugins.packing.max_tokens=2048", "data.max_length=8192", "train.recompute=true")
+    lengths = np.random.default_rng(0).lognormal(6.8, 0.6, 4000).astype(int) + 1
+    (place / "long.txt").write_text("\n".join(map(str, lengths)) + "\n")
+    done = command(place, "plan", "recipe.yaml", "--lengths", "long.txt", *settings, "--out", "cut.json")
+    assert done.returncode == 0, done.stderr
+    (step,) = json.loads((place / "cut.json").read_text())["steps"]
+    for groups in (step["micro_batches"], step["backward"]):
+        tokens = sorted(tuple(piece) for micro_batch in groups for piece in micro_batch["slices"])
+        assert sum(stop - start for _, start, stop in tokens) == sum(step["lengths"])
+        assert all(sum(b - a for _, a, b in m["slices"]) <= 2048 for m in groups)
+    kinds = [kind for kind, _ in step["order"][0]]
+    assert kinds.count("F") == len(step["micro_batches"])
+    assert kinds.count("B") == len(step["backward"]) > len(step["replayed"]) - 1 > 0
+
+
+def test_tenants_of_a_job_are_listed_without_torch(place: Path, bare: Callable[..., Done]) -> None:
     out = place / "adapters" / "out"
     for name, more in (
         ("acme", '"state": "training", "step": 3, "loss": 2.5'),
@@ -208,14 +197,14 @@ def test_tenants_of_a_job_are_listed_without_torch(place: Path) -> None:
         (out / name).mkdir(parents=True)
         (out / name / "status.json").write_text(f'{{"name": "{name}", "steps": 40, {more}}}')
     for folder in ("adapters", "adapters/out"):
-        done = evenload("lora", folder, "--json", cwd=place, bare=True)
+        done = bare(place, "lora", folder, "--json")
         assert done.returncode == 0, done.stderr
         rows = json.loads(done.stdout)["tenants"]
         assert [(row["name"], row["state"], row["step"], row["loss"]) for row in rows] == [
             ("acme", "training", 3, 2.5),
             ("zenith", "failed", 0, None),
         ]
-    table = evenload("lora", "adapters", cwd=place, bare=True).stdout
+    table = bare(place, "lora", "adapters").stdout
     assert "zenith" in table
     assert "3 of 40" in table
 
@@ -269,7 +258,7 @@ def test_wrong_requests_exit_with_2_and_write_nothing(name: str, place: Path) ->
     (place / "empty.jsonl").write_text("")
     (place / "corrupt.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     before = sorted(p.name for p in place.iterdir())
-    done = evenload(*WRONG[name], cwd=place)
+    done = command(place, *WRONG[name])
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -297,8 +286,8 @@ def test_a_script_of_deepspeed_needs_no_accelerate(place: Path) -> None:
     assert "('deepspeed.step', 'pending')" in done.stdout
 
 
-def test_shipped_recipes_are_listed_and_planned_by_name(place: Path) -> None:
-    done = evenload("recipes", "--json", cwd=place, bare=True)
+def test_shipped_recipes_are_listed_and_planned_by_name(place: Path, bare: Callable[..., Done]) -> None:
+    done = bare(place, "recipes", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)["recipes"]}
     assert {key: rows["gpu-node"][key] for key in ("trainer", "ranks", "plugins")} == {
@@ -306,21 +295,17 @@ def test_shipped_recipes_are_listed_and_planned_by_name(place: Path) -> None:
         "ranks": 8,
         "plugins": ["packing"],
     }
-    table = evenload("recipes", cwd=place, bare=True)
+    table = bare(place, "recipes")
     assert all(name in table.stdout for name in rows)
-    done = evenload("plan", "gpu-node", "--lengths", "lengths.txt", "--json", cwd=place, bare=True)
+    done = bare(place, "plan", "gpu-node", "--lengths", "lengths.txt", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["layout"]["dp"] == 8
 
 
-def test_an_unsupported_version_is_named(place: Path) -> None:
-    code = (
-        "import sys, importlib.metadata as m; found = m.version\n"
-        "m.version = lambda n: '0.13.0' if n == 'megatron-core' else found(n)\n"
-        "sys.argv = ['evenload', 'train', 'recipe.yaml']\n"
-        "from evenload.cli import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, timeout=200)
+def test_an_unsupported_version_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.13.0" if name == "megatron-core" else installed(name))
+    done = command(place, "train", "recipe.yaml")
     assert done.returncode == 2
     assert "megatron-core 0.13.0; supported:" in done.stderr
 
@@ -332,51 +317,51 @@ def test_importing_the_package_loads_nothing_heavy(place: Path) -> None:
 
 
 def test_the_public_face_is_what_it_says() -> None:
-    import evenload
-
     assert sorted(evenload.__all__) == evenload.__all__
     assert all(getattr(evenload, name) is not None for name in evenload.__all__)
     assert set(evenload._HOMES) | {"__version__"} == set(evenload.__all__)
 
 
-def test_the_package_refuses_a_second_name(place: Path) -> None:
+def test_the_package_refuses_a_second_name() -> None:
     """Imported as a top-level package, a folder would bring a second registry."""
-    import evenload
-
-    root = Path(evenload.__file__).parent
-    for folder in ("core", "plugins", "runtime", "data", "integrations", "patches", "training", "commands"):
-        done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=root, capture_output=True, text=True)
-        assert f"import this package as evenload.{folder}" in done.stderr
+    code = """
+import sys
+for name in sys.argv[1:]:
+    try:
+        __import__(name)
+    except ImportError as error:
+        print(error)
+"""
+    folders = ("core", "plugins", "runtime", "data", "integrations", "patches", "training", "commands")
+    done = subprocess.run([sys.executable, "-c", code, *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [f"import this package as evenload.{name}" in done.stdout for name in folders] == [True] * len(folders)
 
 
 def test_the_packages_listed_are_the_packages_there_are() -> None:
-    import tomllib
-
-    import evenload
-
-    root = Path(evenload.__file__).parent
-    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     hidden = (".", "tests", "build", "docs", "benchmarks")
     found = {
-        ".".join(("evenload", *path.parent.relative_to(root).parts))
-        for path in root.rglob("__init__.py")
-        if not any(part.startswith(hidden) for part in path.relative_to(root).parts)
+        ".".join(("evenload", *path.parent.relative_to(ROOT).parts))
+        for path in ROOT.rglob("__init__.py")
+        if not any(part.startswith(hidden) for part in path.relative_to(ROOT).parts)
     }
     assert set(listed) == found
 
 
 def test_third_parties_register_through_entry_points(place: Path) -> None:
-    """An installed package with an entry point: its plugin is listed, and recipes know its section."""
+    """A package with an entry point in the current folder: its plugin is listed, and recipes know its section."""
     (place / "theirs.py").write_text(
         "from evenload import Plugin, register\nfrom evenload.core.registry import PluginConfig\n"
         "register(Plugin('theirs', 'leaves plans alone', (), 90, PluginConfig, lambda plan, context, config: plan))\n"
     )
-    metadata = place / "theirs-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[evenload.plugins]\ntheirs = theirs\n")
-    names = [row["name"] for row in json.loads(evenload("plugins", "--json", cwd=place).stdout)["plugins"]]
-    assert names == ["data", "packing", "mesh", "pipeline", "lora", "moe", "theirs"]
+    theirs = place / "theirs-1.0.dist-info"
+    theirs.mkdir()
+    (theirs / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (theirs / "entry_points.txt").write_text("[evenload.plugins]\ntheirs = theirs\n")
+    commands = Commands("import sys; sys.path.insert(0, '')")
+    rows = json.loads(commands(place, "plugins", "--json").stdout)["plugins"]
+    assert [row["name"] for row in rows] == ["data", "packing", "mesh", "pipeline", "lora", "moe", "theirs"]
     words = ("--lengths", "lengths.txt", "plugins.theirs.enabled=true", "--json")
-    done = evenload("plan", "recipe.yaml", *words, cwd=place)
+    done = commands(place, "plan", "recipe.yaml", *words)
     assert json.loads(done.stdout)["plugins"] == ["packing", "theirs"], done.stderr
+    commands.close()

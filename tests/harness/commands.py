@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import chdir, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -17,10 +16,15 @@ from evenload import cli
 
 Done = subprocess.CompletedProcess[str]
 OF_A_JOB = ("RANK", "WORLD_SIZE")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu")
+ACCELERATE += ("--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no")
+"""What starts a script on two ranks; Accelerate needs a ``--main_process_port``, too."""
 FORKING = """
 import json, os, sys
 exec(sys.argv[1])
 from evenload.cli import main
+import evenload.commands.tables.plan, evenload.training.forecast.forecast, evenload.training.pictures
 for line in sys.stdin:
     place, words, *outputs = json.loads(line)
     if not (child := os.fork()):
@@ -35,19 +39,28 @@ for line in sys.stdin:
 """
 
 
-def command(place: Path, *words: str) -> Done:
-    """``evenload WORDS`` in a folder, done by this process."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    no_rank = patch.dict(os.environ)
-    with no_rank, chdir(place), patch.object(sys, "argv", ["evenload", *words]):
+def command(place: Path, *words: object) -> Done:
+    """``evenload WORDS`` in a folder, done by this process; the output of processes that it starts is its own."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        outputs = [Path(folder) / name for name in ("out", "err")]
+        stack.enter_context(patch.dict(os.environ))
         for name in OF_A_JOB:
             os.environ.pop(name, None)
-        with redirect_stdout(out), redirect_stderr(err):
-            try:
-                cli.main()
-            except SystemExit as end:
-                code = end.code if isinstance(end.code, int) else 0
-    return Done(list(words), code, out.getvalue(), err.getvalue())
+        stack.enter_context(chdir(place))
+        stack.enter_context(patch.object(sys, "argv", ["evenload", *map(str, words)]))
+        for number, (output, redirect) in enumerate(zip(outputs, (redirect_stdout, redirect_stderr), strict=True), 1):
+            file = stack.enter_context(output.open("a", buffering=1))
+            stack.enter_context(redirect(file))
+            stack.callback(os.close, kept := os.dup(number))
+            stack.callback(os.dup2, kept, number)
+            os.dup2(file.fileno(), number)
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        sys.stdout.flush()
+        return Done(list(map(str, words)), code, *(output.read_text() for output in outputs))
 
 
 class Commands:
