@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "train.export_prompts=0",
     ),
     "mixture": (*SMALL, "data.validation=null"),
+    "select": (*SMALL, "data.validation=null", "plugins.data.select.every=1"),
     "lora": (f"train.steps={STEPS}", "train.dtype=bf16"),
     "deepspeed": (*SMALL, "deepspeed.zero_stage=0"),
     "deepspeed, ZeRO 1": SMALL,
@@ -72,6 +73,12 @@ WAITS: dict[str, dict[str, tuple[float, str]]] = {
         "Event.synchronize at integrations/host/scoring.py:scores_of": (2, "validations, of a tenant every other step"),
     },
     "mixture": {"Event.synchronize at integrations/host/scoring.py:scores_of": (1, "the losses of domains")},
+    "select": {
+        "Event.synchronize at integrations/host/scoring.py:scores_of": (
+            2,
+            "losses of domains, and of the samples drawn",
+        ),
+    },
     "deepspeed": {
         "tolist at integrations/deepspeed/engine/engine_host.py:EngineWeights.run": (1, "the loss, as any loop"),
         "_local_scalar_dense at integrations/deepspeed/engine/engine_host.py:EngineWeights.update": (1, "the norm"),
