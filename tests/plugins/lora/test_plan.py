@@ -68,7 +68,7 @@ def unordered(micro_batch: MicroBatch) -> Any:
 
 
 @pytest.mark.parametrize("name", CHAINS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(batch=BATCHES)
 def test_no_plan_loses_a_tenant_and_they_change_the_order_of_slices_alone(name: str, batch: list[Any]) -> None:
     of = chain(name)

@@ -22,7 +22,7 @@ from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.cost_table import cost_table_of
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 load_plugins()
@@ -108,7 +108,6 @@ def step_s(plan: StepPlan, made: PlanChain) -> float:
     return simulate(plan, made.context, record=False).step_s
 
 
-@settings(max_examples=150, deadline=None)
 @given(LENGTHS, st.booleans(), st.booleans(), st.integers(0, 99))
 def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero: bool, seed: int) -> None:
     made = chain(slow=slow, zero=zero)
@@ -120,7 +119,6 @@ def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero:
     assert lower_bound_s(np.array(lengths), made.limits, made.context, MeshConfig()) <= bound * (1 + 1e-3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.booleans(), st.integers(0, 99))
 def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: bool, seed: int) -> None:
     made = chain(slow=slow, zero=False)
@@ -128,7 +126,6 @@ def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: b
     assert lower_bound_s(np.array(lengths), made.limits, made.context, MeshConfig()) <= found * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
 @given(LENGTHS, st.booleans(), st.integers(0, 99), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans())
 def test_no_random_plan_of_stages_and_tensor_parallel_ranks_is_below_the_bound(
     lengths: list[int], slow: bool, seed: int, pp: int, tp: int, again: bool
@@ -148,7 +145,6 @@ def test_no_random_plan_of_stages_and_tensor_parallel_ranks_is_below_the_bound(
     assert max(bounds) <= found * (1 + 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
 @given(LENGTHS, st.booleans(), st.booleans())
 def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list[int], slow: bool, zero: bool) -> None:
     made = chain(slow=slow, zero=zero)
@@ -194,7 +190,6 @@ def best_of_all(lengths: np.ndarray, made: PlanChain, config: MeshConfig) -> flo
     return best
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(20, 4 * CAP - 40), min_size=1, max_size=4), st.booleans())
 def test_no_plan_at_all_of_few_sequences_in_step_is_below_the_bound(lengths: list[int], slow: bool) -> None:
     made = chain(slow=slow, zero=True, ranks=4, node=2)

@@ -21,7 +21,7 @@ from evenload.plugins.mesh.config import ENGINES as ENGINE_NAMES
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.plan import plan
 from evenload.plugins.mesh.settings import breaks
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 load_plugins()
@@ -72,7 +72,6 @@ LAYOUTS = st.tuples(
 ENGINES = st.sampled_from([("ring", "all_gather", "all_to_all", "hybrid"), ("ring",), ("hybrid", "ring")])
 
 
-@settings(max_examples=60, deadline=None)
 @given(LENGTHS, LAYOUTS, ENGINES, st.sampled_from([4096, 8192, 1 << 20]), st.sampled_from(["local", "h100"]))
 @example([12, 2398, 6079], (2, (1, None)), ENGINE_NAMES, 8192, "local")  # cp_all is faster here, and does not fit
 @example([1, 1, 1, 1, 8473], (2, (1, None)), ENGINE_NAMES, 8192, "local")

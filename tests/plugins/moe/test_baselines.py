@@ -17,7 +17,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.plugins.moe.baselines import BASELINES, LAYERS
 from evenload.plugins.moe.baselines.placed import eplb_copies, laer_copies
 from evenload.plugins.moe.reroute import reroute
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ...core.experts.drawn_counts import counts
@@ -27,7 +27,6 @@ CHOICES = {"eplb": eplb_copies, "laer": laer_copies, "lp": eplb_copies}
 
 @pytest.mark.parametrize("name", LAYERS)
 @given(counts_RE=counts(most_ranks=6, most_own=3), data=st.data())
-@settings(max_examples=40)
 def test_quotas_are_lawful_on_any_counts(name: str, counts_RE: Ints, data: st.DataObject) -> None:
     num_ranks, num_experts = counts_RE.shape
     own = num_experts // num_ranks

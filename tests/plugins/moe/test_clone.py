@@ -10,7 +10,7 @@ from evenload.core.experts.exact import most_tokens
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.plugins.moe.clone import clone
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ...core.experts.drawn_counts import counts, policies
@@ -36,7 +36,6 @@ def num_copies(quotas_ER: Ints) -> int:
 
 
 @given(counts(), st.data())
-@settings(max_examples=300)
 def test_any_policy_is_kept_on_any_counts(counts_RE: Ints, data: st.DataObject) -> None:
     policy = data.draw(policies(counts_RE))
     quotas_ER = check_quotas(clone(counts_RE, policy, ()), counts_RE, policy, ())

@@ -13,7 +13,7 @@ from evenload.core.machine.cluster import Link
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.plugins.moe.clone import clone
 from evenload.plugins.moe.nodes import price, wanted_by_nodes, with_local_copies
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ...core.experts.drawn_counts import counts
@@ -44,7 +44,6 @@ def zipf(seed: int, exponent: float, num_ranks: int, num_experts: int, tokens: i
 
 
 @given(counts(), st.data())
-@settings(max_examples=300)
 def test_any_policy_between_nodes_is_kept_on_any_counts(counts_RE: Ints, data: st.DataObject) -> None:
     num_ranks, num_experts = counts_RE.shape
     own = num_experts // num_ranks

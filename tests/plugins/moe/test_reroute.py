@@ -9,7 +9,7 @@ from evenload.core.experts.quotas import at_home, check_quotas, imbalance_of
 from evenload.core.plan.expert_policy import ExpertPolicy, LayerCopies
 from evenload.plugins.moe.history import choose_copies
 from evenload.plugins.moe.reroute import evenly, reroute
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ...core.experts.drawn_counts import counts
@@ -25,7 +25,6 @@ def drawn_copies(draw: st.DrawFn, counts_RE: Ints) -> LayerCopies:
 
 
 @given(counts(most_ranks=7, most_own=3), st.data())
-@settings(max_examples=150)
 def test_the_busiest_rank_has_the_least_that_any_division_gives_it(counts_RE: Ints, data: st.DataObject) -> None:
     copies, policy = data.draw(drawn_copies(counts_RE)), ExpertPolicy("reroute", 3)
     quotas_ER = check_quotas(reroute(counts_RE, policy, copies), counts_RE, policy, copies)

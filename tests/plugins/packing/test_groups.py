@@ -19,7 +19,7 @@ from evenload.core.plan_json import file_json, read_plans
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.training.forecast.forecast import look_ahead
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 load_plugins()
@@ -64,7 +64,6 @@ LAYOUTS = st.sampled_from(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(LENGTHS, LAYOUTS, st.data())
 def test_groups_of_any_kind_stay_on_a_rank(lengths: list[int], layout: dict[str, int], data: st.DataObject) -> None:
     groups = data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
@@ -81,7 +80,6 @@ def test_groups_of_any_kind_stay_on_a_rank(lengths: list[int], layout: dict[str,
         assert max(of_ranks) - min(of_ranks) <= (len(set(groups)) % layout["dp"] > 0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(LENGTHS, LAYOUTS, st.booleans())
 def test_pairs_stay_in_a_micro_batch(lengths: list[int], layout: dict[str, int], equal: bool) -> None:
     made = chain(**layout, cap=2 * CAP, group_size=2, groups_in="micro_batch", equal_size=equal)
@@ -90,14 +88,12 @@ def test_pairs_stay_in_a_micro_batch(lengths: list[int], layout: dict[str, int],
     assert plan.groups.tolist() == [i // 2 for i in range(len(lengths))]
 
 
-@settings(max_examples=60, deadline=None)
 @given(LENGTHS, LAYOUTS)
 def test_counts_of_samples_are_equal(lengths: list[int], layout: dict[str, int]) -> None:
     plan = chain(**layout, equal_size=True).plan(as_lengths(lengths))
     assert max(counts(plan)) - min(counts(plan)) <= (len(lengths) % layout["dp"] > 0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1e6), max_size=80), st.integers(1, 9))
 def test_bins_of_equal_size_are_no_fuller_than_largest_differencing(costs: list[float], bins: int) -> None:
     parts = karmarkar_karp(costs, bins, equal_size=True)

@@ -16,7 +16,7 @@ from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.predict import predict
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.settings import breaks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 load_plugins()
@@ -47,7 +47,6 @@ LENGTHS = st.lists(st.integers(1, CAP), min_size=1, max_size=60)
 LAYOUTS = st.tuples(st.integers(1, 6), st.sampled_from([(1, None), (2, None), (4, None), (1, 1), (1, 3)]))
 
 
-@settings(max_examples=150)
 @given(LENGTHS, LAYOUTS)
 def test_every_planner_makes_lawful_plans(lengths: list[int], layout: tuple[int, tuple[int, int | None]]) -> None:
     ranks, (pp, zero) = layout
@@ -63,7 +62,6 @@ def test_every_planner_makes_lawful_plans(lengths: list[int], layout: tuple[int,
         assert sorted(s for m in plan.micro_batches for s in m.slices) == [(i, 0, n) for i, n in enumerate(lengths)]
 
 
-@settings(max_examples=100)
 @given(LENGTHS, st.integers(1, 6))
 def test_the_bound_holds_for_every_planner_and_none_is_faster(lengths: list[int], ranks: int) -> None:
     made = chain(ranks)

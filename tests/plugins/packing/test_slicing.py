@@ -25,7 +25,7 @@ from evenload.plugins.packing.assemble import assemble
 from evenload.plugins.packing.config import PackingConfig
 from evenload.plugins.packing.plan import WORTH_A_CUT, plan
 from evenload.plugins.packing.slicing import fill
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 # A 7B model's ratio of linear to attention work (verl: 24576 s + s^2), backward 2x and 2.5x.
@@ -78,7 +78,6 @@ def test_tokens_at_the_ends_of_the_price(price: PassCost, budget_s: float, token
     assert price.tokens_within(0, budget_s) == tokens
 
 
-@settings(max_examples=150)
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=30),
     st.integers(1, 12),
@@ -114,7 +113,6 @@ def test_slices_are_equal_in_cost_and_not_in_tokens(count: int) -> None:
     assert tokens[0] > 1.3 * tokens[-1]
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 5000), min_size=1, max_size=40),
     st.integers(1, 5),
@@ -341,7 +339,6 @@ def test_without_a_cap_replays_bring_a_long_chain_into_the_device() -> None:
     assert made["small"].limits.max_activation_bytes == float("inf")
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([(1, 1), (2, 4), (4, 2)]), st.sampled_from(["auto", "even"]))
 def test_never_slower_than_chunks(seed: int, sizes: tuple[int, int], slices: str) -> None:
     ranks, pp = sizes

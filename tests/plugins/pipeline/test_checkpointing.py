@@ -30,7 +30,7 @@ from evenload.plugins.pipeline.elastic import ordered, teams_of
 from evenload.plugins.pipeline.memory_rows import MemoryRows, Probes, levels_of
 from evenload.plugins.pipeline.plan import plan as plan_of_plugin
 from evenload.plugins.pipeline.recompute_milp import GAP, lowered, solved
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 CONFIG = PipelineConfig(solver_ms=1000)
@@ -170,7 +170,6 @@ def choices(plan: StepPlan, draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return tuple(draw(each) for _ in range(plan.limits.num_stages))
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_rows_hold_what_the_walk_through_memory_finds(data: st.DataObject) -> None:
     plan = data.draw(plans())
@@ -186,7 +185,6 @@ def test_rows_hold_what_the_walk_through_memory_finds(data: st.DataObject) -> No
             np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_pass_after_a_forward_holds_at_least_as_much(data: st.DataObject) -> None:
     """Why forwards that keep something need no row."""
@@ -199,7 +197,6 @@ def test_the_pass_after_a_forward_holds_at_least_as_much(data: st.DataObject) ->
             assert all(before <= after * (1 + 1e-12) for (op, before), (_, after) in pairs if op in kept)
 
 
-@settings(max_examples=50, deadline=None)
 @given(plans(), st.floats(0.02, 0.98), st.booleans())
 def test_what_is_fitted_fits_and_no_stage_recomputes_a_layer_too_many(
     plan: StepPlan, share: float, solver: bool

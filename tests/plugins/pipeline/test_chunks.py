@@ -19,7 +19,7 @@ from evenload.core.planning.setting import RECIPES
 from evenload.plugins.pipeline.baselines import on_one_mesh
 from evenload.plugins.pipeline.chunks import FACTORS, LARGEST, TOLERANCE, chunkings, chunks_of, counts
 from evenload.plugins.pipeline.config import PipelineConfig
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 FORWARD = PassCost(launch_s=100.0, token_s=1.0, pair_s=0.01)
@@ -60,7 +60,6 @@ def test_a_sequence_is_cut_at_equal_cost_under_the_cap(length: int, count: int, 
         assert max(seconds([s]) for s in slices) - min(seconds([s]) for s in slices) <= block_s
 
 
-@settings(max_examples=30)
 @given(LENGTHS, st.integers(1, 3), st.integers(64, 1500), st.sampled_from([1, 3, 64]), st.sampled_from([1, 2, 4]))
 def test_chunkings_hold_every_token_once_in_order_under_the_cap(
     lengths: list[int], ranks: int, cap: int, most: int, stages: int

@@ -22,7 +22,7 @@ from evenload.core.simulate.step import simulate
 from evenload.plugins.pipeline.clock import clock_of, end_of
 from evenload.plugins.pipeline.elastic import Lines, lines_of_rounds, ordered
 from evenload.plugins.pipeline.weights import SLACK, Placing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 LINK = Link(latency_s=0.0, bytes_per_s=1.0)
@@ -132,7 +132,6 @@ def chunked(draw: st.DrawFn) -> tuple[StepPlan, PlanningContext]:
     return plan, context(stages, costs, head_frac=head_frac, ranks=ranks, state_bytes_per_token=state_bytes)
 
 
-@settings(max_examples=100)
 @given(chunked(), st.integers(0, 3), st.sampled_from([float("inf"), 0.0, 20.0]))
 def test_every_order_is_lawful_and_runs_ahead_as_far_as_it_may(
     case: tuple[StepPlan, PlanningContext], extra: int, cap_bytes: float
@@ -149,7 +148,6 @@ def test_every_order_is_lawful_and_runs_ahead_as_far_as_it_may(
             assert in_flight(orders_of_stage(made, stage)[rank]) <= least + (1 + extra) * (last - stage)
 
 
-@settings(max_examples=80)
 @given(chunked(), st.integers(0, 2))
 def test_weight_passes_never_lengthen_a_step_nor_need_memory(
     case: tuple[StepPlan, PlanningContext], extra: int
@@ -165,7 +163,6 @@ def test_weight_passes_never_lengthen_a_step_nor_need_memory(
     check(replace(split, limits=capped))
 
 
-@settings(max_examples=40)
 @given(chunked(), st.integers(0, 4), st.floats(1.0, 8.0))
 def test_more_memory_lets_more_weight_passes_wait_and_is_never_exceeded(
     case: tuple[StepPlan, PlanningContext], extra: int, times: float
@@ -180,7 +177,6 @@ def test_more_memory_lets_more_weight_passes_wait_and_is_never_exceeded(
     assert wide_s <= tight_s * (1 + SLACK)
 
 
-@settings(max_examples=40)
 @given(chunked(), st.integers(0, 4))
 def test_an_order_in_slots_is_lawful_and_no_faster_than_the_better_of_both(
     case: tuple[StepPlan, PlanningContext], extra: int
@@ -191,7 +187,6 @@ def test_an_order_in_slots_is_lawful_and_no_faster_than_the_better_of_both(
     assert simulate(best, at, record=False).step_s <= simulate(slots, at, record=False).step_s * (1 + 1e-9)
 
 
-@settings(max_examples=40)
 @given(chunked(), st.booleans())
 def test_the_clock_is_the_simulator(case: tuple[StepPlan, PlanningContext], split: bool) -> None:
     plan, at = case
@@ -319,7 +314,6 @@ def test_plans_with_own_backward_groups_keep_their_order_and_may_split() -> None
     assert simulate(made, context(2)).step_s < simulate(plan, context(2)).step_s
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     chains=st.lists(st.integers(1, 5), min_size=1, max_size=2),
     singles=st.lists(st.integers(0, 4), min_size=3, max_size=3),

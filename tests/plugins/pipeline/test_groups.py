@@ -15,7 +15,7 @@ from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.groups import grouped
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 CONFIG = PipelineConfig()
@@ -85,7 +85,6 @@ def test_a_run_costs_what_its_costliest_rank_does() -> None:
     assert both[0] == list(range(16))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=10),
     st.integers(1, 2),

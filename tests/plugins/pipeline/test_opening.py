@@ -23,7 +23,7 @@ from evenload.plugins.pipeline.chunks import chunkings, price_of
 from evenload.plugins.pipeline.config import PipelineConfig
 from evenload.plugins.pipeline.elastic import ordered
 from evenload.plugins.pipeline.opening import START, opened
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 load_plugins()
@@ -48,7 +48,6 @@ def chunk_seconds(plan: StepPlan, stages: int) -> list[float]:
     return [sum(float(price.seconds(s.length, s.start)) for s in m.slices) for m in plan.micro_batches]
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 2000), min_size=1, max_size=40),
     st.integers(1, 3),

@@ -55,7 +55,7 @@ def long_tail(count: int, longest: int, seed: int = 0) -> list[int]:
     return [int(n) for n in np.clip(drawn, 2, longest)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(LENGTHS, st.sampled_from([(2, 1, 1), (4, 1, 1), (2, 3, 1), (2, 1, 2)]), st.booleans(), st.booleans())
 def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(
     lengths: list[int], layout: tuple[int, int, int], packed: bool, recompute: bool
@@ -79,13 +79,13 @@ def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(
     assert 0 < plan.bound_s <= outcome_of(plan, of.context).passes_s * (1 + 1e-9)
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(LENGTHS, st.sampled_from([(2, 1), (2, 2)]))
 def test_plans_depend_on_the_batch_alone(lengths: list[int], layout: tuple[int, int]) -> None:
     assert chain(*layout).plan(as_lengths(lengths)).digest == chain(*layout).plan(as_lengths(lengths)).digest
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(SHORT)
 def test_hosts_of_whole_sequences_get_whole_sequences(lengths: list[int]) -> None:
     of = chain()

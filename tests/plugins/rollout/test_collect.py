@@ -12,7 +12,7 @@ import pytest
 from evenload import EvenloadError
 from evenload.plugins.rollout import Collect, Collected, Prune, ended_by, kept_beside_all, samples_for
 from evenload.plugins.rollout.student_t import NU
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 Scores = dict[tuple[int, int], float]
@@ -95,7 +95,6 @@ def cases(draw: Any) -> tuple[Collect, list[int], Scores]:
     return Collect(keep, of, every, prune), lengths, scores
 
 
-@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_as_many_are_kept_as_were_wanted_and_they_are_the_shortest(case: tuple[Collect, list[int], Scores]) -> None:
     rule, lengths, scores = case
@@ -109,7 +108,6 @@ def test_as_many_are_kept_as_were_wanted_and_they_are_the_shortest(case: tuple[C
         assert kept == sorted(range(rule.of), key=lambda i: (lengths[i], i))[: rule.keep]
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(), st.randoms(use_true_random=False))
 def test_no_schedule_changes_what_is_kept(case: tuple[Collect, list[int], Scores], random: Any) -> None:
     """Samples run ahead of each other, one at a time, as slots allow; what is past need is stopped."""

@@ -20,7 +20,7 @@ from evenload.plugins.rollout import (
     plan_rollout,
     spread,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 LIMIT = 512
@@ -46,7 +46,6 @@ def known(request: RolloutRequest, seed: int = 0) -> LengthDistributions:
     return LengthDistributions(4 + random.normal(size=count), 0.2 + random.random(count), LIMIT)
 
 
-@settings(max_examples=60, deadline=None)
 @given(requests(), st.sampled_from(["all", "each"]))
 def test_each_sample_is_on_one_rank_once_and_groups_are_apart(request: RolloutRequest, waits_for: Any) -> None:
     plan = plan_rollout(request, known(request), waits_for=waits_for)
@@ -58,7 +57,6 @@ def test_each_sample_is_on_one_rank_once_and_groups_are_apart(request: RolloutRe
         assert (np.bincount(request.prompts[own], minlength=len(sizes)) <= -(-sizes // request.num_ranks)).all()
 
 
-@settings(max_examples=30, deadline=None)
 @given(requests())
 def test_every_rank_makes_the_same_plan(request: RolloutRequest) -> None:
     again = RolloutRequest(
@@ -77,7 +75,6 @@ def test_every_rank_makes_the_same_plan(request: RolloutRequest) -> None:
     assert (swapped.digest == plan.digest) == (len(plan.ranks[0]) < 2)
 
 
-@settings(max_examples=40, deadline=None)
 @given(requests(), st.integers(0, 100))
 def test_no_rollout_ends_before_its_bound(request: RolloutRequest, seed: int) -> None:
     request = RolloutRequest(

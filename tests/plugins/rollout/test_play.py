@@ -19,7 +19,7 @@ from evenload.plugins.rollout import (
     plan_rollout,
     spread,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 LIMIT = 40
@@ -88,7 +88,6 @@ def rollouts(draw: Any) -> Rollout:
     return Rollout(request, lengths, COSTS, reserve)
 
 
-@settings(max_examples=150, deadline=None)
 @given(rollouts(), st.sampled_from([None, 7, 30]))
 def test_jumping_from_event_to_event_is_stepping(rollout: Rollout, most_steps: int | None) -> None:
     plan = spread(rollout.request)
@@ -110,7 +109,6 @@ def test_jumping_from_event_to_event_is_stepping(rollout: Rollout, most_steps: i
     assert rollout.reserve is not None or evicted == 0, "who reserves the limit sends nobody back"
 
 
-@settings(max_examples=80, deadline=None)
 @given(rollouts(), st.integers(1, 9))
 def test_every_sample_ends_once_however_often_it_is_carried_on(rollout: Rollout, every: int) -> None:
     known = LengthDistributions(np.full(3, 2.5), np.full(3, 0.6), LIMIT)
@@ -128,7 +126,6 @@ def test_every_sample_ends_once_however_often_it_is_carried_on(rollout: Rollout,
     assert num_ends == len(tokens)
 
 
-@settings(max_examples=80, deadline=None)
 @given(rollouts(), st.integers(0, 1000), st.sampled_from(["first", "tie"]))
 def test_who_comes_later_is_served_and_nobody_before_he_comes(rollout: Rollout, seed: int, kind: str) -> None:
     arrivals = np.random.default_rng(seed).exponential(9.0, len(rollout.lengths)).cumsum()

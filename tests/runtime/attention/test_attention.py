@@ -12,7 +12,7 @@ from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.kernels import KERNELS, Kernel, KernelCall, choose_kernel
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -192,7 +192,6 @@ def random_parts(lengths, heads, seed):
     return [[torch.randn(n, h, DIM, generator=generator, dtype=torch.float64) for h in counts] for n in lengths]
 
 
-@settings(max_examples=50)
 @given(layouts(), st.sampled_from(HEADS), st.data())
 def test_no_sequence_ever_touches_another(drawn, heads, data):
     """Other numbers in one sequence: every output and gradient of all others stays the same to the last bit."""
@@ -207,7 +206,6 @@ def test_no_sequence_ever_touches_another(drawn, heads, data):
         assert same == (piece.sequence != victim)
 
 
-@settings(max_examples=50)
 @given(layouts(), st.sampled_from(HEADS))
 def test_padding_is_left_alone(drawn, heads):
     """Whatever lies on padding, NaN included, the tokens get what they get without padding."""

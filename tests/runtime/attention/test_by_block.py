@@ -10,7 +10,7 @@ from evenload.runtime.attention.block_tables import BlockTables
 from evenload.runtime.attention.by_block import attend_rows
 from evenload.runtime.attention.kv_cache import CachedRows, KvCache, Pools
 from evenload.runtime.attention.scores import ScoreForm
-from hypothesis import given, settings
+from hypothesis import given
 
 HEADS, GROUPS, DIM, BLOCK = 6, 2, 4, 4
 CPU = torch.device("cpu")
@@ -51,7 +51,6 @@ def by_definition(q_BHD: torch.Tensor, pools: Pools, rows: CachedRows, scores: S
     return torch.stack(out)
 
 
-@settings(max_examples=40)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(0, 20), st.integers(0, 120))
 def test_rows_of_all_lengths_shared_prompts_and_free_blocks(lengths: list[int], prompt: int, ended: int) -> None:
     rows, pools = rows_of(lengths, prompt, ended)

@@ -14,7 +14,7 @@ from evenload.runtime.attention import blocks
 from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -198,7 +198,6 @@ def legal_order(draw, forward):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a checkpoint under no_grad
-@settings(max_examples=60)
 @given(plans(), st.sampled_from(HEADS), st.sampled_from(sorted(WRAPS)), st.integers(1, 4))
 def test_any_plan_gives_the_gradients_of_whole_sequences(plan, heads, wrap, multiple):
     model = Model(*heads)

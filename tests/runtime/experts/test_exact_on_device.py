@@ -9,14 +9,13 @@ from evenload.core.aliases import Ints
 from evenload.core.experts.exact import exact_quotas
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.runtime.experts.exact_on_device import exact_on_device
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ...core.experts.drawn_counts import counts, policies
 
 
 @given(counts(), st.data())
-@settings(max_examples=200)
 def test_integers_are_those_of_the_host(counts_RE: Ints, data: st.DataObject) -> None:
     policy = data.draw(policies(counts_RE))
     on_device = exact_on_device(torch.from_numpy(counts_RE), policy)

@@ -177,7 +177,7 @@ class Watched(tiny.Tiny):
         return super().logits(pack, slots_R)
 
 
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(0, 6), st.integers(1, 50))
 def test_every_sample_ends_once_and_caps_are_kept(seed: int, slots: int, spare: int, chunk: int) -> None:
     requests = asked(seed, prompts=4, samples=2, longest=30)

@@ -14,7 +14,7 @@ from evenload.core.errors import EvenloadError
 from evenload.plugins.rollout import Collect, Collected, Prune
 from evenload.runtime.generate.engine import generate
 from evenload.runtime.generate.request import Completion, Generation, Request
-from hypothesis import given, settings
+from hypothesis import given
 
 _spec = importlib.util.spec_from_file_location("tiny_kept", Path(__file__).with_name("tiny.py"))
 tiny = importlib.util.module_from_spec(_spec)
@@ -118,7 +118,6 @@ def test_every_order_and_every_number_of_ranks_keeps_the_same() -> None:
         refuse_other({key: one for part in parts for key, one in part.items()}, rule)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, OF),
     st.integers(1, 9),

@@ -11,7 +11,7 @@ from evenload.runtime.attention.block_tables import BlockTables
 from evenload.runtime.attention.kv_cache import KvCache
 from evenload.runtime.generate.request import Generation, Request
 from evenload.runtime.generate.schedule import Running, Schedule
-from hypothesis import given, settings
+from hypothesis import given
 
 BLOCK = 4
 Context = tuple[int, ...]
@@ -125,7 +125,6 @@ def plays(draw: st.DrawFn) -> Play:
     return Play(requests, how, draw(st.integers(2, 12)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(plays())
 def test_every_sample_ends_once_with_its_own_tokens_and_nothing_is_left_behind(play: Play) -> None:
     steps = sum(1 for _ in play.steps())
@@ -139,7 +138,6 @@ def test_every_sample_ends_once_with_its_own_tokens_and_nothing_is_left_behind(p
     assert play.cache.tables.num_taken == 0
 
 
-@settings(max_examples=80, deadline=None)
 @given(plays(), st.integers(1, 30))
 def test_what_an_interruption_meets_has_ended_or_is_carried(play: Play, most: int) -> None:
     for step, _ in enumerate(play.steps(), 1):

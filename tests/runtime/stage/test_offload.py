@@ -15,7 +15,7 @@ from evenload.runtime.measure.memory import Levels
 from evenload.runtime.stage import offload
 from evenload.runtime.stage.copier import Copier, HostMemory, StreamCopier, pieces
 from evenload.runtime.stage.offload import Moved, layers_of, offloading
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -222,7 +222,6 @@ def test_memory_that_is_freed_too_early_would_be_seen() -> None:
 
 
 @given(st.floats(0.01, 1.0), st.integers(3, 8), st.lists(st.integers(20, 70), min_size=1, max_size=3))
-@settings(max_examples=20, deadline=None)
 def test_the_bytes_moved_are_the_share_of_those_seen(share: float, layers: int, counts: list[int]) -> None:
     model, host = Decoder(layers), make_host()
     for count in counts:

@@ -10,7 +10,7 @@ import numpy as np
 import pulp
 import pytest
 from evenload.plugins.mesh.candidates.disjoint_groups import Group, Table, groups_of, places_of, seconds_of
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 _SCRIPT = Path(__file__).parents[4] / "benchmarks" / "planning" / "disjoint_bound.py"
@@ -109,7 +109,6 @@ def test_a_solver_that_gives_up_refuses_nothing() -> None:
 LENGTHS = st.lists(st.integers(1, RANKS * CAP), min_size=1, max_size=40)
 
 
-@settings(max_examples=150)
 @given(LENGTHS, st.sampled_from([CAP, 4 * CAP, 64 * CAP]))
 def test_groups_are_lawful(lengths: list[int], cap: int) -> None:
     table = table_of(lengths)
@@ -128,7 +127,6 @@ def test_groups_are_lawful(lengths: list[int], cap: int) -> None:
             assert len({rank // NODE for rank in group.ranks}) == 1
 
 
-@settings(max_examples=60)
 @given(LENGTHS)
 def test_mixing_degrees_is_no_slower_than_the_best_one_degree(lengths: list[int]) -> None:
     table, n = table_of(lengths), np.array(lengths)

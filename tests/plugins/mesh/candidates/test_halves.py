@@ -58,7 +58,7 @@ def chain_of(halves="auto", **changes):
 LENGTHS = st.lists(st.integers(1, 60000), min_size=1, max_size=24)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(LENGTHS)
 def test_a_plan_with_halves_is_lawful_and_no_slower(lengths):
     plain, turning = chain_of("off"), chain_of("auto")
@@ -69,7 +69,7 @@ def test_a_plan_with_halves_is_lawful_and_no_slower(lengths):
     assert certified_s(plan, turning.context) <= step_s * (1 + 1e-9)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(LENGTHS)
 def test_every_rank_has_enough_of_both_halves(lengths):
     chain = chain_of()

@@ -10,7 +10,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
 from evenload.core.recipe.recipe import parse
 from evenload.plugins.mesh.candidates.levelled import levelled
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 load_plugins()
@@ -37,7 +37,6 @@ def plan_of(shared: int, alone: list[list[int]]) -> StepPlan:
     return check(StepPlan(as_lengths(lengths), tuple(micro_batches), MESH.caps))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(64, 4 * CAP // 2),
     st.lists(st.lists(st.integers(8, CAP // 8), max_size=8), min_size=RANKS, max_size=RANKS),

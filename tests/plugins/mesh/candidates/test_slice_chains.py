@@ -70,7 +70,7 @@ def test_in_a_pipeline_only_what_is_more_than_a_ranks_share_is_shared() -> None:
     assert wide in shared
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     st.lists(st.integers(2, 6000), min_size=2, max_size=12),
     st.sampled_from([300, 700, 5000]),
@@ -106,7 +106,6 @@ def test_early_slices_are_replayed_where_a_chain_would_not_fit() -> None:
     assert not fitted(made, whole).replayed
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 20_000), st.integers(4, 600), st.sampled_from([1, 2, 3, 4]))
 def test_slices_keep_the_cap_however_many_they_are(length: int, cap: int, degree: int) -> None:
     """Equal in cost where that keeps the cap, else at the cap; and no rank has less than it needs."""
