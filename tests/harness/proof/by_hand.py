@@ -33,6 +33,7 @@ def by_hand(
     base, *changes = name.split(", ")
     whole = [Slice(i, 0, n) for i, n in enumerate(LENGTHS)]
     groups, order, *backward = _PLANS[base](whole)
+    groups = [m._replace(ranks=(m.ranks[0] % num_ranks,)) if len(m.ranks) == 1 else m for m in groups]
     limits = Limits(num_ranks, 1 << 20, num_stages, layers_per_stage, heads=heads, **more)
     bare = StepPlan(as_lengths(LENGTHS), tuple(groups), limits, made_by=name)
     if backward:
@@ -41,7 +42,7 @@ def by_hand(
         bare = replace(bare, backward=tuple(*backward), replayed=again)
     for change in changes:
         bare = _CHANGES.get(change, lambda plan, change=change: _communicating(plan, change))(bare)
-    if order == BOTH or "in step" in changes:
+    if order == BOTH or {"in step", "forwards first"} & set(changes):
         bare = forwards_first(bare)
     elif isinstance(order, list):
         bare = forwards_first(bare, order)
@@ -68,6 +69,12 @@ def chain(slice_: Slice, count: int) -> list[Slice]:
 def _whole(whole: Whole) -> Any:
     """A sequence a micro-batch, on two ranks by turns; two ranks run unequal numbers of them."""
     return [MicroBatch((one,), (i % 2 if i < 6 else 0,)) for i, one in enumerate(whole)], STAGES
+
+
+def _packs(whole: Whole) -> Any:
+    """Packs, unequal numbers of them on the ranks."""
+    packs = ((0, (2, 1)), (1, (0, 3)), (2, (4, 6)), (0, (5,)), (3, (7,)))
+    return [_on(rank, *(whole[i] for i in numbers)) for rank, numbers in packs], STAGES
 
 
 def _slices(whole: Whole) -> Any:
@@ -170,6 +177,7 @@ def _on(rank: int, *slices: Slice) -> MicroBatch:
 
 _PLANS: dict[str, Callable[[Whole], Any]] = {
     "whole": _whole,
+    "packs": _packs,
     "slices": _slices,
     "regrouped": _regrouped,
     "regrouped beside shared": _shared_regrouped,
@@ -190,8 +198,12 @@ def _communicating(plan: StepPlan, cp_comm: Any) -> StepPlan:
     return _each_shared(plan, lambda m: m._replace(cp_comm=cp_comm) if m.cp_comm == "ring" else m)
 
 
+def _each(plan: StepPlan, change: Callable[[MicroBatch], MicroBatch]) -> StepPlan:
+    return replace(plan, micro_batches=tuple(map(change, plan.micro_batches)))
+
+
 def _each_shared(plan: StepPlan, change: Callable[[MicroBatch], MicroBatch]) -> StepPlan:
-    return replace(plan, micro_batches=tuple(change(m) if len(m.ranks) > 1 else m for m in plan.micro_batches))
+    return _each(plan, lambda m: change(m) if len(m.ranks) > 1 else m)
 
 
 def _replayed(every: int) -> Callable[[StepPlan], StepPlan]:
@@ -228,7 +240,10 @@ _CHANGES: dict[str, Callable[[StepPlan], StepPlan]] = {
     "half replayed": _replayed(2),
     "all replayed": _replayed(1),
     "in step": _in_step,
+    "padded": lambda plan: _each(plan, lambda m: m._replace(pad_to=max(s.length for s in m.slices))),
+    "idle": lambda plan: _each(plan, lambda m: m._replace(ranks=(0,))),
+    "forwards first": lambda plan: plan,
     "offloaded": lambda plan: replace(plan, offload=tuple(i % 3 / 2 for i in range(len(plan.micro_batches)))),
     "weights apart": lambda plan: plan,
 }
-"""``weights apart`` is done last, when there is an order."""
+"""``idle``: of all ranks but the first. Orders come last, and after them ``weights apart``."""

@@ -259,7 +259,7 @@ def random_shared_plan(
     asymmetric = draw.random() < 0.25 if asymmetric is None else asymmetric
     recompute = (bool(draw.integers(2)) if recompute is None else recompute) and not asymmetric
     chains = [_chain_of(draw, i, n, num_ranks, heads, pieces, grows=not asymmetric) for i, n in enumerate(lengths)]
-    micro_batches = tuple(_packs(draw, chains, num_ranks))
+    micro_batches = tuple(_shared_packs(draw, chains, num_ranks))
     cut = any(len(chain) > 1 for chain in chains)
     backward = tuple(_regroup(draw, micro_batches, chains, lengths, pieces)) if asymmetric else ()
     share = {"none": 0.0, "some": 0.5, "all": 1.0}[replay]
@@ -323,7 +323,7 @@ def _chain_of(
     return chain
 
 
-def _packs(draw: np.random.Generator, chains: list[list[_Part]], num_ranks: int) -> Iterator[MicroBatch]:
+def _shared_packs(draw: np.random.Generator, chains: list[list[_Part]], num_ranks: int) -> Iterator[MicroBatch]:
     """Groups of the first slices left of some sequences, until none is left."""
     left = [list(chain) for chain in chains]
     while any(left):
