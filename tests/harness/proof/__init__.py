@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from evenload.training.proof.weighing import drawn_weights
 
 from .by_hand import by_hand
 from .drawn import LENGTHS, in_turns, random_plan, random_shared_plan
+from .pipelines import random_pipeline
 
 ROUNDING = 2e-6
 """Of float32: what losses, gradients and norms may differ by."""
@@ -46,30 +48,42 @@ Found = dict[str, Any]
 
 
 def planned(host: Any, name: str | int, lengths: Sequence[int] = LENGTHS, **drawn: Any) -> StepPlan:
-    """A plan for a host's layout: ``7`` is drawn from that seed, ``shared 7`` with micro-batches that ranks share,
-    ``turns 7`` with halves; any other name is one of `by_hand`. ``drawn``: further arguments of those functions.
+    """A plan for a host's layout: ``7`` is drawn from that seed, ``shared 7`` by another of `_DRAWN`; any other name is
+    one of `by_hand`. ``drawn``: further arguments of those functions.
 
     In rounds where ranks share experts, merged where devices have two stages.
     """
     layout, model = host.layout, host.recipe.model
     stages = layout.num_stages
-    sizes: dict[str, Any] = {"num_ranks": layout.dp_cp_size, "num_stages": stages, **drawn}
-    sizes["layers_per_stage"] = max(layout.layers, default=model.num_layers // stages)
+    layers = max(layout.layers, default=model.num_layers // stages)
+    sizes: dict[str, Any] = {"num_ranks": layout.dp_cp_size, "num_stages": stages, "layers_per_stage": layers}
     heads = model.num_attention_heads // layout.tp
     kind, _, seed = str(name).rpartition(" ")
     if not seed.isdigit():
-        plan = by_hand(str(name), heads=heads, node_ranks=2, **sizes)
+        plan = by_hand(str(name), heads=heads, node_ranks=2, **sizes, **drawn)
+    elif kind == "pipeline":
+        own = {"layers": layout.layers, "v_shape": layout.v_shape, "replay": "some"}
+        plan = random_pipeline(Random(int(seed)), lengths, **sizes, **own, **drawn)
     elif kind == "turns":
-        plan = in_turns(int(seed), heads=heads, **sizes)
+        plan = in_turns(int(seed), heads=heads, **sizes, **drawn)
     elif kind == "shared":
-        plan = random_shared_plan(int(seed), lengths, heads=heads, **sizes)
+        plan = random_shared_plan(int(seed), lengths, heads=heads, **sizes, **drawn)
     else:
-        plan = random_plan(int(seed), lengths, layers=layout.layers, **sizes)
+        plan = random_plan(int(seed), lengths, layers=layout.layers, **sizes, **_DRAWN[kind], **drawn)
     if layout.ep == 1 and not layout.v_shape:
         return plan
-    in_step = layout.dp_cp_size if getattr(host, "stage", 0) == 3 else layout.ep
+    in_step = layout.dp_cp_size if layout.ep > 1 and getattr(host, "stage", 0) == 3 else layout.ep
     limits = replace(plan.limits, in_step=in_step, v_shape=layout.v_shape)
     return check(merged(in_rounds(replace(plan, limits=limits))))
+
+
+_DRAWN: dict[str, dict[str, Any]] = {
+    "": {},
+    "idle": {"idle": (1,), "asymmetric": False},
+    "recomputed": {"recompute": True, "asymmetric": False},
+}
+"""Draws of `random_plan`; ``shared``, with micro-batches that ranks share, ``turns``, with halves that take turns, and
+``pipeline``, with weight gradients as passes of their own, have functions of their own."""
 
 
 def tokens(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> Callable[[int], Any]:
