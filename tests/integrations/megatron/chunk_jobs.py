@@ -6,29 +6,24 @@ gradient sum are made as Megatron-LM's ``setup_model_and_optimizer`` makes them.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import evenload
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.integrations.megatron.base.plane import leave_groups
 from evenload.integrations.megatron.unmodified.running.chunks import fitting
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_float64 import all_in_float64
-from megatron_user_jobs import SCRIPT, recipe
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.user_jobs import loaded_script, recipe
 
 PACKED = {"packing": {"enabled": True, "max_tokens": 128, "slices": "off"}}
 
@@ -124,28 +119,19 @@ def chunked(
     **fields: Any,
 ) -> Iterator[Chunked]:
     """``aligned``: reductions start together on all stages, Megatron-LM's --align-grad-reduce."""
-    spec = importlib.util.spec_from_file_location("chunk_script", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    with patch.dict(sys.modules, {"chunk_script": script}), all_in_float64():
-        virtual = virtual_stages if virtual_stages > 1 else None
-        parallel_state.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size=virtual)
-        try:
-            torch.manual_seed(1234)
-            model_parallel_cuda_manual_seed(1234)
-            ddp = DistributedDataParallelConfig(
-                overlap_grad_reduce=overlap, use_distributed_optimizer=distributed_optimizer
-            )
-            model = [_chunk(script, ddp, i, pp, tp, virtual_stages, fields) for i in range(virtual_stages)]
-            config = model[0].config
-            config.finalize_model_grads_func = finalize_model_grads
-            if overlap:
-                config.no_sync_func = [chunk.no_sync for chunk in model]
-                if aligned:
-                    config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
-            yield Chunked(script, model, values, lone, micro_batches)
-        finally:
-            leave_groups()
+    sizes = {"virtual_pipeline_model_parallel_size": virtual_stages if virtual_stages > 1 else None}
+    with loaded_script("megatron_script", tp, pp, **sizes) as script, all_in_float64():
+        ddp = DistributedDataParallelConfig(
+            overlap_grad_reduce=overlap, use_distributed_optimizer=distributed_optimizer
+        )
+        model = [_chunk(script, ddp, i, pp, tp, virtual_stages, fields) for i in range(virtual_stages)]
+        config = model[0].config
+        config.finalize_model_grads_func = finalize_model_grads
+        if overlap:
+            config.no_sync_func = [chunk.no_sync for chunk in model]
+            if aligned:
+                config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
+        yield Chunked(script, model, values, lone, micro_batches)
 
 
 def _chunk(script: Any, ddp: Any, stage: int, pp: int, tp: int, virtual_stages: int, fields: dict[str, Any]) -> Any:

@@ -23,10 +23,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_batch_on_this_cp_rank
-from megatron_float64 import all_in_float64
-from megatron_mesh_jobs import planned_by
-from megatron_objective_jobs import PACKED, Fed, compared
-from megatron_user_jobs import Loop, planning, recipe, user_loop
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.mesh_jobs import planned_by
+from megatron_tests.objective_jobs import PACKED, Fed, compared
+from megatron_tests.user_jobs import Loop, planning, recipe, user_loop
 
 
 class _Gathered(torch.autograd.Function):

@@ -9,9 +9,9 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.reference.exactness import largest_error
 from evenload.runtime.adapters.dropout import kept, key_of
-from megatron_float64 import all_in_float64
-from megatron_jobs import masked, tokens
-from megatron_tenant_jobs import LENGTHS, TENANTS, TRAINS, adapters_of, company, own_batch, plan_of
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.jobs import masked, tokens
+from megatron_tests.tenant_jobs import LENGTHS, TENANTS, TRAINS, adapters_of, company, join_anew, own_batch, plan_of
 
 SHARE = 0.3
 
@@ -31,9 +31,7 @@ def dropping(world: Any, *, plans: list[str | int], share: float = SHARE, **chan
         with all_in_float64():
             _, alone = host.gradients(own, lambda i: data(places[i]))
         scores = [host.score(plan_of(host, plans[0]), data).losses.tolist()]
-        for number, (adapter, train) in enumerate(zip(adapters_of("llama"), TRAINS, strict=True)):
-            host.adapters.leave(number)
-            host.adapters.join(number, adapter, train, starts[number])
+        join_anew(host, starts)
         scores.append(host.score(plan_of(host, plans[0]), data).losses.tolist())
     return {"plans": by_plan, "alone": {name: g.numpy() for name, g in alone.items()}, "scores": scores}
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 from unittest import mock
 
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.branches import branches_of
 from evenload.core.plan.expert_policy import ExpertPolicy
@@ -19,14 +17,17 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.registry import layer_planner
 from evenload.integrations.megatron import PlainModel
+from evenload.integrations.megatron.base.setup import check_recipe
 from evenload.integrations.megatron.model.experts import routers
 from evenload.integrations.reference.exactness import relative_error
+from harness.rank import load
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron_jobs import LENGTHS, VOCABULARY, hosted, labels_in_turn, recipe, tokens
-from megatron_random_plans import random_plan
+from megatron_tests.jobs import LENGTHS, VOCABULARY, hosted, labels_in_turn, recipe, tokens
+from megatron_tests.random_plans import random_plan
+from megatron_tests.telling import told
 
-drawn_quotas = run_path(str(Path(__file__).parents[1] / "drawn_quotas.py"))["drawn_quotas"]
+drawn_quotas = load(str(Path(__file__).parents[1] / "drawn_quotas.py")).drawn_quotas
 
 EXPERTS = {"num_experts": 4, "topk": 2, "ffn_hidden_size": 24}
 LOSSES = {"z_loss": 0.02, "sequence_aux_loss": 0.05}
@@ -190,20 +191,9 @@ def stock_reads(world: Any, *, folder: str, **changes: Any) -> dict[str, bool]:
         return same
 
 
-def expert_refusal(**changes: Any) -> str:
-    """What is said of a recipe; empty: nothing."""
-    from evenload.integrations.megatron.base.setup import check_recipe
-
-    try:
-        check_recipe(recipe(**small(**changes)))
-    except EvenloadError as error:
-        return error.what
-    return ""
-
-
 def refused_recipes(world: Any, *, cases: list[dict[str, Any]]) -> list[str]:
     """What is said of each of some recipes."""
-    return [expert_refusal(**case) for case in cases]
+    return [told(lambda case=case: check_recipe(recipe(**small(**case)))) for case in cases]
 
 
 def sharded_beside_home(world: Any, *, folder: str, **changes: Any) -> dict[str, Any]:

@@ -3,9 +3,7 @@
 failing_job.py FILE RANK
 """
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import torch.distributed as dist
 from evenload.patches import bridge_cpu
@@ -14,16 +12,12 @@ bridge_cpu()
 
 from evenload.runtime.watchdog.watchdog import Watchdog  # noqa: E402
 from evenload.runtime.world.world import init_world  # noqa: E402
+from megatron_tests import jobs, slice_jobs  # noqa: E402
 
 
 def main() -> None:
     file, rank = sys.argv[1], int(sys.argv[2])
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    for name in ("random_plans", "jobs", "slice_jobs"):
-        spec = importlib.util.spec_from_file_location(f"megatron_{name}", Path(__file__).with_name(f"{name}.py"))
-        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[spec.name])
-    jobs, slice_jobs = sys.modules["megatron_jobs"], sys.modules["megatron_slice_jobs"]
     good, read = jobs.tokens(), []
 
     def tokens_of(index: int):

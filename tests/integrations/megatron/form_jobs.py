@@ -5,36 +5,18 @@ Megatron-Core's own attention refuses packed samples, so stock runs have one her
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import evenload
 import torch
-from megatron_float64 import all_in_float64
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
-
-def _load(name: str, tp: int, pp: int) -> Any:
-    """A script as a module, and Megatron ready for this layout."""
-    from evenload.api import load_plugins
-    from megatron.core import parallel_state
-
-    load_plugins()
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp)
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+from evenload.core.errors import EvenloadError
+from megatron.core import parallel_state
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.user_jobs import listening, loaded_script, recipe
 
 
 def _by_sample(core, query, key, value, attention_mask, packed_seq_params=None, **_: Any) -> torch.Tensor:
@@ -60,22 +42,13 @@ def _whole(core, query, key, value, attention_mask):
     return _by_sample(core, query[:, 0], key[:, 0], value[:, 0], attention_mask, one)[:, None]
 
 
-@contextmanager
-def _packed_attention() -> Iterator[None]:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    forward, DotProductAttention.forward = DotProductAttention.forward, _by_sample
-    try:
-        yield
-    finally:
-        DotProductAttention.forward = forward
+def packed_attention() -> Any:
+    """Megatron-Core's attention takes packed samples."""
+    return patch.object(DotProductAttention, "forward", _by_sample)
 
 
 def _enabled(plugins: dict[str, Any]) -> Any:
-    import evenload
-    from evenload.core.recipe import recipe
-
-    return evenload.enabled(recipe.parse({"plugins": plugins}))
+    return evenload.enabled(recipe(**plugins))
 
 
 def _error(planned: dict[str, Any], stock: dict[str, Any]) -> float:
@@ -84,64 +57,58 @@ def _error(planned: dict[str, Any], stock: dict[str, Any]) -> float:
     return max(float((gradients[p] - g).norm() / g.norm()) for p, g in stock["gradients"].items())
 
 
-def packed_samples(_: Any, tp: int, pp: int, cases: list[tuple[str, bool, dict[str, Any]]]) -> list[dict[str, Any]]:
+def packed_samples(
+    world: Any, *, tp: int, pp: int, cases: list[tuple[str, bool, dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """Of each (form, loss by token, plugins): the largest gradient error, and what both runs report and compute."""
-    script, results, stock = _load("sft_script", tp, pp), [], {}
-    for form, per_token, plugins in cases:
-        if (form, per_token) not in stock:
-            with _packed_attention(), all_in_float64():
-                stock[form, per_token] = script.train(form, per_token=per_token)
-        before = stock[form, per_token]
-        with _enabled(plugins), all_in_float64():
-            after = script.train(form, per_token=per_token)
-        results.append(
-            {
-                "case": f"{form}, {'tokens' if per_token else 'means'}",
-                "error": _error(after, before),
-                "reports": (before["reports"], after["reports"]),
-                "computed": tuple(sum(b * t for b, t in run["shapes"]) for run in (before, after)),
-            }
-        )
+    results, stock = [], {}
+    with loaded_script("sft_script", tp, pp) as script, all_in_float64():
+        for form, per_token, plugins in cases:
+            if (form, per_token) not in stock:
+                with packed_attention():
+                    stock[form, per_token] = script.train(form, per_token=per_token)
+            before = stock[form, per_token]
+            with _enabled(plugins):
+                after = script.train(form, per_token=per_token)
+            results.append(
+                {
+                    "case": f"{form}, {'tokens' if per_token else 'means'}",
+                    "error": _error(after, before),
+                    "reports": (before["reports"], after["reports"]),
+                    "computed": tuple(sum(b * t for b, t in run["shapes"]) for run in (before, after)),
+                }
+            )
     return results
 
 
-def borders_left_out(_: Any, pp: int, plugins: dict[str, Any]) -> dict[str, Any]:
+def borders_left_out(world: Any, *, pp: int, plugins: dict[str, Any]) -> dict[str, Any]:
     """A loop that tells its last stage no borders, as Megatron-LM 0.16 tells those in the middle, against one that
     tells them to all: gradients of both under plans and of the first one stock, and what is said."""
-    from megatron.core import parallel_state
-    from megatron_user_jobs import listening
+    results, lines = {}, {}
+    with loaded_script("sft_script", 1, pp) as script, all_in_float64():
+        step = script.sft_step
 
-    script = _load("sft_script", 1, pp)
-    step, results, lines = script.sft_step, {}, {}
+        def forgetful(shapes: Any, data: Any, model: Any) -> Any:
+            def call(*args: Any, packed_seq_params: Any, **more: Any) -> Any:
+                kept = None if parallel_state.is_pipeline_last_stage() else packed_seq_params
+                return model(*args, packed_seq_params=kept, **more)
 
-    def forgetful(shapes: Any, data: Any, model: Any) -> Any:
-        def call(*args: Any, packed_seq_params: Any, **more: Any) -> Any:
-            kept = None if parallel_state.is_pipeline_last_stage() else packed_seq_params
-            return model(*args, packed_seq_params=kept, **more)
+            return step(shapes, data, call)
 
-        return step(shapes, data, call)
-
-    with _packed_attention(), all_in_float64(), patch.object(script, "sft_step", forgetful):
-        results["stock"] = script.train("sft")
-    for name, function in (("forgetful", forgetful), ("telling", step)):
-        with (
-            _enabled(plugins),
-            all_in_float64(),
-            patch.object(script, "sft_step", function),
-            listening() as lines[name],
-        ):
-            results[name] = script.train("sft")
+        with packed_attention(), patch.object(script, "sft_step", forgetful):
+            results["stock"] = script.train("sft")
+        for name, function in (("forgetful", forgetful), ("telling", step)):
+            with _enabled(plugins), patch.object(script, "sft_step", function), listening() as lines[name]:
+                results[name] = script.train("sft")
     said = {name: [line for line in heard if "on purpose" in line] for name, heard in lines.items()}
     both, stock = results["telling"], results["stock"]
     return {"said": said, "apart": _error(results["forgetful"], both), "mixed": _error(stock, both)}
 
 
-def tensor_dicts(_: Any, tp: int, pp: int, cases: list[tuple[str, bool]], plugins: dict[str, Any]) -> list[Any]:
+def tensor_dicts(world: Any, *, tp: int, pp: int, cases: list[tuple[str, bool]], plugins: dict[str, Any]) -> list[Any]:
     """Of each (loss, by token): gradient errors, losses and what was said, stock and planned; or the refusal."""
-    from evenload.core.errors import EvenloadError
-
-    script, results = _load("verl_script", tp, pp), []
-    with _packed_attention(), all_in_float64():
+    results: list[Any] = []
+    with loaded_script("verl_script", tp, pp) as script, packed_attention(), all_in_float64():
         for loss, per_token in cases:
             stock = script.train(loss, per_token)
             try:
@@ -163,12 +130,9 @@ def tensor_dicts(_: Any, tp: int, pp: int, cases: list[tuple[str, bool]], plugin
     return results
 
 
-def odd_tensor_dicts(_: Any, plugins: dict[str, Any]) -> list[str]:
+def odd_tensor_dicts(world: Any, *, plugins: dict[str, Any]) -> list[str]:
     """What two data-parallel ranks are told where the second brings what cannot be planned, thing by thing."""
-    from evenload.core.errors import EvenloadError
-
-    script, told = _load("verl_script", 1, 1), []
-    odd = torch.distributed.get_rank() == 1
+    odd = world.rank == 1
 
     def nested(batches: list[Any]) -> list[Any]:
         batches[-1]["more"] = batches[-1].select("input_ids")
@@ -182,33 +146,29 @@ def odd_tensor_dicts(_: Any, plugins: dict[str, Any]) -> list[str]:
     def fewer(batches: list[Any]) -> list[Any]:
         return batches[:-1]
 
-    chunked = script.chunked
-    for change, all_ranks in ((nested, False), (wider, True), (fewer, False)):
-        try:
-            with _packed_attention(), _enabled(plugins):
-                if odd or all_ranks:
-                    script.chunked = lambda batch, change=change: change(chunked(batch))
-                script.train("sft", False)
-            told.append("no error")
-        except EvenloadError as error:
-            told.append(str(error))
-        finally:
-            script.chunked = chunked
-    return told
+    with loaded_script("verl_script") as script, packed_attention():
+        chunked = script.chunked
+
+        def told(change: Any, all_ranks: bool) -> str:
+            changed = (lambda batch: change(chunked(batch))) if odd or all_ranks else chunked
+            with patch.object(script, "chunked", changed):
+                return _told(script, plugins, per_token=False)
+
+        return [told(change, all_ranks) for change, all_ranks in ((nested, False), (wider, True), (fewer, False))]
 
 
-def tensor_dicts_of_some(_: Any, plugins: dict[str, Any]) -> str:
-    """What two tensor-parallel ranks are told of which one alone has TensorDicts."""
-    from evenload.core.errors import EvenloadError
-
-    script = _load("verl_script", 2, 1)
-    if torch.distributed.get_rank():
-        script.iter = lambda batches: None
+def _told(script: Any, plugins: dict[str, Any], per_token: bool) -> str:
     try:
         with _enabled(plugins):
-            script.train("sft", True)
+            script.train("sft", per_token)
     except EvenloadError as error:
         return str(error)
-    finally:
-        vars(script).pop("iter", None)
     return "no error"
+
+
+def tensor_dicts_of_some(world: Any, *, plugins: dict[str, Any]) -> str:
+    """What two tensor-parallel ranks are told of which one alone has TensorDicts."""
+    with loaded_script("verl_script", 2, 1) as script:
+        if world.rank:
+            script.iter = lambda batches: None
+        return _told(script, plugins, per_token=True)

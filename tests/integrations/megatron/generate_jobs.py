@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.integrations.megatron import PlainModel
 from evenload.runtime.generate.request import Generation, Request, Sampling
-from megatron_float64 import all_in_float64
-from megatron_jobs import VOCABULARY, hosted, tokens
-from megatron_score_jobs import HAND_LENGTHS, _changed, _plan, _state
+from harness.rank import load
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.jobs import VOCABULARY, hosted, tokens
+from megatron_tests.score_jobs import HAND_LENGTHS, _changed, _plan, _state
+from megatron_tests.telling import told
 
 _FOLDER = Path(__file__).parents[2] / "runtime" / "generate"
-
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"megatron_{name}", _FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny, moving = _load("tiny"), _load("shuffled")
+tiny, shuffled = (load(str(_FOLDER / name)) for name in ("tiny.py", "shuffled.py"))
 
 PROMPTS = tokens((33, 1, 7, 18), seed=5)
 LIMITS = 9, 25, 3, 17
@@ -50,7 +41,7 @@ def generated(world: Any, *, ways: list[dict[str, Any]], **changes: Any) -> Any:
             seen: list[Any] = []
             order = -1 if way.get("backwards") else 1
             own = {key: value for key, value in way.items() if key not in ("backwards", "moves")}
-            settings, dealer = replace(SETTINGS, **own), moving.Shuffled(way["moves"]) if "moves" in way else None
+            settings, dealer = replace(SETTINGS, **own), shuffled.Shuffled(way["moves"]) if "moves" in way else None
             samples = host.generate(REQUESTS[::order], settings, ended=seen.append, dealer=dealer)
             got = {sample[:2]: sample for sample in samples}
             other = [key for key in want if (got[key].tokens, got[key].ended) != (want[key].tokens, want[key].ended)]
@@ -82,11 +73,11 @@ def _one_by_one(host: Any) -> Any:
     return samples
 
 
-def generation_refused(world: Any, *, requests: list[tuple[Any, ...]], slots: Any = None, **changes: Any) -> str:
+def generation_refused(world: Any, *, cases: list[dict[str, Any]], **changes: Any) -> list[str]:
     """What is said of requests that cannot be, or of a model."""
     with hosted(world, **changes) as host:
-        try:
-            host.generate([Request(*one) for one in requests], Generation(cache_tokens=slots))
-        except EvenloadError as error:
-            return str(error)
-        return ""
+
+        def generate(requests: list[tuple[Any, ...]], cap: int | None = None) -> None:
+            host.generate([Request(*one) for one in requests], Generation(cache_tokens=cap))
+
+        return [told(partial(generate, **case)) for case in cases]

@@ -12,7 +12,7 @@ from evenload.integrations.megatron.base.families import pattern_of, unwrapped_c
 from evenload.integrations.megatron.stage import recomputing
 from evenload.integrations.megatron.unmodified.planning.user_loop import shape_of
 from evenload.integrations.megatron.unmodified.refusals.supported import why_stock
-from megatron_user_jobs import recipe, user_loop
+from megatron_tests.user_jobs import recipe, user_loop
 
 
 def forwards_of_layers(world: Any, *, layers: int, **loop: Any) -> list[int]:

@@ -3,50 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.attention.labels import Labels, TargetWeights
-from megatron_jobs import masked, tokens
-from megatron_tenant_jobs import LENGTHS, RATES, TRAINS, adapters_of, company, plan_of
+from megatron_tests.jobs import masked, tokens
+from megatron_tests.tenant_jobs import LENGTHS, RATES, TRAINS, adapters_of, company, join_anew, plan_of
 
 BAD = 1
 """Number of the tenant that misbehaves."""
 
 
-def beside(world: Any, *, how: str, plans: list[str | int], dropout: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """Adapters, losses and what came of each tenant after steps in which one misbehaves; "": nobody does."""
-    with company(world, dropout=dropout, **changes) as (host, starts):
-        if how == "weights":
-            host.adapters.leave(BAD)
-            broken = {name: torch.full_like(weight, torch.nan) for name, weight in starts[BAD].weights.items()}
-            host.adapters.join(BAD, adapters_of("llama")[BAD], TRAINS[BAD], AdapterState(broken, {}, {}, 0))
-        rates = {"rate": torch.inf, "huge rate": 1e200}.get(how, RATES[BAD])
-        rows = []
-        for number, which in enumerate(plans):
-            plan, labels = plan_of(host, which), masked(LENGTHS)
-            if how == "data" and number == 1:
-                labels = _other_targets(labels, plan.tenants)
-            if how == "cancelling weights" and number == 1:
-                labels = _cancelling(labels, plan.tenants)
-            before = host.adapters.state(BAD)
-            with _activations(host, plan) if how == "activations" and number == 1 else _nothing():
-                result = host.train_step(plan, tokens(LENGTHS, number), lr={**RATES, BAD: rates}, labels=labels)
-            after = host.adapters.state(BAD)
-            rows.append(
-                {
-                    "failed": {tenant: one.failed for tenant, one in result.tenants.items() if one.failed},
-                    "losses": {tenant: one.loss for tenant, one in result.tenants.items() if tenant != BAD},
-                    "loss": result.loss,
-                    "norm": result.grad_norm,
-                    "frozen": after.steps == before.steps and _bits(after.weights) == _bits(before.weights),
-                }
-            )
-        states = {tenant: host.adapters.state(tenant) for tenant in range(len(starts)) if tenant != BAD}
-        return {"rows": rows, "states": {tenant: [*map(_bits, state[:3])] for tenant, state in states.items()}}
+def beside(world: Any, *, faults: list[str], plans: list[str | int], **changes: Any) -> list[dict[str, Any]]:
+    """Adapters, losses and what came of each tenant after some steps: where nobody misbehaves, and where one does."""
+    with company(world, **changes) as (host, starts):
+        return [_steps(host, starts, fault, plans) for fault in ("", *faults)]
+
+
+def _steps(host: Any, starts: list[AdapterState], fault: str, plans: list[str | int]) -> dict[str, Any]:
+    join_anew(host, starts)
+    if fault == "weights":
+        host.adapters.leave(BAD)
+        broken = {name: torch.full_like(weight, torch.nan) for name, weight in starts[BAD].weights.items()}
+        host.adapters.join(BAD, adapters_of("llama")[BAD], TRAINS[BAD], AdapterState(broken, {}, {}, 0))
+    rates = {"rate": torch.inf, "huge rate": 1e200}.get(fault, RATES[BAD])
+    rows = []
+    for number, which in enumerate(plans):
+        plan, labels = plan_of(host, which), masked(LENGTHS)
+        if fault == "data" and number == 1:
+            labels = _other_targets(labels, plan.tenants)
+        if fault == "cancelling weights" and number == 1:
+            labels = _cancelling(labels, plan.tenants)
+        before = host.adapters.state(BAD)
+        with _activations(host, plan) if fault == "activations" and number == 1 else nullcontext():
+            result = host.train_step(plan, tokens(LENGTHS, number), lr={**RATES, BAD: rates}, labels=labels)
+        after = host.adapters.state(BAD)
+        rows.append(
+            {
+                "failed": {tenant: one.failed for tenant, one in result.tenants.items() if one.failed},
+                "losses": {tenant: one.loss for tenant, one in result.tenants.items() if tenant != BAD},
+                "loss": result.loss,
+                "norm": result.grad_norm,
+                "frozen": after.steps == before.steps and _bits(after.weights) == _bits(before.weights),
+            }
+        )
+    states = {tenant: host.adapters.state(tenant) for tenant in range(len(starts)) if tenant != BAD}
+    return {"rows": rows, "states": {tenant: [*map(_bits, state[:3])] for tenant, state in states.items()}}
 
 
 def _bits(tensors: Any) -> dict[str, bytes]:
@@ -93,8 +98,3 @@ def _activations(host: Any, plan: Any) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

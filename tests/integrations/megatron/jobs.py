@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
@@ -35,6 +34,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron_tests.telling import told
 from torch.distributed import distributed_c10d
 
 VOCABULARY = 96
@@ -111,16 +111,13 @@ def hosted(world: Any, **changes: Any) -> Any:
         host.close()
 
 
-def exactness(
-    world: Any, *, pad: bool = False, packs: Any = None, mutant: str = "", **changes: Any
-) -> dict[str, float]:
+def exactness(world: Any, *, pad: bool = False, packs: Any = None, **changes: Any) -> dict[str, float]:
     """Errors of loss and gradients against plain training."""
     with hosted(world, **changes) as host:
         data = tokens()
         the_plan = plan(host.layout.dp_cp_size, packs=packs, pad=pad)
         expected_loss, expected = reference(host.recipe, host, data, the_plan.lengths)
-        with mutation(mutant):
-            result, gradients = host.gradients(the_plan, data)
+        result, gradients = host.gradients(the_plan, data)
         return {
             "loss": abs(result.loss - expected_loss) / expected_loss,
             "grad": grad_rel_err(gradients, expected),
@@ -130,6 +127,17 @@ def exactness(
             "norm": result.grad_norm,
             "busy_s": result.busy_s,
         }
+
+
+def errors_under_faults(world: Any, *, mutants: list[str]) -> list[float]:
+    """Errors of the gradients of one plan under each of some planted faults."""
+    with hosted(world) as host:
+        data, the_plan, errors = tokens(), plan(host.layout.dp_cp_size), []
+        _, expected = reference(host.recipe, host, data, the_plan.lengths)
+        for mutant in mutants:
+            with mutation(mutant):
+                errors.append(grad_rel_err(host.gradients(the_plan, data)[1], expected))
+        return errors
 
 
 @contextmanager
@@ -252,37 +260,32 @@ def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any
     return errors
 
 
-def refusal(world: Any, **changes: Any) -> list[str]:
-    """The three parts of the error that opening a host raises."""
-    try:
-        with hosted(world, **changes):
-            return []
-    except EvenloadError as error:
-        return [error.what, error.found, error.do]
+def refusal(world: Any, **changes: Any) -> str:
+    """What is said where a host is opened."""
+    return told(lambda: None, hosted(world, **changes))
 
 
-def bad_plan(world: Any, *, kind: str) -> str:
-    """The error of a plan that the host cannot run."""
+def bad_plans(world: Any) -> dict[str, str]:
+    """What is said of plans that the host cannot run, which change no weight."""
     good = plan(1)
     first, *rest = good.micro_batches
-    if kind == "cut":
-        bad = replace(
-            good, micro_batches=(first._replace(slices=(first.slices[0]._replace(stop=7), *first.slices[1:])), *rest)
-        )
-    elif kind == "ranks":
-        bad = replace(good, limits=replace(good.limits, num_ranks=2))
-    elif kind == "shared":
-        bad = replace(good, micro_batches=(first._replace(ranks=(0, 0)), *rest))
-    else:
-        bad = replace(good, recompute=((1,) * len(good.micro_batches),) * 2)
-    with hosted(world) as host:
-        before = [p.detach().clone() for p in host.model.parameters()]
-        try:
-            host.train_step(bad, tokens(), lr=1.0)
-        except EvenloadError as error:
-            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
-            return error.what
-    return ""
+    cut = first._replace(slices=(first.slices[0]._replace(stop=7), *first.slices[1:]))
+    plans = {
+        "cut": replace(good, micro_batches=(cut, *rest)),
+        "ranks": replace(good, limits=replace(good.limits, num_ranks=2)),
+        "shared": replace(good, micro_batches=(first._replace(ranks=(0, 0)), *rest)),
+        "stages": replace(good, recompute=((1,) * len(good.micro_batches),) * 2),
+    }
+    with hosted(world) as host, unchanged(host):
+        return {kind: told(lambda bad=bad: host.train_step(bad, tokens(), lr=1.0)) for kind, bad in plans.items()}
+
+
+@contextmanager
+def unchanged(host: Any) -> Any:
+    """No weight of the model changes in here."""
+    before = [p.detach().clone() for p in host.model.parameters()]
+    yield
+    assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
 
 
 def cancelling(lengths: Any = LENGTHS) -> Labels:
@@ -294,16 +297,10 @@ def cancelling(lengths: Any = LENGTHS) -> Labels:
     )
 
 
-def cancelled(world: Any) -> list[str]:
-    """The error of a batch whose weights cancel out; no weight of the model has changed."""
-    with hosted(world) as host:
-        before = [p.detach().clone() for p in host.model.parameters()]
-        try:
-            host.train_step(plan(world.size), tokens(), lr=1.0, labels=cancelling())
-        except EvenloadError as error:
-            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
-            return [error.what, error.found]
-    return []
+def cancelled(world: Any) -> str:
+    """What is said of a batch whose weights cancel out; no weight of the model changes."""
+    with hosted(world) as host, unchanged(host):
+        return told(lambda: host.train_step(plan(world.size), tokens(), lr=1.0, labels=cancelling()))
 
 
 def initial_weights(world: Any, **changes: Any) -> dict[str, Any]:
@@ -387,28 +384,22 @@ def recomputed(world: Any, *, by_plan: bool) -> float:
         return grad_rel_err(gradients, expected)
 
 
-def load_error(world: Any, *, folder: str, **changes: Any) -> list[str]:
-    """What a load raises, having changed no weight; empty if it raised nothing."""
+def load_error(world: Any, *, folder: str, **changes: Any) -> str:
+    """What is said of a checkpoint; no weight changes where something is."""
     with hosted(world, **changes) as host:
         before = [p.detach().clone() for p in host.model.parameters()]
-        try:
-            host.load(Path(folder))
-        except EvenloadError as error:
-            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
-            return [error.what, error.found, error.do]
-    return []
+        said = told(lambda: host.load(Path(folder)))
+        assert not said or all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
+        return said
 
 
-def save_error(world: Any, *, folder: str, limit_rank: int = -1, **changes: Any) -> list[str]:
-    """What a save raises and what it found; ``limit_rank`` may write no file longer than 2 KiB meanwhile."""
+def save_error(world: Any, *, folder: str, limit_rank: int = -1, **changes: Any) -> str:
+    """What is said of a save; ``limit_rank`` may write no file longer than 2 KiB meanwhile."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with hosted(world, **changes) as host:
         if world.rank == limit_rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
         try:
-            host.save(Path(folder))
-        except EvenloadError as error:
-            return [error.what, error.found]
+            return told(lambda: host.save(Path(folder)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return ["", ""]

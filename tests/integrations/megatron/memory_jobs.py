@@ -17,7 +17,7 @@ from evenload.runtime.measure.memory import Levels, live_bytes
 from evenload.runtime.watchdog.watchdog import Watchdog
 from evenload.training.job import Job
 from evenload.training.profiling.memory import measure_memory, random_tokens
-from megatron_jobs import hosted
+from megatron_tests.jobs import hosted
 
 HELD = [[700, 200], [350, 150, 100], [500]]
 """Sequences of each micro-batch of a rank."""

@@ -17,11 +17,11 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.integrations.megatron.unmodified.planning import call_plan
 from evenload.integrations.megatron.unmodified.planning.sharing import meeting
-from megatron_float64 import all_in_float64
-from megatron_objective_jobs import Fed
-from megatron_shared_jobs import fault
-from megatron_shared_plans import random_shared_plan
-from megatron_user_jobs import loss_and_tokens, planning, recipe, user_loop, worst
+from megatron_tests import shared_jobs
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.objective_jobs import Fed
+from megatron_tests.shared_plans import random_shared_plan
+from megatron_tests.user_jobs import loss_and_tokens, planning, recipe, user_loop, worst
 
 WHOLE = {"pieces": (1,), "replay": "none", "asymmetric": False}
 OURS = ("instead", "seed", "cut", "mutant")
@@ -69,8 +69,8 @@ def shared_steps(
             with ExitStack() as stack:
                 stack.enter_context(evenload.enabled(recipe(mesh={"enabled": True, **settings})))
                 made = stack.enter_context(planning(planned_by(case, heads)))
-                mutant = case.get("mutant", "")
-                stack.enter_context(_lost_parts() if mutant == "a part without loss" else fault(mutant))
+                if "mutant" in case:
+                    stack.enter_context(FAULTS[case["mutant"]]())
                 try:
                     planned = user.step()
                 except EvenloadError as error:
@@ -104,3 +104,6 @@ def _lost_parts() -> Any:
         return packed
 
     return patch.object(call_plan, "lay_out", lost)
+
+
+FAULTS = {**shared_jobs.FAULTS, "a part without loss": _lost_parts}

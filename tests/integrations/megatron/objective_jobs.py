@@ -21,8 +21,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from megatron_float64 import all_in_float64
-from megatron_user_jobs import Loop, drawn, planning, recipe, user_loop, worst
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.user_jobs import Loop, drawn, planning, recipe, user_loop, worst
 
 PACKED = {"packing": {"enabled": True, "max_tokens": 128, "slices": "off"}}
 

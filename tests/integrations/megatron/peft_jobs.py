@@ -14,9 +14,9 @@ from evenload.integrations.huggingface.folders.adapters import write_adapter
 from evenload.integrations.megatron import open_host
 from evenload.integrations.reference.exactness import largest_error, relative_error
 from evenload.runtime.adapters.places import AdapterState
-from megatron_float64 import all_in_float64
-from megatron_pretrained_jobs import recipe_from
-from megatron_tenant_jobs import plan_of
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.pretrained_jobs import recipe_from
+from megatron_tests.tenant_jobs import plan_of
 from transformers import AutoModelForCausalLM
 
 

@@ -1,7 +1,4 @@
-"""What the ranks of test_pipeline.py do: schedules drawn by the test against plain training, and planted faults.
-
-A host, and the reference for a batch, stay from one call to the next: only the first of many plans pays for them.
-"""
+"""What the ranks of test_pipeline.py do: schedules drawn by the test against plain training, and planted faults."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.plan_json import read_step
 from evenload.core.planning.setting import Setting, context_of
 from evenload.integrations.host.step import Step, no_mark
-from evenload.integrations.megatron import open_host
 from evenload.integrations.megatron import stage as stage_module
 from evenload.integrations.megatron.model import gpt as model
 from evenload.integrations.megatron.model import linears
@@ -32,31 +28,10 @@ from evenload.runtime.stage import deferred
 from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
-from megatron_jobs import CPU, hosted, labels_in_turn, recipe, tokens
-from megatron_slice_jobs import fault as slice_fault
-
-_kept: dict[str, Any] = {}
-
-
-def _host(world: Any, changes: dict[str, Any]) -> Any:
-    """The host with these changes of the recipe; the one before is closed."""
-    if _kept.get("changes") != changes:
-        close_host()
-        _kept.update(changes=changes, host=open_host(recipe(**changes), world), references={})
-    return _kept["host"]
-
-
-def close_host() -> None:
-    if "host" in _kept:
-        _kept["host"].close()
-    _kept.clear()
-
-
-def _reference(host: Any, lengths: list[int], turn: int) -> Any:
-    key, labels = (str(lengths), turn), labels_in_turn(turn, lengths)
-    if key not in _kept["references"]:
-        _kept["references"][key] = reference(host.recipe, host, tokens(lengths), as_lengths(lengths), labels)
-    return _kept["references"][key]
+from megatron_tests import slice_jobs
+from megatron_tests.jobs import CPU, hosted, tokens
+from megatron_tests.slice_jobs import errors_of_plans
+from megatron_tests.telling import told
 
 
 def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
@@ -71,27 +46,21 @@ def piped(
     world: Any, *, plans: list[dict[str, Any]], lengths: list[int], mutant: str = "", **changes: Any
 ) -> list[dict[str, Any]]:
     """Errors of plans (as JSON), each with other labels and weights, against plain training."""
-    host, found = _host(world, changes), []
-    for turn, written in enumerate(plans):
-        the_plan, labels = _plan(host, written), labels_in_turn(turn, lengths)
-        expected_loss, expected = _reference(host, lengths, turn % 4)
-        with fault(mutant):
-            try:
-                result, gradients = host.gradients(the_plan, tokens(lengths), labels)
-            except (EvenloadError, RuntimeError) as error:
-                if not mutant:
-                    raise
-                found.append({"error": str(error)})
-                continue
-        found.append(
-            {
-                "loss": abs(result.loss - expected_loss) / max(1e-300, abs(expected_loss)),
-                "grad": grad_rel_err(gradients, expected),
-                "executed": result.executed,
-                "trained": list(gradients),
-            }
-        )
-    return found
+    with hosted(world, **changes) as host:
+        return errors_of_plans(host, _numbered(host, plans), lengths, FAULTS.get(mutant))
+
+
+def piped_under_faults(world: Any, *, plans: dict[str, list[dict[str, Any]]], lengths: list[int]) -> dict[str, Any]:
+    """By the fault that is planted the errors of its plans; "": of all plans, where none is."""
+    with hosted(world) as host:
+        found = {"": errors_of_plans(host, _numbered(host, [plan for own in plans.values() for plan in own]), lengths)}
+        for fault, own in plans.items():
+            found[fault] = errors_of_plans(host, _numbered(host, own), lengths, FAULTS[fault])
+        return found
+
+
+def _numbered(host: Any, plans: list[dict[str, Any]]) -> list[tuple[int, StepPlan]]:
+    return [(number, _plan(host, written)) for number, written in enumerate(plans)]
 
 
 def sharded(world: Any, *, plans: list[dict[str, Any]], lengths: list[int], **changes: Any) -> list[float]:
@@ -99,7 +68,6 @@ def sharded(world: Any, *, plans: list[dict[str, Any]], lengths: list[int], **ch
 
     Megatron's sharded optimizer wants float32; its gradient buffers and their overlapped reduce-scatter do not.
     """
-    close_host()  # there is one at a time
     config, errors = model.DistributedDataParallelConfig, []
 
     def sharding_config(**fields: Any) -> Any:
@@ -146,33 +114,31 @@ def passes(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: A
         kind[0] = "B"
         told["held"].append((action.op.micro_batch, before - self.wgrads.held_bytes()))
 
-    host = _host(world, changes)
-    the_plan = _plan(host, plan)
     with (
+        hosted(world, **changes) as host,
         patch.object(PackedCoreAttention, "forward", attending),
         patch.object(deferred, "weight_gradient", multiplying),
         patch.object(StageLinks, "send", sending),
         patch.object(Executor, "_weight_grads", weighing),
     ):
+        the_plan = _plan(host, plan)
         result = host.train_step(the_plan, tokens(lengths), lr=0.0, record=True)
-    context = context_of(Setting.of_recipe(host.recipe), host.layout)
-    ops = orders_of_stage(the_plan, host.pipeline_stage)[host.dp_cp_rank]
-    return {
-        **told,
-        "deferred_bytes_per_token": context.costs.memory.deferred_bytes_per_token,
-        "spans": [(s.kind, s.micro_batch, s.start_s, s.end_s) for s in result.spans],
-        "ops": [tuple(op) for op in ops],
-        "left_over": any(any(links._sent.values()) for links in host._links),
-        "patched": [name for name, m in host.model.named_modules() if "_forward_impl" in vars(m)],
-        "busy": (result.busy_s, result.forward_s),
-    }
+        context = context_of(Setting.of_recipe(host.recipe), host.layout)
+        ops = orders_of_stage(the_plan, host.pipeline_stage)[host.dp_cp_rank]
+        return {
+            **told,
+            "deferred_bytes_per_token": context.costs.memory.deferred_bytes_per_token,
+            "spans": [(s.kind, s.micro_batch, s.start_s, s.end_s) for s in result.spans],
+            "ops": [tuple(op) for op in ops],
+            "left_over": any(any(links._sent.values()) for links in host._links),
+            "patched": [name for name, m in host.model.named_modules() if "_forward_impl" in vars(m)],
+            "busy": (result.busy_s, result.forward_s),
+        }
 
 
 def after_an_error(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: Any) -> list[str]:
     """What the steps say that follow one that failed in a backward, which the loop caught."""
-    host, told = _host(world, changes), []
-
-    receive = Executor._receive
+    receive, told = Executor._receive, []
 
     def failing(*_: Any) -> None:
         raise RuntimeError("planted")
@@ -180,47 +146,31 @@ def after_an_error(world: Any, *, plan: dict[str, Any], lengths: list[int], **ch
     def failing_backward(self: Any, action: Any) -> None:
         (failing if action.op.kind == "B" else receive)(self, action)
 
-    for number in range(3):
-        with ExitStack() as stack:
-            if number == 0:
-                stack.enter_context(patch.object(Executor, "_backward", failing))
-                stack.enter_context(patch.object(Executor, "_receive", failing_backward))
-            try:
-                host.gradients(_plan(host, plan), tokens(lengths))
-            except (EvenloadError, RuntimeError) as error:
-                told.append(str(error))
-    dist.barrier()
-    close_host()  # its groups hold what nobody has taken
+    with hosted(world, **changes) as host:
+        for number in range(3):
+            with ExitStack() as stack:
+                if number == 0:
+                    stack.enter_context(patch.object(Executor, "_backward", failing))
+                    stack.enter_context(patch.object(Executor, "_receive", failing_backward))
+                try:
+                    host.gradients(_plan(host, plan), tokens(lengths))
+                except (EvenloadError, RuntimeError) as error:
+                    told.append(str(error))
+        dist.barrier()
     return told
 
 
-def unsplittable(world: Any, *, plan: dict[str, Any], lengths: list[int], why: str) -> list[str]:
-    """The three parts of the error of a plan with W passes for a model that cannot run them, on one rank."""
-    host = _host(world, {})
-    layer = host.model.decoder.layers[1].mlp.linear_fc1
-    with ExitStack() as stack:
-        if why == "someone else's":
-            stack.enter_context(deferred.replaced(layer, "_forward_impl", layer._forward_impl))
-        elif why == "a layer of another kind":
-            stack.enter_context(patch.object(linears, "ColumnParallelLinear", linears.RowParallelLinear))
-        else:
-            stack.enter_context(patch.object(host.model.config, why, True))
-        try:
-            host.gradients(_plan(host, plan), tokens(lengths))
-        except EvenloadError as error:
-            return [error.what, error.found, error.do]
-    return []
-
-
-@contextmanager
-def fault(name: str) -> Iterator[None]:
-    """Plant a fault in the schedule or the runtime below it."""
-    if name in _FAULTS:
-        with _FAULTS[name]():
-            yield
-    else:
-        with slice_fault(name):
-            yield
+def unsplittable(world: Any, *, plan: dict[str, Any], lengths: list[int]) -> dict[str, str]:
+    """What is said of a plan with W passes for models that cannot run them, on one rank."""
+    with hosted(world) as host:
+        layer = host.model.decoder.layers[1].mlp.linear_fc1
+        reasons = {
+            "someone else's": deferred.replaced(layer, "_forward_impl", layer._forward_impl),
+            "a layer of another kind": patch.object(linears, "ColumnParallelLinear", linears.RowParallelLinear),
+            "fusion": patch.object(host.model.config, "gradient_accumulation_fusion", True),
+        }
+        run = partial(host.gradients, _plan(host, plan), tokens(lengths))
+        return {why: told(run, change) for why, change in reasons.items()}
 
 
 def _empty_pass() -> Any:
@@ -283,12 +233,12 @@ def _dx_of_one_rank() -> Any:
     return patch.object(WgradStore, "linear", alone)
 
 
-_FAULTS: dict[str, Any] = {
+FAULTS: dict[str, Any] = {
+    **slice_jobs.FAULTS,
     "no weight gradients": lambda: patch.object(Executor, "_weight_grads", lambda *_: None),
     "empty W": _empty_pass,
     "W twice": _computed_twice,
     "inputs of another micro-batch": _inputs_of_another,
     "recomputed under another plan": _recomputed_under_another_plan,
     "dx of one rank": _dx_of_one_rank,
-    "nothing": partial(ExitStack),
 }

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.huggingface.folders.reading import WeightFolder
 from evenload.integrations.megatron import open_host
 from evenload.integrations.megatron.model.gpt import DTYPES
-from megatron_score_jobs import _plan
-from megatron_shared_plans import HAND_LENGTHS
+from megatron_tests.score_jobs import _plan
+from megatron_tests.shared_plans import HAND_LENGTHS
+from megatron_tests.telling import told
 
 
 def recipe_from(folder: str, dtype: str = "fp64", *, plugins: Any = None, **parallel: Any) -> Any:
@@ -76,12 +77,6 @@ def stepped(world: Any, *, folder: str, write: str = "", read: str = "", **asked
     return {"left": {n: t.numpy() for n, t in left.items()}, "norm": {n: float(t.norm()) for n, t in states.items()}}
 
 
-def unreadable(world: Any, *, folders: list[str], **asked: Any) -> list[list[str]]:
-    """The three parts of what a host of each folder raises."""
-    parts = []
-    for folder in folders:
-        try:
-            open_host(recipe_from(folder, **asked), world)
-        except EvenloadError as error:
-            parts.append([error.what, error.found, error.do])
-    return parts
+def unreadable(world: Any, *, folders: list[str], **asked: Any) -> list[str]:
+    """What is said of a host of each folder."""
+    return [told(partial(open_host, recipe_from(folder, **asked), world)) for folder in folders]

@@ -19,11 +19,11 @@ from evenload.integrations.megatron import PlainModel
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.attention.pack import IGNORE
 from evenload.training.proof.weighing import drawn_weights
-from megatron_expert_jobs import small
-from megatron_jobs import hosted, tokens
-from megatron_random_plans import random_plan
-from megatron_shared_jobs import sharing
-from megatron_shared_plans import HAND_LENGTHS
+from megatron_tests.expert_jobs import small
+from megatron_tests.jobs import hosted, tokens
+from megatron_tests.random_plans import random_plan
+from megatron_tests.shared_jobs import sharing
+from megatron_tests.shared_plans import HAND_LENGTHS
 
 Plain = dict[int, tuple[torch.Tensor, np.ndarray]]
 
@@ -34,7 +34,7 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
     rows = []
     with hosted(world, **(small(**changes) if experts else changes)) as host:
         data, labels = tokens(HAND_LENGTHS), _masked()
-        expected, vectors = _one_by_one(host, data), _vectors(host, data)
+        expected, vectors = _one_by_one(host, data)
         host.gradients(_plan(host, 3), data)
         before = _state(host)
         for which in plans:
@@ -91,35 +91,24 @@ def _masked() -> Labels:
 
 
 @torch.no_grad()
-def _one_by_one(host: Any, data: Any) -> Plain:
-    """Logits and token losses of whole sequences in stock layers, each in a batch of its own."""
-    plain, rows = PlainModel(host.recipe, host), {}
+def _one_by_one(host: Any, data: Any) -> tuple[Plain, dict[int, np.ndarray]]:
+    """Of whole sequences in stock layers, each in a batch of its own: logits and token losses, and the sum of each
+    token's place, from 1, times what the output layer gets."""
+    plain, rows, vectors, seen = PlainModel(host.recipe, host), {}, {}, list[torch.Tensor]()
+    hook = plain._model.output_layer.register_forward_pre_hook(lambda _, given: seen.append(given[0][:, 0]))
     plain.routers.begin(np.array(HAND_LENGTHS))
     for number, length in enumerate(HAND_LENGTHS):
         ids, mask = torch.from_numpy(data(number))[None], torch.ones(length, length, dtype=torch.bool).triu(1)
         call = ids, torch.arange(length)[None], mask[None, None]
         plain.routers.run(number)
         logits = plain._model(*call, runtime_gather_output=True)
+        vectors[number] = sum((place + 1) * row for place, row in enumerate(seen.pop().double().cpu().numpy()))
         # Megatron's own loss is float32 inside, on both sides.
         rows[number] = logits[0], plain._model(*call, labels=ids.roll(-1))[0, :-1].double().numpy()
-    plain.close()
-    return rows
-
-
-@torch.no_grad()
-def _vectors(host: Any, data: Any) -> dict[int, np.ndarray]:
-    """Of whole sequences in stock layers: the sum of each token's place, from 1, times what the output layer gets."""
-    plain, rows, seen = PlainModel(host.recipe, host), {}, list[torch.Tensor]()
-    hook = plain._model.output_layer.register_forward_pre_hook(lambda _, given: seen.append(given[0][:, 0]))
-    plain.routers.begin(np.array(HAND_LENGTHS))
-    for number, length in enumerate(HAND_LENGTHS):
-        ids, mask = torch.from_numpy(data(number))[None], torch.ones(length, length, dtype=torch.bool).triu(1)
-        plain.routers.run(number)
-        plain._model(ids, torch.arange(length)[None], mask[None, None], runtime_gather_output=True)
-        rows[number] = sum((place + 1) * row for place, row in enumerate(seen.pop().double().cpu().numpy()))
+        seen.clear()
     hook.remove()
     plain.close()
-    return rows
+    return rows, vectors
 
 
 def _off_in_vectors(own: np.ndarray, expected: dict[int, np.ndarray]) -> float:

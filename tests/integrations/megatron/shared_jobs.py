@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.integrations.host.step import Step, no_mark
 from evenload.integrations.megatron import PlannedBatches, open_plane
@@ -17,14 +15,16 @@ from evenload.integrations.megatron.model.weights import global_gradients, globa
 from evenload.integrations.megatron.plain import grad_rel_err, reference
 from evenload.integrations.megatron.stage import MegatronStage
 from evenload.runtime.attention import pack as pack_module
-from evenload.runtime.attention import prefix
 from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.world.plane import Pending
-from megatron_jobs import hosted, in_stock_schedule, tokens
-from megatron_random_plans import random_plan
-from megatron_shared_plans import HAND_LENGTHS, by_hand, in_turns, random_shared_plan
-from megatron_slice_jobs import errors_of_plans
+from megatron_tests.jobs import hosted, in_stock_schedule, tokens, unchanged
+from megatron_tests.shared_plans import HAND_LENGTHS, by_hand, in_turns, random_shared_plan
+from megatron_tests.slice_jobs import dropped_accumulator, errors_of_plans, planned
+from megatron_tests.telling import told
+
+WHOLE = {"asymmetric": False, "replay": "none", "recompute": False, "pieces": (1,)}
+"""Drawn plans of whole sequences, each on one rank."""
 
 
 def sharing(host: Any, which: str | int, lengths: Any = HAND_LENGTHS, **drawn: Any) -> StepPlan:
@@ -51,23 +51,18 @@ def shared(
     """Errors of plans against plain training, one reference for all of them."""
     with hosted(world, **changes) as host:
         named = ((which, sharing(host, which, lengths, **(drawn or {}))) for which in plans)
-        return errors_of_plans(host, named, lengths, lambda: fault(mutant))
+        return errors_of_plans(host, named, lengths, FAULTS.get(mutant))
 
 
 def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> list[float]:
     """Errors of the gradients that overlapped reductions leave, by turns of shared plans and of unshared ones."""
     errors = []
     with hosted(world, megatron__distributed_optimizer=False, megatron__overlap_grad_reduce=True, **changes) as host:
-        data, ranks = tokens(HAND_LENGTHS), host.layout.dp_cp_size
+        data = tokens(HAND_LENGTHS)
         _, expected = reference(host.recipe, host, data, as_lengths(HAND_LENGTHS))
-        sizes = {
-            "num_ranks": ranks,
-            "num_stages": host.layout.pp,
-            "layers_per_stage": host.recipe.model.num_layers // host.layout.pp,
-        }
-        unshared = random_plan(3, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **sizes)
+        unshared = replace(planned(host, 3, HAND_LENGTHS, **WHOLE), order=())
         for which in plans:
-            for the_plan in (sharing(host, which), replace(unshared, order=())):
+            for the_plan in (sharing(host, which), unshared):
                 host.trained.run(Step(the_plan, data, None, no_mark, BusyClock(torch.device("cpu"))))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
@@ -76,13 +71,7 @@ def shared_reduced(world: Any, *, plans: list[str | int], **changes: Any) -> lis
 def shared_trained(world: Any, *, plans: list[str | int | None], **changes: Any) -> dict[str, Any]:
     """Losses, norms and weights of a step for each plan; None: whole sequences, each on one rank."""
     with hosted(world, **changes) as host:
-        ranks = host.layout.dp_cp_size
-        limits = {
-            "num_ranks": ranks,
-            "num_stages": host.layout.pp,
-            "layers_per_stage": host.recipe.model.num_layers // host.layout.pp,
-        }
-        alone = random_plan(2, HAND_LENGTHS, asymmetric=False, replay="none", recompute=False, pieces=(1,), **limits)
+        alone = planned(host, 2, HAND_LENGTHS, **WHOLE)
         results = [
             host.train_step(alone if which is None else sharing(host, which), tokens(HAND_LENGTHS, seed=i), lr=1e-2)
             for i, which in enumerate(plans)
@@ -106,31 +95,16 @@ def shared_own_loop(world: Any) -> float:
         return grad_rel_err(dict(global_gradients(host.model)), expected)
 
 
-def refused(world: Any, *, kind: str) -> list[str]:
-    """What and do of the error that a plan raises which no host here can run; no weight has changed."""
-    with hosted(world) as host:
+def refused(world: Any) -> list[str]:
+    """What is said of plans which no host here can run: without an engine, and for several stages."""
+    with hosted(world) as host, unchanged(host):
         good = sharing(host, "ring")
-        if kind == "no engine":
-            bad = replace(good, micro_batches=tuple(m._replace(cp_comm="") for m in good.micro_batches))
-        else:
-            bad = replace(good, limits=replace(good.limits, num_stages=2))
-        before = [p.detach().clone() for p in host.model.parameters()]
-        try:
-            host.train_step(bad, tokens(HAND_LENGTHS), lr=1.0)
-        except EvenloadError as error:
-            assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
-            return [error.what, error.do]
-    return []
-
-
-@contextmanager
-def fault(name: str) -> Iterator[None]:
-    """Plant a fault in how the host runs shared micro-batches, or in the runtime below it."""
-    if not name:
-        yield
-        return
-    with _FAULTS[name]():
-        yield
+        without_engine = replace(good, micro_batches=tuple(m._replace(cp_comm="") for m in good.micro_batches))
+        of_stages = replace(good, limits=replace(good.limits, num_stages=2))
+        return [
+            told(lambda bad=bad: host.train_step(bad, tokens(HAND_LENGTHS), lr=1.0))
+            for bad in (without_engine, of_stages)
+        ]
 
 
 def _changed_packs(change: Any) -> Any:
@@ -169,17 +143,6 @@ def _border_labels() -> Any:
     return _changed_packs(wrong)
 
 
-def _dropped_accumulator() -> Any:
-    settle = prefix.PrefixStore.settle
-
-    def alone(self: Any, layer: int, piece: Any, dk: Any, dv: Any) -> Any:
-        own = dk[piece.start :].clone(), dv[piece.start :].clone()
-        settle(self, layer, piece, dk, dv)
-        return own
-
-    return patch.object(prefix.PrefixStore, "settle", alone)
-
-
 def _lost_message(where: str) -> Any:
     """The first tensor that comes from another rank in a kind of pass is nothing but zeros, once a step."""
     run, wait, stack = getattr(Executor, where), Pending.wait, ExitStack()
@@ -203,10 +166,10 @@ def _lost_message(where: str) -> Any:
     return stack
 
 
-_FAULTS = {
+FAULTS = {
     "positions of pieces": _positions_of_pieces,
     "labels at borders": _border_labels,
-    "dropped accumulator": _dropped_accumulator,
+    "dropped accumulator": dropped_accumulator,
     "lost in forward": lambda: _lost_message("_forward"),
     "lost in backward": lambda: _lost_message("_backward"),
 }

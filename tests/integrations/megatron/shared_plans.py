@@ -12,7 +12,7 @@ from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
-from megatron_random_plans import regrouped, with_order
+from megatron_tests.random_plans import regrouped, with_order
 
 HAND_LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
 _APART = ", weights apart"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -27,8 +28,8 @@ from evenload.runtime.measure.busy import BusyClock
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
 from evenload.runtime.stage.tape import Tape
-from megatron_jobs import LENGTHS, hosted, labels_in_turn, plan, tokens
-from megatron_random_plans import random_plan
+from megatron_tests.jobs import LENGTHS, hosted, labels_in_turn, plan, tokens
+from megatron_tests.random_plans import random_plan
 
 FEW_LENGTHS = (37, 5, 64, 2)
 
@@ -53,14 +54,14 @@ def sliced(
     """Errors of random plans against plain training, one reference for all of them."""
     with hosted(world, **changes) as host:
         plans = ((seed, planned(host, seed, lengths, **(drawn or {}))) for seed in seeds)
-        return errors_of_plans(host, plans, lengths, lambda: fault(mutant))
+        return errors_of_plans(host, plans, lengths, FAULTS.get(mutant))
 
 
 def errors_of_plans(
-    host: Any, plans: Iterable[tuple[Any, StepPlan]], lengths: Any, planted: Callable[[], AbstractContextManager[None]]
+    host: Any, plans: Iterable[tuple[Any, StepPlan]], lengths: Any, fault: Callable[[], Any] | None = None
 ) -> list[dict[str, Any]]:
     """Loss and gradients of named plans, each with other labels and weights, against plain training, or what the host
-    said of a planted fault."""
+    said where `fault` plants one."""
     data, batch, found = tokens(lengths), as_lengths(lengths), []
     references: dict[int, Any] = {}
     for number, (name, the_plan) in enumerate(plans):
@@ -68,12 +69,14 @@ def errors_of_plans(
         if number % 4 not in references:
             references[number % 4] = reference(host.recipe, host, data, batch, labels)
         expected_loss, expected = references[number % 4]
-        with planted():
-            try:
+        try:
+            with fault() if fault else nullcontext():
                 result, gradients = host.gradients(the_plan, data, labels)
-            except EvenloadError as error:
-                found.append({"plan": name, "error": error.what})
-                continue
+        except (EvenloadError, RuntimeError):
+            if not fault:
+                raise
+            found.append({"plan": name, "error": traceback.format_exc()})
+            continue
         found.append(
             {
                 "plan": name,
@@ -81,6 +84,7 @@ def errors_of_plans(
                 "grad": grad_rel_err(gradients, expected),
                 "miscounted": result.num_targets - count_targets(batch, labels),
                 "executed": result.executed,
+                "trained": list(gradients),
             }
         )
     return found
@@ -122,8 +126,8 @@ def passes_here(host: Any, the_plan: Any) -> list[tuple[str, int]]:
     return [tuple(op) for op in one_forward_one_backward(the_plan.of_rank(host.dp_cp_rank), behind)]
 
 
-def counted(world: Any, *, drawn: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """How often layers and the head ran in one plan, beside the numbers of its passes."""
+def counted(world: Any, *, plans: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
+    """How often layers and the head ran in each of some plans, beside the numbers of its passes."""
     calls = {"attention": 0, "head": 0, "graphs": 0}
     attend = PackedCoreAttention.forward
 
@@ -135,20 +139,26 @@ def counted(world: Any, *, drawn: dict[str, Any], **changes: Any) -> dict[str, A
     def head(*_: Any) -> None:
         calls["head"] += 1
 
+    rows = []
     with hosted(world, **changes) as host, patch.object(PackedCoreAttention, "forward", counting):
-        the_plan = planned(host, 1, **drawn)
-        hook = host.model.output_layer.register_forward_hook(head) if hasattr(host.model, "output_layer") else None
-        result, _ = host.gradients(the_plan, tokens())
-        if hook:
-            hook.remove()
-    return {
-        **calls,
-        "forwards": len(the_plan.micro_batches),
-        "backwards": len(the_plan.passes("B")),
-        "prefixes": sum(a.kind == "forward_kv" for a in lower(the_plan, host.pipeline_stage, host.dp_cp_rank)),
-        "recomputed": [sum(row) for row in the_plan.recompute],
-        "forward_s": result.forward_s,
-    }
+        if hasattr(host.model, "output_layer"):
+            host.model.output_layer.register_forward_hook(head)
+        for drawn in plans:
+            calls.update(dict.fromkeys(calls, 0))
+            the_plan = planned(host, 1, **drawn)
+            result, _ = host.gradients(the_plan, tokens())
+            program = lower(the_plan, host.pipeline_stage, host.dp_cp_rank)
+            rows.append(
+                {
+                    **calls,
+                    "forwards": len(the_plan.micro_batches),
+                    "backwards": len(the_plan.passes("B")),
+                    "prefixes": sum(action.kind == "forward_kv" for action in program),
+                    "recomputed": [sum(row) for row in the_plan.recompute],
+                    "forward_s": result.forward_s,
+                }
+            )
+    return rows
 
 
 def in_flight(world: Any, *, packs: int) -> dict[str, int]:
@@ -170,15 +180,6 @@ def in_flight(world: Any, *, packs: int) -> dict[str, int]:
         host.gradients(the_plan, tokens(lengths))
         assert not any(links._sent[kind] for links in host._links for kind in links._sent)
     return told
-
-
-@contextmanager
-def fault(name: str) -> Iterator[None]:
-    """Plant a fault in the schedule or the runtime below it."""
-    with ExitStack() as stack:
-        if name:
-            stack.enter_context(_FAULTS[name]())
-        yield
 
 
 def dropped_accumulator() -> Any:
@@ -236,7 +237,7 @@ def _replay_without_grad() -> Any:
     return patch.object(Executor, "_recompute_forward", without)
 
 
-_FAULTS = {
+FAULTS = {
     "dropped accumulator": dropped_accumulator,
     "restarted positions": _restarted_positions,
     "loss booked twice": _loss_booked_twice,

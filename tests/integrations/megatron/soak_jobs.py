@@ -14,8 +14,8 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.runtime.adapters.tenant import TenantAdapter
-from megatron_jobs import VOCABULARY, hosted
-from megatron_slice_jobs import planned
+from megatron_tests.jobs import VOCABULARY, hosted
+from megatron_tests.slice_jobs import planned
 
 MOST = 3
 """Tenants at once."""

@@ -19,10 +19,10 @@ from evenload.integrations.reference.textbook import AdamW
 from evenload.integrations.reference.textbook_adapter import Alone
 from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.attention.labels import Labels, part_of
-from megatron_jobs import hosted, labels_in_turn, tokens
-from megatron_shared_jobs import sharing
-from megatron_shared_plans import HAND_LENGTHS as LENGTHS
-from megatron_slice_jobs import planned
+from megatron_tests.jobs import hosted, labels_in_turn, tokens
+from megatron_tests.shared_jobs import sharing
+from megatron_tests.shared_plans import HAND_LENGTHS as LENGTHS
+from megatron_tests.slice_jobs import planned
 
 TARGETS = {"gpt": ("query_key_value", "dense_4h_to_h")}
 """Of the second tenant, by family."""
@@ -54,14 +54,18 @@ def company(world: Any, *, dropout: float = 0.0, **changes: Any) -> Iterator[tup
     """A host on which the three tenants train, and what they start from: no matrix is zero."""
     with hosted(world, plugins__lora={"enabled": True}, **changes) as host:
         starts = []
-        adapters = adapters_of(host.recipe.model.family, dropout)
-        for number, (adapter, train) in enumerate(zip(adapters, TRAINS, strict=True)):
-            host.adapters.join(number, adapter, train)
-            drawn = host.adapters.state(number).weights
-            host.adapters.leave(number)
-            starts.append(AdapterState(_random(drawn, number), {}, {}, 0))
-            host.adapters.join(number, adapter, train, starts[-1])
+        for number, adapter in enumerate(adapters_of(host.recipe.model.family, dropout)):
+            host.adapters.join(number, adapter, TRAINS[number])
+            starts.append(AdapterState(_random(host.adapters.state(number).weights, number), {}, {}, 0))
+        join_anew(host, starts, dropout)
         yield host, starts
+
+
+def join_anew(host: Any, starts: list[AdapterState], dropout: float = 0.0) -> None:
+    """The tenants leave, and begin again."""
+    for number, adapter in enumerate(adapters_of(host.recipe.model.family, dropout)):
+        host.adapters.leave(number)
+        host.adapters.join(number, adapter, TRAINS[number], starts[number])
 
 
 def _random(drawn: Any, seed: int) -> dict[str, torch.Tensor]:

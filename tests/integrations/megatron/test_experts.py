@@ -1,11 +1,12 @@
 """Models with experts on real ranks, planned, against plain training with all experts on each rank.
 
-The reference has its own routing and losses (`integrations.megatron.plain_experts`), written from the papers.
+The reference has its own routing and losses (`evenload.integrations.megatron.plain_experts`), written from the papers.
 """
 
 from __future__ import annotations
 
 import pytest
+from harness.cases import full, only_full
 
 pytestmark = pytest.mark.slow
 
@@ -17,13 +18,17 @@ SHARED = {"mesh": {"enabled": True, "max_tokens": 24}}
 CUT = {"moe": {"enabled": True, "owners": "sharded"}}
 ODD = {"model__hidden_size": 10, "model__num_attention_heads": 1, "model__num_query_groups": 1}
 STAGES = {"pipeline": {"enabled": True}}
-LAYOUTS = [
-    pytest.param(2, {"parallel__ep": 1}, id="ep1"),
-    pytest.param(2, {"parallel__ep": 2}, id="ep2"),
-    pytest.param(4, {"parallel__ep": 2}, id="ep2dp2"),
-    pytest.param(4, {"parallel__ep": 4}, id="ep4"),
-    pytest.param(4, {"parallel__ep": 2, "parallel__pp": 2}, id="pp2ep2"),
-]
+LAYOUTS = {
+    "ep1": (2, {"parallel__ep": 1}),
+    "ep2": (2, {"parallel__ep": 2}),
+    "ep2dp2": (4, {"parallel__ep": 2}),
+    "ep4": (4, {"parallel__ep": 4}),
+    "pp2ep2": (4, {"parallel__ep": 2, "parallel__pp": 2}),
+}
+PLUGINS = {"stock": {}, "packs": PACKS, "slices": SLICES}
+AT_EVERY_CHANGE = ("ep1-packs", "ep2-slices", "ep2dp2-stock", "ep4-packs", "pp2ep2-slices")
+"""Each layout once, and each kind of plan."""
+FEW = [37, 5, 64, 2]
 UNEQUAL = {"parallel__ep": 2, "parallel__pp": 2, "parallel__layers": [1, 3], "model__num_layers": 4}
 
 
@@ -44,15 +49,19 @@ def exact(rows, *, branch="", copied=True):
             assert branch in ("", *one["branches"])
 
 
-@pytest.mark.parametrize("plugins", [{}, PACKS, SLICES], ids=["stock", "packs", "slices"])
-@pytest.mark.parametrize(("size", "layout"), LAYOUTS)
-def test_float64_is_that_of_plain_training(on_ranks, size, layout, plugins):
-    branch = "cut sequences" if plugins is SLICES else ""
-    exact(
-        on_ranks(size, "routed", moe=BIASED, plugins=plugins, **layout),
-        branch=branch,
-        copied=layout["parallel__ep"] > 1,
-    )
+@pytest.mark.parametrize(
+    ("layout", "plugins"),
+    [
+        pytest.param(layout, plugins, marks=[] if f"{layout}-{plugins}" in AT_EVERY_CHANGE else full)
+        for layout in LAYOUTS
+        for plugins in PLUGINS
+    ],
+)
+def test_float64_is_that_of_plain_training(on_ranks, layout, plugins):
+    size, changes = LAYOUTS[layout]
+    rows = on_ranks(size, "routed", moe=BIASED, plugins=PLUGINS[plugins], **changes)
+    exact(rows, branch="cut sequences" * (plugins == "slices"), copied=changes["parallel__ep"] > 1)
+    assert all(row[0]["moved"] == rows[0][0]["moved"] > 0.03 for row in rows), "biases move"
 
 
 def test_experts_of_unequal_stages_are_exact(on_ranks):
@@ -68,13 +77,18 @@ def test_copies_where_tokens_come_from(on_ranks):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"plugins": SLICES, "moe": BIASED, "seeds": (None,) * 4},
-        {"plugins": SLICES, "moe": LOSSES, "seeds": (None,) * 4, "local": True, "train__recompute": True},
-        {"plugins": PACKS | CUT, "moe": {"shared_ffn_hidden_size": 16}},
-        {"seeds": list(range(4)), "lengths": [37, 5, 64, 2], "moe": {"num_experts": 8, "topk": 3}},
-        {"plugins": PACKS, "lengths": [40], "train__global_batch_size": 4},
+        only_full({"plugins": SLICES, "moe": BIASED, "seeds": (None,) * 4}, id="drawn copies"),
+        pytest.param(
+            {"plugins": SLICES, "moe": LOSSES, "seeds": (None,) * 4, "local": True, "train__recompute": True},
+            id="local copies, recompute",
+        ),
+        pytest.param({"plugins": PACKS | CUT, "moe": {"shared_ffn_hidden_size": 16}}, id="cut experts, shared"),
+        only_full({"seeds": list(range(4)), "lengths": FEW, "moe": {"num_experts": 8, "topk": 3}}, id="random plans"),
+        pytest.param(
+            {"plugins": PACKS, "lengths": [40], "train__global_batch_size": 4, "seeds": (None,) * 2},
+            id="ranks without a token",
+        ),
     ],
-    ids=["drawn copies", "local copies, recompute", "cut experts, shared", "random plans", "ranks without a token"],
 )
 def test_tokens_that_go_once_to_a_node(on_ranks, changes):
     exact(on_ranks(4, "routed", parallel__ep=4, once=True, **changes))
@@ -83,13 +97,15 @@ def test_tokens_that_go_once_to_a_node(on_ranks, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"moe": {}},
-        {"moe": BIASED, "train__recompute": True},
-        {"moe": {"score": "sigmoid", "topk": 1, "shared_ffn_hidden_size": 16}},
-        {"moe": {"num_experts": 6, "topk": 3, "every": 2, **BIASED}, "model__family": "qwen3_moe"},
-        {"moe": LOSSES, "megatron__overlap_grad_reduce": True},
+        only_full({"moe": {}}, id="softmax"),
+        pytest.param({"moe": BIASED, "train__recompute": True}, id="recompute"),
+        pytest.param({"moe": {"score": "sigmoid", "topk": 1, "shared_ffn_hidden_size": 16}}, id="one of them, shared"),
+        pytest.param(
+            {"moe": {"num_experts": 6, "topk": 3, "every": 2, **BIASED}, "model__family": "qwen3_moe"},
+            id="qwen3_moe, every second",
+        ),
+        pytest.param({"moe": LOSSES, "megatron__overlap_grad_reduce": True}, id="overlap"),
     ],
-    ids=["softmax", "recompute", "one of them, shared", "qwen3_moe, every second", "overlap"],
 )
 def test_every_kind_of_routing(on_ranks, changes):
     exact(on_ranks(2, "routed", parallel__ep=2, plugins=SLICES, **changes))
@@ -100,7 +116,7 @@ def test_losses_and_drops_of_a_micro_batch_are_the_hosts_own(on_ranks):
     exact(on_ranks(2, "routed", parallel__ep=2, moe=moe, train__micro_batch_size=1))
 
 
-@pytest.mark.parametrize(("size", "ep"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("size", "ep"), [pytest.param(2, 2, id="ep2"), only_full(4, 2, id="ep2dp2")])
 def test_sequences_that_ranks_share(on_ranks, size, ep):
     exact(on_ranks(size, "routed", parallel__ep=ep, moe=LOSSES, plugins=SHARED, lengths=[90, 7, 30, 12]))
 
@@ -111,13 +127,17 @@ def test_orders_of_the_pipeline_plugin(on_ranks):
 
 
 @pytest.mark.parametrize(
-    ("size", "layout"),
-    [(2, {"parallel__ep": 2}), (4, {"parallel__ep": 2, "parallel__pp": 2})],
-    ids=["ranks2", "ranks4"],
+    ("layout", "seeds"),
+    [
+        pytest.param("ep2", [4, 6, 7, 5], id="ep2"),
+        pytest.param("pp2ep2", [4, 6], id="pp2ep2"),
+        *(only_full(layout, list(range(12)), id=f"{layout}, all") for layout in ("ep2", "pp2ep2")),
+    ],
 )
-def test_random_plans(on_ranks, size, layout):
+def test_random_plans(on_ranks, layout, seeds):
     """Of four sequences: few enough that in some of the plans a rank is idle."""
-    rows = on_ranks(size, "routed", moe=BIASED, seeds=list(range(12)), lengths=[37, 5, 64, 2], **layout)
+    size, layout = LAYOUTS[layout]
+    rows = on_ranks(size, "routed", moe=BIASED, seeds=seeds, lengths=FEW, **layout)
     exact(rows)
     assert any("idle ranks" in one["branches"] for one in rows[0])
 
@@ -127,11 +147,6 @@ def test_dummies_and_padding_count_in_nothing(on_ranks, plugins):
     """One rank has no sample at all; in the stock plan a micro-batch of the other is padded."""
     rows = on_ranks(2, "routed", parallel__ep=2, moe=BIASED, plugins=plugins, lengths=[40], train__global_batch_size=2)
     exact(rows, branch="dummies")
-
-
-def test_biases_move(on_ranks):
-    rows = on_ranks(2, "routed", parallel__ep=2, moe=BIASED, plugins=PACKS)
-    assert rows[0][0]["moved"] == rows[1][0]["moved"] > 0.03
 
 
 def test_what_does_not_compose_is_refused(on_ranks):
@@ -155,27 +170,32 @@ def test_what_does_not_compose_is_refused(on_ranks):
 
 
 @pytest.mark.parametrize(
-    ("size", "changes"),
+    ("layout", "changes"),
     [
-        (2, {"plugins": SLICES | CUT, "train__recompute": True, "seeds": (None,) * 4, "parallel__ep": 2}),
-        (4, {"plugins": PACKS | CUT, "megatron__overlap_grad_reduce": True, "parallel__ep": 2}),
-        (4, {"plugins": CUT, "moe": BIASED | {"ffn_hidden_size": 25}, "parallel__ep": 4, **ODD}),
-        (4, {"plugins": SLICES | CUT, "parallel__ep": 2, "parallel__pp": 2}),
+        pytest.param(
+            "ep2", {"plugins": SLICES | CUT, "train__recompute": True, "seeds": (None,) * 4}, id="ep2, recompute"
+        ),
+        only_full("ep2dp2", {"plugins": PACKS | CUT, "megatron__overlap_grad_reduce": True}, id="ep2dp2, overlap"),
+        pytest.param("ep4", {"plugins": CUT, "moe": BIASED | {"ffn_hidden_size": 25}, **ODD}, id="ep4, padded pieces"),
+        pytest.param("pp2ep2", {"plugins": SLICES | CUT}, id="pp2ep2, slices"),
     ],
-    ids=["ep2, recompute", "ep2dp2, overlap", "ep4, padded pieces", "pp2ep2, slices"],
 )
-def test_experts_that_are_cut_over_their_group(on_ranks, size, changes):
-    exact(on_ranks(size, "routed", **{"moe": BIASED, **changes}))
+def test_experts_that_are_cut_over_their_group(on_ranks, layout, changes):
+    size, layout = LAYOUTS[layout]
+    exact(on_ranks(size, "routed", **{"moe": BIASED, **layout, **changes}))
 
 
 @pytest.mark.parametrize(
     ("near", "changes"),
     [
-        (1e-12, {"parallel__ep": 4, "train__dtype": "fp64", **ODD}),
-        (1e-5, {"parallel__ep": 2, "train__dtype": "fp32"}),
-        (1e-12, {"parallel__ep": 2, "parallel__pp": 2, "train__dtype": "fp64", "model__family": "qwen3_moe"}),
+        only_full(1e-12, {"parallel__ep": 4, "train__dtype": "fp64", **ODD}, id="fp64, padded pieces"),
+        pytest.param(1e-5, {"parallel__ep": 2, "train__dtype": "fp32"}, id="fp32, distributed optimizer"),
+        only_full(
+            1e-12,
+            {"parallel__ep": 2, "parallel__pp": 2, "train__dtype": "fp64", "model__family": "qwen3_moe"},
+            id="fp64, a stage without experts",
+        ),
     ],
-    ids=["fp64, padded pieces", "fp32, distributed optimizer", "fp64, a stage without experts"],
 )
 def test_cut_experts_take_the_same_steps_and_share_checkpoints(on_ranks, tmp_path, near, changes):
     moe = BIASED | {"ffn_hidden_size": 25, "every": 2 if "model__family" in changes else 1}
@@ -189,13 +209,14 @@ def test_cut_experts_take_the_same_steps_and_share_checkpoints(on_ranks, tmp_pat
             assert one == pytest.approx(other, rel=near)
 
 
-KINDS = [{"train__dtype": "fp64"}, {"train__dtype": "fp32"}]
 ELSEWHERE = ((1, 2), (2, 4), (4, 4))
 NEXT = {1: ELSEWHERE[1:2], 2: ELSEWHERE[2:], 4: ELSEWHERE[:1]}
 """In float64 every layout reads of every other; in float32 each reads of one."""
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["fp64", "fp32 sharded"])
+@pytest.mark.parametrize(
+    "kind", [only_full({"train__dtype": "fp64"}, id="fp64"), pytest.param({"train__dtype": "fp32"}, id="fp32 sharded")]
+)
 def test_start_losses_and_resume_are_equal_on_other_numbers_of_expert_ranks(on_ranks, tmp_path, kind):
     near = 1e-12 if kind["train__dtype"] == "fp64" else 1e-5
     common = {"moe": BIASED, "plugins": PACKS, **kind}

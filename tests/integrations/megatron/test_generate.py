@@ -6,21 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 ALL = {"slots": 64}
 SMALL = {"slots": 4, "cache_tokens": 80, "step_tokens": 9}
-CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "data parallel": ({}, [{"slots": 1}, {"slots": 64, "backwards": True}, {"moves": 1}, {**SMALL, "moves": 2}]),
-    "tensor parallel": ({"parallel__tp": 2}, [ALL, SMALL, {**SMALL, "moves": 3}]),
-    "a pipeline": ({"parallel__pp": 2}, [ALL, SMALL, {**ALL, "moves": 4}]),
-    "stages of tensor-parallel ranks": ({"parallel__pp": 2, "parallel__tp": 2}, [{"slots": 5}]),
-}
+TP2, PP2 = {"parallel__tp": 2}, {"parallel__pp": 2}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_samples_are_those_of_plain_generation(on_ranks: Callable[..., list[Any]], name: str) -> None:
-    changes, ways = CASES[name]
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        pytest.param({}, [{"slots": 64, "backwards": True}, {**SMALL, "moves": 2}], id="data parallel"),
+        pytest.param(TP2, [SMALL], id="tensor parallel"),
+        pytest.param(PP2, [{**ALL, "moves": 4}], id="a pipeline"),
+        only_full({}, [{"slots": 1}, {"moves": 1}], id="data parallel, more"),
+        only_full(TP2, [ALL, {**SMALL, "moves": 3}], id="tensor parallel, more"),
+        only_full(PP2, [ALL, SMALL], id="a pipeline, more"),
+        only_full({**PP2, **TP2}, [{"slots": 5}], id="stages of tensor-parallel ranks"),
+    ],
+)
+def test_samples_are_those_of_plain_generation(
+    on_ranks: Callable[..., list[Any]], changes: dict[str, Any], ways: list[dict[str, Any]]
+) -> None:
     results = on_ranks(4, "generated", ways=ways, **changes)
     for result in results:
         assert not result["changed"]
@@ -43,27 +51,33 @@ def test_moves_between_two_ranks_change_no_token(on_ranks: Callable[..., list[An
 
 
 LONG = [(0, (1, 2, 3), 8), (1, (4, 5), 126)]
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing to continue": ({"requests": []}, "there is no prompt"),
-    "an empty prompt": ({"requests": [(0, (), 3)]}, "prompt 0 has no token"),
-    "a token beyond the vocabulary": ({"requests": [(4, (1, 96), 3)]}, "prompt 4 has tokens that the model does not"),
-    "no token wanted": ({"requests": [(2, (1,), 0)]}, "no token may follow prompt 2"),
-    "beyond the model": ({"requests": LONG, "data__max_length": 127}, "prompt 1 and what may follow are longer"),
-    "a cap below one sample": ({"requests": LONG, "slots": 112}, "smaller than one sample"),
-    "a V": (
-        {"requests": LONG, "parallel__pp": 2, "plugins__pipeline": {"enabled": True, "v_shape": True}},
-        "two stages a device",
-    ),
+REFUSED = {
+    "there is no prompt": {"requests": []},
+    "prompt 0 has no token": {"requests": [(0, (), 3)]},
+    "prompt 4 has tokens that the model does not": {"requests": [(4, (1, 96), 3)]},
+    "no token may follow prompt 2": {"requests": [(2, (1,), 0)]},
+    "smaller than one sample": {"requests": LONG, "cap": 112},
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_generated_is_said_before_the_first_token(on_ranks: Callable[..., list[Any]], name: str) -> None:
-    arguments, text = REFUSED[name]
-    size = 2 if "parallel__pp" in arguments else 1
-    assert all(text in said for said in on_ranks(size, "generation_refused", **arguments))
+def test_what_cannot_be_generated_is_said_before_the_first_token(on_ranks: Callable[..., list[Any]]) -> None:
+    (said,) = on_ranks(1, "generation_refused", cases=list(REFUSED.values()))
+    assert all(text in words for text, words in zip(REFUSED, said, strict=True)), said
 
 
-def test_experts_are_refused_by_name(on_ranks: Callable[..., list[Any]]) -> None:
-    experts = {"model__family": "mixtral", "model__moe": {"num_experts": 4}, "parallel__ep": 2}
-    assert all("parallel.ep 2" in said for said in on_ranks(2, "generation_refused", requests=LONG, **experts))
+V = {**PP2, "plugins__pipeline": {"enabled": True, "v_shape": True}}
+EXPERTS = {"model__family": "mixtral", "model__moe": {"num_experts": 4}, "parallel__ep": 2}
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "text"),
+    [
+        pytest.param(1, {"data__max_length": 127}, "prompt 1 and what may follow are longer", id="beyond the model"),
+        pytest.param(2, V, "two stages a device", id="a V"),
+        pytest.param(2, EXPERTS, "parallel.ep 2", id="experts"),
+    ],
+)
+def test_so_is_what_a_model_cannot_generate(
+    on_ranks: Callable[..., list[Any]], size: int, changes: dict[str, Any], text: str
+) -> None:
+    assert all(text in said for (said,) in on_ranks(size, "generation_refused", cases=[{"requests": LONG}], **changes))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,16 +30,10 @@ def card() -> Iterator[tuple[Any, Any]]:
     """The jobs of the CPU tests, and a world of one on the card."""
     pytest.importorskip("megatron.core")
     from evenload.runtime.world.world import close_world, init_world
+    from megatron_tests import jobs
 
-    name = "megatron_jobs"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("jobs.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
     world = init_world()
-    yield sys.modules[name], world
+    yield jobs, world
     close_world(world)
 
 

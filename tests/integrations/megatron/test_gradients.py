@@ -6,22 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 TWO = {"model__num_layers": 2}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "alone": (1, {"plans": [1, 2], **TWO}),
-    "dp2": (2, {"plans": [1, 2], **TWO}),
-    "tp2": (2, {"plans": [1, 2], "parallel__tp": 2, **TWO}),
-    "pp2": (2, {"plans": [1, 2], "parallel__pp": 2}),
-    "shared by two": (2, {"plans": ["pairs, ring", 100], **TWO}),
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, TWO),
+    "dp2": (2, TWO),
+    "tp2": (2, {"parallel__tp": 2, **TWO}),
+    "pp2": (2, {"parallel__pp": 2}),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rows_are_those_of_one_backward_a_sample(on_ranks: Callable[..., list[Any]], name: str) -> None:
-    size, case = CASES[name]
-    for result in on_ranks(size, "by_sample", **case):
+@pytest.mark.parametrize(
+    ("layout", "plans"),
+    [
+        pytest.param("alone", [1], id="alone"),
+        pytest.param("tp2", [2], id="tp2"),
+        pytest.param("pp2", [2], id="pp2"),
+        pytest.param("dp2", ["pairs, ring"], id="shared by two"),
+        only_full("dp2", ["pairs, ring", 100], id="shared by two, all"),
+        *(only_full(layout, [1, 2], id=f"{layout}, all") for layout in LAYOUTS),
+    ],
+)
+def test_rows_are_those_of_one_backward_a_sample(
+    on_ranks: Callable[..., list[Any]], layout: str, plans: list[str | int]
+) -> None:
+    size, changes = LAYOUTS[layout]
+    for result in on_ranks(size, "by_sample", plans=plans, **changes):
         assert result["changed"] == []
         assert "adapter.target_modules names no linear layer" in result["refused"]
         for row in result["rows"]:
@@ -32,7 +44,9 @@ def test_rows_are_those_of_one_backward_a_sample(on_ranks: Callable[..., list[An
             assert row["losses"] < 1e-9, row
 
 
-@pytest.mark.parametrize(("size", "layout"), [(1, TWO), (2, {"parallel__pp": 2})])
+@pytest.mark.parametrize(
+    ("size", "layout"), [pytest.param(*LAYOUTS["alone"], id="alone"), only_full(*LAYOUTS["pp2"], id="pp2")]
+)
 def test_less_takes_what_is_like_the_validation(
     on_ranks: Callable[..., list[Any]], size: int, layout: dict[str, Any]
 ) -> None:
@@ -42,7 +56,7 @@ def test_less_takes_what_is_like_the_validation(
         assert result["way"] == "backward", "two batches are too few to try both"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("dtype", ["fp32", only_full("fp64")])
 def test_two_forwards_give_products_at_the_step_that_they_choose(
     on_ranks: Callable[..., list[Any]], dtype: str
 ) -> None:

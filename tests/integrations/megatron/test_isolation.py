@@ -5,66 +5,62 @@ from __future__ import annotations
 import math
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
 TWO = {"model__num_layers": 2}
 BAD = 1
-LAYOUTS = [
-    pytest.param(1, TWO, [0, 1, 2], id="one"),
-    pytest.param(2, TWO, [3, 4, "together"], id="dp2"),
-    pytest.param(2, TWO, ["pairs, ring", "pairs, all_to_all", 101], id="plane2"),
-    pytest.param(2, {"parallel__tp": 2, **TWO}, [0, 1, 2], id="tp2"),
-    pytest.param(2, {"parallel__pp": 2}, [0, 1, 2], id="pp2"),
-]
 FAULTS = {
     "weights": ("not finite: loss, gradient", (0, 1, 2)),
     "activations": ("not finite: loss, gradient", (1,)),
     "rate": ("not finite: learning rate", (0, 1, 2)),
     "huge rate": ("not finite: loss, gradient", (1, 2)),
     "data": ("the data has changed: ", (1,)),
+    "cancelling weights": ("the weights of its ", (1,)),
 }
 """What the host says, and in which steps."""
+LAYOUTS = {
+    "one": (1, TWO, [0, 1, 2]),
+    "dp2": (2, TWO, [3, 4, "together"]),
+    "plane2": (2, TWO, ["pairs, ring", "pairs, all_to_all", 101]),
+    "tp2": (2, {"parallel__tp": 2, **TWO}, [0, 1, 2]),
+    "pp2": (2, {"parallel__pp": 2}, [0, 1, 2]),
+}
+AT_EVERY_CHANGE = {
+    "one": list(FAULTS),
+    "dp2": ["data", "cancelling weights"],
+    "plane2": ["activations"],
+    "tp2": ["weights"],
+    "pp2": ["huge rate"],
+}
 
 
-@pytest.fixture(scope="module")
-def behaving(on_ranks):
-    """Results of steps in which nobody misbehaves, each computed once."""
-    kept = {}
-
-    def run(size, plans, layout):
-        key = str((size, plans, layout))
-        if key not in kept:
-            kept[key] = on_ranks(size, "beside", how="", plans=plans, **layout)
-        return kept[key]
-
-    return run
-
-
-@pytest.mark.parametrize("how", FAULTS)
-@pytest.mark.parametrize(("size", "layout", "plans"), LAYOUTS)
-def test_a_tenant_that_misbehaves_is_frozen_and_changes_nobody(on_ranks, behaving, size, layout, plans, how):
-    _frozen(on_ranks, behaving, (size, layout, plans), how, *FAULTS[how])
+@pytest.mark.parametrize(
+    ("layout", "faults"),
+    [
+        *(pytest.param(layout, faults, id=layout) for layout, faults in AT_EVERY_CHANGE.items()),
+        *(only_full(layout, list(FAULTS), id=f"{layout}, all") for layout in LAYOUTS if layout != "one"),
+    ],
+)
+def test_a_tenant_that_misbehaves_is_frozen_and_changes_nobody(on_ranks, layout, faults):
+    size, changes, plans = LAYOUTS[layout]
+    for behaving, *misbehaving in on_ranks(size, "beside", faults=faults, plans=plans, **changes):
+        for fault, found in zip(faults, misbehaving, strict=True):
+            _frozen(behaving, found, *FAULTS[fault])
 
 
-def test_so_is_one_whose_weights_cancel_out(on_ranks, behaving):
-    _frozen(on_ranks, behaving, LAYOUTS[1].values, "cancelling weights", "the weights of its ", (1,))
-
-
-def _frozen(on_ranks, behaving, layout, how, said, when):
-    size, layout, plans = layout
-    results = on_ranks(size, "beside", how=how, plans=plans, **layout)
-    for good, bad in zip(behaving(size, plans, layout), results, strict=True):
-        for number, (row, beside) in enumerate(zip(good["rows"], bad["rows"], strict=True)):
-            assert not row["failed"]
-            assert beside["losses"] == row["losses"]
-            assert math.isfinite(beside["loss"])
-            assert math.isfinite(beside["norm"])
-            if number in when:
-                assert list(beside["failed"]) == [BAD]
-                assert beside["failed"][BAD].startswith(said)
-                assert beside["frozen"]
-            else:
-                assert not beside["failed"]
-                assert not beside["frozen"]
-        assert bad["states"] == good["states"]
+def _frozen(good, bad, said, when):
+    for number, (row, beside) in enumerate(zip(good["rows"], bad["rows"], strict=True)):
+        assert not row["failed"]
+        assert beside["losses"] == row["losses"]
+        assert math.isfinite(beside["loss"])
+        assert math.isfinite(beside["norm"])
+        if number in when:
+            assert list(beside["failed"]) == [BAD]
+            assert beside["failed"][BAD].startswith(said)
+            assert beside["frozen"]
+        else:
+            assert not beside["failed"]
+            assert not beside["frozen"]
+    assert bad["states"] == good["states"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +100,8 @@ def _short(name: str) -> str:
     [
         pytest.param(1, [0, 1, 2], {}, id="one"),
         pytest.param(2, [3, 4, 101], {}, id="dp2"),
-        pytest.param(2, [0, 1, 2], {"tp": 2}, id="tp2"),
-        pytest.param(2, [0, 1, 2], {"pp": 2}, id="pp2"),
+        only_full(2, [0, 1, 2], {"tp": 2}, id="tp2"),
+        only_full(2, [0, 1, 2], {"pp": 2}, id="pp2"),
     ],
 )
 def test_three_steps_in_company_are_those_of_peft_alone(on_ranks, trained, tmp_path, size, plans, layout):

@@ -6,20 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
-CASES: dict[str, dict[str, Any]] = {
-    "packs, slices and shared ones": {"plans": [3, 8, "all_gather", "chain", 101]},
-    "tensor parallelism": {"plans": [5, 102], "parallel__tp": 2},
-    "a pipeline": {"plans": [6, 9, 103], "parallel__pp": 2},
-    "a V": {"plans": [6, 9], "parallel__pp": 2, "plugins__pipeline": {"enabled": True, "v_shape": True}},
-    "experts": {"plans": [4, 7], "parallel__ep": 2, "experts": True},
+V = {"parallel__pp": 2, "plugins__pipeline": {"enabled": True, "v_shape": True}}
+CASES: dict[str, tuple[dict[str, Any], list[str | int], list[str | int]]] = {
+    "packs, slices and shared ones": ({}, [8, "all_gather"], [3, "chain", 101]),
+    "tensor parallelism": ({"parallel__tp": 2}, [102], [5]),
+    "a pipeline": ({"parallel__pp": 2}, [103], [6, 9]),
+    "a V": (V, [6], [9]),
+    "experts": ({"parallel__ep": 2, "experts": True}, [4], [7]),
 }
+"""Changes of the recipe, plans of every change, and those of the full run."""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_forwards_alone_give_what_plain_ones_give(on_ranks: Callable[..., list[Any]], name: str) -> None:
-    results = on_ranks(4, "scored", **CASES[name])
+@pytest.mark.parametrize(
+    ("changes", "plans"),
+    [
+        *(pytest.param(changes, plans, id=name) for name, (changes, plans, _) in CASES.items()),
+        *(only_full(changes, more, id=f"{name}, more") for name, (changes, _, more) in CASES.items()),
+    ],
+)
+def test_forwards_alone_give_what_plain_ones_give(
+    on_ranks: Callable[..., list[Any]], changes: dict[str, Any], plans: list[str | int]
+) -> None:
+    results = on_ranks(4, "scored", plans=plans, **changes)
     for result in results:
         assert not result["changed"]
         for row, first in zip(result["plans"], results[0]["plans"], strict=True):

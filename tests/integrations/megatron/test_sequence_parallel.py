@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import only_full
+from megatron_tests.exact import exact
+from megatron_tests.shared_plans import HAND_LENGTHS
 
 pytestmark = pytest.mark.slow
 
@@ -13,15 +16,6 @@ STAGES = {"parallel__pp": 2, **DIVIDED}
 BIASED = {"score": "sigmoid", "bias_rate": 0.01, "z_loss": 0.02, "sequence_aux_loss": 0.05}
 PACKS = {"packing": {"enabled": True, "max_tokens": 96}}
 SLICES = {"packing": {"enabled": True, "max_tokens": 24}}
-
-
-def exact(results):
-    for plans in zip(*results, strict=True):
-        for found in plans:
-            assert found.get("error") is None, found
-            assert found["loss"] < 1e-12, found["plan"]
-            assert found["grad"] < 1e-9, found["plan"]
-            assert found["miscounted"] == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt", "qwen3"])
@@ -35,23 +29,37 @@ def test_whole_samples(on_ranks, family):
 @pytest.mark.parametrize(
     ("size", "layout", "how"),
     [
-        (2, TWO, {"seeds": [0, 1, 2, 3]}),
-        (2, TWO, {"seeds": [4], "train__recompute": True, "drawn": {"recompute": False}}),
-        (4, STAGES, {"seeds": [0, 1, 2]}),
-        (4, STAGES, {"seeds": [8], "drawn": {"pieces": [1, 16], "asymmetric": True, "replay": "some"}}),
+        pytest.param(2, TWO, {"seeds": [2, 6, 9, 4]}, id="tp2"),
+        pytest.param(2, TWO, {"seeds": [4], "train__recompute": True, "drawn": {"recompute": False}}, id="recompute"),
+        only_full(4, STAGES, {"seeds": [0, 1, 2]}, id="tp2pp2"),
+        pytest.param(
+            4,
+            STAGES,
+            {"seeds": [2], "drawn": {"asymmetric": True, "replay": "some"}},
+            id="other groups in backward",
+        ),
     ],
-    ids=["tp2", "recompute", "tp2pp2", "other groups in backward"],
 )
 def test_cut_samples(on_ranks, size, layout, how):
-    exact(on_ranks(size, "sliced", **how, **layout))
+    exact(on_ranks(size, "sliced", **how, **layout), layout, LENGTHS)
 
 
-def test_samples_that_ranks_share(on_ranks):
-    exact(on_ranks(4, "shared", plans=["pairs, ring", "pairs, all_to_all", 0], **TWO))
+@pytest.mark.parametrize(
+    "plans", [pytest.param(["pairs, ring"], id="ring"), only_full(["pairs, all_to_all", 0], id="more")]
+)
+def test_samples_that_ranks_share(on_ranks, plans):
+    exact(on_ranks(4, "shared", plans=plans, **TWO), TWO, HAND_LENGTHS)
 
 
-@pytest.mark.parametrize("plugins", [PACKS, SLICES], ids=["packs", "slices"])
-@pytest.mark.parametrize(("size", "ep"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "ep", "plugins"),
+    [
+        pytest.param(2, 1, SLICES, id="2-1-slices"),
+        pytest.param(4, 2, PACKS, id="4-2-packs"),
+        only_full(2, 1, PACKS, id="2-1-packs"),
+        only_full(4, 2, SLICES, id="4-2-slices"),
+    ],
+)
 def test_experts(on_ranks, size, ep, plugins):
     """Cut by tensor parallelism, and divided among data-parallel ranks."""
     shared = {"shared_ffn_hidden_size": 16} if plugins is PACKS else {}
@@ -84,7 +92,7 @@ def test_a_checkpoint_does_not_know_of_it(on_ranks, tmp_path):
         assert resumed == pytest.approx(whole[2:], rel=1e-6)
 
 
-@pytest.mark.parametrize("divided", [False, True], ids=["whole", "divided"])
+@pytest.mark.parametrize("divided", [only_full(False, id="whole"), pytest.param(True, id="divided")])
 def test_the_peak_of_a_rank_is_what_was_predicted_of_it(on_ranks, divided):
     (memory,) = on_ranks(1, "measured_memory")
     for found in on_ranks(2, "peaks", memory=memory, parallel__tp=2, megatron__sequence_parallel=divided):

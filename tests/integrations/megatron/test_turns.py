@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
+from harness.cases import only_full
+from megatron_tests.exact import exact
+from megatron_tests.shared_plans import HAND_LENGTHS, in_turns
 
 pytestmark = pytest.mark.slow
 
 TWO = {"model__num_layers": 2}
-
-
-def _module(name):
-    known = f"megatron_of_turns_{name}"
-    spec = importlib.util.spec_from_file_location(known, Path(__file__).with_name(f"{name}.py"))
-    sys.modules[known] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[known])
-    return sys.modules[known]
-
-
-_shared = _module("test_shared")
-_plans = sys.modules["megatron_shared_plans"]
+_exact = partial(exact, lengths=HAND_LENGTHS)
 
 
 def _is_tied(m):
@@ -35,7 +25,7 @@ TURNS = [f"turns {seed}" for seed in range(6)]
 
 
 def test_the_drawn_plans_hold_what_they_are_to_prove():
-    plans = [_plans.in_turns(seed, num_ranks=4, num_stages=1, layers_per_stage=2, heads=4) for seed in range(6)]
+    plans = [in_turns(seed, num_ranks=4, num_stages=1, layers_per_stage=2, heads=4) for seed in range(6)]
     micro_batches = [m for plan in plans for m in plan.micro_batches if m.first_half]
     wanted = {
         "a half that attends to the other's keys": _is_tied,
@@ -48,13 +38,14 @@ def test_the_drawn_plans_hold_what_they_are_to_prove():
     assert [name for name, holds in wanted.items() if not any(map(holds, micro_batches))] == []
 
 
-LAYOUTS = [
-    pytest.param(4, {"parallel__tp": 2}, TURNS[:2], id="tp2 cp2"),
-    pytest.param(4, {}, TURNS[:4], id="dp4"),
-    pytest.param(2, {"parallel__tp": 2}, TURNS, id="tp2"),
-]
-
-
-@pytest.mark.parametrize(("size", "layout", "plans"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("size", "layout", "plans"),
+    [
+        pytest.param(4, {"parallel__tp": 2}, TURNS[:1], id="tp2 cp2"),
+        pytest.param(4, {}, TURNS[:4], id="dp4"),
+        pytest.param(2, {"parallel__tp": 2}, TURNS, id="tp2"),
+        only_full(4, {"parallel__tp": 2}, TURNS, id="tp2 cp2, all"),
+    ],
+)
 def test_halves_in_turn_give_the_gradients_of_plain_training(on_ranks, size, layout, plans):
-    _shared._exact(on_ranks(size, "shared", plans=plans, **TWO, **layout), layout)
+    _exact(on_ranks(size, "shared", plans=plans, **TWO, **layout), layout)

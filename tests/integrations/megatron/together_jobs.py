@@ -11,7 +11,7 @@ from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.integrations.unmodified import planned_runs
 from evenload.runtime.experts.balance import Shares
-from megatron_user_jobs import listening, recipe, user_loop, worst
+from megatron_tests.user_jobs import listening, recipe, user_loop, worst
 
 
 def kept_together(world: Any, *, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:

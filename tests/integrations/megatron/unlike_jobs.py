@@ -12,8 +12,8 @@ import torch
 from evenload.core.errors import RankError
 from evenload.runtime.world import agreement
 from megatron.core.models.gpt import GPTModel
-from megatron_form_jobs import _load, _packed_attention
-from megatron_user_jobs import recipe, user_loop
+from megatron_tests.form_jobs import packed_attention
+from megatron_tests.user_jobs import loaded_script, recipe, user_loop
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 
@@ -25,8 +25,7 @@ def unlike_in_schedule(world: Any, *, plugins: list[dict[str, Any]], loop: dict[
 
 def unlike_in_rows(world: Any, *, plugins: list[dict[str, Any]]) -> list[Any]:
     """In a loop that hands over TensorDicts."""
-    script = _load("verl_script", 1, 1)
-    with _packed_attention():
+    with loaded_script("verl_script") as script, packed_attention():
         return _message_of(lambda: script.train("sft", True), plugins[world.rank])
 
 

@@ -49,14 +49,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron_expert_jobs import layer_planner_of, with_drawn_copies
-from megatron_float64 import all_in_float64
-from megatron_hybrid_model import hybrid_model
-from megatron_random_plans import random_plan
-from megatron_slice_jobs import dropped_accumulator
+from megatron_tests.expert_jobs import layer_planner_of, with_drawn_copies
+from megatron_tests.float64 import all_in_float64
+from megatron_tests.hybrid_model import hybrid_model
+from megatron_tests.random_plans import random_plan
+from megatron_tests.slice_jobs import dropped_accumulator
 from torch.distributed import distributed_c10d
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "megatron_script.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def recipe(**plugins: Any) -> Any:
@@ -77,10 +77,27 @@ def _norm_in_shares(cls: type, config: Any, *rest: Any, **named: Any) -> Any:
 _plain_norm = WrappedTorchNorm.__new__
 
 
-def words(index: int) -> Any:
+def _words(length: int, index: int) -> Any:
     """Tokens of a whole sample."""
-    length = importlib.import_module("user_script").SEQ_LENGTH
     return torch.randint(1, 128, (length,), generator=torch.Generator().manual_seed(index))
+
+
+@contextmanager
+def loaded_script(name: str, tp: int = 1, pp: int = 1, **sizes: Any) -> Iterator[Any]:
+    """A script of `tests/scripts` as a module, and Megatron ready for it on this layout."""
+    load_plugins()
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    parallel_state.initialize_model_parallel(tp, pp, **sizes)
+    try:
+        sys.modules[name] = script  # a session rebinds names of loaded modules only
+        spec.loader.exec_module(script)
+        torch.manual_seed(1234)
+        model_parallel_cuda_manual_seed(1234)
+        yield script
+    finally:
+        del sys.modules[name]
+        leave_groups()
 
 
 @contextmanager
@@ -116,17 +133,13 @@ def user_loop(
         spec: makes the spec of a layer; None: Megatron-Core's local one.
         config: changes fields of its TransformerConfig.
     """
-    file = importlib.util.spec_from_file_location("user_script", SCRIPT)
-    script = importlib.util.module_from_spec(file)
-    file.loader.exec_module(script)
-    # Names that a session rebinds are found in loaded modules only.
-    with patch.dict(sys.modules, {"user_script": script}):
-        experts_by = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-        parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp, **experts_by)
+    experts_by = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    with loaded_script("megatron_script", tp, pp, context_parallel_size=cp, **experts_by) as script:
         script.NUM_MICRO_BATCHES = micro_batches or script.NUM_MICRO_BATCHES
         if full:
             padded = script.sample
             whole = {"loss_mask": torch.ones(script.SEQ_LENGTH)}
+            words = partial(_words, script.SEQ_LENGTH)
             script.sample = lambda index: {**padded(index), **whole, "tokens": words(index), "labels": words(index + 1)}
         if experts := config.get("num_moe_experts"):
             config |= {**experts_by, "add_bias_linear": False, "bias_activation_fusion": False}
@@ -145,22 +158,17 @@ def user_loop(
                 weight.requires_grad_(not (frozen and frozen in name))
             return model
 
-        try:
-            script.GPTModel = partly_frozen
-            layers = len(hybrid.replace("|", "").split("/")[0]) or 4
-            layout = {"num_layers": layers, "context_parallel_size": cp}
-            latent = {"num_query_groups": 4, "add_bias_linear": False} if mla else {}
-            own = _yarn if positions == "yarn" else lambda config: config
-            script.TransformerConfig = lambda **fields: own(make(**{**fields, **layout, **latent, **config}))
-            torch.manual_seed(1234)
-            model_parallel_cuda_manual_seed(1234)
-            with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
-                model, _ = script.build(torch.float64, positions, overlap)
-            model.config.grad_scale_func = partial(torch.mul, torch.tensor([scale])) if scale else None
-            with all_in_float64() if exact else nullcontext():
-                yield Loop(script, model)
-        finally:
-            leave_groups()
+        script.GPTModel = partly_frozen
+        layers = len(hybrid.replace("|", "").split("/")[0]) or 4
+        layout = {"num_layers": layers, "context_parallel_size": cp}
+        latent = {"num_query_groups": 4, "add_bias_linear": False} if mla else {}
+        own = _yarn if positions == "yarn" else lambda config: config
+        script.TransformerConfig = lambda **fields: own(make(**{**fields, **layout, **latent, **config}))
+        with patch.object(WrappedTorchNorm, "__new__", _norm_in_shares):
+            model, _ = script.build(torch.float64, positions, overlap)
+        model.config.grad_scale_func = partial(torch.mul, torch.tensor([scale])) if scale else None
+        with all_in_float64() if exact else nullcontext():
+            yield Loop(script, model)
 
 
 def _yarn(config: Any) -> Any:

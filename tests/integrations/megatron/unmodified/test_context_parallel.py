@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -24,9 +25,9 @@ MEANS = {"calculate_per_token_loss": False}
     [
         pytest.param(2, {"cp": 2, "seeds": (0,)}, id="tokens, cp2"),
         pytest.param(2, {"cp": 2, **MEANS, "overlap": True, "seeds": (0,)}, id="means, cp2"),
-        pytest.param(4, {"cp": 2, **MEANS, "seeds": (1,)}, id="means, dp2cp2"),
+        only_full(4, {"cp": 2, **MEANS, "seeds": (1,)}, id="means, dp2cp2"),
         pytest.param(4, {"cp": 2, "pp": 2, **MEANS}, id="means, pp2cp2"),
-        pytest.param(4, {"cp": 2, "tp": 2}, id="tokens, tp2cp2"),
+        only_full(4, {"cp": 2, "tp": 2}, id="tokens, tp2cp2"),
         pytest.param(2, {"cp": 2, "ep": 2, **EXPERTS}, id="tokens, cp2ep2"),
     ],
 )

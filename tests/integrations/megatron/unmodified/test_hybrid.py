@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -18,9 +19,9 @@ EXPERTS = {
     ("size", "layout"),
     [
         pytest.param(1, {"hybrid": "*-*-"}, id="one"),
-        pytest.param(2, {"hybrid": "*-*-", "overlap": True}, id="dp2"),
+        only_full(2, {"hybrid": "*-*-", "overlap": True}, id="dp2"),
         pytest.param(2, {"hybrid": "**--", "tp": 2}, id="tp2"),
-        pytest.param(4, {"hybrid": "**--", "pp": 2, "overlap": True}, id="dp2pp2, a stage without attention"),
+        only_full(4, {"hybrid": "**--", "pp": 2, "overlap": True}, id="dp2pp2, a stage without attention"),
         pytest.param(2, {"hybrid": "*E-*E-", "ep": 2, **EXPERTS}, id="ep2"),
     ],
 )

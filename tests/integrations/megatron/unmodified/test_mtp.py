@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -16,9 +17,9 @@ ONE = {"virtual_stages": 1, "num_layers": 2}
     [
         pytest.param(1, {"pp": 1, **ONE, "mtp_num_layers": 2}, id="one, tokens, two layers"),
         pytest.param(2, {"pp": 1, **ONE, "mtp_num_layers": 1, **MEANS}, id="dp2-means"),
-        pytest.param(2, {"pp": 2, **ONE, "mtp_num_layers": 1, **MEANS}, id="pp2, means"),
+        only_full(2, {"pp": 2, **ONE, "mtp_num_layers": 1, **MEANS}, id="pp2, means"),
         pytest.param(4, {"pp": 2, "mtp_num_layers": 1, **DISTRIBUTED}, id="dp2pp2, chunks, tokens, overlap"),
-        pytest.param(4, {"pp": 2, "tp": 2, **ONE, "mtp_num_layers": 2, **MEANS}, id="tp2pp2, means, two layers"),
+        only_full(4, {"pp": 2, "tp": 2, **ONE, "mtp_num_layers": 2, **MEANS}, id="tp2pp2, means, two layers"),
     ],
 )
 def test_multi_token_prediction_on_packs_gives_the_gradients_and_losses_of_the_loop(on_ranks, size, layout):

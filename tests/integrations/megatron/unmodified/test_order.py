@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
-SEEDS = [1, 2, 3]
+SEEDS = [1, 2]
 SHARES = {"tp": 2, "sequence_parallel": True}
 WINDOWS = {"window_size": (5, 0), "window_attn_skip_freq": 2, "apply_query_key_layer_scaling": True}
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
     pytest.param(2, {"pp": 2, "frozen": "embedding"}, id="pp2, embedding frozen"),
-    pytest.param(2, {"overlap": True}, id="dp2"),
+    only_full(2, {"overlap": True}, id="dp2"),
     pytest.param(2, {"pp": 2, "num_layers_in_first_pipeline_stage": 1}, id="pp2, a first stage of one layer"),
-    pytest.param(2, {"pp": 2, "pipeline_model_parallel_layout": "Ettt|tL"}, id="pp2, a layout"),
+    only_full(2, {"pp": 2, "pipeline_model_parallel_layout": "Ettt|tL"}, id="pp2, a layout"),
     pytest.param(2, {"pp": 2, **WINDOWS}, id="pp2, windows"),
     pytest.param(4, {"pp": 2, "overlap": True, "queued": True}, id="dp2pp2, one queue"),
     pytest.param(4, {"pp": 2, **SHARES, "queued": True}, id="tp2pp2 in shares, one queue"),
@@ -54,8 +55,8 @@ FEW_SLICES = {"pieces": (1, 1, 2, 5)}
     [
         pytest.param(2, {"ep": 2, **PADDED}, id="ep2, padded"),
         pytest.param(2, {"ep": 2, **LOSSES}, id="ep2, losses"),
-        pytest.param(4, {"ep": 2, "pp": 2, **LOSSES}, id="ep2pp2, losses"),
-        pytest.param(4, {"ep": 2, "overlap": True, **PADDED}, id="ep2dp2, padded"),
+        only_full(4, {"ep": 2, "pp": 2, **LOSSES}, id="ep2pp2, losses"),
+        only_full(4, {"ep": 2, "overlap": True, **PADDED}, id="ep2dp2, padded"),
     ],
 )
 def test_random_plans_give_the_gradients_of_a_stock_loop_with_experts(on_ranks, size, layout):
@@ -148,7 +149,7 @@ def test_attention_is_looked_at_before_the_first_step(on_ranks):
 def test_a_loop_that_cannot_run_an_order_is_told_why(on_ranks):
     (told,) = on_ranks(1, "refusals")
     wanted = {
-        "stranger inside, ordered": "megatron_user_jobs.refusals.<locals>.louder (",
+        "stranger inside, ordered": "megatron_tests.user_jobs.refusals.<locals>.louder (",
         "stranger outside": "functools.partial functools.partial(<function get_forward_backward_func",
         "overlap_p2p_comm": "overlap_p2p_comm True",
         "num_microbatches_with_partial_activation_checkpoints": "Megatron's schedule says what is recomputed",

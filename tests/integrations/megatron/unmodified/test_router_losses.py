@@ -7,6 +7,7 @@ Routers compute in float64 here; passes that recompute layers leave that mode, a
 from __future__ import annotations
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +38,9 @@ GATHERS = {"moe_token_dispatcher_type": "allgather"}
         pytest.param(2, {"ep": 2, **GATHERS}, id="tokens, ep2, allgather"),
         pytest.param(2, {"ep": 2, **MEANS, **SCALED}, id="means, ep2, scaled gradients"),
         pytest.param(4, {"ep": 2, "etp": 1, **SHARES, **MEANS}, id="means, tp2ep2 of 4 in shares"),
-        pytest.param(4, {"ep": 2, "etp": 1, **SHARES}, id="tokens, tp2ep2 of 4 in shares"),
-        pytest.param(4, {"ep": 2, "etp": 2, **SHARES, **GATHERS}, id="tokens, tp2ep2 with cut experts, allgather"),
-        pytest.param(4, {"ep": 2, "pp": 2, **MEANS}, id="means, pp2ep2"),
+        only_full(4, {"ep": 2, "etp": 1, **SHARES}, id="tokens, tp2ep2 of 4 in shares"),
+        only_full(4, {"ep": 2, "etp": 2, **SHARES, **GATHERS}, id="tokens, tp2ep2 with cut experts, allgather"),
+        only_full(4, {"ep": 2, "pp": 2, **MEANS}, id="means, pp2ep2"),
     ],
 )
 def test_losses_and_what_is_printed_of_them_are_those_of_the_stock_loop(on_ranks, size, layout):

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 from evenload.core.laws import check
 from evenload.core.plan.program import lower
 from evenload.core.plan.token_layout import layout_of, ranks_of_samples
 from evenload.integrations.megatron.unmodified.planning.sharing import meeting
-
-for _name in ("random_plans", "shared_plans"):
-    _spec = importlib.util.spec_from_file_location(
-        f"megatron_{_name}", Path(__file__).parents[1].joinpath(f"{_name}.py")
-    )
-    sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules[_spec.name])
-_plans = sys.modules["megatron_shared_plans"]
-
-LENGTHS = (37, 64, 26, 29, 41, 9, 5, 2)
-
+from megatron_tests.shared_plans import HAND_LENGTHS as LENGTHS
+from megatron_tests.shared_plans import random_shared_plan
 
 WHOLE = {"pieces": (1,), "replay": "none", "asymmetric": False}
 
 
 def drawn(seed, stages=1, **how):
     sizes = {"num_ranks": 4, "num_stages": stages, "layers_per_stage": 2, "heads": 4}
-    return _plans.random_shared_plan(seed, LENGTHS, **sizes, **how)
+    return random_shared_plan(seed, LENGTHS, **sizes, **how)
 
 
 def losses_before_shared_passes(plan):

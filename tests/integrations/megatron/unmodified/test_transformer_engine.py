@@ -6,52 +6,39 @@ benchmarks/gpu/transformer_engine.py holds the real one to the same.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.cases import only_full
+from harness.world import World
 
 pytestmark = pytest.mark.slow
 
 
 def call(job: str, arguments: dict[str, Any]) -> Any:
-    """Runs on a rank: a job of the folder's conftest.py over the stand-in."""
-    folder, loaded = Path(__file__).parents[1], []
-    for name in ("te_standin", "conftest"):
-        file = f"megatron_{name}"
-        if file not in sys.modules:
-            spec = importlib.util.spec_from_file_location(file, folder / f"{name}.py")
-            sys.modules[file] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[file])
-            if name == "te_standin":
-                sys.modules[file].install()
-        loaded.append(sys.modules[file])
-    standin, conftest = loaded
-    standin.calls.clear()
-    found = conftest.call(job, arguments)
-    return found, sorted(set(standin.calls))
+    """Runs on a rank: a job over the stand-in, and the formats of its attention's calls."""
+    from megatron_tests import calling, te_standin
 
-
-@pytest.fixture(scope="session")
-def trainer() -> str:
-    """Megatron is imported behind the stand-in."""
-    return "torch"
+    if "transformer_engine" not in sys.modules:
+        te_standin.install()
+    te_standin.calls.clear()
+    return calling.call(job, arguments), sorted(set(te_standin.calls))
 
 
 @pytest.fixture(scope="module")
-def over(world: Callable[[int], Any]) -> Callable[..., list[Any]]:
-    def run(job: str, **arguments: Any) -> list[Any]:
-        return world(2).run(call, job, arguments)
+def over(forge: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """Two ranks of their own, which import Megatron after the stand-in."""
+    world = World(forge("torch"), 2, tmp_path_factory.mktemp("world"))
+    yield lambda job, **arguments: world.run(call, job, arguments)
+    if world.active:
+        world.close()
 
-    return run
 
-
-WHOLE = {"how": {"pieces": (1,), "asymmetric": False, "replay": "none", "recompute": True}}
 SHARES = {"tp": 2, "sequence_parallel": True}
 MLA = {
     "q_lora_rank": 12,
@@ -68,13 +55,13 @@ FUSED = {"apply_rope_fusion": True, "bias_dropout_fusion": False}
 @pytest.mark.parametrize(
     "loop",
     [
-        pytest.param({"pp": 2}, id="pp2"),
+        only_full({"pp": 2}, id="pp2"),
         pytest.param({"overlap": True, "window_size": (5, 0), "window_attn_skip_freq": 2, **FUSED}, id="windows"),
         pytest.param({**SHARES, "qk_layernorm": True, "softmax_scale": 0.2}, id="tp2 in shares, scale"),
         pytest.param({"positions": "yarn", **FUSED}, id="yarn"),
         pytest.param({"pp": 2, "rotary_interleaved": True, **FUSED}, id="interleaved"),
         pytest.param({"mla": True, "rope_type": "yarn", **MLA}, id="latent, yarn"),
-        pytest.param({**SHARES, "mla": True, "rope_type": "rope", **MLA}, id="latent, tp2 in shares"),
+        only_full({**SHARES, "mla": True, "rope_type": "rope", **MLA}, id="latent, tp2 in shares"),
     ],
 )
 def test_random_plans_give_the_gradients_of_the_stock_loop(over, loop):
@@ -88,7 +75,7 @@ def test_random_plans_give_the_gradients_of_the_stock_loop(over, loop):
         assert "thd" in called, "packs of whole samples go to Transformer Engine"
 
 
-@pytest.mark.parametrize("loop", [pytest.param({}, id="plain"), pytest.param({"mla": True, **MLA}, id="latent")])
+@pytest.mark.parametrize("loop", [only_full({}, id="plain"), pytest.param({"mla": True, **MLA}, id="latent")])
 def test_shared_samples_give_the_gradients_of_the_stock_loop(over, loop):
     cases = [{"max_tokens": 64, "instead": "cp_all"}, {"cut": 0}]
     for results, called in over("shared_steps", cases=cases, te=True, **loop):
