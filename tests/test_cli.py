@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 
 import evenload
@@ -302,10 +301,13 @@ def test_shipped_recipes_are_listed_and_planned_by_name(place: Path, bare: Calla
     assert json.loads(done.stdout)["layout"]["dp"] == 8
 
 
-def test_an_unsupported_version_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "0.13.0" if name == "megatron-core" else installed(name))
-    done = command(place, "train", "recipe.yaml")
+def test_an_unsupported_version_is_named(place: Path) -> None:
+    commands = Commands(
+        "import importlib.metadata as metadata; installed = metadata.version\n"
+        "metadata.version = lambda name: '0.13.0' if name == 'megatron-core' else installed(name)"
+    )
+    done = commands(place, "train", "recipe.yaml")
+    commands.close()
     assert done.returncode == 2
     assert "megatron-core 0.13.0; supported:" in done.stderr
 

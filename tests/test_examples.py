@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import evenload
 import pytest
+from harness.commands import Commands
 
 EXAMPLE = Path(evenload.__file__).parent / "examples" / "third_party_plugin"
 RECIPE = """
@@ -22,56 +24,42 @@ plugins: {packing: {enabled: true, max_tokens: 1024}, largest_first: {enabled: t
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which pip has installed the example from a copy of its sources."""
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """The command where pip has installed the example, from a copy of its sources."""
     folder = tmp_path_factory.mktemp("third_party")
     shutil.copytree(EXAMPLE, folder / "source")
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
     pip = [sys.executable, "-m", "pip", "install", *offline, "--target", str(folder / "site")]
     done = subprocess.run([*pip, str(folder / "source")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    return folder / "site"
-
-
-def command(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
-    return subprocess.run(
-        [sys.executable, "-m", "evenload", *words],
-        cwd=site,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    path = os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH", ""))))
+    commands = Commands(environment={"PYTHONPATH": path})
+    yield commands
+    commands.close()
 
 
 def test_the_example_is_short() -> None:
     assert len((EXAMPLE / "evenload_largest_first.py").read_text().splitlines()) < 60
 
 
-def test_the_example_is_listed(installed: Path) -> None:
-    rows = json.loads(command(installed, "plugins", "--json").stdout)["plugins"]
+def test_the_example_is_listed(command: Commands, tmp_path: Path) -> None:
+    rows = json.loads(command(tmp_path, "plugins", "--json").stdout)["plugins"]
     assert ("largest_first", "evenload_largest_first") in [(row["name"], row["origin"]) for row in rows]
 
 
-def test_the_example_plans(installed: Path) -> None:
-    (installed / "recipe.yaml").write_text(RECIPE)
-    (installed / "lengths.txt").write_text(
-        "\n".join(map(str, (100, 900, 300, 700, 200, 650, 80, 500, 40, 1000, 10, 60)))
-    )
+def test_the_example_plans_and_its_section_is_checked(command: Commands, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    lengths = (100, 900, 300, 700, 200, 650, 80, 500, 40, 1000, 10, 60)
+    (tmp_path / "lengths.txt").write_text("\n".join(map(str, lengths)))
     ask = ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--json", "--out", "plan.json")
     orders = {}
     for switch in ("false", "true"):
-        done = command(installed, *ask, f"plugins.largest_first.enabled={switch}", "plugins.packing.slices=off")
+        done = command(tmp_path, *ask, f"plugins.largest_first.enabled={switch}", "plugins.packing.slices=off")
         assert done.returncode == 0, done.stderr
         assert ("largest_first" in json.loads(done.stdout)["plugins"]) == (switch == "true")
-        rows = json.loads((installed / "plan.json").read_text())["steps"][0]["micro_batches"]
+        rows = json.loads((tmp_path / "plan.json").read_text())["steps"][0]["micro_batches"]
         orders[switch] = [sum(stop - start for _, start, stop in row["slices"]) for row in rows]
     assert orders["true"] == sorted(orders["false"], reverse=True) != orders["false"]
-
-
-def test_a_section_of_the_example_is_checked(installed: Path) -> None:
-    (installed / "recipe.yaml").write_text(RECIPE)
-    (installed / "lengths.txt").write_text("10\n20\n")
-    done = command(installed, "plan", "recipe.yaml", "plugins.largest_first.min_tokens=-1", "--lengths", "lengths.txt")
+    done = command(tmp_path, *ask, "plugins.largest_first.min_tokens=-1")
     assert done.returncode == 2
     assert "plugins.largest_first.min_tokens" in done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import evenload
 import pytest
+from harness.cases import full
 
 NOTEBOOKS = sorted((Path(evenload.__file__).parent / "examples" / "notebooks").glob("*.ipynb"))
 FAULTS = ("Traceback", "\n  do: ", "command not found")
@@ -19,6 +20,7 @@ def printed(cell: Any) -> str:
     return "".join(str(output.get("text", "")) for output in cell.get("outputs", ()))
 
 
+@full
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_to_its_end(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

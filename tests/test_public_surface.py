@@ -12,8 +12,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.commands import command
 
 HERE = Path(__file__).parent
 EARLIER = json.loads((HERE / "public_surface.json").read_text()) if (HERE / "public_surface.json").exists() else {}
@@ -131,8 +130,8 @@ def python_names() -> dict[str, dict[str, Any]]:
     return rows
 
 
-def evenload_command(place: Path, *words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "evenload", *words], cwd=place, capture_output=True, text=True)
+def output(place: Path, *words: str) -> str:
+    done = command(place, *words)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -146,10 +145,10 @@ def planned_keys(place: Path) -> dict[str, list[str]]:
     shared = ("parallel.dp=4", "plugins.pipeline.enabled=false")
     rows = {}
     for name, words in {"cut in stages": cut, "shared": shared}.items():
-        rows[f"plan, {name}"] = keys(evenload_command(place, *ask, *words, "--out", "plan.json"))
+        rows[f"plan, {name}"] = keys(output(place, *ask, *words, "--out", "plan.json"))
         rows[f"plan.json, {name}"] = keys((place / "plan.json").read_text())
-    rows["plan --sweep"] = keys(evenload_command(place, *ask, *shared, "--sweep", "train.global_batch_size=6,12"))
-    rows |= {verb: keys(evenload_command(place, verb, "--json")) for verb in ("plugins", "doctor")}
+    rows["plan --sweep"] = keys(output(place, *ask, *shared, "--sweep", "train.global_batch_size=6,12"))
+    rows |= {verb: keys(output(place, verb, "--json")) for verb in ("plugins", "doctor")}
     return rows
 
 
@@ -254,7 +253,7 @@ def surface(place: Path) -> dict[str, Any]:
 
     rows = planned_keys(place)
     (place / "recipe.yaml").write_text(RUNS)
-    rows |= {verb: keys(evenload_command(place, verb, "recipe.yaml", *VERBS[verb], "--json")) for verb in VERBS}
+    rows |= {verb: keys(output(place, verb, "recipe.yaml", *VERBS[verb], "--json")) for verb in VERBS}
     hosts = [f"{host.__name__}:{name}" for host in (deepspeed, megatron) for name in host.__all__]
     imports = sorted({*imports_of_documents(Path(evenload.__file__).parent), *hosts})
     names = {"recipe": recipe_keys(), "python": python_names(), "imports": imports}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,21 @@ import pytest
 import yaml
 from evenload import cli
 from evenload.core.recipe.traits import TRAINERS
+from harness.commands import Commands
 
 ROOT = Path(evenload.__file__).parent
 ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "recipes", "runtime", "training")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = set(PROJECT["optional-dependencies"])
 LISTENING = """
-import runpy, sys
-opened = open({log!r}, "a")
-inside = (sys.argv.pop(1), sys.argv.pop(1))
+import sys
+opened = open({log!r}, "a", buffering=1)
 def note(event, args):
-    if event == "open" and str(args[0]).startswith(inside):
-        opened.write(str(args[0]) + "\\n")
+    if event == "open" and str(args[0]).startswith({inside!r}):
+        print(args[0], file=opened)
 sys.addaudithook(note)
-runpy.run_module("evenload", run_name="__main__", alter_sys=True)
 """
-"""Runs evenload, and writes down each file that it opens below one of the first two words."""
+"""Writes down each file below some folders that the process opens."""
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,27 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
+Opened = Callable[[Path, str], list[str]]
+
+
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("installed")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
+def opened_by(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """Files of evenload that a command opens in a folder, below the wheel's first; it runs from the wheel alone."""
+    installed, log = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("opened") / "log"
+    zipfile.ZipFile(wheel).extractall(installed)
+    surroundings = {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    commands = Commands(LISTENING.format(log=str(log), inside=(str(installed), str(ROOT))), surroundings)
+
+    def opened(place: Path, command: str) -> list[str]:
+        before = len(log.read_text()) if log.exists() else 0
+        done = commands(place, *shlex.split(command))
+        assert done.returncode == 0, done.stderr
+        files = log.read_text()[before:].splitlines()
+        # A virtual environment may lie in the checkout.
+        return [one.replace(str(installed), "WHEEL") for one in files if not one.startswith(sys.prefix)]
+
+    yield opened
+    commands.close()
 
 
 def test_the_wheel_holds_what_the_rooms_hold(wheel: Path) -> None:
@@ -66,18 +82,6 @@ def test_the_wheel_holds_what_the_rooms_hold(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if not re.match(r"evenload-[\d.]+\.dist-info/", name)} == wanted
     assert f"evenload-{evenload.__version__}.dist-info/METADATA" in names
-
-
-def opened_by(installed: Path, place: Path, command: str) -> list[str]:
-    """Files of evenload that a command opened, which ran from the wheel alone."""
-    log = place / "opened.txt"
-    program = LISTENING.format(log=str(log))
-    words = [sys.executable, "-c", program, str(installed), str(ROOT), *shlex.split(command)]
-    surroundings = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(words, cwd=place, env=surroundings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    environments = str(Path(sys.prefix))  # a virtual environment may lie in the checkout
-    return [one for one in log.read_text().splitlines() if not one.startswith(environments)]
 
 
 @pytest.mark.slow
@@ -93,20 +97,23 @@ def opened_by(installed: Path, place: Path, command: str) -> list[str]:
     ],
 )
 def test_a_command_of_the_wheel_opens_nothing_of_a_checkout(
-    command: str, opens: str, installed: Path, tmp_path: Path
+    command: str, opens: str, opened_by: Opened, tmp_path: Path
 ) -> None:
     (tmp_path / "lengths.txt").write_text("".join(f"{20 + k * 37 % 900}\n" for k in range(200)))
-    opened = opened_by(installed, tmp_path, command)
+    opened = opened_by(tmp_path, command)
     assert [one for one in opened if opens in one]
-    assert [one for one in opened if not one.startswith(str(installed))] == []
+    assert [one for one in opened if not one.startswith("WHEEL/")] == []
 
 
-def messages() -> Iterator[tuple[str, str]]:
+@functools.cache
+def messages() -> list[tuple[str, str]]:
     """Every string of the product, where it stands; what an f-string fills in is left out."""
-    for path in [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", node.value)
+        for path in [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def documents() -> Iterator[tuple[str, str]]:

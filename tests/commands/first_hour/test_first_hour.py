@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from evenload import cli
 from evenload.api import load_recipe
 from evenload.commands.first_hour import parts
 from evenload.commands.first_hour.page import page
 from evenload.commands.first_hour.parts import TimedPart
 from evenload.core.errors import EvenloadError
 from evenload.training.progress import silent
+from harness.commands import command
 
 
-def test_a_machine_without_a_gpu_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["evenload", "doctor", "--gpu"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    assert "there is no GPU here\n  found: torch" in capsys.readouterr().err
+def test_a_machine_without_a_gpu_and_out_without_gpu_are_refused(tmp_path: Path) -> None:
+    done = command(tmp_path, "doctor", "--gpu")
+    assert (done.returncode, "there is no GPU here\n  found: torch" in done.stderr) == (2, True)
+    done = command(tmp_path, "doctor", "--out", "here")
+    assert (done.returncode, "add --gpu" in done.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,13 +32,6 @@ def test_no_torch_and_a_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(parts, "find_spec", lambda name: None)
     with pytest.raises(EvenloadError, match="no torch"):
         parts.num_gpus()
-
-
-def test_out_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["evenload", "doctor", "--out", "here"])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert "add --gpu" in capsys.readouterr().err
 
 
 DEVICES = {
