@@ -1,13 +1,9 @@
 """Bubbles of spans drawn by hand, and of simulated steps beside the simulator's own number."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from io import StringIO
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.commands.tables.train import _bubbles
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
@@ -15,7 +11,6 @@ from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import Span, simulate
 from evenload.training.measuring import _shown
 from evenload.training.pipelines import Bubbles, Waits, bubbles_of
-from rich.console import Console
 
 HAND = (
     # Stage 0 fills until nothing, waits between its passes, and for the sum of the gradients with nobody.
@@ -32,14 +27,14 @@ HAND = (
 )
 
 
-def test_waiting_is_told_before_between_and_after_passes() -> None:
+def test_waiting_is_told_before_between_and_after_passes():
     found = bubbles_of([HAND])
     assert found.waits == {(0, 0): Waits(0.0, 4.0, 0.0), (1, 0): Waits(2.0, 1.0, 1.5)}
     assert found.frac == pytest.approx((4.0 + 4.5) / (2 * 10.0))
     assert found.of(1, 0) == pytest.approx(0.45)
 
 
-def test_steps_are_summed_second_by_second() -> None:
+def test_steps_are_summed_second_by_second():
     short = tuple(s._replace(start_s=s.start_s / 2, end_s=s.end_s / 2) for s in HAND)
     both = bubbles_of([HAND, short])
     assert both.step_s == 15.0
@@ -47,7 +42,7 @@ def test_steps_are_summed_second_by_second() -> None:
     assert both.waits[1, 0] == Waits(3.0, 1.5, 2.25)
 
 
-def test_rows_are_shares_that_sum_to_the_bubble() -> None:
+def test_rows_are_shares_that_sum_to_the_bubble():
     (first, second) = bubbles_of([HAND]).rows(bubbles_of([HAND[:4]]))
     assert (first["stage"], first["rank"], second["stage"]) == (0, 0, 1)
     assert second["before_frac"] + second["between_frac"] + second["after_frac"] == pytest.approx(second["bubble_frac"])
@@ -55,14 +50,13 @@ def test_rows_are_shares_that_sum_to_the_bubble() -> None:
     assert second["predicted_bubble_frac"] == 0.0
 
 
-def test_nothing_recorded_is_no_bubble() -> None:
+def test_nothing_recorded_is_no_bubble():
     assert bubbles_of([]) == Bubbles(0.0, {})
     assert bubbles_of([()]).frac == 0.0
 
 
 @pytest.mark.parametrize("instead", ["", "in_order"])
-def test_simulated_steps_have_the_simulators_bubble(instead: str) -> None:
-    load_plugins()
+def test_simulated_steps_have_the_simulators_bubble(instead):
     recipe = parse(
         {
             "model": {"num_layers": 8},
@@ -83,7 +77,7 @@ def test_simulated_steps_have_the_simulators_bubble(instead: str) -> None:
     assert len(found.waits) == outcome.busy_s.size
 
 
-def test_tensor_parallel_peers_are_one_and_collectives_begin_with_their_last_rank() -> None:
+def test_tensor_parallel_peers_are_one_and_collectives_begin_with_their_last_rank():
     first = (Span(0, 0, "F", 0, 0.0, 1.0), Span(0, 0, "G", -1, 1.0, 4.0))
     peer = (Span(0, 0, "F", 0, 0.0, 1.5), Span(0, 0, "G", -1, 1.5, 4.0))
     other = (Span(0, 1, "F", 1, 0.0, 3.0), Span(0, 1, "G", -1, 3.0, 4.0))
@@ -93,12 +87,10 @@ def test_tensor_parallel_peers_are_one_and_collectives_begin_with_their_last_ran
     assert bubbles_of([shown]).waits[0, 0] == Waits(0.0, 0.0, 2.0)
 
 
-def test_of_many_ranks_the_table_shows_those_that_wait_most() -> None:
+def test_of_many_ranks_the_table_shows_those_that_wait_most(shown):
     rows = Bubbles(1.0, {(0, rank): Waits(0.0, 0.0, rank / 1000) for rank in range(100)}).rows(Bubbles(1.0, {}))
     table = _bubbles("evenload", rows)
-    console = Console(width=160, record=True, file=StringIO())
-    console.print(table)
-    text = console.export_text()
+    text = shown(table)
     assert table.row_count == 32
     assert "stage 0, rank 99" in text
     assert "stage 0, rank 67 " not in text

@@ -1,9 +1,5 @@
 """What the samples of each domain came to, of one batch or of several."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from evenload.core.planning.planner import Draw
@@ -11,14 +7,14 @@ from evenload.integrations.host.scoring import Scores
 from evenload.training.metrics import domain_losses
 
 
-def part(*rows: tuple[int, int, float, int]) -> tuple[Draw, Scores]:
+def part(*rows):
     """Of sequences their domain, length, loss and targets."""
     domain, lengths, losses, targets = map(np.array, zip(*rows, strict=True))
-    draw: Any = {"samples": np.arange(len(rows)), "lengths": lengths, "state": {}, "domain": domain}
+    draw = {"samples": np.arange(len(rows)), "lengths": lengths, "state": {}, "domain": domain}
     return Draw(**draw), Scores(losses.astype(float), targets)
 
 
-def test_the_loss_of_a_domain_is_that_of_its_targets_over_all_batches() -> None:
+def test_the_loss_of_a_domain_is_that_of_its_targets_over_all_batches():
     parts = [part((0, 5, 8.0, 4), (2, 9, 6.0, 3)), part((2, 4, 1.0, 1), (0, 3, 0.0, 2), (1, 2, 0.0, 0))]
     assert domain_losses(("code", "none", "web"), parts) == {
         "code": {"loss": pytest.approx(8 / 6), "samples": 2, "tokens": 8, "targets": 6},
@@ -26,7 +22,7 @@ def test_the_loss_of_a_domain_is_that_of_its_targets_over_all_batches() -> None:
     }
 
 
-def test_the_loss_of_a_domain_does_not_grow_with_its_weight() -> None:
+def test_the_loss_of_a_domain_does_not_grow_with_its_weight():
     draw, scores = part((0, 5, 8.0, 4), (2, 9, 6.0, 3), (0, 3, 1.0, 2), (1, 4, 2.0, 3))
     factors = np.array([5.0, 0.25, 5.0, 1.0])
     weighted = draw, Scores(scores.losses * factors, scores.targets, scores.targets * factors)
@@ -37,7 +33,7 @@ def test_the_loss_of_a_domain_does_not_grow_with_its_weight() -> None:
     assert [one["targets"] for one in found.values()] == [6, 3, 3]
 
 
-def test_targets_have_weights_of_their_own_in_the_loss_of_a_domain() -> None:
+def test_targets_have_weights_of_their_own_in_the_loss_of_a_domain():
     draw, scores = part((0, 5, 3.0, 4), (1, 9, 6.0, 3), (0, 3, 1.0, 2))
     weighted = draw, scores._replace(weights=np.array([1.0, 0.0, 3.0]))
     assert domain_losses(("code", "web"), [weighted]) == {

@@ -1,55 +1,49 @@
 """Global batches with a queue: every sample exactly once, never late, resumed bit for bit."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.planner import Draw, Planner
+from evenload.core.planning.planner import Planner
 from evenload.core.recipe.recipe import parse
-from evenload.core.registry import HoldBack
 from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.training.drawing import Drawing, num_waiting
 from hypothesis import given
 from hypothesis import strategies as st
 
-load_plugins()
 SIZE, CAP = 8, 2048
 EIGHT = BatchSize(SIZE)
 
 
-def chain(delay: int, ranks: int = 4, enabled: bool = True) -> PlanChain:
+def chain(delay, ranks=4, enabled=True):
     packing = {"enabled": enabled, "max_tokens": CAP, "max_delay_steps": delay}
     recipe = parse({"parallel": {"dp": ranks}, "plugins": {"packing": packing}})
     return PlanChain.of_recipe(recipe, recipe.layout())
 
 
-def heavy_tail(count: int, seed: int = 0) -> Any:
+def heavy_tail(count, seed=0):
     lengths = np.random.default_rng(seed).lognormal(4, 1.2, count)
     return np.clip(lengths, 2, CAP).astype(np.int64)
 
 
-def drawing(lengths: Any, made: PlanChain, seed: int = 5) -> Drawing:
+def drawing(lengths, made, seed=5):
     return Drawing(SampleOrder(len(lengths), seed), lengths, EIGHT, made)
 
 
-def same(one: Draw, other: Draw) -> bool:
+def same(one, other):
     return one.samples.tolist() == other.samples.tolist() and (one.lengths == other.lengths).all()
 
 
 @given(st.integers(0, 99), st.integers(1, 6), st.integers(2, 5), st.integers(20, 61))
-def test_every_sample_runs_once_and_never_later_than_allowed(seed: int, delay: int, ranks: int, count: int) -> None:
+def test_every_sample_runs_once_and_never_later_than_allowed(seed, delay, ranks, count):
     """Over three epochs, whose ends the queue crosses."""
     lengths = heavy_tail(count, seed)
     draw, order = drawing(lengths, chain(delay, ranks)), SampleOrder(count, 5)
-    drawn_at: dict[int, list[int]] = {}
-    runs: Counter[int] = Counter()
+    drawn_at = {}
+    runs = Counter()
     step, weighted, tokens = 0, 0.0, 0
     while order.epoch < 3:
         taken, order = order.take(SIZE)
@@ -73,7 +67,7 @@ def test_every_sample_runs_once_and_never_later_than_allowed(seed: int, delay: i
     assert runs + left == Counter(dict.fromkeys(range(count), 3))
 
 
-def test_something_waits_on_these_lengths() -> None:
+def test_something_waits_on_these_lengths():
     """Or the law above would hold of nothing."""
     draw = drawing(heavy_tail(400), chain(3))
     rows = [draw() for _ in range(40)]
@@ -82,7 +76,7 @@ def test_something_waits_on_these_lengths() -> None:
 
 
 @pytest.mark.parametrize("made", [chain(0), chain(3, enabled=False)], ids=["no delay", "no plugin"])
-def test_off_means_the_batches_of_the_order_alone(made: PlanChain) -> None:
+def test_off_means_the_batches_of_the_order_alone(made):
     lengths = heavy_tail(100)
     draw, order = drawing(lengths, made), SampleOrder(100, 5)
     for _ in range(30):
@@ -95,7 +89,7 @@ def test_off_means_the_batches_of_the_order_alone(made: PlanChain) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, 2, 7])
-def test_a_resumed_run_draws_the_same_batches_on_any_number_of_ranks(ranks: int) -> None:
+def test_a_resumed_run_draws_the_same_batches_on_any_number_of_ranks(ranks):
     lengths = heavy_tail(300)
     draw = drawing(lengths, chain(3))
     rows = [draw() for _ in range(60)]
@@ -112,7 +106,7 @@ def test_a_resumed_run_draws_the_same_batches_on_any_number_of_ranks(ranks: int)
 
 
 @pytest.mark.parametrize("made", [chain(0), chain(3, enabled=False)], ids=["no delay", "no plugin"])
-def test_waiting_samples_run_first_when_the_delay_is_switched_off(made: PlanChain) -> None:
+def test_waiting_samples_run_first_when_the_delay_is_switched_off(made):
     lengths = heavy_tail(300)
     draw = drawing(lengths, chain(3))
     state = next(row.state for row in iter(draw, None) if num_waiting(row.state) > 1)
@@ -123,7 +117,7 @@ def test_waiting_samples_run_first_when_the_delay_is_switched_off(made: PlanChai
     assert len(again().samples) == SIZE
 
 
-def test_a_shorter_delay_makes_the_old_ones_due() -> None:
+def test_a_shorter_delay_makes_the_old_ones_due():
     lengths = heavy_tail(300)
     draw = drawing(lengths, chain(6))
     state = next(row.state for row in iter(draw, None) if max(row.state["waiting"]["steps"], default=0) > 3)
@@ -142,17 +136,17 @@ def test_a_shorter_delay_makes_the_old_ones_due() -> None:
         None,
     ],
 )
-def test_a_damaged_queue_is_refused(queue: Any) -> None:
+def test_a_damaged_queue_is_refused(queue):
     state = {**SampleOrder(300, 5).state(), "waiting": queue}
     with pytest.raises(EvenloadError, match="queue of waiting samples is damaged"):
         Drawing.resume(state, heavy_tail(300), EIGHT, chain(3))
 
 
-def test_the_simpler_plan_takes_the_same_batches(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_simpler_plan_takes_the_same_batches(caplog):
     """A planner that fails changes who computes what, not what is drawn or held back."""
     from dataclasses import replace
 
-    def fails(*_: object) -> Any:
+    def fails(*_):
         raise ZeroDivisionError("inside a planner")
 
     lengths, made = heavy_tail(300), chain(3)
@@ -169,7 +163,7 @@ def test_the_simpler_plan_takes_the_same_batches(caplog: pytest.LogCaptureFixtur
     assert waited
 
 
-def test_ranks_that_draw_ahead_keep_each_steps_own_state() -> None:
+def test_ranks_that_draw_ahead_keep_each_steps_own_state():
     """The planner draws one step ahead; the state of the step that runs must not know of it."""
     lengths, made = heavy_tail(300), chain(3)
     ahead = Planner(made, drawing(lengths, made), background=True)
@@ -177,10 +171,10 @@ def test_ranks_that_draw_ahead_keep_each_steps_own_state() -> None:
     assert [ahead.next().draw.state for _ in range(10)] == [want().state for _ in range(10)]
 
 
-def test_a_rule_that_holds_back_everything_is_our_mistake() -> None:
+def test_a_rule_that_holds_back_everything_is_our_mistake():
     from dataclasses import replace
 
-    def everything(config: object) -> HoldBack:
+    def everything(config):
         return lambda lengths, waited, num_ranks, context: np.ones(len(lengths), dtype=np.bool_)
 
     made = chain(3)
@@ -191,17 +185,16 @@ def test_a_rule_that_holds_back_everything_is_our_mistake() -> None:
 
 
 @pytest.mark.parametrize("made", [chain(0), chain(3)], ids=["no delay", "delay"])
-def test_samples_without_target_are_drawn_in_their_turn_left_out_and_counted(made: PlanChain) -> None:
+def test_samples_without_target_are_drawn_in_their_turn_left_out_and_counted(made):
     """The batches are those of data in which every sample has one, less what has none; a resumed run agrees."""
     lengths = heavy_tail(90)
     targets = lengths - 1
     targets[::3] = 0
     draw = Drawing(SampleOrder(90, 5), lengths, EIGHT, made, targets=targets)
     rows = [draw() for _ in range(24)]
-    runs: Counter[int] = Counter()
+    runs = Counter()
     for row, drawn in zip(rows, taken(24), strict=True):
         assert row.without_target == (targets[drawn] == 0).sum()
-        assert row.targets is not None
         assert row.targets.all()
         assert row.targets.tolist() == targets[row.samples].tolist()
         runs.update(row.samples.tolist())
@@ -211,7 +204,7 @@ def test_samples_without_target_are_drawn_in_their_turn_left_out_and_counted(mad
     assert all(same(again(), row) for row in rows[10:])
 
 
-def taken(steps: int) -> list[Any]:
+def taken(steps):
     order, batches = SampleOrder(90, 5), []
     for _ in range(steps):
         batch, order = order.take(SIZE)
@@ -219,11 +212,11 @@ def taken(steps: int) -> list[Any]:
     return batches
 
 
-def waiting_of(row: Draw) -> list[int]:
-    return row.state.get("waiting", {"samples": []})["samples"]  # type: ignore[no-any-return]
+def waiting_of(row):
+    return row.state.get("waiting", {"samples": []})["samples"]
 
 
-def test_a_batch_without_any_target_ends_the_job_when_its_turn_comes() -> None:
+def test_a_batch_without_any_target_ends_the_job_when_its_turn_comes():
     """Planned ahead, it does not end the step before it."""
     lengths, made = heavy_tail(90), chain(0)
     targets = lengths - 1

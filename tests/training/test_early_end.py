@@ -1,7 +1,5 @@
 """A run is told to end before its last step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -31,7 +29,7 @@ with early_end.listening(load_recipe("quickstart")) as ending:
 """
 
 
-def heard_within(ending: EarlyEnd, seconds: float) -> int:
+def heard_within(ending, seconds):
     until_s = time.monotonic() + seconds
     while not ending.heard(0.0) and time.monotonic() < until_s:
         time.sleep(0.01)
@@ -39,7 +37,7 @@ def heard_within(ending: EarlyEnd, seconds: float) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_is_noted_and_the_handlers_of_before_come_back(number: int) -> None:
+def test_a_signal_is_noted_and_the_handlers_of_before_come_back(number):
     before = signal.getsignal(number)
     with listening(RECIPE) as ending:
         assert ending.heard(1e9) == 0
@@ -49,7 +47,7 @@ def test_a_signal_is_noted_and_the_handlers_of_before_come_back(number: int) -> 
     assert "early-end" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_one_request_may_come_twice_at_once() -> None:
+def test_one_request_may_come_twice_at_once():
     with listening(RECIPE) as ending:
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard_within(ending, 5.0) == signal.SIGTERM
@@ -58,26 +56,26 @@ def test_one_request_may_come_twice_at_once() -> None:
         assert ending.heard(0.0) == signal.SIGTERM
 
 
-def test_a_second_signal_ends_the_process_at_once() -> None:
+def test_a_second_signal_ends_the_process_at_once():
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (128 + signal.SIGUSR1, "goes on\n"), done.stderr
 
 
-def test_no_step_begins_that_might_end_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_begins_that_might_end_behind_the_limit(monkeypatch):
     monkeypatch.setattr(early_end, "BEGAN_S", time.monotonic() - 50.0)
     ending = EarlyEnd(max_minutes=1.0)
     assert ending.heard(step_s=5.0) == 0
     assert reason_of(ending.heard(step_s=15.0)) == "train.max_minutes"
 
 
-def test_the_minutes_of_a_rank_are_those_of_the_command_that_started_it() -> None:
+def test_the_minutes_of_a_rank_are_those_of_the_command_that_started_it():
     code = "from evenload.training.early_end import EarlyEnd; print(EarlyEnd(1.0).heard(0.0))"
     environment = {**os.environ, early_end.BEGAN: str(time.monotonic() - 61.0)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("1000\n", "")
 
 
-def test_ranks_agree_on_the_most_that_one_has_heard() -> None:
+def test_ranks_agree_on_the_most_that_one_has_heard():
     heard = [0, int(signal.SIGTERM), 0]
     assert reason_of(max(heard)) == "SIGTERM"
     assert reason_of(0) == ""

@@ -1,18 +1,13 @@
 """Garbage is collected behind steps, and by nobody inside one."""
 
-from __future__ import annotations
-
 import gc
-import logging
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from evenload.api import load_recipe
 from evenload.training.garbage import PAUSES, collected
 from evenload.training.job import Job
 
-NOBODY: Any = None
+NOBODY = None
 
 
 class Knot:
@@ -20,16 +15,16 @@ class Knot:
 
     alive = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.itself = self
         Knot.alive += 1
 
-    def __del__(self) -> None:
+    def __del__(self):
         Knot.alive -= 1
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
+def as_it_was():
     gc.collect()
     Knot.alive = 0
     yield
@@ -37,7 +32,7 @@ def as_it_was() -> Iterator[None]:
     assert gc.get_freeze_count() == 0
 
 
-def test_garbage_goes_behind_the_steps_that_were_asked_for_and_not_before() -> None:
+def test_garbage_goes_behind_the_steps_that_were_asked_for_and_not_before():
     left = []
     with collected(3) as collect:
         for done in range(1, 8):
@@ -48,37 +43,36 @@ def test_garbage_goes_behind_the_steps_that_were_asked_for_and_not_before() -> N
     assert left == [1, 2, 0, 1, 2, 0, 1]
 
 
-def test_without_the_setting_python_collects_as_ever() -> None:
+def test_without_the_setting_python_collects_as_ever():
     with collected(None) as collect:
         assert gc.isenabled()
         Knot()
         collect(1)
         assert Knot.alive == 1
-        kept: list[Any] = [[] for _ in range(100_000)]
+        kept = [[] for _ in range(100_000)]
         assert Knot.alive == 0
         del kept
 
 
-def test_garbage_that_was_there_before_the_first_step_is_not_kept_for_good() -> None:
+def test_garbage_that_was_there_before_the_first_step_is_not_kept_for_good():
     Knot()
     with collected(10):
         assert Knot.alive == 0
 
 
-def test_a_step_that_fails_leaves_python_as_it_was() -> None:
+def test_a_step_that_fails_leaves_python_as_it_was():
     with pytest.raises(ZeroDivisionError), collected(2):
         raise ZeroDivisionError
 
 
-def test_pauses_are_counted() -> None:
+def test_pauses_are_counted():
     before_s = PAUSES.seconds
     gc.collect()
     assert PAUSES.seconds > before_s
 
 
-def test_what_collects_nothing_at_once_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_collects_nothing_at_once_says_so(caplog):
     recipe = load_recipe("quickstart", ["train.gc_every=10"])
-    chain: Any = type("Chain", (), {"links": True, "of_layers": True})()
-    with caplog.at_level(logging.WARNING, "evenload"):
-        Job(recipe, NOBODY, NOBODY, chain, NOBODY, NOBODY).say_unused("bench")
+    chain = type("Chain", (), {"links": True, "of_layers": True})()
+    Job(recipe, NOBODY, NOBODY, chain, NOBODY, NOBODY).say_unused("bench")
     assert "train.gc_every has no effect in bench" in caplog.text

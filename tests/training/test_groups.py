@@ -1,18 +1,14 @@
 """Groups that rows of the data name stay together, from the source to the plan of each step."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.planner import Planner
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.tenant import parse_tenant
 from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.data.samples.whole_groups import WholeGroups
@@ -22,16 +18,15 @@ from evenload.training.preflight import preflight
 from hypothesis import given
 from hypothesis import strategies as st
 
-NOBODY: Any = None
+NOBODY = None
 SIZES = [3, 1, 5, 2, 4, 3, 6, 1]
 """Samples of each group."""
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+def recipe(tmp_path, monkeypatch):
     """Rows of groups that lie scattered over the file, of which every ninth carries no loss."""
     monkeypatch.setenv("EVENLOAD_CACHE", str(tmp_path / "cache"))
-    load_plugins()
     rng = np.random.default_rng(4)
     ids = rng.permutation(np.repeat(np.arange(len(SIZES)), SIZES))
     rows = [
@@ -49,12 +44,12 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     )
 
 
-def job_of(recipe: Recipe) -> Job:
+def job_of(recipe):
     ready = preflight(recipe)
     return Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
 
 
-def test_every_step_has_whole_groups_each_on_one_rank(recipe: Recipe) -> None:
+def test_every_step_has_whole_groups_each_on_one_rank(recipe):
     job = job_of(recipe)
     names = [json.loads(line)["of"] for line in Path(recipe.data.source).read_text().splitlines()]
     planner, drawn = Planner(job.chain, job.drawing(), background=False), Counter[str]()
@@ -73,7 +68,7 @@ def test_every_step_has_whole_groups_each_on_one_rank(recipe: Recipe) -> None:
     assert drawn == with_loss
 
 
-def test_a_run_goes_on_with_the_groups_that_are_left(recipe: Recipe) -> None:
+def test_a_run_goes_on_with_the_groups_that_are_left(recipe):
     job = job_of(recipe)
     drawing = job.drawing()
     first, *rest = [drawing() for _ in range(6)]
@@ -81,14 +76,12 @@ def test_a_run_goes_on_with_the_groups_that_are_left(recipe: Recipe) -> None:
     for one in rest:
         other = again()
         assert one.samples.tolist() == other.samples.tolist()
-        assert one.groups is not None
-        assert other.groups is not None
         assert one.groups.tolist() == other.groups.tolist()
     with pytest.raises(EvenloadError, match="not the data of the checkpoint"):
         job_of(recipe.changed({"data.group": None})).drawing(first.state)
 
 
-def test_whole_groups_of_domains_are_drawn_by_their_shares(recipe: Recipe, tmp_path: Path) -> None:
+def test_whole_groups_of_domains_are_drawn_by_their_shares(recipe, tmp_path):
     """Groups of two domains that have the same names are others, each whole in one batch and on one rank."""
     rng = np.random.default_rng(8)
     rows = [{"prompt": "q" * int(rng.integers(1, 40)), "completion": "d", "of": f"prompt {i // 3}"} for i in range(24)]
@@ -104,7 +97,6 @@ def test_whole_groups_of_domains_are_drawn_by_their_shares(recipe: Recipe, tmp_p
         name: Counter(of for i, of in enumerate(names) if i % 9 or name == "more") for name, names in own.items()
     }
     planner, drawn = Planner(job.chain, drawing := job.drawing(), background=False), Counter[str]()
-    assert drawing._domains is not None
     for step in range(12):
         planned = planner.next()
         named = drawing._domains.mixture.numbers.named(planned.draw.samples)
@@ -130,7 +122,7 @@ def test_whole_groups_of_domains_are_drawn_by_their_shares(recipe: Recipe, tmp_p
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 20), st.booleans(), st.integers(0, 9))
-def test_batches_are_the_fewest_groups_that_fill_them(ids: list[int], size: int, tokens: bool, seed: int) -> None:
+def test_batches_are_the_fewest_groups_that_fill_them(ids, size, tokens, seed):
     groups = np.unique(ids, return_inverse=True)[1]
     lengths = np.random.default_rng(seed).integers(2, 9, len(ids))
     whole = WholeGroups(groups, lengths, BatchSize(1, size) if tokens else BatchSize(size))
@@ -147,7 +139,7 @@ def test_batches_are_the_fewest_groups_that_fill_them(ids: list[int], size: int,
     assert steps == whole.steps(seed, epochs=1)
 
 
-def test_lengths_of_rows_say_their_groups(recipe: Recipe, tmp_path: Path) -> None:
+def test_lengths_of_rows_say_their_groups(recipe, tmp_path):
     rows = [{"length": 10 + i, "of": i % 3} for i in range(24)]
     (tmp_path / "lengths.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for step in look_ahead(recipe, tmp_path / "lengths.jsonl", 3).steps:
@@ -160,8 +152,8 @@ def test_lengths_of_rows_say_their_groups(recipe: Recipe, tmp_path: Path) -> Non
         look_ahead(recipe, tmp_path / "lengths.txt", 1)
 
 
-def test_what_cannot_stay_together_is_refused_before_any_rank_starts(recipe: Recipe) -> None:
-    def refused(changes: dict[str, Any], match: str) -> None:
+def test_what_cannot_stay_together_is_refused_before_any_rank_starts(recipe):
+    def refused(changes, match):
         with pytest.raises(EvenloadError, match=match):
             preflight(recipe.changed(changes))
 
@@ -182,7 +174,7 @@ def test_what_cannot_stay_together_is_refused_before_any_rank_starts(recipe: Rec
         parse_tenant("data: {source: a.jsonl, group: of}", "acme")
 
 
-def test_epochs_of_groups_are_counted_before_the_first_step(recipe: Recipe) -> None:
+def test_epochs_of_groups_are_counted_before_the_first_step(recipe):
     for more in ({}, {"train.global_batch_size": None, "train.global_batch_tokens": 300}):
         job = job_of(recipe.changed({"train.epochs": 2, "train.steps": None, **more}))
         drawing, steps = job.drawing(), 0

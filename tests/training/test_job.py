@@ -1,32 +1,26 @@
 """What a rank reads of a batch: the tokens of its samples, and which of them carry loss."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.planning.planner import Draw
 from evenload.core.recipe.recipe import parse
 from evenload.training.job import Job
 from evenload.training.preflight import preflight
 
-NOBODY: Any = None
-ROWS: list[dict[str, Any]] = [{"prompt": "a" * n, "completion": "b" * (n % 4)} for n in range(1, 13)]
+NOBODY = None
+ROWS = [{"prompt": "a" * n, "completion": "b" * (n % 4)} for n in range(1, 13)]
 
 
 @pytest.fixture
-def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def ready(tmp_path, monkeypatch):
     monkeypatch.setenv("EVENLOAD_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
-    load_plugins()
     return preflight(parse({"data": {"source": str(tmp_path / "rows.jsonl")}, "train": {"global_batch_size": 6}}))
 
 
-def test_the_labels_of_a_draw_are_those_of_its_samples(ready: Any) -> None:
+def test_the_labels_of_a_draw_are_those_of_its_samples(ready):
     job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
     drawing = job.drawing()
     draws = [drawing(), drawing()]
@@ -34,19 +28,18 @@ def test_the_labels_of_a_draw_are_those_of_its_samples(ready: Any) -> None:
     assert sum(draw.without_target for draw in draws) == 3
     for draw in draws:
         labels, tokens = job.labels_of(draw), job.tokens_of(draw)
-        assert labels is not None
         for place, sample in enumerate(draw.samples.tolist()):
             row = ROWS[sample]
             assert bytes(tokens(place).tolist()).decode() == row["prompt"] + row["completion"]
             assert (labels.of(place) != -100).sum() == labels.targets[place] == len(row["completion"])
 
 
-def test_without_targets_of_its_own_a_batch_has_no_labels(ready: Any) -> None:
+def test_without_targets_of_its_own_a_batch_has_no_labels(ready):
     job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
     assert job.labels_of(Draw(np.arange(3), np.arange(3), {})) is None
 
 
-def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path, monkeypatch):
     """Of every third row each target has its own; rows of weight 0 are drawn and left out, and counted."""
     monkeypatch.setenv("EVENLOAD_CACHE", str(tmp_path / "cache"))
     rows = [
@@ -54,7 +47,6 @@ def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path: Path, monk
         for n in range(1, 13)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    load_plugins()
     data = {"source": str(tmp_path / "rows.jsonl"), "weight_column": "w"}
     ready = preflight(parse({"data": data, "train": {"global_batch_size": 6}}))
     job = Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
@@ -64,10 +56,8 @@ def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path: Path, monk
     factors = np.linspace(0.5, 2.0, len(draws[1].samples))
     for draw, of in ((draws[0], np.ones(len(draws[0].samples))), (draws[1]._replace(weight=factors), factors)):
         labels = job.labels_of(draw)
-        assert labels is not None
-        assert labels.weights is not None
         for place, sample in enumerate(draw.samples.tolist()):
-            weight: Any = rows[sample]["w"]
+            weight = rows[sample]["w"]
             wanted = np.array(weight if isinstance(weight, list) else [weight] * int(draw.lengths[place] - 1))
             counts = labels.of(place)[1:] != -100
             assert labels.targets[place] == counts.sum() == np.count_nonzero(wanted)
@@ -75,7 +65,7 @@ def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path: Path, monk
             assert labels.weights.sums[place] == pytest.approx(of[place] * wanted.sum(), abs=1e-12)
 
 
-def test_a_column_of_ones_draws_what_is_drawn_without(ready: Any, tmp_path: Path) -> None:
+def test_a_column_of_ones_draws_what_is_drawn_without(ready, tmp_path):
     ones = [{**row, "w": 1} for row in ROWS]
     (tmp_path / "ones.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ones))
     data = {"source": str(tmp_path / "ones.jsonl"), "weight_column": "w"}
@@ -89,5 +79,4 @@ def test_a_column_of_ones_draws_what_is_drawn_without(ready: Any, tmp_path: Path
         assert bare.state == draw.state
         assert draw.weight_sums is None
         labels = jobs[1].labels_of(draw)
-        assert labels is not None
         assert labels.weights is None

@@ -1,23 +1,17 @@
 """Batches of domains with samples that wait: each keeps its domain and its weight, here or away."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.planner import Draw
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.training.drawing import Domains, Drawing, batch_size, num_waiting
 
-load_plugins()
 CAP = 2048
-DOMAINS: dict[str, Any] = {
+DOMAINS = {
     "code": {"source": "x", "share": 2, "weight": 0.5},
     "papers": {"source": "y", "share": 1},
     "web": {"source": "z", "share": 1, "weight": 2.0},
@@ -25,19 +19,19 @@ DOMAINS: dict[str, Any] = {
 WEIGHTS = {"code": 0.5, "papers": 1.0, "web": 2.0}
 
 
-def recipe_of(names: str, delay: int = 3, ranks: int = 4, **mix: Any) -> Recipe:
+def recipe_of(names, delay=3, ranks=4, **mix):
     packing = {"enabled": True, "max_tokens": CAP, "max_delay_steps": delay}
     data = {"domains": {name: DOMAINS[name] for name in names.split()}, "mix": mix}
     parallel, train = {"dp": ranks}, {"global_batch_size": 8}
     return parse({"data": data, "parallel": parallel, "train": train, "plugins": {"packing": packing}})
 
 
-def lengths_of(name: str) -> Any:
+def lengths_of(name):
     seed, count = {"code": (1, 90), "papers": (2, 50), "web": (3, 70)}[name]
     return np.clip(np.random.default_rng(seed).lognormal(4, 1.3, count), 2, CAP).astype(np.int64)
 
 
-def drawing(recipe: Recipe, state: Any = None) -> Drawing:
+def drawing(recipe, state=None):
     assert recipe.data.domains is not None
     lengths = {name: lengths_of(name) for name in recipe.data.domains}
     domains = Domains.of_lengths(recipe, lengths, {name: own - 1 for name, own in lengths.items()})
@@ -46,16 +40,15 @@ def drawing(recipe: Recipe, state: Any = None) -> Drawing:
     return Drawing.resume(state, whole, batch_size(recipe), chain, seed=3, domains=domains)
 
 
-def named(one: Drawing, draw: Draw) -> list[tuple[str, int]]:
-    assert one._domains is not None
+def named(one, draw):
     return [(name, number) for name, number in one._domains.mixture.numbers.named(draw.samples)]
 
 
-def waiting(draw: Draw) -> list[tuple[str, int]]:
+def waiting(draw):
     return [tuple(pair) for pair in draw.state.get("waiting", {"samples": []})["samples"]]
 
 
-def test_what_waits_keeps_its_domain_and_its_weight() -> None:
+def test_what_waits_keeps_its_domain_and_its_weight():
     one, waited = drawing(recipe_of("code papers web")), 0
     for _ in range(40):
         draw = one()
@@ -68,12 +61,12 @@ def test_what_waits_keeps_its_domain_and_its_weight() -> None:
     assert waited > 10, "or nothing was seen to wait"
 
 
-def test_domains_of_weight_one_have_no_weights() -> None:
+def test_domains_of_weight_one_have_no_weights():
     assert drawing(recipe_of("papers"))().weight == 1.0
 
 
 @pytest.mark.parametrize("unit", ["samples", "targets"])
-def test_a_state_goes_on_bit_for_bit_with_what_waits_on_any_number_of_ranks(unit: str) -> None:
+def test_a_state_goes_on_bit_for_bit_with_what_waits_on_any_number_of_ranks(unit):
     whole, stopped = drawing(recipe_of("code papers web", unit=unit)), drawing(recipe_of("web code papers", unit=unit))
     for step in range(30):
         draw, other = whole(), stopped()
@@ -85,11 +78,11 @@ def test_a_state_goes_on_bit_for_bit_with_what_waits_on_any_number_of_ranks(unit
             assert stopped.num_ranks == 4, "the rule goes on as for the ranks that the run began with"
 
 
-def test_what_waits_of_a_domain_that_leaves_runs_when_it_is_back() -> None:
-    runs: Counter[tuple[str, int]] = Counter()
+def test_what_waits_of_a_domain_that_leaves_runs_when_it_is_back():
+    runs = Counter()
     one, state = drawing(recipe_of("code papers web")), None
 
-    def run(steps: int) -> Draw:
+    def run(steps):
         for _ in range(steps):
             draw = one()
             runs.update(named(one, draw))
@@ -115,7 +108,7 @@ def test_what_waits_of_a_domain_that_leaves_runs_when_it_is_back() -> None:
 
 
 @pytest.mark.parametrize("rows", [[["web", 10**6]], [["code"]], [3], [["code", -1]]])
-def test_a_damaged_queue_is_refused(rows: list[Any]) -> None:
+def test_a_damaged_queue_is_refused(rows):
     state = {**drawing(recipe_of("code web"))().state, "waiting": {"samples": rows, "steps": [1], "ranks": 4}}
     with pytest.raises(EvenloadError, match="queue of waiting samples is damaged"):
         drawing(recipe_of("code web"), state)

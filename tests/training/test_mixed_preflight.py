@@ -1,26 +1,19 @@
 """What is wrong with a mixture's data is said before any rank starts, with the domain's name."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.data.mixed import MixedSource
 from evenload.training.preflight import preflight
 
-load_plugins()
-
 
 @pytest.fixture
-def data(tmp_path: Path) -> dict[str, Any]:
+def data(tmp_path):
     """Files of two domains, and of one whose samples have no target."""
-    rows: dict[str, list[dict[str, Any]]] = {
+    rows = {
         "code": [{"input_ids": [i, 2, 3, 4]} for i in range(30)],
         "web": [{"input_ids": [i, 2, 300]} for i in range(10)],
         "masked": [{"input_ids": [1, 2], "labels": [-100, -100]}],
@@ -31,19 +24,19 @@ def data(tmp_path: Path) -> dict[str, Any]:
     return {name: {"source": str(tmp_path / f"{name}.jsonl")} for name in rows}
 
 
-def recipe_of(sources: dict[str, Any], *names: str, validation: Any = None, **sections: Any) -> Recipe:
+def recipe_of(sources, *names, validation=None, **sections):
     sections["data"] = {"domains": {name: sources[name] for name in names}, "validation": validation}
     return parse({"train": {"global_batch_size": 4}, **sections})
 
 
-def test_a_mixture_is_opened_with_a_vocabulary_for_all_of_it(data: dict[str, Any]) -> None:
+def test_a_mixture_is_opened_with_a_vocabulary_for_all_of_it(data):
     ready = preflight(recipe_of(data, "web", "code"))
     assert isinstance(ready.source, MixedSource)
     assert ready.source.domains == ("code", "web")
     assert ready.recipe.model.vocab_size == 384
 
 
-def test_an_extent_is_counted_by_drawing(data: dict[str, Any]) -> None:
+def test_an_extent_is_counted_by_drawing(data):
     epochs = preflight(recipe_of(data, "web", "code", train={"global_batch_size": 4, "epochs": 1}))
     assert epochs.recipe.train.steps == 2 * 30 // 4, "until the larger domain, half of each batch, has been drawn"
     tokens = preflight(recipe_of(data, "web", "code", train={"global_batch_size": 4, "max_tokens": 29}))
@@ -51,14 +44,14 @@ def test_an_extent_is_counted_by_drawing(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "what"), [("masked", "has no target to train on"), ("nothing", "has no sample")])
-def test_an_empty_domain_is_refused_by_name(data: dict[str, Any], name: str, what: str) -> None:
+def test_an_empty_domain_is_refused_by_name(data, name, what):
     specs = {one: data[one]["source"] for one in ("code", name)}
     for recipe in (recipe_of(data, "code", name), recipe_of(data, "code", validation={"domains": specs})):
         with pytest.raises(EvenloadError, match=f"the domain {name}: .* {what}"):
             preflight(recipe)
 
 
-def test_a_domain_whose_loss_is_wanted_and_never_scored_is_refused(data: dict[str, Any]) -> None:
+def test_a_domain_whose_loss_is_wanted_and_never_scored_is_refused(data):
     specs, checkpoint = {name: data[name]["source"] for name in ("code", "web")}, {"dir": "kept", "best": "web"}
     outcomes = set()
     for seed in range(8):

@@ -1,55 +1,44 @@
 """The costs of a run's planner: what a checkpoint carries, and when nothing is fitted."""
 
-from __future__ import annotations
-
 import json
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.costs import refit
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
-from evenload.training.job import Job
 from evenload.training.learning import Refitting, predict_step
 from evenload.training.metrics import Taken
 
-load_plugins()
 RECIPE = parse(
-    {
-        "parallel": {"dp": 2},
-        "planner": {"refit": True},
-        "plugins": {"packing": {"enabled": True, "max_tokens": 4096}},
-    }
+    {"parallel": {"dp": 2}, "planner": {"refit": True}, "plugins": {"packing": {"enabled": True, "max_tokens": 4096}}}
 )
 
 
-def job(recipe: Any = RECIPE, waits: bool = False, **layout: int) -> Any:
+def job(recipe=RECIPE, waits=False, **layout):
     """Two ranks, of which this is the first."""
     host = SimpleNamespace(busy_waits=waits, layout=replace(recipe.layout(), **layout))
     return SimpleNamespace(recipe=recipe, host=host, gather=lambda *values: np.array([values, [0.0] * len(values)]))
 
 
-def chain_of(recipe: Any = RECIPE) -> PlanChain:
+def chain_of(recipe=RECIPE):
     return PlanChain.of_recipe(recipe, recipe.layout())
 
 
 class Draws:
-    def __init__(self, begin: int = 0) -> None:
+    def __init__(self, begin=0):
         self.step = begin
 
-    def __call__(self) -> Draw:
+    def __call__(self):
         self.step += 1
         lengths = np.random.default_rng(self.step).lognormal(6, 1, 12).astype(np.int64).clip(4, 4096)
         return Draw(np.arange(12), lengths, {})
 
 
-def run(refitting: Refitting, planner: Planner, first: int, steps: int) -> list[tuple[bytes, list[float]]]:
+def run(refitting, planner, first, steps):
     """Plans and newest costs of some steps, in which attention took 30 times what the recipe's costs say."""
     truth = refit.coefficients(chain_of().context.costs)[:6] * [1, 1, 30, 1, 1, 30]
     found = []
@@ -59,14 +48,14 @@ def run(refitting: Refitting, planner: Planner, first: int, steps: int) -> list[
         assert predicted_step.work is not None
         forward_s, backward_s = (predicted_step.work @ truth).T[:, None]
         busy_s = forward_s + backward_s
-        taken = Taken(None, float(busy_s.max()) + 0.5, 0.0, 0.0, busy_s, forward_s, np.zeros((2, 3)))  # type: ignore[arg-type]
+        taken = Taken(None, float(busy_s.max()) + 0.5, 0.0, 0.0, busy_s, forward_s, np.zeros((2, 3)))
         refitting.after(planner, step, planned, taken, predicted_step)
         found.append((planned.plan.digest, refit.coefficients(refitting.chain.context.costs).tolist()))
     return found
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_resumed_run_plans_as_if_it_had_not_stopped(background: bool) -> None:
+def test_a_resumed_run_plans_as_if_it_had_not_stopped(background):
     started = Refitting(job(), chain_of(), None)
     planner = Planner(started.chain, Draws(), background=background, budget_s=60)
     run(started, planner, 0, 6)
@@ -76,14 +65,14 @@ def test_a_resumed_run_plans_as_if_it_had_not_stopped(background: bool) -> None:
     again = Planner(resumed.chain, Draws(6), background=background, budget_s=60, first=resumed.first)
     assert run(resumed, again, 6, 4) == wanted
     assert (state["ahead"] != state["newest"]) == background
-    assert started.report()["newest"][2] > 5 * started.report()["prior"][2]  # type: ignore[index]
+    assert started.report()["newest"][2] > 5 * started.report()["prior"][2]
     for lost in ({"window": []}, {"newest": state["prior"]}) if background else ():
         other = Refitting(job(), chain_of(), {**state, **lost})
         third = Planner(other.chain, Draws(6), budget_s=60, first=other.first)
         assert run(other, third, 6, 4) != wanted, f"{list(lost)} is in the state for nothing"
 
 
-def test_without_a_state_that_fits_the_recipe_counts() -> None:
+def test_without_a_state_that_fits_the_recipe_counts():
     begun = Refitting(job(), chain_of(), None)
     planner = Planner(begun.chain, Draws(), budget_s=60)
     run(begun, planner, 0, 5)
@@ -98,13 +87,12 @@ def test_without_a_state_that_fits_the_recipe_counts() -> None:
         assert found.chain.context.costs == found.first.context.costs == prior
 
 
-def test_it_is_off_by_default_and_where_passes_hold_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_off_by_default_and_where_passes_hold_waiting(caplog):
     plain = RECIPE.changed({"planner.refit": False})
     planner = Planner(chain_of(), Draws())
     for one, said in ((job(plain), 0), (job(waits=True), 1)):
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "evenload"):
-            refitting = Refitting(one, chain_of(), None)
+        refitting = Refitting(one, chain_of(), None)
         assert len(caplog.records) == said
         assert not refitting.on
         assert refitting.state(planner) == {}
@@ -112,10 +100,10 @@ def test_it_is_off_by_default_and_where_passes_hold_waiting(caplog: pytest.LogCa
     assert "planner.refit has no effect" in caplog.text
 
 
-def test_ranks_take_the_numbers_of_rank_0() -> None:
-    other: Job = job()
-    other.gather = lambda *values: np.array([[7.0] * len(values), values])  # type: ignore[method-assign]
+def test_ranks_take_the_numbers_of_rank_0():
+    other = job()
+    other.gather = lambda *values: np.array([[7.0] * len(values), values])
     refitting = Refitting(other, chain_of(), None)
     planner = Planner(refitting.chain, Draws())
-    refitting.after(planner, 1, planner.next(), None, None)  # type: ignore[arg-type]
+    refitting.after(planner, 1, planner.next(), None, None)
     assert refit.coefficients(refitting.chain.context.costs).tolist() == [7.0] * 7

@@ -4,26 +4,21 @@ Losses are made up: a function of the sample and the step, as if hosts computed 
 rounding from layout to layout, so the shares of runs agree to 1e-9 instead (`test_learned_shares`).
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.planner import Draw, Planner
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.planning.planner import Planner
+from evenload.core.recipe.recipe import parse
 from evenload.integrations.host.scoring import Scores
 from evenload.training.drawing import Domains, Drawing, batch_size
 from evenload.training.learning import LearnedShares
 
-load_plugins()
 CAP, STEPS = 1024, 12
 SIZES = {"code": 60, "never": 5, "papers": 23, "web": 41}
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS = {
     "4 ranks": {"dp": 4},
     "2 ranks": {"dp": 2},
     "1 rank": {"dp": 1},
@@ -31,14 +26,14 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp 4": {"pp": 4},
     "tp 4": {"tp": 4},
 }
-POLICIES: dict[str, dict[str, Any]] = {
+POLICIES = {
     "odm": {"policy": "odm", "settings": {"scale": 4.0, "smoothing": 0.5}},
     "odm, every second step": {"policy": "odm", "settings": {"scale": 4.0}, "every": 2},
     "ado": {"policy": "ado", "settings": {"skip_steps": 1, "warmup_steps": 4, "every": 2, "smoothing": 0.5}},
 }
 
 
-def recipe_of(layout: str, mix: dict[str, Any], unit: str) -> Recipe:
+def recipe_of(layout, mix, unit):
     weights = {"papers": 0.5}
     domains = {
         name: {"source": name, "share": int(name != "never") * (1 + place), "weight": weights.get(name, 1.0)}
@@ -52,12 +47,12 @@ def recipe_of(layout: str, mix: dict[str, Any], unit: str) -> Recipe:
     return parse({"model": model, "data": data, "parallel": LAYOUTS[layout], "train": train, "plugins": plugins})
 
 
-def lengths_of(name: str) -> Any:
+def lengths_of(name):
     rng = np.random.default_rng(len(name))
     return np.clip(rng.lognormal(3 + len(name) % 3, 1.0, SIZES[name]), 2, CAP).astype(np.int64)
 
 
-def shown(draw: Draw, step: int) -> Scores:
+def shown(draw, step):
     """What a step comes to: the loss of a token falls by steps, unlike in each domain, and differs by sample."""
     assert draw.domain is not None
     means = 1 + (draw.samples % 7) / 10 + 3.0 / (1 + step) ** (0.2 * (1 + draw.domain))
@@ -65,7 +60,7 @@ def shown(draw: Draw, step: int) -> Scores:
     return Scores(means * (draw.num_targets if weights is None else weights), draw.num_targets, weights)
 
 
-def ran(recipe: Recipe, saved: Any, first: int, stop: int = STEPS) -> list[dict[str, Any]]:
+def ran(recipe, saved, first, stop=STEPS):
     """What each step draws, and what a checkpoint behind it holds, as `train` draws, plans and keeps."""
     assert recipe.data.domains is not None
     lengths = {name: lengths_of(name) for name in recipe.data.domains}
@@ -74,7 +69,7 @@ def ran(recipe: Recipe, saved: Any, first: int, stop: int = STEPS) -> list[dict[
     chain = PlanChain.of_recipe(recipe, recipe.layout())
     order = saved["order"] if saved else None
     drawing = Drawing.resume(order, whole, batch_size(recipe), chain, seed=3, domains=domains)
-    job: Any = SimpleNamespace(domains=domains)
+    job = SimpleNamespace(domains=domains)
     shares, planner = LearnedShares(job, drawing, saved), Planner(chain, drawing, budget_s=60.0)
     rows = []
     for step in range(first, stop):
@@ -88,7 +83,7 @@ def ran(recipe: Recipe, saved: Any, first: int, stop: int = STEPS) -> list[dict[
 
 
 @pytest.mark.parametrize(("policy", "unit"), [*((policy, "targets") for policy in POLICIES), ("odm", "samples")])
-def test_draws_shares_and_states_are_the_same_to_the_last_bit(policy: str, unit: str) -> None:
+def test_draws_shares_and_states_are_the_same_to_the_last_bit(policy, unit):
     whole = ran(recipe_of("4 ranks", POLICIES[policy], unit), None, 0)
     drawn_by = [row["state"]["order"]["policy"]["shares"] for row in whole]
     assert len({tuple(shares) for shares in drawn_by}) > 2, "shares follow what is seen"
@@ -106,7 +101,7 @@ def test_draws_shares_and_states_are_the_same_to_the_last_bit(policy: str, unit:
         state = rows[-1]["state"]
 
 
-def test_a_state_that_is_not_kept_is_noticed() -> None:
+def test_a_state_that_is_not_kept_is_noticed():
     """What DataFlex does: the policy begins anew."""
     recipe = recipe_of("4 ranks", POLICIES["odm"], "samples")
     whole = ran(recipe, None, 0)

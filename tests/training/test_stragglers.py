@@ -1,22 +1,17 @@
 """A slow rank is named, with what it is slow in; noise, unequal work and a single slow step name nobody."""
 
-from __future__ import annotations
-
-import logging
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.core.aliases import Floats
 from evenload.training import stragglers
 from evenload.training.metrics import Taken
 from evenload.training.stragglers import WINDOW, OwnTime, Stragglers, queued_s
 
 RANKS = 4
-NO_RESULT: Any = None
+NO_RESULT = None
 
 
 class FakeHost:
@@ -29,14 +24,14 @@ class FakeJob:
     host = FakeHost()
     has_experts = False
 
-    def of_ranks(self, values: Floats) -> Floats:
+    def of_ranks(self, values):
         return values[0]
 
 
-def followed(num_steps: int, slow: Any, *, busy_waits: bool = False) -> Stragglers:
+def followed(num_steps, slow, *, busy_waits=False):
     """Steps of unequal work whose slowest rank ends them; ``slow(step, seconds)`` disturbs [ranks, 3] seconds, and
     returns what all wait for besides."""
-    job: Any = FakeJob()
+    job = FakeJob()
     job.host.busy_waits = busy_waits
     follower, draws = Stragglers(job, says=True), np.random.default_rng(0)
     for step in range(num_steps):
@@ -50,19 +45,19 @@ def followed(num_steps: int, slow: Any, *, busy_waits: bool = False) -> Straggle
     return follower
 
 
-def causes(follower: Stragglers) -> set[tuple[str, int | None]]:
+def causes(follower):
     return {(row["cause"], row["rank"]) for row in follower.rows}
 
 
-def slow_compute(step: int, own: Floats) -> None:
+def slow_compute(step, own):
     own[2, 0] *= 1.4
 
 
-def slow_data(step: int, own: Floats) -> None:
+def slow_data(step, own):
     own[1, 1] += 0.6
 
 
-def slow_host(step: int, own: Floats) -> None:
+def slow_host(step, own):
     own[3, 2] += 0.5
 
 
@@ -76,33 +71,32 @@ def slow_host(step: int, own: Floats) -> None:
         (lambda step, own: None, set()),
     ],
 )
-def test_a_slow_rank_is_named_with_its_cause(slow: Any, named: set[Any], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "evenload"):
-        follower = followed(3 * WINDOW, slow)
+def test_a_slow_rank_is_named_with_its_cause(slow, named, caplog):
+    follower = followed(3 * WINDOW, slow)
     assert causes(follower) == named
     assert len(caplog.records) == len(named)  # once, however long it lasts
     for cause, rank in named:
         assert f"{'every rank' if rank is None else f'rank {rank}'} is slow in {cause}" in caplog.text
 
 
-def test_what_is_lost_is_the_time_beyond_the_others() -> None:
+def test_what_is_lost_is_the_time_beyond_the_others():
     (row, *_) = followed(WINDOW, slow_data).rows
     assert row["lost_s"] == pytest.approx(0.6, rel=0.05)
     assert (row["first_step"], row["last_step"]) == (0, WINDOW - 1)
 
 
-def test_a_single_slow_step_names_nobody() -> None:
-    def once(step: int, own: Floats) -> None:
+def test_a_single_slow_step_names_nobody():
+    def once(step, own):
         own[0] += 5.0 * (step == 7)
 
     assert followed(2 * WINDOW, once).rows == []
 
 
-def test_passes_that_hold_waiting_are_not_compared() -> None:
+def test_passes_that_hold_waiting_are_not_compared():
     assert followed(WINDOW, slow_compute, busy_waits=True).rows == []
 
 
-def test_the_reading_of_samples_is_timed() -> None:
+def test_the_reading_of_samples_is_timed():
     own = OwnTime()
     read = own.reading(lambda index: (time.sleep(0.02), np.arange(index))[1])
     assert read(3).tolist() == [0, 1, 2]
@@ -110,12 +104,12 @@ def test_the_reading_of_samples_is_timed() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="Linux tells it")
-def test_a_thread_that_waits_for_its_core_is_noticed() -> None:
+def test_a_thread_that_waits_for_its_core_is_noticed():
     import os
 
-    seconds: list[float] = []
+    seconds = []
 
-    def burn(note: bool) -> None:
+    def burn(note):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         start, until = queued_s(), time.perf_counter() + 0.4
         while time.perf_counter() < until:
@@ -134,6 +128,6 @@ def test_a_thread_that_waits_for_its_core_is_noticed() -> None:
     assert seconds[0] > 0.05
 
 
-def test_a_system_that_does_not_tell_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_system_that_does_not_tell_is_no_reason_to_fail(monkeypatch, tmp_path):
     monkeypatch.setattr(stragglers, "_SCHEDULED", tmp_path / "nothing")
     assert queued_s() == 0.0

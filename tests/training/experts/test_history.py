@@ -1,42 +1,34 @@
 """Loads that a run learns from: who needs them, what planners know when, and what a checkpoint carries."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import evenload
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.costs import refit
 from evenload.core.experts.history import updated
 from evenload.core.plan.expert_policy import ExpertPolicy
-from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.planner import Draw, Planner
 from evenload.core.recipe.recipe import parse
-from evenload.core.registry import PlanningContext, Plugin, PluginConfig
+from evenload.core.registry import Plugin, PluginConfig
 from evenload.runtime.experts import history as gathering
 from evenload.runtime.experts.gate import Load
 from evenload.training.learning import LoadHistory, Refitting, predict_step
 from evenload.training.metrics import Taken
 
-load_plugins()
 MODEL = {"family": "mixtral", "num_layers": 2, "hidden_size": 64, "moe": {"num_experts": 4, "topk": 2}}
 
 
-def hottest(plan: StepPlan, context: PlanningContext, config: Any) -> StepPlan:
+def hottest(plan, context, config):
     """Rank 1 gets a copy of the hotter of rank 0's experts in each layer."""
-    assert context.experts is not None
     copies = tuple(((), (int(np.argmax(loads[:2])),)) for loads in context.experts.loads)
     return plan.revised(experts=ExpertPolicy("clone", 1, copies=copies))
 
 
-def none(plan: StepPlan, context: PlanningContext, config: Any) -> StepPlan:
+def none(plan, context, config):
     return plan
 
 
@@ -54,44 +46,44 @@ PLUGIN = Plugin(
 
 
 @pytest.fixture(autouse=True)
-def backward() -> Iterator[None]:
+def backward():
     evenload.register(PLUGIN)
     yield
     evenload.unregister("backward")
 
 
-def chain_of(**changes: Any) -> PlanChain:
+def chain_of(**changes):
     plugins = {"packing": {"enabled": True, "max_tokens": 4096}, "backward": {"enabled": True}}
     recipe = parse({"model": MODEL, "parallel": {"dp": 2, "ep": 2}, "plugins": plugins, **changes})
     return PlanChain.of_recipe(recipe, recipe.layout())
 
 
 class Draws:
-    def __init__(self, begin: int = 0) -> None:
+    def __init__(self, begin=0):
         self.step = begin
 
-    def __call__(self) -> Draw:
+    def __call__(self):
         self.step += 1
         lengths = np.random.default_rng(self.step).integers(100, 2000, 6)
         return Draw(np.arange(6), lengths, {})
 
 
-def result_of(step: int) -> Any:
+def result_of(step):
     """Of this rank; the other one has as many tokens for every expert."""
     counts = np.random.default_rng(100 + step).integers(0, 99, (2, 2, 4)).tolist()
     loads = [Load(k, layer, tuple(counts[k][layer]), 1.0, 1.0) for k in range(2) for layer in range(2)]
     return SimpleNamespace(expert_loads=tuple(loads))
 
 
-def sums(step: int) -> Any:
+def sums(step):
     return 2.0 * np.array([load.counts for load in result_of(step).expert_loads]).reshape(2, 2, 4).sum(axis=0)
 
 
 @pytest.fixture(autouse=True)
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    calls: list[int] = []
+def two_ranks(monkeypatch):
+    calls = []
 
-    def everyone(own: Any) -> list[Any]:
+    def everyone(own):
         calls.append(1)
         return [own, own]
 
@@ -99,29 +91,28 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def run(history: LoadHistory, planner: Planner, first: int, steps: int) -> list[tuple[bytes, Any]]:
+def run(history, planner, first, steps):
     """Digests of plans, and the loads that they were made with."""
     rows = []
     for step in range(first, first + steps):
         planned = planner.next()
-        assert planned.chain.context.experts is not None
         rows.append((planned.plan.digest, planned.chain.context.experts.loads))
         history.after(planner, result_of(step))
     return rows
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_plan_knows_all_steps_before_but_the_one_under_way(background: bool) -> None:
+def test_a_plan_knows_all_steps_before_but_the_one_under_way(background):
     history = LoadHistory(chain_of())
     rows = run(history, Planner(history.newest(chain_of()), Draws(), background=background, budget_s=60), 0, 5)
-    known: list[Any] = [()]
+    known = [()]
     for step in range(5):
         known.append(updated(known[-1], sums(step)))
     assert [loads for _, loads in rows] == ([(), *known[:4]] if background else known[:5])
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_resumed_run_plans_as_if_it_had_not_stopped(background: bool) -> None:
+def test_a_resumed_run_plans_as_if_it_had_not_stopped(background):
     started = LoadHistory(chain_of())
     planner = Planner(chain_of(), Draws(), background=background, budget_s=60)
     run(started, planner, 0, 5)
@@ -129,7 +120,7 @@ def test_a_resumed_run_plans_as_if_it_had_not_stopped(background: bool) -> None:
     wanted = run(started, planner, 5, 4)
     assert len({digest for digest, _ in wanted}) == 4
 
-    def resumed(state: Any) -> list[tuple[bytes, Any]]:
+    def resumed(state):
         history = LoadHistory(chain_of(), state)
         chains = history.newest(chain_of()), history.first(chain_of())
         again = Planner(chains[0], Draws(5), background=background, budget_s=60, first=chains[1])
@@ -141,11 +132,11 @@ def test_a_resumed_run_plans_as_if_it_had_not_stopped(background: bool) -> None:
         assert resumed({**state, name: state[other]}) != wanted, f"{name} is in the state for nothing"
 
 
-def test_costs_that_follow_the_steps_and_loads_are_learned_side_by_side() -> None:
+def test_costs_that_follow_the_steps_and_loads_are_learned_side_by_side():
     chain = chain_of(planner={"refit": True})
     host = SimpleNamespace(busy_waits=False, layout=chain.context.layout)
     recipe = SimpleNamespace(planner=SimpleNamespace(refit=True))
-    job: Any = SimpleNamespace(recipe=recipe, host=host, gather=lambda *values: np.array([values, [0.0] * len(values)]))
+    job = SimpleNamespace(recipe=recipe, host=host, gather=lambda *values: np.array([values, [0.0] * len(values)]))
     refitting, history = Refitting(job, chain, None), LoadHistory(chain)
     planner = Planner(chain, Draws(), budget_s=60)
     for step in range(3):
@@ -156,8 +147,7 @@ def test_costs_that_follow_the_steps_and_loads_are_learned_side_by_side() -> Non
         refitting.after(planner, step, planned, taken, predicted_step)
         history.after(planner, taken.result)
     context = planner.chain.context
-    assert context.experts is not None
-    assert context.experts.loads == history.newest(chain).context.experts.loads  # type: ignore[union-attr]
+    assert context.experts.loads == history.newest(chain).context.experts.loads
     assert np.array_equal(refit.coefficients(context.costs), refit.coefficients(refitting.chain.context.costs))
     assert context.costs != chain.context.costs
     state = {**refitting.state(planner), **history.state(planner)}
@@ -168,7 +158,7 @@ def test_costs_that_follow_the_steps_and_loads_are_learned_side_by_side() -> Non
 
 
 @pytest.mark.parametrize("instead", ["forgetful", "none"])
-def test_nothing_is_gathered_where_no_planner_looks_back(instead: str, two_ranks: list[int]) -> None:
+def test_nothing_is_gathered_where_no_planner_looks_back(instead, two_ranks):
     chain = replace(chain_of(), instead="forgetful") if instead == "forgetful" else chain_of(plugins={})
     history = LoadHistory(chain, {"ahead": [], "newest": [[1.0] * 4] * 2})
     planner = Planner(chain, Draws())
@@ -179,16 +169,16 @@ def test_nothing_is_gathered_where_no_planner_looks_back(instead: str, two_ranks
     assert planner.chain is chain
 
 
-def test_a_step_in_which_nothing_was_routed_teaches_nothing() -> None:
+def test_a_step_in_which_nothing_was_routed_teaches_nothing():
     history = LoadHistory(chain_of(), {"ahead": [], "newest": [[1.0] * 4] * 2})
     planner = Planner(chain_of(), Draws())
-    history.after(planner, SimpleNamespace(expert_loads=()))  # type: ignore[arg-type]
-    assert planner.chain.context.experts.loads == ((1.0,) * 4,) * 2  # type: ignore[union-attr]
+    history.after(planner, SimpleNamespace(expert_loads=()))
+    assert planner.chain.context.experts.loads == ((1.0,) * 4,) * 2
 
 
 @pytest.mark.parametrize(
     "state", [{}, {"ahead": [], "newest": [[1.0] * 8] * 2}, {"ahead": [], "newest": [[-1.0] * 4] * 2}, {"ahead": 1}]
 )
-def test_a_state_of_another_model_is_left_aside(state: Any) -> None:
+def test_a_state_of_another_model_is_left_aside(state):
     history = LoadHistory(chain_of(), state)
-    assert history.newest(chain_of()).context.experts.loads == ()  # type: ignore[union-attr]
+    assert history.newest(chain_of()).context.experts.loads == ()

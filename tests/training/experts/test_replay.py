@@ -1,41 +1,32 @@
 """Recorded loads under every planner of layers: ratios by hand, what planners that look back know, what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import evenload
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.commands.tables.plan import table as table_of_plan
 from evenload.core.errors import EvenloadError
 from evenload.core.experts.history import updated
 from evenload.core.experts.quotas import at_home
 from evenload.core.plan.expert_policy import ExpertPolicy
-from evenload.core.plan.step_plan import StepPlan
-from evenload.core.recipe.recipe import Recipe, parse
-from evenload.core.registry import PlanningContext, Plugin, PluginConfig
+from evenload.core.recipe.recipe import parse
+from evenload.core.registry import Plugin, PluginConfig
 from evenload.training import pictures
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.pictures.plot import draw_loads
 from evenload.training.pictures.report import page_of
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from rich.console import Console
 
-load_plugins()
 LENGTHS = np.arange(20, 84)
 HEADER = {"format": 1, "experts": 4, "topk": 2, "layers": [0, 1], "ranks": 2, "ep": 2}
 EVEN, HOT = [[5000] * 4] * 2, [[12000, 0, 4000, 0], [12000, 0, 0, 4000]]
 
 
-def recipe(ep: int = 2, **sections: Any) -> Recipe:
+def recipe(ep=2, **sections):
     model = {"family": "mixtral", "num_layers": 2, "hidden_size": 64, "moe": {"num_experts": 4, "topk": 2}}
     parallel = {"dp": max(2, ep), "ep": ep}
     plugins = {"moe": {"mode": "clone", "tolerance": 1.0}, **sections.pop("plugins", {})}
@@ -43,20 +34,20 @@ def recipe(ep: int = 2, **sections: Any) -> Recipe:
     return parse({"model": model, "parallel": parallel, "train": train, "plugins": plugins, **sections})
 
 
-def written(folder: Path, *steps: Any, **header: Any) -> Path:
+def written(folder, *steps, **header):
     lines = [HEADER | header, *({"step": step, "counts": counts} for step, counts in enumerate(steps))]
     path = folder / "loads.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def replayed(asked: Recipe, path: Path) -> dict[str, Any]:
+def replayed(asked, path):
     section = look_ahead(asked, LENGTHS, 1, loads=path).to_json()["loads"]
     assert section["predicted"]
-    return section  # type: ignore[no-any-return]
+    return section
 
 
-def test_busiest_over_mean_is_that_of_the_tokens_that_ranks_compute(tmp_path: Path) -> None:
+def test_busiest_over_mean_is_that_of_the_tokens_that_ranks_compute(tmp_path):
     section = replayed(recipe(planner={"background": False}), written(tmp_path, [[EVEN, EVEN]], [[EVEN, HOT]] * 3))
     assert section["steps"] == {"first": 1, "last": 1, "count": 1}  # before the first one nothing is known
     assert section["passes"] == 3
@@ -78,7 +69,7 @@ def test_busiest_over_mean_is_that_of_the_tokens_that_ranks_compute(tmp_path: Pa
     assert 0 < ours["exposed_ms"] < ours["layer_ms"] < home["layer_ms"]
 
 
-def test_groups_of_another_size_hold_the_same_tokens(tmp_path: Path) -> None:
+def test_groups_of_another_size_hold_the_same_tokens(tmp_path):
     path = written(tmp_path, *[[[EVEN, EVEN], [HOT, EVEN]]] * 4)
     home = replayed(recipe(4), path)["planners"]["static"]
     assert home["imbalance_of_layers"] == pytest.approx([34 / 18, 1.0])
@@ -87,21 +78,20 @@ def test_groups_of_another_size_hold_the_same_tokens(tmp_path: Path) -> None:
 class Backward:
     """A planner of layers that notes which loads it knows, and copies what was hottest in the first layer."""
 
-    def __init__(self) -> None:
-        self.known: list[Any] = []
+    def __init__(self):
+        self.known = []
         self.plugin = Plugin("backward", "", (), 90, PluginConfig, self, place="layers", needs_loads=lambda *_: True)
         object.__setattr__(self.plugin, "layers", {"spread": self.spread})
 
     __module__ = __name__
 
-    def __call__(self, plan: StepPlan, context: PlanningContext, config: Any) -> StepPlan:
-        assert context.experts is not None
+    def __call__(self, plan, context, config):
         self.known.append(context.experts.loads)
         hottest = int(np.argmax(context.experts.loads[0])) if context.experts.loads else 0
         copies = ((hottest,), ()) if hottest >= 2 else ((), (hottest,))
         return plan.revised(experts=ExpertPolicy("spread", 1, copies=(copies, ())))
 
-    def spread(self, counts: Any, policy: ExpertPolicy, copies: Any) -> Any:
+    def spread(self, counts, policy, copies):
         quotas = at_home(counts, policy, copies)
         for rank, experts in enumerate(copies):
             for expert in experts:
@@ -111,7 +101,7 @@ class Backward:
 
 
 @pytest.fixture
-def backward() -> Iterator[Backward]:
+def backward():
     planner = Backward()
     evenload.register(planner.plugin)
     yield planner
@@ -119,13 +109,11 @@ def backward() -> Iterator[Backward]:
 
 
 @pytest.mark.parametrize(("background", "late_steps"), [(True, 2), (False, 1)])
-def test_planners_that_look_back_know_what_they_would_in_training(
-    tmp_path: Path, backward: Backward, background: bool, late_steps: int
-) -> None:
+def test_planners_that_look_back_know_what_they_would_in_training(tmp_path, backward, background, late_steps):
     rng = np.random.default_rng(0)
     steps = rng.integers(0, 50, (6, 1, 2, 2, 4))
     section = replayed(recipe(planner={"background": background}), written(tmp_path, *steps.tolist()))
-    histories: list[Any] = []
+    histories = []
     for counts in steps:
         histories.append(updated(histories[-1] if histories else (), counts.sum(axis=(0, 2)).astype(float)))
     assert backward.known == histories[: 6 - late_steps]
@@ -145,11 +133,11 @@ def test_planners_that_look_back_know_what_they_would_in_training(
     assert row["imbalance_of_layers"][0] == pytest.approx(np.mean(wanted))
 
 
-def test_a_planner_that_breaks_a_law_is_left_out_and_said(tmp_path: Path, backward: Backward) -> None:
-    def lose(counts: Any, policy: ExpertPolicy, copies: Any) -> Any:
+def test_a_planner_that_breaks_a_law_is_left_out_and_said(tmp_path, backward):
+    def lose(counts, policy, copies):
         return np.maximum(at_home(counts, policy, copies) - 1, 0)
 
-    backward.plugin.layers["spread"] = lose  # type: ignore[index]
+    backward.plugin.layers["spread"] = lose
     section = replayed(recipe(), written(tmp_path, *[[[EVEN, EVEN]]] * 4))
     assert "backward" not in section["planners"]
     assert any(note.startswith("backward is left out: quotas lose tokens") for note in section["notes"])
@@ -165,9 +153,7 @@ def test_a_planner_that_breaks_a_law_is_left_out_and_said(tmp_path: Path, backwa
         ({"parallel": {"dp": 2}}, {}, "that share experts", "parallel.ep 1"),
     ],
 )
-def test_loads_that_do_not_fit_are_refused_before_anything_is_planned(
-    tmp_path: Path, asked: dict[str, Any], header: dict[str, Any], what: str, detail: str
-) -> None:
+def test_loads_that_do_not_fit_are_refused_before_anything_is_planned(tmp_path, asked, header, what, detail):
     model = {"family": "mixtral", "num_layers": 2, "hidden_size": 64, "moe": {"num_experts": 4, "topk": 2}}
     one = parse({"model": model, "parallel": {"dp": 2, "ep": 2}, **asked})
     with pytest.raises(EvenloadError, match=what) as caught:  # the lengths are never looked at
@@ -176,26 +162,23 @@ def test_loads_that_do_not_fit_are_refused_before_anything_is_planned(
     assert caught.value.do
 
 
-def test_experts_and_layers_of_another_model_are_named(tmp_path: Path) -> None:
+def test_experts_and_layers_of_another_model_are_named(tmp_path):
     path = written(tmp_path, [[[[1] * 8] * 2]], experts=8, layers=[1])
     with pytest.raises(EvenloadError, match="is of another model") as caught:
         replayed(recipe(), path)
     assert caught.value.found == "experts 8, the recipe's 4; layers [1], the recipe's [0, 1]"
 
 
-def test_many_passes_are_thinned_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_passes_are_thinned_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr("evenload.training.experts.replay._MOST_LAYERS", 6)
     section = replayed(recipe(), written(tmp_path, *[[[EVEN, EVEN]]] * 9))
     assert section["passes"] == 3
     assert section["steps"] == {"first": 2, "last": 8, "count": 3}
 
 
-def test_the_table_has_a_row_a_planner_and_says_what_is_predicted(tmp_path: Path) -> None:
+def test_the_table_has_a_row_a_planner_and_says_what_is_predicted(tmp_path, shown):
     result = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4)).to_json()
-    console = Console(width=200)
-    with console.capture() as caught:
-        console.print(table_of_plan(result))
-    text = caught.get()
+    text = shown(table_of_plan(result), 200)
     assert "experts, ep 2, loads of" in text
     assert "predicted, but for planning, from 2 passes of steps 2 to 3, 2 layers each" in text
     assert re.search(r"static +1.2500 +1.5000 +1.5000 +0.00 +0 MiB", text)
@@ -203,7 +186,7 @@ def test_the_table_has_a_row_a_planner_and_says_what_is_predicted(tmp_path: Path
     assert "loads" not in look_ahead(recipe(), LENGTHS, 1).to_json()
 
 
-def test_the_picture_draws_every_layer_by_planner_below_the_steps(tmp_path: Path) -> None:
+def test_the_picture_draws_every_layer_by_planner_below_the_steps(tmp_path):
     forecast = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4))
     assert forecast.loads is not None
     axes, key_axes = Figure().subplots(2)
@@ -219,7 +202,7 @@ def test_the_picture_draws_every_layer_by_planner_below_the_steps(tmp_path: Path
     assert heights[0] > heights[1]
 
 
-def test_the_page_has_a_table_of_them(tmp_path: Path) -> None:
+def test_the_page_has_a_table_of_them(tmp_path):
     forecast = look_ahead(recipe(), LENGTHS, 1, loads=written(tmp_path, *[[[EVEN, HOT]]] * 4), record=True)
     page = page_of(forecast)
     assert '<section id="loads">' in page

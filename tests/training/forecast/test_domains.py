@@ -1,15 +1,9 @@
 """Plans of a mixture from the lengths of its domains: drawn as training draws, by shares that a sweep may change."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.training.drawing import Domains, Drawing, batch_size
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.samples import samples_of
@@ -17,28 +11,26 @@ from evenload.training.forecast.search import search
 from evenload.training.forecast.sweep import sweep
 from evenload.training.shared_plan.reading import lengths_of
 
-load_plugins()
-
 
 @pytest.fixture(scope="module")
-def recipe() -> Recipe:
+def recipe():
     domains = {"short": {"source": "python-docstrings/json", "share": 3}, "long": {"source": "python-stdlib/json"}}
     model = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8}
     packing = {"enabled": True, "max_tokens": 4096}
     data, train = {"domains": domains, "max_length": 4096}, {"global_batch_size": 32, "dtype": "bf16"}
-    rest: dict[str, Any] = {"parallel": {"dp": 4}, "cluster": "a100", "plugins": {"packing": packing}}
+    rest = {"parallel": {"dp": 4}, "cluster": "a100", "plugins": {"packing": packing}}
     return parse({"model": model, "data": data, "train": train, **rest})
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lengths")
     for name, length in (("short", 100), ("long", 3000)):
         (folder / f"{name}.txt").write_text(f"{length}\n" * 200)
     return {name: folder / f"{name}.txt" for name in ("short", "long")}
 
 
-def test_a_plan_draws_by_shares_as_training_does(recipe: Recipe, files: dict[str, Path]) -> None:
+def test_a_plan_draws_by_shares_as_training_does(recipe, files):
     forecast = look_ahead(recipe, lengths_of(recipe, [f"{name}={path}" for name, path in files.items()]), 3)
     for step in forecast.steps:
         batch = step.ours.plan.lengths
@@ -50,18 +42,17 @@ def test_a_plan_draws_by_shares_as_training_does(recipe: Recipe, files: dict[str
     assert [step.ours.plan.lengths.tolist() for step in forecast.steps] == [one().lengths.tolist() for _ in range(3)]
 
 
-def test_without_lengths_the_data_of_each_domain_are_opened(recipe: Recipe) -> None:
+def test_without_lengths_the_data_of_each_domain_are_opened(recipe):
     lengths = lengths_of(recipe, [])
     assert isinstance(lengths, dict)
     assert set(lengths) == {"short", "long"}
     assert lengths["long"].max() > lengths["short"].max()
     samples = samples_of(recipe, lengths)
-    assert samples.domains is not None
     assert samples.domains.mixture.names == ["long", "short"]
 
 
-def test_a_sweep_of_a_share_is_a_row_for_each(recipe: Recipe, files: dict[str, Path]) -> None:
-    none: dict[str, Path | None] = {}
+def test_a_sweep_of_a_share_is_a_row_for_each(recipe, files):
+    none = {}
     rows = sweep(recipe, ["data.domains.long.share=0,1,9"], files, 1, 4, none)["rows"]
     tokens = [row["tokens_per_s"] * row["step_s"] for row in rows]
     assert tokens == pytest.approx([32 * 100, 24 * 100 + 8 * 3000, 8 * 100 + 24 * 3000])
@@ -70,7 +61,7 @@ def test_a_sweep_of_a_share_is_a_row_for_each(recipe: Recipe, files: dict[str, P
     assert "did you mean 'long'?" in caught.value.do
 
 
-def test_a_search_plans_the_mixture(recipe: Recipe, files: dict[str, Path]) -> None:
+def test_a_search_plans_the_mixture(recipe, files):
     pins = ["parallel.tp=1", "parallel.pp=1", "max_tokens=4096"]
     assert search(recipe, files, [2], pins)["rows"]
 
@@ -85,15 +76,13 @@ def test_a_search_plans_the_mixture(recipe: Recipe, files: dict[str, Path]) -> N
         (["short={short}", "long=nowhere.txt"], "the domain long: "),
     ],
 )
-def test_lengths_that_are_not_those_of_the_domains_are_refused(
-    recipe: Recipe, files: dict[str, Path], words: list[str], what: str
-) -> None:
+def test_lengths_that_are_not_those_of_the_domains_are_refused(recipe, files, words, what):
     with pytest.raises(EvenloadError, match=what):
         look_ahead(recipe, lengths_of(recipe, [word.format(**files) for word in words]), 1)
     with pytest.raises(EvenloadError, match="given by name"):
         look_ahead(recipe, files["short"], 1)
 
 
-def test_groups_are_of_one_source(recipe: Recipe, files: dict[str, Path]) -> None:
+def test_groups_are_of_one_source(recipe, files):
     with pytest.raises(EvenloadError, match="say no groups"):
         look_ahead(recipe, files, 1, groups=files["short"])

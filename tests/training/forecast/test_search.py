@@ -1,12 +1,8 @@
 """What a search is told beside lengths: tenants, experts' loads, memory, weights, others' plugins; what it writes."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import evenload
 import numpy as np
@@ -15,27 +11,26 @@ from evenload import api
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.registry import Plugin, PluginConfig
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.search import Enough, search
 from evenload.training.pictures import draw
 
-api.load_plugins()
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
 LENGTHS = as_lengths(np.arange(20, 400, 9))
 FEW = ("max_tokens=1024", "parallel.tp=1", "parallel.pp=1", "train.recompute=false")
 
 
-def recipe_of(**sections: Any) -> Recipe:
+def recipe_of(**sections):
     return parse({"model": MODEL, "cluster": "a100", "train": {"global_batch_size": 8}, **sections})
 
 
-def proven(recipe: Recipe, lengths: Any = LENGTHS, pins: tuple[str, ...] = FEW, **more: Any) -> dict[str, Any]:
+def proven(recipe, lengths=LENGTHS, pins=FEW, **more):
     return search(recipe, lengths, [2], pins, enough=Enough(0.0), **more)
 
 
-def test_tenants_are_searched_by_their_own_batches_and_the_recipe_plans_as_the_search_says(tmp_path: Path) -> None:
+def test_tenants_are_searched_by_their_own_batches_and_the_recipe_plans_as_the_search_says(tmp_path):
     rng, files = np.random.default_rng(3), dict[str, Path]()
     for name, longest in (("long", 900), ("short", 60)):
         files[name] = tmp_path / f"{name}.txt"
@@ -49,10 +44,10 @@ def test_tenants_are_searched_by_their_own_batches_and_the_recipe_plans_as_the_s
         proven(recipe)
 
 
-def test_loads_of_experts_make_sharing_them_as_slow_as_they_are_uneven(tmp_path: Path) -> None:
+def test_loads_of_experts_make_sharing_them_as_slow_as_they_are_uneven(tmp_path):
     model = {**MODEL, "hidden_size": 2048, "family": "mixtral", "moe": {"num_experts": 4, "topk": 2}}
     header = {"format": 1, "experts": 4, "topk": 2, "layers": [0, 1], "ranks": 2, "ep": 2}
-    steps: dict[str, float] = {}
+    steps = {}
     for name, counts in (("even", [[4000] * 4] * 2), ("hot", [[8000, 8000, 0, 0]] * 2)):
         rows = [header, *({"step": step, "counts": [[counts, counts]]} for step in range(4))]
         (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
@@ -65,7 +60,7 @@ def test_loads_of_experts_make_sharing_them_as_slow_as_they_are_uneven(tmp_path:
         proven(recipe_of(), loads=tmp_path / "even")
 
 
-def test_the_memory_that_is_given_is_the_recipes_that_is_written_and_its_page_is_drawn(tmp_path: Path) -> None:
+def test_the_memory_that_is_given_is_the_recipes_that_is_written_and_its_page_is_drawn(tmp_path):
     out, report = tmp_path / "best.yaml", tmp_path / "best.html"
     proven(recipe_of(), memory_gib=0.25, out=out, draw=partial(draw, report=report))
     again = api.load_recipe(out)
@@ -76,7 +71,7 @@ def test_the_memory_that_is_given_is_the_recipes_that_is_written_and_its_page_is
         proven(recipe_of(), memory_gib=1e-6)
 
 
-def test_sizes_are_those_of_the_folder_of_weights(tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_folder_of_weights(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = {"model_type": "llama", **sizes, "intermediate_size": 96, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -94,21 +89,21 @@ class TheirConfig(PluginConfig):
 class Theirs:
     """A plugin that leaves plans alone, and knows that plans of level 1 take a second."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.planned = 0
 
     __module__ = __name__
 
-    def plan(self, plan: Any, _: Any, config: TheirConfig) -> Any:
+    def plan(self, plan, _, config):
         self.planned += config.level
         return plan
 
-    def floor_s(self, *asked: Any) -> float:
+    def floor_s(self, *asked):
         return float(asked[-1].level)
 
 
 @pytest.fixture
-def theirs() -> Iterator[Theirs]:
+def theirs():
     ours = Theirs()
     tries = {"enabled": (False, True), "level": (0, 1)}
     evenload.register(Plugin("theirs", "", (), 90, TheirConfig, ours.plan, tries=lambda _: tries, floor_s=ours.floor_s))
@@ -116,7 +111,7 @@ def theirs() -> Iterator[Theirs]:
     evenload.unregister("theirs")
 
 
-def test_a_plugin_of_a_third_party_has_its_axes_and_its_floor(theirs: Theirs) -> None:
+def test_a_plugin_of_a_third_party_has_its_axes_and_its_floor(theirs):
     found = proven(recipe_of())
     values = {(line["key"], line["value"]): line for line in found["axes"]}
     assert {("plugins.theirs.enabled", on) for on in (False, True)} <= values.keys()

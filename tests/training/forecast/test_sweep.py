@@ -1,28 +1,21 @@
 """What-if sweeps: every combination a row, the best marked, the impossible told."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 import sys
 from dataclasses import replace
-from io import StringIO
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from evenload.api import load_recipe
+from evenload.cli import main
 from evenload.commands.tables.plan import table as table_of_plan
 from evenload.commands.tables.sweep import table as table_of_sweep
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe.recipe import Recipe
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.sweep import MOST, _strongest, axes_of, best_of, sweep
 from evenload.training.pictures.planners import names
-from rich.console import Console
 
-NO_FILES: dict[str, Path | None] = {"--out": None, "--trace": None}
+NO_FILES = {"--out": None, "--trace": None}
 RECIPE = """
 model: {num_layers: 4, hidden_size: 256, num_attention_heads: 8}
 parallel: {dp: 8}
@@ -34,27 +27,20 @@ plugins: {packing: {enabled: true, max_tokens: 4096}}
 
 
 @pytest.fixture(scope="module")
-def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def lengths(tmp_path_factory):
     path = tmp_path_factory.mktemp("sweep") / "lengths.txt"
     path.write_text("\n".join(map(str, np.random.default_rng(0).lognormal(5.5, 1.2, 1000).astype(int) + 1)))
     return path
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+def recipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     path.write_text(RECIPE)
     return load_recipe(path)
 
 
-def shown(result: dict[str, Any]) -> str:
-    console = Console(width=200)
-    with console.capture() as caught:
-        console.print(table_of_sweep(result))
-    return caught.get()
-
-
-def test_degrees_compare_on_equal_machines(recipe: Recipe, lengths: Path) -> None:
+def test_degrees_compare_on_equal_machines(recipe, lengths):
     result = sweep(recipe, ["parallel.cp=1,2,4,8"], lengths, 2, 16, NO_FILES)
     rows = result["rows"]
     assert [row["settings"] for row in rows] == [{"parallel.cp": cp} for cp in (1, 2, 4, 8)]
@@ -70,7 +56,7 @@ def test_degrees_compare_on_equal_machines(recipe: Recipe, lengths: Path) -> Non
     assert best["tokens_per_s_per_rank"] == max(row["tokens_per_s_per_rank"] for row in rows)
 
 
-def test_a_row_says_what_plan_says(recipe: Recipe, lengths: Path) -> None:
+def test_a_row_says_what_plan_says(recipe, lengths):
     """The sweep's numbers are those of `plan` with the same override."""
     row = sweep(recipe, ["parallel.dp=4"], lengths, 2, None, NO_FILES)["rows"][0]
     steps = look_ahead(recipe.changed({"parallel.dp": 4}), lengths, 2).to_json()["steps"]
@@ -84,7 +70,7 @@ def test_a_row_says_what_plan_says(recipe: Recipe, lengths: Path) -> None:
     assert row["strongest_baseline"] == {"name": fastest, "gain": pytest.approx(baselines[fastest] / total_s)}
 
 
-def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe: Recipe, lengths: Path) -> None:
+def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe, lengths, shown):
     """With two ranks to a sequence at most, what shares each among all four is not allowed, however fast it is."""
     mesh = recipe.changed({"parallel.dp": 4, "plugins.packing.enabled": False, "plugins.mesh.enabled": True})
     free, bound = (
@@ -95,9 +81,7 @@ def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe: Recipe, lengths: 
         assert (told["cp_all"]["ignores"], told["cp_all"]["over_caps"]) == (ignores, ignores)
         assert told["cp_1"]["ignores"] is None
         assert ("cp_all" in names(forecast)) == (ignores is None)
-        console = Console(width=160, record=True, file=StringIO())
-        console.print(table_of_plan(forecast.to_json()))
-        text = " ".join(console.export_text().split())
+        text = " ".join(shown(table_of_plan(forecast.to_json())).split())
         assert ("cp_all: not allowed" in text) == (ignores is not None)
         assert (f"cp_all is not allowed: {ignores}" in text) == (ignores is not None)
     others = {name: one.outcome.step_s for name, one in bound.steps[0].baselines.items() if name != "cp_all"}
@@ -107,7 +91,7 @@ def test_a_baseline_that_ignores_a_setting_is_no_rival(recipe: Recipe, lengths: 
     assert _strongest((step,), 1.0)["gain"] == min(others.values())
 
 
-def test_words_multiply_and_any_key_can_be_swept(recipe: Recipe, lengths: Path) -> None:
+def test_words_multiply_and_any_key_can_be_swept(recipe, lengths):
     words = ["cluster=a100,h200", "plugins.packing.max_tokens=4096,8192", "train.recompute=false,true"]
     result = sweep(recipe, words, lengths, 1, None, NO_FILES)
     assert len(result["rows"]) == 8
@@ -121,20 +105,20 @@ def test_words_multiply_and_any_key_can_be_swept(recipe: Recipe, lengths: Path) 
     assert speed["h200"] > speed["a100"]
 
 
-def test_an_impossible_combination_says_why_and_the_others_go_on(recipe: Recipe, lengths: Path) -> None:
+def test_an_impossible_combination_says_why_and_the_others_go_on(recipe, lengths, shown):
     result = sweep(recipe, ["parallel.tp=1,3", "cluster=a100,nowhere"], lengths, 1, 24, NO_FILES)
     errors = {(r["settings"]["parallel.tp"], r["settings"]["cluster"]): r.get("error") for r in result["rows"]}
     assert errors[1, "a100"] is None
     assert errors[3, "a100"]["what"] == "parallel.tp does not divide the attention heads"
     assert errors[1, "nowhere"]["what"] == "there is no such cluster"
     assert result["best"] == 0
-    text = shown(result)
+    text = shown(table_of_sweep(result), 200)
     assert "impossible" in text
     assert "parallel.tp=3 cluster=a100: parallel.tp does not divide the attention heads (tp 3" in text
     assert "predicted" in text
 
 
-def test_if_nothing_can_be_planned_that_is_an_error(recipe: Recipe, lengths: Path) -> None:
+def test_if_nothing_can_be_planned_that_is_an_error(recipe, lengths):
     with pytest.raises(EvenloadError, match="none of the 2 combinations") as caught:
         sweep(recipe, ["parallel.tp=3,5"], lengths, 1, 15, NO_FILES)
     assert "parallel.tp=3: parallel.tp does not divide" in caught.value.found
@@ -155,12 +139,12 @@ def test_if_nothing_can_be_planned_that_is_an_error(recipe: Recipe, lengths: Pat
         (f"train.global_batch_size={','.join(map(str, range(1, MOST + 2)))}", f"at most {MOST}"),
     ],
 )
-def test_bad_words_are_refused(recipe: Recipe, word: str, what: str) -> None:
+def test_bad_words_are_refused(recipe, word, what):
     with pytest.raises(EvenloadError, match=what):
         axes_of(recipe, [word])
 
 
-def test_values_are_yaml(recipe: Recipe) -> None:
+def test_values_are_yaml(recipe):
     words = ["parallel.dp=null,2", "train.recompute=true,false", "cluster='a100'", "deepspeed.config.any=[1,2],3"]
     assert axes_of(recipe, words) == {
         "parallel.dp": [None, 2],
@@ -172,39 +156,41 @@ def test_values_are_yaml(recipe: Recipe) -> None:
         axes_of(recipe, ["parallel.dp=1", "parallel.dp=2"])
 
 
-def test_the_best_fits_is_fastest_and_then_holds_least() -> None:
-    def row(rate: float, held: float, fits: bool = True) -> dict[str, Any]:
+def test_the_best_fits_is_fastest_and_then_holds_least():
+    def row(rate, held, fits=True):
         return {"tokens_per_s_per_rank": rate, "peak_bytes": held, "fits": fits}
 
     assert best_of([row(9, 9, fits=False), {"error": {}}, row(5, 3), row(5, 2), row(4, 1)]) == 3
     assert best_of([row(9, 9, fits=False), {"error": {}}]) is None
 
 
-def test_what_does_not_fit_is_shown_and_never_best(recipe: Recipe, lengths: Path) -> None:
+def test_what_does_not_fit_is_shown_and_never_best(recipe, lengths, shown):
     """A model of 70 billion weights on one rank."""
     big = recipe.changed({"model": {"num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64}})
     result = sweep(big, ["parallel.tp=1,2"], lengths, 1, 8, NO_FILES)
     assert result["best"] is None
-    assert "too much" in shown(result)
-    assert "none fits" in shown(result)
+    text = shown(table_of_sweep(result), 200)
+    assert "too much" in text
+    assert "none fits" in text
 
 
-@pytest.mark.slow
-def test_through_the_command_line(tmp_path: Path, lengths: Path) -> None:
+def test_through_the_command_line(tmp_path, lengths, monkeypatch, capsys):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    start = [sys.executable, "-m", "evenload", "plan", "recipe.yaml", "--lengths", str(lengths), "--nproc", "8"]
+    monkeypatch.chdir(tmp_path)
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*start, *more], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    def run(*more):
+        command = "evenload", "plan", "recipe.yaml", "--lengths", str(lengths), "--nproc", "8", *more
+        monkeypatch.setattr(sys, "argv", list(command))
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().out
 
-    done = run("--sweep", "parallel.cp=1,2", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert [row["world_size"] for row in result["rows"]] == [8, 8]
-    done = run("--sweep", "parallel.cp=1,2")
-    assert "what if" in done.stdout
-    assert "*" in done.stdout
+    code, said = run("--sweep", "parallel.cp=1,2", "--json")
+    assert not code
+    assert [row["world_size"] for row in json.loads(said)["rows"]] == [8, 8]
+    _, said = run("--sweep", "parallel.cp=1,2")
+    assert "what if" in said
+    assert "*" in said
     for refused in (["--sweep", "parallel.cpp=1"], ["--sweep", "parallel.cp=1,2", "--out", "plan.json"]):
-        done = run(*refused)
-        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert run(*refused) == (2, "")
     assert not (tmp_path / "plan.json").exists()

@@ -1,30 +1,25 @@
 """Plugins that a recipe leaves off: what each would gain is what its plan comes to, and its line switches it on."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import yaml
 from evenload.api import load_recipe
 from evenload.core.plan.step_plan import as_lengths
-from evenload.core.recipe.recipe import Recipe
 from evenload.training.forecast import unused
-from evenload.training.forecast.forecast import Forecast, look_ahead
+from evenload.training.forecast.forecast import look_ahead
 from evenload.training.pictures.report import page_of
 
 RAGGED = as_lengths([16000 if number % 40 == 0 else 50 + 7 * number % 800 for number in range(400)])
 SETTINGS = ("parallel.dp=16", "train.global_batch_size=64", "plugins.packing.max_tokens=16384")
 
 
-def forecast_of(*settings: str, name: str = "gpu-node", steps: int = 2) -> Forecast:
+def forecast_of(*settings, name="gpu-node", steps=2):
     return unused.with_unused(look_ahead(load_recipe(name, [*SETTINGS, *settings]), RAGGED, steps))
 
 
-def test_a_plugin_that_gains_is_found_with_the_gain_of_the_recipe_that_has_its_line() -> None:
+def test_a_plugin_that_gains_is_found_with_the_gain_of_the_recipe_that_has_its_line():
     forecast = forecast_of()
     (mesh,) = forecast.gaining
-    sections: dict[str, Any] = yaml.safe_load(mesh.line)
+    sections = yaml.safe_load(mesh.line)
     assert mesh.plugins == ("mesh",)
     assert sections == {"mesh": {"enabled": True, "max_tokens": 16384}}
     words = [f"plugins.mesh.{key}={value}" for key, value in sections["mesh"].items()]
@@ -37,7 +32,7 @@ def test_a_plugin_that_gains_is_found_with_the_gain_of_the_recipe_that_has_its_l
     assert "off in this recipe" not in page_of(with_it)
 
 
-def test_what_does_nothing_in_the_layout_or_the_trainer_is_not_tried() -> None:
+def test_what_does_nothing_in_the_layout_or_the_trainer_is_not_tried():
     names = {name for one in forecast_of("plugins.packing.enabled=false").unused for name in one.plugins}
     assert names == {"packing", "mesh"}, "there is one stage, and nothing for a pipeline to order"
     staged = forecast_of("parallel.pp=2", "parallel.dp=4", steps=1)
@@ -47,17 +42,17 @@ def test_what_does_nothing_in_the_layout_or_the_trainer_is_not_tried() -> None:
     assert [one.plugins for one in unused.with_unused(look_ahead(loop, RAGGED, 1)).unused] == [("mesh",)]
 
 
-def test_what_takes_long_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_long_is_left_out_and_said(monkeypatch):
     monkeypatch.setattr(unused, "BUDGET_S", 0.0)
     (mesh,) = forecast_of(steps=1).unused
     assert (mesh.plugins, mesh.gain) == (("mesh",), 0.0)
 
 
-def recipe_with(costs: str) -> Recipe:
+def recipe_with(costs):
     return load_recipe("gpu-node", [*SETTINGS, f"costs={costs}"])
 
 
-def test_costs_of_another_model_and_costs_without_states_are_said_to_be() -> None:
+def test_costs_of_another_model_and_costs_without_states_are_said_to_be():
     counted, of_7b = (look_ahead(recipe_with(costs), RAGGED, 1) for costs in ("auto", "verl-7b"))
     assert not counted.costs_differ
     assert counted.fixed_bytes > 0

@@ -1,11 +1,8 @@
 """The launcher is told to end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from typing import Any
 
 import pytest
 from evenload.training.launching import launch
@@ -15,20 +12,20 @@ from evenload.training.launching.launch import _terminable
 class RankOfTest:
     """What the launcher sees of a rank."""
 
-    def __init__(self) -> None:
-        self.sent: list[int] = []
+    def __init__(self):
+        self.sent = []
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         self.sent.append(number)
 
 
-def tell(number: int, wait_s: float = 10.0) -> None:
+def tell(number, wait_s=10.0):
     os.kill(os.getpid(), number)
     time.sleep(wait_s)
 
 
 @pytest.fixture(autouse=True)
-def _handlers() -> Any:
+def _handlers():
     """As in a process of its own; under nohup a hang-up is ignored from the start."""
     before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
     yield
@@ -37,16 +34,16 @@ def _handlers() -> Any:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_there_are_ranks_unwinds_the_launcher(number: int) -> None:
+def test_a_signal_before_there_are_ranks_unwinds_the_launcher(number):
     with pytest.raises(SystemExit) as ended, _terminable([]):
         tell(number)
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
-def test_ranks_are_told_once_and_a_later_signal_unwinds_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_told_once_and_a_later_signal_unwinds_the_launcher(monkeypatch):
     monkeypatch.setattr(launch, "AT_ONCE_S", 0.2)
-    ranks: list[Any] = [RankOfTest(), RankOfTest()]
+    ranks = [RankOfTest(), RankOfTest()]
     with _terminable(ranks) as passed_on:
         tell(signal.SIGUSR1, 0.05)
         tell(signal.SIGTERM, 0.3)  # the same request
@@ -57,15 +54,15 @@ def test_ranks_are_told_once_and_a_later_signal_unwinds_the_launcher(monkeypatch
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-def test_a_terminal_that_closes_ends_at_once() -> None:
-    ranks: list[Any] = [RankOfTest()]
+def test_a_terminal_that_closes_ends_at_once():
+    ranks = [RankOfTest()]
     with pytest.raises(SystemExit) as ended, _terminable(ranks):
         tell(signal.SIGHUP)
     assert ended.value.code == 128 + signal.SIGHUP
     assert ranks[0].sent == []
 
 
-def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+def test_a_hang_up_that_is_ignored_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with _terminable([]):
         os.kill(os.getpid(), signal.SIGHUP)

@@ -1,7 +1,5 @@
 """The pictures of a plan: a trace of every span, a page whose numbers are the plan's, a plot that is not blank."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -12,7 +10,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import SPAN_KINDS, Span
 from evenload.training import pictures
-from evenload.training.forecast.forecast import Forecast, look_ahead
+from evenload.training.forecast.forecast import look_ahead
 from evenload.training.pictures import facts as facts_module
 from evenload.training.pictures import markup, plot, trace
 from evenload.training.pictures.facts import facts_of, histogram, parts_of, pieces_of, shown_places
@@ -49,7 +46,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "recipe.yaml").write_text(RECIPE)
     lengths = np.random.default_rng(0).lognormal(5.5, 1.2, 2000).astype(int) + 1
@@ -58,23 +55,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def forecast(request: pytest.FixtureRequest, place: Path) -> Forecast:
+def forecast(request, place):
     recipe = load_recipe(place / "recipe.yaml", LAYOUTS[request.param])
     return look_ahead(recipe, place / "lengths.txt", 2, record=True)
 
 
 @pytest.fixture(scope="module")
-def simple(place: Path) -> Forecast:
+def simple(place):
     return look_ahead(load_recipe(place / "recipe.yaml"), place / "lengths.txt", 1, record=True)
 
 
-def read_trace(path: Path) -> dict[str, Any]:
+def read_trace(path):
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    found: dict[str, Any] = json.loads(text)
+    found = json.loads(text)
     return found
 
 
-def test_a_trace_shows_every_span_of_every_planner_once(forecast: Forecast, tmp_path: Path) -> None:
+def test_a_trace_shows_every_span_of_every_planner_once(forecast, tmp_path):
     pictures.draw(forecast, trace=tmp_path / "t.json")
     found = read_trace(tmp_path / "t.json")
     processes = [e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"]
@@ -100,24 +97,19 @@ def test_a_trace_shows_every_span_of_every_planner_once(forecast: Forecast, tmp_
     assert not list(tmp_path.glob(".*")), "the unfinished file is gone"
 
 
-def test_events_of_a_thread_never_overlap_and_hold_what_the_format_asks_for(forecast: Forecast, tmp_path: Path) -> None:
+def test_events_of_a_thread_never_overlap_and_hold_what_the_format_asks_for(forecast, tmp_path):
     pictures.draw(forecast, trace=tmp_path / "t.json.gz")
     found = read_trace(tmp_path / "t.json.gz")
     assert set(found) == {"displayTimeUnit", "otherData", "traceEvents"}
     assert found["displayTimeUnit"] in ("ms", "ns")
     assert found["otherData"]["times"] == "predicted"
-    threads: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    threads = defaultdict(list)
     named = set()
-    arrows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    arrows = defaultdict(list)
     for event in found["traceEvents"]:
         assert {"ph", "pid", "tid", "name"} <= set(event)
         if event["ph"] == "M":
-            assert event["name"] in {
-                "process_name",
-                "process_sort_index",
-                "thread_name",
-                "thread_sort_index",
-            }
+            assert event["name"] in {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
             named.add((event["pid"], event["tid"]))
             continue
         if event["ph"] in "sf":
@@ -138,12 +130,9 @@ def test_events_of_a_thread_never_overlap_and_hold_what_the_format_asks_for(fore
         assert all(start + length <= after for (start, length), (after, _) in pairwise(events))
 
 
-def test_the_args_of_a_pass_describe_its_micro_batch(tmp_path: Path) -> None:
+def test_the_args_of_a_pass_describe_its_micro_batch(tmp_path):
     batch = as_lengths([6, 2, 8])
-    packs = (
-        MicroBatch((Slice(0, 0, 6), Slice(1, 0, 2)), (0,), pad_to=6),
-        MicroBatch((Slice(2, 0, 8),), (0, 1)),
-    )
+    packs = (MicroBatch((Slice(0, 0, 6), Slice(1, 0, 2)), (0,), pad_to=6), MicroBatch((Slice(2, 0, 8),), (0, 1)))
     spans = [
         Span(0, 0, "F", 0, 0.0, 1.0),
         Span(0, 0, "F", 1, 1.0, 2.0),
@@ -166,7 +155,7 @@ def test_the_args_of_a_pass_describe_its_micro_batch(tmp_path: Path) -> None:
     assert events["step 0"]["args"]["made by"] == "hand"
 
 
-def test_a_communication_after_a_backward_is_of_the_backwards_micro_batch(tmp_path: Path) -> None:
+def test_a_communication_after_a_backward_is_of_the_backwards_micro_batch(tmp_path):
     batch = as_lengths([4, 6])
     forward = (MicroBatch((Slice(0, 0, 4),), (0,)), MicroBatch((Slice(1, 0, 6),), (0,)))
     plan = StepPlan(batch, forward, Limits(1, 16), backward=forward[::-1])
@@ -180,9 +169,7 @@ def test_a_communication_after_a_backward_is_of_the_backwards_micro_batch(tmp_pa
     assert tokens == [4, 4, 6, 6]
 
 
-def test_a_trace_with_too_many_events_says_which_ranks_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trace_with_too_many_events_says_which_ranks_it_shows(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trace, "MOST_EVENTS", 10)
     batch = as_lengths([1] * 30)
     plan = StepPlan(batch, tuple(MicroBatch((Slice(i, 0, 1),), (i,)) for i in range(30)), Limits(30, 1))
@@ -198,17 +185,17 @@ def test_a_trace_with_too_many_events_says_which_ranks_it_shows(
 class Page(HTMLParser):
     """What a report holds: its numbers, its tables, its tags, its text."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.numbers: dict[str, list[float]] = defaultdict(list)
-        self.rows: dict[str, dict[str, list[float]]] = defaultdict(dict)
-        self.text: dict[str, str] = defaultdict(str)
+        self.tags = []
+        self.numbers = defaultdict(list)
+        self.rows = defaultdict(dict)
+        self.text = defaultdict(str)
         self._section, self._table, self._row, self._open = "head", "", "", list[str]()
         self._names_row = False
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = dict(attrs)
         self.tags.append((tag, values))
         self._open.append(tag)
@@ -223,21 +210,21 @@ class Page(HTMLParser):
             if self._table and self._row:
                 self.rows[self._table][self._row].append(value)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         while self._open.pop() != tag:
             pass
         self._names_row = False
         if tag == "table":
             self._table, self._row = "", ""
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text[self._section] += data
         if self._names_row:
             self._row = data
             self.rows[self._table][data] = []
 
 
-def test_the_numbers_of_the_page_are_those_of_json(forecast: Forecast) -> None:
+def test_the_numbers_of_the_page_are_those_of_json(forecast):
     result = forecast.to_json()["steps"]
     page = Page(page_of(forecast))
     mean = {"evenload": np.mean([s["step_s"] for s in result])}
@@ -266,7 +253,7 @@ def test_the_numbers_of_the_page_are_those_of_json(forecast: Forecast) -> None:
     assert first[0] == result[0]["step_s"]
 
 
-def test_the_page_asks_for_nothing_and_says_that_it_is_predicted(forecast: Forecast) -> None:
+def test_the_page_asks_for_nothing_and_says_that_it_is_predicted(forecast):
     text = page_of(forecast)
     page = Page(text)
     assert [v["id"] for t, v in page.tags if t == "section"] == [
@@ -284,7 +271,7 @@ def test_the_page_asks_for_nothing_and_says_that_it_is_predicted(forecast: Forec
     assert "$" not in re.sub(r"<dd>.*?</dd>", "", text)
 
 
-def test_strings_of_users_are_escaped(simple: Forecast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strings_of_users_are_escaped(simple, monkeypatch):
     evil = "<script>alert('x')</script>&\"$body"
     context = simple.chain.context
     costs = context.costs.model_copy(update={"source": evil})
@@ -300,7 +287,7 @@ def test_strings_of_users_are_escaped(simple: Forecast, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("inside", ["<b>", 'say "x"', "a & b"])
-def test_markup_escapes_everything_but_markup(inside: str) -> None:
+def test_markup_escapes_everything_but_markup(inside):
     made = markup.tag("p", inside, markup.tag("i", inside), title=inside)
     page = Page(made)
     assert page.text["head"] == inside * 2
@@ -308,7 +295,7 @@ def test_markup_escapes_everything_but_markup(inside: str) -> None:
     assert [tag for tag, _ in page.tags] == ["p", "i"]
 
 
-def test_the_parts_of_a_step_are_the_step(forecast: Forecast) -> None:
+def test_the_parts_of_a_step_are_the_step(forecast):
     context = forecast.chain.context
     for name in names(forecast):
         one = planners(forecast.steps[0])[name]
@@ -323,7 +310,7 @@ def test_the_parts_of_a_step_are_the_step(forecast: Forecast) -> None:
     assert parts_of(forecast.steps[0].ours, context)["padding"] <= stock["padding"]
 
 
-def test_padding_is_what_the_pass_costs_more_than_its_tokens(simple: Forecast) -> None:
+def test_padding_is_what_the_pass_costs_more_than_its_tokens(simple):
     costs = simple.chain.context.costs
     one = simple.steps[0].baselines["padded"]
     bare = replace(one.plan, micro_batches=tuple(m._replace(pad_to=0) for m in one.plan.micro_batches))
@@ -334,7 +321,7 @@ def test_padding_is_what_the_pass_costs_more_than_its_tokens(simple: Forecast) -
     assert parts_of(one, simple.chain.context)["padding"] == pytest.approx(wanted / one.plan.limits.num_ranks)
 
 
-def test_pieces_cover_a_ranks_spans_in_order(forecast: Forecast) -> None:
+def test_pieces_cover_a_ranks_spans_in_order(forecast):
     one = forecast.steps[0].baselines["padded"]
     stage = one.plan.limits.num_stages - 1
     pieces = pieces_of(one, forecast.chain.context.costs, {(stage, 1)})[stage, 1]
@@ -343,7 +330,7 @@ def test_pieces_cover_a_ranks_spans_in_order(forecast: Forecast) -> None:
     assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(pieces))
 
 
-def test_of_many_ranks_the_busiest_and_the_idlest_are_among_those_shown(simple: Forecast) -> None:
+def test_of_many_ranks_the_busiest_and_the_idlest_are_among_those_shown(simple):
     one = simple.steps[0].baselines["in_order"]
     assert shown_places(one) == ([(0, 0), (0, 1), (0, 2), (0, 3)], True)
     places, complete = shown_places(one, 3)
@@ -355,37 +342,36 @@ def test_of_many_ranks_the_busiest_and_the_idlest_are_among_those_shown(simple: 
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 2, 1024], [3, 32768], [32769]])
-def test_every_sequence_is_in_one_bin(lengths: list[int]) -> None:
+def test_every_sequence_is_in_one_bin(lengths):
     edges, shares = histogram(np.array(lengths))
     assert edges[0] <= min(lengths)
     assert edges[-1] >= max(lengths)
     assert all(sum(share) == pytest.approx(1) for share in shares.values())
 
 
-def test_the_rival_is_the_fastest_but_stock_and_the_first_of_equals(simple: Forecast) -> None:
+def test_the_rival_is_the_fastest_but_stock_and_the_first_of_equals(simple):
     facts = facts_of(simple)
     one = facts.others[0]
     fake = [replace(one, name=n, step_s=s) for n, s in (("padded", 1.0), ("a", 3.0), ("b", 2.0), ("c", 2.0 - 1e-6))]
     found = replace(facts, others=tuple(fake)).rival
-    assert found is not None
     assert found.name == "b"
 
 
-def test_spans_that_were_not_recorded_are_simulated_again(simple: Forecast, place: Path) -> None:
+def test_spans_that_were_not_recorded_are_simulated_again(simple, place):
     bare = look_ahead(load_recipe(place / "recipe.yaml"), place / "lengths.txt", 1)
     assert not bare.steps[0].ours.outcome.spans
     again = facts_module.with_spans(bare.steps[0].ours, bare.chain.context)
     assert again.outcome.spans == simple.steps[0].ours.outcome.spans
 
 
-def test_the_plot_decodes_and_shows_the_colours_of_work_and_waiting(forecast: Forecast, tmp_path: Path) -> None:
+def test_the_plot_decodes_and_shows_the_colours_of_work_and_waiting(forecast, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     colors = pytest.importorskip("matplotlib.colors")
     pictures.draw(forecast, plot=tmp_path / "p.png")
     pixels = image.imread(tmp_path / "p.png")
     assert pixels.shape[1] > 1000
     for part in ("forward", "backward", "waiting"):
-        wanted = np.array(colors.to_rgb(plot._COLOURS[part]))  # type: ignore[index]
+        wanted = np.array(colors.to_rgb(plot._COLOURS[part]))
         assert (np.abs(pixels[..., :3] - wanted).max(axis=-1) < 0.01).sum() > 500, part
 
 
@@ -399,9 +385,7 @@ def test_the_plot_decodes_and_shows_the_colours_of_work_and_waiting(forecast: Fo
         ("trace", "folder.json", "no regular file"),
     ],
 )
-def test_a_picture_that_cannot_be_written_is_refused_before_any_other_is(
-    simple: Forecast, tmp_path: Path, option: str, name: str, says: str
-) -> None:
+def test_a_picture_that_cannot_be_written_is_refused_before_any_other_is(simple, tmp_path, option, name, says):
     (tmp_path / "folder.json").mkdir()
     before = sorted(tmp_path.rglob("*"))
     good = {"trace": tmp_path / "a.json", "plot": tmp_path / "a.png", "report": tmp_path / "a.html"}
@@ -411,9 +395,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_any_other_is(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_without_matplotlib_only_the_plot_is_refused(
-    simple: Forecast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_only_the_plot_is_refused(simple, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(EvenloadError, match="pip install matplotlib"):
         pictures.draw(simple, plot=tmp_path / "p.png", report=tmp_path / "r.html")
@@ -422,13 +404,11 @@ def test_without_matplotlib_only_the_plot_is_refused(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_failure_half_way_leaves_the_old_file(
-    simple: Forecast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_half_way_leaves_the_old_file(simple, tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     path.write_text("old")
 
-    def full(*_: object, **__: object) -> str:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(trace, "_meta", full)

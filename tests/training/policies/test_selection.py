@@ -1,20 +1,15 @@
 """Selections beside a loop without a model: what is drawn, what is taken, and what a run that goes on takes."""
 
-from __future__ import annotations
-
 import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.planner import Draw
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.plugins.data.draws import drawn
 from evenload.plugins.data.selects import LossThirds, third_probabilities
 from evenload.training.drawing import Domains, drawing_of
@@ -24,30 +19,29 @@ from evenload.training.policies.gradients import PoolGradients
 from evenload.training.policies.selection import Selection
 from evenload.training.preflight import open_data
 
-load_plugins()
 BATCH, STEPS = 4, 9
 
 
 class Steps:
     """Draws as a planner does: one batch ahead, where it may."""
 
-    def __init__(self, recipe: Recipe, kept: Any = None) -> None:
+    def __init__(self, recipe, kept=None):
         source = open_data(recipe)
         self.recipe, self.drawing = recipe, drawing_of(recipe, source, CHAIN, kept and kept["order"])
         job = SimpleNamespace(recipe=recipe, source=source, domains=Domains.of_source(recipe, source))
         self.step, self.asked = (kept["step"] if kept else 0), []
         files, chosen = open_files(recipe, source), recipe.data_policy("select")
-        self.selection = Selection(job, chosen, files, self, self.drawing, kept and kept["order"])  # type: ignore[arg-type]
-        self.draw_of_next: Draw | None = None
+        self.selection = Selection(job, chosen, files, self, self.drawing, kept and kept["order"])
+        self.draw_of_next = None
 
-    def means(self, samples: Any) -> Any:
+    def means(self, samples):
         """Losses that depend on the weights, which are those before the step that comes."""
         self.asked.append((self.step, samples.tolist()))
         return losses_at(self.step, samples)
 
-    def next(self) -> Any:
-        self.selection.before(self)  # type: ignore[arg-type]
-        ahead = self.selection.ahead(self)  # type: ignore[arg-type]
+    def next(self):
+        self.selection.before(self)
+        ahead = self.selection.ahead(self)
         draw = self.draw_of_next or self.drawing()
         self.draw_of_next = self.drawing() if ahead >= 1 else None
         self.step += 1
@@ -59,11 +53,11 @@ class Rows:
 
     asked: ClassVar[list[list[int]]] = []
 
-    def __init__(self, job: Any) -> None:
+    def __init__(self, job):
         self.seconds = 0.0
         Rows.asked = []
 
-    def of(self, samples: Any) -> PoolGradients:
+    def of(self, samples):
         Rows.asked.append(samples.tolist())
         return PoolGradients(ROWS[samples], WANTED, TASKS) if len(samples) else PoolGradients(ROWS[:0], ROWS[:0], None)
 
@@ -73,28 +67,24 @@ WANTED, TASKS = np.random.default_rng(3).normal(size=(4, 6)), np.array([0, 1, 1,
 
 
 @pytest.fixture(autouse=True)
-def gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def gradients(monkeypatch):
     monkeypatch.setattr(selections, "GradientScorer", Rows)
 
 
 CHAIN = PlanChain.of_recipe(parse({"plugins": {"packing": {"enabled": True, "max_tokens": 512}}}), parse({}).layout(1))
 
 
-def losses_at(step: int, samples: Any) -> Any:
+def losses_at(step, samples):
     return np.abs(np.sin(samples * 12.9898)) * 5 / (1 + 0.1 * step)
 
 
-def flat(batches: list[list[int]]) -> list[int]:
+def flat(batches):
     return [sample for batch in batches for sample in batch]
 
 
-def refuse(recipe: Recipe, changes: dict[str, Any]) -> None:
-    changed = recipe.changed(changes)
-    refuse_policies(changed, open_data(changed))
-
-
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for name, count in (("long", 40), ("short", 24)):
         ids = [list(range(2 + 7 * i % 40)) for i in range(count)]
         rows = [{"input_ids": own, "labels": [-100] * len(own) if i == 5 else own} for i, own in enumerate(ids)]
@@ -106,12 +96,12 @@ def recipe(tmp_path: Path) -> Recipe:
     return parse({"data": data, "train": {"global_batch_size": BATCH, "seed": 3}})
 
 
-def asking(recipe: Recipe, policy: str, every: int = 2, pool: int | None = 3, **more: Any) -> Recipe:
+def asking(recipe, policy, every=2, pool=3, **more):
     select = {"policy": policy, "every": every, "pool": pool, **more}
     return recipe.changed({"plugins.data": {"enabled": True, "select": select}})
 
 
-def ran(steps: Steps, until: int) -> tuple[list[list[int]], list[Any]]:
+def ran(steps, until):
     """The batches up to a step, and what a checkpoint after each of them keeps."""
     batches, kept = [], []
     while steps.step < until:
@@ -121,7 +111,7 @@ def ran(steps: Steps, until: int) -> tuple[list[list[int]], list[Any]]:
     return batches, kept
 
 
-def test_what_is_taken_is_what_the_equation_takes_of_what_was_drawn(recipe: Recipe) -> None:
+def test_what_is_taken_is_what_the_equation_takes_of_what_was_drawn(recipe):
     steps = Steps(asking(recipe, "loss", settings={"third": "high", "factor": 50.0}))
     batches, _ = ran(steps, STEPS)
     order = drawing_of(recipe, open_data(recipe), CHAIN)
@@ -139,23 +129,21 @@ def test_what_is_taken_is_what_the_equation_takes_of_what_was_drawn(recipe: Reci
     assert (report["updates"], report["taken"]) == (5, 5 * 2 * BATCH)
 
 
-CASES: dict[str, dict[str, Any]] = {
+NEAR = {"embeddings": "rows.npy", "queries": "wanted.npy"}
+CASES = {
     "loss": {},
     "online": {"every": 1, "pool": 4},
     "random": {"every": 3},
     "delta_loss": {"pool": None, "settings": {"updates": 5}},
-    "tsds": {"pool": None, "every": 4, "embeddings": "rows.npy", "queries": "wanted.npy"},
-    "near": {"pool": 2, "embeddings": "rows.npy", "queries": "wanted.npy"},
+    "tsds": {"pool": None, "every": 4, **NEAR},
+    "near": {"pool": 2, **NEAR},
     "less": {},
     "cluster_less": {"pool": None, "settings": {"cluster_size": 8}, "embeddings": "rows.npy"},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_that_is_killed_after_any_step_takes_what_it_would_have_taken(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_is_killed_after_any_step_takes_what_it_would_have_taken(recipe, name):
     asked = asking(recipe, name, **CASES[name])
     batches, kept = ran(Steps(asked), STEPS)
     assert all(len(set(batch)) == BATCH for batch in batches)
@@ -165,20 +153,16 @@ def test_a_run_that_is_killed_after_any_step_takes_what_it_would_have_taken(
         assert states == kept[kill:], "to the last bit"
 
 
-def test_near_takes_the_nearest_of_every_query_from_the_first_batch_on(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (first, *_), _ = ran(
-        Steps(asking(recipe, "near", every=1, pool=None, embeddings="rows.npy", queries="wanted.npy")), 1
-    )
+def test_near_takes_the_nearest_of_every_query_from_the_first_batch_on(recipe):
+    near = asking(recipe, "near", every=1, pool=None, **NEAR)
+    (first, *_), _ = ran(Steps(near), 1)
     rows, wanted = np.load("rows.npy"), np.load("wanted.npy")
     scored = [i for i in range(64) if i not in (5, 45)]
     nearest = [scored[int(np.argmin([np.linalg.norm(rows[i] - query) for i in scored]))] for query in wanted]
     assert first == list(dict.fromkeys(nearest))[:BATCH]
 
 
-def test_less_takes_what_lies_along_the_gradients_of_one_task(recipe: Recipe) -> None:
+def test_less_takes_what_lies_along_the_gradients_of_one_task(recipe):
     steps = Steps(asking(recipe, "less", every=1, pool=4))
     batches, _ = ran(steps, 3)
     assert Rows.asked[0] == [], "the first samples are any, so no gradient is taken of them"
@@ -189,10 +173,7 @@ def test_less_takes_what_lies_along_the_gradients_of_one_task(recipe: Recipe) ->
         assert batch == sorted(pool, key=lambda n: (-scores[n], n))[:BATCH]
 
 
-def test_clusters_take_gradients_of_their_representatives_alone(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_clusters_take_gradients_of_their_representatives_alone(recipe):
     steps = Steps(asking(recipe, "cluster_less", 1, None, settings={"cluster_size": 16}, embeddings="rows.npy"))
     _, kept = ran(steps, 2)
     rows = kept[-1]["order"]["select"]["policy"]["representatives"]
@@ -200,32 +181,29 @@ def test_clusters_take_gradients_of_their_representatives_alone(
     assert 3 <= len(rows) <= 3 * 4
 
 
-def test_no_sample_is_taken_twice_before_its_epoch_ends(recipe: Recipe) -> None:
+def test_no_sample_is_taken_twice_before_its_epoch_ends(recipe):
     batches, _ = ran(Steps(asking(recipe, "random", every=1, pool=2)), 4)
     taken = flat(batches)
     assert len(set(taken)) == len(taken)
 
 
-def test_where_a_policy_fails_samples_go_on_as_they_are_drawn(
-    recipe: Recipe, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_policy_fails_samples_go_on_as_they_are_drawn(recipe, caplog):
     steps = Steps(asking(recipe, "loss", every=1, pool=2))
     chosen = steps.selection._chosen
 
-    def failing(state: Any, pool: Any, settings: Any) -> Any:
+    def failing(state, pool, settings):
         if pool.update == 2:
             raise RuntimeError("planted")
         return chosen.policy.step(state, pool, settings)
 
     steps.selection._chosen = chosen._replace(policy=chosen.policy._replace(step=failing))
-    with caplog.at_level(logging.WARNING, "evenload"):
-        batches, _ = ran(steps, 4)
+    batches, _ = ran(steps, 4)
     assert batches[2] == steps.asked[2][1][:BATCH]
     assert batches[3] != steps.asked[3][1][:BATCH], "it is asked again"
     assert "samples go on as they are drawn: RuntimeError: planted" in caplog.text
 
 
-def test_another_selection_than_the_checkpoints_begins_anew(recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_selection_than_the_checkpoints_begins_anew(recipe, caplog):
     _, kept = ran(Steps(asking(recipe, "loss", every=4)), 2)
     with caplog.at_level(logging.INFO, "evenload"):
         steps = Steps(asking(recipe, "loss", every=2), kept[-1])
@@ -237,7 +215,7 @@ def test_another_selection_than_the_checkpoints_begins_anew(recipe: Recipe, capl
 
 
 @pytest.mark.parametrize("mix", [{}, {"policy": "schedule", "points": [{"step": 0, "shares": {"long": 0}}]}])
-def test_domains_without_a_share_are_in_no_pool(recipe: Recipe, mix: dict[str, Any]) -> None:
+def test_domains_without_a_share_are_in_no_pool(recipe, mix):
     none = recipe.changed({"data.domains.long.share": 0, "data.mix": mix})
     for pool in (None, 2):
         steps = Steps(asking(none, "loss", every=1, pool=pool))
@@ -246,7 +224,7 @@ def test_domains_without_a_share_are_in_no_pool(recipe: Recipe, mix: dict[str, A
         assert all(min(numbers) >= 40 for _, numbers in steps.asked)
 
 
-def test_a_schedule_of_shares_counts_the_batches_that_are_trained(recipe: Recipe) -> None:
+def test_a_schedule_of_shares_counts_the_batches_that_are_trained(recipe):
     points = [{"step": 0, "shares": {"short": 0}}, {"step": 3, "shares": {"short": 0}}]
     points += [{"step": 4, "shares": {"long": 0, "short": 1}}]
     moved = recipe.changed({"data.mix": {"policy": "schedule", "points": points}})
@@ -275,15 +253,12 @@ def test_a_schedule_of_shares_counts_the_batches_that_are_trained(recipe: Recipe
         ({"plugins.data.select": {"policy": "delta_loss", "pool": 2}}, "from the same samples in every update"),
     ],
 )
-def test_what_cannot_be_selected_is_refused_before_a_rank_starts(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_selected_is_refused_before_a_rank_starts(recipe, changes, what):
     for name, array in (("few", np.zeros((63, 3))), ("flat", np.zeros(3)), ("other", np.zeros((5, 2)))):
         np.save(f"{name}.npy", array)
     np.save("whole.npy", np.zeros((5, 3), int))
-    whole = asking(recipe, "near", embeddings="rows.npy", queries="wanted.npy")
+    whole = asking(recipe, "near", **NEAR)
     refuse_policies(whole, open_data(whole))
     with pytest.raises(EvenloadError, match=what) as refused:
-        refuse(whole, changes)
+        refuse_policies(changed := whole.changed(changes), open_data(changed))
     assert refused.value.do

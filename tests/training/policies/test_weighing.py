@@ -1,26 +1,21 @@
 """Weights beside a loop without a model: by the equation of the policy, from what is wanted every so many steps."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.planner import Draw
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.integrations.host.scoring import Scores
 from evenload.training.policies import weighing
 from evenload.training.policies.weighing import Weighing
 
-load_plugins()
 WANTED, TAU, EVERY = np.arange(5), 0.5, 3
 
 
-def vectors_at(step: int, samples: np.ndarray) -> np.ndarray:
+def vectors_at(step, samples):
     """Of the weights of a step; those of what is wanted move, too."""
     return np.sin(samples[:, None] * 7.3 + np.arange(6) * 1.7 + 0.4 * step)
 
@@ -30,54 +25,51 @@ class Scored:
 
     now = 0
 
-    def __init__(self, job: Any) -> None:
+    def __init__(self, job):
         self._wanted = job.source == "held out"
 
-    def scores(self, samples: Any, *, vectors: bool) -> Scores:
+    def scores(self, samples, *, vectors):
         rows = vectors_at(Scored.now, samples) if vectors else None
         return Scores(np.ones(len(samples)), np.ones(len(samples), np.int64), vectors=rows)
 
 
 @pytest.fixture(autouse=True)
-def scorers(monkeypatch: pytest.MonkeyPatch) -> None:
+def scorers(monkeypatch):
     monkeypatch.setattr(weighing, "Scorer", Scored)
     monkeypatch.setattr(weighing, "draws_of", lambda *_: [SimpleNamespace(samples=WANTED)])
     monkeypatch.setattr(weighing, "replace", lambda one, **changes: SimpleNamespace(**{**vars(one), **changes}))
 
 
-def asking() -> Recipe:
+def asking():
     weight = {"policy": "adapt", "settings": {"tau": TAU, "every": EVERY}}
     return parse(
-        {
-            "data": {"validation": {"source": "quickstart"}},
-            "plugins": {"data": {"enabled": True, "weight": weight}},
-        }
+        {"data": {"validation": {"source": "quickstart"}}, "plugins": {"data": {"enabled": True, "weight": weight}}}
     )
 
 
-def run(until: int, kept: Any = None, begin: int = 0) -> tuple[list[Any], list[Any]]:
+def run(until, kept=None, begin=0):
     """The weights of every step, and what a checkpoint behind it keeps."""
     recipe = asking()
     chosen = recipe.data_policy("weight")
-    job: Any = SimpleNamespace(recipe=recipe, held_out="held out", source="training data")
+    job = SimpleNamespace(recipe=recipe, held_out="held out", source="training data")
     assert chosen
-    policy = Weighing(job, chosen, Scored(job), kept)  # type: ignore[arg-type]
+    policy = Weighing(job, chosen, Scored(job), kept)
     weights, states = [], []
     for step in range(begin, until):
         Scored.now = step
         samples = np.arange(4) + 4 * step
         draw = Draw(samples, np.ones(4, np.int64), {})
-        planned: Any = policy.weighed(SimpleNamespace(draw=draw._replace(weight=np.ones(4))))  # type: ignore[arg-type]
+        planned = policy.weighed(SimpleNamespace(draw=draw._replace(weight=np.ones(4))))
         weights.append(planned.draw.weight)
         states.append(json.loads(json.dumps(policy.state())))
     return weights, states
 
 
-def unit(rows: np.ndarray) -> np.ndarray:
+def unit(rows):
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def test_weights_are_those_of_the_equation_by_anchors_of_every_third_step() -> None:
+def test_weights_are_those_of_the_equation_by_anchors_of_every_third_step():
     weights, _ = run(7)
     for step, own in enumerate(weights):
         anchors = unit(vectors_at(step - step % EVERY, WANTED))
@@ -85,7 +77,7 @@ def test_weights_are_those_of_the_equation_by_anchors_of_every_third_step() -> N
         assert own == pytest.approx(1 / (1 + np.exp(-cosines.mean(axis=1) / TAU)), rel=1e-12)
 
 
-def test_a_run_that_is_killed_after_any_step_weighs_as_it_would_have() -> None:
+def test_a_run_that_is_killed_after_any_step_weighs_as_it_would_have():
     weights, states = run(7)
     before = {"weigh": {key: value for key, value in states[2]["weigh"].items() if key != "steps"}}
     older, _ = run(4, before, 3)
@@ -102,6 +94,6 @@ def test_a_run_that_is_killed_after_any_step_weighs_as_it_would_have() -> None:
         ({"parallel.tp": 2, "megatron.sequence_parallel": True}, "whole on each tensor-parallel rank"),
     ],
 )
-def test_what_has_no_vectors_is_refused(changes: dict[str, Any], what: str) -> None:
+def test_what_has_no_vectors_is_refused(changes, what):
     with pytest.raises(EvenloadError, match=what):
         asking().changed(changes)

@@ -1,20 +1,17 @@
 """Seconds of experts, by a clock that operators move."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from evenload.training.profiling.experts import timing_experts
-from torch import Tensor, nn
+from torch import nn
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -22,13 +19,13 @@ class Taking(torch.autograd.Function):
     """The identity, which takes so many seconds forward and twice as many backward."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, clock: Clock, seconds: float) -> Tensor:
+    def forward(ctx, values, clock, seconds):
         ctx.clock, ctx.seconds = clock, seconds
         clock.now += seconds
         return values.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx, *gradients):
         ctx.clock.now += 2 * ctx.seconds
         return gradients[0], None, None
 
@@ -36,27 +33,27 @@ class Taking(torch.autograd.Function):
 class Block(nn.Module):
     """Something before its experts, something that reads their input too, and something behind them."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock):
         super().__init__()
         self.experts, self.clock = Lasting(clock, 1.0), clock
         self.shared_experts = Lasting(clock, 100.0)
 
-    def forward(self, values: Tensor) -> Tensor:
+    def forward(self, values):
         values = Taking.apply(values, self.clock, 10.0)
         scores = Taking.apply(values, self.clock, 20.0)
         return Taking.apply(self.experts(values)[0] + scores + self.shared_experts(values)[0], self.clock, 40.0)
 
 
 class Lasting(nn.Module):
-    def __init__(self, clock: Clock, seconds: float) -> None:
+    def __init__(self, clock, seconds):
         super().__init__()
         self.clock, self.seconds = clock, seconds
 
-    def forward(self, values: Tensor) -> tuple[Tensor, None]:
+    def forward(self, values):
         return Taking.apply(values, self.clock, self.seconds), None
 
 
-def test_experts_are_timed_apart_from_what_surrounds_them() -> None:
+def test_experts_are_timed_apart_from_what_surrounds_them():
     clock = Clock()
     model = nn.Sequential(Block(clock), Block(clock))
     with timing_experts(SimpleNamespace(model=model), clock) as seconds:
@@ -66,7 +63,7 @@ def test_experts_are_timed_apart_from_what_surrounds_them() -> None:
     assert (seconds.forward_s, seconds.backward_s) == (2.0, 4.0), "hooks are gone"
 
 
-def test_a_dense_model_has_none() -> None:
+def test_a_dense_model_has_none():
     with timing_experts(SimpleNamespace(model=nn.Linear(2, 2)), Clock()) as seconds:
         pass
     assert (seconds.forward_s, seconds.backward_s) == (0.0, 0.0)

@@ -1,14 +1,10 @@
 """How samples are held against plain generation: every fault is told, and a tie within rounding is none."""
 
-from __future__ import annotations
-
 import importlib.util
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,25 +34,25 @@ class Host:
     recipe = parse({"model": {"vocab_size": tiny.VOCABULARY}, "data": {"max_length": 256}})
     layout, dp_cp_rank, collects, device = SimpleNamespace(dp_cp_size=1), 0, True, torch.device("cpu")
 
-    def __init__(self, logits: Any = MODEL.logits) -> None:
+    def __init__(self, logits=MODEL.logits):
         self._logits = logits
 
     @contextmanager
-    def decoding(self) -> Iterator[Decoder]:
+    def decoding(self):
         yield Decoder(self.device, self._logits)
 
 
 @pytest.fixture(scope="module")
-def plain() -> PlainSamples:
+def plain():
     return of_plain(1e-4)
 
 
-def of_plain(tie: float) -> PlainSamples:
+def of_plain(tie):
     model = SimpleNamespace(turn=(0, 1), logits=lambda row: MODEL.whole(row))
     return PlainSamples(model, REQUESTS, SETTINGS, tie)
 
 
-def test_plain_samples_are_those_of_a_forward_a_token_and_end_in_several_manners(plain: PlainSamples) -> None:
+def test_plain_samples_are_those_of_a_forward_a_token_and_end_in_several_manners(plain):
     want = tiny.one_by_one(MODEL.whole, REQUESTS, plain.settings)
     assert {key: sample._replace(log_probs=()) for key, sample in plain.samples.items()} == {
         key: sample._replace(log_probs=()) for key, sample in want.items()
@@ -65,7 +61,7 @@ def test_plain_samples_are_those_of_a_forward_a_token_and_end_in_several_manners
     assert plain.settings.end_tokens > SETTINGS.end_tokens
 
 
-def test_every_arrangement_gives_plain_samples_and_does_what_it_says(plain: PlainSamples) -> None:
+def test_every_arrangement_gives_plain_samples_and_does_what_it_says(plain):
     done = {}
     for one in arrangements(REQUESTS, plain.settings, 16):
         done[one.name] = result = arranged(Host(), REQUESTS, one, lambda _: None)
@@ -83,7 +79,7 @@ def test_every_arrangement_gives_plain_samples_and_does_what_it_says(plain: Plai
     assert cut.computed > needed
 
 
-def tied(plain: PlainSamples, key: Any, place: int, rank: int = 1) -> int:
+def tied(plain, key, place, rank=1):
     """The token that comes in the given rank at a place of a plain sample."""
     request, sample = REQUESTS[key[0]], plain.samples[key]
     row = [*request.tokens, *sample.tokens[:place]]
@@ -91,7 +87,7 @@ def tied(plain: PlainSamples, key: Any, place: int, rank: int = 1) -> int:
     return int(scores(MODEL.whole(row)[-1].numpy(), drawn, SETTINGS.sampling).argsort()[-1 - rank])
 
 
-def test_faults_of_samples_are_told(plain: PlainSamples) -> None:
+def test_faults_of_samples_are_told(plain):
     exact, key = of_plain(TIES["fp64"]), (0, 1)
     good = plain.samples[key]
     other = good._replace(tokens=(*good.tokens[:3], tied(plain, key, 3), *good.tokens[4:]))
@@ -107,7 +103,7 @@ def test_faults_of_samples_are_told(plain: PlainSamples) -> None:
     assert plain.judge(good._replace(log_probs=(*good.log_probs[:-1], float("nan")))).error == float("inf")
 
 
-def test_a_tie_is_counted_and_what_follows_is_held_against_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tie_is_counted_and_what_follows_is_held_against_its_own_tokens(monkeypatch):
     plain, key = of_plain(1e-4), (1, 0)
     # A host whose logits make the second best token at one place as good as the best, but for 1e-6.
     place, request = 2, REQUESTS[1]
@@ -116,8 +112,8 @@ def test_a_tie_is_counted_and_what_follows_is_held_against_its_own_tokens(monkey
     ranked = scores(MODEL.whole(row)[-1].numpy(), drawn, SETTINGS.sampling)
     gap = float(ranked.max() - ranked[second])
 
-    def nearer(more: float) -> Any:
-        def logits(tokens: Any) -> torch.Tensor:
+    def nearer(more):
+        def logits(tokens):
             out = MODEL.whole(tokens).clone()
             if len(tokens) >= len(row) and list(tokens[: len(row)]) == row:
                 out[len(row) - 1, second] += (gap + more) * SETTINGS.sampling.temperature
@@ -125,7 +121,7 @@ def test_a_tie_is_counted_and_what_follows_is_held_against_its_own_tokens(monkey
 
         return logits
 
-    def of(more: float) -> PlainSamples:
+    def of(more):
         return PlainSamples(SimpleNamespace(turn=(0, 1), logits=nearer(more)), REQUESTS, SETTINGS, 1e-4)
 
     plain, turned = of(-1e-6), of(1e-6).samples[key]

@@ -1,29 +1,25 @@
 """Drawn weights of targets: of every sign and 0, the same for the same batch, and never such that they cancel out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from evenload.runtime.attention.labels import Labels, count_targets, loss_divisor
+from evenload.runtime.attention.labels import count_targets, loss_divisor
 from evenload.runtime.attention.pack import IGNORE
 from evenload.training.proof.masking import half_masked
-from evenload.training.proof.weighing import BOTH, By, drawn_weights
+from evenload.training.proof.weighing import BOTH, drawn_weights
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, 64)
 TOKENS = [np.random.default_rng(n).integers(0, 97, n) for n in LENGTHS]
 
 
-def weights_of(labels: Labels) -> list[list[float]]:
+def weights_of(labels):
     """The weights of each sequence's targets."""
-    assert labels.weights is not None
     targets = [labels.of(i)[1:] != IGNORE for i in range(len(labels.targets))]
     return [labels.weights.of(i)[1:][target].tolist() for i, target in enumerate(targets)]
 
 
 @pytest.mark.parametrize("by", BOTH)
-def test_weights_have_every_sign_and_zeros_are_no_targets(by: By) -> None:
+def test_weights_have_every_sign_and_zeros_are_no_targets(by):
     labels = drawn_weights(None, TOKENS.__getitem__, LENGTHS, by, [1])
-    assert labels.weights is not None
     rows = weights_of(labels)
     assert [len(row) for row in rows] == labels.targets.tolist()
     assert 0 < count_targets(LENGTHS, labels) < count_targets(LENGTHS)
@@ -38,20 +34,18 @@ def test_weights_have_every_sign_and_zeros_are_no_targets(by: By) -> None:
 
 
 @pytest.mark.parametrize("by", BOTH)
-def test_no_tenants_weights_cancel_out(by: By) -> None:
+def test_no_tenants_weights_cancel_out(by):
     tenants = np.arange(64) % 20
     for seed in range(8):
         labels = drawn_weights(None, TOKENS.__getitem__, LENGTHS, by, [seed], tenants)
-        assert labels.weights is not None
         for tenant in range(20):
             own = labels.weights.sums[tenants == tenant]
             assert abs(own.sum()) > 0.1 * np.abs(own).sum() > 0
 
 
-def test_what_is_masked_afterwards_keeps_its_weights() -> None:
+def test_what_is_masked_afterwards_keeps_its_weights():
     labels = drawn_weights(None, TOKENS.__getitem__, LENGTHS, "token", [1])
     masked = half_masked(labels, TOKENS.__getitem__, np.arange(64), LENGTHS, 3)
-    assert masked.weights is not None
     assert 0 < masked.targets.sum() < labels.targets.sum()
     for one, all_of in zip(weights_of(masked), weights_of(labels), strict=True):
         assert set(one) <= set(all_of)

@@ -1,14 +1,10 @@
 """A log as it grows: what is read of it, when the run has ended, and what a terminal shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
 import time
 from io import StringIO
-from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.commands import watch as verb
@@ -21,18 +17,18 @@ NUMBERS = {"tokens": 100, "step_s": 0.5, "plan_s": 0.01, "plan_wait_s": 0.05, "i
 FULL, LIGHT, DOT, BAR = "\u2588", "\u2591", "\u00b7", "\u2502"
 
 
-def line(step: int, **more: Any) -> str:
+def line(step, **more):
     row = {"step": step, **NUMBERS, "bubble_frac": 0.4, "predicted_s": 0.25, "loss": 4.0 - step, "of_steps": 3}
     return json.dumps({**row, "ends": "done" if step == 2 else None, "samples": [1], **more}) + "\n"
 
 
-def shown(result: dict[str, Any], width: int = 80) -> str:
+def shown(result, width=80):
     console = Console(width=width, record=True, file=StringIO())
     console.print(table({"quiet_s": 0.0, **result}))
     return console.export_text()
 
 
-def test_a_log_is_read_as_it_grows_and_by_whole_lines(tmp_path: Path) -> None:
+def test_a_log_is_read_as_it_grows_and_by_whole_lines(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(line(0)[:-9])
     watched = Watched(path)
@@ -52,7 +48,7 @@ def test_a_log_is_read_as_it_grows_and_by_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "replaced", "behind"])
-def test_a_run_that_begins_anew_is_read_from_there(tmp_path: Path, how: str) -> None:
+def test_a_run_that_begins_anew_is_read_from_there(tmp_path, how):
     path = tmp_path / "log.jsonl"
     path.write_text(line(0) + line(1) + line(2))
     watched = Watched(path)
@@ -68,7 +64,7 @@ def test_a_run_that_begins_anew_is_read_from_there(tmp_path: Path, how: str) -> 
     assert (watched.ends, watched.steps, watched.rows[0]["loss"]) == (None, 1, 9.0)
 
 
-def test_tenants_have_their_losses_and_an_end_of_their_own(tmp_path: Path) -> None:
+def test_tenants_have_their_losses_and_an_end_of_their_own(tmp_path):
     path = tmp_path / "log.jsonl"
     rows = [json.loads(line(step, tenants={"acme": {"loss": 2.0 - step}})) for step in range(2)]
     rows = [{k: v for k, v in row.items() if k not in ("loss", "of_steps", "predicted_s", "ends")} for row in rows]
@@ -79,7 +75,7 @@ def test_tenants_have_their_losses_and_an_end_of_their_own(tmp_path: Path) -> No
     assert "losses: acme 1.0000" in shown(watched.to_json())
 
 
-def test_the_picture_is_as_long_as_the_steps_and_fits_80_columns(tmp_path: Path) -> None:
+def test_the_picture_is_as_long_as_the_steps_and_fits_80_columns(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(line(0) + line(1, step_s=0.25, bubble_frac=0.2, plan_wait_s=0.0))
     watched = Watched(path)
@@ -95,12 +91,12 @@ def test_the_picture_is_as_long_as_the_steps_and_fits_80_columns(tmp_path: Path)
     assert "nothing new for 0:01:00" in " ".join(shown({**watched.to_json(), "quiet_s": 60.0}).split())
 
 
-def test_it_follows_to_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_follows_to_the_end_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(verb, "_LOOK_S", 0.02)
     path, seen = tmp_path / "log.jsonl", []
     path.write_text(line(0))
 
-    def train() -> None:
+    def train():
         for step in (1, 2):
             time.sleep(0.1)
             with path.open("a") as file:
@@ -116,7 +112,7 @@ def test_it_follows_to_the_end_of_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert verb.watch(path, None)["steps"] == 1, "nothing is shown live: the log as it is"
 
 
-def test_a_folder_without_one_log_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_one_log_is_refused(tmp_path):
     for name, words in (("nothing", "there is no run"), (".", "has not one log")):
         with pytest.raises(EvenloadError, match=words) as caught:
             log_of(tmp_path / name)

@@ -1,12 +1,8 @@
 """Logs of a run: Weights & Biases where it is installed, and what a run comes to."""
 
-from __future__ import annotations
-
 import json
 import os
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.commands.tables.train import _summary as table_of_train
@@ -15,12 +11,11 @@ from evenload.core.recipe.recipe import parse
 from evenload.training.metrics import StepRow, totals
 from evenload.training.preflight import preflight
 from evenload.training.run.writers import Entry, writer
-from rich.console import Console
 
 RECIPE = parse({"log": {"wandb": "evenly"}})
 
 
-def row(step: int, loss: float) -> StepRow:
+def row(step, loss):
     numbers = {"grad_norm": 1.0, "lr": 0.1, "plan_s": 0.0, "plan_wait_s": 0.0, "imbalance": 1.0, "padding_frac": 0.0}
     seconds = 1.0 + 9.0 * (step == 0)
     return StepRow(
@@ -28,7 +23,7 @@ def row(step: int, loss: float) -> StepRow:
     )
 
 
-def test_without_the_package_the_recipe_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_recipe_is_refused_before_anything_starts(monkeypatch):
     with pytest.raises(EvenloadError, match=r"Weights & Biases is not installed") as caught:
         preflight(RECIPE)
     assert "pip install wandb" in caught.value.do
@@ -38,7 +33,7 @@ def test_without_the_package_the_recipe_is_refused_before_anything_starts(monkey
     assert caught.value.do == "pip install tensorboard, or leave log.tensorboard out"
 
 
-def test_who_is_not_logged_in_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_not_logged_in_is_told_so(tmp_path, monkeypatch):
     (tmp_path / "wandb.py").write_text("def init(**_): raise RuntimeError('no API key')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(EvenloadError, match=r"log.wandb cannot be opened") as caught, writer(RECIPE, leads=True):
@@ -48,11 +43,11 @@ def test_who_is_not_logged_in_is_told_so(tmp_path: Path, monkeypatch: pytest.Mon
         pass  # only the rank that leads opens logs
 
 
-def entry(step: int) -> Entry:
+def entry(step):
     return Entry(step, {}, {"step": step, "run": "second"})
 
 
-def logged(path: Path, first: int, keeps: bool = True) -> list[dict[str, Any]]:
+def logged(path, first, keeps=True):
     """What is in a log when a run has gone on with the step ``first`` and trained two."""
     recipe = parse({"log": {"jsonl": str(path)}, **({"checkpoint": {"dir": "kept"}} if keeps else {})})
     with writer(recipe, leads=True, first=first) as write:
@@ -66,7 +61,7 @@ TENANT = {"tenant": "acme", "step": 90, "evaluation": {"loss": 1.0}}
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 9, "lo', "[1]\n", "5\n", "\x00\x00\n", '{"a": 1}\n'])
-def test_a_log_holds_each_step_once_when_a_killed_run_goes_on(tmp_path: Path, torn: str) -> None:
+def test_a_log_holds_each_step_once_when_a_killed_run_goes_on(tmp_path, torn):
     before = [*({"step": step} for step in range(4)), SCORED, TENANT]
     behind = [{"step": 4}, {"step": 5}, TENANT, {"validation": {"step": 6, "loss": 0.5}}]
     path = tmp_path / "log.jsonl"
@@ -80,7 +75,7 @@ def test_a_log_holds_each_step_once_when_a_killed_run_goes_on(tmp_path: Path, to
     assert logged(path, 4) == second
 
 
-def test_a_run_that_begins_anew_puts_the_log_of_the_last_one_aside(tmp_path: Path) -> None:
+def test_a_run_that_begins_anew_puts_the_log_of_the_last_one_aside(tmp_path):
     path = tmp_path / "log.jsonl"
     assert [row["step"] for row in logged(path, 0)] == [0, 1]
     assert [row["step"] for row in logged(path, 0)] == [0, 1]
@@ -88,26 +83,24 @@ def test_a_run_that_begins_anew_puts_the_log_of_the_last_one_aside(tmp_path: Pat
     assert [row["step"] for row in logged(path, 0, keeps=False)] == [0, 1, 0, 1], "nothing goes on from it"
 
 
-def test_a_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_that_nobody_reads_is_refused(tmp_path):
     os.mkfifo(tmp_path / "log.jsonl")
     with pytest.raises(EvenloadError, match=r"log\.jsonl cannot be written"):
         logged(tmp_path / "log.jsonl", 4)
 
 
-def test_a_log_that_is_no_file_is_left_alone(tmp_path: Path) -> None:
+def test_a_log_that_is_no_file_is_left_alone(tmp_path):
     link = tmp_path / "log.jsonl"
     link.symlink_to("/dev/null")
     assert logged(link, 0) == logged(link, 3) == []
     assert link.is_symlink()
 
 
-def test_a_run_is_summed_up_with_the_rates_of_steps_after_the_first() -> None:
+def test_a_run_is_summed_up_with_the_rates_of_steps_after_the_first(shown):
     result = totals([row(0, 3.0), row(1, 1.5), row(2, 2.0)], Path("kept/step00000003"))
     assert (result["steps"], result["last_step"], result["tokens"], result["targets"]) == (3, 2, 300, 270)
     assert (result["train_s"], result["tokens_per_s"], result["mfu"]) == (12.0, 100.0, 0.5)
     assert (result["loss"], result["best_loss"], result["best_step"]) == (2.0, 1.5, 1)
-    console = Console(width=160, record=True, file=StringIO())
-    console.print(table_of_train(result))
-    text = console.export_text()
+    text = shown(table_of_train(result))
     assert all(part in text for part in ("300, 270", "0:00:12", "50.0 %", "2.0000, 1.5000 in step 1", "step00000003"))
     assert totals([], None)["best_loss"] is None

@@ -1,7 +1,5 @@
 """Functions of users draw what they like: what training draws next is the same."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -10,12 +8,12 @@ import torch
 from evenload.training.sampling.scored import unchanged_random_states
 
 
-def drawn() -> tuple[float, float, float]:
+def drawn():
     return random.random(), float(np.random.random()), float(torch.rand(1))
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_random_states_are_those_of_before(raises: bool) -> None:
+def test_random_states_are_those_of_before(raises):
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     want = drawn()
     random.setstate(states[0])

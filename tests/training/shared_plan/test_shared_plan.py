@@ -1,16 +1,12 @@
 """Plans of tenants: whose samples they draw, what company is said to save, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.commands.tables.plan import table as table_of_plan
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
@@ -18,19 +14,17 @@ from evenload.core.planning.adapters import TenantLoad, with_tenants
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
 from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sizes import shape_of
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.forecast.sweep import sweep
 from evenload.training.pictures.report import page_of
 from evenload.training.shared_plan.reading import lengths_of, members_of
-from rich.console import Console
 
-load_plugins()
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
 
 
-def recipe_of(folder: Path | None, **changes: Any) -> Recipe:
+def recipe_of(folder, **changes):
     plugins = {
         "lora": {"enabled": True, "tenants": folder and str(folder)},
         "packing": {"enabled": True, "max_tokens": 600},
@@ -38,7 +32,7 @@ def recipe_of(folder: Path | None, **changes: Any) -> Recipe:
     return parse({"model": SIZES, "parallel": {"dp": 2}, "cluster": "h100", "plugins": plugins}).changed(changes)
 
 
-def tenant(folder: Path, name: str, lengths: list[int], text: str = "") -> None:
+def tenant(folder, name, lengths, text=""):
     """A tenant whose samples have these lengths."""
     rows = [{"input_ids": [1] * length} for length in lengths]
     (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -46,13 +40,13 @@ def tenant(folder: Path, name: str, lengths: list[int], text: str = "") -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     tenant(tmp_path, "long", [500, 400, 300, 200], "train: {batch_size: 2, steps: 2}\nadapter: {r: 4}")
     tenant(tmp_path, "short", [50, 40, 30, 20, 10, 9], "train: {batch_size: 3, steps: 3, seed: 7}\nadapter: {r: 16}")
     return tmp_path
 
 
-def test_steps_are_the_union_of_the_tenants_own_batches(folder: Path) -> None:
+def test_steps_are_the_union_of_the_tenants_own_batches(folder):
     forecast = look_ahead(recipe_of(folder), {}, 9)
     assert len(forecast.steps) == 3, "as many as the longest tenant has"
     batches = [(step.ours.plan.lengths.tolist(), step.ours.plan.tenants.tolist()) for step in forecast.steps]
@@ -63,7 +57,7 @@ def test_steps_are_the_union_of_the_tenants_own_batches(folder: Path) -> None:
         assert all(one.plan.tenants.tolist() == step.ours.plan.tenants.tolist() for one in step.baselines.values())
 
 
-def test_what_company_saves_is_the_sum_of_each_alone_over_all_together(folder: Path) -> None:
+def test_what_company_saves_is_the_sum_of_each_alone_over_all_together(folder):
     recipe = recipe_of(folder)
     found = look_ahead(recipe, {}, 2).to_json()["tenants"]
     bare, shape = PlanChain.of_recipe(recipe, recipe.layout()), shape_of(recipe.model)
@@ -85,7 +79,7 @@ def test_what_company_saves_is_the_sum_of_each_alone_over_all_together(folder: P
     assert found["predicted"] is True
 
 
-def test_a_row_a_tenant(folder: Path) -> None:
+def test_a_row_a_tenant(folder):
     rows = look_ahead(recipe_of(folder), {}, 3).to_json()["tenants"]["tenants"]
     assert [(row["name"], row["steps"], row["samples"]) for row in rows] == [("long", 2, 2), ("short", 3, 3)]
     assert rows[0]["tokens"] == 1400 / 2
@@ -94,7 +88,7 @@ def test_a_row_a_tenant(folder: Path) -> None:
     assert rows[1]["adapter_weights"] == 4 * rows[0]["adapter_weights"]
 
 
-def test_lengths_alone_are_enough(folder: Path, tmp_path: Path) -> None:
+def test_lengths_alone_are_enough(folder, tmp_path):
     """Lengths by name beside the files of the folder, and without any folder."""
     whole = look_ahead(recipe_of(folder), {}, 2).to_json()["tenants"]
     (tmp_path / "long.txt").write_text("500\n400\n300\n200")
@@ -111,7 +105,7 @@ def test_lengths_alone_are_enough(folder: Path, tmp_path: Path) -> None:
     assert (stranger.name, stranger.config.adapter, stranger.config.train.batch_size) == ("stranger", Adapter(), 8)
 
 
-def test_a_tenant_of_domains_is_planned_as_it_draws(folder: Path, tmp_path: Path) -> None:
+def test_a_tenant_of_domains_is_planned_as_it_draws(folder, tmp_path):
     for name, lengths in (("a", [90] * 8), ("b", [7] * 30)):
         (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"input_ids": [1] * n}) for n in lengths))
     domains = {"a": {"source": str(folder / "a.jsonl")}, "b": {"source": str(folder / "b.jsonl"), "share": 3}}
@@ -140,7 +134,7 @@ def test_a_tenant_of_domains_is_planned_as_it_draws(folder: Path, tmp_path: Path
         members_of(recipe_of(folder), {})
 
 
-def test_trials_of_a_sweep_are_tenants(folder: Path) -> None:
+def test_trials_of_a_sweep_are_tenants(folder):
     tenant(folder, "tried", [100] * 8, "train: {batch_size: 2}\nsweep: {adapter.r: [4, 8], train.lr: [1.0e-4, 2.0e-4]}")
     members = members_of(recipe_of(folder), {})
     assert [member.name for member in members][2:] == [f"tried.r={r}.lr={lr}" for r in (4, 8) for lr in (1e-4, 2e-4)]
@@ -159,7 +153,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_planned_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_cannot_be_planned_is_refused(name, tmp_path):
     place, changes, message = REFUSED[name]
     folder = tmp_path / place
     if place not in ("", "nowhere"):
@@ -177,7 +171,7 @@ def test_what_cannot_be_planned_is_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.do
 
 
-def test_words_of_lengths(folder: Path) -> None:
+def test_words_of_lengths(folder):
     recipe, bare = recipe_of(folder), parse({})
     assert lengths_of(recipe, []) == {}
     assert lengths_of(recipe, ["a=x.txt", "b=y=z.txt"]) == {"a": Path("x.txt"), "b": Path("y=z.txt")}
@@ -193,37 +187,33 @@ def test_words_of_lengths(folder: Path) -> None:
             lengths_of(of, words)
 
 
-def test_a_tenant_with_a_sample_of_too_many_slices_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_tenant_with_a_sample_of_too_many_slices_is_named(folder, tmp_path):
     (folder / "large.yaml").write_text("data: {source: x, max_length: 10000000}\ntrain: {batch_size: 1}")
     (tmp_path / "large.txt").write_text("9999999")
     with pytest.raises(EvenloadError, match="the tenant large: a sequence would be cut into more than"):
         look_ahead(recipe_of(folder, **{"plugins.packing.max_tokens": 64}), {"large": tmp_path / "large.txt"}, 1)
 
 
-def test_tables_and_page_have_a_row_a_tenant(folder: Path) -> None:
+def test_tables_and_page_have_a_row_a_tenant(folder, shown):
     forecast = look_ahead(recipe_of(folder), {}, 2, record=True)
-    console = Console(width=200, record=True)
-    console.print(table_of_plan(forecast.to_json()))
-    text, page = console.export_text(), page_of(forecast)
+    text, page = shown(table_of_plan(forecast.to_json()), 200), page_of(forecast)
     saving = f"{forecast.to_json()['tenants']['saving']:.2f}x"
-    for shown in (text, page):
-        assert "long" in shown
-        assert "short" in shown
-        assert saving in shown
+    for where in (text, page):
+        assert all(word in where for word in ("long", "short", saving))
 
 
-def test_a_page_without_other_plugins_says_so(folder: Path) -> None:
+def test_a_page_without_other_plugins_says_so(folder):
     recipe = recipe_of(folder, **{"plugins.packing.enabled": False})
     assert "No plugin but lora is switched on" in page_of(look_ahead(recipe, {}, 1, record=True))
 
 
-def test_a_sweep_of_settings_plans_tenants(folder: Path) -> None:
+def test_a_sweep_of_settings_plans_tenants(folder):
     result = sweep(recipe_of(folder), ["parallel.dp=1,2"], {}, 1, None, {})
     assert [row["settings"] for row in result["rows"]] == [{"parallel.dp": 1}, {"parallel.dp": 2}]
     assert not any("error" in row for row in result["rows"])
 
 
-def test_planning_tenants_needs_no_torch(folder: Path) -> None:
+def test_planning_tenants_needs_no_torch(folder):
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from pathlib import Path; from evenload.api import load_recipe\n"

@@ -1,12 +1,9 @@
 """Batches of several tenants: each draws what it would draw alone, whoever comes, ends or is put back meanwhile."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from evenload.api import load_plugins
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.data.samples.order import BatchSize, SampleOrder
@@ -15,31 +12,30 @@ from evenload.training.tenants.state.drawing import TenantDrawing, own_draws, un
 from hypothesis import given
 from hypothesis import strategies as st
 
-load_plugins()
 CHAIN = PlanChain.of_recipe(parse({"parallel": {"dp": 2}}), parse({"parallel": {"dp": 2}}).layout())
 SIZES = {1: 2, 2: 3, 3: 5}
 STEPS = {1: 7, 2: 5, 3: 9}
 
 
-def lengths_of(number: int) -> Any:
+def lengths_of(number):
     return np.arange(2, 2 + 11 * number, dtype=np.int64)
 
 
-def targets_of(number: int) -> Any:
+def targets_of(number):
     """The first tenant has targets everywhere, those of the others lie here and there, and some samples have none."""
     return None if number == 1 else np.arange(len(lengths_of(number))) % (number + 1)
 
 
-def drawing_of(number: int) -> Drawing:
+def drawing_of(number):
     order = SampleOrder(len(lengths_of(number)), seed=number)
     return Drawing(order, lengths_of(number), BatchSize(SIZES[number]), CHAIN, targets=targets_of(number))
 
 
-def tenant(number: int) -> Any:
+def tenant(number):
     return SimpleNamespace(number=number, step=0, until=STEPS[number], drawing=drawing_of(number))
 
 
-def alone(number: int, steps: int) -> list[list[int]]:
+def alone(number, steps):
     drawing, batches = drawing_of(number), []
     while len(batches) < steps:
         if len(samples := drawing().samples):
@@ -48,7 +44,7 @@ def alone(number: int, steps: int) -> list[list[int]]:
 
 
 @given(st.lists(st.sampled_from(["step", "step", "ahead", "put_back", "come", "leave"]), max_size=40))
-def test_whoever_comes_and_goes_each_trains_on_what_it_would_alone(events: list[str]) -> None:
+def test_whoever_comes_and_goes_each_trains_on_what_it_would_alone(events):
     tenants = {number: tenant(number) for number in SIZES}
     here, seen = [tenants[1]], {number: list[list[int]]() for number in SIZES}
     union, ahead = TenantDrawing(lambda: here), list[Any]()
@@ -73,12 +69,10 @@ def test_whoever_comes_and_goes_each_trains_on_what_it_would_alone(events: list[
         assert len(batches) <= STEPS[number]
 
 
-def test_a_batch_says_whose_each_sequence_is_and_which_targets_it_has() -> None:
+def test_a_batch_says_whose_each_sequence_is_and_which_targets_it_has():
     tenants = [tenant(1), tenant(3)]
     draw = TenantDrawing(lambda: tenants)()
     first, third = own_draws(draw)[1], own_draws(draw)[3]
-    assert draw.tenants is not None
-    assert draw.targets is not None
     assert draw.tenants.tolist() == [1] * len(first.samples) + [3] * len(third.samples)
     assert draw.lengths.tolist() == [*first.lengths, *third.lengths]
     assert draw.targets.tolist() == [*(first.lengths - 1), *targets_of(3)[third.samples]]
@@ -86,12 +80,11 @@ def test_a_batch_says_whose_each_sequence_is_and_which_targets_it_has() -> None:
     assert draw.without_target == third.without_target
 
 
-def test_a_union_holds_the_weights_of_each_tenant() -> None:
+def test_a_union_holds_the_weights_of_each_tenant():
     """The data of the second give their targets weights, the draws of the third have one, the first has neither."""
     draws = {number: drawing_of(number)() for number in (1, 2, 3)}
     sums = np.linspace(-1, 2, len(draws[2].samples))
     draws = {1: draws[1], 2: draws[2]._replace(own_sums=sums), 3: draws[3]._replace(weight=0.25)}
-    assert union(draws).weight_sums is not None
     assert union(draws).weight_sums.tolist() == [
         *(draws[1].lengths - 1),
         *sums,
@@ -100,7 +93,7 @@ def test_a_union_holds_the_weights_of_each_tenant() -> None:
     assert union({1: draws[1]}).weight_sums is None
 
 
-def test_no_batch_lies_behind_the_last_step_of_everybody() -> None:
+def test_no_batch_lies_behind_the_last_step_of_everybody():
     one = tenant(2)
     union = TenantDrawing(lambda: [one])
     for _ in range(STEPS[2]):
@@ -112,7 +105,7 @@ def test_no_batch_lies_behind_the_last_step_of_everybody() -> None:
     assert union.more
 
 
-def test_batches_that_are_put_back_come_again_from_the_oldest() -> None:
+def test_batches_that_are_put_back_come_again_from_the_oldest():
     one = tenant(2)
     union = TenantDrawing(lambda: [one])
     ahead = [union().samples.tolist() for _ in range(3)]

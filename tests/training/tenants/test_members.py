@@ -1,10 +1,6 @@
 """What becomes of a tenant whose adapter cannot be written, and of a file that nobody can make sense of."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from evenload.core.errors import EvenloadError
 from evenload.runtime.watchdog import Watchdog
@@ -16,26 +12,26 @@ from evenload.training.tenants.records.output import LAST
 class Output:
     """Adapters of the names in ``broken`` cannot be written."""
 
-    def __init__(self) -> None:
-        self.broken: set[str] = set()
-        self.said: list[str] = []
+    def __init__(self):
+        self.broken = set()
+        self.said = []
 
-    def adapter(self, tenant: Any, name: str) -> None:
+    def adapter(self, tenant, name):
         if name in self.broken:
             raise EvenloadError("the disk is full", tenant.name)
 
-    def status(self, tenant: Any) -> None:
+    def status(self, tenant):
         self.said.append(tenant.state)
 
-    def gone(self, row: Any) -> Any:
+    def gone(self, row):
         return row
 
-    def refused(self, name: str, error: EvenloadError) -> None:
+    def refused(self, name, error):
         self.said.append(f"{name}: {error.what}")
 
 
 class Tenant:
-    def __init__(self) -> None:
+    def __init__(self):
         self.number, self.name, self.file, self.step, self.steps, self.state, self.reason = (
             1,
             "acme",
@@ -46,35 +42,35 @@ class Tenant:
             "",
         )
 
-    def becomes(self, state: str, reason: str) -> None:
+    def becomes(self, state, reason):
         self.state, self.reason = state, reason
 
 
-def members(output: Output, folder: Folder) -> Members:
-    left: list[int] = []
+def members(output, folder):
+    left = []
     adapters = SimpleNamespace(numbers=(1,), leave=left.append, left=left)
     host, samples = SimpleNamespace(adapters=adapters), SimpleNamespace(sources={1: None})
     job = SimpleNamespace(host=host, samples=samples, watchdog=Watchdog(gone_s=9.0, stuck_s=9.0))
-    return Members(job, output, folder, None)  # type: ignore[arg-type]
+    return Members(job, output, folder, None)
 
 
-def test_one_whose_adapter_cannot_be_written_fails_and_it_stands_beside_its_file(tmp_path: Path) -> None:
+def test_one_whose_adapter_cannot_be_written_fails_and_it_stands_beside_its_file(tmp_path):
     for broken in ({LAST}, {LAST, "best"}, {"best"}):
         output, tenant = Output(), Tenant()
         one = members(output, Folder(tmp_path))
-        assert one.keep(tenant, "best")  # type: ignore[arg-type]
-        assert one.keep(tenant, LAST)  # type: ignore[arg-type]
+        assert one.keep(tenant, "best")
+        assert one.keep(tenant, LAST)
         assert not tenant.state
         output.broken = broken
-        assert not one.keep(tenant, "best" if "best" in broken else LAST)  # type: ignore[arg-type]
+        assert not one.keep(tenant, "best" if "best" in broken else LAST)
         assert tenant.state == "failed"
         assert "the disk is full" in tenant.reason
-        assert one._job.host.adapters.left == [1]  # type: ignore[attr-defined]
+        assert one._job.host.adapters.left == [1]
         assert "the disk is full" in (tmp_path / "acme.error").read_text()
 
 
-def test_whatever_a_file_raises_is_its_own_error(tmp_path: Path, monkeypatch: Any) -> None:
-    def fails(text: str, name: str) -> None:
+def test_whatever_a_file_raises_is_its_own_error(tmp_path, monkeypatch):
+    def fails(text, name):
         raise RecursionError(f"too deep in {name}")
 
     monkeypatch.setattr("evenload.training.tenants.admission.members.parse_tenant", fails)

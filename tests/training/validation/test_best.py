@@ -1,36 +1,31 @@
 """The lowest loss that a checkpoint keeps counts for the samples that it was measured on."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
-from evenload.data.sources import Source, open_source
+from evenload.data.sources import open_source
 from evenload.training.validation.validation import ValidationRun
 
 
-def held_out(folder: Path, letter: str) -> Source:
+def held_out(folder, letter):
     path = folder / f"{letter}.jsonl"
     path.write_text("".join(json.dumps({"text": letter * 8}) + "\n" for _ in range(20)))
     return open_source(str(path), max_length=64)
 
 
-def restored(source: Source, state: dict[str, Any]) -> float:
+def restored(source, state):
     """The lowest loss of a run that goes on."""
-    one: Any = SimpleNamespace(_job=SimpleNamespace(source=source), _best=math.inf, _best_of=None)
+    one = SimpleNamespace(_job=SimpleNamespace(source=source), _best=math.inf, _best_of=None)
     ValidationRun._restore(one, state)
-    best: float = one._best
+    best = one._best
     return best
 
 
-def test_it_is_gone_on_with_where_the_samples_are_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_gone_on_with_where_the_samples_are_the_same(tmp_path, caplog):
     source = held_out(tmp_path, "a")
-    of: Any = SimpleNamespace(_job=SimpleNamespace(source=source), _best=1.5, _best_of=None)
+    of = SimpleNamespace(_job=SimpleNamespace(source=source), _best=1.5, _best_of=None)
     state = ValidationRun.state(of)["validation"]
     assert restored(held_out(tmp_path, "a"), state) == 1.5
     assert restored(source, {**state, "best": None}) == math.inf

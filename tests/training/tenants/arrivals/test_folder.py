@@ -1,9 +1,6 @@
 """The folder of tenants: files count when they stand still, and what is wrong with one stands beside it."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 from evenload.core.errors import EvenloadError
@@ -13,12 +10,12 @@ from evenload.training.tenants.arrivals.folder import Folder
 TEXT = "data: {source: a.jsonl}\n"
 
 
-def names(folder: Folder) -> tuple[list[str], list[str]]:
+def names(folder):
     news = folder.look()
     return [came.name for came in news.came], list(news.gone)
 
 
-def test_those_that_are_there_at_the_start_come_at_once_in_the_order_of_names(tmp_path: Path) -> None:
+def test_those_that_are_there_at_the_start_come_at_once_in_the_order_of_names(tmp_path):
     for name in ("b", "a", "c.d"):
         (tmp_path / f"{name}.yaml").write_text(TEXT)
     (tmp_path / ".hidden.yaml").write_text(TEXT)
@@ -29,7 +26,7 @@ def test_those_that_are_there_at_the_start_come_at_once_in_the_order_of_names(tm
     assert not folder.look()
 
 
-def test_a_file_counts_when_two_looks_find_it_alike(tmp_path: Path) -> None:
+def test_a_file_counts_when_two_looks_find_it_alike(tmp_path):
     folder, path = Folder(tmp_path), tmp_path / "a.yaml"
     assert not folder.look()
     path.write_text(TEXT[:5])
@@ -46,7 +43,7 @@ def test_a_file_counts_when_two_looks_find_it_alike(tmp_path: Path) -> None:
     assert not folder.look()
 
 
-def test_what_is_wrong_stands_beside_the_file_until_it_is_mended_or_gone(tmp_path: Path) -> None:
+def test_what_is_wrong_stands_beside_the_file_until_it_is_mended_or_gone(tmp_path):
     folder, path, error = Folder(tmp_path), tmp_path / "a.yaml", tmp_path / "a.error"
     path.write_text(TEXT)
     folder.look()
@@ -60,7 +57,7 @@ def test_what_is_wrong_stands_beside_the_file_until_it_is_mended_or_gone(tmp_pat
     assert not error.exists()
 
 
-def test_a_file_that_is_no_text_or_cannot_be_read_comes_with_its_error(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_or_cannot_be_read_comes_with_its_error(tmp_path):
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "b.yaml").mkdir()
     os.symlink(tmp_path / "nowhere", tmp_path / "c.yaml")
@@ -70,7 +67,7 @@ def test_a_file_that_is_no_text_or_cannot_be_read_comes_with_its_error(tmp_path:
     assert "a folder" in errors["b"]
 
 
-def test_the_file_stop_is_news_once(tmp_path: Path) -> None:
+def test_the_file_stop_is_news_once(tmp_path):
     folder = Folder(tmp_path)
     (tmp_path / "stop").touch()
     assert folder.look().stop
@@ -78,9 +75,7 @@ def test_the_file_stop_is_news_once(tmp_path: Path) -> None:
     assert not (tmp_path / "stop").exists()
 
 
-def test_a_folder_of_the_name_stop_ends_nothing_and_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_of_the_name_stop_ends_nothing_and_is_said_once(tmp_path, caplog):
     folder = Folder(tmp_path)
     (tmp_path / "stop").mkdir()
     (tmp_path / "a.yaml").write_text(TEXT)
@@ -90,7 +85,7 @@ def test_a_folder_of_the_name_stop_ends_nothing_and_is_said_once(
     assert len([record for record in caplog.records if "stop is a folder" in record.getMessage()]) == 1
 
 
-def test_a_link_in_a_circle_is_one_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_link_in_a_circle_is_one_file_that_cannot_be_read(tmp_path):
     os.symlink("loop.yaml", tmp_path / "loop.yaml")
     (tmp_path / "a.yaml").write_text(TEXT)
     folder = Folder(tmp_path)
@@ -102,7 +97,7 @@ def test_a_link_in_a_circle_is_one_file_that_cannot_be_read(tmp_path: Path) -> N
     assert names(folder) == ([], ["loop"])
 
 
-def test_what_is_wrong_is_written_in_place_of_a_pipe_or_a_link(tmp_path: Path) -> None:
+def test_what_is_wrong_is_written_in_place_of_a_pipe_or_a_link(tmp_path):
     (tmp_path / "a.yaml").write_text(TEXT)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("of somebody else")
@@ -115,9 +110,7 @@ def test_what_is_wrong_is_written_in_place_of_a_pipe_or_a_link(tmp_path: Path) -
     assert elsewhere.read_text() == "of somebody else"
 
 
-def test_files_that_come_all_at_once_come_in_parts_and_none_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_come_all_at_once_come_in_parts_and_none_is_lost(tmp_path, monkeypatch):
     """With a step in between; but for those of the start, whose tenants a checkpoint may have."""
     monkeypatch.setattr(module, "_QUICK_S", 60.0)
     for number in range(120):
@@ -131,12 +124,10 @@ def test_files_that_come_all_at_once_come_in_parts_and_none_is_lost(
     assert sorted(name for part in came for name in part) == sorted(f"b{number}" for number in range(120))
 
 
-def test_a_long_look_is_followed_by_a_rest_in_which_stop_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_look_is_followed_by_a_rest_in_which_stop_is_seen(tmp_path, monkeypatch):
     """A look of 0.1 CPU seconds is followed by twenty seconds without one, two where files come; short ones by none."""
     clock, cost = [100.0], [0.1]
-    looks: list[float] = []
+    looks = []
 
     class Time:
         monotonic = staticmethod(lambda: clock[0])
@@ -167,7 +158,7 @@ def test_a_long_look_is_followed_by_a_rest_in_which_stop_is_seen(
     assert len(looks) > count + 15
 
 
-def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_away_is_not_read_as_empty(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_away_is_not_read_as_empty(tmp_path):
     with pytest.raises(EvenloadError, match="cannot be read"):
         _ = Folder(tmp_path / "none").names
     inner = tmp_path / "inner"
@@ -181,7 +172,7 @@ def test_a_folder_that_is_not_there_is_refused_and_one_that_goes_away_is_not_rea
     assert not folder.look()
 
 
-def test_a_file_of_another_ending_is_said_to_be_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_another_ending_is_said_to_be_none(tmp_path, caplog):
     (tmp_path / "a.yml").write_text(TEXT)
     folder = Folder(tmp_path)
     assert not folder.look().came

@@ -1,54 +1,47 @@
 """What is wrong with a tenant is found before it joins, in one message."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.tenant import parse_tenant, read_tenant
 from evenload.integrations.huggingface.folders.adapters import write_adapter
 from evenload.training.tenants.arrivals.opening import Entrant, open_tenant
-from evenload.training.tenants.state.tenant import ActiveTenant
-
-load_plugins()
 
 
 @pytest.fixture(scope="module")
-def base() -> tuple[Recipe, PlanChain]:
+def base():
     packing = {"enabled": True, "max_tokens": 64}
     recipe = parse({"model": {"vocab_size": 256}, "parallel": {"dp": 2}, "plugins": {"packing": packing}})
     return recipe, PlanChain.of_recipe(recipe, recipe.layout())
 
 
-def rows(path: Path, lengths: list[int], token: int = 5) -> str:
+def rows(path, lengths, token=5):
     path.write_text("".join(json.dumps({"tokens": [token] * length}) + "\n" for length in lengths))
     return str(path)
 
 
-def opened(base: tuple[Recipe, PlanChain], **config: Any) -> ActiveTenant:
+def opened(base, **config):
     tenant = parse_tenant(json.dumps(config), "acme")
     return open_tenant(Entrant("acme", "acme", tenant, "digest"), 3, *base)[0]
 
 
-def refusal(base: tuple[Recipe, PlanChain], **config: Any) -> str:
+def refusal(base, **config):
     with pytest.raises(EvenloadError) as caught:
         opened(base, **config)
     assert caught.value.do
     return str(caught.value)
 
 
-def test_a_tenant_is_opened_with_its_data_and_its_steps(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:
+def test_a_tenant_is_opened_with_its_data_and_its_steps(base, tmp_path):
     source = rows(tmp_path / "a.jsonl", [9] * 10)
     tenant = opened(base, data={"source": source}, train={"batch_size": 4, "epochs": 2})
     assert (tenant.name, tenant.number, tenant.steps, tenant.until, tenant.state) == ("acme", 3, 6, 6, "waiting")
@@ -58,7 +51,7 @@ def test_a_tenant_is_opened_with_its_data_and_its_steps(base: tuple[Recipe, Plan
     assert scored.held_out is not None
 
 
-def test_a_tenant_of_domains_draws_by_their_shares(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:
+def test_a_tenant_of_domains_draws_by_their_shares(base, tmp_path):
     domains = {
         "long": {"source": rows(tmp_path / "a.jsonl", [20] * 10), "share": 3},
         "short": {"source": rows(tmp_path / "b.jsonl", [9] * 40), "weight": 0.5},
@@ -66,7 +59,6 @@ def test_a_tenant_of_domains_draws_by_their_shares(base: tuple[Recipe, PlanChain
     tenant = opened(base, data={"domains": domains}, train={"batch_size": 4, "epochs": 3})
     assert tenant.steps == 120 // 1 // 4 * 4, "until the slower domain has been drawn three times"
     draw = tenant.drawing()
-    assert draw.domain is not None
     assert sorted(zip(draw.domain.tolist(), draw.lengths.tolist(), strict=True)) == [(0, 20)] * 3 + [(1, 9)]
     assert dict(zip(draw.domain.tolist(), np.broadcast_to(draw.weight, 4).tolist(), strict=True)) == {0: 1.0, 1: 0.5}
     again = open_tenant(Entrant("acme", "acme", tenant.config, "digest"), 3, *base, draw.state)[0]
@@ -76,15 +68,14 @@ def test_a_tenant_of_domains_draws_by_their_shares(base: tuple[Recipe, PlanChain
     other = opened(base, data=targets, train={"batch_size": 4})
     for _ in range(40):
         draw = other.drawing()
-        assert draw.domain is not None
         for place, count in zip(draw.domain.tolist(), draw.num_targets.tolist(), strict=True):
             counts[place] += count
     assert counts[0] / counts[1] == pytest.approx(3, rel=0.05)
 
 
-def test_domains_that_cannot_be_mixed_are_refused(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:
+def test_domains_that_cannot_be_mixed_are_refused(base, tmp_path):
     source = rows(tmp_path / "a.jsonl", [9] * 10)
-    one: dict[str, Any] = {"one": {"source": source}}
+    one = {"one": {"source": source}}
     assert "say the same thing twice" in refusal(base, data={"source": source, "domains": one})
     assert "data.source is missing" in refusal(base, data={"max_length": 64})
     assert "nothing would be drawn" in refusal(base, data={"domains": {"one": {"source": source, "share": 0}}})
@@ -103,7 +94,7 @@ def test_domains_that_cannot_be_mixed_are_refused(base: tuple[Recipe, PlanChain]
     assert "data.domains.one.source leads out of plugins.lora.root" in text
 
 
-def test_wrong_files_name_the_key_that_is_wrong(base: tuple[Recipe, PlanChain]) -> None:
+def test_wrong_files_name_the_key_that_is_wrong(base):
     assert "the tenant acme has no key 'daat'" in refusal(base, daat={"source": "x"}, data={"source": "x"})
     assert "data is not valid" in refusal(base, train={"steps": 3})
     assert "adapter.r is not valid" in refusal(base, data={"source": "x"}, adapter={"r": 0})
@@ -113,7 +104,7 @@ def test_wrong_files_name_the_key_that_is_wrong(base: tuple[Recipe, PlanChain]) 
             parse_tenant(text, "acme")
 
 
-def test_a_file_on_disk_is_read_as_its_text_is(tmp_path: Path) -> None:
+def test_a_file_on_disk_is_read_as_its_text_is(tmp_path):
     text = "data: {source: x.jsonl}\nfrom: somewhere\n"
     (tmp_path / "acme.yaml").write_text(text)
     tenant = read_tenant(tmp_path / "acme.yaml")
@@ -123,7 +114,7 @@ def test_a_file_on_disk_is_read_as_its_text_is(tmp_path: Path) -> None:
         read_tenant(tmp_path / "none.yaml")
 
 
-def test_data_that_cannot_be_trained_on_are_refused(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:
+def test_data_that_cannot_be_trained_on_are_refused(base, tmp_path):
     empty, large, few = (tmp_path / f"{name}.jsonl" for name in ("empty", "large", "few"))
     empty.write_text("")
     assert "none.jsonl" in refusal(base, data={"source": str(tmp_path / "none.jsonl")})
@@ -141,7 +132,7 @@ def test_data_that_cannot_be_trained_on_are_refused(base: tuple[Recipe, PlanChai
     assert "masked.jsonl has no target" in text
 
 
-def test_files_lead_nowhere_outside_of_the_root(tmp_path: Path) -> None:
+def test_files_lead_nowhere_outside_of_the_root(tmp_path):
     """Neither by themselves nor by links, patterns, or lists of files; what is built in is open to all."""
     root, outside = tmp_path / "root", tmp_path / "outside"
     for folder in (root / "words", root / "saved", outside):
@@ -172,12 +163,12 @@ def test_files_lead_nowhere_outside_of_the_root(tmp_path: Path) -> None:
         assert "from leads out" in refusal(fenced, data={"source": inner}, **{"from": str(spec)})
 
 
-def test_an_adapter_that_goes_on_must_be_the_one_of_the_file(base: tuple[Recipe, PlanChain], tmp_path: Path) -> None:
+def test_an_adapter_that_goes_on_must_be_the_one_of_the_file(base, tmp_path):
     source = rows(tmp_path / "a.jsonl", [9] * 10)
     weights = {f"model.layers.0.self_attn.{name}_proj.lora_{half}": torch.ones(4, 4) for name in "qv" for half in "AB"}
     adapter = Adapter(r=4, lora_alpha=8, target_modules=("q_proj", "v_proj"))
     write_adapter(tmp_path / "from", adapter, weights, None)
-    config: dict[str, Any] = {"data": {"source": source}, "from": str(tmp_path / "from")}
+    config = {"data": {"source": source}, "from": str(tmp_path / "from")}
     assert opened(base, **config).adapter.r == 4
     same = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     assert opened(base, **config, adapter=same).adapter.r == 4

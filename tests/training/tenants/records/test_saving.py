@@ -1,43 +1,39 @@
 """A tenant goes on from its own row of a checkpoint, with its own data and its own file."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.adapter import Adapter
-from evenload.data.sources import Source, open_source
+from evenload.data.sources import open_source
 from evenload.training.tenants.admission.members import Members
 from evenload.training.tenants.arrivals.opening import Entrant
 from evenload.training.tenants.records.saving import restore, row_of
 from evenload.training.tenants.state.tenant import ActiveTenant
 
 
-def rows(folder: Path, letter: str) -> Source:
+def rows(folder, letter):
     path = folder / f"{letter}.jsonl"
     path.write_text("".join(json.dumps({"text": letter * 8}) + "\n" for _ in range(20)))
     return open_source(str(path), max_length=64)
 
 
-def tenant(folder: Path, data: str = "a", scored: str = "b") -> ActiveTenant:
-    parts: dict[str, Any] = {"config": None, "drawing": None, "adapter": Adapter(), "digest": "f00d"}
+def tenant(folder, data="a", scored="b"):
+    parts = {"config": None, "drawing": None, "adapter": Adapter(), "digest": "f00d"}
     held_out = rows(folder, scored) if scored else None
     return ActiveTenant(number=1, name="acme", source=rows(folder, data), steps=9, held_out=held_out, **parts)
 
 
-def kept(folder: Path) -> dict[str, Any]:
+def kept(folder):
     """The row of one with four steps, three evaluations and an order."""
     one = tenant(folder)
     one.step, one.best, one.best_step, one.losses, one.tokens, one.seconds = 4, 1.5, 3, [4.0, 3.0], 99, 2.5
     one.order, one.state, one.until = {"consumed": 8}, "training", 6
-    return json.loads(json.dumps(row_of(one, has_adapter=True)))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(row_of(one, has_adapter=True)))
 
 
-def test_a_tenant_goes_on_with_all_that_it_had(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tenant_goes_on_with_all_that_it_had(tmp_path, caplog):
     one = tenant(tmp_path)
     restore(one, kept(tmp_path))
     assert (one.step, one.best, one.best_step, one.losses) == (4, 1.5, 3, [4.0, 3.0])
@@ -45,19 +41,19 @@ def test_a_tenant_goes_on_with_all_that_it_had(tmp_path: Path, caplog: pytest.Lo
     assert not caplog.records
 
 
-def test_data_of_the_same_lengths_and_other_content_are_refused(tmp_path: Path) -> None:
+def test_data_of_the_same_lengths_and_other_content_are_refused(tmp_path):
     with pytest.raises(EvenloadError, match="the data are not those of the checkpoint") as caught:
         restore(tenant(tmp_path, data="s"), kept(tmp_path))
     assert "begins anew" in caught.value.do
 
 
-def test_the_lowest_loss_counts_for_the_samples_that_it_was_measured_on(tmp_path: Path) -> None:
+def test_the_lowest_loss_counts_for_the_samples_that_it_was_measured_on(tmp_path):
     one = tenant(tmp_path, scored="s")
     restore(one, kept(tmp_path))
     assert (one.step, one.best, one.best_step) == (4, None, 0)
 
 
-def test_a_row_of_an_earlier_version_goes_on_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_of_an_earlier_version_goes_on_with_a_warning(tmp_path, caplog):
     row = kept(tmp_path)
     row["data"] = row["data"].partition("-")[0]
     del row["held_out"]
@@ -71,13 +67,11 @@ def test_a_row_of_an_earlier_version_goes_on_with_a_warning(tmp_path: Path, capl
     ("change", "goes_on"),
     [({}, True), ({"digest": "other"}, False), ({"state": "done"}, False), ({"name": "bolt"}, False)],
 )
-def test_who_was_under_way_goes_on_where_the_file_is_the_same(
-    tmp_path: Path, change: dict[str, str], goes_on: bool
-) -> None:
+def test_who_was_under_way_goes_on_where_the_file_is_the_same(tmp_path, change, goes_on):
     row = {**kept(tmp_path), **{key: value for key, value in change.items() if key == "state"}}
     saved = SimpleNamespace(tenants={"acme": row})
-    entrant = Entrant(change.get("name", "acme"), "acme", None, change.get("digest", "f00d"))  # type: ignore[arg-type]
-    members: Any = SimpleNamespace(_saved=saved, renewed=set())
+    entrant = Entrant(change.get("name", "acme"), "acme", None, change.get("digest", "f00d"))
+    members = SimpleNamespace(_saved=saved, renewed=set())
     assert (Members._row_of(members, entrant) is not None) == goes_on
     members.renewed.add("acme")
     assert Members._row_of(members, entrant) is None, "whoever left and came back begins anew"

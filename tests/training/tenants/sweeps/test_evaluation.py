@@ -1,32 +1,29 @@
 """Which samples tenants are scored on, and which share a plan."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from evenload.core.recipe.tenant import Evaluate
 from evenload.integrations.host.scoring import Scores
 from evenload.training.tenants.arrivals.job import TenantSamples
-from evenload.training.tenants.sweeps.evaluation import HeldOut, _sum_of, held_out_of, union_of
+from evenload.training.tenants.sweeps.evaluation import _sum_of, held_out_of, union_of
 
 
-def source(lengths: list[int], targets: list[int] | None = None, base: int = 0) -> Any:
+def source(lengths, targets=None, base=0):
     """A stand-in whose sample i holds the id base + i everywhere."""
 
-    def tokens(index: int) -> Any:
+    def tokens(index):
         return np.full(lengths[index], base + index, dtype=np.int64)
 
     counted = None if targets is None else np.array(targets)
     return SimpleNamespace(lengths=np.array(lengths), targets=counted, tokens=tokens, labels=tokens)
 
 
-def held_out(number: int, one: Any, batches: int | None = None, size: int = 2) -> HeldOut:
+def held_out(number, one, batches=None, size=2):
     return held_out_of(number, one, Evaluate(source="x", batches=batches), size, seed=5)
 
 
-def test_the_same_samples_each_time_and_none_without_a_target() -> None:
+def test_the_same_samples_each_time_and_none_without_a_target():
     one = source([5, 1, 7, 8, 9], [4, 0, 6, 0, 8])
     first, again = held_out(3, one), held_out(3, one)
     assert [batch.tolist() for batch in first.batches] == [batch.tolist() for batch in again.batches]
@@ -35,10 +32,9 @@ def test_the_same_samples_each_time_and_none_without_a_target() -> None:
     assert [len(batch) for batch in held_out(3, one, batches=1).batches] == [2]
 
 
-def test_tenants_that_are_due_together_share_plans() -> None:
+def test_tenants_that_are_due_together_share_plans():
     many, few = source([3, 4, 5, 6, 7]), source([8, 9], [2, 3], base=100)
     first, second, third = union_of([held_out(4, many), held_out(9, few)])
-    assert first.tenants is not None
     assert first.tenants.tolist() == [4, 4, 9, 9]
     assert [draw.tenants.tolist() for draw in (second, third) if draw.tenants is not None] == [[4, 4], [4]]
     for draw in (first, second, third):
@@ -46,14 +42,13 @@ def test_tenants_that_are_due_together_share_plans() -> None:
         samples.sources = {4: many, 9: few}
         tokens_of, labels = samples.tokens_of(draw), samples.labels_of(draw)
         assert draw.tenants is not None
-        assert labels is not None
         for index, (number, sample) in enumerate(zip(draw.tenants, draw.samples, strict=True)):
             assert set(tokens_of(index).tolist()) == {sample + (100 if number == 9 else 0)}
             assert len(labels.of(index)) == draw.lengths[index]
             assert labels.targets[index] == (few.targets[sample] if number == 9 else draw.lengths[index] - 1)
 
 
-def test_an_evaluation_is_a_mean_over_targets_of_the_tenant_in_all_of_its_batches() -> None:
+def test_an_evaluation_is_a_mean_over_targets_of_the_tenant_in_all_of_its_batches():
     """Sequences of unlike length: a mean over sequences, or of the means of batches, is another number."""
     many, few = source([3, 40, 5]), source([8, 9], base=100)
     draws = union_of([held_out(4, many), held_out(9, few)])
@@ -62,7 +57,6 @@ def test_an_evaluation_is_a_mean_over_targets_of_the_tenant_in_all_of_its_batche
         assert draw.targets is not None
         losses = np.arange(1.0, 1 + len(draw.lengths)) * 7
         parts.append((draw, Scores(losses, draw.targets)))
-        assert draw.tenants is not None
         for number, loss, targets in zip(draw.tenants.tolist(), losses, draw.targets, strict=True):
             wanted[number][0] += loss
             wanted[number][1] += targets

@@ -1,10 +1,7 @@
 """Halving depends on losses alone: not on who trains beside whom, nor on a resume in the middle."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Sequence
 
 import pytest
 from evenload.training.tenants.sweeps.halving import Halving
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 STEPS, EVERY = 32, 4
 
 
-def race(losses: Sequence[Sequence[float]], abreast: int, resumed: bool = False) -> tuple[list[str], list[list[str]]]:
+def race(losses, abreast, resumed=False):
     """(trials that ran to the end, those dropped by rung), of trials that train ``abreast`` at a time."""
     names = [f"t{number}" for number in range(len(losses))]
     halving, dropped = Halving(names, EVERY, STEPS), []
@@ -45,7 +42,7 @@ LOSSES = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(LOSSES, st.integers(1, 9))
-def test_the_race_is_the_same_however_many_trials_fit_at_once(losses: list[list[float]], abreast: int) -> None:
+def test_the_race_is_the_same_however_many_trials_fit_at_once(losses, abreast):
     together = race(losses, len(losses))
     assert race(losses, abreast) == together
     assert race(losses, abreast, resumed=True) == together
@@ -54,7 +51,7 @@ def test_the_race_is_the_same_however_many_trials_fit_at_once(losses: list[list[
 
 @settings(max_examples=60, deadline=None)
 @given(LOSSES)
-def test_the_worse_half_ends_at_each_rung(losses: list[list[float]]) -> None:
+def test_the_worse_half_ends_at_each_rung(losses):
     _, dropped = race(losses, len(losses))
     alive = [f"t{number}" for number in range(len(losses))]
     for rung, names in enumerate(dropped):
@@ -65,15 +62,15 @@ def test_the_worse_half_ends_at_each_rung(losses: list[list[float]]) -> None:
         alive = going
 
 
-def _finite(loss: float) -> float:
+def _finite(loss):
     return loss if math.isfinite(loss) else math.inf
 
 
-def test_ties_go_by_the_order_of_the_sweep() -> None:
+def test_ties_go_by_the_order_of_the_sweep():
     assert race([[1.0] * 8] * 4, 4) == (["t0"], [["t2", "t3"], ["t1"], [], [], [], [], []])
 
 
-def test_a_trial_that_failed_holds_up_nobody_and_one_that_stopped_stays_in_the_race() -> None:
+def test_a_trial_that_failed_holds_up_nobody_and_one_that_stopped_stays_in_the_race():
     halving = Halving(["a", "b", "c", "d"], 5, 20)
     halving.fail("a")
     halving.end("b", 0.5)
@@ -82,17 +79,15 @@ def test_a_trial_that_failed_holds_up_nobody_and_one_that_stopped_stays_in_the_r
     assert halving.waits("c", 5)
     halving.arrive("d", 5, 2.0)
     verdict = halving.close()
-    assert verdict is not None
     assert (verdict.rung, verdict.go_on, verdict.dropped) == (1, ("b", "c"), ("d",))
     assert not halving.waits("c", 5)
     halving.arrive("c", 10, 0.4)
     verdict = halving.close()
-    assert verdict is not None
     assert verdict.dropped == ("b",)
     assert halving.ranking({"b": 0.5, "c": 0.4, "d": 2.0}) == ["c", "b", "d", "a"]
 
 
-def test_without_rungs_nobody_waits() -> None:
+def test_without_rungs_nobody_waits():
     halving = Halving(["a", "b"], None, 20)
     assert not [step for step in range(21) if halving.rung_at(step) or halving.waits("a", step)]
     assert halving.close() is None
@@ -104,6 +99,6 @@ def test_without_rungs_nobody_waits() -> None:
 
 
 @pytest.mark.parametrize(("steps", "rungs"), [(20, [5, 10, 15]), (21, [5, 10, 15, 20]), (6, [5])])
-def test_no_rung_is_behind_the_last_step(steps: int, rungs: list[int]) -> None:
+def test_no_rung_is_behind_the_last_step(steps, rungs):
     halving = Halving(["a"], 5, steps)
     assert [step for step in range(40) if halving.rung_at(step)] == rungs

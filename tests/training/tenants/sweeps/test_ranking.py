@@ -1,12 +1,7 @@
 """What a sweep comes to: a ranked table, a winner's folder, and both again from the files."""
 
-from __future__ import annotations
-
-import io
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.commands.lora import lora
@@ -14,37 +9,32 @@ from evenload.commands.tables.lora import table as tables
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.tenant import Tenant
 from evenload.training.shared_plan.trials import sweep_of
-from evenload.training.tenants.state.status import NAME, State, TenantStatus, leave_word, read_status
+from evenload.training.tenants.state.status import NAME, TenantStatus, leave_word, read_status
 from evenload.training.tenants.sweeps import ranking as rank
 from evenload.training.tenants.sweeps.halving import Halving
-from rich.console import Console
 
 SWEEP = sweep_of(
     "acme",
     Tenant.model_validate(
-        {
-            "data": {"source": "a.jsonl"},
-            "train": {"steps": 20},
-            "sweep": {"train.lr": [1, 2, 3, 4], "halve_every": 5},
-        }
+        {"data": {"source": "a.jsonl"}, "train": {"steps": 20}, "sweep": {"train.lr": [1, 2, 3, 4], "halve_every": 5}}
     ),
 )
 NAMES = [trial.name for trial in SWEEP.trials]
 
 
-def write_status(folder: Path, status: TenantStatus) -> None:
+def write_status(folder, status):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).write_text(json.dumps({**asdict(status), "digest": "of its file"}))
 
 
-def raced(last: State) -> dict[str, Any]:
+def raced(last):
     """A sweep in which the third trial wins, if it comes to an end; the fourth fails."""
     halving = Halving(NAMES, 5, 20)
     halving.fail(NAMES[3])
     for name, loss in zip(NAMES, (3.0, 2.0, 1.0), strict=False):
         halving.arrive(name, 5, loss)
     assert halving.close() is not None
-    states: list[State] = ["dropped", "training", last, "failed"]
+    states = ["dropped", "training", last, "failed"]
     if last == "done":
         halving.end(NAMES[1], 1.5)
         halving.end(NAMES[2], 0.5)
@@ -53,7 +43,7 @@ def raced(last: State) -> dict[str, Any]:
     return rank.ranking_of(SWEEP, halving, {NAMES[0]: 3.0, NAMES[1]: 1.5, NAMES[2]: 0.5}, standing)
 
 
-def test_it_ranks_and_names_a_winner_only_when_it_is_over() -> None:
+def test_it_ranks_and_names_a_winner_only_when_it_is_over():
     ended, going = raced("done"), raced("training")
     assert [row["trial"] for row in ended["trials"]] == [NAMES[2], NAMES[1], NAMES[0], NAMES[3]]
     assert ended["trials"][0]["values"] == {"train.lr": 3}
@@ -61,7 +51,7 @@ def test_it_ranks_and_names_a_winner_only_when_it_is_over() -> None:
     assert ended["loss_is"] == rank.TRAINED
 
 
-def test_the_winners_folder_is_copied_and_all_is_read_again(tmp_path: Path) -> None:
+def test_the_winners_folder_is_copied_and_all_is_read_again(tmp_path, shown):
     out = tmp_path / "out"
     ended = raced("done")
     for row in ended["trials"]:
@@ -74,18 +64,16 @@ def test_the_winners_folder_is_copied_and_all_is_read_again(tmp_path: Path) -> N
     result = lora(tmp_path)
     assert result["sweeps"] == [json.loads(json.dumps(written))]
     assert [row["name"] for row in result["tenants"]] == NAMES
-    page = io.StringIO()
-    Console(file=page, width=160).print(tables(result))
-    shown = page.getvalue()
-    assert "28 tokens trained" in shown
-    assert f"the adapter of {NAMES[2]} is in" in shown
+    text = shown(tables(result))
+    assert "28 tokens trained" in text
+    assert f"the adapter of {NAMES[2]} is in" in text
 
 
 ROW = {"trial": "a", "state": "done", "step": 1, "steps": 1, "loss": 1.0}
 WHOLE = {"sweep": "a", "winner": None, "best": None, "loss_is": "so", "trials": [ROW], "file": "abc"}
 
 
-def test_a_ranking_without_a_race_is_whole(tmp_path: Path) -> None:
+def test_a_ranking_without_a_race_is_whole(tmp_path):
     write_status(tmp_path / "a", TenantStatus("a", "done", 1, 1))
     (tmp_path / "a" / rank.NAME).write_text(json.dumps(WHOLE))
     assert lora(tmp_path)["sweeps"] == [WHOLE]
@@ -102,7 +90,7 @@ def test_a_ranking_without_a_race_is_whole(tmp_path: Path) -> None:
         json.dumps({**WHOLE, "trials": [{**ROW, **wrong}]}) for wrong in ({"steps": "yes"}, {"loss": "a"}, {"state": 1})
     ],
 )
-def test_a_damaged_ranking_is_refused_and_no_race_goes_on_from_it(text: str, tmp_path: Path) -> None:
+def test_a_damaged_ranking_is_refused_and_no_race_goes_on_from_it(text, tmp_path):
     assert rank.race_in(tmp_path, "a", "abc") is None
     write_status(tmp_path / "a", TenantStatus("a", "done", 1, 1))
     (tmp_path / "a" / rank.NAME).write_text(text)
@@ -111,7 +99,7 @@ def test_a_damaged_ranking_is_refused_and_no_race_goes_on_from_it(text: str, tmp
     assert rank.race_in(tmp_path, "a", "abc") is None
 
 
-def test_a_folder_of_tenants_says_where_their_job_writes(tmp_path: Path) -> None:
+def test_a_folder_of_tenants_says_where_their_job_writes(tmp_path):
     clients, out = tmp_path / "clients", tmp_path / "elsewhere" / "adapters"
     clients.mkdir()
     write_status(out / "a", TenantStatus("a", "done", 1, 1))
@@ -124,7 +112,7 @@ def test_a_folder_of_tenants_says_where_their_job_writes(tmp_path: Path) -> None
         lora(clients)
 
 
-def test_a_status_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_status_comes_back_as_it_was(tmp_path):
     status = TenantStatus("a", "stopped", 3, 9, 2.5, 2.25, 2, 1234, 5.5, "why")
     write_status(tmp_path / "a", status)
     assert read_status(tmp_path / "a" / "status.json") == status

@@ -1,7 +1,5 @@
 """Patience: a tenant stops after so many evaluations without a new lowest loss."""
 
-from __future__ import annotations
-
 import math
 
 from evenload.core.recipe.tenant import Evaluate
@@ -11,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def evaluate(patience: int | None = 2, every: int = 10) -> Evaluate:
+def evaluate(patience=2, every=10):
     return Evaluate(source="held_out.jsonl", every=every, patience=patience)
 
 
-def test_evaluations_are_due_before_the_first_step_and_behind_the_last() -> None:
+def test_evaluations_are_due_before_the_first_step_and_behind_the_last():
     assert [done for done in range(26) if is_due(evaluate(), done, 25)] == [0, 10, 20, 25]
 
 
@@ -25,9 +23,7 @@ def test_evaluations_are_due_before_the_first_step_and_behind_the_last() -> None
     st.integers(1, 7),
     st.integers(0, 6),
 )
-def test_it_stops_where_the_last_evaluations_brought_nothing(
-    losses: list[float], patience: int, every: int, tail: int
-) -> None:
+def test_it_stops_where_the_last_evaluations_brought_nothing(losses, patience, every, tail):
     steps = every * (len(losses) - 1) + tail % every
     places = [done for done in range(steps + 1) if is_due(evaluate(patience, every), done, steps)]
     losses = (losses + [3.0])[: len(places)]
@@ -37,10 +33,10 @@ def test_it_stops_where_the_last_evaluations_brought_nothing(
         assert is_over(evaluate(patience, every), done, places[best], steps) == (number - best >= patience)
 
 
-def test_without_patience_it_never_stops() -> None:
+def test_without_patience_it_never_stops():
     assert not is_over(evaluate(None), 10_000, 0, 10_000)
 
 
-def test_perplexity_stays_a_number() -> None:
+def test_perplexity_stays_a_number():
     assert perplexity(0.0) == 1.0
     assert math.isfinite(perplexity(1e9))

@@ -1,9 +1,5 @@
 """A tenant's file with lists of values: the trials that it means, and what is refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.tenant import Tenant
@@ -12,11 +8,11 @@ from evenload.training.shared_plan.trials import MOST_TRIALS, sweep_of
 EVALUATE = {"source": "held_out.jsonl", "every": 10}
 
 
-def tenant(sweep: dict[str, Any], **more: Any) -> Tenant:
+def tenant(sweep, **more):
     return Tenant.model_validate({"data": {"source": "a.jsonl"}, "sweep": sweep, **more})
 
 
-def test_every_combination_is_a_tenant_with_its_values() -> None:
+def test_every_combination_is_a_tenant_with_its_values():
     sweep = sweep_of("acme", tenant({"train.lr": ["1e-4", 0.002], "adapter.r": [8, 16], "halve_every": 20}))
     names = ["acme.lr=1e-4.r=8", "acme.lr=1e-4.r=16", "acme.lr=0.002.r=8", "acme.lr=0.002.r=16"]
     assert [trial.name for trial in sweep.trials] == names
@@ -28,15 +24,15 @@ def test_every_combination_is_a_tenant_with_its_values() -> None:
         assert float(trial.values["train.lr"]) == trial.tenant.train.lr
 
 
-def test_what_a_sweep_does_not_name_stays_as_the_file_has_it() -> None:
-    more: dict[str, Any] = {"train": {"steps": 7, "lr": 1.0}, "adapter": {"lora_alpha": 4}, "evaluate": EVALUATE}
+def test_what_a_sweep_does_not_name_stays_as_the_file_has_it():
+    more = {"train": {"steps": 7, "lr": 1.0}, "adapter": {"lora_alpha": 4}, "evaluate": EVALUATE}
     (trial,) = sweep_of("a", tenant({"train.batch_size": [2]}, **more)).trials
     assert (trial.tenant.train.steps, trial.tenant.train.lr, trial.tenant.train.batch_size) == (7, 1.0, 2)
     assert trial.tenant.adapter.lora_alpha == 4
     assert trial.tenant.evaluate == Tenant.model_validate({"data": {"source": "b"}, "evaluate": EVALUATE}).evaluate
 
 
-def test_names_are_fit_for_files_and_tell_trials_apart() -> None:
+def test_names_are_fit_for_files_and_tell_trials_apart():
     targets = [["q_proj", "v_proj"], "all-linear", ["a/b"]]
     swept = {"data.source": ["x/y.jsonl", "x_y.jsonl"], "adapter.target_modules": targets}
     names = [trial.name for trial in sweep_of("a", tenant(swept, evaluate=EVALUATE)).trials]
@@ -45,7 +41,7 @@ def test_names_are_fit_for_files_and_tell_trials_apart() -> None:
     assert not [name for name in names if "/" in name or " " in name]
 
 
-WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+WRONG = {
     "unknown key": ({"train.lrr": [1e-3]}, {}, "did you mean 'train.lr'?"),
     "key of the whole recipe": ({"plugins.lora": [1]}, {}, "sweep has no key"),
     "halve_evry": ({"train.lr": [1e-3], "halve_evry": 3}, {}, "did you mean 'halve_every'?"),
@@ -66,7 +62,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_sweep_is_one_message_about_its_tenant(name: str) -> None:
+def test_a_wrong_sweep_is_one_message_about_its_tenant(name):
     sweep, more, says = WRONG[name]
     with pytest.raises(EvenloadError) as caught:
         sweep_of("acme", tenant(sweep, **more))
