@@ -13,7 +13,7 @@ import pytest
 from evenload.api import load_recipe
 from harness import costs
 from harness.forge import Done, Forge
-from harness.world import World
+from harness.world import World, WorldPool
 
 # A busy machine is no failure: nothing here is timed. The Makefile seeds draws by the number of commits, so that a tree
 # that passed passes again and each change draws others; `make explore` draws anew at every run.
@@ -138,13 +138,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def forge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forge]]:
-    """``forge(trainer)``: the process that has imported it. What it started and still runs ends with it."""
+def forge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Forge]]:
+    """``forge(trainer)``: the process that has imported it, one for all workers. What this worker has started and still
+    runs ends with it."""
     forges: dict[str, Forge] = {}
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
 
     def get(trainer: str) -> Forge:
         if trainer not in forges:
-            forges[trainer] = Forge(trainer, tmp_path_factory.mktemp(f"forge_{trainer}"))
+            forges[trainer] = Forge(trainer, tmp_path_factory.mktemp(f"forge_{trainer}"), shared)
         return forges[trainer]
 
     yield get
@@ -158,25 +161,20 @@ def trainer() -> str:
     return "torch"
 
 
+@pytest.fixture(scope="session")
+def worlds(
+    forge: Callable[[str], Forge], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str, int], World]]:
+    """``worlds("megatron", 4)``: ranks that have imported it, the same ones for all tests; see `WorldPool`."""
+    pool = WorldPool(forge, lambda: tmp_path_factory.mktemp("world"))
+    yield pool.get
+    pool.close()
+
+
 @pytest.fixture(scope="module")
-def world(
-    forge: Callable[[str], Forge], trainer: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[int], World]]:
-    """`world(4).run(function, *arguments)` gives the list of results of 4 ranks.
-
-    A world is started when it is first asked for, serves the whole module, and is replaced when a case broke it.
-    """
-    worlds: dict[int, World] = {}
-
-    def get(size: int) -> World:
-        if size not in worlds or not worlds[size].active:
-            worlds[size] = World(forge(trainer), size, tmp_path_factory.mktemp(f"world{size}"))
-        return worlds[size]
-
-    yield get
-    for one in worlds.values():
-        if one.active:
-            one.close()
+def world(worlds: Callable[[str, int], World], trainer: str) -> Callable[[int], World]:
+    """``world(4).run(function, *arguments)`` gives the list of results of 4 ranks, which have imported `trainer`."""
+    return lambda size: worlds(trainer, size)
 
 
 @pytest.fixture(scope="session")

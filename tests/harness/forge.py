@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -32,31 +34,51 @@ def free_port() -> int:
 
 
 class Forge:
-    """One process that has imported one trainer, and forks the ranks of jobs and of worlds."""
+    """A fork of the process that has imported one trainer; forks the ranks of jobs and of worlds itself.
 
-    def __init__(self, trainer: str, folder: Path) -> None:
+    Args:
+        trainer: see forge_process.py.
+        folder: for the outputs of this forge's ranks.
+        shared: where the pytest processes of a run find the one process of this trainer; the first of them starts it.
+    """
+
+    def __init__(self, trainer: str, folder: Path, shared: Path | None = None) -> None:
         self._folder, self._number = folder, 0
         self._started: list[Started] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        place = shared or folder
+        self._log = place / f"{trainer}.log"
+        with (place / f"{trainer}.door").open("a+") as known:
+            fcntl.flock(known, fcntl.LOCK_EX)
+            known.seek(0)
+            self._connection = _connected(known.read())
+            if self._connection is None:
+                door = f"{tempfile.mkdtemp(prefix='forge-')}/door"  # short: the name of a socket has at most 107 bytes
+                self._start(trainer, door)
+                known.truncate(0)
+                known.write(door)
+        self._answers = self._connection.makefile("r")
+
+    def _start(self, trainer: str, door: str) -> None:
         clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-        script = Path(__file__).with_name("forge_process.py")
-        self._log = (folder / "log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), trainer],
-            env={**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("forge_process.py")), trainer, door],
+                env={**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.PIPE,  # whose end tells it that no pytest process will come
+                stdout=log,
+                stderr=log,
+            )
+        while (connection := _connected(door)) is None:
+            assert self._process.poll() is None, self._log.read_text()[-3000:]
+            time.sleep(0.02)
+        self._connection = connection
 
     def ask(self, request: str, content: Any) -> list[int]:
         """The answer of forge_process.py to a request."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({request: content}) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, (self._folder / "log").read_text()[-3000:]
+        self._connection.sendall((json.dumps({request: content}) + "\n").encode())
+        answer = self._answers.readline()
+        assert answer, self._log.read_text()[-3000:]
         numbers, costs = json.loads(answer)
         add(costs)
         return list(numbers)
@@ -102,15 +124,24 @@ class Forge:
     def close(self) -> None:
         for started in self._started:
             started.end()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with reported_already():
-            try:
-                self._process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._log.close()
+        self._answers.close()
+        self._connection.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            with reported_already():
+                self._process.wait(timeout=60)
+
+
+def _connected(door: str) -> Any:
+    """A connection to this socket, or None where nobody listens."""
+    client = socket.socket(socket.AF_UNIX)
+    try:
+        client.connect(door)
+    except OSError:
+        client.close()
+        return None
+    return client
 
 
 class Started:

@@ -1,8 +1,8 @@
 """Forks the ranks of jobs and of test worlds from one process that has imported a trainer already (see forge.py).
 
-forge_process.py TRAINER, or cuda+TRAINER, whose ranks have a rehearsed GPU (see rehearsal), or cuda+kernels+TRAINER,
-where flash-attn and Transformer Engine are installed, too. A request is a line of JSON on stdin; the answer on stdout is
-a list of numbers, and what it cost:
+forge_process.py TRAINER DOOR; cuda+TRAINER: with ranks that have a rehearsed GPU (see rehearsal), cuda+kernels+TRAINER:
+where flash-attn and Transformer Engine are installed, too. A pytest process connects to the socket DOOR and gets a fork
+of its own. A request is a line of JSON; the answer is a list of numbers, and what it cost:
 
     {"job": ...}    runs a command or a script as so many ranks: their exit codes, negative for a signal. The content is
                     its folder, the arguments of ``evenload`` or of the script, the ranks, a port, the folder of its
@@ -18,7 +18,9 @@ import gc
 import json
 import os
 import runpy
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -29,6 +31,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from select import select
 from types import FunctionType
 from typing import Any
 
@@ -66,6 +69,9 @@ MODULES = {
 
 COSTS: Counter[str] = Counter()
 """What the ranks that were waited for since the last answer cost."""
+
+INHERITED: list[socket.socket] = []
+"""Connections that a rank has no use for."""
 
 
 def warm(trainer: str) -> None:
@@ -127,7 +133,8 @@ def fork(outputs: str, rank: int, act: Callable[[], None]) -> int:
     code = 3
     try:
         counts.begin()
-        ANSWERS.close()
+        for connection in INHERITED:
+            connection.close()
         for stream, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{outputs}/{name}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -237,16 +244,46 @@ REQUESTS: dict[str, Callable[[Any], list[int]]] = {
 }
 
 
-if __name__ == "__main__":
-    ANSWERS = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warm(sys.argv[1])
-    gc.collect()
-    gc.freeze()  # what is shared with the ranks is not written to by their collector
-    for line in sys.stdin:
+def serve_tests(connection: socket.socket) -> None:
+    """Answer the requests of one pytest process until its connection ends. Of a fork: its ranks are its children."""
+    requests, answers = connection.makefile("r"), connection.makefile("w")
+    INHERITED.append(connection)
+    for line in requests:
         ((request, content),) = json.loads(line).items()
-        answer = REQUESTS[request](content)
+        numbers = REQUESTS[request](content)
         COSTS.update(counts.since_last_report())
-        ANSWERS.write(json.dumps([answer, COSTS]) + "\n")
+        answers.write(json.dumps([numbers, COSTS]) + "\n")
         COSTS.clear()
-        ANSWERS.flush()
+        answers.flush()
+
+
+def main(trainer: str, door: str) -> None:
+    """Fork a server for each pytest process that comes; end with the one that has started this process."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        warm(trainer)
+        gc.collect()
+        gc.freeze()  # what is shared with the ranks is not written to by their collector
+        COSTS.update(cpu_s=time.process_time())
+        listener.bind(door)
+        listener.listen()
+        servers = set()
+        while True:
+            ready, _, _ = select([listener, sys.stdin], [], [])
+            if listener not in ready:
+                break
+            connection, _ = listener.accept()
+            if not (server := os.fork()):
+                listener.close()
+                counts.begin()
+                serve_tests(connection)
+                os._exit(0)
+            servers.add(server)
+            connection.close()
+            COSTS.clear()
+    shutil.rmtree(Path(door).parent)
+    for server in servers:
+        os.waitpid(server, 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -76,7 +76,9 @@ class World:
         self._open_places = sorted({place for answer in answers.values() for place in answer.open_places})
         if left := {text for answer in answers.values() for text in answer.left}:
             self.close()  # the next case gets another
-            raise AssertionError(f"{function.__name__} did not leave its ranks as it found them: " + "; ".join(sorted(left)))
+            raise AssertionError(
+                f"{function.__name__} did not leave its ranks as it found them: " + "; ".join(sorted(left))
+            )
         return [answers[rank].value for rank in sorted(answers)]
 
     def close(self) -> list[int]:
@@ -88,3 +90,38 @@ class World:
 
     def _tail(self, rank: int) -> str:
         return "".join((self._folder / f"{name}.{rank}").read_text(errors="replace")[-4000:] for name in ("out", "err"))
+
+
+class WorldPool:
+    """Worlds by trainer and size, for as long as pytest lives.
+
+    One that a case has broken is replaced when it is next asked for. `MOST` are there at a time; the one that was not used
+    for the longest time makes room.
+    """
+
+    MOST = 6
+
+    def __init__(self, forge: Callable[[str], Forge], new_folder: Callable[[], Path], fresh: bool = False) -> None:
+        self._forge, self._new_folder, self._fresh = forge, new_folder, fresh
+        self._worlds: dict[tuple[str, int], World] = {}
+
+    def get(self, trainer: str, size: int) -> World:
+        """The world, which nobody else uses until the next call."""
+        world = self._worlds.pop((trainer, size), None)
+        if world is not None and world.active and self._fresh:
+            world.close()
+        if world is None or not world.active:
+            if len(self._worlds) >= self.MOST:
+                self._close(next(iter(self._worlds)))
+            world = World(self._forge(trainer), size, self._new_folder())
+        self._worlds[trainer, size] = world
+        return world
+
+    def close(self) -> None:
+        for key in list(self._worlds):
+            self._close(key)
+
+    def _close(self, key: tuple[str, int]) -> None:
+        world = self._worlds.pop(key)
+        if world.active:
+            world.close()
