@@ -4,7 +4,8 @@
     python tests/mutants/run.py --part 3/10      every tenth from the third on, faults alone
     python tests/mutants/run.py NAME ...         these
 
-Exit code 1 if a fault survives, or if a killer fails where nothing is planted.
+Killers are run as `make test` runs them: what is marked full does not count (``--full``: it does). Exit
+code 1 if a fault survives, or if a killer fails where nothing is planted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from table import KILLERS, MUTANTS, Mutant, Words
+from table import MUTANTS, Killer, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 600.0
@@ -43,20 +44,24 @@ def copy_of_the_code(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "evenload", ignore=left))
 
 
-def run(words: Words, code: Path) -> Outcome:
+def command_of(killer: Killer, full: bool) -> list[str]:
+    if killer.verb == "verify":
+        return [sys.executable, "-m", "evenload", "verify", *killer.words, "--json"]
+    marks = " and ".join(f"({mark})" for mark in (killer.m, "" if full else "not full") if mark)
+    selected = [word for option in (("-k", killer.k), ("-m", marks)) if option[1] for word in option]
+    return [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *killer.words, *selected]
+
+
+def run(killer: Killer, code: Path, full: bool) -> Outcome:
     """Run a killer on a copy of the code."""
-    verb, *rest = words
-    command = {
-        "verify": [sys.executable, "-m", "evenload", verb, *rest, "--json"],
-        "pytest": [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *rest],
-    }[verb]
+    command = command_of(killer, full)
     environment = {**os.environ, "PYTHONPATH": str(code.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     start = time.monotonic()
     try:
         done = subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return Outcome(None, f"not done after {LIMIT_S:g} s", LIMIT_S)
-    failed, said = _verdict(done) if verb == "verify" else _test_verdict(done)
+    failed, said = _verdict(done) if killer.verb == "verify" else _test_verdict(done)
     return Outcome(failed, said, time.monotonic() - start)
 
 
@@ -103,25 +108,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--part", default="", help="K/N: every N-th fault from the K-th on")
+    parser.add_argument("--full", action="store_true", help="killers may use cases that `make test` leaves out")
     arguments = parser.parse_args()
     mutants, console = chosen(arguments.names, arguments.part), Console(stderr=True)
     table = Table("fault", "killer", "what it said", "seconds")
     bad = 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         code = copy_of_the_code(Path(folder))
-        for name in () if arguments.part else dict.fromkeys(one.killer for one in mutants):
-            outcome = run(KILLERS[name], code)
+        for killer in () if arguments.part else dict.fromkeys(one.killer for one in mutants):
+            outcome = run(killer, code, arguments.full)
             bad += outcome.failed is not False
-            console.print(f"[dim]nothing planted[/] {name}: {outcome.said[:100]} ({outcome.seconds:.0f} s)")
+            console.print(f"[dim]nothing planted[/] {killer}: {outcome.said[:100]} ({outcome.seconds:.0f} s)")
         for mutant in mutants:
             kept = (code / mutant.file).read_text()
             plant(mutant, code)
-            outcome = run(KILLERS[mutant.killer], code)
+            outcome = run(mutant.killer, code, arguments.full)
             (code / mutant.file).write_text(kept)
             bad += outcome.failed is not True
             word = "killed" if outcome.failed else "SURVIVED"
             console.print(f"{word} by {mutant.killer} in {outcome.seconds:.0f} s: {mutant.name}: {outcome.said[:100]}")
-            table.add_row(mutant.name, mutant.killer, f"{word}: {outcome.said[:80]}", f"{outcome.seconds:.0f}")
+            table.add_row(mutant.name, str(mutant.killer), f"{word}: {outcome.said[:80]}", f"{outcome.seconds:.0f}")
     Console(width=180).print(table)
     print(f"{len(mutants)} faults, {bad} survived or could not be judged")
     return int(bad > 0)

@@ -1,15 +1,27 @@
 """Planted faults, and what must notice them.
 
-Each is a fault that a person could make: one piece of the code replaced by another, wrong one. ``killer`` names the
-command of `KILLERS` that must fail where the fault is planted, and pass where it is not. Quick ones die in
-`make check`: their killer is a run of tests/training/proof/test_compare.py.
+Each is a fault that a person could make: one piece of the code replaced by another, wrong one. The killer is a command
+that must fail where the fault is planted, and pass where it is not: a run of tests, or a proof of a small recipe.
+``fault = of(file, killer)`` says where the faults below it stand and who notices them, ``fault(name, old, new)`` what
+each replaces. `old` stands once in the file, so a fault whose place has changed is an error and no silent pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-Words = tuple[str, ...]
+
+class Killer(NamedTuple):
+    """``evenload verify`` or ``pytest`` with these words; `k` and `m` are expressions that select tests."""
+
+    verb: str
+    words: tuple[str, ...]
+    k: str = ""
+    m: str = ""
+
+    def __str__(self) -> str:
+        return " ".join([*self.words, *(["-k", self.k] if self.k else []), *(["-m", self.m] if self.m else [])])
 
 
 class Mutant(NamedTuple):
@@ -18,4238 +30,1699 @@ class Mutant(NamedTuple):
     name: str
     file: str
     old: str
-    """Stands once in the file."""
     new: str
-    killer: str
+    killer: Killer
 
 
-_TINY = ("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_query_groups=2")
-_SMALL = (*_TINY, "data.max_length=512", "train.global_batch_size=8")
-_DEEP = ("model.num_layers=4", *_SMALL[1:])
-_CUT = ("plugins.packing.max_tokens=128",)
-_EXACT = ("train.dtype=fp64",)
+MUTANTS: list[Mutant] = []
 
 
-def _verify(recipe: str, *words: str) -> Words:
-    return ("verify", f"recipes/{recipe}.yaml", *words)
+def of(file: str, killer: Killer) -> Callable[[str, str, str], None]:
+    """What plants faults in a file that a killer notices."""
+    return lambda name, old, new: MUTANTS.append(Mutant(name, file, old, new, killer))
 
 
-def _quick(run: str) -> Words:
-    return ("pytest", f"tests/training/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
+def cases(*places: str, k: str = "", m: str = "") -> Killer:
+    return Killer("pytest", tuple(f"tests/{place}" for place in places), k, m)
 
 
-_PACKED = "tests/integrations/megatron/unmodified/test_packed.py"
-_HYBRID = "tests/integrations/megatron/unmodified/test_hybrid.py"
-_SAVING = "tests/integrations/megatron/saving"
-_OF_STOCK = "test_gradients_and_reports_are_those_of_the_stock_loop"
-_FORMS = "integrations/megatron/unmodified/reading/"
-_TENANTS = "tests/integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does"
-_FROZEN = "tests/integrations/deepspeed/test_tenants.py"
-_TRAINER = "tests/integrations/huggingface/test_trainer.py"
-_ACCELERATE = "tests/integrations/huggingface/test_accelerate.py"
-_CHANGES = "tests/integrations/huggingface/test_changes.py"
-_TRAINER_STAGE = "integrations/transformers/stage.py"
-_UNITS = "integrations/huggingface/units.py"
-_TRAINER_STEP = "integrations/transformers/trainer.py"
+def compared(run: str) -> Killer:
+    """One of the short trainings of `make check`."""
+    return cases(f"training/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
 
-_SPEC = "tests/integrations/megatron/unmodified/test_transformer_engine.py"
 
-KILLERS: dict[str, Words] = {
-    "unequal stages": ("pytest", "tests/core/simulate/test_unequal_stages.py"),
-    "auto layers": ("pytest", "tests/core/search/test_stage_layers.py"),
-    "borders": ("pytest", "tests/integrations/deepspeed/pipeline/test_pipeline.py", "-k", "as_many_as_are_said"),
-    "layers of Megatron": ("pytest", "tests/integrations/megatron/test_pipeline.py", "-k", "that_the_recipe_says"),
-    "rollout": ("pytest", "tests/plugins/rollout"),
-    "cache": ("pytest", "tests/data/test_cache.py"),
-    "variables of workers": ("pytest", "tests/commands/test_env.py", "-m", "not slow"),
-    "monitor": (
-        "pytest",
-        "tests/integrations/deepspeed/unmodified/test_script.py::"
-        "test_activation_checkpointing_changes_nothing_and_a_monitor_gets_the_numbers",
-    ),
-    "data of ranks": ("pytest", "tests/commands/test_train.py", "-k", "other_samples or other_weights"),
-    "quick overlap": _quick("megatron, overlapped reduction"),
-    "quick tensor parallel": _quick("megatron, tensor parallel"),
-    "quick stages": _quick("megatron, stages, recompute"),
-    "quick shared": _quick("megatron, shared slices"),
-    "quick deepspeed": _quick("deepspeed"),
-    "quick deepspeed stages": _quick("deepspeed, stages"),
-    "weights in megatron": (
-        "pytest",
-        "tests/integrations/megatron/test_slices.py::test_random_plans_give_the_gradients_of_plain_training[one]",
-    ),
-    "weights in deepspeed's stages": _quick("deepspeed, stages"),
-    "weights in packs": ("pytest", "tests/runtime/attention/test_pack.py", "-k", "its_own_weight"),
-    "weights of tenants": ("pytest", "tests/integrations/megatron/test_tenants.py", "-k", "gets_alone and one"),
-    "weights of routers": (
-        "pytest",
-        "tests/integrations/megatron/test_experts.py",
-        "-k",
-        "copies_where_tokens_come_from",
-    ),
-    "digests of weights": ("pytest", "tests/core/planning/test_planner.py", "-k", "other_weights"),
-    "columns of weights": ("pytest", "tests/data/rows/test_weights.py"),
-    "slices": _verify("slices", *_SMALL, *_EXACT, *_CUT),
-    "slices bf16": _verify("slices", *_SMALL, *_CUT, "train.dtype=bf16"),
-    "packs": _verify("quickstart", *_SMALL, *_EXACT, "plugins.packing.max_tokens=1024"),
-    "long": _verify("quickstart", *_SMALL, *_EXACT, "plugins.packing.max_tokens=1024", "--steps", "8"),
-    "weight passes": _verify("pipeline", *_DEEP, *_EXACT),
-    "weight passes, biases": _verify("pipeline", *_DEEP, *_EXACT, "model.family=gpt"),
-    "weight passes, tensor parallel": _verify("pipeline", *_DEEP, *_EXACT, "parallel.tp=2"),
-    "stages": _verify("pipeline", *_SMALL, *_EXACT),
-    "mesh": _verify("mesh", *_SMALL, *_EXACT, "plugins.mesh.max_tokens=160"),
-    "mesh one key head": _verify("mesh", *_TINY[:3], "model.num_query_groups=1", *_SMALL[4:], *_EXACT)
-    + ("plugins.mesh.max_tokens=160", "plugins.mesh.engines=all_to_all"),
-    "mesh three ranks": _verify("mesh", *_SMALL, *_EXACT, "parallel.dp=3", "plugins.mesh.max_tokens=200")
-    + ("model.num_attention_heads=8",)
-    + ("plugins.mesh.engines=all_to_all",),
-    "zero 3": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3"),
-    "divided experts": _verify("deepspeed", *_SMALL, "plugins.packing.max_tokens=1024", "deepspeed.zero_stage=0")
-    + ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4"),
-    "experts": ("pytest", "tests/integrations/megatron/test_experts.py")
-    + ("-k", "ep2-slices or ep4-packs or dummies or recompute"),
-    "cut experts": ("pytest", "tests/integrations/megatron/test_experts.py")
-    + ("-k", "cut_over and (recompute or padded)"),
-    "copies on autoep": ("pytest", "tests/integrations/deepspeed/test_experts.py")
-    + ("-k", "divided_experts and 1-more1 or loop_of_others and 2-4-None or change_no_count"),
-    "router losses": ("pytest", "tests/integrations/megatron/unmodified/test_router_losses.py")
-    + ("-k", "means and tp2ep2"),
-    "together": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "copies"),
-    "together, in an order": ("pytest", "tests/integrations/megatron/unmodified/test_together.py", "-k", "order_of"),
-    "hybrid, Mamba": ("pytest", _HYBRID, "-k", "mamba"),
-    "hybrid, recomputed": ("pytest", _HYBRID, "-k", "recomputes"),
-    "hybrid, mean": ("pytest", _HYBRID, "-k", "mean"),
-    "hybrid, strangers": ("pytest", _HYBRID, "-k", "refused"),
-    "samples": ("pytest", "tests/integrations/huggingface/test_samples.py"),
-    "mesh in loops": ("pytest", "tests/integrations/megatron/unmodified/test_mesh.py", "-k", "dp2 and means"),
-    "context in loops": ("pytest", "tests/integrations/megatron/unmodified/test_context_parallel.py")
-    + ("-k", "means and not dp2 and not pp2"),
-    "forms": ("pytest", "tests/integrations/megatron/unmodified/test_forms.py"),
-    "rows": ("pytest", "tests/integrations/megatron/unmodified/test_rows.py"),
-    "packed loops": ("pytest", _PACKED, "-k", "packed_samples and dp2"),
-    "loops of rows": ("pytest", _PACKED, "-k", "tensordicts and dp2"),
-    "rounds of losses": ("pytest", "tests/integrations/megatron/unmodified/test_sharing.py"),
-    "trainer": ("pytest", f"{_TRAINER}::test_plans_of_the_packing_plugin_are_exact"),
-    "proof": ("pytest", "tests/integrations/huggingface/test_proof.py"),
-    "units": (
-        "pytest",
-        "tests/integrations/huggingface/test_units.py",
-        "-k",
-        "figures or sft or places or of_one",
-    ),
-    "padded rows": ("pytest", "tests/integrations/huggingface/test_rows.py"),
-    "shapes": ("pytest", "tests/plugins/packing/test_shapes.py"),
-    "filled up": ("pytest", _ACCELERATE, "-k", "filled_up"),
-    "padded groups": ("pytest", "tests/plugins/packing/test_padded.py"),
-    "parts of rows": ("pytest", "tests/integrations/huggingface/test_parts.py"),
-    "work beside tokens": ("pytest", "tests/plugins/packing/test_beside.py"),
-    "audit": ("pytest", "tests/integrations/huggingface/test_audit.py", "-k", "shifted or mean or positions"),
-    "attention of families": ("pytest", "tests/integrations/huggingface/test_proof.py", "-k", "counted"),
-    "assigned anew": ("pytest", "tests/hosts/test_equal.py", "-k", "anew"),
-    "imports": ("pytest", "tests/test_imports.py", "-k", "package"),
-    "trainer zero 3": ("pytest", f"{_TRAINER}::test_slices_and_shared_micro_batches_are_exact_under_zero[3]"),
-    "accelerate": ("pytest", _ACCELERATE, "-k", "that_are_planned"),
-    "accelerate refused": ("pytest", _ACCELERATE, "-k", "are_refused"),
-    "changes of batches": ("pytest", _CHANGES, "-k", "makes_of_its_batches"),
-    "changes refused": ("pytest", _CHANGES, "-k", "is_refused"),
-    "stock trainers": ("pytest", _CHANGES, "-k", "cannot_be_planned"),
-    "entries of batches": ("pytest", "tests/integrations/huggingface/test_inputs.py"),
-    "user's loop": ("pytest", "tests/integrations/deepspeed/unmodified/test_promises.py"),
-    "counts": ("pytest", "tests/integrations/deepspeed/unmodified/test_micro_batches.py"),
-    "bounds": ("pytest", "tests/core/balance/test_step_bound.py", "-k", "drawn or few"),
-    "rounds": ("pytest", "tests/core/plan/test_rounds.py"),
-    "gate": ("pytest", "tests/runtime/experts/test_gate.py"),
-    "exact quotas": ("pytest", "tests/core/experts/test_exact.py", "tests/runtime/experts/test_exact_on_device.py"),
-    "once in megatron": ("pytest", "tests/integrations/megatron/test_experts.py", "-k", "go_once and shared"),
-    "once a node": ("pytest", "tests/runtime/experts/test_once.py"),
-    "exercised": ("pytest", "tests/core/planning/test_exercised.py"),
-    "layers": ("pytest", "tests/runtime/experts/test_balance.py"),
-    "policies": ("pytest", "tests/plugins/moe/test_policy.py"),
-    "loads of experts": ("pytest", "tests/training/test_expert_loads.py"),
-    "folders": ("pytest", "tests/integrations/huggingface/test_folder.py"),
-    "failed planners": ("pytest", "tests/commands/test_verify.py", "-k", "planners_that_failed"),
-    "seconds of layers": ("pytest", "tests/core/experts/test_seconds.py"),
-    "held adapters": ("pytest", "tests/runtime/adapters/test_adapters.py"),
-    "products": ("pytest", "tests/runtime/adapters/test_product.py"),
-    "order of samples": ("pytest", "tests/data/test_order.py"),
-    "quota laws": ("pytest", "tests/core/experts/test_quotas.py"),
-    "token sources": ("pytest", "tests/core/experts/test_sources.py"),
-    "planners between nodes": ("pytest", "tests/plugins/moe/test_nodes.py"),
-    "planners of layers": ("pytest", "tests/plugins/moe/test_clone.py", "tests/plugins/moe/test_reroute.py"),
-    "labels": ("pytest", "tests/runtime/attention/test_pack.py", "-k", "labels_of_a_batch"),
-    "prefix": ("pytest", "tests/runtime/attention/test_prefix.py"),
-    "windows": ("pytest", "tests/runtime/attention/test_windows.py"),
-    "mixers": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "border"),
-    "TRL's layouts": ("pytest", "tests/hosts/test_trl_layouts.py"),
-    "recomputed mixers": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "pack_again"),
-    "mixers on ranks": ("pytest", "tests/integrations/huggingface/test_mixers.py", "-k", "packs_are_exact"),
-    "latent": ("pytest", _SPEC, "-k", "latent and yarn"),
-    "te windows": ("pytest", _SPEC, "-k", "windows"),
-    "interleaved": ("pytest", _SPEC, "-k", "interleaved"),
-    "local windows": ("pytest", "tests/integrations/megatron/unmodified/test_order.py", "-k", "windows"),
-    "executor": ("pytest", "tests/runtime/stage/test_executor.py"),
-    "v plans": ("pytest", "tests/core/simulate/test_v_shape.py"),
-    "v runs": ("pytest", "tests/runtime/stage/test_v_shape.py"),
-    "scores": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "slices"),
-    "chunks": ("pytest", "tests/integrations/megatron/unmodified/test_chunks.py", "-k", "dummies"),
-    "further tokens": ("pytest", "tests/integrations/megatron/unmodified/test_mtp.py", "-k", "dp2-means"),
-    "one queue": ("pytest", "tests/independent/test_one_queue.py"),
-    "planner": ("pytest", "tests/core/planning/test_planner.py"),
-    "turns": ("pytest", "tests/core/planning/test_turns.py"),
-    "node boards": ("pytest", "tests/runtime/world/test_node_board.py", "-k", "board"),
-    "judge": ("pytest", "tests/core/planning/test_judge.py"),
-    "parts of a plane": ("pytest", "tests/core/planning/test_parts.py"),
-    "planning stages": ("pytest", "tests/core/planning/test_stages.py"),
-    "caps": ("pytest", "tests/core/planning/test_chain.py", "tests/independent"),
-    "adam's mends": ("pytest", "tests/patches/test_megatron_fixes.py"),
-    "resumed": ("pytest", f"{_SAVING}/test_checkpoint.py", "-k", "same_layout and fp64"),
-    "refused checkpoints": ("pytest", f"{_SAVING}/test_checkpoint.py", "-k", "no_checkpoint_of_this"),
-    "expert ranks resumed": ("pytest", "tests/integrations/megatron/test_experts.py", "-k", "start_losses and fp32"),
-    "shared routing": ("pytest", "tests/runtime/experts/test_routing.py"),
-    "slots of copies": ("pytest", "tests/runtime/experts/test_balance.py"),
-    "messages": ("pytest", "tests/core/experts/test_messages.py"),
-    "load history": ("pytest", "tests/training/experts/test_history.py"),
-    "said of padding": ("pytest", "tests/integrations/megatron/unmodified/test_router_losses.py", "-k", "said_once"),
-    "said of rows": ("pytest", _PACKED, "-k", "said_once"),
-    "reports": ("pytest", "tests/integrations/megatron/unmodified/test_reports.py"),
-    "means": ("pytest", "tests/integrations/megatron/unmodified/test_objective.py::" + _OF_STOCK + "[means]"),
-    "checkpoints": ("pytest", "tests/training/checkpoint/test_checkpoints.py", "-m", "not slow"),
-    "resuming": ("pytest", "tests/training/checkpoint/test_resuming.py"),
-    "content": ("pytest", "tests/data/test_content.py"),
-    "best validation": ("pytest", "tests/training/validation/test_best.py"),
-    "kept tenants": ("pytest", "tests/training/tenants/records/test_saving.py"),
-    "folder lock": ("pytest", "tests/runtime/world/test_folder_lock.py"),
-    "logs": ("pytest", "tests/training/run/test_writers.py"),
-    "background": ("pytest", "tests/commands/test_train.py", "-k", "in_the_background"),
-    "killed export": ("pytest", "tests/commands/test_export.py", "-k", "leaves and megatron"),
-    "padding of buckets": ("pytest", "tests/integrations/megatron/saving/test_optimizer.py"),
-    "adapters": ("pytest", "tests/integrations/huggingface/test_adapters.py"),
-    "tenants": ("pytest", f"{_TENANTS}[one]"),
-    "tenants on ranks": ("pytest", f"{_TENANTS}[dp2]"),
-    "tenants on tensor-parallel ranks": ("pytest", f"{_TENANTS}[dp2tp2]"),
-    "frozen layers": ("pytest", _FROZEN, "-k", "begins_with_its_replay"),
-    "frozen in a row": ("pytest", _FROZEN, "-k", "in_a_row"),
-    "frozen zero 3": ("pytest", _FROZEN, "-k", "three_steps and 3-more"),
-    "frozen stages": ("pytest", f"{_FROZEN}::test_pipelines_train_each_tenant_as_if_alone", "-k", "4-False"),
-    "halving": ("pytest", "tests/training/tenants/sweeps/test_halving.py"),
-    "scored tenants": ("pytest", "tests/training/tenants/sweeps/test_evaluation.py"),
-    "patience": ("pytest", "tests/training/tenants/sweeps/test_sweeps.py", "-k", "patience"),
-    "sweeps": ("pytest", "tests/training/tenants/sweeps/test_sweeps.py", "-k", "sweep or turns"),
-    "recomputed tenants": ("pytest", "tests/integrations/megatron/test_tenants.py", "-k", "recomputes_every_layer"),
-    "replayed dropout": ("pytest", "tests/integrations/megatron/test_dropout.py", "-k", "whatever_the_plan or hooks"),
-    "isolation": ("pytest", "tests/integrations/megatron/test_isolation.py", "-k", "one"),
-    "batches of tenants": ("pytest", "tests/training/tenants/test_drawing.py"),
-    "resumed tenants": ("pytest", "tests/training/tenants/records/test_saving.py"),
-    "what tenants leave": ("pytest", "tests/training/tenants/records/test_output.py"),
-    "races": ("pytest", "tests/training/tenants/sweeps/test_race.py"),
-    "coming and going": ("pytest", "tests/training/tenants/test_members.py"),
-    "tenants' files": ("pytest", "tests/training/tenants/arrivals/test_opening.py"),
-    "patterns of names": ("pytest", "tests/core/recipe/test_adapter.py"),
-    "sandbox": ("pytest", "tests/core/input/test_sandbox.py"),
-    "templates of rows": ("pytest", "tests/data/rows/test_rows.py", "-k", "brings"),
-    "folder of tenants": ("pytest", "tests/training/tenants/arrivals/test_folder.py"),
-    "samples of tenants": ("pytest", "tests/training/tenants/arrivals/test_reading.py"),
-    "killed tenants": ("pytest", "tests/training/tenants/test_loop.py", "-k", "killed and layout0"),
-    "waiting tenants": ("pytest", "tests/training/tenants/test_loop.py", "-k", "waits_in_order"),
-    "reading": ("pytest", "tests/core/input/test_reading.py"),
-    "unpickling": ("pytest", "tests/runtime/test_unpickling.py"),
-    "restarted job": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "torchrun_starts_a_job_again and 1"),
-    "attempts": ("pytest", "tests/runtime/watchdog/test_attempt.py"),
-    "a GPU's loop": ("pytest", "tests/rehearsal/test_scripts.py", "-k", "megatron and dp2"),
-    "a GPU's trainer": ("pytest", "tests/rehearsal/test_scripts.py", "-k", "transformers and bf16"),
-    "a GPU's batches": ("pytest", "tests/rehearsal/test_scripts.py", "-k", "another_batch"),
-    "a GPU's experts": ("pytest", "tests/rehearsal/test_recipes.py", "-k", "moe"),
-    "faults of exchanges": ("pytest", "tests/commands/test_exchange_faults.py"),
-    "a GPU's slices": ("pytest", "tests/rehearsal/test_recipes.py", "-k", "slices"),
-    "a GPU's mesh": ("pytest", "tests/rehearsal/test_exact.py", "-k", "share"),
-    "halves": ("pytest", "tests/integrations/megatron/test_turns.py", "-k", "tp2 and not cp2"),
-    "halves planned": ("pytest", "tests/plugins/mesh/candidates/test_halves.py"),
-    "a GPU's halves": ("pytest", "tests/rehearsal/test_turns.py", "-k", "tp2 and kept"),
-    "a GPU's recomputed halves beside others": ("pytest", "tests/rehearsal/test_turns.py", "-k", "cp2 and recomputed"),
-    "divided tokens": ("pytest", "tests/integrations/megatron/test_sequence_parallel.py")
-    + ("-k", "llama or 2-1-slices or other"),
-    "shares of ranks": ("pytest", "tests/core/costs/test_tensor_parallel.py"),
-    "costs by setting": ("pytest", "tests/core/costs/test_by_setting.py"),
-    "what was read": ("pytest", "tests/core/input/test_reading.py"),
-    "costs that steps mend": ("pytest", "tests/training/forecast/test_measured.py", "-k", "holds_for_all_that"),
-    "search_floors": ("pytest", "tests/core/search/test_floors.py"),
-    "search_measured": ("pytest", "tests/training/forecast/test_measured.py", "-k", "mended or ratio"),
-    "search_overlap": ("pytest", "tests/core/search/test_search.py", "-k", "overlap"),
-    "search": ("pytest", "tests/core/search/test_search.py", "-k", "dense or little or moment"),
-    "a GPU's stages": ("pytest", "tests/rehearsal/test_nccl.py", "-k", "one_queue and turns"),
-    "a GPU's kernels": ("pytest", "tests/rehearsal/test_kernels.py", "-k", "definition"),
-    "a GPU's packages": ("pytest", "tests/rehearsal/test_kernels.py", "-k", "quickstart or bytes"),
-    "a GPU's host memory": ("pytest", "tests/rehearsal/test_exact.py", "-k", "marked and stage"),
-    "gains": ("pytest", "tests/core/planning/test_gains.py"),
-    "groups": ("pytest", "tests/plugins/packing/test_groups.py"),
-    "levelled": ("pytest", "tests/plugins/mesh/candidates/test_levelled.py"),
-    "groups of data": ("pytest", "tests/training/test_groups.py", "tests/data/rows/test_groups.py"),
-    "busy costs": ("pytest", "tests/core/costs/test_busy.py"),
-    "planned loops": ("pytest", "tests/integrations/test_planned_loop.py"),
-    "roll call": ("pytest", "tests/integrations/test_roll_call.py"),
-    "garbage": ("pytest", "tests/training/test_garbage.py"),
-    "slow ranks": ("pytest", "tests/training/test_stragglers.py"),
-    "frozen store": ("pytest", "tests/runtime/watchdog/test_watchdog.py", "-k", "frozen_holder"),
-    "generation": ("pytest", "tests/runtime/generate/test_engine.py"),
-    "moves": (
-        "pytest",
-        "tests/integrations/megatron/test_generate.py::test_moves_between_two_ranks_change_no_token",
-    ),
-    "blocks of rows": ("pytest", "tests/runtime/attention/test_by_block.py"),
-    "mixture": (
-        "pytest",
-        "tests/data/test_mixture.py",
-        "tests/data/test_mixed.py",
-        "tests/training/test_mixed_drawing.py",
-        "tests/training/test_domain_losses.py",
-    ),
-    "mixes": ("pytest", "tests/plugins/data/test_mixes.py", "tests/plugins/data/test_simulated_runs.py"),
-    "selections": ("pytest", "tests/plugins/data/test_selects.py"),
-    "weights of samples": ("pytest", "tests/plugins/data/test_weights.py"),
-    "learned shares": ("pytest", "tests/training/test_learned_shares.py"),
-    "gradients by sample": ("pytest", "tests/runtime/adapters/test_by_sample.py"),
-    "gradients of samples": ("pytest", "tests/integrations/megatron/test_gradients.py", "-k", "alone"),
-    "gradients of shards": ("pytest", "tests/integrations/megatron/test_gradients.py", "-k", "tp2 and not pp2"),
-    "gradients that ranks share": ("pytest", "tests/integrations/megatron/test_gradients.py", "-k", "shared"),
-    "selections of runs": ("pytest", "tests/training/policies/test_selection.py"),
-    "objectives": ("pytest", "tests/core/test_policies.py"),
-    "reference losses": ("pytest", "tests/data/test_reference.py"),
-    "weighed samples": ("pytest", "tests/training/policies/test_runs.py", "-k", "weighed_by_their_losses"),
-    "weights by likeness": ("pytest", "tests/training/policies/test_weighing.py"),
-    "token losses": ("pytest", "tests/integrations/megatron/test_score.py", "-k", "packs"),
-    "sampler": ("pytest", "tests/data/test_sampler.py"),
-    "tenants of domains": (
-        "pytest",
-        "tests/training/tenants/arrivals/test_opening.py",
-        "tests/training/tenants/test_loop.py::test_logs_have_every_step_of_every_tenant",
-        "tests/training/shared_plan",
-    ),
-    "planned loader": ("pytest", "tests/integrations/deepspeed/unmodified/test_loader.py"),
-    "resume matrix": ("pytest", "tests/training/test_resume_matrix.py", "-k", "odm-samples"),
-    "schedule of samples": ("pytest", "tests/runtime/generate/test_schedule.py"),
-    "tenants' samples": ("pytest", "tests/runtime/generate/test_tenants.py"),
-    "proof of samples": ("pytest", "tests/training/proof/test_generation.py"),
-    "kept samples": ("pytest", "tests/runtime/generate/test_kept.py", "-k", "plain_samples and pruned"),
-    "samples in validation": ("pytest", "tests/training/sampling"),
-}
+def verify(recipe: str, *words: str, layers: int = 2) -> Killer:
+    small = ("model.hidden_size=32", "model.num_attention_heads=4", "model.num_query_groups=2", "data.max_length=512")
+    sizes = (f"model.num_layers={layers}", *small, "train.global_batch_size=8")
+    return Killer("verify", (f"recipes/{recipe}.yaml", *sizes, *words))
 
-_IN_LOOPS = "integrations/megatron/unmodified"
 
-_PREFIX, _ENGINE_HOST = "runtime/attention/prefix.py", "integrations/deepspeed/engine/engine_host.py"
-_REDUCTION, _SCALED = (
-    "integrations/megatron/reduction.py",
-    "            self._ddp.scale_gradients(1.0 / self.divisor)\n",
+EXACT = "train.dtype=fp64"
+
+killer = verify("slices", EXACT, "plugins.packing.max_tokens=128")
+fault = of("runtime/attention/prefix.py", killer)
+fault(
+    "dK of earlier slices is dropped",
+    "[: piece.stop].add_(dk_PNGD)",
+    "[piece.start : piece.stop].add_(dk_PNGD[piece.start :])",
 )
-_STAGE = "integrations/deepspeed/pipeline/stage.py"
-_USERS_ATTENTION = "integrations/megatron/unmodified/running/attention.py"
-_LOADER = "integrations/deepspeed/unmodified/loader.py"
+fault = of("runtime/attention/pack.py", killer)
+fault("positions of late slices are one off", "start, piece.stop)", "start, piece.stop) + (piece.start > 0)")
+fault(
+    "the label at the border of a slice is lost",
+    "labels_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
+    "labels_of(piece.sequence)[piece.start + 1 : piece.stop + (len(slices) > 1)]",
+)
+fault = of("runtime/attention/sharing/running_job.py", killer)
+fault(
+    "the backward's scale is off where a pack has one slice",
+    "dq,",
+    "inputs = inputs._replace(scale=inputs.scale * (1.0 if len(self.job.parts) > 1 else 1.001))\n            dq,",
+)
+killer = verify("slices", "train.dtype=bf16", "plugins.packing.max_tokens=128")
+fault = of("runtime/attention/sharing/attention.py", killer)
+fault(
+    "attention's scale is two per cent off in bfloat16",
+    "scores.sinks_H",
+    "scores.sinks_H\n"
+    "    if q_THD.dtype == torch.bfloat16:\n"
+    "        scores = scores._replace(scale=scores.scale * 1.02)",
+)
+fault = of("training/job.py", verify("quickstart", EXACT, "plugins.packing.max_tokens=1024", "--steps", "8"))
+fault(
+    "rank 1 reads wrong tokens later in the run",
+    "return lambda index: self.source.tokens(int(draw.samples[index]))",
+    'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 4 * len(draw.samples)\n'
+    "        return lambda index: self.source.tokens(int(draw.samples[index]))[:: -1 if late else 1].copy()",
+)
+fault = of("runtime/stage/deferred.py", verify("pipeline", EXACT, layers=4))
+fault(
+    "the last of many weight gradients is skipped",
+    "roots =",
+    "del left[len(left) - (len(left) > 3) :]\n            roots =",
+)
+fault = of("runtime/stage/deferred.py", verify("pipeline", EXACT, "model.family=gpt", layers=4))
+fault("a weight pass leaves a token out of a bias", "(-1, dy.shape[-1]).sum(0) if", "(-1, dy.shape[-1])[1:].sum(0) if")
+fault = of("integrations/megatron/model/linears.py", verify("pipeline", EXACT, "parallel.tp=2", layers=4))
+fault("a weight pass forgets the sum over tensor-parallel ranks", 'how["tp_group"] if how["allreduce_dgrad"] else ', "")
+fault = of("integrations/megatron/reduction.py", verify("pipeline", EXACT))
+fault(
+    "norms of the first stage get half their gradient",
+    "(1.0 / self.divisor)",
+    "(1.0 / self.divisor)\n"
+    "            for p in self._ddp.parameters() if self.local_loss == 0.0 else ():\n"
+    "                p.main_grad.mul_(0.5 if p.dim() == 1 else 1.0)",
+)
+killer = verify("mesh", EXACT, "plugins.mesh.max_tokens=160")
+fault = of("runtime/attention/sharing/ring.py", killer)
+fault("a ring loses dK and dV after two hops", "grads += going()", "grads += going() * (hop < 2)")
+fault = of("runtime/attention/sharing/gather.py", killer)
+fault(
+    "a share of gathered gradients is a per mille off",
+    "group: shares[group] for group",
+    "g: shares[g] * (1 if g else 0.999) for g",
+)
+killer = verify(
+    "mesh", EXACT, "model.num_query_groups=1", "plugins.mesh.max_tokens=160", "plugins.mesh.engines=all_to_all"
+)
+fault = of("runtime/attention/sharing/relayout.py", killer)
+fault("gradients of a shared key head overwrite each other", "+= next(values)", "= next(values)")
+killer = verify(
+    "mesh",
+    EXACT,
+    "parallel.dp=3",
+    "model.num_attention_heads=8",
+    "plugins.mesh.max_tokens=200",
+    "plugins.mesh.engines=all_to_all",
+)
+fault = of("runtime/attention/sharing/jobs.py", killer)
+fault("gradients of query heads are not summed over their key head", "dim).index_add_(1,", "dim).index_copy_(1,")
+killer = verify("deepspeed", "plugins.packing.max_tokens=256", "deepspeed.zero_stage=3")
+fault = of("runtime/attention/pack.py", killer)
+fault("a dummy counts in the loss", "segments[-1], IGNORE, dtype=np", "segments[-1], IGNORE if slices else 0, dtype=np")
+fault = of("integrations/deepspeed/engine/host.py", killer)
+fault("ZeRO 3 divides gradients by the ranks once more", "host.world.size if host.stage == 3 else 1", "1")
+killer = verify(
+    "deepspeed",
+    "plugins.packing.max_tokens=1024",
+    "deepspeed.zero_stage=0",
+    "parallel.ep=2",
+    "model.family=mixtral",
+    "model.moe.num_experts=4",
+)
+fault = of("integrations/deepspeed/engine/experts.py", killer)
+fault("the norm of experts is each rank's own", "dist.all_reduce(of_experts, group=self.group)", "pass")
+fault("the experts of a rank are taken for those of another", "torch.cat(parts).cpu()", "torch.cat(parts[::-1]).cpu()")
+fault = of("integrations/deepspeed/engine/host.py", killer)
+fault("gradients are clipped by the mean of the ranks' norms", "self.engine.clip_fp32_gradients = self._clip", "pass")
 
-_FURTHER = "integrations/megatron/unmodified/running/mtp.py"
-_ROUTING = "runtime/experts/routing.py"
-_PLANNED_LOOP = "integrations/unmodified/planned_loop.py"
-_PACK = "runtime/attention/pack.py"
+fault = of("pyproject.toml", cases("test_imports.py", k="package"))
+fault("an installation has not every package that its commands import", '    "xxhash>=3.4",\n', "")
 
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        "every epoch has the order of the first",
-        "data/samples/order.py",
-        "self.num_samples, self.seed, self.epoch)\n        ends",
-        "self.num_samples, self.seed, 0)\n        ends",
-        "order of samples",
-    ),
-    Mutant(
-        "positions of a part of a sample in a loop begin at 0",
-        f"{_IN_LOOPS}/reading/samples.py",
-        "positions = [np.arange(s.start, s.stop) for s in slices]",
-        "positions = [np.arange(s.stop - s.start) for s in slices]",
-        "mesh in loops",
-    ),
-    Mutant(
-        "context-parallel ranks have chunks in a row, not in zig-zag",
-        f"{_IN_LOOPS}/reading/context_parallel.py",
-        "min(k, chunks - 1 - k)",
-        "k // 2",
-        "context in loops",
-    ),
-    Mutant(
-        "a context-parallel rank counts its first chunk twice",
-        f"{_IN_LOOPS}/reading/context_parallel.py",
-        "chunks[rank] + chunks[-1 - rank]",
-        "2 * chunks[rank]",
-        "context in loops",
-    ),
-    Mutant(
-        "every context-parallel rank reports what the first one has",
-        f"{_IN_LOOPS}/planning/call_plan.py",
-        "cp_shards.number(i, place_in_row)",
-        "cp_shards.number(i, 0)",
-        "context in loops",
-    ),
-    Mutant(
-        "losses of ranks that share samples in a loop do not meet",
-        f"{_IN_LOOPS}/planning/sharing.py",
-        "        return check(_in_launch_rounds(plan))\n",
-        "        return plan\n",
-        "rounds of losses",
-    ),
-    Mutant(
-        "a shared sample is sent to one of its ranks alone",
-        "core/plan/token_layout.py",
-        "                ranks[piece.sequence].add(rank)\n",
-        "                ranks[piece.sequence] = {rank}\n",
-        "rounds of losses",
-    ),
-    Mutant(
-        "a quota of a copy is off by one",
-        "core/experts/exact.py",
-        "(starts_R + tokens_R)[:, None]",
-        "(starts_R + tokens_R - 1)[:, None]",
-        "exact quotas",
-    ),
-    Mutant(
-        "a giver that is overdrawn takes from nobody",
-        "core/experts/exact.py",
-        "    taken_R[givers_R] += overdrawn_R\n",
-        "",
-        "exact quotas",
-    ),
-    Mutant(
-        "the law of quotas lets a rank compute less than nothing",
-        "core/experts/quotas.py",
-        "or (quotas_ER < 0).any():",
-        ":",
-        "quota laws",
-    ),
-    Mutant(
-        "tokens of copies that are too small are lost",
-        "plugins/moe/clone.py",
-        "        quotas_ER[np.arange(len(homes_E)), homes_E] += small_ER.sum(axis=1)\n",
-        "",
-        "planners of layers",
-    ),
-    Mutant(
-        "copies stay though all of them take too little off the busiest rank",
-        "plugins/moe/clone.py",
-        "    return quotas_ER if busiest - after >= least else at_home(counts_RE, policy, copies)\n",
-        "    return quotas_ER\n",
-        "planners of layers",
-    ),
-    Mutant(
-        "tokens of local copies are computed at home, too",
-        "plugins/moe/nodes.py",
-        "    home_E = loads_E - np.bincount(",
-        "    home_E = loads_E - 0 * np.bincount(",
-        "planners between nodes",
-    ),
-    Mutant(
-        "local copies pay whatever their weights take",
-        "plugins/moe/nodes.py",
-        "size * policy.copy_tokens * (np.arange(rounds) + own)",
-        "0 * (np.arange(rounds) + own)",
-        "planners between nodes",
-    ),
-    Mutant(
-        "an even division over copies leaves the remainder out",
-        "plugins/moe/reroute.py",
-        "[each + (place < more) for place in range(len(ranks))]",
-        "[each for place in range(len(ranks))]",
-        "planners of layers",
-    ),
-    Mutant(
-        "a rank is given a copy of an expert of its own",
-        "plugins/moe/history.py",
-        " and r != expert // own]",
-        "]",
-        "planners of layers",
-    ),
-    Mutant(
-        "a share is the mean rounded down",
-        "core/experts/exact.py",
-        "xp.maximum(-(-total // num_ranks), tolerated)",
-        "xp.maximum(total // num_ranks, tolerated)",
-        "exact quotas",
-    ),
-    Mutant(
-        "copies pay where all tokens are on one of a single rank",
-        "plugins/moe/policy.py",
-        "* (context.layout.ep - 1) >= least_tokens(context)",
-        ">= 0",
-        "policies",
-    ),
-    Mutant(
-        "nobody judges the quotas of a layer",
-        "runtime/experts/balance.py",
-        "check_quotas(self._planner(counts_RE, policy, known), counts_RE, policy, known)",
-        "self._planner(counts_RE, policy, known)",
-        "layers",
-    ),
-    Mutant(
-        "a planner of layers fails and no load says so",
-        "runtime/experts/gate.py",
-        "failed=self._balance.failed)",
-        'failed="")',
-        "gate",
-    ),
-    Mutant(
-        "a layer that was planned says that the one before it failed",
-        "runtime/experts/balance.py",
-        '        known, self.failed = policy.copies_of(layer), ""\n',
-        "        known = policy.copies_of(layer)\n",
-        "gate",
-    ),
-    Mutant(
-        "a run whose planners of layers failed is silent at its end",
-        "training/expert_loads.py",
-        '    if any(failed := [step["failed_frac"] for step in metrics]):\n',
-        '    if not (failed := [step["failed_frac"] for step in metrics]):\n',
-        "loads of experts",
-    ),
-    Mutant(
-        "a plan that took over shows its plugin at work",
-        "core/planning/exercised.py",
-        'not (fell_back and plugin.place == "steps") and ',
-        "",
-        "exercised",
-    ),
-    Mutant(
-        "a plan shows a plugin that was left out of it",
-        "core/planning/exercised.py",
-        " and not refused_by(plan, plugin.name)",
-        "",
-        "exercised",
-    ),
-    Mutant(
-        "the law of quotas lets tokens be repeated",
-        "core/experts/quotas.py",
-        "np.flatnonzero(wanted_E != served_E)",
-        "np.flatnonzero(wanted_E > served_E)",
-        "quota laws",
-    ),
-    Mutant(
-        "the law of quotas lets a rank have a copy beyond its slots",
-        "core/experts/quotas.py",
-        "        if len(experts) > policy.slots:\n",
-        "        if len(experts) > policy.slots + 1:\n",
-        "quota laws",
-    ),
-    Mutant(
-        "the law of quotas does not ask whose copies they are",
-        "core/experts/quotas.py",
-        "set(experts) - set(copies[rank])",
-        "set(experts) - set().union(*copies)",
-        "quota laws",
-    ),
-    Mutant(
-        "receivers of a layer's tokens know no nodes",
-        "runtime/experts/balance.py",
-        "received_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)",
-        "received_by(self.place, self.counts_RE, self.quotas_ER)",
-        "slots of copies",
-    ),
-    Mutant(
-        "senders of a layer's tokens know no nodes",
-        "runtime/experts/balance.py",
-        "sent_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)",
-        "sent_by(self.place, self.counts_RE, self.quotas_ER)",
-        "slots of copies",
-    ),
-    Mutant(
-        "nodes of receivers are not those of senders",
-        "core/experts/sources.py",
-        "_between(rank, quotas_ER[divided], counts_RE.T[divided], node_ranks).T",
-        "_between(rank, quotas_ER[divided], counts_RE.T[divided], 0).T",
-        "token sources",
-    ),
-    Mutant(
-        "counts of a shared sequence are taken before all are there",
-        "runtime/experts/routing.py",
-        "            if total == topk * int(self._lengths[sequence]):\n",
-        "            if total <= topk * int(self._lengths[sequence]):\n",
-        "shared routing",
-    ),
-    Mutant(
-        "a rank counts its own part of a shared sequence alone",
-        "runtime/experts/routing.py",
-        "        total_SE = own_SE + sum(theirs.values())\n",
-        "        total_SE = own_SE + 0 * sum(theirs.values())\n",
-        "shared routing",
-    ),
-    Mutant(
-        "what is sent to experts counts padding in loads",
-        "runtime/experts/gate.py",
-        "ToHost(rows), counted), record\n",
-        "ToHost(rows), COUNT_HEADER), record\n",
-        "gate",
-    ),
-    Mutant(
-        "planners learn of the last pass of a step alone",
-        "runtime/experts/history.py",
-        "            own[places[load.layer]] += load.counts\n",
-        "            own[places[load.layer]] = load.counts\n",
-        "load history",
-    ),
-    Mutant(
-        "ranks that have pieces of an expert send those of others",
-        "core/experts/messages.py",
-        "second += [Message(rank, other, expert, piece, count)",
-        "second += [Message(other, rank, expert, piece, count)",
-        "messages",
-    ),
-    Mutant(
-        "senders and receivers of an expert's tokens are swapped",
-        "core/experts/sources.py",
-        "_between(rank, quotas_ER[divided], counts_RE.T[divided], node_ranks).T",
-        "_between(rank, counts_RE.T[divided], quotas_ER[divided], node_ranks).T",
-        "token sources",
-    ),
-    Mutant(
-        "a copy takes the slot of the rank that gives it",
-        "plugins/moe/few.py",
-        "            free[taker] -= 1\n",
-        "            free[giver] -= 1\n",
-        "planners of layers",
-    ),
-    Mutant(
-        "tokens over copies stop at the first bound of several",
-        "plugins/moe/reroute.py",
-        "                share = -(-sum(tokens[rank] for rank in reached) // len(reached))\n",
-        "                share = max(tokens)\n",
-        "planners of layers",
-    ),
-    Mutant(
-        "one rank of a group skips a forward that its peers run",
-        "core/plan/program.py",
-        "            if any(runs[i] is not None for i in together):\n",
-        "            if all(runs[i] is not None for i in together):\n",
-        "rounds",
-    ),
-    Mutant(
-        "backwards of a group may belong to forwards of several rounds",
-        "core/plan/program.py",
-        'words.append(f"the backward of pass {number}{layers}")',
-        'words.append(f"the backward of pass {number * 0}{layers}")',
-        "rounds",
-    ),
-    Mutant(
-        "tokens move before headers were looked at",
-        "integrations/megatron/model/expert_gate.py",
-        '        if point == "before_ep_alltoall":\n',
-        "        if point is None:\n",
-        "faults of exchanges",
-    ),
-    Mutant(
-        "the host reads what has not come from the device",
-        "runtime/attention/copy_rows.py",
-        "            self._copied.synchronize()\n",
-        "            pass\n",
-        "a GPU's trainer",
-    ),
-    Mutant(
-        "headers of experts come to the host at once",
-        "runtime/experts/gate.py",
-        "        return rows[:, COUNT_HEADER:counted]\n",
-        "        self._taken[0].rows.read()\n        return rows[:, COUNT_HEADER:counted]\n",
-        "a GPU's experts",
-    ),
-    Mutant(
-        "DeepSpeed takes another batch for a planned one",
-        "integrations/deepspeed/unmodified/loop.py",
-        "            if not torch.equal(tokens_T.read(), planned.pack.tokens_T):\n",
-        "            if len(tokens_T.read()) != len(planned.pack.tokens_T):\n",
-        "a GPU's batches",
-    ),
-    Mutant(
-        "ranks that share experts may run different passes",
-        "runtime/experts/gate.py",
-        "        if len(set(headers)) > 1:\n",
-        "        if len(set(headers)) > 2:\n",
-        "gate",
-    ),
-    Mutant(
-        "a dummy counts in the losses of routers",
-        _ROUTING,
-        "    return pack.sequence_ids_T != PADDING\n",
-        "    return pack.sequence_ids_T >= PADDING\n",
-        "experts",
-    ),
-    Mutant(
-        "the balance loss of a sequence is that of its pack",
-        _ROUTING,
-        "            counts_E = self._complete_counts(routed, piece.sequence)\n",
-        "            counts_E = routed.counts()\n",
-        "experts",
-    ),
-    Mutant(
-        "of several copies one alone sends its gradient home",
-        "runtime/experts/copies.py",
-        "            place.add_(part) if add else place.copy_(part)\n",
-        "            place.copy_(part)\n",
-        "experts",
-    ),
-    Mutant(
-        "copies that come in pieces keep their gradients",
-        "runtime/experts/copies.py",
-        "            gradient_CN = self._pieces_summed(gradient_CN)\n",
-        "            gradient_CN = gradient_CN\n",
-        "experts",
-    ),
-    Mutant(
-        "gradients of cut experts go by the layout of another pass",
-        "runtime/experts/copies.py",
-        "        journey, gradient_CN = self.journey, gradient_CN.contiguous()\n",
-        '        journey, Fetch.past = getattr(Fetch, "past", self.journey), self.journey\n'
-        "        gradient_CN = gradient_CN.contiguous()\n",
-        "cut experts",
-    ),
-    Mutant(
-        "a token's outputs are weighed again where nodes' sums come together",
-        "integrations/megatron/model/expert_gate.py",
-        "            return rows.summed(output).view(self._shape)\n",
-        "            return rows.summed(output * self._dispatcher.probs.sum(dim=1, keepdim=True)).view(self._shape)\n",
-        "once in megatron",
-    ),
-    Mutant(
-        "a row is sent to the neighbour of its place in a node",
-        "runtime/experts/once.py",
-        "    peers = slice(rank % size, None, size)\n",
-        "    peers = slice((rank + dist.get_rank(group) // size) % size, None, size)\n",
-        "once a node",
-    ),
-    Mutant(
-        "a row for a node reaches the experts of another one",
-        "runtime/experts/once.py",
-        "    others = own * slots, (num_nodes - 1 - own) * slots\n",
-        "    others = (num_nodes - 1 - own) * slots, own * slots\n",
-        "once a node",
-    ),
-    Mutant(
-        "probabilities that go once to a node get no gradient",
-        "runtime/experts/once.py",
-        "    of_rows = hidden_TH.index_select(0, tokens), probs_TNL[tokens, nodes]\n",
-        "    of_rows = hidden_TH.index_select(0, tokens), probs_TNL[tokens, nodes].detach()\n",
-        "once a node",
-    ),
-    Mutant(
-        "ranks pass on what one of them has alone",
-        "runtime/experts/once.py",
-        "counts_RS.view(-1, size, counts_RS.shape[1]).sum(dim=0)",
-        "counts_RS.view(-1, size, counts_RS.shape[1])[0]",
-        "once a node",
-    ),
-    Mutant(
-        "a layer counts a row for each expert, though tokens go once to a node",
-        "core/experts/seconds.py",
-        "    if cost.once_topk and size < num_ranks:\n",
-        "    if cost.once_topk and size > num_ranks:\n",
-        "seconds of layers",
-    ),
-    Mutant(
-        "the pieces of a rank are taken for those of its neighbour",
-        "core/experts/messages.py",
-        "Message(r, rank, expert, r, count)",
-        "Message(r, rank, expert, (r + 1) % count, count)",
-        "cut experts",
-    ),
-    Mutant(
-        "the copies of a rank are taken for one another",
-        "runtime/experts/balance.py",
-        "*self.copies[rank]]",
-        "*reversed(self.copies[rank])]",
-        "experts",
-    ),
-    Mutant(
-        "a rank that plans other quotas goes unnoticed",
-        "runtime/experts/gate.py",
-        "layer, self._balance.checksum]",
-        "layer, 0]",
-        "gate",
-    ),
-    Mutant(
-        "the norm counts the experts of one rank",
-        "integrations/megatron/reduction.py",
-        "group=parallel_state.get_expert_tensor_model_pipeline_parallel_group()",
-        "group=parallel_state.get_model_parallel_group()",
-        "experts",
-    ),
-    Mutant(
-        "a token that runs again moves the bias of its experts again",
-        "integrations/megatron/model/experts.py",
-        "        if torch.is_grad_enabled():\n            self._count(chosen_TE)\n",
-        "        self._count(chosen_TE)\n",
-        "experts",
-    ),
-    Mutant(
-        "dK of earlier slices is dropped",
-        _PREFIX,
-        "            entry.dk_PGD[: piece.stop].add_(dk_PNGD)\n",
-        "            entry.dk_PGD[piece.start : piece.stop].add_(dk_PNGD[piece.start :])\n",
-        "slices",
-    ),
-    Mutant(
-        "dV of earlier slices is dropped by short slices",
-        _PREFIX,
-        "            entry.dv_PGD[: piece.stop].add_(dv_PNGD)\n",
-        "            start = 0 if piece.stop - piece.start > 4 else piece.start\n"
-        "            entry.dv_PGD[start : piece.stop].add_(dv_PNGD[start:])\n",
-        "prefix",
-    ),
-    Mutant(
-        "positions of late slices are one off",
-        _PACK,
-        "positions_T[first:last] = np.arange(piece.start, piece.stop)",
-        "positions_T[first:last] = np.arange(piece.start, piece.stop) + (piece.start > 0)",
-        "slices",
-    ),
-    Mutant(
-        "the label at the border of a slice is lost",
-        _PACK,
-        "targets = labels_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
-        "targets = labels_of(piece.sequence)[piece.start + 1 : piece.stop + (len(slices) > 1)]",
-        "slices",
-    ),
-    Mutant(
-        "a dummy counts in the loss",
-        _PACK,
-        "    labels_T = np.full(segments[-1], IGNORE, dtype=np.int64)",
-        "    labels_T = np.full(segments[-1], IGNORE if slices else 0, dtype=np.int64)",
-        "zero 3",
-    ),
-    Mutant(
-        "attention's scale is two per cent off in bfloat16",
-        "runtime/attention/sharing/attention.py",
-        "    window, sinks_H = scores.window, scores.sinks_H\n",
-        "    window, sinks_H = scores.window, scores.sinks_H\n"
-        "    if q_THD.dtype == torch.bfloat16:\n        scores = scores._replace(scale=scores.scale * 1.02)\n",
-        "slices bf16",
-    ),
-    Mutant(
-        "dK and dV are summed in bfloat16",
-        _PREFIX,
-        "    return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)",
-        "    return grad.to(grad.dtype, copy=True)",
-        "prefix",
-    ),
-    Mutant(
-        "the backward's scale is off where a pack has one slice",
-        "runtime/attention/sharing/running_job.py",
-        "            inputs = self._inputs(number, tile, keys)\n            dq, *dkv",
-        "            inputs = self._inputs(number, tile, keys)\n"
-        "            inputs = inputs._replace(scale=inputs.scale * (1.0 if len(self.job.parts) > 1 else 1.001))\n"
-        "            dq, *dkv",
-        "slices",
-    ),
-    Mutant(
-        "a ring loses dK and dV after two hops",
-        "runtime/attention/sharing/ring.py",
-        "            if going is not None:\n                grads += going()",
-        "            if going is not None:\n                grads += going() * (hop < 2)",
-        "mesh",
-    ),
-    Mutant(
-        "a ring's tile over the prefix is dropped",
-        "runtime/attention/sharing/ring.py",
-        "        candidates = [Tile(0, own.first, theirs.before, False), Tile(own.first, own.own, theirs.all, False)]",
-        "        candidates = [Tile(own.first, own.own, theirs.all, False)]",
-        "quick shared",
-    ),
-    Mutant(
-        "a share of gathered gradients is a per mille off",
-        "runtime/attention/sharing/gather.py",
-        "going = self.exchange(rows, {group: shares[group] for group in self._others}, 0, 1)",
-        "going = self.exchange(rows, {g: shares[g] * (1 if g else 0.999) for g in self._others}, 0, 1)",
-        "mesh",
-    ),
-    Mutant(
-        "gradients of a shared key head overwrite each other",
-        "runtime/attention/sharing/relayout.py",
-        "                    total[part.rows, _span(part, spec)] += next(values)",
-        "                    total[part.rows, _span(part, spec)] = next(values)",
-        "mesh one key head",
-    ),
-    Mutant(
-        "gradients of query heads are not summed over their key head",
-        "runtime/attention/sharing/jobs.py",
-        "return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_add_(1, index, grad_MKD)",
-        "return grad_MKD.new_zeros(len(grad_MKD), keys, dim).index_copy_(1, index, grad_MKD)",
-        "mesh three ranks",
-    ),
-    Mutant(
-        "a replay's input is gathered from the start",
-        "runtime/stage/tape.py",
-        "rows[start - have.start : stop - have.start]",
-        "rows[: stop - start]",
-        "quick stages",
-    ),
-    Mutant(
-        "the stages at the turn of a V hand over a thousandth more",
-        "runtime/stage/stage_links.py",
-        "return self._inside[op.kind].pop(op.micro_batch).view_as(like)",
-        "return self._inside[op.kind].pop(op.micro_batch).view_as(like) * 1.001",
-        "v runs",
-    ),
-    Mutant(
-        "a device of two stages holds one of them",
-        "core/costs/memory.py",
-        "levels.append(level + other.held_bytes)",
-        "levels.append(level)",
-        "v plans",
-    ),
-    Mutant(
-        "the stages of a device run at once",
-        "core/simulate/events.py",
-        "start = max(free[device][r] for members in together.values() for r in members)",
-        "start = 0.0",
-        "v plans",
-    ),
-    Mutant(
-        "the stages of a device have links of their own",
-        "core/simulate/events.py",
-        "links = link_free[device][to - device]",
-        "links = link_free[device].setdefault((stage, ahead), [0.0] * num_ranks)",
-        "v plans",
-    ),
-    Mutant(
-        "a merge that leaves passes out passes the laws",
-        "core/laws.py",
-        "if sorted(row) != wanted:",
-        "if False:",
-        "v plans",
-    ),
-    Mutant(
-        "the executor runs a forward that the program leaves out",
-        "runtime/stage/executor.py",
-        "        self._trainer.tape.write(pack.slices, pack.segments, self._received.flatten(0, 1))\n",
-        "        self._trainer.tape.write(pack.slices, pack.segments, self._received.flatten(0, 1))\n"
-        "        with torch.no_grad():\n"
-        '            self._trainer.forward(self._loaded, self._received, action._replace(kind="forward_kv"))\n',
-        "executor",
-    ),
-    Mutant(
-        "the executor skips a forward whose keys a replay writes again",
-        "runtime/stage/executor.py",
-        "        with torch.no_grad(), self._running(action):\n"
-        "            self._result = self._trainer.forward(loaded, received, action)",
-        "        if self._stage and self._stage == self._plan.limits.num_stages - 1:\n            return\n"
-        "        with torch.no_grad(), self._running(action):\n"
-        "            self._result = self._trainer.forward(loaded, received, action)",
-        "executor",
-    ),
-    Mutant(
-        "keys of a sequence stay when its last slice has been scored",
-        "runtime/stage/executor.py",
-        "if self._prefix and stop == self._plan.lengths[sequence]:",
-        "if self._prefix and stop > self._plan.lengths[sequence]:",
-        "scores",
-    ),
-    Mutant(
-        "the loss of a later slice counts twice in a score",
-        "integrations/host/scoring.py",
-        "        sums, counts = slice_losses(losses_T, pack)\n",
-        "        sums, counts = slice_losses(losses_T, pack)\n"
-        "        sums = sums * torch.tensor([2.0 if s.start else 1.0 for s in pack.slices], dtype=sums.dtype)\n",
-        "scores",
-    ),
-    Mutant(
-        "the forward of a score keeps its graph",
-        "runtime/stage/executor.py",
-        "        with torch.no_grad(), self._running(action):\n"
-        "            self._result = self._trainer.forward(loaded, self._received, action)",
-        "        with self._running(action):\n"
-        "            self._result = self._trainer.forward(loaded, self._received, action)",
-        "executor",
-    ),
-    Mutant(
-        "the last of many weight gradients is skipped",
-        "runtime/stage/deferred.py",
-        "            roots = [_Weight.apply(item.weight, [item]) for item in reversed(left)]",
-        "            del left[len(left) - (len(left) > 3) :]\n"
-        "            roots = [_Weight.apply(item.weight, [item]) for item in reversed(left)]",
-        "weight passes",
-    ),
-    Mutant(
-        "a weight pass leaves a token out of a bias",
-        "runtime/stage/deferred.py",
-        "db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None",
-        "db = dy.reshape(-1, dy.shape[-1])[1:].sum(0) if ctx.needs_input_grad[1] else None",
-        "weight passes, biases",
-    ),
-    Mutant(
-        "a weight pass forgets the sum over tensor-parallel ranks",
-        "integrations/megatron/model/linears.py",
-        'sum_over=how["tp_group"] if how["allreduce_dgrad"] else None',
-        "sum_over=None",
-        "weight passes, tensor parallel",
-    ),
-    Mutant(
-        "every tensor-parallel rank books the loss",
-        "integrations/megatron/host.py",
-        "post_process and self.tp_rank == 0",
-        "post_process",
-        "quick tensor parallel",
-    ),
-    Mutant(
-        "norms of the first stage get half their gradient",
-        _REDUCTION,
-        _SCALED,
-        _SCALED + "            for p in self._ddp.parameters() if self.local_loss == 0.0 else ():\n"
-        "                p.main_grad.mul_(0.5 if p.dim() == 1 else 1.0)\n",
-        "stages",
-    ),
-    Mutant(
-        "gradients are kept after the first step",
-        "integrations/megatron/host.py",
-        "        host.ddp.zero_grad_buffer()\n",
-        '        getattr(self, "_zeroed", None) or host.ddp.zero_grad_buffer()\n        self._zeroed = True\n',
-        "quick overlap",
-    ),
-    Mutant(
-        "the learning rate is not set",
-        "integrations/megatron/host.py",
-        '            group["lr"] = lr * group.get("lr_mult", 1.0)',
-        '            group["lr"] = group["lr"]',
-        "quick overlap",
-    ),
-    Mutant(
-        "the norm for clipping counts tensor-parallel copies",
-        _REDUCTION,
-        'if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):',
-        "if True:",
-        "quick tensor parallel",
-    ),
-    Mutant(
-        "parameters share Adam's step after a resume",
-        "integrations/megatron/saving/optimizer.py",
-        '                states["step"] = step.clone()',
-        '                states["step"] = steps[0]',
-        "quick overlap",
-    ),
-    Mutant(
-        "generators of random numbers begin anew after a resume",
-        "integrations/megatron/saving/checkpoint.py",
-        '            restore(loaded["random"][name])\n',
-        '            restore(loaded["random"][name]) if name == "" else None\n',
-        "resumed",
-    ),
-    Mutant(
-        "a checkpoint of other frozen weights is taken",
-        "integrations/megatron/saving/checkpoint.py",
-        '("model", "dtype", "distributed_optimizer", "freeze")',
-        '("model", "dtype", "distributed_optimizer")',
-        "refused checkpoints",
-    ),
-    Mutant(
-        "what is written in the background changes under the writer",
-        "integrations/megatron/saving/storage.py",
-        'shard.data.detach().to("cpu", copy=True)',
-        'shard.data.detach().to("cpu")',
-        "background",
-    ),
-    Mutant(
-        "all groups of experts' optimizers get the settings of one",
-        "integrations/megatron/saving/optimizer.py",
-        '{**of_decay[group["wd_mult"]],',
-        '{**holder["param_groups"][0],',
-        "expert ranks resumed",
-    ),
-    Mutant(
-        "a loop's optimizer begins anew where the checkpoint has steps",
-        "patches/megatron_fixes.py",
-        '{**tensors, "step": step}',
-        '{"step": step, **tensors}',
-        "adam's mends",
-    ),
-    Mutant(
-        "a loop's optimizer counts one step for all parameters after a resume",
-        "patches/megatron_fixes.py",
-        'state["step"] = state["step"].clone()',
-        'state["step"] = state["step"]',
-        "adam's mends",
-    ),
-    Mutant(
-        "the order of the plan ahead is saved",
-        "training/checkpoint/resuming.py",
-        'state = {"order": planned.draw.state,',
-        'ahead = planned.draw.state["consumed"] + len(planned.draw.samples)\n'
-        '    state = {"order": {**planned.draw.state, "consumed": ahead},',
-        "quick overlap",
-    ),
-    Mutant(
-        "rank 1 reads wrong tokens later in the run",
-        "training/job.py",
-        "return lambda index: self.source.tokens(int(draw.samples[index]))",
-        'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 4 * len(draw.samples)\n'
-        "        return lambda index: self.source.tokens(int(draw.samples[index]))[:: -1 if late else 1].copy()",
-        "long",
-    ),
-    Mutant(
-        "rank 1 reads wrong tokens after a resume",
-        "training/job.py",
-        "return lambda index: self.source.tokens(int(draw.samples[index]))",
-        'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 2 * len(draw.samples)\n'
-        "        return lambda index: self.source.tokens(int(draw.samples[index]))[:: -1 if late else 1].copy()",
-        "quick overlap",
-    ),
-    Mutant(
-        "a gradient is NaN",
-        _REDUCTION,
-        _SCALED,
-        _SCALED + "            for name, p in self._ddp.named_parameters():\n"
-        '                p.main_grad.mul_(float("nan") if "layers.1.mlp.linear_fc2" in name else 1.0)\n',
-        "quick overlap",
-    ),
-    Mutant(
-        "a gradient is NaN under DeepSpeed",
-        _ENGINE_HOST,
-        "        return dict(self._host.whole(full_gradients(self._trained_parameters())))",
-        "        named = self._host.whole(full_gradients(self._trained_parameters()))\n"
-        '        return {n: g * (float("nan") if "layers.1.mlp.down" in n else 1.0) for n, g in named.items()}',
-        "quick deepspeed",
-    ),
-    Mutant(
-        "ZeRO 3 divides gradients by the ranks once more",
-        "integrations/deepspeed/engine/host.py",
-        "share = host.world.size if host.stage == 3 else 1",
-        "share = 1",
-        "zero 3",
-    ),
-    Mutant(
-        "the divisor is that of the first step",
-        _ENGINE_HOST,
-        "        divisor = checked_divisor(plan.lengths, labels)\n",
-        '        divisor = self._first = getattr(self, "_first", 0) or checked_divisor(plan.lengths, labels)\n',
-        "quick deepspeed",
-    ),
-    Mutant(
-        "prompts count in the divisor",
-        "runtime/attention/labels.py",
-        " if labels is None else labels.targets.sum()",
-        "",
-        "labels",
-    ),
-    Mutant(
-        "a label is shifted by one behind the border of a slice",
-        _PACK,
-        "labels_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
-        "labels_of(piece.sequence)[piece.start + (not piece.start) : piece.stop + (not piece.start)]",
-        "labels",
-    ),
-    Mutant(
-        "a sequence gets the mask of another one",
-        _PACK,
-        "labels_of(piece.sequence)[",
-        "labels_of(slices[0].sequence)[",
-        "labels",
-    ),
-    Mutant(
-        "prompts are learned where Megatron's own schedule runs",
-        "integrations/megatron/batch.py",
-        ", **self._readers",
-        "",
-        "quick tensor parallel",
-    ),
-    Mutant(
-        "losses of routers count prompts among the targets",
-        _ROUTING,
-        "loss_divisor(lengths, labels)",
-        "loss_divisor(lengths)",
-        "experts",
-    ),
-    Mutant(
-        "one group alone gets the learning rate",
-        _ENGINE_HOST,
-        "        for group in engine.basic_optimizer.param_groups:\n",
-        "        for group in engine.basic_optimizer.param_groups[:1]:\n",
-        "quick deepspeed",
-    ),
-    Mutant(
-        "labels on padding are dropped with their padding",
-        "integrations/huggingface/refusals.py",
-        "    if bool(counts.any()):",
-        "    if False:",
-        "samples",
-    ),
-    Mutant(
-        "a flattened row is one sample",
-        "integrations/huggingface/samples.py",
-        "borders = [*(starts_T.nonzero().flatten() + first).tolist(), stop]",
-        "borders = [first, stop]",
-        "samples",
-    ),
-    Mutant(
-        "labels that go with some logits move by one",
-        "integrations/huggingface/samples.py",
-        "labels_BT[:, kept_K[:-1] + 1] = labels_BK[:, 1:]",
-        "labels_BT[:, kept_K[:-1]] = labels_BK[:, 1:]",
-        "samples",
-    ),
-    Mutant(
-        "a token of a mean of a batch counts by its pack",
-        "integrations/transformers/pack_loss.py",
-        "self.weights_1T = of_slots(1.0 / np.array(divisors), pack, like)[None]",
-        "self.weights_1T = of_slots(np.full(len(divisors), np.mean(1.0 / np.array(divisors))), pack, like)[None]",
-        "changes of batches",
-    ),
-    Mutant(
-        "a probe weighs both samples alike, a mean of means",
-        "integrations/transformers/proof.py",
-        "counts = [times * num_targets(one) if divisor is None else float(divisor) for one in samples]",
-        "counts = [times * sum(map(num_targets, samples)) / 2 for one in samples]",
-        "changes of batches",
-    ),
-    Mutant(
-        "a loss that the model's loss function has no part in is planned",
-        "integrations/transformers/proof.py",
-        "        if loss is not None:\n            loss.refuse_unused()\n",
-        "",
-        "stock trainers",
-    ),
-    Mutant(
-        "forwards of older adapters are looked for at hooks that they go past",
-        "integrations/transformers/supported.py",
-        'return outer.base_model if hasattr(outer, "get_base_model") else outer',
-        "return unwrapped(accelerator, model)",
-        "changes of batches",
-    ),
-    Mutant(
-        "a loss that raises where it is measured is passed over",
-        "integrations/transformers/trainer.py",
-        "    if raised and state.planning is None:",
-        "    if not trainer:",
-        "changes refused",
-    ),
-    Mutant(
-        "a loss that raises anyhow is taken for the measurement's fault",
-        "integrations/transformers/proof.py",
-        "    if raised is not None and not any(everyone(measurement.raises_on_row())):",
-        "    if raised is not None:",
-        "stock trainers",
-    ),
-    Mutant(
-        "what a program assigns anew stays",
-        "patches/transformers.py",
-        "for lost in put_back(steps):",
-        "for lost in list[str]():",
-        "assigned anew",
-    ),
-    Mutant(
-        "a wrapper inside a wrapper begins a step of its own",
-        "integrations/transformers/trainer.py",
-        "    if is_running():  # inside",
-        "    if not trainer:  # inside",
-        "assigned anew",
-    ),
-    Mutant(
-        "a model's own attention is not seen to be its own",
-        "integrations/transformers/proof.py",
-        "if calls != layers * forwards and not self._mixers:",
-        "if calls > layers * forwards and not self._mixers:",
-        "attention of families",
-    ),
-    Mutant(
-        "a loss of another divisor is planned",
-        "integrations/transformers/proof.py",
-        "return abs(2 * halved - packed.loss) <= _LINEAR * abs(packed.loss)",
-        "return abs(2 * halved - packed.loss) <= abs(packed.loss)",
-        "proof",
-    ),
-    Mutant(
-        "a loss that is no sum over samples is planned",
-        "integrations/transformers/proof.py",
-        "if abs(packed.loss - total) > self._tolerance / 5 * sum(abs(one.loss) for one in alone):",
-        "if abs(packed.loss - total) > sum(abs(one.loss) for one in alone):",
-        "proof",
-    ),
-    Mutant(
-        "a loss that shifts labels itself has its samples cut",
-        "integrations/transformers/proof.py",
-        "            return self._halves(packed, labels=IGNORE)",
-        "            return self._halves(packed)",
-        "proof",
-    ),
-    Mutant(
-        "a measurement counts in the script's own metrics",
-        "integrations/transformers/conditions.py",
-        "            setattr(twin, name, copy.deepcopy(value))",
-        "            setattr(twin, name, value)",
-        "proof",
-    ),
-    Mutant(
-        "a pair is split",
-        _UNITS,
-        "rows = [unit.rows[place] for place in range(form.num_rows) for unit in units]",
-        "rows = [unit.rows[place] for unit in units for place in range(form.num_rows)]",
-        "units",
-    ),
-    Mutant(
-        "a row of a unit stands on the wrong side",
-        _UNITS,
-        "most - len(row[key]) if part.left else 0",
-        "0 if part.left else most - len(row[key])",
-        "units",
-    ),
-    Mutant(
-        "a row's old log-probabilities follow another row",
-        _UNITS,
-        "{key: value if key in of_step else value[n].clone() for key, value in rest.items()}",
-        "{key: value if key in of_step else value[n - 1].clone() for key, value in rest.items()}",
-        "units",
-    ),
-    Mutant(
-        "what a pack gives goes back to other rows",
-        "integrations/transformers/pack_call.py",
-        "index_copy(0, self.slots_N, own_N)",
-        "index_copy(0, self.slots_N.flip(0), own_N)",
-        "units",
-    ),
-    Mutant(
-        "every micro-batch of units counts as a whole batch",
-        "integrations/transformers/units/call.py",
-        "len(self._own) / self._divisor",
-        "float(bool(self._own))",
-        "units",
-    ),
-    Mutant(
-        "a mean of means passes for a mean of units",
-        "integrations/transformers/units/proof.py",
-        "self._refuse_other_losses(alone, together, is_divided=True)",
-        "pass",
-        "units",
-    ),
-    Mutant(
-        "a picture follows another row",
-        "integrations/transformers/multimodal/parts.py",
-        "whole = torch.cat(there)",
-        "whole = torch.cat(there[::-1])",
-        "parts of rows",
-    ),
-    Mutant(
-        "a row without a picture takes its neighbour's",
-        "integrations/transformers/multimodal/parts.py",
-        "PartKey(key, kind, group), [0, *accumulate(counts)]",
-        "PartKey(key, kind, group), [0, *accumulate(counts[1:] + counts[:1])]",
-        "parts of rows",
-    ),
-    Mutant(
-        "an image is counted as no work by its tower",
-        "integrations/transformers/multimodal/work.py",
-        "        if tower is None:",
-        "        if tower is None or not values.is_sound:",
-        "parts of rows",
-    ),
-    Mutant(
-        "an image is counted as no work in its micro-batch",
-        "core/costs/costs.py",
-        "beside = [self.beside[s.sequence] for s in micro_batch.slices] if self.beside else []",
-        "beside = []",
-        "work beside tokens",
-    ),
-    Mutant(
-        "an image is counted as no work when samples are dealt",
-        "core/costs/costs.py",
-        "seconds: Floats = np.array(self.beside).reshape(count, 2).sum(axis=1) if self.beside else np.zeros(count)",
-        "seconds: Floats = np.zeros(count)",
-        "work beside tokens",
-    ),
-    Mutant(
-        "figures of units are weighed alike",
-        "integrations/transformers/units/call.py",
-        "weights = {key: _weight(key, self._own, by_token) for key in figures}",
-        "weights = dict.fromkeys(figures, 1)",
-        "units",
-    ),
-    Mutant(
-        "a padded row stands on the wrong side",
-        "integrations/huggingface/rows.py",
-        "    if form.left:\n",
-        "    if not form.left:\n",
-        "padded rows",
-    ),
-    Mutant(
-        "padded groups are divided by their own targets",
-        _TRAINER_STEP,
-        "loss: Tensor = call(inputs, num_items)",
-        'loss: Tensor = call(inputs, max(1, int((inputs["labels"][:, 1:] != -100).sum())))',
-        "padded rows",
-    ),
-    Mutant(
-        "a row of a padded group has another one's labels",
-        "integrations/huggingface/rows.py",
-        '        "labels": labels_BT,\n',
-        '        "labels": labels_BT[:1].expand_as(labels_BT),\n',
-        "padded rows",
-    ),
-    Mutant(
-        "a row is in two padded groups",
-        "plugins/packing/padded.py",
-        "rows.order[stops[k] : stops[k + 1]].tolist()",
-        "rows.order[stops[k] : stops[k + 1] + 1].tolist()",
-        "padded groups",
-    ),
-    Mutant(
-        "rows of several lengths pass for rows",
-        "core/laws.py",
-        "if not m.pad_to and len({s.length for s in m.slices}) > 1:",
-        "if False:",
-        "padded groups",
-    ),
-    Mutant(
-        "what fills a micro-batch up costs nothing",
-        "core/costs/costs.py",
-        "    tokens += -tokens % np.array([m.round_to or 1 for m in micro_batches])\n",
-        "",
-        "shapes",
-    ),
-    Mutant(
-        "an answer without a partner passes",
-        _UNITS,
-        "    if rows % num_rows:\n",
-        "    if False:\n",
-        "units",
-    ),
-    Mutant(
-        "the smallest micro-batch runs first",
-        "core/plan/step_plan.py",
-        "key=lambda m: -m.num_padded_tokens)))",
-        "key=lambda m: m.num_padded_tokens)))",
-        "shapes",
-    ),
-    Mutant(
-        "the packs of a loop of Accelerate are not filled up",
-        "integrations/deepspeed/unmodified/micro_batches.py",
-        "own = [[m._replace(pad_to=0) for i",
-        "own = [[m._replace(pad_to=0, round_to=0) for i",
-        "filled up",
-    ),
-    Mutant(
-        "an audit misses one shifted label",
-        "integrations/transformers/audit/audit.py",
-        "for one in judged if offset is not None else ():",
-        "for one in judged if offset not in (None, 1) else ():",
-        "audit",
-    ),
-    Mutant(
-        "an audit takes a mean of means for right",
-        "integrations/transformers/audit/audit.py",
-        'if abs(one["count"] / usual["count"] - 1) <=',
-        'if abs(one["count"] * one["targets"] / usual["count"] / usual["targets"] - 1) <=',
-        "audit",
-    ),
-    Mutant(
-        "an audit runs a sample alone at the positions of its row",
-        "integrations/transformers/audit/audit.py",
-        "        result = compared(one, span)\n",
-        "        result = compared(one, span, positions_L)\n",
-        "audit",
-    ),
-    Mutant(
-        "a measurement logs",
-        "integrations/transformers/conditions.py",
-        "    twin.log = lambda *_, **__: None\n",
-        "",
-        "proof",
-    ),
-    Mutant(
-        "an installation has not every package that its commands import",
-        "pyproject.toml",
-        '    "xxhash>=3.4",\n',
-        "",
-        "imports",
-    ),
-    Mutant(
-        "a Trainer's loss is divided by the targets of one rank",
-        _TRAINER_STEP,
-        "loss: Tensor = call(inputs, num_items)",
-        "loss: Tensor = call(inputs, sum(int((s[1, 1:] != -100).sum()) for s in batch.samples.own.values()))",
-        "trainer",
-    ),
-    Mutant(
-        "a Trainer's last pack runs twice",
-        _TRAINER_STAGE,
-        '    program = lower(plan, 0, rank, "in step")\n    if all(',
-        '    program = lower(plan, 0, rank, "in step")\n    program = (*program, *program[-2:])\n    if all(',
-        "trainer",
-    ),
-    Mutant(
-        "a Trainer's packs have no borders",
-        _TRAINER_STAGE,
-        "    stock = attention.set_attention(model, attention.NAME)",
-        "    stock = model.config._attn_implementation",
-        "trainer",
-    ),
-    Mutant(
-        "a Trainer's slice loses the label behind it",
-        "integrations/huggingface/inputs.py",
-        '        "shift_labels": pack.labels_T[None],\n',
-        "",
-        "trainer",
-    ),
-    Mutant(
-        "a Trainer's gradients are summed over ranks one pass early",
-        _TRAINER_STAGE,
-        "reducing(accelerator, self._model, self._left == 1)",
-        "reducing(accelerator, self._model, self._left == 2)",
-        "trainer",
-    ),
-    Mutant(
-        "a Trainer's engine under ZeRO 3 is not told of backwards in a row",
-        _TRAINER_STAGE,
-        "            self._reduction.before_backward()",
-        "            pass",
-        "trainer zero 3",
-    ),
-    Mutant(
-        "a loop of Accelerate takes the mean of a pack",
-        "integrations/transformers/planning.py",
-        "loss.weigh(pack, self.divisors)",
-        "loss.weigh(pack, [pack.num_targets] * len(self.divisors))",
-        "accelerate",
-    ),
-    Mutant(
-        "a Trainer's batches are told apart by their tokens",
-        _TRAINER_STEP,
-        "    window.taken.append(",
-        '    if all(inputs["input_ids"].tolist() != one.inputs["input_ids"].tolist() for one in window.taken):\n'
-        "        window.taken.append(",
-        "changes of batches",
-    ),
-    Mutant(
-        "a script's _prepare_inputs is let at packs",
-        _TRAINER_STEP,
-        "with with_attributes(trainer, _prepare_inputs=lambda inputs: inputs):",
-        "with with_attributes(trainer):",
-        "changes of batches",
-    ),
-    Mutant(
-        "a run that an exception ended is held against the next",
-        _TRAINER_STEP,
-        "window is None or window.run is not trainer.state",
-        "window is None",
-        "changes of batches",
-    ),
-    Mutant(
-        "batches of one step may be divided by several numbers",
-        "integrations/transformers/planning.py",
-        "num_items is None or len(divisors) > 1",
-        "num_items is None",
-        "changes refused",
-    ),
-    Mutant(
-        "a step without a target ends the run",
-        "integrations/transformers/planning.py",
-        "    if not samples.places:\n        return None\n",
-        "    assert samples.places\n",
-        "changes of batches",
-    ),
-    Mutant(
-        "what a compute_loss makes of a pack is not looked at",
-        _TRAINER_STAGE,
-        "if own._version != self._versions[key] or not (taken is own or _is_copy(taken, own)):",
-        "if False:",
-        "changes refused",
-    ),
-    Mutant(
-        "every hook on a parameter passes for linear",
-        "integrations/transformers/hooks.py",
-        "proven = _is_linear(hook, before, after)",
-        "proven = True",
-        "changes refused",
-    ),
-    Mutant(
-        "an entry that the model reads is left out of a batch",
-        "integrations/huggingface/inputs.py",
-        "key not in extra or any(_reads(one, key) for one in sources)",
-        "key not in extra",
-        "entries of batches",
-    ),
-    Mutant(
-        "any loss passes for the model's own in a loop",
-        "integrations/transformers/pack_loss.py",
-        "bool(used) and abs(value - own) > rounding",
-        "False",
-        "accelerate refused",
-    ),
-    Mutant(
-        "ranks of a loop may multiply by different numbers",
-        "integrations/transformers/pack_loss.py",
-        "                bool(unlike),",
-        "                False,",
-        "accelerate refused",
-    ),
-    Mutant(
-        "a loop reads logits of a pack for those of its rows",
-        "integrations/transformers/pack_loss.py",
-        "            output[key] = OfPack()",
-        "            pass",
-        "accelerate refused",
-    ),
-    Mutant(
-        "a loop's own number of tokens does not divide",
-        "integrations/transformers/planning.py",
-        "sum(map(_num_targets, one.samples)) if one.divisor is None else one.divisor for one in batches]",
-        "sum(map(_num_targets, one.samples)) for one in batches]",
-        "accelerate",
-    ),
-    Mutant(
-        "a Trainer's sample goes to the ranks with another's tokens",
-        "runtime/world/exchange.py",
-        "    return dict(zip(numbers, parts, strict=True))",
-        "    return dict(zip(numbers[::-1], parts, strict=True))",
-        "trainer",
-    ),
-    Mutant(
-        "samples are collated one by one, so that padding is not seen",
-        _LOADER,
-        "        for rows in stock_batches:",
-        "        for rows in [[row] for rows in stock_batches for row in rows]:",
-        "user's loop",
-    ),
-    Mutant(
-        "the shortest sample is measured against a window",
-        _LOADER,
-        "refuse_lengths(self._config, longest,",
-        "refuse_lengths(self._config, min(entry.length for entry in entries),",
-        "user's loop",
-    ),
-    Mutant(
-        "a sample that reads otherwise on another rank is taken",
-        _LOADER,
-        "    if entry.place >= len(samples) or SampleEntry.of(entry.rows, entry.place, samples[entry.place]) != entry:",
-        "    if entry.place >= len(samples) or len(samples[entry.place].tokens) != entry.length:",
-        "user's loop",
-    ),
-    Mutant(
-        "a dummy weighs a target",
-        "integrations/deepspeed/unmodified/micro_batches.py",
-        "lambda _: np.zeros(2, dtype=np.int64)), 0",
-        "lambda _: np.zeros(2, dtype=np.int64)), 1",
-        "user's loop",
-    ),
-    Mutant(
-        "dummies show a loss of their own",
-        "integrations/deepspeed/unmodified/loop.py",
-        "    elif state.weight:",
-        "    elif False:",
-        "user's loop",
-    ),
-    Mutant(
-        "a user's step is filled up with dummies",
-        "integrations/deepspeed/unmodified/micro_batches.py",
-        "    while len(result) < count and",
-        "    while len(result) < 1 and",
-        "counts",
-    ),
-    Mutant(
-        "ranks in step run real micro-batches though they are slower",
-        "integrations/deepspeed/unmodified/micro_batches.py",
-        "    return dummies if slower else real",
-        "    return real",
-        "counts",
-    ),
-    Mutant(
-        "a replay's loss weighs half",
-        _STAGE,
-        "        return self._weighed(output[0], pack)",
-        '        return self._weighed(output[0], pack) * (1.0 if action.kind == "forward" else 0.5)',
-        "quick deepspeed stages",
-    ),
-    Mutant(
-        "an idle rank of a stage adds ones",
-        _STAGE,
-        "                parameter.grad = torch.zeros_like(parameter)",
-        "                parameter.grad = torch.ones_like(parameter)",
-        "quick deepspeed stages",
-    ),
-    Mutant(
-        "a recomputed layer sees positions of another pack",
-        "integrations/megatron/model/rope.py",
-        "    return torch.index_select(table, 0, pack.positions_T.to(table.device))",
-        "    if not torch.is_grad_enabled():\n"
-        "        _of_slots.had = pack.positions_T\n"
-        '    had = getattr(_of_slots, "had", pack.positions_T)\n'
-        "    had = had[torch.arange(pack.num_padded_tokens) % len(had)]\n"
-        "    return torch.index_select(table, 0, had.to(table.device))",
-        "quick stages",
-    ),
-    Mutant(
-        "reduction overlaps with an order of the plan's own",
-        _REDUCTION,
-        "self.quiet = self.overlap and (idle or not plan.in_host_schedule)",
-        "self.quiet = self.overlap and idle",
-        "quick overlap",
-    ),
-    Mutant(
-        "weights do not decay",
-        "integrations/megatron/model/gpt.py",
-        '        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)',
-        '        group["weight_decay"] = 0.0',
-        "quick overlap",
-    ),
-    Mutant(
-        "norms decay",
-        "integrations/megatron/model/gpt.py",
-        '        group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)',
-        '        group["weight_decay"] = train.weight_decay',
-        "quick overlap",
-    ),
-    Mutant(
-        "one rank's other plan is no matter",
-        "core/planning/planner.py",
-        "    if odd:\n        raise RankError(",
-        "    if len(odd) > 1:\n        raise RankError(",
-        "planner",
-    ),
-    Mutant(
-        "a baseline that may win is taken for one that cannot",
-        "core/planning/judge.py",
-        "    if keeps is None:\n        return 0.0",
-        "    if keeps is None:\n        return math.inf",
-        "judge",
-    ),
-    Mutant(
-        "a candidate gives way to one that no device holds",
-        "core/planning/judge.py",
-        "    return min((one.step_s for one in candidates if one.fits), default=math.inf)",
-        "    return min((one.step_s for one in candidates), default=math.inf)",
-        "judge",
-    ),
-    Mutant(
-        "one part of a plane has the work of all",
-        "core/planning/parts.py",
-        "cuts, number * self.ranks",
-        "cuts, 0 * self.ranks",
-        "parts of a plane",
-    ),
-    Mutant(
-        "slices of a shorter sequence begin anywhere",
-        "core/planning/parts.py",
-        "at * own // whole // block * block for at",
-        "at * own // whole for at",
-        "parts of a plane",
-    ),
-    Mutant(
-        "a rank takes its own stage",
-        "core/planning/planner.py",
-        "        best = stages.at(_least(answers))",
-        "        best = stages.at(stages.reached)",
-        "planner",
-    ),
-    Mutant(
-        "a stage's plan is not compared",
-        "core/planning/planner.py",
-        "        _refuse_divergence(self._exchange(_digest(plan, begun.draw)), self.step)\n",
-        "        self._exchange(plan.digest)\n",
-        "planner",
-    ),
-    Mutant(
-        "a late planner goes on",
-        "core/planning/planner.py",
-        "        begun.over.set()\n        # All ranks",
-        "        # All ranks",
-        "planner",
-    ),
-    Mutant(
-        "a rank makes two plans at a time",
-        "core/planning/planner.py",
-        "                before.over.wait()\n",
-        "                pass\n",
-        "turns",
-    ),
-    Mutant(
-        "the data's state is that of the last draw",
-        "core/planning/planner.py",
-        "        return Planned(plan, chain, draw, plan_s, waited_s)",
-        "        return Planned(plan, chain, self._ahead[-1].draw if self._ahead else draw, plan_s, waited_s)",
-        "turns",
-    ),
-    Mutant(
-        "more is drawn than there is",
-        "core/planning/planner.py",
-        "len(self._ahead) < min(self._steps_ahead, follow)",
-        "len(self._ahead) < self._steps_ahead",
-        "turns",
-    ),
-    Mutant(
-        "what was received is not compared",
-        "core/planning/planner.py",
-        "                _refuse_divergence([answer[2:] for answer in answers], self.step)\n",
-        "",
-        "turns",
-    ),
-    Mutant(
-        "every rank plans every step",
-        "core/planning/planner.py",
-        "        if turns is not None and not turns.is_own(number):",
-        "        if turns is not None and turns.is_own(-1):",
-        "turns",
-    ),
-    Mutant(
-        "a plan of an earlier step is taken",
-        "core/planning/turns.py",
-        "    _plans: dict[int, Candidate] = field(default_factory=dict)",
-        "    _plans: dict[int, Candidate] = field(default_factory=lambda plans={}: plans)",
-        "turns",
-    ),
-    Mutant(
-        "a later stage's plan is not sent",
-        "core/planning/turns.py",
-        "        if best is not None and best is not self._last:",
-        "        if best is not None and self._last is None:",
-        "turns",
-    ),
-    Mutant(
-        "a plan that was received may run code",
-        "core/planning/turns.py",
-        "        if (module, name) not in _DATA:\n",
-        "        if (module, name) not in _DATA:\n            return super().find_class(module, name)\n",
-        "turns",
-    ),
-    Mutant(
-        "ranks that know nothing of their node share a board",
-        "runtime/world/node_board.py",
-        " == [(first, count)] * count",
-        " != []",
-        "node boards",
-    ),
-    Mutant(
-        "equal batches keep the plan of other costs",
-        "integrations/unmodified/planned_loop.py",
-        "self._last and self._last[0] is self.chain and ",
-        "self._last and ",
-        "planned loops",
-    ),
-    Mutant(
-        "batches keep the plan of other lengths",
-        "integrations/unmodified/planned_loop.py",
-        "np.array_equal(self._last[1].lengths, lengths)",
-        "len(self._last[1].lengths) == len(lengths)",
-        "planned loops",
-    ),
-    Mutant(
-        "a stage takes the slower plan",
-        "core/planning/stages.py",
-        "(not candidate.fits, candidate.step_s) < (not best.fits, best.step_s)",
-        "(not candidate.fits, candidate.step_s) > (not best.fits, best.step_s)",
-        "planning stages",
-    ),
-    Mutant(
-        "a stage breaks the settings of a later plugin",
-        "core/planning/stages.py",
-        "            return judge(self.chain.lawful(plan), self.chain.context)",
-        "            return judge(plan, self.chain.context)",
-        "planning stages",
-    ),
-    Mutant(
-        "a plan over the caps is trained",
-        "core/planning/chain.py",
-        "self._bounded(self.under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan))",
-        "self._bounded(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
-        "caps",
-    ),
-    Mutant(
-        "hashes are not compared",
-        "runtime/files.py",
-        "if hashes and wanted.hash and _stamp(path) != wanted",
-        "if not hashes and wanted.hash and _stamp(path) != wanted",
-        "checkpoints",
-    ),
-    Mutant(
-        "a run goes on from a checkpoint of other data",
-        "training/checkpoint/resuming.py",
-        "    if not are_same(",
-        "    if False and not are_same(",
-        "resuming",
-    ),
-    Mutant(
-        "a checkpoint is loaded before its data are compared",
-        "training/checkpoint/resuming.py",
-        "    all_or_none(lambda: _refuse_other_data(",
-        '    job.host.load(folder / "trainer")\n    all_or_none(lambda: _refuse_other_data(',
-        "resuming",
-    ),
-    Mutant(
-        "a checkpoint keeps as many as the recipe says, not as it is asked to",
-        "training/checkpoint/resuming.py",
-        "most = most or job.recipe.checkpoint.keep",
-        "most = job.recipe.checkpoint.keep",
-        "resuming",
-    ),
-    Mutant(
-        "only the lengths of data count",
-        "data/content.py",
-        '                content.update(np.asarray(one[begin:end]).astype("<i8").tobytes())',
-        '                content.update(b"")',
-        "content",
-    ),
-    Mutant(
-        "labels of data do not count",
-        "data/content.py",
-        "        for one in columns:",
-        "        for one in columns[:1]:",
-        "content",
-    ),
-    Mutant(
-        "other lengths of an earlier version go on",
-        "data/content.py",
-        'and now.startswith(f"{kept}-"):',
-        "and now:",
-        "content",
-    ),
-    Mutant(
-        "a file that changes under a run is not looked at",
-        "data/sources.py",
-        "            self._watch.look()\n",
-        "",
-        "content",
-    ),
-    Mutant(
-        "the first sample comes before the first look",
-        "data/content.py",
-        '            same = "first" in vars(self) and self._content() == self.first',
-        "            same = self._content() == self.first",
-        "content",
-    ),
-    Mutant(
-        "the lowest loss is that of other samples",
-        "training/validation/validation.py",
-        '        if from_first(lambda: same and are_same(state["data"], source.fingerprint, "data.validation")):',
-        "        if from_first(lambda: True):",
-        "best validation",
-    ),
-    Mutant(
-        "a tenant goes on with other data",
-        "training/tenants/records/saving.py",
-        '    if not are_same(row["data"], tenant.data,',
-        '    if False and not are_same(row["data"], tenant.data,',
-        "kept tenants",
-    ),
-    Mutant(
-        "a tenant keeps the lowest loss of other samples",
-        "training/tenants/records/saving.py",
-        "        tenant.best, tenant.best_step = None, 0\n",
-        "        pass\n",
-        "kept tenants",
-    ),
-    Mutant(
-        "a changed file goes on from the old checkpoint",
-        "training/tenants/admission/members.py",
-        'row is not None and row["digest"] == entrant.digest and',
-        "row is not None and",
-        "kept tenants",
-    ),
-    Mutant(
-        "two runs write into one folder",
-        "runtime/world/folder_lock.py",
-        "fcntl.LOCK_EX | fcntl.LOCK_NB",
-        "fcntl.LOCK_SH | fcntl.LOCK_NB",
-        "folder lock",
-    ),
-    Mutant(
-        "a lock ends before its run",
-        "runtime/world/folder_lock.py",
-        "    return file\n\n\ndef _is_ours",
-        "    file.close()\n    return file\n\n\ndef _is_ours",
-        "folder lock",
-    ),
-    Mutant(
-        "a run that is killed just now keeps the next one out",
-        "runtime/world/folder_lock.py",
-        "            if time.monotonic() > last_try:\n",
-        "            if last_try:\n",
-        "folder lock",
-    ),
-    Mutant(
-        "rows behind the checkpoint stay in the log",
-        "training/run/writers.py",
-        "        file.truncate(kept)\n",
-        "        file.truncate(end)\n",
-        "logs",
-    ),
-    Mutant(
-        "the first row behind the checkpoint stays",
-        "training/run/writers.py",
-        'else row["step"] < first',
-        'else row["step"] <= first',
-        "logs",
-    ),
-    Mutant(
-        "the pointer to the last checkpoint is not heeded",
-        "training/checkpoint/checkpoints.py",
-        "    return [named, *(name for name in names if name != named)]",
-        "    return names",
-        "checkpoints",
-    ),
-    Mutant(
-        "a changed manifest is as good as the written one",
-        "training/checkpoint/manifest.py",
-        'data.pop("hash", None) != _hash_of(data)',
-        'not data.pop("hash", None)',
-        "checkpoints",
-    ),
-    Mutant(
-        "a failure in the background is forgotten with the next checkpoint",
-        "training/checkpoint/resuming.py",
-        '        """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""\n        self.wait()\n',
-        '        """Copy a checkpoint and begin to write it, as `checkpoints.save` does."""\n',
-        "background",
-    ),
-    Mutant(
-        "a shard may lie outside of its folder",
-        "integrations/huggingface/folders/reading.py",
-        "if Path(file).name != file or not",
-        "if not",
-        "folders",
-    ),
-    Mutant(
-        "unlike weights are one where their first rows agree",
-        "integrations/huggingface/folders/reading.py",
-        "for start in range(0, rows, _COMPARED_ROWS):",
-        "for start in range(0, min(rows, _COMPARED_ROWS), _COMPARED_ROWS):",
-        "folders",
-    ),
-    Mutant(
-        "a tensor that its shard lacks is looked for in it",
-        "integrations/huggingface/folders/reading.py",
-        "            if tensor not in heads[str(file)]:\n",
-        "            if tensor in ():\n",
-        "folders",
-    ),
-    Mutant(
-        "of a tensor that is read in pieces the columns are all there",
-        "integrations/huggingface/folders/reading.py",
-        "opened.get_slice(name)[(piece, *cut)]",
-        "opened.get_slice(name)[(piece, *(slice(None, c.stop - c.start) for c in cut))]",
-        "folders",
-    ),
-    Mutant(
-        "rows of experts are those of the first ones",
-        "integrations/huggingface/folders/conversion.py",
-        "for key in keys[rows]]",
-        "for key in keys[: len(keys[rows])]]",
-        "folders",
-    ),
-    Mutant(
-        "a model may lack a tensor of its folder",
-        "integrations/huggingface/folders/conversion.py",
-        "        if missing:\n",
-        "        if missing and not self._sources:\n",
-        "folders",
-    ),
-    Mutant(
-        "a config names the type that its folder had before",
-        "integrations/huggingface/folders/writing.py",
-        "        if not self.num_tensors:\n",
-        "        if not self.num_tensors and not self._config:\n",
-        "folders",
-    ),
-    Mutant(
-        "what an export has begun stays where it fails",
-        "integrations/huggingface/folders/writing.py",
-        "        finally:\n            shutil.rmtree(self._aside, ignore_errors=True)\n",
-        "        finally:\n            pass\n",
-        "folders",
-    ),
-    Mutant(
-        "an export has its name before every rank has given its part",
-        "integrations/huggingface/folders/writing.py",
-        "        self._confirm()\n",
-        "",
-        "killed export",
-    ),
-    Mutant(
-        "moments lie without the padding of their buckets",
-        "integrations/megatron/saving/optimizer.py",
-        "                        of_dtype[key] = _with_padding(values, buffer)",
-        "                        of_dtype[key] = values",
-        "padding of buckets",
-    ),
-    Mutant(
-        "a parser's own errors come through",
-        "core/input/reading.py",
-        "        return deepcopy(_document(text))\n    except Exception as error:",
-        "        return deepcopy(_document(text))\n    except yaml.YAMLError as error:",
-        "reading",
-    ),
-    Mutant(
-        "checkpoints may run code",
-        "runtime/unpickling.py",
-        '    os.environ[FORCE] = "1"',
-        '    os.environ[FORCE] = "0"',
-        "unpickling",
-    ),
-    Mutant(
-        "ranks of a restarted job meet over the keys of dead ones",
-        "runtime/watchdog/meeting.py",
-        'PrefixStore(f"default_pg/{attempt()}", store)',
-        'PrefixStore("default_pg", store)',
-        "restarted job",
-    ),
-    Mutant(
-        "rank 0 names an attempt before every rank that is alive has agreed",
-        "runtime/watchdog/attempt.py",
-        'else _read(store, "agrees", size)',
-        "else [name]",
-        "attempts",
-    ),
-    Mutant(
-        "ranks without evenload are not asked after",
-        "integrations/unmodified/roll_call.py",
-        "agreement.before_first = partial(_await_all, word)",
-        "agreement.before_first = None",
-        "roll call",
-    ),
-    Mutant(
-        "ranks with other plugins pass for ranks with the same",
-        "integrations/unmodified/roll_call.py",
-        "if set(words) != {word}:",
-        "if None in words:",
-        "roll call",
-    ),
-    Mutant(
-        "nobody notices that the store is silent",
-        "runtime/watchdog/watchdog.py",
-        "            if silent * self._every > self._gone_s:",
-        "            if silent * self._every > 1000 * self._gone_s:",
-        "frozen store",
-    ),
-    Mutant(
-        "the norm of experts is each rank's own",
-        "integrations/deepspeed/engine/experts.py",
-        "        dist.all_reduce(of_experts, group=self.group)\n",
-        "",
-        "divided experts",
-    ),
-    Mutant(
-        "gradients are clipped by the mean of the ranks' norms",
-        "integrations/deepspeed/engine/host.py",
-        "            self.engine.clip_fp32_gradients = self._clip\n",
-        "            pass\n",
-        "divided experts",
-    ),
-    Mutant(
-        "the experts of a rank are taken for those of another",
-        "integrations/deepspeed/engine/experts.py",
-        "        return torch.cat(parts).cpu()\n",
-        "        return torch.cat(parts[::-1]).cpu()\n",
-        "divided experts",
-    ),
-    Mutant(
-        "the gradient of a copy does not come home",
-        "runtime/experts/owners.py",
-        "of_index.get(index, [None] * len(self.shapes))",
-        "[None] * len(self.shapes)",
-        "copies on autoep",
-    ),
-    Mutant(
-        "copies stand in each other's slots",
-        "runtime/experts/balance.py",
-        "rank * self.slots + np.arange(len(experts))",
-        "rank * self.slots + np.arange(len(experts))[::-1]",
-        "copies on autoep",
-    ),
-    Mutant(
-        "tokens go to slots of other experts",
-        "runtime/experts/balance.py",
-        "chosen_TK.flatten().argsort(stable=True)",
-        "chosen_TK.flatten().argsort(stable=True, descending=True)",
-        "copies on autoep",
-    ),
-    Mutant(
-        "AutoEP's loads count slots for experts",
-        "integrations/deepspeed/engine/expert_gate.py",
-        "        layer.tokens_per_expert.add_(counts_E)\n",
-        "",
-        "copies on autoep",
-    ),
-    Mutant(
-        "ranks with copies reduce the gradients of experts in another order than ranks without",
-        "integrations/deepspeed/engine/expert_gate.py",
-        '("w1", "w3", "w2")',
-        '("w1", "w2", "w3")',
-        "copies on autoep",
-    ),
-    Mutant(
-        "a recomputed layer has the tenants of the pack that ran last",
-        "runtime/adapters/hooks.py",
-        "            running.spans = self._spans(pack)\n",
-        "            self._last = self._spans(pack) if running is self._running[0] else self._last\n"
-        "            running.spans = self._last\n",
-        "recomputed tenants",
-    ),
-    Mutant(
-        "tenants of a step share a divisor",
-        "runtime/adapters/adapters.py",
-        "gradients.div_(divisors[number] or 1)",
-        "gradients.div_(sum(divisors.values()))",
-        "tenants",
-    ),
-    Mutant(
-        "the part of an adapter that another rank owns is not taken",
-        "runtime/adapters/adapters.py",
-        "                tenant.values.copy_(values)\n",
-        "                tenant.values[tenant.run] = values[tenant.run]\n",
-        "tenants on ranks",
-    ),
-    Mutant(
-        "a token that goes elsewhere saves two journeys and not four",
-        "core/experts/seconds.py",
-        "+ 4 * cost.token_bytes",
-        "+ 2 * cost.token_bytes",
-        "seconds of layers",
-    ),
-    Mutant(
-        "copies that are let go travel once",
-        "core/experts/seconds.py",
-        "link.send_s(cost.weight_bytes) * (1 if cost.keep else 2)",
-        "link.send_s(cost.weight_bytes)",
-        "seconds of layers",
-    ),
-    Mutant(
-        "a proof forgets that planners failed",
-        "training/proof/steps.py",
-        " or self.over or self.failed)",
-        " or self.over)",
-        "failed planners",
-    ),
-    Mutant(
-        "an adapter is clipped whatever its norm is",
-        "runtime/adapters/tenant.py",
-        "        if limit > 0 and norm > limit:\n",
-        "        if limit > 0:\n",
-        "held adapters",
-    ),
-    Mutant(
-        "a tensor of infinities is a finite one",
-        "integrations/huggingface/folders/adapters.py",
-        "bool(torch.isfinite(tensor).all())",
-        "bool(torch.isfinite(tensor).any())",
-        "adapters",
-    ),
-    Mutant(
-        "Adam counts the steps of an adapter that goes on from 0",
-        "runtime/adapters/tenant.py",
-        "torch.tensor(float(state.steps)), state.steps",
-        "torch.tensor(0.0), state.steps",
-        "held adapters",
-    ),
-    Mutant(
-        "gradients of the step before are added to a tenant's",
-        "runtime/adapters/adapters.py",
-        "            self._tenants[number].gradients.zero_()\n",
-        "            self._tenants[number].gradients\n",
-        "held adapters",
-    ),
-    Mutant(
-        "a tenant is charged for the moments of all owners",
-        "runtime/adapters/adapters.py",
-        "values * (2 + 2 / self._peers.num_owners)",
-        "values * 4",
-        "held adapters",
-    ),
-    Mutant(
-        "the gradient of B lacks the scaling",
-        "runtime/adapters/product.py",
-        "z_tR[:, layer.ranks], part.samples, layer.scaling)",
-        "z_tR[:, layer.ranks], part.samples)",
-        "products",
-    ),
-    Mutant(
-        "layers of a site read the products of the first one's ranks",
-        "runtime/adapters/product.py",
-        "_add_outer(output_TD[part.slots], z_tR[:, layer.ranks], layer)",
-        "_add_outer(output_TD[part.slots], z_tR[:, : len(layer.a_rC)], layer)",
-        "products",
-    ),
-    Mutant(
-        "a tenant without data is updated, too",
-        "runtime/adapters/adapters.py",
-        "        for number in sorted(rates):\n"
-        "            self._tenants[number].update(rates[number], norms[number])\n",
-        "        for number in sorted(self._tenants):\n"
-        "            self._tenants[number].update(rates.get(number, 1e-3), norms.get(number, 0.0))\n",
-        "tenants",
-    ),
-    Mutant(
-        "an update of tenants moves a weight of the base",
-        "integrations/host/tenants.py",
-        "        self.adapters.update({number: lr[number] for number in good}, good)\n",
-        "        self.adapters.update({number: lr[number] for number in good}, good)\n"
-        "        next(self._host.model.parameters()).data.mul_(1 + 1e-9)\n",
-        "tenants",
-    ),
-    Mutant(
-        "tenants are clipped by the norm of all of them",
-        "integrations/host/tenants.py",
-        "{number: lr[number] for number in good}, good)",
-        "{number: lr[number] for number in good}, dict.fromkeys(good, self.norm({})))",
-        "tenants",
-    ),
-    Mutant(
-        "the norm of a tenant counts what tensor-parallel ranks hold alike on each of them",
-        "runtime/adapters/tenant.py",
-        "            if matrix.place.shares(matrix.kind) or counts:\n",
-        "            if matrix.place.shares(matrix.kind) or True:\n",
-        "tenants on tensor-parallel ranks",
-    ),
-    Mutant(
-        "a recomputed layer of ZeRO 3 is replayed when an adapter asks for it",
-        "integrations/deepspeed/engine/frozen.py",
-        "        layer._gradient_checkpointing_func = partial(_marked, layer._gradient_checkpointing_func)\n",
-        "        layer._gradient_checkpointing_func = partial(layer._gradient_checkpointing_func)\n",
-        "frozen layers",
-    ),
-    Mutant(
-        "backwards in a row keep the frozen weights that they gathered",
-        "integrations/deepspeed/engine/frozen.py",
-        "        self._releases.before_backward()\n",
-        "",
-        "frozen in a row",
-    ),
-    Mutant(
-        "a pack of no tenant has no backward beside a frozen model",
-        "integrations/deepspeed/engine/frozen.py",
-        "    return output.requires_grad_() if torch.is_grad_enabled() else output\n",
-        "    return output\n",
-        "frozen zero 3",
-    ),
-    Mutant(
-        "adapters of a stage are summed over the stages",
-        "integrations/deepspeed/pipeline/host.py",
-        "AdapterPeers(self.engine.grid.get_data_parallel_group(), self",
-        "AdapterPeers(self.engine.grid.get_pipe_parallel_group(), self",
-        "frozen stages",
-    ),
-    Mutant(
-        "a tenant that has failed is updated",
-        "integrations/host/tenants.py",
-        "for number, result in self._results.items() if not result.failed}\n        self.adapters",
-        "for number, result in self._results.items()}\n        self.adapters",
-        "isolation",
-    ),
-    Mutant(
-        "dropout counts from the start of a slice",
-        "runtime/adapters/hooks.py",
-        "torch.split(pack.positions_T, of_spans)",
-        "torch.split(torch.arange(len(samples_T)), of_spans)",
-        "replayed dropout",
-    ),
-    Mutant(
-        "the gradient of an adapter's input does not go through its dropout",
-        "runtime/adapters/product.py",
-        "dx_tC += part.dropped(dz_tr @ layer.a_rC.to(dz_tr.dtype), layer.place)",
-        "dx_tC += dz_tr @ layer.a_rC.to(dz_tr.dtype)",
-        "replayed dropout",
-    ),
-    Mutant(
-        "a batch that was drawn ahead is lost when tenants change",
-        "training/tenants/state/drawing.py",
-        "            before.tenant.drawing = before.drawing\n",
-        "            pass\n",
-        "batches of tenants",
-    ),
-    Mutant(
-        "batches that were drawn ahead are put back from the oldest on",
-        "training/tenants/state/drawing.py",
-        "for batch in reversed(self._open) for before",
-        "for batch in self._open for before",
-        "batches of tenants",
-    ),
-    Mutant(
-        "a resumed tenant has forgotten its lowest evaluation",
-        "training/tenants/records/saving.py",
-        '"step", "best", "best_step", "tokens", "seconds", "order"):',
-        '"step", "tokens", "seconds", "order"):',
-        "resumed tenants",
-    ),
-    Mutant(
-        "a resumed trial trains past the rung at which it waits",
-        "training/tenants/records/saving.py",
-        'for key in ("until", "step",',
-        'for key in ("step",',
-        "resumed tenants",
-    ),
-    Mutant(
-        "an evaluation is a mean over sequences",
-        "training/tenants/sweeps/evaluation.py",
-        "return Evaluated(loss_sum / targets,",
-        "return Evaluated(loss_sum / sequences,",
-        "scored tenants",
-    ),
-    Mutant(
-        "a trial is ranked by the losses of all its steps",
-        "training/tenants/sweeps/race.py",
-        "tenant.losses[-count:] if count",
-        "tenant.losses if count",
-        "races",
-    ),
-    Mutant(
-        "a trial that failed stays in the race",
-        "training/tenants/sweeps/race.py",
-        'if tenant.state in ("failed", "left") or',
-        "if",
-        "races",
-    ),
-    Mutant(
-        "a tenant that was put in again goes on where it was before",
-        "training/tenants/admission/members.py",
-        "return row if under_way and entrant.file not in self.renewed else None",
-        "return row if under_way else None",
-        "resumed tenants",
-    ),
-    Mutant(
-        "a tenant whose file has changed goes on from the checkpoint of the other file",
-        "training/tenants/admission/members.py",
-        'row["digest"] == entrant.digest and row["state"]',
-        'row["state"]',
-        "resumed tenants",
-    ),
-    Mutant(
-        "a tenant whose adapter cannot be written trains on",
-        "training/tenants/admission/members.py",
-        """            self.end(tenant, "failed", unwritten)
-""",
-        "            pass\n",
-        "coming and going",
-    ),
-    Mutant(
-        "a tenant that ended by another file counts as ended",
-        "training/tenants/records/output.py",
-        'if row.get("file") == digest and known',
-        "if known",
-        "what tenants leave",
-    ),
-    Mutant(
-        "links lead out of the root of tenants",
-        "data/formats.py",
-        "real := os.path.realpath(path)]",
-        "real := os.path.abspath(path)]",
-        "tenants' files",
-    ),
-    Mutant(
-        "the last pattern of names counts, and not the first",
-        "core/recipe/adapter.py",
-        "next((pattern for pattern in patterns if",
-        "next((pattern for pattern in reversed(patterns) if",
-        "patterns of names",
-    ),
-    Mutant(
-        "each question to the sandbox has all the seconds",
-        "core/input/sandbox.py",
-        '    budget.left_s -= answer["seconds"]\n',
-        "",
-        "sandbox",
-    ),
-    Mutant(
-        "the sandbox has memory without end",
-        "core/input/sandbox.py",
-        "        _limit_memory()\n        begin_s",
-        "        begin_s",
-        "sandbox",
-    ),
-    Mutant(
-        "a row replaces the template of its tokenizer",
-        "data/rows/chats.py",
-        "if replaced := sorted(settings.keys() & self._own):",
-        "if replaced := []:",
-        "templates of rows",
-    ),
-    Mutant(
-        "a link in a circle closes the folder of tenants",
-        "training/tenants/arrivals/folder.py",
-        "                            status = _status(entry)\n",
-        "                            status = entry.stat()\n",
-        "folder of tenants",
-    ),
-    Mutant(
-        "a tenant's file is read while it is being written",
-        "training/tenants/arrivals/folder.py",
-        "for name, stamp in stamps.items() if before.get(name) == stamp}",
-        "for name, stamp in stamps.items() if before is not None}",
-        "folder of tenants",
-    ),
-    Mutant(
-        "a tenant is trained on other targets than were counted",
-        "training/tenants/arrivals/job.py",
-        "        if counted != wanted:\n",
-        "        if False:\n",
-        "samples of tenants",
-    ),
-    Mutant(
-        "a killed job goes on with the batches of the start",
-        "training/tenants/records/saving.py",
-        '"order": dict(tenant.order)',
-        '"order": {}',
-        "killed tenants",
-    ),
-    Mutant(
-        "a killed job goes on with first moments in the place of second ones",
-        "training/tenants/records/saving.py",
-        "_of_kind(moments, _SECOND)",
-        "_of_kind(moments, _FIRST)",
-        "killed tenants",
-    ),
-    Mutant(
-        "who fits into memory overtakes who has come before",
-        "training/tenants/admission/members.py",
-        "        waiting = self._for_memory\n",
-        "        waiting = sorted(self._for_memory, key=lambda one: one.adapter.r)\n",
-        "waiting tenants",
-    ),
-    Mutant(
-        "the better half of a sweep ends",
-        "training/tenants/sweeps/halving.py",
-        "kept = set(ranked[: -(-len(ranked) // 2)])",
-        "kept = set(ranked[len(ranked) // 2 :])",
-        "halving",
-    ),
-    Mutant(
-        "a rung closes without those who are on their way",
-        "training/tenants/sweeps/halving.py",
-        "or not racing or None in losses.values()",
-        "or not racing",
-        "halving",
-    ),
-    Mutant(
-        "tenants that are scored together go through one adapter",
-        "training/tenants/sweeps/evaluation.py",
-        "np.full(len(samples), one.number, dtype=np.int64)",
-        "np.full(len(samples), due[0].number, dtype=np.int64)",
-        "scored tenants",
-    ),
-    Mutant(
-        "the adapter of the last evaluation is kept for the best one",
-        "training/tenants/sweeps/sweeps.py",
-        "            self._members.keep(tenant, BEST)\n        self._output.status(tenant)",
-        "        self._members.keep(tenant, BEST)\n        self._output.status(tenant)",
-        "patience",
-    ),
-    Mutant(
-        "a tenant trains on while it is decided whether it stops",
-        "training/tenants/sweeps/sweeps.py",
-        "            tenant.until = until\n",
-        "            tenant.until = tenant.steps\n",
-        "sweeps",
-    ),
-    Mutant(
-        "a trial that made way begins anew",
-        "training/tenants/admission/members.py",
-        "                self._states[tenant.number] = state\n        return bool(resting)",
-        "                self._states[tenant.number] = None\n        return bool(resting)",
-        "sweeps",
-    ),
-    Mutant(
-        "another config comes to stand beside the tensors that are there",
-        "integrations/huggingface/folders/adapters.py",
-        "        (folder / ADAPTER_MODEL).unlink(missing_ok=True)\n",
-        "        pass\n",
-        "adapters",
-    ),
-    Mutant(
-        "of an adapter of another base the first halves alone are compared",
-        "integrations/huggingface/folders/adapters.py",
-        "        if size != wanted:\n",
-        "        if is_first and size != wanted:\n",
-        "adapters",
-    ),
-    Mutant(
-        "a layer that the config of an adapter leaves out is read all the same",
-        "integrations/huggingface/folders/adapters.py",
-        "layer not in set(adapter.targets(layers))]:",
-        "layer in ()]:",
-        "adapters",
-    ),
-    Mutant(
-        "a setting of an adapter that nobody knows is passed over",
-        "integrations/huggingface/folders/adapter_config.py",
-        "        if fields[key]:\n",
-        "        if key in _CHOICES:\n",
-        "adapters",
-    ),
-    Mutant(
-        "an adapter is written with the alpha of its rank's default",
-        "integrations/huggingface/folders/adapter_config.py",
-        "        alpha_pattern={key: _whole(alpha) for key, alpha in adapter.alpha_pattern.items()},\n",
-        "",
-        "adapters",
-    ),
-    Mutant(
-        "a second send does not wait until the first is taken",
-        "core/simulate/one_queue.py",
-        "max(starts[stage, op] + 1, taken)",
-        "starts[stage, op] + 1",
-        "one queue",
-    ),
-    Mutant(
-        "an interleaved schedule is given a remainder that it refuses",
-        "integrations/megatron/unmodified/running/chunks.py",
-        "max(0, stages - number % group) if number % group else 0",
-        "group - number % group if number % group > stages else 0",
-        "chunks",
-    ),
-    Mutant(
-        "a window is forgotten where a sample is cut",
-        "runtime/attention/sharing/running_job.py",
-        "window, begin = self.call.window, 0",
-        "window, begin = None, 0",
-        "windows",
-    ),
-    Mutant(
-        "the first key of a window is left out at the border of two slices",
-        "runtime/attention/sharing/running_job.py",
-        "tile.keys - (tile.end - tile.first) - window)",
-        "tile.keys - (tile.end - tile.first) - window + 1)",
-        "windows",
-    ),
-    Mutant(
-        "gradients of the keys in a window go to the first keys",
-        "runtime/attention/sharing/running_job.py",
-        "sums[0][tile.keys - len(dk) : tile.keys] += dk",
-        "sums[0][: len(dk)] += dk",
-        "windows",
-    ),
-    Mutant(
-        "a window is a token too short in whole samples",
-        "runtime/attention/kernels.py",
-        "(behind <= window)",
-        "(behind < window)",
-        "windows",
-    ),
-    Mutant(
-        "the output of narrow values is cut from the wrong side",
-        "runtime/attention/attention.py",
-        "scores)[..., :width]",
-        "scores)[..., -width:]",
-        "windows",
-    ),
-    Mutant(
-        "latent attention has the scale of plain attention",
-        _USERS_ATTENTION,
-        'getattr(layer, "softmax_scale", None) or config.softmax_scale',
-        "config.softmax_scale",
-        "latent",
-    ),
-    Mutant(
-        "Transformer Engine is told of one sample in a pack",
-        _USERS_ATTENTION,
-        "borders, longest = pack.cu_seqlens_padded, max(end - first for first, end in pairwise(pack.segments))",
-        "borders, longest = pack.cu_seqlens_padded[[0, -1]], pack.segments[-1]",
-        "latent",
-    ),
-    Mutant(
-        "windows lie in the layers beside theirs",
-        "integrations/megatron/unmodified/refusals/layers.py",
-        "is_layer_window_attention(size, every, layer.layer_number)",
-        "is_layer_window_attention(size, every, layer.layer_number + 1)",
-        "te windows",
-    ),
-    Mutant(
-        "interleaved angles go to the fused kernel, which does not interleave packs",
-        _USERS_ATTENTION,
-        "if config.rotary_interleaved or factor != 1:",
-        "if factor != 1:",
-        "interleaved",
-    ),
-    Mutant(
-        "scores stay divided by the number of the layer",
-        _USERS_ATTENTION,
-        "(core.layer_number if core.config.apply_query_key_layer_scaling else 1)",
-        "1",
-        "local windows",
-    ),
-    Mutant(
-        "further tokens weigh as if packs were micro-batches of the loop",
-        _FURTHER,
-        "weights_SK = means_SK * divisor / of_rank[:, None]",
-        "weights_SK = means_SK",
-        "further tokens",
-    ),
-    Mutant(
-        "the last token of a sample has a further target",
-        _FURTHER,
-        "mask_T[start:end][layer + 1 :]",
-        "mask_T[start:end][layer:]",
-        "further tokens",
-    ),
-    Mutant(
-        "the z-loss of a loop counts for all its micro-batches at once",
-        "integrations/megatron/unmodified/running/experts.py",
-        "cp / (num_microbatches * tokens_S)",
-        "cp / tokens_S",
-        "router losses",
-    ),
-    Mutant(
-        "every tensor-parallel rank takes its router's slots for the first ones",
-        "integrations/megatron/model/experts.py",
-        "        first = self.tp_group.rank() * slots\n",
-        "        first = 0\n",
-        "router losses",
-    ),
-    Mutant(
-        "sinkhorn routes regrouped samples",
-        "integrations/megatron/unmodified/refusals/layers.py",
-        '_CHOOSING = ("sinkhorn", "quantile_balancing")',
-        '_CHOOSING = ("quantile_balancing",)',
-        "together",
-    ),
-    Mutant(
-        "a loss in an order of whole micro-batches is that of one alone",
-        "integrations/megatron/stage.py",
-        "            number = self._shape.number if self._shape else 1\n",
-        "            number = 1\n",
-        "together, in an order",
-    ),
-    Mutant(
-        "samples of Mamba layers are packed",
-        "integrations/megatron/base/families.py",
-        'ATTENTION, MLP, EXPERTS = "*+", "-", "E"\n',
-        'ATTENTION, MLP, EXPERTS = "*+M", "-", "E"\n',
-        "hybrid, Mamba",
-    ),
-    Mutant(
-        "layers of a hybrid model are recomputed in the plan alone",
-        "integrations/megatron/stage.py",
-        "        for layer in gpt.decoder.layers[:layers]:\n",
-        "        for layer in gpt.decoder.layers[:0]:\n",
-        "hybrid, recomputed",
-    ),
-    Mutant(
-        "every layer of a hybrid model counts as one with attention",
-        "integrations/megatron/unmodified/planning/user_loop.py",
-        "        attention = sum(map(kinds.count, ATTENTION)) / layers\n",
-        "        attention = 1.0\n",
-        "hybrid, mean",
-    ),
-    Mutant(
-        "a layer that mixes tokens by something of its own is taken for one without attention",
-        "integrations/megatron/unmodified/refusals/layers.py",
-        "isinstance(m, IdentityOp) or m in layers",
-        "True",
-        "hybrid, strangers",
-    ),
-    Mutant(
-        "padding is said to change losses where there is none",
-        "integrations/megatron/unmodified/planning/call_plan.py",
-        "    if planned.padded and (counting := _counting_padding(config)):\n",
-        "    if counting := _counting_padding(config):\n",
-        "said of padding",
-    ),
-    Mutant(
-        "a stage that is told no borders passes for one that is",
-        "integrations/megatron/unmodified/running/forward_step.py",
-        'self.has_borders and call.get("packed_seq_params") is None',
-        'self.has_borders and call.get("packed_seq_params") is not None',
-        "said of rows",
-    ),
-    Mutant(
-        "rows of several samples pass for rows of one",
-        "integrations/megatron/unmodified/reading/batches.py",
-        "    several = sum(map(len, samples)) > ",
-        "    several = sum(map(len, samples)) < ",
-        "said of rows",
-    ),
-    Mutant(
-        "a rank reports by micro-batch what others report by pack",
-        "integrations/megatron/unmodified/running/reports.py",
-        "        return own if all(one == of_ranks[0] for one in of_ranks) else {}\n",
-        "        return own if of_ranks else {}\n",
-        "reports",
-    ),
-    Mutant(
-        "a loss that is its own report is not divided",
-        "integrations/megatron/unmodified/running/reports.py",
-        "        value = value / num_micro_batches\n",
-        "        value = value * 1\n",
-        "reports",
-    ),
-    Mutant(
-        "means of micro-batches count as if there were one",
-        "integrations/megatron/unmodified/running/objective.py",
-        "1.0 / (max(1.0, number) * num_micro_batches)",
-        "1.0 / max(1.0, number)",
-        "means",
-    ),
-    Mutant(
-        "a row of samples is one sample",
-        f"{_FORMS}borders.py",
-        "runs += [Run(row, start, n) for n, (start, size) in zip(true, slots, strict=True) if size]",
-        "runs += [Run(row, 0, width)]",
-        "forms",
-    ),
-    Mutant(
-        "the padding behind a sample counts to it",
-        f"{_FORMS}borders.py",
-        "true = [n for _, n in slots] if lengths is None else _differences(lengths[row], inside, row)",
-        "true = [n for _, n in slots]",
-        "forms",
-    ),
-    Mutant(
-        "the borders of a pack leave its padding out",
-        f"{_FORMS}form.py",
-        'pack.cu_seqlens if looks.get(twin) or key == "cu_seqlens_unpadded" else pack.cu_seqlens_padded',
-        "pack.cu_seqlens",
-        "forms",
-    ),
-    Mutant(
-        "a loop's own parameters of its packs reach the model",
-        "integrations/megatron/unmodified/running/forward_step.py",
-        '{**call, "packed_seq_params": self._params, "attention_mask": None}',
-        '{"packed_seq_params": self._params, "attention_mask": None, **call}',
-        "packed loops",
-    ),
-    Mutant(
-        "losses of rows are divided by the number of micro-batches that run",
-        f"{_IN_LOOPS}/running/objective.py",
-        "1.0 if per_token else len(batches) / own",
-        "1.0",
-        "rows",
-    ),
-    Mutant(
-        "a repeated row has a loss",
-        f"{_IN_LOOPS}/running/objective.py",
-        "(loss * (float(real) * self._scale),",
-        "(loss * self._scale,",
-        "rows",
-    ),
-    Mutant(
-        "a repeated row counts tokens",
-        f"{_IN_LOOPS}/running/objective.py",
-        "number * int(real)",
-        "number",
-        "rows",
-    ),
-    Mutant(
-        "what was said of rows comes home in another order",
-        "integrations/megatron/unmodified/planning/rows.py",
-        ".to(where) for place in places]",
-        ".to(where) for place in reversed(places)]",
-        "loops of rows",
-    ),
-    Mutant(
-        "a mean over a micro-batch passes for a sum of rows",
-        "integrations/megatron/unmodified/planning/rows.py",
-        "_CLOSE = 1e-2",
-        "_CLOSE = 1e2",
-        "loops of rows",
-    ),
-    Mutant(
-        "loops compare no digests of plans",
-        _PLANNED_LOOP,
-        "agree(_NO_PLAN if refusal else plan.digest,",
-        "agree(_NO_PLAN,",
-        "planned loops",
-    ),
-    Mutant(
-        "loops number every step the first",
-        _PLANNED_LOOP,
-        "self.steps += 1",
-        "self.steps = 1",
-        "planned loops",
-    ),
-    Mutant(
-        "a batch that one rank refuses is planned on the others",
-        _PLANNED_LOOP,
-        "raise next(filter(None, everyone(refusal)), differ) from None",
-        "raise (refusal or differ) from None",
-        "planned loops",
-    ),
-    Mutant(
-        "a step that pads or waits is taken for as good as its plan",
-        "core/planning/gains.py",
-        "return stock if stock_s <= (1 + NOTHING) * plan_s else None",
-        "return stock if stock_s >= plan_s else None",
-        "gains",
-    ),
-    Mutant(
-        "a group that is split over two ranks passes the laws",
-        "core/laws.py",
-        "place = number if limits.groups_in_micro_batch else m.ranks",
-        "place = number if limits.groups_in_micro_batch else 0",
-        "groups",
-    ),
-    Mutant(
-        "sequences dealt anew fill a micro-batch over its cap",
-        "plugins/mesh/candidates/levelled.py",
-        "after[(shift > free_tokens[into])",
-        "after[(shift > 2 * free_tokens[into] + 9999)",
-        "levelled",
-    ),
-    Mutant(
-        "sequences are dealt onto ranks as if nothing shared were there",
-        "plugins/mesh/candidates/levelled.py",
-        "loads = (outcome.busy_s + outcome.exposed_s)[0]",
-        "loads = 0.5 * (outcome.busy_s + outcome.exposed_s)[0][::-1]",
-        "levelled",
-    ),
-    Mutant(
-        "a step is planned without the groups that its rows name, which splits them",
-        "core/planning/planner.py",
-        ".of_groups(draw.groups)",
-        ".of_groups(None)",
-        "groups of data",
-    ),
-    Mutant(
-        "a batch takes a group without its last sample",
-        "data/samples/whole_groups.py",
-        "self.counts[group] : self._stops[group]]",
-        "self.counts[group] : max(1, self._stops[group] - 1)]",
-        "groups of data",
-    ),
-    Mutant(
-        "a row of several chats lends its group to the next one",
-        "data/formats.py",
-        "numbers if documents.keys is None else numbers[np.searchsorted(keys, documents.keys)]",
-        "numbers",
-        "groups of data",
-    ),
-    Mutant(
-        "ranks with one sample more and one less pass the laws",
-        "core/laws.py",
-        "if counts[-1] - counts[0] > 1:",
-        "if counts[-1] - counts[0] > 2:",
-        "groups",
-    ),
-    Mutant(
-        "a busy machine is never marked",
-        "core/costs/busy.py",
-        "self.load > max(self.used, self.cores) + MARGIN or self.spread > SPREAD",
-        "self.load < 0",
-        "busy costs",
-    ),
-    Mutant(
-        "tensor-parallel traffic is in a bound twice",
-        "core/balance/step_bound.py",
-        "cost.token_s * (1.0 + more) + token_s",
-        "cost.token_s * (1.0 + more) + 2 * token_s",
-        "bounds",
-    ),
-    Mutant(
-        "a way in is in a bound twice",
-        "core/balance/step_bound.py",
-        "in_s += forward.launch_s + hop_s",
-        "in_s += 2 * (forward.launch_s + hop_s)",
-        "bounds",
-    ),
-    Mutant(
-        "a bound has more head than the model",
-        "core/balance/step_bound.py",
-        "    more = context.beyond(stage, context.layout.num_stages)",
-        "    more = context.beyond(stage, context.layout.num_stages) + context.head_frac * (stage > 0)",
-        "bounds",
-    ),
-    Mutant(
-        "keys and values take room twice in a bound",
-        "core/balance/step_bound.py",
-        "room_bytes - memory.kv_bytes_per_token * n)",
-        "room_bytes - 2 * memory.kv_bytes_per_token * n)",
-        "bounds",
-    ),
-    Mutant(
-        "a hand-over between stages is in a bound twice",
-        "core/balance/step_bound.py",
-        "token_s = min(state_bytes / link.bytes_per_s for link in links)",
-        "token_s = 2 * min(state_bytes / link.bytes_per_s for link in links)",
-        "bounds",
-    ),
-    Mutant(
-        "other work fills less of the way of a large micro-batch in a bound than it can",
-        "core/balance/step_bound.py",
-        "np.maximum(0.0, idle[:, None] + filled_s)",
-        "np.maximum(0.0, 0.9 * (idle[:, None] + filled_s))",
-        "bounds",
-    ),
-    Mutant(
-        "a last stage runs forwards in a bound that it may skip",
-        "core/balance/step_bound.py",
-        "skips = costs.recompute and has_last",
-        "skips = False and has_last",
-        "bounds",
-    ),
-    Mutant(
-        "what ranks tell each other goes through NCCL from the host",
-        "runtime/world/agreement.py",
-        '    if "cpu:" in dist.get_backend_config(group):\n',
-        '    if "cuda:" in dist.get_backend_config(group):\n',
-        "a GPU's loop",
-    ),
-    Mutant(
-        "a micro-batch goes to the device from memory that is not page-locked",
-        "runtime/attention/copy_rows.py",
-        ", dtype=torch.uint8, pin_memory=True)",
-        ", dtype=torch.uint8)",
-        "a GPU's slices",
-    ),
-    Mutant(
-        "a micro-batch asks the device for its number of targets",
-        "integrations/megatron/batch.py",
-        "loss.new_full((), pack.num_targets, dtype=torch.int32)",
-        "loss.new_full((), int(weights_T.sum()), dtype=torch.int32)",
-        "a GPU's slices",
-    ),
-    Mutant(
-        "a rank computes on the first rank's device",
-        "runtime/world/world.py",
-        'integer("LOCAL_RANK", 0, 0, RANKS) % torch.cuda.device_count()',
-        "0",
-        "a GPU's slices",
-    ),
-    Mutant(
-        "nobody waits for a message that was carried in several legs",
-        "runtime/attention/sharing/routing.py",
-        "        current.wait_stream(stream)\n",
-        "        pass\n",
-        "a GPU's mesh",
-    ),
-    Mutant(
-        "the backward does not wait for what comes back from host memory",
-        "runtime/stage/copier.py",
-        "        torch.cuda.current_stream(self._device).wait_event(moment)\n",
-        "        pass\n",
-        "a GPU's host memory",
-    ),
-    Mutant(
-        "activations leave the device before they are computed",
-        "runtime/stage/copier.py",
-        "        stream.wait_stream(torch.cuda.current_stream(self._device))\n",
-        "",
-        "a GPU's host memory",
-    ),
-    Mutant(
-        "the memory of activations is freed while they still leave",
-        "runtime/stage/offload.py",
-        "            return\n        self._wait()\n        if self._flat.untyped_storage()",
-        "            return\n        if self._flat.untyped_storage()",
-        "a GPU's host memory",
-    ),
-    Mutant(
-        "a message begins before what it carries is computed",
-        "runtime/attention/sharing/routing.py",
-        "        stream.wait_stream(current)\n",
-        "        pass\n",
-        "a GPU's mesh",
-    ),
-    Mutant(
-        "queries come to a kernel with their heads last",
-        "runtime/attention/kernels.py",
-        "    q_THD, default = call.q_THD, call",
-        "    q_THD, default = call.q_THD.transpose(1, 2).contiguous().transpose(1, 2), call",
-        "a GPU's slices",
-    ),
-    Mutant(
-        "a rank counts the queues of its device by the name of its group",
-        "runtime/stage/stage_links.py",
-        'return "nccl" in backends and',
-        'return backends == "nccl" and',
-        "a GPU's stages",
-    ),
-    Mutant(
-        "each row of a micro-batch is sent to the device by itself",
-        "runtime/attention/pack.py",
-        "        return {**copy_rows(rows, device), ",
-        "        return {**{name: torch.tensor(row, device=device) for name, row in rows.items()}, ",
-        "a GPU's slices",
-    ),
-    Mutant(
-        "one rank asks for its sums in another order",
-        "integrations/megatron/reduction.py",
-        "    dist.all_reduce(totals)\n",
-        "    for part in (totals, totals[:1])[:: 1 - 2 * (dist.get_rank() % 2)]:\n        dist.all_reduce(part)\n",
-        "a GPU's slices",
-    ),
-    Mutant(
-        "ranks compare of data how long it is",
-        "training/job.py",
-        "hashlib.blake2b(source.fingerprint.encode(), digest_size=16)",
-        "hashlib.blake2b(source.lengths.tobytes(), digest_size=16)",
-        "data of ranks",
-    ),
-    Mutant(
-        "a folder of weights is known by its names",
-        "integrations/huggingface/folders/reading.py",
-        "                    digest.update(opened.read(_BLOCK_BYTES))\n",
-        "                    opened.read(_BLOCK_BYTES)\n",
-        "data of ranks",
-    ),
-    Mutant(
-        "flash-attn is asked for a window that counts the query itself",
-        "runtime/attention/kernels.py",
-        "else (call.window, 0)\n    more",
-        "else (call.window - 1, 0)\n    more",
-        "a GPU's kernels",
-    ),
-    Mutant(
-        "flash-attn is told the scale by a name that it does not know",
-        "runtime/attention/blocks.py",
-        '"softmax_scale": x.scale',
-        '"scale": x.scale',
-        "a GPU's kernels",
-    ),
-    Mutant(
-        "flash attention gets a logsumexp whose rows lie apart",
-        "runtime/attention/blocks.py",
-        "        lse_HN.contiguous()[None],  # the kernel reads it without looking at strides\n        *(t[None]",
-        "        lse_HN.T.contiguous().T[None],\n        *(t[None]",
-        "a GPU's kernels",
-    ),
-    Mutant(
-        "experts whose rows are no whole 16 bytes go to the grouped product",
-        "integrations/deepspeed/engine/experts.py",
-        "torch.cuda.is_available() and has_whole_rows(recipe)",
-        "torch.cuda.is_available()",
-        "a GPU's packages",
-    ),
-    Mutant(
-        "float64 goes to the fused Adam",
-        "integrations/megatron/model/gpt.py",
-        "with with_attributes(optimizers, **_TORCH_ADAM) if exact else nullcontext():",
-        "with nullcontext():",
-        "a GPU's packages",
-    ),
-    Mutant(
-        "garbage is collected inside steps, too",
-        "training/garbage.py",
-        "    gc.disable()\n",
-        "",
-        "garbage",
-    ),
-    Mutant(
-        "of two ranks the slow one is the measure",
-        "training/stragglers.py",
-        "[(len(values) - 1) // 2]",
-        "[-1]",
-        "slow ranks",
-    ),
-    Mutant(
-        "a rank with more work than others is called slow",
-        "training/stragglers.py",
-        "own_s[..., 0] - scale * predicted_s",
-        "own_s[..., 0] - scale * predicted_s.min(axis=1, keepdims=True)",
-        "slow ranks",
-    ),
-    Mutant(
-        "the second half has positions of the first",
-        "integrations/megatron/model/turns.py",
-        "rotary_pos_emb=half.rotary_T11D,",
-        "rotary_pos_emb=halves[0].rotary_T11D[:1].expand(len(parts[place]), -1, -1, -1),",
-        "halves",
-    ),
-    Mutant(
-        "the gradient of the second half is dropped",
-        "integrations/megatron/model/turns.py",
-        "block.final_layernorm(torch.cat(parts))",
-        "block.final_layernorm(torch.cat([parts[0], parts[1].detach()]))",
-        "halves",
-    ),
-    Mutant(
-        "the gradient of the second half is doubled",
-        "integrations/megatron/model/turns.py",
-        "block.final_layernorm(torch.cat(parts))",
-        "block.final_layernorm(torch.cat([parts[0], 2 * parts[1] - parts[1].detach()]))",
-        "halves",
-    ),
-    Mutant(
-        "a half begins before what it reads is there",
-        "integrations/megatron/model/turns.py",
-        "            half.stream.wait_stream(torch.cuda.current_stream())\n",
-        "            pass\n",
-        "a GPU's halves",
-    ),
-    Mutant(
-        "a recomputed half begins before what it takes memory from is read",
-        "integrations/megatron/model/turns.py",
-        "    _go_on_from_here(halves)\n    return run",
-        "    return run",
-        "a GPU's recomputed halves beside others",
-    ),
-    Mutant(
-        "nobody waits for the halves",
-        "integrations/megatron/model/turns.py",
-        "            torch.cuda.current_stream().wait_stream(half.stream)\n",
-        "            pass\n",
-        "a GPU's halves",
-    ),
-    Mutant(
-        "the second half does not wait for the keys of the first",
-        "runtime/attention/prefix.py",
-        "            entry.follow()\n            entry.k_LGD",
-        "            entry.k_LGD",
-        "a GPU's halves",
-    ),
-    Mutant(
-        "the first half does not wait for the gradients of its keys",
-        "runtime/attention/prefix.py",
-        "        entry.follow()\n        if entry.dk_PGD",
-        "        if entry.dk_PGD",
-        "a GPU's halves",
-    ),
-    Mutant(
-        "memory of one half's sums is used again while the other reads it",
-        "runtime/attention/prefix.py",
-        "                sums.record_stream(stream)\n",
-        "                pass\n",
-        "a GPU's halves",
-    ),
-    Mutant(
-        "halves are planned as if traffic beside compute were free of it",
-        "core/costs/exposed.py",
-        "max(0.0, 1.0 - BESIDE - 1.0 / context.traffic.layers)",
-        "1.0",
-        "halves planned",
-    ),
-    Mutant(
-        "a bound counts traffic that halves hide",
-        "core/balance/step_bound.py",
-        "    if limits.takes_turns:\n        context = untravelled(context)\n    if orders",
-        "    if orders",
-        "halves planned",
-    ),
-    Mutant(
-        "without locks a writer takes away what another writes",
-        "data/cache.py",
-        "        if _acquire(lock.fileno(), path):\n            _clear(path)\n",
-        "        _acquire(lock.fileno(), path)\n        _clear(path)\n",
-        "cache",
-    ),
-    Mutant(
-        "what a killed writer has left stays",
-        "data/cache.py",
-        "            _clear(path)\n",
-        "            pass\n",
-        "cache",
-    ),
-    Mutant(
-        "Ray's workers lose what a script has on their PYTHONPATH",
-        "commands/env.py",
-        'variables.get("PYTHONPATH", "${PYTHONPATH}")',
-        '"${PYTHONPATH}"',
-        "variables of workers",
-    ),
-    Mutant(
-        "a monitor has evenload's numbers under the step before",
-        "integrations/deepspeed/unmodified/monitor.py",
-        "engine.global_samples + engine.train_batch_size()",
-        "engine.global_samples",
-        "monitor",
-    ),
-    Mutant(
-        "a window crosses the border of two samples",
-        "runtime/attention/kernels.py",
-        "    lengths = [end - first for first, end in pairwise(call.segments)]\n",
-        "    lengths = [end - first for first, end in pairwise(call.segments)]\n"
-        "    lengths = lengths if call.window is None else [sum(lengths)]\n",
-        "windows",
-    ),
-    Mutant(
-        "a soft cap is left out",
-        "runtime/attention/blocks.py",
-        "        scores.div_(x.softcap).tanh_().mul_(x.softcap)\n",
-        "        scores.clamp_(-x.softcap, x.softcap)\n",
-        "windows",
-    ),
-    Mutant(
-        "sinks take no weight from a cut sample",
-        "runtime/attention/sharing/running_job.py",
-        "        if self.sinks_H is not None:\n",
-        "        if self.sinks_H is not None and not any(part.cut for part in self.job.parts):\n",
-        "windows",
-    ),
-    Mutant(
-        "a window has a token more than the model's",
-        "integrations/huggingface/attention.py",
-        "    return None if window is None else int(window) - 1\n",
-        "    return None if window is None else int(window)\n",
-        "mixers on ranks",
-    ),
-    Mutant(
-        "a state runs over the border of two samples",
-        "integrations/huggingface/mixers.py",
-        "return forward(*args, **kwargs) if pack is None else forms[holder](",
-        "return forward(*args, **kwargs) if pack is None or forms else forms[holder](",
-        "mixers",
-    ),
-    Mutant(
-        "a part that mixes tokens is not searched for",
-        "integrations/huggingface/mixers.py",
-        "        if pack is None or layer not in packs or self._num_calls() > before:\n",
-        "        if pack is not None or layer not in packs or self._num_calls() > before:\n",
-        "mixers",
-    ),
-    Mutant(
-        "a floor of a search is 20 % too high",
-        "core/search/floors.py",
-        "    floor_s = passes_s + after_passes_s(chain.context, overlaps=False)",
-        "    floor_s = 1.2 * passes_s + after_passes_s(chain.context, overlaps=False)",
-        "search",
-    ),
-    Mutant(
-        "a search ends at the first setting that is planned whole",
-        "core/search/best_first.py",
-        "        if planned:\n            yield search",
-        "        if planned:\n            yield search\n        if one.whole:\n            return",
-        "search",
-    ),
-    Mutant(
-        "a search plans what no device holds",
-        "core/search/best_first.py",
-        "    fits = lacking_bytes <= 0\n",
-        "    fits = lacking_bytes <= 1e18\n",
-        "search",
-    ),
-    Mutant(
-        "a sum over units counts as their mean",
-        "integrations/transformers/units/step.py",
-        "batch.divisor if measured.of_mean else None",
-        "batch.divisor",
-        "units",
-    ),
-    Mutant(
-        "a recomputed layer has no pack",
-        "integrations/huggingface/mixers.py",
-        "        packs.update(own)\n",
-        "        pass\n",
-        "recomputed mixers",
-    ),
-    Mutant(
-        "weights are moved in a copy that is freed",
-        "integrations/transformers/units/proof.py",
-        "            module.reshard()",
-        "            pass",
-        "TRL's layouts",
-    ),
-    Mutant(
-        "the weighted loss is divided by the number of targets",
-        "runtime/attention/labels.py",
-        "    return float(labels.weights.sums.sum())\n",
-        "    return float(count_targets(lengths, labels))\n",
-        "weights in megatron",
-    ),
-    Mutant(
-        "the sum of the weights is rounded to an integer",
-        "runtime/attention/labels.py",
-        "    return float(labels.weights.sums.sum())\n",
-        "    return float(round(labels.weights.sums.sum()))\n",
-        "weights in packs",
-    ),
-    Mutant(
-        "the weighted loss is a mean of the means of packs",
-        _PACK,
-        "np.where(target_T, weights_T, 0.0)",
-        "np.where(target_T, weights_T / weights_T[target_T].sum(), 0.0)",
-        "weights in megatron",
-    ),
-    Mutant(
-        "the first slice of a sequence alone has its weights",
-        _PACK,
-        "values = values_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
-        "values = values_of(piece.sequence)[piece.start + 1 : piece.stop + 1] ** (not piece.start)",
-        "weights in megatron",
-    ),
-    Mutant(
-        "a target has the weight of the token before it",
-        _PACK,
-        "values = values_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
-        "values = values_of(piece.sequence)[piece.start : piece.stop]",
-        "weights in packs",
-    ),
-    Mutant(
-        "a sequence has the weight of its neighbour in the pack",
-        _PACK,
-        "values = values_of(piece.sequence)[",
-        "values = values_of(slices[0].sequence)[",
-        "weights in packs",
-    ),
-    Mutant(
-        "DeepSpeed's pipelines sum losses without their weights",
-        "integrations/deepspeed/engine/stage.py",
-        "if pack.weights_T is None else (losses_T * pack.weights_T).sum()",
-        "if pack is not None else (losses_T * pack.weights_T).sum()",
-        "weights in deepspeed's stages",
-    ),
-    Mutant(
-        "a tenant is divided by the weights of all",
-        "integrations/host/tenants.py",
-        "float(divisors[own].sum())",
-        "float(divisors.sum())",
-        "weights of tenants",
-    ),
-    Mutant(
-        "losses of routers are multiplied by the number of targets where these have weights",
-        _ROUTING,
-        "divisor = loss_divisor(lengths, labels)",
-        "divisor = loss_divisor(lengths, labels and labels._replace(weights=None))",
-        "weights of routers",
-    ),
-    Mutant(
-        "ranks do not compare their weights",
-        "core/planning/planner.py",
-        "return plan.digest if sums is None else",
-        "return plan.digest if plan else",
-        "digests of weights",
-    ),
-    Mutant(
-        "tokens of weight 0 stay targets",
-        "data/formats.py",
-        "documents.weights.nonzero(spans)",
-        "spans",
-        "columns of weights",
-    ),
-    Mutant(
-        "a piece of a long row has the weights of its beginning",
-        "data/sources.py",
-        " + self._cut.start[index])",
-        ")",
-        "columns of weights",
-    ),
-    Mutant(
-        "a stage has the seconds of its neighbour's layers",
-        "core/costs/context.py",
-        "        return tuple(contexts[own] for own in layers)",
-        "        return tuple(contexts[own] for own in (*layers[1:], layers[0]))",
-        "unequal stages",
-    ),
-    Mutant(
-        "every stage has the memory of the mean one",
-        "core/plan/limits.py",
-        "memory=self.memory.of_share(share_of(self.layers, stage))",
-        "memory=self.memory",
-        "unequal stages",
-    ),
-    Mutant(
-        "the output layer grows with the layers beside it",
-        "core/costs/context.py",
-        "        return head * (num_stages / share_of(self.layout.layers, stage) - 1)",
-        "        return head * (num_stages - 1)",
-        "unequal stages",
-    ),
-    Mutant(
-        "auto stays with its first numbers",
-        "core/search/stage_layers.py",
-        "    for _ in range(MOVES):",
-        "    for _ in range(0):",
-        "auto layers",
-    ),
-    Mutant(
-        "DeepSpeed gives a stage its neighbour's layers",
-        "integrations/deepspeed/pipeline/model.py",
-        "accumulate(each[:-1])",
-        "accumulate(each[1:])",
-        "borders",
-    ),
-    Mutant(
-        "Megatron is given the layers of stages backwards",
-        "integrations/megatron/base/traits.py",
-        "for own in layers)}L",
-        "for own in layers[::-1])}L",
-        "layers of Megatron",
-    ),
-    Mutant(
-        "the gradient of a norm is that of a rank's part of the tokens",
-        "integrations/megatron/model/norms.py",
-        "            parameter.sequence_parallel = True",
-        "            parameter.sequence_parallel = False",
-        "divided tokens",
-    ),
-    Mutant(
-        "padding of divided packs counts for routers",
-        "integrations/megatron/model/experts.py",
-        "        return is_token(self.pack)[self.share]\n",
-        "        return torch.ones_like(is_token(self.pack)[self.share])\n",
-        "divided tokens",
-    ),
-    Mutant(
-        "routers of all tensor-parallel ranks take the first one's tokens for theirs",
-        "integrations/megatron/model/experts.py",
-        "        first = self.tp_group.rank() * slots\n",
-        "        first = 0\n",
-        "divided tokens",
-    ),
-    Mutant(
-        "a replay takes the inputs of the first tensor-parallel rank",
-        "integrations/megatron/stage.py",
-        "        share = parallel_state.get_tensor_model_parallel_rank() * len(like_TC)\n",
-        "        share = 0\n",
-        "divided tokens",
-    ),
-    Mutant(
-        "tensor-parallel ranks are said to divide what norms keep",
-        "core/costs/tensor_parallel.py",
-        "    between, kept = part if divides_tokens else 1.0, kept_values(shape)\n",
-        "    between, kept = part, kept_values(shape)\n",
-        "shares of ranks",
-    ),
-    Mutant(
-        "a degree that was not measured costs what its neighbour does",
-        "core/costs/by_setting.py",
-        "        return max(0.0, first + place * (second - first))\n",
-        "        return max(0.0, first)\n",
-        "costs by setting",
-    ),
-    Mutant(
-        "noise is that of a row of the batch",
-        "runtime/generate/engine.py",
-        "[sample.stream for sample in samples]",
-        "[row for row, _ in enumerate(samples)]",
-        "generation",
-    ),
-    Mutant(
-        "a sample sees the key that a stopped one left behind its own",
-        "runtime/attention/kv_cache.py",
-        "seen_BL = places_L <= last_B1\n",
-        "seen_BL = places_L <= last_B1 + 1\n",
-        "generation",
-    ),
-    Mutant(
-        "a sample writes into the block that its prompt shares with others",
-        "runtime/attention/block_tables.py",
-        "shared = self._blocks[parent][: tokens // self.block_tokens]\n",
-        "shared = self._blocks[parent][: self.size(tokens)]\n",
-        "generation",
-    ),
-    Mutant(
-        "one of two end tokens is missed",
-        "runtime/generate/engine.py",
-        "if sample.new[-1] in settings.end_tokens:\n",
-        "if sample.new[-1] in sorted(settings.end_tokens)[:1]:\n",
-        "generation",
-    ),
-    Mutant(
-        "a sample that was given up goes on without the keys of what it had",
-        "runtime/generate/schedule.py",
-        "        sample.kept = prefill.length\n",
-        "        sample.kept = sample.length - 1\n",
-        "generation",
-    ),
-    Mutant(
-        "a gradient sum that no plan overlaps counts as overlapped",
-        "core/search/floors.py",
-        "    if batch.max(initial=0) > caps.max_tokens:\n        return math.inf\n",
-        "",
-        "search_overlap",
-    ),
-    Mutant(
-        "plans are reused where the trainer's own schedule may be faster",
-        "core/search/best_first.py",
-        "        if not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch.lengths):",
-        "        if True:",
-        "search_overlap",
-    ),
-    Mutant(
-        "a floor of a setting is 20 % too high",
-        "core/search/floors.py",
-        "    plugins_s = _plugins_s(chain, batch) if asked else 0.0",
-        "    plugins_s = 1.2 * _plugins_s(chain, batch) if asked else 0.0",
-        "search_floors",
-    ),
-    Mutant(
-        "what steps say of costs is forgotten",
-        "training/forecast/measured.py",
-        "coefficients(costs) * self.scale + self.added * shares",
-        "coefficients(costs)",
-        "search_measured",
-    ),
-    Mutant(
-        "a domain's order is that of every other one",
-        "data/samples/mixture.py",
-        'f"{seed}/{name}"',
-        'f"{seed}"',
-        "mixture",
-    ),
-    Mutant(
-        "what is due to a domain is forgotten behind a step",
-        "data/samples/mixture.py",
-        "credits=tuple(credits), step",
-        "credits=(0.0,) * len(credits), step",
-        "mixture",
-    ),
-    Mutant(
-        "a sample of a mixture pays 1 whatever its targets",
-        "data/samples/mixture.py",
-        "            credits[domain] -= price\n",
-        "            credits[domain] -= 1\n",
-        "mixture",
-    ),
-    Mutant(
-        "a domain of share 0 is drawn from as any other",
-        "data/samples/mixture.py",
-        "    first = max(shared, key=due.__getitem__)\n",
-        "    first = max(range(len(due)), key=due.__getitem__)\n",
-        "mixture",
-    ),
-    Mutant(
-        "a domain begins the same epoch again",
-        "data/samples/mixture.py",
-        "epoch=self._begun.epoch + epochs, consumed",
-        "epoch=self._begun.epoch, consumed",
-        "mixture",
-    ),
-    Mutant(
-        "a domain that leaves begins anew when it is back",
-        "data/samples/mixture.py",
-        "        return MixState(orders, credits, step, policy, absent)\n",
-        "        return MixState(orders, credits, step, policy)\n",
-        "mixture",
-    ),
-    Mutant(
-        "a mixture goes on with the shares of its first step",
-        "data/samples/mixture.py",
-        "return MixState(orders, credits, step, policy, absent)",
-        "return MixState(orders, credits, 0, policy, absent)",
-        "mixture",
-    ),
-    Mutant(
-        "the first sample of a domain is one of its neighbour's",
-        "data/samples/numbering.py",
-        'side="right") - 1',
-        'side="left") - 1',
-        "mixture",
-    ),
-    Mutant(
-        "what waits of a domain that leaves is lost",
-        "training/drawing.py",
-        "strict=True), *waiting.absent]",
-        "strict=True)]",
-        "mixture",
-    ),
-    Mutant(
-        "a sample has the weight of the batch's last domain",
-        "training/drawing.py",
-        "np.array(self.weights)[places]",
-        "np.array(self.weights)[places[::-1]]",
-        "mixture",
-    ),
-    Mutant(
-        "a domain's loss holds its neighbours'",
-        "core/policies.py",
-        "    owned = [domain == place for place in range(num)]\n",
-        "    owned = [domain >= place for place in range(num)]\n",
-        "mixture",
-    ),
-    Mutant(
-        "a reward of a domain that was not seen fades",
-        "plugins/data/mixes.py",
-        "np.where(seen.targets > 0, keep * rewards + (1 - keep) * fresh, rewards)",
-        "np.where(seen.targets > 0, keep * rewards + (1 - keep) * fresh, keep * rewards)",
-        "mixes",
-    ),
-    Mutant(
-        "a bandit explores as much as in the step before",
-        "plugins/data/mixes.py",
-        "for number in (step - 1, step))",
-        "for number in (step, step))",
-        "mixes",
-    ),
-    Mutant(
-        "excess is over the targets of all domains",
-        "plugins/data/mixes.py",
-        "seen.excess / np.maximum(seen.targets, 1)",
-        "seen.excess / np.maximum(seen.targets.sum(), 1)",
-        "mixes",
-    ),
-    Mutant(
-        "the mean of alpha forgets its first step",
-        "plugins/data/mixes.py",
-        "average + (alphas - average) / step",
-        "average + (alphas - average) / (step + 1)",
-        "mixes",
-    ),
-    Mutant(
-        "a law of scaling has no credit",
-        "plugins/data/ado.py",
-        "prior * np.sqrt(credit * (1 - credit))",
-        "prior",
-        "mixes",
-    ),
-    Mutant(
-        "the slope of a law is not over what was seen",
-        "plugins/data/ado.py",
-        "scale * here**-exponent / here",
-        "scale * here**-exponent",
-        "mixes",
-    ),
-    Mutant(
-        "losses of domains are summed in the order of the ranks",
-        "core/policies.py",
-        "np.array([math.fsum(values[own]) for own in owned]) * factors",
-        "np.array([float(sum(values[own])) for own in owned]) * factors",
-        "mixes",
-    ),
-    Mutant(
-        "a policy that fails ends the run",
-        "core/policies.py",
-        "    except Exception as error:  # of whoever wrote it\n",
-        "    except TypeError as error:\n",
-        "mixes",
-    ),
-    Mutant(
-        "a transport stops one neighbour later",
-        "plugins/data/neighbours.py",
-        "rising[enough[0] if enough.size else -1]",
-        "rising[min(enough[0] + 1, rising.size - 1) if enough.size else -1]",
-        "selections",
-    ),
-    Mutant(
-        "a window of progress begins one place later",
-        "plugins/data/selects.py",
-        "(places >= first) & (places < first + math",
-        "(places > first) & (places < first + math",
-        "selections",
-    ),
-    Mutant(
-        "a projection's signs are those of the shard",
-        "runtime/adapters/projection.py",
-        "_mixed(_mixed(places ^ key)",
-        "_mixed(_mixed(torch.arange(len(places), device=device) ^ key)",
-        "gradients by sample",
-    ),
-    Mutant(
-        "weights by loss are over sums of losses",
-        "plugins/data/weights.py",
-        "losses = seen.losses / np.maximum(seen.targets, 1)\n",
-        "losses = seen.losses / 1.0\n",
-        "weights of samples",
-    ),
-    Mutant(
-        "a resumed run draws its first batch by the newest shares",
-        "training/learning.py",
-        'self._run, first = resumed, saved["ahead"]',
-        "self._run, first = resumed, resumed.drawn_by",
-        "learned shares",
-    ),
-    Mutant(
-        "a share of 0 is learned, too",
-        "training/mixing.py",
-        "if share > 0)",
-        "if share >= 0)",
-        "learned shares",
-    ),
-    Mutant(
-        "steps between two questions are not summed",
-        "training/mixing.py",
-        "self.waiting.plus(own) if self.waiting else own",
-        "own",
-        "learned shares",
-    ),
-    Mutant(
-        "the tail of a length is its shortest tenth",
-        "plugins/rollout/score.py",
-        "_TAIL_WEIGHTS = np.where(_CHANCES < TAIL, ",
-        "_TAIL_WEIGHTS = np.where(_CHANCES > 1 - TAIL, ",
-        "rollout",
-    ),
-    Mutant(
-        "samples that were cut count as ended",
-        "plugins/rollout/lengths.py",
-        "    if not ended.all():\n",
-        "    if not ended.any():\n",
-        "rollout",
-    ),
-    Mutant(
-        "a cap on keys is counted without those of the prompt",
-        "plugins/rollout/play.py",
-        "            self._keys += prompt + tokens\n",
-        "            self._keys += tokens\n",
-        "rollout",
-    ),
-    Mutant(
-        "a sample that went back draws its tokens again",
-        "plugins/rollout/play.py",
-        "            self._live[sample] = self._step - tokens\n",
-        "            self._live[sample] = self._step\n",
-        "rollout",
-    ),
-    Mutant(
-        "samples are pruned until fewer are left than are to be kept",
-        "plugins/rollout/collect.py",
-        "        most = num_ended + len(going) - self.rule.keep\n",
-        "        most = num_ended + len(going)\n",
-        "rollout",
-    ),
-    Mutant(
-        "a bound charges every sample a whole step",
-        "plugins/rollout/plan.py",
-        "    shared_s = (work_s + costs.step_s / request.slots * float(tokens.sum())) / request.num_ranks\n",
-        "    shared_s = (work_s + costs.step_s * float(tokens.sum())) / request.num_ranks\n",
-        "rollout",
-    ),
-    Mutant(
-        "a domain's loss grows with its weight",
-        "core/policies.py",
-        "if weights is not None:",
-        "if weights is None:",
-        "mixture",
-    ),
-    Mutant(
-        "a sample's gradient has the first token of its neighbour",
-        "runtime/adapters/hooks.py",
-        "SampleSlots(slice(first, first + size), tenant.rows[sequence])",
-        "SampleSlots(slice(first, first + size + 1), tenant.rows[sequence])",
-        "gradients by sample",
-    ),
-    Mutant(
-        "the gradient of a cut sample is that of one slice",
-        "runtime/adapters/product.py",
-        "            _add_product(gradient[row], left[slots], right[slots], (), factor)\n",
-        "            _add_product(gradient[row].zero_(), left[slots], right[slots], (), factor)\n",
-        "gradients by sample",
-    ),
-    Mutant(
-        "a sample's gradient is multiplied by its targets",
-        "runtime/adapters/by_sample.py",
-        "self._own.gradients.div_(",
-        "self._own.gradients.mul_(",
-        "gradients by sample",
-    ),
-    Mutant(
-        "what tensor-parallel ranks hold alike is projected by each",
-        "runtime/adapters/by_sample.py",
-        "        return matrix.place.shares(matrix.kind) or self._peers.counts\n",
-        "        return True\n",
-        "gradients of shards",
-    ),
-    Mutant(
-        "a shard is projected as if it began its matrix",
-        "runtime/adapters/by_sample.py",
-        "            places_E = matrix.place.part_of(places, matrix.kind).flatten()\n",
-        "            places_E = places.flatten()[: matrix.value.numel()]\n",
-        "gradients of shards",
-    ),
-    Mutant(
-        "Adam turns the part of a sample that each rank has",
-        "runtime/adapters/by_sample.py",
-        "        self._peers.sum_over_owners(parts)\n",
-        "",
-        "gradients that ranks share",
-    ),
-    Mutant(
-        "the mean of weighted losses is by their number",
-        "integrations/host/gradients.py",
-        "        return scores.targets.astype(np.float64) if scores.weights is None else scores.weights\n",
-        "        return scores.targets.astype(np.float64)\n",
-        "gradients of samples",
-    ),
-    Mutant(
-        "two forwards are one step apart",
-        "integrations/host/gradients.py",
-        "(ahead - behind) / (2 * step)",
-        "(ahead - behind) / step",
-        "gradients of samples",
-    ),
-    Mutant(
-        "an objective counts targets and not domains",
-        "core/policies.py",
-        "np.divide(parts, sums, out=np.zeros(len(sums)), where=there)",
-        "parts",
-        "objectives",
-    ),
-    Mutant(
-        "domains that are not in a batch take their part of its loss",
-        "core/policies.py",
-        "/ math.fsum(parts) if parts.any() else 0.0)",
-        "/ math.fsum(objective) if parts.any() else 0.0)",
-        "objectives",
-    ),
-    Mutant(
-        "a token below the reference takes from the excess of others",
-        "integrations/host/scoring.py",
-        '(losses_T - there["reference"]).clamp(min=0)',
-        'losses_T - there["reference"]',
-        "token losses",
-    ),
-    Mutant(
-        "a token's loss stands at the token before it",
-        "integrations/host/host.py",
-        "losses_L.roll(1)",
-        "losses_L",
-        "token losses",
-    ),
-    Mutant(
-        "losses of a domain stand where those of the first one do",
-        "data/reference.py",
-        "self._starts[part][sample",
-        "self._starts[0][sample",
-        "reference losses",
-    ),
-    Mutant(
-        "a batch is drawn ahead past a selection",
-        "training/policies/selection.py",
-        "return batches - (planner.draw_of_next is None)",
-        "return max(batches, 1)",
-        "selections of runs",
-    ),
-    Mutant(
-        "a run that goes on forgets what was taken",
-        "training/policies/selection.py",
-        'taken = np.array(saved["samples"], dtype=np.int64)',
-        "taken = _NONE",
-        "selections of runs",
-    ),
-    Mutant(
-        "gradients of a pool that was never scored are taken before the first selection",
-        "plugins/data/selects.py",
-        "return numbers[:0] if state is None else numbers",
-        "return numbers",
-        "selections of runs",
-    ),
-    Mutant(
-        "places of a slice begin anew in the vector of its sample",
-        "integrations/host/scoring.py",
-        "torch.arange(piece.start + 1, piece.start + piece.length + 1,",
-        "torch.arange(1, piece.length + 1,",
-        "token losses",
-    ),
-    Mutant(
-        "anchors of weights are those of the first step for good",
-        "training/policies/weighing.py",
-        "self._steps % self._every == 0",
-        "self._steps == 0",
-        "weights by likeness",
-    ),
-    Mutant(
-        "gradients of clusters are those of the whole pool",
-        "plugins/data/neighbours.py",
-        "        gradients_of=_representatives,\n",
-        "",
-        "selections of runs",
-    ),
-    Mutant(
-        "domains without a share are selected from",
-        "training/policies/selection.py",
-        "domain_of(numbers)] > 0]",
-        "domain_of(numbers)] >= 0]",
-        "selections of runs",
-    ),
-    Mutant(
-        "candidates of a selection count as batches of a schedule",
-        "training/drawing.py",
-        "replace(self._order, step=before.step)",
-        "self._order",
-        "selections of runs",
-    ),
-    Mutant(
-        "a sample that is drawn twice is a candidate twice",
-        "training/drawing.py",
-        "numbers[np.sort(np.unique(numbers, return_index=True)[1])]",
-        "numbers",
-        "selections of runs",
-    ),
-    Mutant(
-        "an objective ends with the run that is killed",
-        "training/mixing.py",
-        "objective and tuple(objective))",
-        "None)",
-        "learned shares",
-    ),
-    Mutant(
-        "a sample has its neighbour's weight",
-        "training/policies/weighing.py",
-        "draw.weight * weights)",
-        "draw.weight * np.roll(weights, 1))",
-        "weighed samples",
-    ),
-    Mutant(
-        "every rank of a sampler draws the same",
-        "data/samples/sampler.py",
-        "numbers[self.rank :: self.num_ranks]",
-        "numbers[: len(numbers) // self.num_ranks]",
-        "sampler",
-    ),
-    Mutant(
-        "a sampler's state is behind what loaders have drawn",
-        "data/samples/sampler.py",
-        "self._kept[place - first]",
-        "self._kept[-1]",
-        "sampler",
-    ),
-    Mutant(
-        "a sampler goes on by the shares of its constructor",
-        "data/samples/sampler.py",
-        "if same and points else",
-        "if same and not points else",
-        "sampler",
-    ),
-    Mutant(
-        "changes of shares to come are not kept",
-        "data/samples/sampler.py",
-        "self._points[now:]]",
-        "self._points[now : now + 1]]",
-        "sampler",
-    ),
-    Mutant(
-        "a sampler's numbers are those of domains by name",
-        "data/samples/sampler.py",
-        "samples - own.firsts[places] + firsts[places]",
-        "samples",
-        "sampler",
-    ),
-    Mutant(
-        "a group of a domain is paid for as a sample",
-        "data/samples/mixture.py",
-        "            price = len(samples) if prices is None",
-        "            price = 1 if prices is None",
-        "mixture",
-    ),
-    Mutant(
-        "groups of domains that have one number are one group",
-        "data/mixed.py",
-        "[own + first for own, first",
-        "[own + 0 * first for own, first",
-        "groups of data",
-    ),
-    Mutant(
-        "losses of a tenant's domains grow with their weights",
-        "integrations/host/tenants.py",
-        "None if weights is None else weights[own]",
-        "None",
-        "tenants of domains",
-    ),
-    Mutant(
-        "a tenant of domains draws them as one source",
-        "training/tenants/arrivals/opening.py",
-        "seed=seed, domains=domains, **columns",
-        "seed=seed, **columns",
-        "tenants of domains",
-    ),
-    Mutant(
-        "a plan draws a tenant's domains as one source",
-        "training/shared_plan/saving.py",
-        'targets": member.targets, "domains": member.domains}',
-        'targets": member.targets}',
-        "tenants of domains",
-    ),
-    Mutant(
-        "the batch ahead of a checkpoint is drawn by the newest shares",
-        "training/learning.py",
-        'resumed, saved["ahead"]',
-        "resumed, resumed.drawn_by",
-        "resume matrix",
-    ),
-    Mutant(
-        "a planned loader draws all steps before the first",
-        _LOADER,
-        "iter(self.stock.data_sampler)",
-        "iter(list(self.stock.data_sampler))",
-        "planned loader",
-    ),
-    Mutant(
-        "a planned loader draws no further than its first step",
-        _LOADER,
-        "            if not stock_batches[-1]:",
-        "            if not stock_batches[0] or _:",
-        "planned loader",
-    ),
-    Mutant(
-        "a sample goes through the adapter of another tenant",
-        "runtime/adapters/adapters.py",
-        "else self._tenants[tenant])\n",
-        "else self._tenants[max(self._tenants)])\n",
-        "tenants' samples",
-    ),
-    Mutant(
-        "a tenant's prompt is prefilled by the model alone",
-        "runtime/generate/schedule.py",
-        "Prefill(request, self._new_key(request))\n",
-        "Prefill(request, self._new_key(request._replace(tenant=None)))\n",
-        "tenants' samples",
-    ),
-    Mutant(
-        "a log-probability is that of the next row",
-        "runtime/generate/sampling.py",
-        "log_probs_R = logits_RV.gather(",
-        "log_probs_R = logits_RV.roll(1, 0).gather(",
-        "proof of samples",
-    ),
-    Mutant(
-        "a sample that is asked for again begins with another stream",
-        "runtime/generate/schedule.py",
-        "stream_of(settings.seed, request.number, number)",
-        "stream_of(settings.seed, request.number, request.samples.index(number))",
-        "proof of samples",
-    ),
-    Mutant(
-        "noise is that of the sample before",
-        "runtime/generate/engine.py",
-        "[sample.stream for sample in samples]",
-        "[samples[row - 1].stream for row, _ in enumerate(samples)]",
-        "proof of samples",
-    ),
-    Mutant(
-        "a block is free while another sample reads it",
-        "runtime/attention/block_tables.py",
-        "            if not self._readers[block]:\n",
-        "            if self._readers[block] <= 1:\n",
-        "schedule of samples",
-    ),
-    Mutant(
-        "a sample's first token writes into the last block of its prompt",
-        "runtime/generate/schedule.py",
-        "        if rest:\n            self._cache.copy_block(",
-        "        if not rest:\n            self._cache.copy_block(",
-        "schedule of samples",
-    ),
-    Mutant(
-        "a sample that was given up waits behind all others",
-        "runtime/generate/schedule.py",
-        "request.number] += 1\n        self.waiting.appendleft(sample)\n",
-        "request.number] += 1\n        self.waiting.append(sample)\n",
-        "schedule of samples",
-    ),
-    Mutant(
-        "who began first is given up first",
-        "runtime/generate/schedule.py",
-        "            last = self.live[-1]\n",
-        "            last = self.live[0]\n",
-        "schedule of samples",
-    ),
-    Mutant(
-        "any other token counts as a tie",
-        "training/proof/plain_samples.py",
-        "tight.max() - self._tie:\n",
-        "tight.min() - self._tie:\n",
-        "proof of samples",
-    ),
-    Mutant(
-        "a sample that ends late counts as one that ends where it should",
-        "training/proof/plain_samples.py",
-        'goes_on or self._cut(sample._replace(ended="limit")) != sample:\n',
-        "goes_on:\n",
-        "proof of samples",
-    ),
-    Mutant(
-        "a sample is lost in a move",
-        "integrations/host/moving.py",
-        "                    schedule.put(self._sample(i, part))\n",
-        "                    self._sample(i, part)\n",
-        "moves",
-    ),
-    Mutant(
-        "a sample that moved is on two ranks",
-        "integrations/host/moving.py",
-        "                    schedule.drop(places[i])\n",
-        "                    _ = places[i]\n",
-        "moves",
-    ),
-    Mutant(
-        "a move restarts the noise of a sample",
-        "integrations/host/moving.py",
-        "stream_of(self._settings.seed, request.number, number)",
-        "stream_of(self._settings.seed, request.number, 0)",
-        "moves",
-    ),
-    Mutant(
-        "a sample that moves loses its last token",
-        "integrations/host/moving.py",
-        "new=[int(token) for token in tokens]",
-        "new=[int(token) for token in tokens[:-1]]",
-        "moves",
-    ),
-    Mutant(
-        "a sample that goes leaves its keys",
-        "runtime/generate/schedule.py",
-        "        self.live.remove(sample)\n        self._free_keys(sample)\n",
-        "        self.live.remove(sample)\n",
-        "generation",
-    ),
-    Mutant(
-        "a sample that comes has its old keys",
-        "runtime/generate/schedule.py",
-        "        sample.kept = prefill.length\n",
-        "        sample.kept = max(prefill.length, sample.length - 1)\n",
-        "generation",
-    ),
-    Mutant(
-        "keys that are computed again cost nothing",
-        "plugins/rollout/moves.py",
-        "gap - seconds[own] - price[own]",
-        "gap - seconds[own]",
-        "rollout",
-    ),
-    Mutant(
-        "a bound takes samples of a step for alone in it",
-        "plugins/rollout/plan.py",
-        "        alone = middle - costs.step_s * tokens\n",
-        "        alone = (middle - costs.step_s * tokens) / num_ranks\n",
-        "rollout",
-    ),
-    Mutant(
-        "a border of samples is decided when the first has come to it",
-        "runtime/generate/kept.py",
-        "        return any(len(sample.new) < self.bar for sample in self.running.values())\n",
-        "        return all(len(sample.new) < self.bar for sample in self.running.values())\n",
-        "kept samples",
-    ),
-    Mutant(
-        "what ended before a border ends before the next one again",
-        "runtime/generate/kept.py",
-        "        own.lengths = {}\n",
-        "        own.lengths = dict(own.lengths)\n",
-        "kept samples",
-    ),
-    Mutant(
-        "samples are pruned by no score",
-        "runtime/generate/kept.py",
-        "        own.state = own.state.at_border(own.lengths, self._scored(own))\n",
-        "        own.state = own.state.at_border(own.lengths, {i: 0.0 for i in self._scored(own)})\n",
-        "kept samples",
-    ),
-    Mutant(
-        "pass@k is taken from the share of right samples, with its bias",
-        "training/sampling/figures.py",
-        "1.0 - math.comb(of - count, k) / math.comb(of, k)",
-        "1.0 - (1.0 - count / of) ** k",
-        "samples in validation",
-    ),
-    Mutant(
-        "functions of users move numpy's generator on",
-        "training/sampling/scored.py",
-        "            np.random.set_state(of_numpy)\n",
-        "            pass\n",
-        "samples in validation",
-    ),
-    Mutant(
-        "a row sees the key behind its own, block by block",
-        "runtime/attention/kv_cache.py",
-        "unseen_PS = places_PS > last_P[:, None]\n",
-        "unseen_PS = places_PS > last_P[:, None] + 1\n",
-        "blocks of rows",
-    ),
-    Mutant(
-        "a block that several rows share is read for one of them alone",
-        "runtime/attention/kv_cache.py",
-        "            again = last[blocks] != order\n",
-        "            again = np.zeros(len(blocks), dtype=bool)\n",
-        "blocks of rows",
-    ),
-    Mutant(
-        "ZeRO 3 takes what whole weights do where both were measured",
-        "core/costs/by_setting.py",
-        "    if sharding in costs.by_sharding:\n",
-        "    if False:\n",
-        "costs by setting",
-    ),
-    Mutant(
-        "ranks hold the states of the sharding that was measured",
-        "core/costs/by_setting.py",
-        "costs.holding(**state_bytes).model_copy",
-        "costs.model_copy",
-        "costs by setting",
-    ),
-    Mutant(
-        "a frozen base has weight gradients at the degrees beside its own",
-        "core/costs/costs.py",
-        "{**without_weights(self), **others, ",
-        "{**without_weights(self), ",
-        "costs by setting",
-    ),
-    Mutant(
-        "steps mend the costs of the first setting alone",
-        "training/forecast/measured.py",
-        "self._of_one(costs, shares).model_copy(update=others)",
-        "self._of_one(costs, shares)",
-        "costs that steps mend",
-    ),
-    Mutant(
-        "who changes a document changes it for the next reader",
-        "core/input/reading.py",
-        "        return deepcopy(_document(text))\n",
-        "        return _document(text)\n",
-        "what was read",
-    ),
+fault = of("commands/env.py", cases("commands/test_env.py", m="not slow"))
+fault(
+    "Ray's workers lose what a script has on their PYTHONPATH",
+    'variables.get("PYTHONPATH", "${PYTHONPATH}")',
+    '"${PYTHONPATH}"',
+)
+fault = of("integrations/megatron/model/expert_gate.py", cases("commands/test_exchange_faults.py"))
+fault("tokens move before headers were looked at", 'if point == "before_ep_alltoall":', "if point is None:")
+fault = of("integrations/huggingface/folders/writing.py", cases("commands/test_export.py", k="leaves and megatron"))
+fault("an export has its name before every rank has given its part", "self._confirm()", "pass")
+killer = cases("commands/test_train.py", k="in_the_background")
+fault = of("integrations/megatron/saving/storage.py", killer)
+fault("what is written in the background changes under the writer", '().to("cpu", copy=True)', '().to("cpu")')
+fault = of("training/checkpoint/resuming.py", killer)
+fault("a failure in the background is forgotten with the next checkpoint", '""\n        self.wait()', '""')
+killer = cases("commands/test_train.py", k="other_samples or other_weights")
+fault = of("training/job.py", killer)
+fault("ranks compare of data how long it is", "fingerprint.encode(), digest_size=", "lengths.tobytes(), digest_size=")
+fault = of("integrations/huggingface/folders/reading.py", killer)
+fault(
+    "a folder of weights is known by its names", "digest.update(opened.read(_BLOCK_BYTES))", "opened.read(_BLOCK_BYTES)"
+)
+fault = of("training/proof/steps.py", cases("commands/test_verify.py", k="planners_that_failed"))
+fault("a proof forgets that planners failed", "or self.over or self.failed", "or self.over")
+
+fault = of("core/policies.py", cases("core/test_policies.py"))
+fault(
+    "an objective counts targets and not domains",
+    "np.divide(parts, sums, out=np.zeros(len(sums)), where=there)",
+    "parts",
+)
+fault("domains that are not in a batch take their part of its loss", "(parts) if parts.any", "(objective) if parts.any")
+
+fault = of("core/balance/step_bound.py", cases("core/balance/test_step_bound.py", k="drawn or few"))
+fault("tensor-parallel traffic is in a bound twice", "(1.0 + more) + token_s", "(1.0 + more) + 2 * token_s")
+fault("a way in is in a bound twice", "in_s += forward.launch_s + hop_s", "in_s += 2 * (forward.launch_s + hop_s)")
+fault("a bound has more head than the model", "num_stages)", "num_stages) + context.head_frac * (stage > 0)")
+fault("keys and values take room twice in a bound", "- memory.kv_bytes_per_token", "- 2 * memory.kv_bytes_per_token")
+fault("a hand-over between stages is in a bound twice", "token_s = min", "token_s = 2 * min")
+fault(
+    "other work fills less of the way of a large micro-batch in a bound than it can",
+    "idle[:, None] + filled_s",
+    "0.9 * (idle[:, None] + filled_s)",
+)
+fault("a last stage runs forwards in a bound that it may skip", "costs.recompute and has_last", "False and has_last")
+
+fault = of("core/costs/busy.py", cases("core/costs/test_busy.py"))
+fault("a busy machine is never marked", "> max(self.used, self.cores) + MARGIN or self.spread > SPREAD", "< 0")
+killer = cases("core/costs/test_by_setting.py")
+fault = of("core/costs/by_setting.py", killer)
+fault("a degree that was not measured costs what its neighbour does", "0, first + place * (second - first)", "0, first")
+fault("ZeRO 3 takes what whole weights do where both were measured", "if sharding in costs.by_sharding:", "if False:")
+fault("ranks hold the states of the sharding that was measured", "holding(**state_bytes).model_copy", "model_copy")
+fault = of("core/costs/costs.py", killer)
+fault("a frozen base has weight gradients at the degrees beside its own", "(self), **others, ", "(self), ")
+fault = of("core/costs/tensor_parallel.py", cases("core/costs/test_tensor_parallel.py"))
+fault("tensor-parallel ranks are said to divide what norms keep", "part if divides_tokens else 1.0,", "part,")
+
+fault = of("core/experts/exact.py", cases("core/experts/test_exact.py", "runtime/experts/test_exact_on_device.py"))
+fault("a quota of a copy is off by one", "(starts_R + tokens_R)[:, None]", "(starts_R + tokens_R - 1)[:, None]")
+fault("a giver that is overdrawn takes from nobody", "taken_R[givers_R] += overdrawn_R", "pass")
+fault("a share is the mean rounded down", "(-(-total // num_ranks), tolerated)", "(total // num_ranks, tolerated)")
+fault = of("core/experts/messages.py", cases("core/experts/test_messages.py"))
+fault("ranks that have pieces of an expert send those of others", "rank, other, expert,", "other, rank, expert,")
+fault = of("core/experts/quotas.py", cases("core/experts/test_quotas.py"))
+fault("the law of quotas lets a rank compute less than nothing", "or (quotas_ER < 0).any():", ":")
+fault("the law of quotas lets tokens be repeated", "(wanted_E != served_E)", "(wanted_E > served_E)")
+fault("the law of quotas lets a rank have a copy beyond its slots", "policy.slots:", "policy.slots + 1:")
+fault("the law of quotas does not ask whose copies they are", "- set(copies[rank])", "- set().union(*copies)")
+fault = of("core/experts/seconds.py", cases("core/experts/test_seconds.py"))
+fault("a layer counts a row for each expert, though tokens go once to a node", "size < num_ranks:", "size > num_ranks:")
+fault("a token that goes elsewhere saves two journeys and not four", "+ 4 * cost.token_bytes", "+ 2 * cost.token_bytes")
+fault("copies that are let go travel once", "(cost.weight_bytes) * (1 if cost.keep else 2)", "(cost.weight_bytes)")
+fault = of("core/experts/sources.py", cases("core/experts/test_sources.py"))
+fault("nodes of receivers are not those of senders", "counts_RE.T[divided], node_ranks", "counts_RE.T[divided], 0")
+fault(
+    "senders and receivers of an expert's tokens are swapped",
+    "quotas_ER[divided], counts_RE.T",
+    "counts_RE.T[divided], quotas_ER",
+)
+
+fault = of("core/input/reading.py", cases("core/input/test_reading.py"))
+fault("a parser's own errors come through", "(text))\n    except Exception as", "(text))\n    except yaml.YAMLError as")
+fault("who changes a document changes it for the next reader", "deepcopy(_document(text))", "_document(text)")
+fault = of("core/input/sandbox.py", cases("core/input/test_sandbox.py"))
+fault("each question to the sandbox has all the seconds", 'budget.left_s -= answer["seconds"]', "pass")
+fault("the sandbox has memory without end", "_limit_memory()\n        begin_s", "begin_s")
+
+fault = of("core/plan/program.py", cases("core/plan/test_rounds.py"))
+fault("one rank of a group skips a forward that its peers run", "any(runs[i] is not None", "all(runs[i] is not None")
+fault("backwards of a group may belong to forwards of several rounds", "of pass {number}", "of pass {number * 0}")
+
+fault = of("core/planning/chain.py", cases("core/planning/test_chain.py", "independent"))
+fault(
+    "a plan over the caps is trained",
+    "self.under_caps(plan.revised(notes=(*plan.notes, *notes)) if notes else plan)",
+    "plan.revised(notes=(*plan.notes, *notes)) if notes else plan",
+)
+fault = of("core/planning/exercised.py", cases("core/planning/test_exercised.py"))
+fault("a plan that took over shows its plugin at work", 'not (fell_back and plugin.place == "steps") and ', "")
+fault("a plan shows a plugin that was left out of it", " and not refused_by(plan, plugin.name)", "")
+fault = of("core/planning/gains.py", cases("core/planning/test_gains.py"))
+fault("a step that pads or waits is taken for as good as its plan", "if stock_s <= (1 + NOTHING) *", "if stock_s >=")
+fault = of("core/planning/judge.py", cases("core/planning/test_judge.py"))
+fault("a baseline that may win is taken for one that cannot", "return 0.0", "return math.inf")
+fault("a candidate gives way to one that no device holds", "for one in candidates if one.fits", "for one in candidates")
+fault = of("core/planning/parts.py", cases("core/planning/test_parts.py"))
+fault("one part of a plane has the work of all", "cuts, number * self.ranks", "cuts, 0 * self.ranks")
+fault("slices of a shorter sequence begin anywhere", "at * own // whole // block * block for", "at * own // whole for")
+fault = of("core/planning/planner.py", cases("core/planning/test_planner.py"))
+fault("one rank's other plan is no matter", "if odd:", "if len(odd) > 1:")
+fault("a rank takes its own stage", "best = stages.at(_least(answers))", "best = stages.at(stages.reached)")
+fault(
+    "a stage's plan is not compared",
+    "_refuse_divergence(self._exchange(_digest(plan, begun.draw)), self.step)",
+    "self._exchange(plan.digest)",
+)
+fault("a late planner goes on", "begun.over.set()\n        # All ranks", "# All ranks")
+fault = of("core/planning/planner.py", cases("core/planning/test_planner.py", k="other_weights"))
+fault("ranks do not compare their weights", "return plan.digest if sums is None", "return plan.digest if plan")
+fault = of("core/planning/stages.py", cases("core/planning/test_stages.py"))
+fault("a stage takes the slower plan", "candidate.fits, candidate.step_s) < (", "candidate.fits, candidate.step_s) > (")
+fault("a stage breaks the settings of a later plugin", "self.chain.lawful(plan), self.chain.", "plan, self.chain.")
+killer = cases("core/planning/test_turns.py")
+fault = of("core/planning/planner.py", killer)
+fault("a rank makes two plans at a time", "before.over.wait()", "pass")
+fault("the data's state is that of the last draw", ", draw,", ", self._ahead[-1].draw if self._ahead else draw,")
+fault("more is drawn than there is", "min(self._steps_ahead, follow)", "self._steps_ahead")
+fault("what was received is not compared", "_refuse_divergence([answer[2:] for answer in answers], self.step)", "pass")
+fault("every rank plans every step", "is not None and not turns.is_own(number):", "is not None and turns.is_own(-1):")
+fault = of("core/planning/turns.py", killer)
+fault("a plan of an earlier step is taken", "(default_factory=dict)", "(default_factory=lambda plans={}: plans)")
+fault("a later stage's plan is not sent", "not None and best is not self._last:", "not None and self._last is None:")
+fault("a plan that was received may run code", "_DATA:", "_DATA:\n            return super().find_class(module, name)")
+
+fault = of("core/recipe/adapter.py", cases("core/recipe/test_adapter.py"))
+fault("the last pattern of names counts, and not the first", "pattern in patterns", "pattern in reversed(patterns)")
+
+fault = of("core/search/floors.py", cases("core/search/test_floors.py"))
+fault("a floor of a setting is 20 % too high", "_plugins_s(chain, batch) if", "1.2 * _plugins_s(chain, batch) if")
+killer = cases("core/search/test_search.py", k="dense or little or moment")
+fault = of("core/search/floors.py", killer)
+fault("a floor of a search is 20 % too high", "passes_s + after_passes_s", "1.2 * passes_s + after_passes_s")
+fault = of("core/search/best_first.py", killer)
+fault(
+    "a search ends at the first setting that is planned whole",
+    "planned:\n            yield search",
+    "planned:\n            yield search\n        if one.whole:\n            return",
+)
+fault("a search plans what no device holds", "fits = lacking_bytes <= 0", "fits = lacking_bytes <= 1e18")
+killer = cases("core/search/test_search.py", k="overlap")
+fault = of("core/search/floors.py", killer)
+fault(
+    "a gradient sum that no plan overlaps counts as overlapped",
+    "if batch.max(initial=0) > caps.max_tokens:\n        return math.inf",
+    "pass",
+)
+fault = of("core/search/best_first.py", killer)
+fault(
+    "plans are reused where the trainer's own schedule may be faster",
+    "not step.plan.in_host_schedule and step.step_s <= in_schedule_s(chain, batch.lengths)",
+    "True",
+)
+fault = of("core/search/stage_layers.py", cases("core/search/test_stage_layers.py"))
+fault("auto stays with its first numbers", "for _ in range(MOVES):", "for _ in range(0):")
+
+killer = cases("core/simulate/test_unequal_stages.py")
+fault = of("core/costs/context.py", killer)
+fault("a stage has the seconds of its neighbour's layers", "for own in layers", "for own in (*layers[1:], layers[0])")
+fault("the output layer grows with the layers beside it", "/ share_of(self.layout.layers, stage) - 1", "- 1")
+fault = of("core/plan/limits.py", killer)
+fault("every stage has the memory of the mean one", "self.memory.of_share(share_of(self.layers, stage))", "self.memory")
+killer = cases("core/simulate/test_v_shape.py")
+fault = of("core/costs/memory.py", killer)
+fault("a device of two stages holds one of them", "levels.append(level + other.held_bytes)", "levels.append(level)")
+fault = of("core/simulate/events.py", killer)
+fault(
+    "the stages of a device run at once",
+    "max(free[device][r] for members in together.values() for r in members)",
+    "0.0",
+)
+fault(
+    "the stages of a device have links of their own", "[to - device]", ".setdefault((stage, ahead), [0.0] * num_ranks)"
+)
+fault = of("core/laws.py", killer)
+fault("a merge that leaves passes out passes the laws", "if sorted(row) != wanted:", "if False:")
+
+fault = of("data/cache.py", cases("data/test_cache.py"))
+fault(
+    "without locks a writer takes away what another writes",
+    "if _acquire(lock.fileno(), path):\n            _clear",
+    "_acquire(lock.fileno(), path)\n        _clear",
+)
+fault("what a killed writer has left stays", "_clear(path)", "pass")
+killer = cases("data/test_content.py")
+fault = of("data/content.py", killer)
+fault("only the lengths of data count", 'update(np.asarray(one[begin:end]).astype("<i8").tobytes())', 'update(b"")')
+fault("labels of data do not count", "for one in columns:", "for one in columns[:1]:")
+fault("other lengths of an earlier version go on", 'and now.startswith(f"{kept}-"):', "and now:")
+fault("the first sample comes before the first look", '"first" in vars(self) and self._content()', "self._content()")
+fault = of("data/sources.py", killer)
+fault("a file that changes under a run is not looked at", "self._watch.look()", "pass")
+killer = cases(
+    "data/test_mixture.py", "data/test_mixed.py", "training/test_mixed_drawing.py", "training/test_domain_losses.py"
+)
+fault = of("data/samples/mixture.py", killer)
+fault("a domain's order is that of every other one", 'f"{seed}/{name}"', 'f"{seed}"')
+fault("what is due to a domain is forgotten behind a step", "credits=tuple(credits),", "credits=(0.0,) * len(credits),")
+fault("a sample of a mixture pays 1 whatever its targets", "credits[domain] -= price", "credits[domain] -= 1")
+fault("a domain of share 0 is drawn from as any other", "shared, key=due.", "range(len(due)), key=due.")
+fault("a domain begins the same epoch again", "self._begun.epoch + epochs, consumed", "self._begun.epoch, consumed")
+fault("a domain that leaves begins anew when it is back", "credits, step, policy, absent", "credits, step, policy")
+fault("a mixture goes on with the shares of its first step", "credits, step, policy,", "credits, 0, policy,")
+fault("a group of a domain is paid for as a sample", "price = len(samples) if prices is", "price = 1 if prices is")
+fault = of("data/samples/numbering.py", killer)
+fault("the first sample of a domain is one of its neighbour's", 'side="right"', 'side="left"')
+fault = of("training/drawing.py", killer)
+fault("what waits of a domain that leaves is lost", "strict=True), *waiting.absent]", "strict=True)]")
+fault("a sample has the weight of the batch's last domain", "(self.weights)[places]", "(self.weights)[places[::-1]]")
+fault = of("core/policies.py", killer)
+fault("a domain's loss holds its neighbours'", "domain == place for place in", "domain >= place for place in")
+fault("a domain's loss grows with its weight", "if weights is not None:", "if weights is None:")
+fault = of("data/samples/order.py", cases("data/test_order.py"))
+fault("every epoch has the order of the first", "num_samples, self.seed, self.epoch", "num_samples, self.seed, 0")
+fault = of("data/reference.py", cases("data/test_reference.py"))
+fault("losses of a domain stand where those of the first one do", "self._starts[part]", "self._starts[0]")
+fault = of("data/samples/sampler.py", cases("data/test_sampler.py"))
+fault("every rank of a sampler draws the same", "[self.rank :: self.num_ranks]", "[: len(numbers) // self.num_ranks]")
+fault("a sampler's state is behind what loaders have drawn", "self._kept[place - first]", "self._kept[-1]")
+fault("a sampler goes on by the shares of its constructor", "if same and points else", "if same and not points else")
+fault("changes of shares to come are not kept", "self._points[now:]", "self._points[now : now + 1]")
+fault("a sampler's numbers are those of domains by name", "samples - own.firsts[places] + firsts[places]", "samples")
+
+fault = of("data/rows/chats.py", cases("data/rows/test_rows.py", k="brings"))
+fault("a row replaces the template of its tokenizer", "sorted(settings.keys() & self._own):", "[]:")
+killer = cases("data/rows/test_weights.py")
+fault = of("data/formats.py", killer)
+fault("tokens of weight 0 stay targets", "documents.weights.nonzero(spans)", "spans")
+fault = of("data/sources.py", killer)
+fault("a piece of a long row has the weights of its beginning", " + self._cut.start[index]", "")
+
+killer = cases("hosts/test_equal.py", k="anew")
+fault = of("patches/transformers.py", killer)
+fault("what a program assigns anew stays", "for lost in put_back(steps):", "for lost in list[str]():")
+fault = of("integrations/transformers/trainer.py", killer)
+fault("a wrapper inside a wrapper begins a step of its own", "if is_running():  # inside", "if not trainer:  # inside")
+fault = of("integrations/transformers/units/proof.py", cases("hosts/test_trl_layouts.py"))
+fault("weights are moved in a copy that is freed", "module.reshard()", "pass")
+
+fault = of("core/simulate/one_queue.py", cases("independent/test_one_queue.py"))
+fault(
+    "a second send does not wait until the first is taken", "max(starts[stage, op] + 1, taken)", "starts[stage, op] + 1"
+)
+
+fault = of("integrations/unmodified/planned_loop.py", cases("integrations/test_planned_loop.py"))
+fault("equal batches keep the plan of other costs", "_last and self._last[0] is self.chain and ", "_last and ")
+fault(
+    "batches keep the plan of other lengths",
+    "np.array_equal(self._last[1].lengths, lengths)",
+    "len(self._last[1].lengths) == len(lengths)",
+)
+fault("loops compare no digests of plans", "_NO_PLAN if refusal else plan.digest,", "_NO_PLAN,")
+fault("loops number every step the first", "self.steps += 1", "self.steps = 1")
+fault("a batch that one rank refuses is planned on the others", "next(filter(None, everyone(refusal)),", "(refusal or")
+fault = of("integrations/unmodified/roll_call.py", cases("integrations/test_roll_call.py"))
+fault("ranks without evenload are not asked after", "before_first = partial(_await_all, word)", "before_first = None")
+fault("ranks with other plugins pass for ranks with the same", "if set(words) != {word}:", "if None in words:")
+
+killer = cases(
+    "integrations/deepspeed/test_experts.py",
+    k="divided_experts and 1-more1 or loop_of_others and 2-4-None or change_no_count",
+)
+fault = of("runtime/experts/owners.py", killer)
+fault(
+    "the gradient of a copy does not come home",
+    "of_index.get(index, [None] * len(self.shapes))",
+    "[None] * len(self.shapes)",
+)
+fault = of("runtime/experts/balance.py", killer)
+fault("copies stand in each other's slots", "slots + np.arange(len(experts))", "slots + np.arange(len(experts))[::-1]")
+fault("tokens go to slots of other experts", "().argsort(stable=True)", "().argsort(stable=True, descending=True)")
+fault = of("integrations/deepspeed/engine/expert_gate.py", killer)
+fault("AutoEP's loads count slots for experts", "layer.tokens_per_expert.add_(counts_E)", "pass")
+fault("ranks with copies reduce the gradients of experts in another order than ranks without", 'w3", "w2', 'w2", "w3')
+killer = cases("integrations/deepspeed/test_tenants.py", k="begins_with_its_replay")
+fault = of("integrations/deepspeed/engine/frozen.py", killer)
+fault("a recomputed layer of ZeRO 3 is replayed when an adapter asks for it", "_marked, layer.", "layer.")
+fault = of("integrations/deepspeed/engine/frozen.py", cases("integrations/deepspeed/test_tenants.py", k="in_a_row"))
+fault("backwards in a row keep the frozen weights that they gathered", "self._releases.before_backward()", "pass")
+killer = cases("integrations/deepspeed/test_tenants.py", k="three_steps and 3-more")
+fault = of("integrations/deepspeed/engine/frozen.py", killer)
+fault(
+    "a pack of no tenant has no backward beside a frozen model",
+    "output.requires_grad_() if torch.is_grad_enabled() else output",
+    "output",
+)
+killer = cases("integrations/deepspeed/test_tenants.py::test_pipelines_train_each_tenant_as_if_alone", k="4-False")
+fault = of("integrations/deepspeed/pipeline/host.py", killer)
+fault("adapters of a stage are summed over the stages", "grid.get_data_parallel_group", "grid.get_pipe_parallel_group")
+
+killer = cases("integrations/deepspeed/pipeline/test_pipeline.py", k="as_many_as_are_said")
+fault = of("integrations/deepspeed/pipeline/model.py", killer)
+fault("DeepSpeed gives a stage its neighbour's layers", "accumulate(each[:-1])", "accumulate(each[1:])")
+
+fault = of("integrations/deepspeed/unmodified/loader.py", cases("integrations/deepspeed/unmodified/test_loader.py"))
+fault("a planned loader draws all steps before the first", "self.stock.data_sampler", "list(self.stock.data_sampler)")
+fault("a planned loader draws no further than its first step", "not stock_batches[-1]:", "not stock_batches[0] or _:")
+killer = cases("integrations/deepspeed/unmodified/test_micro_batches.py")
+fault = of("integrations/deepspeed/unmodified/micro_batches.py", killer)
+fault("a user's step is filled up with dummies", "while len(result) < count and", "while len(result) < 1 and")
+fault("ranks in step run real micro-batches though they are slower", "dummies if slower else real", "real")
+killer = cases("integrations/deepspeed/unmodified/test_promises.py")
+fault = of("integrations/deepspeed/unmodified/loader.py", killer)
+fault(
+    "samples are collated one by one, so that padding is not seen",
+    "in stock_batches",
+    "in [[row] for rows in stock_batches for row in rows]",
+)
+fault("the shortest sample is measured against a window", "longest,", "min(entry.length for entry in entries),")
+fault(
+    "a sample that reads otherwise on another rank is taken",
+    "SampleEntry.of(entry.rows, entry.place, samples[entry.place]) != entry",
+    "len(samples[entry.place].tokens) != entry.length",
+)
+fault = of("integrations/deepspeed/unmodified/micro_batches.py", killer)
+fault("a dummy weighs a target", "_: np.zeros(2, dtype=np.int64)), 0", "_: np.zeros(2, dtype=np.int64)), 1")
+fault = of("integrations/deepspeed/unmodified/loop.py", killer)
+fault("dummies show a loss of their own", "elif state.weight:", "elif False:")
+killer = cases(
+    "integrations/deepspeed/unmodified/test_script.py::test_activation_checkpointing_changes_nothing_and_a_monitor_gets_the_numbers"
+)
+fault = of("integrations/deepspeed/unmodified/monitor.py", killer)
+fault("a monitor has evenload's numbers under the step before", " + engine.train_batch_size()", "")
+
+killer = cases("integrations/huggingface/test_accelerate.py", k="filled_up")
+fault = of("integrations/deepspeed/unmodified/micro_batches.py", killer)
+fault("the packs of a loop of Accelerate are not filled up", "m._replace(pad_to=0)", "m._replace(pad_to=0, round_to=0)")
+killer = cases("integrations/huggingface/test_accelerate.py", k="that_are_planned")
+fault = of("integrations/transformers/planning.py", killer)
+fault("a loop of Accelerate takes the mean of a pack", "self.divisors", "[pack.num_targets] * len(self.divisors)")
+fault("a loop's own number of tokens does not divide", "if one.divisor is None else one.divisor for one", "for one")
+killer = cases("integrations/huggingface/test_accelerate.py", k="are_refused")
+fault = of("integrations/transformers/pack_loss.py", killer)
+fault("any loss passes for the model's own in a loop", "bool(used) and abs(value - own) > rounding", "False")
+fault("ranks of a loop may multiply by different numbers", "bool(unlike),", "False,")
+fault("a loop reads logits of a pack for those of its rows", "output[key] = OfPack()", "pass")
+killer = cases("integrations/huggingface/test_adapters.py")
+fault = of("integrations/huggingface/folders/adapters.py", killer)
+fault("a tensor of infinities is a finite one", "(torch.isfinite(tensor).all())", "(torch.isfinite(tensor).any())")
+fault(
+    "another config comes to stand beside the tensors that are there",
+    "(folder / ADAPTER_MODEL).unlink(missing_ok=True)",
+    "pass",
+)
+fault("of an adapter of another base the first halves alone are compared", "if size !=", "if is_first and size !=")
+fault(
+    "a layer that the config of an adapter leaves out is read all the same",
+    "not in set(adapter.targets(layers))",
+    "in ()",
+)
+fault = of("integrations/huggingface/folders/adapter_config.py", killer)
+fault("a setting of an adapter that nobody knows is passed over", "if fields[key]:", "if key in _CHOICES:")
+fault(
+    "an adapter is written with the alpha of its rank's default",
+    "alpha_pattern={key: _whole(alpha) for key, alpha in adapter.alpha_pattern.items()},",
+    "",
+)
+killer = cases("integrations/huggingface/test_audit.py", k="shifted or mean or positions")
+fault = of("integrations/transformers/audit/audit.py", killer)
+fault("an audit misses one shifted label", "in judged if offset is not None", "in judged if offset not in (None, 1)")
+fault(
+    "an audit takes a mean of means for right", '/ usual["count', '* one["targets"] / usual["count"] / usual["targets'
+)
+fault("an audit runs a sample alone at the positions of its row", "(one, span)\n", "(one, span, positions_L)\n")
+killer = cases("integrations/huggingface/test_changes.py", k="makes_of_its_batches")
+fault = of("integrations/transformers/pack_loss.py", killer)
+fault(
+    "a token of a mean of a batch counts by its pack",
+    "1.0 / np.array(divisors)",
+    "np.full(len(divisors), np.mean(1.0 / np.array(divisors)))",
+)
+fault = of("integrations/transformers/proof.py", killer)
+fault(
+    "a probe weighs both samples alike, a mean of means",
+    "num_targets(one) if divisor is None else float(divisor)",
+    "sum(map(num_targets, samples)) / 2",
+)
+fault = of("integrations/transformers/supported.py", killer)
+fault(
+    "forwards of older adapters are looked for at hooks that they go past",
+    'outer.base_model if hasattr(outer, "get_base_model") else outer',
+    "unwrapped(accelerator, model)",
+)
+fault = of("integrations/transformers/trainer.py", killer)
+fault(
+    "a Trainer's batches are told apart by their tokens",
+    "window.taken.",
+    'if all(inputs["input_ids"].tolist() != one.inputs["input_ids"].tolist() for one in window.taken):\n'
+    "        window.taken.",
+)
+fault("a script's _prepare_inputs is let at packs", "(trainer, _prepare_inputs=lambda inputs: inputs):", "(trainer):")
+fault("a run that an exception ended is held against the next", "is None or window.run is not trainer.state", "is None")
+fault = of("integrations/transformers/planning.py", killer)
+fault("a step without a target ends the run", "if not samples.places:\n        return None", "assert samples.places")
+killer = cases("integrations/huggingface/test_changes.py", k="cannot_be_planned")
+fault = of("integrations/transformers/proof.py", killer)
+fault(
+    "a loss that the model's loss function has no part in is planned",
+    "if loss is not None:\n            loss.refuse_unused()",
+    "pass",
+)
+fault(
+    "a loss that raises anyhow is taken for the measurement's fault",
+    "None and not any(everyone(measurement.raises_on_row()))",
+    "None",
+)
+killer = cases("integrations/huggingface/test_changes.py", k="is_refused")
+fault = of("integrations/transformers/trainer.py", killer)
+fault("a loss that raises where it is measured is passed over", "raised and state.planning is None:", "not trainer:")
+fault = of("integrations/transformers/planning.py", killer)
+fault("batches of one step may be divided by several numbers", "is None or len(divisors) > 1", "is None")
+fault = of("integrations/transformers/stage.py", killer)
+fault(
+    "what a compute_loss makes of a pack is not looked at",
+    "own._version != self._versions[key] or not (taken is own or _is_copy(taken, own))",
+    "False",
+)
+fault = of("integrations/transformers/hooks.py", killer)
+fault("every hook on a parameter passes for linear", "proven = _is_linear(hook, before, after)", "proven = True")
+killer = cases("integrations/huggingface/test_folder.py")
+fault = of("integrations/huggingface/folders/reading.py", killer)
+fault("a shard may lie outside of its folder", "if Path(file).name != file or not", "if not")
+fault("unlike weights are one where their first rows agree", "0, rows,", "0, min(rows, _COMPARED_ROWS),")
+fault("a tensor that its shard lacks is looked for in it", "if tensor not in heads[str(file)]:", "if tensor in ():")
+fault(
+    "of a tensor that is read in pieces the columns are all there",
+    "piece, *cut",
+    "piece, *(slice(None, c.stop - c.start) for c in cut)",
+)
+fault = of("integrations/huggingface/folders/conversion.py", killer)
+fault("rows of experts are those of the first ones", "for key in keys[rows]", "for key in keys[: len(keys[rows])]")
+fault("a model may lack a tensor of its folder", "if missing:", "if missing and not self._sources:")
+fault = of("integrations/huggingface/folders/writing.py", killer)
+fault("a config names the type that its folder had before", "num_tensors:", "num_tensors and not self._config:")
+fault(
+    "what an export has begun stays where it fails",
+    "finally:\n            shutil.rmtree(self._aside, ignore_errors=True)",
+    "finally:\n            pass",
+)
+fault = of("integrations/huggingface/inputs.py", cases("integrations/huggingface/test_inputs.py"))
+fault("an entry that the model reads is left out of a batch", " or any(_reads(one, key) for one in sources)", "")
+killer = cases("integrations/huggingface/test_mixers.py", k="packs_are_exact")
+fault = of("integrations/huggingface/attention.py", killer)
+fault("a window has a token more than the model's", "is None else int(window) - 1", "is None else int(window)")
+fault = of("integrations/huggingface/mixers.py", cases("integrations/huggingface/test_mixers.py", k="border"))
+fault("a state runs over the border of two samples", "None else forms[holder]", "None or forms else forms[holder]")
+fault("a part that mixes tokens is not searched for", "None or layer not in packs", "not None or layer not in packs")
+fault = of("integrations/huggingface/mixers.py", cases("integrations/huggingface/test_mixers.py", k="pack_again"))
+fault("a recomputed layer has no pack", "packs.update(own)", "pass")
+killer = cases("integrations/huggingface/test_parts.py")
+fault = of("integrations/transformers/multimodal/parts.py", killer)
+fault("a picture follows another row", "whole = torch.cat(there)", "whole = torch.cat(there[::-1])")
+fault(
+    "a row without a picture takes its neighbour's",
+    "(key, kind, group), [0, *accumulate(counts)]",
+    "(key, kind, group), [0, *accumulate(counts[1:] + counts[:1])]",
+)
+fault = of("integrations/transformers/multimodal/work.py", killer)
+fault("an image is counted as no work by its tower", "if tower is None:", "if tower is None or not values.is_sound:")
+fault = of("integrations/transformers/proof.py", cases("integrations/huggingface/test_proof.py", k="counted"))
+fault("a model's own attention is not seen to be its own", "calls != layers * forwards", "calls > layers * forwards")
+killer = cases("integrations/huggingface/test_proof.py")
+fault = of("integrations/transformers/proof.py", killer)
+fault("a loss of another divisor is planned", "- packed.loss) <= _LINEAR * abs(packed", "- packed.loss) <= abs(packed")
+fault("a loss that is no sum over samples is planned", "- total) > self._tolerance / 5 * sum(abs", "- total) > sum(abs")
+fault("a loss that shifts labels itself has its samples cut", "_halves(packed, labels=IGNORE)", "_halves(packed)")
+fault = of("integrations/transformers/conditions.py", killer)
+fault("a measurement counts in the script's own metrics", "(twin, name, copy.deepcopy(value))", "(twin, name, value)")
+fault("a measurement logs", "twin.log = lambda *_, **__: None", "pass")
+killer = cases("integrations/huggingface/test_rows.py")
+fault = of("integrations/huggingface/rows.py", killer)
+fault("a padded row stands on the wrong side", "if form.left:", "if not form.left:")
+fault("a row of a padded group has another one's labels", ": labels_BT,", ": labels_BT[:1].expand_as(labels_BT),")
+fault = of("integrations/transformers/trainer.py", killer)
+fault(
+    "padded groups are divided by their own targets",
+    "(inputs, num_items)",
+    '(inputs, max(1, int((inputs["labels"][:, 1:] != -100).sum())))',
+)
+killer = cases("integrations/huggingface/test_samples.py")
+fault = of("integrations/huggingface/refusals.py", killer)
+fault("labels on padding are dropped with their padding", "if bool(counts.any()):", "if False:")
+fault = of("integrations/huggingface/samples.py", killer)
+fault("a flattened row is one sample", "[*(starts_T.nonzero().flatten() + first).tolist(), stop]", "[first, stop]")
+fault("labels that go with some logits move by one", "[:, kept_K[:-1] + 1] = labels_BK", "[:, kept_K[:-1]] = labels_BK")
+killer = cases("integrations/huggingface/test_trainer.py::test_plans_of_the_packing_plugin_are_exact")
+fault = of("integrations/transformers/trainer.py", killer)
+fault(
+    "a Trainer's loss is divided by the targets of one rank",
+    "(inputs, num_items)",
+    "(inputs, sum(int((s[1, 1:] != -100).sum()) for s in batch.samples.own.values()))",
+)
+fault = of("integrations/transformers/stage.py", killer)
+fault("a Trainer's last pack runs twice", "if all", "program = (*program, *program[-2:])\n    if all")
+fault(
+    "a Trainer's packs have no borders",
+    "attention.set_attention(model, attention.NAME)",
+    "model.config._attn_implementation",
+)
+fault("a Trainer's gradients are summed over ranks one pass early", "self._left == 1", "self._left == 2")
+fault = of("integrations/huggingface/inputs.py", killer)
+fault("a Trainer's slice loses the label behind it", '"shift_labels": pack.labels_T[None],', "")
+fault = of("runtime/world/exchange.py", killer)
+fault("a Trainer's sample goes to the ranks with another's tokens", "numbers, parts,", "numbers[::-1], parts,")
+killer = cases("integrations/huggingface/test_trainer.py::test_slices_and_shared_micro_batches_are_exact_under_zero[3]")
+fault = of("integrations/transformers/stage.py", killer)
+fault("a Trainer's engine under ZeRO 3 is not told of backwards in a row", "self._reduction.before_backward()", "pass")
+killer = cases("integrations/huggingface/test_units.py", k="figures or sft or places or of_one")
+fault = of("integrations/huggingface/units.py", killer)
+fault(
+    "a pair is split",
+    "place in range(form.num_rows) for unit in units",
+    "unit in units for place in range(form.num_rows)",
+)
+fault(
+    "a row of a unit stands on the wrong side",
+    "most - len(row[key]) if part.left else 0",
+    "0 if part.left else most - len(row[key])",
+)
+fault("a row's old log-probabilities follow another row", "else value[n].clone() for", "else value[n - 1].clone() for")
+fault("an answer without a partner passes", "if rows % num_rows:", "if False:")
+fault = of("integrations/transformers/pack_call.py", killer)
+fault("what a pack gives goes back to other rows", "(0, self.slots_N, own_N)", "(0, self.slots_N.flip(0), own_N)")
+fault = of("integrations/transformers/units/call.py", killer)
+fault("every micro-batch of units counts as a whole batch", "len(self._own) / self._divisor", "float(bool(self._own))")
+fault(
+    "figures of units are weighed alike",
+    "{key: _weight(key, self._own, by_token) for key in figures}",
+    "dict.fromkeys(figures, 1)",
+)
+fault = of("integrations/transformers/units/proof.py", killer)
+fault(
+    "a mean of means passes for a mean of units", "self._refuse_other_losses(alone, together, is_divided=True)", "pass"
+)
+fault = of("integrations/transformers/units/step.py", killer)
+fault("a sum over units counts as their mean", "batch.divisor if measured.of_mean else None", "batch.divisor")
+
+killer = cases("integrations/megatron/test_dropout.py", k="whatever_the_plan or hooks")
+fault = of("runtime/adapters/hooks.py", killer)
+fault("dropout counts from the start of a slice", "pack.positions_T,", "torch.arange(len(samples_T)),")
+fault = of("runtime/adapters/product.py", killer)
+fault(
+    "the gradient of an adapter's input does not go through its dropout",
+    "part.dropped(dz_tr @ layer.a_rC.to(dz_tr.dtype), layer.place)",
+    "dz_tr @ layer.a_rC.to(dz_tr.dtype)",
+)
+killer = cases("integrations/megatron/test_experts.py", k="ep2-slices or ep4-packs or dummies or recompute")
+fault = of("runtime/experts/routing.py", killer)
+fault("a dummy counts in the losses of routers", "pack.sequence_ids_T != PADDING", "pack.sequence_ids_T >= PADDING")
+fault(
+    "the balance loss of a sequence is that of its pack",
+    "self._complete_counts(routed, piece.sequence)",
+    "routed.counts()",
+)
+fault("losses of routers count prompts among the targets", "loss_divisor(lengths, labels)", "loss_divisor(lengths)")
+fault = of("runtime/experts/copies.py", killer)
+fault("of several copies one alone sends its gradient home", "add_(part) if add else place.copy_(part)", "copy_(part)")
+fault("copies that come in pieces keep their gradients", "self._pieces_summed(gradient_CN)", "gradient_CN")
+fault = of("runtime/experts/balance.py", killer)
+fault("the copies of a rank are taken for one another", "self.copies[rank]", "reversed(self.copies[rank])")
+fault = of("integrations/megatron/reduction.py", killer)
+fault(
+    "the norm counts the experts of one rank",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_model_parallel_group",
+)
+fault = of("integrations/megatron/model/experts.py", killer)
+fault("a token that runs again moves the bias of its experts again", "if torch.is_grad_enabled():\n            ", "")
+killer = cases("integrations/megatron/test_experts.py", k="cut_over and (recompute or padded)")
+fault = of("runtime/experts/copies.py", killer)
+fault(
+    "gradients of cut experts go by the layout of another pass",
+    "gradient_CN = self.journey,",
+    'Fetch.past = getattr(Fetch, "past", self.journey), self.journey\n        gradient_CN =',
+)
+fault = of("core/experts/messages.py", killer)
+fault("the pieces of a rank are taken for those of its neighbour", "expert, r, count", "expert, (r + 1) % count, count")
+killer = cases("integrations/megatron/test_experts.py", k="go_once and shared")
+fault = of("integrations/megatron/model/expert_gate.py", killer)
+fault(
+    "a token's outputs are weighed again where nodes' sums come together",
+    "(output)",
+    "(output * self._dispatcher.probs.sum(dim=1, keepdim=True))",
+)
+killer = cases("integrations/megatron/test_experts.py", k="start_losses and fp32")
+fault = of("integrations/megatron/saving/optimizer.py", killer)
+fault(
+    "all groups of experts' optimizers get the settings of one", 'of_decay[group["wd_mult"]', 'holder["param_groups"][0'
+)
+killer = cases("integrations/megatron/test_experts.py", k="copies_where_tokens_come_from")
+fault = of("runtime/experts/routing.py", killer)
+fault(
+    "losses of routers are multiplied by the number of targets where these have weights",
+    "lengths, labels",
+    "lengths, labels and labels._replace(weights=None)",
+)
+killer = cases("integrations/megatron/test_generate.py::test_moves_between_two_ranks_change_no_token")
+fault = of("integrations/host/moving.py", killer)
+fault("a sample is lost in a move", "schedule.put(self._sample(i, part))", "self._sample(i, part)")
+fault("a sample that moved is on two ranks", "schedule.drop(places[i])", "_ = places[i]")
+fault("a move restarts the noise of a sample", "seed, request.number, number", "seed, request.number, 0")
+fault("a sample that moves loses its last token", "(token) for token in tokens", "(token) for token in tokens[:-1]")
+fault = of("runtime/adapters/by_sample.py", cases("integrations/megatron/test_gradients.py", k="tp2 and not pp2"))
+fault(
+    "what tensor-parallel ranks hold alike is projected by each",
+    "matrix.place.shares(matrix.kind) or self._peers.counts",
+    "True",
+)
+fault(
+    "a shard is projected as if it began its matrix",
+    "matrix.place.part_of(places, matrix.kind).flatten()",
+    "places.flatten()[: matrix.value.numel()]",
+)
+fault = of("runtime/adapters/by_sample.py", cases("integrations/megatron/test_gradients.py", k="shared"))
+fault("Adam turns the part of a sample that each rank has", "self._peers.sum_over_owners(parts)", "pass")
+fault = of("integrations/host/gradients.py", cases("integrations/megatron/test_gradients.py", k="alone"))
+fault("the mean of weighted losses is by their number", ") if scores.weights is None else scores.weights", ")")
+fault("two forwards are one step apart", "(ahead - behind) / (2 * step)", "(ahead - behind) / step")
+fault = of("integrations/host/tenants.py", cases("integrations/megatron/test_isolation.py", k="one"))
+fault("a tenant that has failed is updated", "self._results.items() if not result.failed", "self._results.items()")
+killer = cases("integrations/megatron/test_pipeline.py", k="that_the_recipe_says")
+fault = of("integrations/megatron/base/traits.py", killer)
+fault("Megatron is given the layers of stages backwards", "for own in layers", "for own in layers[::-1]")
+killer = cases("integrations/megatron/test_score.py", k="slices")
+fault = of("runtime/stage/executor.py", killer)
+fault("keys of a sequence stay when its last slice has been scored", "and stop == self._plan", "and stop > self._plan")
+fault = of("integrations/host/scoring.py", killer)
+fault(
+    "the loss of a later slice counts twice in a score",
+    "(losses_T, pack)",
+    "(losses_T, pack)\n"
+    "        sums = sums * torch.tensor([2.0 if s.start else 1.0 for s in pack.slices], dtype=sums.dtype)",
+)
+killer = cases("integrations/megatron/test_score.py", k="packs")
+fault = of("integrations/host/scoring.py", killer)
+fault(
+    "a token below the reference takes from the excess of others",
+    '(losses_T - there["reference"]).clamp(min=0)',
+    'losses_T - there["reference"]',
+)
+fault("places of a slice begin anew in the vector of its sample", "piece.start + 1, piece.start + piece.", "1, piece.")
+fault = of("integrations/host/host.py", killer)
+fault("a token's loss stands at the token before it", "losses_L.roll(1)", "losses_L")
+killer = cases("integrations/megatron/test_sequence_parallel.py", k="llama or 2-1-slices or other")
+fault = of("integrations/megatron/model/norms.py", killer)
+fault("the gradient of a norm is that of a rank's part of the tokens", "True", "False")
+fault = of("integrations/megatron/model/experts.py", killer)
+fault(
+    "padding of divided packs counts for routers",
+    "is_token(self.pack)[self.share]",
+    "torch.ones_like(is_token(self.pack)[self.share])",
+)
+fault(
+    "routers of all tensor-parallel ranks take the first one's tokens for theirs", "self.tp_group.rank() * slots", "0"
+)
+fault = of("integrations/megatron/stage.py", killer)
+fault(
+    "a replay takes the inputs of the first tensor-parallel rank",
+    "parallel_state.get_tensor_model_parallel_rank() * len(like_TC)",
+    "0",
+)
+killer = cases("integrations/megatron/test_slices.py::test_random_plans_give_the_gradients_of_plain_training[one]")
+fault = of("runtime/attention/labels.py", killer)
+fault(
+    "the weighted loss is divided by the number of targets", "labels.weights.sums.sum(", "count_targets(lengths, labels"
+)
+fault = of("runtime/attention/pack.py", killer)
+fault("the weighted loss is a mean of the means of packs", "weights_T, 0.", "weights_T / weights_T[target_T].sum(), 0.")
+fault(
+    "the first slice of a sequence alone has its weights",
+    "values_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
+    "values_of(piece.sequence)[piece.start + 1 : piece.stop + 1] ** (not piece.start)",
+)
+fault = of("runtime/adapters/hooks.py", cases("integrations/megatron/test_tenants.py", k="recomputes_every_layer"))
+fault(
+    "a recomputed layer has the tenants of the pack that ran last",
+    "running.spans = self._spans(pack)",
+    "self._last = self._spans(pack) if running is self._running[0] else self._last\n"
+    "            running.spans = self._last",
+)
+fault = of("integrations/host/tenants.py", cases("integrations/megatron/test_tenants.py", k="gets_alone and one"))
+fault("a tenant is divided by the weights of all", "float(divisors[own].sum())", "float(divisors.sum())")
+killer = cases("integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does[dp2]")
+fault = of("runtime/adapters/adapters.py", killer)
+fault(
+    "the part of an adapter that another rank owns is not taken", ".copy_(values)", "[tenant.run] = values[tenant.run]"
+)
+killer = cases("integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does[dp2tp2]")
+fault = of("runtime/adapters/tenant.py", killer)
+fault("the norm of a tenant counts what tensor-parallel ranks hold alike on each of them", "or counts:", "or True:")
+killer = cases("integrations/megatron/test_tenants.py::test_three_steps_move_adapters_as_a_textbook_does[one]")
+fault = of("runtime/adapters/adapters.py", killer)
+fault("tenants of a step share a divisor", "div_(divisors[number] or 1)", "div_(sum(divisors.values()))")
+fault(
+    "a tenant without data is updated, too",
+    "rates):\n            self._tenants[number].update(rates[number], norms[number]",
+    "self._tenants):\n            self._tenants[number].update(rates.get(number, 1e-3), norms.get(number, 0.0)",
+)
+fault = of("integrations/host/tenants.py", killer)
+fault(
+    "an update of tenants moves a weight of the base",
+    "({number: lr[number] for number in good}, good)",
+    "({number: lr[number] for number in good}, good)\n        next(self._host.model.parameters()).data.mul_(1 + 1e-9)",
+)
+fault("tenants are clipped by the norm of all of them", ", good", ", dict.fromkeys(good, self.norm({}))")
+fault = of("integrations/megatron/model/turns.py", cases("integrations/megatron/test_turns.py", k="tp2 and not cp2"))
+fault(
+    "the second half has positions of the first",
+    "half.rotary_T11D",
+    "halves[0].rotary_T11D[:1].expand(len(parts[place]), -1, -1, -1)",
+)
+fault("the gradient of the second half is dropped", "(torch.cat(parts))", "(torch.cat([parts[0], parts[1].detach()]))")
+fault("the gradient of the second half is doubled", "cat(parts)", "cat([parts[0], 2 * parts[1] - parts[1].detach()])")
+
+killer = cases("integrations/megatron/saving/test_checkpoint.py", k="same_layout and fp64")
+fault = of("integrations/megatron/saving/checkpoint.py", killer)
+fault("generators of random numbers begin anew after a resume", '"][name])', '"][name]) if name == "" else None')
+killer = cases("integrations/megatron/saving/test_checkpoint.py", k="no_checkpoint_of_this")
+fault = of("integrations/megatron/saving/checkpoint.py", killer)
+fault("a checkpoint of other frozen weights is taken", '"distributed_optimizer", "freeze"', '"distributed_optimizer"')
+fault = of("integrations/megatron/saving/optimizer.py", cases("integrations/megatron/saving/test_optimizer.py"))
+fault("moments lie without the padding of their buckets", "[key] = _with_padding(values, buffer)", "[key] = values")
+
+killer = cases("integrations/megatron/unmodified/test_chunks.py", k="dummies")
+fault = of("integrations/megatron/unmodified/running/chunks.py", killer)
+fault(
+    "an interleaved schedule is given a remainder that it refuses",
+    "max(0, stages - number % group) if number % group",
+    "group - number % group if number % group > stages",
+)
+killer = cases("integrations/megatron/unmodified/test_context_parallel.py", k="means and not dp2 and not pp2")
+fault = of("integrations/megatron/unmodified/reading/context_parallel.py", killer)
+fault("context-parallel ranks have chunks in a row, not in zig-zag", "min(k, chunks - 1 - k)", "k // 2")
+fault("a context-parallel rank counts its first chunk twice", "chunks[rank] + chunks[-1 - rank]", "2 * chunks[rank]")
+fault = of("integrations/megatron/unmodified/planning/call_plan.py", killer)
+fault("every context-parallel rank reports what the first one has", "number(i, place_in_row)", "number(i, 0)")
+killer = cases("integrations/megatron/unmodified/test_forms.py")
+fault = of("integrations/megatron/unmodified/reading/borders.py", killer)
+fault(
+    "a row of samples is one sample",
+    "(row, start, n) for n, (start, size) in zip(true, slots, strict=True) if size",
+    "(row, 0, width)",
+)
+fault(
+    "the padding behind a sample counts to it", "] if lengths is None else _differences(lengths[row], inside, row)", "]"
+)
+fault = of("integrations/megatron/unmodified/reading/form.py", killer)
+fault(
+    "the borders of a pack leave its padding out",
+    'cu_seqlens if looks.get(twin) or key == "cu_seqlens_unpadded" else pack.cu_seqlens_padded',
+    "cu_seqlens",
+)
+killer = cases("integrations/megatron/unmodified/test_hybrid.py", k="mamba")
+fault = of("integrations/megatron/base/families.py", killer)
+fault("samples of Mamba layers are packed", 'ATTENTION, MLP, EXPERTS = "*+",', 'ATTENTION, MLP, EXPERTS = "*+M",')
+fault = of("integrations/megatron/stage.py", cases("integrations/megatron/unmodified/test_hybrid.py", k="recomputes"))
+fault("layers of a hybrid model are recomputed in the plan alone", "decoder.layers[:layers]:", "decoder.layers[:0]:")
+killer = cases("integrations/megatron/unmodified/test_hybrid.py", k="mean")
+fault = of("integrations/megatron/unmodified/planning/user_loop.py", killer)
+fault("every layer of a hybrid model counts as one with attention", "sum(map(kinds.count, ATTENTION)) / layers", "1.0")
+killer = cases("integrations/megatron/unmodified/test_hybrid.py", k="refused")
+fault = of("integrations/megatron/unmodified/refusals/layers.py", killer)
+fault(
+    "a layer that mixes tokens by something of its own is taken for one without attention",
+    "isinstance(m, IdentityOp) or m in layers",
+    "True",
+)
+killer = cases("integrations/megatron/unmodified/test_mesh.py", k="dp2 and means")
+fault = of("integrations/megatron/unmodified/reading/samples.py", killer)
+fault("positions of a part of a sample in a loop begin at 0", "(s.start, s.stop) for s", "(s.stop - s.start) for s")
+killer = cases("integrations/megatron/unmodified/test_mtp.py", k="dp2-means")
+fault = of("integrations/megatron/unmodified/running/mtp.py", killer)
+fault("further tokens weigh as if packs were micro-batches of the loop", " * divisor / of_rank[:, None]", "")
+fault("the last token of a sample has a further target", "mask_T[start:end][layer + 1 :]", "mask_T[start:end][layer:]")
+killer = cases(
+    "integrations/megatron/unmodified/test_objective.py::test_gradients_and_reports_are_those_of_the_stock_loop[means]"
+)
+fault = of("integrations/megatron/unmodified/running/objective.py", killer)
+fault("means of micro-batches count as if there were one", "(max(1.0, number) * num_micro_batches)", "max(1.0, number)")
+killer = cases("integrations/megatron/unmodified/test_order.py", k="windows")
+fault = of("integrations/megatron/unmodified/running/attention.py", killer)
+fault(
+    "scores stay divided by the number of the layer",
+    "(core.layer_number if core.config.apply_query_key_layer_scaling else 1)",
+    "1",
+)
+killer = cases("integrations/megatron/unmodified/test_packed.py", k="said_once")
+fault = of("integrations/megatron/unmodified/running/forward_step.py", killer)
+fault(
+    "a stage that is told no borders passes for one that is",
+    'call.get("packed_seq_params") is None',
+    'call.get("packed_seq_params") is not None',
+)
+fault = of("integrations/megatron/unmodified/reading/batches.py", killer)
+fault("rows of several samples pass for rows of one", "sum(map(len, samples)) >", "sum(map(len, samples)) <")
+killer = cases("integrations/megatron/unmodified/test_packed.py", k="packed_samples and dp2")
+fault = of("integrations/megatron/unmodified/running/forward_step.py", killer)
+fault(
+    "a loop's own parameters of its packs reach the model",
+    '{**call, "packed_seq_params": self._params, "attention_mask": None}',
+    '{"packed_seq_params": self._params, "attention_mask": None, **call}',
+)
+killer = cases("integrations/megatron/unmodified/test_packed.py", k="tensordicts and dp2")
+fault = of("integrations/megatron/unmodified/planning/rows.py", killer)
+fault("what was said of rows comes home in another order", "for place in places", "for place in reversed(places)")
+fault("a mean over a micro-batch passes for a sum of rows", "_CLOSE = 1e-2", "_CLOSE = 1e2")
+killer = cases("integrations/megatron/unmodified/test_reports.py")
+fault = of("integrations/megatron/unmodified/running/reports.py", killer)
+fault(
+    "a rank reports by micro-batch what others report by pack",
+    "all(one == of_ranks[0] for one in of_ranks)",
+    "of_ranks",
+)
+fault("a loss that is its own report is not divided", "value = value / num_micro_batches", "value = value * 1")
+killer = cases("integrations/megatron/unmodified/test_router_losses.py", k="means and tp2ep2")
+fault = of("integrations/megatron/unmodified/running/experts.py", killer)
+fault("the z-loss of a loop counts for all its micro-batches at once", "(num_microbatches * tokens_S)", "tokens_S")
+fault = of("integrations/megatron/model/experts.py", killer)
+fault("every tensor-parallel rank takes its router's slots for the first ones", "self.tp_group.rank() * slots", "0")
+killer = cases("integrations/megatron/unmodified/test_router_losses.py", k="said_once")
+fault = of("integrations/megatron/unmodified/planning/call_plan.py", killer)
+fault(
+    "padding is said to change losses where there is none",
+    "planned.padded and (counting := _counting_padding(config))",
+    "counting := _counting_padding(config)",
+)
+killer = cases("integrations/megatron/unmodified/test_rows.py")
+fault = of("integrations/megatron/unmodified/running/objective.py", killer)
+fault("losses of rows are divided by the number of micro-batches that run", " if per_token else len(batches) / own", "")
+fault("a repeated row has a loss", "loss * (float(real) * self._scale),", "loss * self._scale,")
+fault("a repeated row counts tokens", "number * int(real)", "number")
+killer = cases("integrations/megatron/unmodified/test_sharing.py")
+fault = of("integrations/megatron/unmodified/planning/sharing.py", killer)
+fault("losses of ranks that share samples in a loop do not meet", "check(_in_launch_rounds(plan))", "plan")
+fault = of("core/plan/token_layout.py", killer)
+fault("a shared sample is sent to one of its ranks alone", "[piece.sequence].add(rank)", "[piece.sequence] = {rank}")
+killer = cases("integrations/megatron/unmodified/test_together.py", k="copies")
+fault = of("integrations/megatron/unmodified/refusals/layers.py", killer)
+fault("sinkhorn routes regrouped samples", '("sinkhorn", "quantile_balancing")', '("quantile_balancing",)')
+fault = of("integrations/megatron/stage.py", cases("integrations/megatron/unmodified/test_together.py", k="order_of"))
+fault("a loss in an order of whole micro-batches is that of one alone", "self._shape.number if self._shape else 1", "1")
+killer = cases("integrations/megatron/unmodified/test_transformer_engine.py", k="latent and yarn")
+fault = of("integrations/megatron/unmodified/running/attention.py", killer)
+fault("latent attention has the scale of plain attention", 'getattr(layer, "softmax_scale", None) or config', "config")
+fault(
+    "Transformer Engine is told of one sample in a pack",
+    "cu_seqlens_padded, max(end - first for first, end in pairwise(pack.segments))",
+    "cu_seqlens_padded[[0, -1]], pack.segments[-1]",
+)
+killer = cases("integrations/megatron/unmodified/test_transformer_engine.py", k="windows")
+fault = of("integrations/megatron/unmodified/refusals/layers.py", killer)
+fault("windows lie in the layers beside theirs", "every, layer.layer_number", "every, layer.layer_number + 1")
+killer = cases("integrations/megatron/unmodified/test_transformer_engine.py", k="interleaved")
+fault = of("integrations/megatron/unmodified/running/attention.py", killer)
+fault("interleaved angles go to the fused kernel, which does not interleave packs", "config.rotary_interleaved or ", "")
+
+fault = of("patches/megatron_fixes.py", cases("patches/test_megatron_fixes.py"))
+fault(
+    "a loop's optimizer begins anew where the checkpoint has steps",
+    '{**tensors, "step": step}',
+    '{"step": step, **tensors}',
+)
+fault("a loop's optimizer counts one step for all parameters after a resume", 'state["step"].clone()', 'state["step"]')
+
+killer = cases("plugins/rollout")
+fault = of("plugins/rollout/score.py", killer)
+fault("the tail of a length is its shortest tenth", "_CHANCES < TAIL,", "_CHANCES > 1 - TAIL,")
+fault = of("plugins/rollout/lengths.py", killer)
+fault("samples that were cut count as ended", "if not ended.all():", "if not ended.any():")
+fault = of("plugins/rollout/play.py", killer)
+fault("a cap on keys is counted without those of the prompt", "self._keys += prompt + tokens", "self._keys += tokens")
+fault("a sample that went back draws its tokens again", "[sample] = self._step - tokens", "[sample] = self._step")
+fault = of("plugins/rollout/collect.py", killer)
+fault("samples are pruned until fewer are left than are to be kept", "len(going) - self.rule.keep", "len(going)")
+fault = of("plugins/rollout/plan.py", killer)
+fault("a bound charges every sample a whole step", "work_s + costs.step_s / request.slots *", "work_s + costs.step_s *")
+fault(
+    "a bound takes samples of a step for alone in it",
+    "middle - costs.step_s * tokens",
+    "(middle - costs.step_s * tokens) / num_ranks",
+)
+fault = of("plugins/rollout/moves.py", killer)
+fault("keys that are computed again cost nothing", "gap - seconds[own] - price[own]", "gap - seconds[own]")
+
+killer = cases("plugins/data/test_mixes.py", "plugins/data/test_simulated_runs.py")
+fault = of("plugins/data/mixes.py", killer)
+fault("a reward of a domain that was not seen fades", "fresh, rewards", "fresh, keep * rewards")
+fault("a bandit explores as much as in the step before", "for number in (step - 1, step)", "for number in (step, step)")
+fault("excess is over the targets of all domains", "np.maximum(seen.targets, 1)", "np.maximum(seen.targets.sum(), 1)")
+fault("the mean of alpha forgets its first step", "(alphas - average) / step", "(alphas - average) / (step + 1)")
+fault = of("plugins/data/ado.py", killer)
+fault("a law of scaling has no credit", "prior * np.sqrt(credit * (1 - credit))", "prior")
+fault("the slope of a law is not over what was seen", "scale * here**-exponent / here", "scale * here**-exponent")
+fault = of("core/policies.py", killer)
+fault("losses of domains are summed in the order of the ranks", "math.fsum(values[own])", "float(sum(values[own]))")
+fault("a policy that fails ends the run", "Exception as error:  # of whoever wrote it", "TypeError as error:")
+killer = cases("plugins/data/test_selects.py")
+fault = of("plugins/data/neighbours.py", killer)
+fault("a transport stops one neighbour later", "enough[0] if enough.", "min(enough[0] + 1, rising.size - 1) if enough.")
+fault = of("plugins/data/selects.py", killer)
+fault("a window of progress begins one place later", "places >= first) & (places <", "places > first) & (places <")
+fault = of("plugins/data/weights.py", cases("plugins/data/test_weights.py"))
+fault("weights by loss are over sums of losses", "seen.losses / np.maximum(seen.targets, 1)", "seen.losses / 1.0")
+
+killer = cases("plugins/mesh/candidates/test_halves.py")
+fault = of("core/costs/exposed.py", killer)
+fault(
+    "halves are planned as if traffic beside compute were free of it",
+    "max(0.0, 1.0 - BESIDE - 1.0 / context.traffic.layers)",
+    "1.0",
+)
+fault = of("core/balance/step_bound.py", killer)
+fault(
+    "a bound counts traffic that halves hide",
+    "limits.takes_turns:\n        context = untravelled(context)\n    if orders",
+    "orders",
+)
+fault = of("plugins/mesh/candidates/levelled.py", cases("plugins/mesh/candidates/test_levelled.py"))
+fault("sequences dealt anew fill a micro-batch over its cap", "free_tokens[into]", "2 * free_tokens[into] + 9999")
+fault(
+    "sequences are dealt onto ranks as if nothing shared were there",
+    "(outcome.busy_s + outcome.exposed_s)[0]",
+    "0.5 * (outcome.busy_s + outcome.exposed_s)[0][::-1]",
+)
+
+killer = cases("plugins/moe/test_clone.py", "plugins/moe/test_reroute.py")
+fault = of("plugins/moe/clone.py", killer)
+fault(
+    "tokens of copies that are too small are lost",
+    "quotas_ER[np.arange(len(homes_E)), homes_E] += small_ER.sum(axis=1)",
+    "pass",
+)
+fault(
+    "copies stay though all of them take too little off the busiest rank",
+    "quotas_ER if busiest - after >= least else at_home(counts_RE, policy, copies)",
+    "quotas_ER",
+)
+fault = of("plugins/moe/reroute.py", killer)
+fault("an even division over copies leaves the remainder out", "each + (place < more) for place", "each for place")
+fault(
+    "tokens over copies stop at the first bound of several",
+    "-(-sum(tokens[rank] for rank in reached) // len(reached))",
+    "max(tokens)",
+)
+fault = of("plugins/moe/history.py", killer)
+fault("a rank is given a copy of an expert of its own", " and r != expert // own", "")
+fault = of("plugins/moe/few.py", killer)
+fault("a copy takes the slot of the rank that gives it", "free[taker] -= 1", "free[giver] -= 1")
+fault = of("plugins/moe/nodes.py", cases("plugins/moe/test_nodes.py"))
+fault("tokens of local copies are computed at home, too", "home_E = loads_E - np.", "home_E = loads_E - 0 * np.")
+fault("local copies pay whatever their weights take", "size * policy.copy_tokens *", "0 *")
+fault = of("plugins/moe/policy.py", cases("plugins/moe/test_policy.py"))
+fault(
+    "copies pay where all tokens are on one of a single rank",
+    "* (context.layout.ep - 1) >= least_tokens(context)",
+    ">= 0",
+)
+
+fault = of("core/costs/costs.py", cases("plugins/packing/test_beside.py"))
+fault(
+    "an image is counted as no work in its micro-batch",
+    "[self.beside[s.sequence] for s in micro_batch.slices] if self.beside else []",
+    "[]",
+)
+fault(
+    "an image is counted as no work when samples are dealt",
+    "np.array(self.beside).reshape(count, 2).sum(axis=1) if self.beside else np.",
+    "np.",
+)
+fault = of("core/laws.py", cases("plugins/packing/test_groups.py"))
+fault("a group that is split over two ranks passes the laws", "else m.ranks", "else 0")
+fault("ranks with one sample more and one less pass the laws", "[-1] - counts[0] > 1:", "[-1] - counts[0] > 2:")
+killer = cases("plugins/packing/test_padded.py")
+fault = of("plugins/packing/padded.py", killer)
+fault("a row is in two padded groups", "rows.order[stops[k] : stops[k + 1]]", "rows.order[stops[k] : stops[k + 1] + 1]")
+fault = of("core/laws.py", killer)
+fault("rows of several lengths pass for rows", "if not m.pad_to and len({s.length for s in m.slices}) > 1", "if False")
+killer = cases("plugins/packing/test_shapes.py")
+fault = of("core/costs/costs.py", killer)
+fault(
+    "what fills a micro-batch up costs nothing",
+    "tokens += -tokens % np.array([m.round_to or 1 for m in micro_batches])",
+    "pass",
+)
+fault = of("core/plan/step_plan.py", killer)
+fault("the smallest micro-batch runs first", "key=lambda m: -m.num_padded_tokens", "key=lambda m: m.num_padded_tokens")
+
+fault = of("runtime/attention/sharing/routing.py", cases("rehearsal/test_exact.py", k="share"))
+fault("nobody waits for a message that was carried in several legs", "current.wait_stream(stream)", "pass")
+fault("a message begins before what it carries is computed", "stream.wait_stream(current)", "pass")
+killer = cases("rehearsal/test_exact.py", k="marked and stage")
+fault = of("runtime/stage/copier.py", killer)
+fault(
+    "the backward does not wait for what comes back from host memory",
+    "torch.cuda.current_stream(self._device).wait_event(moment)",
+    "pass",
+)
+fault(
+    "activations leave the device before they are computed",
+    "stream.wait_stream(torch.cuda.current_stream(self._device))",
+    "pass",
+)
+fault = of("runtime/stage/offload.py", killer)
+fault("the memory of activations is freed while they still leave", "self._wait()\n        if self.", "if self.")
+killer = cases("rehearsal/test_kernels.py", k="definition")
+fault = of("runtime/attention/kernels.py", killer)
+fault("flash-attn is asked for a window that counts the query itself", "(call.window, 0)", "(call.window - 1, 0)")
+fault = of("runtime/attention/blocks.py", killer)
+fault("flash-attn is told the scale by a name that it does not know", '"softmax_scale": x.scale', '"scale": x.scale')
+fault(
+    "flash attention gets a logsumexp whose rows lie apart",
+    "contiguous()[None],  # the kernel reads it without looking at strides\n        *",
+    "T.contiguous().T[None],\n        *",
+)
+killer = cases("rehearsal/test_kernels.py", k="quickstart or bytes")
+fault = of("integrations/deepspeed/engine/experts.py", killer)
+fault("experts whose rows are no whole 16 bytes go to the grouped product", "() and has_whole_rows(recipe)", "()")
+fault = of("integrations/megatron/model/gpt.py", killer)
+fault("float64 goes to the fused Adam", "with with_attributes(optimizers, **_TORCH_ADAM) if exact else ", "with ")
+fault = of("runtime/stage/stage_links.py", cases("rehearsal/test_nccl.py", k="one_queue and turns"))
+fault("a rank counts the queues of its device by the name of its group", '"nccl" in backends', 'backends == "nccl"')
+fault = of("runtime/experts/gate.py", cases("rehearsal/test_recipes.py", k="moe"))
+fault(
+    "headers of experts come to the host at once",
+    "return rows[:, COUNT_HEADER:counted]",
+    "self._taken[0].rows.read()\n        return rows[:, COUNT_HEADER:counted]",
+)
+killer = cases("rehearsal/test_recipes.py", k="slices")
+fault = of("runtime/attention/copy_rows.py", killer)
+fault("a micro-batch goes to the device from memory that is not page-locked", "uint8, pin_memory=True", "uint8")
+fault = of("integrations/megatron/batch.py", killer)
+fault("a micro-batch asks the device for its number of targets", "(), pack.num_targets,", "(), int(weights_T.sum()),")
+fault = of("runtime/world/world.py", killer)
+fault(
+    "a rank computes on the first rank's device", 'integer("LOCAL_RANK", 0, 0, RANKS) % torch.cuda.device_count()', "0"
+)
+fault = of("runtime/attention/kernels.py", killer)
+fault(
+    "queries come to a kernel with their heads last",
+    "call.q_THD, call",
+    "call.q_THD.transpose(1, 2).contiguous().transpose(1, 2), call",
+)
+fault = of("runtime/attention/pack.py", killer)
+fault(
+    "each row of a micro-batch is sent to the device by itself",
+    "copy_rows(rows, device)",
+    "{name: torch.tensor(row, device=device) for name, row in rows.items()}",
+)
+fault = of("integrations/megatron/reduction.py", killer)
+fault(
+    "one rank asks for its sums in another order",
+    "dist.all_reduce(totals)",
+    "for part in (totals, totals[:1])[:: 1 - 2 * (dist.get_rank() % 2)]:\n        dist.all_reduce(part)",
+)
+fault = of("runtime/attention/copy_rows.py", cases("rehearsal/test_scripts.py", k="transformers and bf16"))
+fault("the host reads what has not come from the device", "self._copied.synchronize()", "pass")
+fault = of("integrations/deepspeed/unmodified/loop.py", cases("rehearsal/test_scripts.py", k="another_batch"))
+fault(
+    "DeepSpeed takes another batch for a planned one",
+    "not torch.equal(tokens_T.read(), planned.pack.tokens_T)",
+    "len(tokens_T.read()) != len(planned.pack.tokens_T)",
+)
+fault = of("runtime/world/agreement.py", cases("rehearsal/test_scripts.py", k="megatron and dp2"))
+fault("what ranks tell each other goes through NCCL from the host", 'if "cpu:" in dist.', 'if "cuda:" in dist.')
+killer = cases("rehearsal/test_turns.py", k="tp2 and kept")
+fault = of("integrations/megatron/model/turns.py", killer)
+fault("a half begins before what it reads is there", "half.stream.wait_stream(torch.cuda.current_stream())", "pass")
+fault("nobody waits for the halves", "torch.cuda.current_stream().wait_stream(half.stream)", "pass")
+fault = of("runtime/attention/prefix.py", killer)
+fault("the second half does not wait for the keys of the first", "entry.follow()\n            entry.", "entry.")
+fault("the first half does not wait for the gradients of its keys", "entry.follow()\n        if entry.", "if entry.")
+fault("memory of one half's sums is used again while the other reads it", "sums.record_stream(stream)", "pass")
+fault = of("integrations/megatron/model/turns.py", cases("rehearsal/test_turns.py", k="cp2 and recomputed"))
+fault(
+    "a recomputed half begins before what it takes memory from is read",
+    "_go_on_from_here(halves)\n    return",
+    "return",
+)
+
+fault = of("runtime/unpickling.py", cases("runtime/test_unpickling.py"))
+fault("checkpoints may run code", 'os.environ[FORCE] = "1"', 'os.environ[FORCE] = "0"')
+
+killer = cases("runtime/adapters/test_adapters.py")
+fault = of("runtime/adapters/tenant.py", killer)
+fault("an adapter is clipped whatever its norm is", "if limit > 0 and norm > limit:", "if limit > 0:")
+fault("Adam counts the steps of an adapter that goes on from 0", "(float(state.steps)), state.", "(0.0), state.")
+fault = of("runtime/adapters/adapters.py", killer)
+fault("gradients of the step before are added to a tenant's", "[number].gradients.zero_()", "[number].gradients")
+fault("a tenant is charged for the moments of all owners", "values * (2 + 2 / self._peers.num_owners)", "values * 4")
+killer = cases("runtime/adapters/test_by_sample.py")
+fault = of("runtime/adapters/projection.py", killer)
+fault("a projection's signs are those of the shard", "places ^ key", "torch.arange(len(places), device=device) ^ key")
+fault = of("runtime/adapters/hooks.py", killer)
+fault("a sample's gradient has the first token of its neighbour", "(first, first + size)", "(first, first + size + 1)")
+fault = of("runtime/adapters/product.py", killer)
+fault("the gradient of a cut sample is that of one slice", "[row], left[slots],", "[row].zero_(), left[slots],")
+fault = of("runtime/adapters/by_sample.py", killer)
+fault("a sample's gradient is multiplied by its targets", "self._own.gradients.div_", "self._own.gradients.mul_")
+fault = of("runtime/adapters/product.py", cases("runtime/adapters/test_product.py"))
+fault("the gradient of B lacks the scaling", "part.samples, layer.scaling", "part.samples")
+fault("layers of a site read the products of the first one's ranks", "layer.ranks], layer", ": len(layer.a_rC)], layer")
+
+fault = of("runtime/attention/kv_cache.py", cases("runtime/attention/test_by_block.py"))
+fault("a row sees the key behind its own, block by block", "> last_P[:, None]", "> last_P[:, None] + 1")
+fault(
+    "a block that several rows share is read for one of them alone",
+    "last[blocks] != order",
+    "np.zeros(len(blocks), dtype=bool)",
+)
+killer = cases("runtime/attention/test_pack.py", k="labels_of_a_batch")
+fault = of("runtime/attention/labels.py", killer)
+fault("prompts count in the divisor", " if labels is None else labels.targets.sum()", "")
+fault = of("runtime/attention/pack.py", killer)
+fault(
+    "a label is shifted by one behind the border of a slice",
+    "labels_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
+    "labels_of(piece.sequence)[piece.start + (not piece.start) : piece.stop + (not piece.start)]",
+)
+fault("a sequence gets the mask of another one", "labels_of(piece.sequence)", "labels_of(slices[0].sequence)")
+killer = cases("runtime/attention/test_pack.py", k="its_own_weight")
+fault = of("runtime/attention/labels.py", killer)
+fault("the sum of the weights is rounded to an integer", "labels.weights.sums.sum(", "round(labels.weights.sums.sum()")
+fault = of("runtime/attention/pack.py", killer)
+fault(
+    "a target has the weight of the token before it",
+    "values_of(piece.sequence)[piece.start + 1 : piece.stop + 1]",
+    "values_of(piece.sequence)[piece.start : piece.stop]",
+)
+fault("a sequence has the weight of its neighbour in the pack", "values_of(piece.", "values_of(slices[0].")
+fault = of("runtime/attention/prefix.py", cases("runtime/attention/test_prefix.py"))
+fault(
+    "dV of earlier slices is dropped by short slices",
+    "entry.dv_PGD[: piece.stop].add_(dv_PNGD)",
+    "start = 0 if piece.stop - piece.start > 4 else piece.start\n"
+    "            entry.dv_PGD[start : piece.stop].add_(dv_PNGD[start:])",
+)
+fault("dK and dV are summed in bfloat16", "torch.promote_types(grad.dtype, torch.float32), copy=", "grad.dtype, copy=")
+killer = cases("runtime/attention/test_windows.py")
+fault = of("runtime/attention/sharing/running_job.py", killer)
+fault("a window is forgotten where a sample is cut", "window, begin = self.call.window, 0", "window, begin = None, 0")
+fault("the first key of a window is left out at the border of two slices", "- window", "- window + 1")
+fault("gradients of the keys in a window go to the first keys", "[tile.keys - len(dk) : tile.keys] +", "[: len(dk)] +")
+fault(
+    "sinks take no weight from a cut sample",
+    "sinks_H is not None",
+    "sinks_H is not None and not any(part.cut for part in self.job.parts)",
+)
+fault = of("runtime/attention/kernels.py", killer)
+fault("a window is a token too short in whole samples", "(behind <= window)", "(behind < window)")
+fault(
+    "a window crosses the border of two samples",
+    "[end - first for first, end in pairwise(call.segments)]",
+    "[end - first for first, end in pairwise(call.segments)]\n"
+    "    lengths = lengths if call.window is None else [sum(lengths)]",
+)
+fault = of("runtime/attention/attention.py", killer)
+fault("the output of narrow values is cut from the wrong side", "[..., :width]", "[..., -width:]")
+fault = of("runtime/attention/blocks.py", killer)
+fault("a soft cap is left out", "div_(x.softcap).tanh_().mul_(x.softcap)", "clamp_(-x.softcap, x.softcap)")
+
+fault = of("runtime/experts/balance.py", cases("runtime/experts/test_balance.py"))
+fault("nobody judges the quotas of a layer", "check_quotas(self._planner(counts_RE, policy, known), ", "self._planner(")
+fault(
+    "receivers of a layer's tokens know no nodes",
+    "received_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)",
+    "received_by(self.place, self.counts_RE, self.quotas_ER)",
+)
+fault(
+    "senders of a layer's tokens know no nodes",
+    "sent_by(self.place, self.counts_RE, self.quotas_ER, self._node_ranks)",
+    "sent_by(self.place, self.counts_RE, self.quotas_ER)",
+)
+killer = cases("runtime/experts/test_gate.py")
+fault = of("runtime/experts/gate.py", killer)
+fault("a planner of layers fails and no load says so", "failed=self._balance.failed", 'failed=""')
+fault("what is sent to experts counts padding in loads", "ToHost(rows), counted", "ToHost(rows), COUNT_HEADER")
+fault("ranks that share experts may run different passes", "if len(set(headers)) > 1:", "if len(set(headers)) > 2:")
+fault("a rank that plans other quotas goes unnoticed", "layer, self._balance.checksum", "layer, 0")
+fault = of("runtime/experts/balance.py", killer)
+fault(
+    "a layer that was planned says that the one before it failed",
+    'known, self.failed = policy.copies_of(layer), ""',
+    "known = policy.copies_of(layer)",
+)
+fault = of("runtime/experts/once.py", cases("runtime/experts/test_once.py"))
+fault("a row is sent to the neighbour of its place in a node", "rank %", "(rank + dist.get_rank(group) // size) %")
+fault(
+    "a row for a node reaches the experts of another one",
+    "own * slots, (num_nodes - 1 - own)",
+    "(num_nodes - 1 - own) * slots, own",
+)
+fault("probabilities that go once to a node get no gradient", "[tokens, nodes]\n", "[tokens, nodes].detach()\n")
+fault("ranks pass on what one of them has alone", ".sum(dim=0)", "[0]")
+fault = of("runtime/experts/routing.py", cases("runtime/experts/test_routing.py"))
+fault("counts of a shared sequence are taken before all are there", "if total == topk * int", "if total <= topk * int")
+fault("a rank counts its own part of a shared sequence alone", "total_SE = own_SE + sum", "total_SE = own_SE + 0 * sum")
+
+killer = cases("runtime/generate/test_engine.py")
+fault = of("runtime/generate/engine.py", killer)
+fault(
+    "noise is that of a row of the batch", "sample.stream for sample in samples", "row for row, _ in enumerate(samples)"
+)
+fault("one of two end tokens is missed", "new[-1] in settings.end_tokens", "new[-1] in sorted(settings.end_tokens)[:1]")
+fault = of("runtime/attention/kv_cache.py", killer)
+fault("a sample sees the key that a stopped one left behind its own", "places_L <= last_B1", "places_L <= last_B1 + 1")
+fault = of("runtime/attention/block_tables.py", killer)
+fault(
+    "a sample writes into the block that its prompt shares with others",
+    "[: tokens // self.block_tokens]",
+    "[: self.size(tokens)]",
+)
+fault = of("runtime/generate/schedule.py", killer)
+fault("a sample that was given up goes on without the keys of what it had", " = prefill.length", " = sample.length - 1")
+fault(
+    "a sample that goes leaves its keys", "live.remove(sample)\n        self._free_keys(sample)", "live.remove(sample)"
+)
+fault("a sample that comes has its old keys", "kept = prefill.length", "kept = max(prefill.length, sample.length - 1)")
+fault = of("runtime/generate/kept.py", cases("runtime/generate/test_kept.py", k="plain_samples and pruned"))
+fault("a border of samples is decided when the first has come to it", "return any", "return all")
+fault("what ended before a border ends before the next one again", "lengths = {}", "lengths = dict(own.lengths)")
+fault("samples are pruned by no score", "lengths, self._scored(own)", "lengths, {i: 0.0 for i in self._scored(own)}")
+killer = cases("runtime/generate/test_schedule.py")
+fault = of("runtime/attention/block_tables.py", killer)
+fault("a block is free while another sample reads it", "if not self._readers[block]:", "if self._readers[block] <= 1:")
+fault = of("runtime/generate/schedule.py", killer)
+fault("a sample's first token writes into the last block of its prompt", "if rest:", "if not rest:")
+fault(
+    "a sample that was given up waits behind all others",
+    "1\n        self.waiting.appendleft",
+    "1\n        self.waiting.append",
+)
+fault("who began first is given up first", "last = self.live[-1]", "last = self.live[0]")
+killer = cases("runtime/generate/test_tenants.py")
+fault = of("runtime/adapters/adapters.py", killer)
+fault("a sample goes through the adapter of another tenant", "_tenants[tenant]", "_tenants[max(self._tenants)]")
+fault = of("runtime/generate/schedule.py", killer)
+fault("a tenant's prompt is prefilled by the model alone", "(request)", "(request._replace(tenant=None))")
+
+fault = of("runtime/stage/executor.py", cases("runtime/stage/test_executor.py"))
+fault(
+    "the executor runs a forward that the program leaves out",
+    "(pack.slices, pack.segments, self._received.flatten(0, 1))",
+    "(pack.slices, pack.segments, self._received.flatten(0, 1))\n"
+    "        with torch.no_grad():\n"
+    '            self._trainer.forward(self._loaded, self._received, action._replace(kind="forward_kv"))',
+)
+fault(
+    "the executor skips a forward whose keys a replay writes again",
+    "with torch.no_grad(), self._running(action):\n"
+    "            self._result = self._trainer.forward(loaded, received, action)",
+    "if self._stage and self._stage == self._plan.limits.num_stages - 1:\n"
+    "            return\n"
+    "        with torch.no_grad(), self._running(action):\n"
+    "            self._result = self._trainer.forward(loaded, received, action)",
+)
+fault(
+    "the forward of a score keeps its graph",
+    "torch.no_grad(), self._running(action):\n"
+    "            self._result = self._trainer.forward(loaded, self._received, action)",
+    "self._running(action):\n            self._result = self._trainer.forward(loaded, self._received, action)",
+)
+fault = of("runtime/stage/stage_links.py", cases("runtime/stage/test_v_shape.py"))
+fault("the stages at the turn of a V hand over a thousandth more", "view_as(like)", "view_as(like) * 1.001")
+
+fault = of("runtime/watchdog/attempt.py", cases("runtime/watchdog/test_attempt.py"))
+fault("rank 0 names an attempt before every rank that is alive has agreed", '_read(store, "agrees", size)', "[name]")
+killer = cases("runtime/watchdog/test_watchdog.py", k="torchrun_starts_a_job_again and 1")
+fault = of("runtime/watchdog/meeting.py", killer)
+fault("ranks of a restarted job meet over the keys of dead ones", 'f"default_pg/{attempt()}",', '"default_pg",')
+fault = of("runtime/watchdog/watchdog.py", cases("runtime/watchdog/test_watchdog.py", k="frozen_holder"))
+fault("nobody notices that the store is silent", "silent * self._every > self.", "silent * self._every > 1000 * self.")
+
+fault = of("runtime/world/folder_lock.py", cases("runtime/world/test_folder_lock.py"))
+fault("two runs write into one folder", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB")
+fault("a lock ends before its run", "return file\n\n\ndef _is_ours", "file.close()\n    return file\n\n\ndef _is_ours")
+fault("a run that is killed just now keeps the next one out", "if time.monotonic() > last_try:", "if last_try:")
+fault = of("runtime/world/node_board.py", cases("runtime/world/test_node_board.py", k="board"))
+fault("ranks that know nothing of their node share a board", "== [(first, count)] * count", "!= []")
+
+killer = cases("training/sampling")
+fault = of("training/sampling/figures.py", killer)
+fault(
+    "pass@k is taken from the share of right samples, with its bias",
+    "math.comb(of - count, k) / math.comb(of, k)",
+    "(1.0 - count / of) ** k",
+)
+fault = of("training/sampling/scored.py", killer)
+fault("functions of users move numpy's generator on", "np.random.set_state(of_numpy)", "pass")
+fault = of("training/expert_loads.py", cases("training/test_expert_loads.py"))
+fault("a run whose planners of layers failed is silent at its end", "if any(failed := [step", "if not (failed := [step")
+fault = of("training/garbage.py", cases("training/test_garbage.py"))
+fault("garbage is collected inside steps, too", "gc.disable()", "pass")
+killer = cases("training/test_groups.py", "data/rows/test_groups.py")
+fault = of("core/planning/planner.py", killer)
+fault("a step is planned without the groups that its rows name, which splits them", "(draw.groups)", "(None)")
+fault = of("data/samples/whole_groups.py", killer)
+fault("a batch takes a group without its last sample", ": self._stops[group]", ": max(1, self._stops[group] - 1)")
+fault = of("data/formats.py", killer)
+fault(
+    "a row of several chats lends its group to the next one",
+    "numbers if documents.keys is None else numbers[np.searchsorted(keys, documents.keys)]",
+    "numbers",
+)
+fault = of("data/mixed.py", killer)
+fault("groups of domains that have one number are one group", "first for own, first", "0 * first for own, first")
+killer = cases("training/test_learned_shares.py")
+fault = of("training/learning.py", killer)
+fault("a resumed run draws its first batch by the newest shares", 'saved["ahead"]', "resumed.drawn_by")
+fault = of("training/mixing.py", killer)
+fault("a share of 0 is learned, too", "if share > 0", "if share >= 0")
+fault("steps between two questions are not summed", "self.waiting.plus(own) if self.waiting else own", "own")
+fault("an objective ends with the run that is killed", "objective and tuple(objective)", "None")
+fault = of("training/learning.py", cases("training/test_resume_matrix.py", k="odm-samples"))
+fault("the batch ahead of a checkpoint is drawn by the newest shares", 'saved["ahead"]', "resumed.drawn_by")
+fault = of("training/stragglers.py", cases("training/test_stragglers.py"))
+fault("of two ranks the slow one is the measure", "[(len(values) - 1) // 2]", "[-1]")
+fault("a rank with more work than others is called slow", "* predicted_s", "* predicted_s.min(axis=1, keepdims=True)")
+
+killer = cases("training/checkpoint/test_checkpoints.py", m="not slow")
+fault = of("runtime/files.py", killer)
+fault("hashes are not compared", "if hashes and wanted.hash and _stamp", "if not hashes and wanted.hash and _stamp")
+fault = of("training/checkpoint/checkpoints.py", killer)
+fault(
+    "the pointer to the last checkpoint is not heeded", "[named, *(name for name in names if name != named)]", "names"
+)
+fault = of("training/checkpoint/manifest.py", killer)
+fault(
+    "a changed manifest is as good as the written one",
+    'data.pop("hash", None) != _hash_of(data)',
+    'not data.pop("hash", None)',
+)
+fault = of("training/checkpoint/resuming.py", cases("training/checkpoint/test_resuming.py"))
+fault("a run goes on from a checkpoint of other data", "if not are_same", "if False and not are_same")
+fault(
+    "a checkpoint is loaded before its data are compared",
+    "all_or_none(",
+    'job.host.load(folder / "trainer")\n    all_or_none(',
+)
+fault("a checkpoint keeps as many as the recipe says, not as it is asked to", "most = most or job.", "most = job.")
+
+fault = of("runtime/experts/history.py", cases("training/experts/test_history.py"))
+fault("planners learn of the last pass of a step alone", "[places[load.layer]] += load", "[places[load.layer]] = load")
+
+fault = of("training/forecast/measured.py", cases("training/forecast/test_measured.py", k="mended or ratio"))
+fault("what steps say of costs is forgotten", "(costs) * self.scale + self.added * shares", "(costs)")
+fault = of("training/forecast/measured.py", cases("training/forecast/test_measured.py", k="holds_for_all_that"))
+fault("steps mend the costs of the first setting alone", "(costs, shares).model_copy(update=others)", "(costs, shares)")
+
+fault = of("training/policies/weighing.py", cases("training/policies/test_runs.py", k="weighed_by_their_losses"))
+fault("a sample has its neighbour's weight", "draw.weight * weights", "draw.weight * np.roll(weights, 1)")
+killer = cases("training/policies/test_selection.py")
+fault = of("training/policies/selection.py", killer)
+fault("a batch is drawn ahead past a selection", "batches - (planner.draw_of_next is None)", "max(batches, 1)")
+fault("a run that goes on forgets what was taken", 'np.array(saved["samples"], dtype=np.int64)', "_NONE")
+fault("domains without a share are selected from", "> 0", ">= 0")
+fault = of("plugins/data/selects.py", killer)
+fault(
+    "gradients of a pool that was never scored are taken before the first selection",
+    "numbers[:0] if state is None else numbers",
+    "numbers",
+)
+fault = of("plugins/data/neighbours.py", killer)
+fault("gradients of clusters are those of the whole pool", "gradients_of=_representatives,", "")
+fault = of("training/drawing.py", killer)
+fault(
+    "candidates of a selection count as batches of a schedule", "replace(self._order, step=before.step)", "self._order"
+)
+fault("a sample that is drawn twice is a candidate twice", "[np.sort(np.unique(numbers, return_index=True)[1])]", "")
+fault = of("training/policies/weighing.py", cases("training/policies/test_weighing.py"))
+fault("anchors of weights are those of the first step for good", "self._steps % self._every == 0", "self._steps == 0")
+
+killer = compared("deepspeed, stages")
+fault = of("integrations/deepspeed/pipeline/stage.py", killer)
+fault(
+    "a replay's loss weighs half",
+    "_weighed(output[0], pack)",
+    '_weighed(output[0], pack) * (1.0 if action.kind == "forward" else 0.5)',
+)
+fault("an idle rank of a stage adds ones", "grad = torch.zeros_like(parameter)", "grad = torch.ones_like(parameter)")
+fault = of("integrations/deepspeed/engine/stage.py", killer)
+fault("DeepSpeed's pipelines sum losses without their weights", "pack.weights_T is None else", "pack is not None else")
+fault = of("integrations/deepspeed/engine/engine_host.py", compared("deepspeed"))
+fault(
+    "a gradient is NaN under DeepSpeed",
+    "return dict(self._host.whole(full_gradients(self._trained_parameters())))",
+    "named = self._host.whole(full_gradients(self._trained_parameters()))\n"
+    '        return {n: g * (float("nan") if "layers.1.mlp.down" in n else 1.0) for n, g in named.items()}',
+)
+fault("the divisor is that of the first step", "divisor = ", 'divisor = self._first = getattr(self, "_first", 0) or ')
+fault("one group alone gets the learning rate", "basic_optimizer.param_groups:", "basic_optimizer.param_groups[:1]:")
+killer = compared("megatron, overlapped reduction")
+fault = of("integrations/megatron/host.py", killer)
+fault(
+    "gradients are kept after the first step",
+    "host.ddp.zero_grad_buffer()",
+    'getattr(self, "_zeroed", None) or host.ddp.zero_grad_buffer()\n        self._zeroed = True',
+)
+fault("the learning rate is not set", 'group["lr"] = lr * group.get("lr_mult", 1.0)', 'group["lr"] = group["lr"]')
+fault = of("integrations/megatron/saving/optimizer.py", killer)
+fault("parameters share Adam's step after a resume", 'states["step"] = step.clone()', 'states["step"] = steps[0]')
+fault = of("training/checkpoint/resuming.py", killer)
+fault(
+    "the order of the plan ahead is saved",
+    'state = {"order": planned.draw.state',
+    'ahead = planned.draw.state["consumed"] + len(planned.draw.samples)\n'
+    '    state = {"order": {**planned.draw.state, "consumed": ahead}',
+)
+fault = of("training/job.py", killer)
+fault(
+    "rank 1 reads wrong tokens after a resume",
+    "return lambda index: self.source.tokens(int(draw.samples[index]))",
+    'late = self.world.rank == 1 and draw.state.get("consumed", 0) > 2 * len(draw.samples)\n'
+    "        return lambda index: self.source.tokens(int(draw.samples[index]))[:: -1 if late else 1].copy()",
+)
+fault = of("integrations/megatron/reduction.py", killer)
+fault(
+    "a gradient is NaN",
+    "(1.0 / self.divisor)",
+    "(1.0 / self.divisor)\n"
+    "            for name, p in self._ddp.named_parameters():\n"
+    '                p.main_grad.mul_(float("nan") if "layers.1.mlp.linear_fc2" in name else 1.0)',
+)
+fault("reduction overlaps with an order of the plan's own", "and (idle or not plan.in_host_schedule)", "and idle")
+fault = of("integrations/megatron/model/gpt.py", killer)
+fault("weights do not decay", 'train.weight_decay * group.get("wd_mult", 1.0)', "0.0")
+fault("norms decay", 'train.weight_decay * group.get("wd_mult", 1.0)', "train.weight_decay")
+fault = of("runtime/attention/sharing/ring.py", compared("megatron, shared slices"))
+fault("a ring's tile over the prefix is dropped", "0, own.first, theirs.before, False), Tile(own.first,", "own.first,")
+killer = compared("megatron, stages, recompute")
+fault = of("runtime/stage/tape.py", killer)
+fault("a replay's input is gathered from the start", "[start - have.start : stop - have.start]", "[: stop - start]")
+fault = of("integrations/megatron/model/rope.py", killer)
+fault(
+    "a recomputed layer sees positions of another pack",
+    "return torch.index_select(table, 0, pack.positions_T.to(table.device))",
+    "if not torch.is_grad_enabled():\n"
+    "        _of_slots.had = pack.positions_T\n"
+    '    had = getattr(_of_slots, "had", pack.positions_T)\n'
+    "    had = had[torch.arange(pack.num_padded_tokens) % len(had)]\n"
+    "    return torch.index_select(table, 0, had.to(table.device))",
+)
+killer = compared("megatron, tensor parallel")
+fault = of("integrations/megatron/host.py", killer)
+fault("every tensor-parallel rank books the loss", "post_process and self.tp_rank == 0", "post_process")
+fault = of("integrations/megatron/reduction.py", killer)
+fault(
+    "the norm for clipping counts tensor-parallel copies",
+    'tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False)',
+    "True",
+)
+fault = of("integrations/megatron/batch.py", killer)
+fault("prompts are learned where Megatron's own schedule runs", ", **self._readers", "")
+killer = cases("training/proof/test_generation.py")
+fault = of("runtime/generate/sampling.py", killer)
+fault("a log-probability is that of the next row", "log_probs_R = logits_RV.", "log_probs_R = logits_RV.roll(1, 0).")
+fault = of("runtime/generate/schedule.py", killer)
+fault("a sample that is asked for again begins with another stream", ", number)", ", request.samples.index(number))")
+fault = of("runtime/generate/engine.py", killer)
+fault(
+    "noise is that of the sample before",
+    "sample.stream for sample in samples",
+    "samples[row - 1].stream for row, _ in enumerate(samples)",
+)
+fault = of("training/proof/plain_samples.py", killer)
+fault("any other token counts as a tie", "tight.max() - self._tie:", "tight.min() - self._tie:")
+fault(
+    "a sample that ends late counts as one that ends where it should",
+    'goes_on or self._cut(sample._replace(ended="limit")) != sample',
+    "goes_on",
+)
+
+fault = of("training/run/writers.py", cases("training/run/test_writers.py"))
+fault("rows behind the checkpoint stay in the log", "file.truncate(kept)", "file.truncate(end)")
+fault("the first row behind the checkpoint stays", 'else row["step"] < first', 'else row["step"] <= first')
+
+fault = of("training/tenants/state/drawing.py", cases("training/tenants/test_drawing.py"))
+fault("a batch that was drawn ahead is lost when tenants change", "before.tenant.drawing = before.drawing", "pass")
+fault("batches that were drawn ahead are put back from the oldest on", "reversed(self._open) for", "self._open for")
+fault = of("training/tenants/records/saving.py", cases("training/tenants/test_loop.py", k="killed and layout0"))
+fault("a killed job goes on with the batches of the start", '"order": dict(tenant.order)', '"order": {}')
+fault("a killed job goes on with first moments in the place of second ones", "(moments, _SECOND)", "(moments, _FIRST)")
+fault = of("training/tenants/admission/members.py", cases("training/tenants/test_loop.py", k="waits_in_order"))
+fault(
+    "who fits into memory overtakes who has come before",
+    "waiting = self._for_memory",
+    "waiting = sorted(self._for_memory, key=lambda one: one.adapter.r)",
+)
+fault = of("training/tenants/admission/members.py", cases("training/tenants/test_members.py"))
+fault("a tenant whose adapter cannot be written trains on", 'self.end(tenant, "failed", unwritten)', "pass")
+
+fault = of("training/tenants/arrivals/folder.py", cases("training/tenants/arrivals/test_folder.py"))
+fault("a link in a circle closes the folder of tenants", "status = _status(entry)", "status = entry.stat()")
+fault("a tenant's file is read while it is being written", "if before.get(name) == stamp", "if before is not None")
+fault = of("data/formats.py", cases("training/tenants/arrivals/test_opening.py"))
+fault("links lead out of the root of tenants", "real := os.path.realpath(path)", "real := os.path.abspath(path)")
+killer = cases(
+    "training/tenants/arrivals/test_opening.py",
+    "training/tenants/test_loop.py::test_logs_have_every_step_of_every_tenant",
+    "training/shared_plan",
+)
+fault = of("integrations/host/tenants.py", killer)
+fault("losses of a tenant's domains grow with their weights", "None if weights is None else weights[own]", "None")
+fault = of("training/tenants/arrivals/opening.py", killer)
+fault("a tenant of domains draws them as one source", "seed=seed, domains=domains, **columns", "seed=seed, **columns")
+fault = of("training/shared_plan/saving.py", killer)
+fault("a plan draws a tenant's domains as one source", 'member.targets, "domains": member.domains', "member.targets")
+fault = of("training/tenants/arrivals/job.py", cases("training/tenants/arrivals/test_reading.py"))
+fault("a tenant is trained on other targets than were counted", "if counted != wanted:", "if False:")
+
+fault = of("training/tenants/records/output.py", cases("training/tenants/records/test_output.py"))
+fault("a tenant that ended by another file counts as ended", 'if row.get("file") == digest and known', "if known")
+killer = cases("training/tenants/records/test_saving.py")
+fault = of("training/tenants/records/saving.py", killer)
+fault("a tenant goes on with other data", 'if not are_same(row["data"],', 'if False and not are_same(row["data"],')
+fault("a tenant keeps the lowest loss of other samples", "tenant.best, tenant.best_step = None, 0", "pass")
+fault(
+    "a resumed tenant has forgotten its lowest evaluation",
+    '"best", "best_step", "tokens", "seconds",',
+    '"tokens", "seconds",',
+)
+fault("a resumed trial trains past the rung at which it waits", 'for key in ("until", "step",', 'for key in ("step",')
+fault = of("training/tenants/admission/members.py", killer)
+fault("a changed file goes on from the old checkpoint", 'None and row["digest"] == entrant.digest and', "None and")
+fault("a tenant that was put in again goes on where it was before", "and entrant.file not in self.renewed else", "else")
+fault(
+    "a tenant whose file has changed goes on from the checkpoint of the other file",
+    'digest"] == entrant.digest and row["state',
+    "state",
+)
+
+fault = of("training/tenants/sweeps/evaluation.py", cases("training/tenants/sweeps/test_evaluation.py"))
+fault("an evaluation is a mean over sequences", "loss_sum / targets,", "loss_sum / sequences,")
+fault("tenants that are scored together go through one adapter", "(samples), one.number,", "(samples), due[0].number,")
+fault = of("training/tenants/sweeps/halving.py", cases("training/tenants/sweeps/test_halving.py"))
+fault("the better half of a sweep ends", "set(ranked[: -(-len(ranked) // 2)])", "set(ranked[len(ranked) // 2 :])")
+fault("a rung closes without those who are on their way", "or not racing or None in losses.values()", "or not racing")
+fault = of("training/tenants/sweeps/race.py", cases("training/tenants/sweeps/test_race.py"))
+fault("a trial is ranked by the losses of all its steps", "tenant.losses[-count:] if count", "tenant.losses if count")
+fault("a trial that failed stays in the race", 'if tenant.state in ("failed", "left") or', "if")
+fault = of("training/tenants/sweeps/sweeps.py", cases("training/tenants/sweeps/test_sweeps.py", k="patience"))
+fault(
+    "the adapter of the last evaluation is kept for the best one",
+    "            self._members.keep",
+    "        self._members.keep",
+)
+killer = cases("training/tenants/sweeps/test_sweeps.py", k="sweep or turns")
+fault = of("training/tenants/sweeps/sweeps.py", killer)
+fault("a tenant trains on while it is decided whether it stops", "tenant.until = until", "tenant.until = tenant.steps")
+fault = of("training/tenants/admission/members.py", killer)
+fault("a trial that made way begins anew", "state\n        return bool(resting)", "None\n        return bool(resting)")
+
+fault = of("training/validation/validation.py", cases("training/validation/test_best.py"))
+fault(
+    "the lowest loss is that of other samples",
+    'same and are_same(state["data"], source.fingerprint, "data.validation")',
+    "True",
 )
