@@ -33,13 +33,13 @@ sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "-n", "0", "-m", "g
 @pytest.mark.parametrize(("size", "layout"), [(2, TWO), (2, {"parallel__pp": 2})], ids=["dp2", "pp2"])
 def test_slices(jobs: Any, size: int, layout: dict[str, Any]) -> None:
     tests = module_at("integrations/megatron/test_slices.py")
-    tests._exact(jobs("megatron")(size, "sliced", seeds=[0, 1, 2, 3], **layout), layout)
+    tests._exact(jobs("megatron")(size, "proven", plans=[0, 1, 2, 3], lengths=tests.LENGTHS, **layout), layout)
 
 
 def test_micro_batches_that_ranks_share(jobs: Any) -> None:
     tests = module_at("integrations/megatron/test_shared.py")
-    plans = [*tests.BY_HAND, 0, 1]
-    tests._exact(jobs("megatron")(4, "shared", plans=plans, **TWO), {})
+    plans = [*tests.BY_HAND, *tests.DRAWN[:2]]
+    tests.exact(jobs("megatron")(4, "proven", plans=plans, **TWO), {})
 
 
 def test_experts_that_have_copies(jobs: Any) -> None:

@@ -17,4 +17,4 @@ def test_halves_that_take_turns(jobs: Any, size: int, layout: dict[str, Any], re
     tests = module_at("integrations/megatron/test_turns.py")
     plans = tests.TURNS[: 6 if size == 2 else 3]
     changes = {**tests.TWO, **layout, "drawn": {"recompute": recompute}}
-    tests._exact(jobs("megatron")(size, "shared", plans=plans, **changes), layout)
+    tests.exact(jobs("megatron")(size, "proven", plans=plans, **changes), layout)

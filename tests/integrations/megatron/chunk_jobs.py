@@ -14,7 +14,6 @@ from typing import Any
 
 import evenload
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.integrations.megatron.unmodified.running.chunks import fitting
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -23,7 +22,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_tests.float64 import all_in_float64
-from megatron_tests.user_jobs import loaded_script, recipe
+from megatron_tests.telling import told
+from megatron_tests.user_jobs import compared, loaded_script, recipe
 
 PACKED = {"packing": {"enabled": True, "max_tokens": 128, "slices": "off"}}
 
@@ -182,21 +182,16 @@ def packs_in_chunks(world: Any, **loop: Any) -> list[dict[str, Any]]:
     with chunked(**loop) as user:
         stock = user.step()
         with evenload.enabled(recipe(**PACKED)):
-            results += [compared(user.step(planned=True), stock) for _ in range(2)]
-        results.append(compared(user.step(), stock))
+            results += [_errors(user.step(planned=True), stock) for _ in range(2)]
+        results.append(_errors(user.step(), stock))
     return results
 
 
-def compared(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    pairs = [(planned["gradients"][name], g) for name, g in stock["gradients"].items()]
-    reports = list(zip(planned["reports"], stock["reports"], strict=True))
+def _errors(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
+    further = _furthest(planned["further"], stock["further"])
     return {
-        "grad": max(float((a - b).norm() / b.norm()) for a, b in pairs),
-        "reports": max((float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in reports), default=0.0),
-        "reported": len(reports),
-        "further": _furthest(planned["further"], stock["further"]),
-        "rows": {rows for rows, _ in planned["shapes"]},
-        "tokens": sum(rows * tokens for rows, tokens in planned["shapes"]),
+        **compared(planned, stock),
+        "further": further,
         "next": all(one in stock["next"] for one in planned["next"]),
     }
 
@@ -208,7 +203,6 @@ def _furthest(planned: Any, stock: Any) -> float | None:
 
 def told_of_chunks(world: Any, **loop: Any) -> dict[str, str]:
     """What is said where chunks are given other samples, of an order, and where the samples end."""
-    told = {}
     with chunked(**loop) as user:
         batches, drawn = user.script.batches, []
 
@@ -219,49 +213,38 @@ def told_of_chunks(world: Any, **loop: Any) -> dict[str, str]:
                 next(data)
             return data
 
-        for name, plugins, source in (
-            ("other samples", PACKED, others),
-            ("order", {"pipeline": {"enabled": True, "max_tokens": 32}}, batches),
-        ):
-            user.script.batches = source
-            with evenload.enabled(recipe(**plugins)):
-                try:
-                    user.step()
-                    told[name] = "no error"
-                except EvenloadError as error:
-                    told[name] = str(error)
-        user.script.batches = lambda: iter([next(batches())])
-        with evenload.enabled(recipe(**PACKED)):
+        def ended() -> str:
             try:
-                user.step()
-                told["end"] = "no error"
+                return told(user.step, evenload.enabled(recipe(**PACKED)))
             except StopIteration:
-                told["end"] = "the end"
-    return told
+                return "the end"
+
+        orders = recipe(pipeline={"enabled": True, "max_tokens": 32})
+        said = {"order": told(user.step, evenload.enabled(orders))}
+        user.script.batches = others
+        said["other samples"] = told(user.step, evenload.enabled(recipe(**PACKED)))
+        user.script.batches = lambda: iter([next(batches())])
+        return {**said, "end": ended()}
 
 
 def told_of_further_tokens(world: Any, **loop: Any) -> dict[str, Any]:
     """What is said where the model gets no loss mask, and what is left in Megatron afterwards."""
-    told: dict[str, Any] = {}
+    said: dict[str, Any] = {}
     saving = {name: value for name, value in vars(MTPLossLoggingHelper).items() if name.startswith("save_")}
     with chunked(pp=1, virtual_stages=1, num_layers=2, mtp_num_layers=1, **loop) as user:
         gpt = user.model[0].module
         forward = type(gpt).forward
         with evenload.enabled(recipe(**PACKED)):
             user.step(planned=True)
-            told["left"] = [
+            said["left"] = [
                 saving and all(vars(MTPLossLoggingHelper)[name] is value for name, value in saving.items()),
                 "apply" not in vars(MTPLossAutoScaler),
                 "compute_language_model_loss" not in vars(gpt),
                 type(gpt).forward is forward,
             ]
             user.forward_step = partial(user.script.forward_step, user.shapes)  # passes none
-            try:
-                user.step(planned=True)
-                told["no mask"] = "no error"
-            except EvenloadError as error:
-                told["no mask"] = str(error)
-    return told
+            said["no mask"] = told(partial(user.step, planned=True))
+    return said
 
 
 def numbers_of_packs(world: Any) -> list[Any]:

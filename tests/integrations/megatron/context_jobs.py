@@ -6,12 +6,11 @@ it computes, whole keys and values from all context-parallel ranks, and is Megat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
-from unittest.mock import patch
 
 import evenload
 import torch
@@ -25,8 +24,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_tests.float64 import all_in_float64
 from megatron_tests.mesh_jobs import planned_by
-from megatron_tests.objective_jobs import PACKED, Fed, compared
-from megatron_tests.user_jobs import Loop, planning, recipe, user_loop
+from megatron_tests.objective_jobs import PACKED, Fed
+from megatron_tests.telling import told
+from megatron_tests.user_jobs import Loop, compared, planning, planted, recipe, user_loop
 
 
 class _Gathered(torch.autograd.Function):
@@ -107,16 +107,12 @@ def in_context(
         plans = [(one, nullcontext([])) for one in plugins]
         plans += [(MESH, planning(planned_by({"seed": seed}, 4))) for seed in seeds]
         for one, plan in plans:
-            with evenload.enabled(recipe(**one)), plan as made, fault(mutant):
+            with evenload.enabled(recipe(**one)), plan as made, planted(FAULTS, mutant):
                 planned = user.step()
             shared = any(plan.shared for plan in made)
-            results.append({**compared(planned, stock), "shared": shared, "tokens": _tokens(planned)})
-        results.append({**compared(user.step(), stock), "stock": _tokens(stock)})
+            results.append({**compared(planned, stock), "shared": shared})
+        results.append(compared(user.step(), stock))
     return results
-
-
-def _tokens(step: dict[str, Any]) -> int:
-    return sum(rows * tokens for rows, tokens in step["shapes"])
 
 
 MESH = {"mesh": {"enabled": True, "max_tokens": 64}}
@@ -125,7 +121,7 @@ MESH = {"mesh": {"enabled": True, "max_tokens": 64}}
 def left_in_context(world: Any, **loop: Any) -> dict[str, Any]:
     """What a loop sees inside a planned step, what is left of it behind one that raised, and what it is told."""
     with user_loop(spec=context_spec, **loop) as alike:
-        user, seen, told = CutByRank(alike), [], {}
+        user, seen, said = CutByRank(alike), [], {}
         module = alike.model.module
         layer = module.decoder.layers[0].self_attention
 
@@ -144,40 +140,15 @@ def left_in_context(world: Any, **loop: Any) -> dict[str, Any]:
             try:
                 user.step(step)
             except KeyError:
-                told["raised"] = True
+                said["raised"] = True
         after = state(), [id(one) for one in (layer.pg_collection.cp, module.cp_group)]
         for name, values in (("multi_latent_attention", True), ("mtp_num_layers", 1)):
             with with_attributes(module.config, **{name: values}):
-                told[name] = refused(user)
+                said[name] = told(user.step, evenload.enabled(recipe(**PACKED)))
         user.values = 2
         with with_attributes(module.config, calculate_per_token_loss=False):
-            told["two values"] = refused(user)
-        return {"seen": seen, "same": before == after, "before": before[0], "told": told}
-
-
-def refused(user: Loop) -> str:
-    with evenload.enabled(recipe(**PACKED)):
-        try:
-            user.step()
-        except evenload.EvenloadError as error:
-            return str(error)
-    return "no error"
-
-
-@contextmanager
-def fault(name: str) -> Iterator[None]:
-    """A planted fault."""
-    if not name:
-        yield
-        return
-    faults = {
-        "one mean for all context ranks": patch.object(
-            batches, "targets_of_columns", lambda mask, ranks: [float(mask.sum())] * ranks
-        ),
-        "halves in a row": patch.object(CpShards, "of", _in_a_row),
-    }
-    with faults[name]:
-        yield
+            said["two values"] = told(user.step, evenload.enabled(recipe(**PACKED)))
+        return {"seen": seen, "same": before == after, "before": before[0], "told": said}
 
 
 def _in_a_row(cp_shards: Any, piece: Any) -> Any:
@@ -185,3 +156,13 @@ def _in_a_row(cp_shards: Any, piece: Any) -> Any:
     half = cp_shards.rows[piece.sequence] // 2
     parts = [piece._replace(stop=min(piece.stop, half)), piece._replace(start=max(piece.start, half))]
     return [(cp_shards.number(piece.sequence, i), part) for i, part in enumerate(parts) if part.start < part.stop]
+
+
+FAULTS = {
+    "one mean for all context ranks": (
+        batches,
+        "targets_of_columns",
+        lambda mask, ranks: [float(mask.sum())] * ranks,
+    ),
+    "halves in a row": (CpShards, "of", _in_a_row),
+}

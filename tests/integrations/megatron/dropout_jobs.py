@@ -9,9 +9,11 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.reference.exactness import largest_error
 from evenload.runtime.adapters.dropout import kept, key_of
+from harness.proof import LENGTHS, tokens
+from harness.proof.tenants import TENANTS, TRAINS, adapters_of, own_batch
 from megatron_tests.float64 import all_in_float64
-from megatron_tests.jobs import masked, tokens
-from megatron_tests.tenant_jobs import LENGTHS, TENANTS, TRAINS, adapters_of, company, join_anew, own_batch, plan_of
+from megatron_tests.jobs import masked
+from megatron_tests.tenant_jobs import company, join_anew, plan_of
 
 SHARE = 0.3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,22 +11,19 @@ import torch
 from evenload.core.laws import check
 from evenload.core.plan.branches import branches_of
 from evenload.core.plan.expert_policy import ExpertPolicy
-from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.registry import layer_planner
 from evenload.integrations.megatron import PlainModel
 from evenload.integrations.megatron.base.setup import check_recipe
 from evenload.integrations.megatron.model.experts import routers
 from evenload.integrations.reference.exactness import relative_error
-from harness.rank import load
+from harness import proof
+from harness.proof import LENGTHS, VOCABULARY, labels_in_turn, tokens
+from harness.proof.experts import layer_planner_of, with_drawn_copies
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron_tests.jobs import LENGTHS, VOCABULARY, hosted, labels_in_turn, recipe, tokens
-from megatron_tests.random_plans import random_plan
+from megatron_tests.jobs import hosted, recipe
 from megatron_tests.telling import told
-
-drawn_quotas = load(str(Path(__file__).parents[1] / "drawn_quotas.py")).drawn_quotas
 
 EXPERTS = {"num_experts": 4, "topk": 2, "ffn_hidden_size": 24}
 LOSSES = {"z_loss": 0.02, "sequence_aux_loss": 0.05}
@@ -44,23 +40,7 @@ def planned(host: Any, lengths: Any = LENGTHS, seed: int | None = None) -> StepP
     """What the recipe's plugins make of a batch; with a ``seed`` a random plan brought into rounds."""
     if seed is None:
         return check(PlanChain.of_recipe(host.recipe, host.layout).plan(as_lengths(lengths)))
-    layout = host.layout
-    own = {"layers_per_stage": max(layout.layers, default=2 // layout.pp), "layers": layout.layers}
-    drawn = {"num_ranks": layout.dp, "num_stages": layout.pp, **own}
-    plan = random_plan(seed, lengths, **drawn)
-    limits = replace(plan.limits, in_step=layout.ep)
-    return check(in_rounds(replace(plan, limits=limits)))
-
-
-def with_drawn_copies(plan: StepPlan, number: int) -> StepPlan:
-    """The plan, every second one with quotas that are drawn in every layer of every pass, and half of those with copies
-    that are fetched again for the backward, and tokens that go once to each rank."""
-    if plan.limits.in_step == 1 or number % 2 == 0:
-        return plan
-    policy = ExpertPolicy("drawn", slots=EXPERTS["num_experts"])
-    if number % 4 != 1:
-        policy = policy._replace(keep=False, node_ranks=1, once_topk=EXPERTS["topk"])
-    return plan.revised(experts=policy)
+    return proof.planned(host, seed, lengths)
 
 
 def with_local_copies(plan: StepPlan, number: int) -> StepPlan:
@@ -74,11 +54,6 @@ def with_local_copies(plan: StepPlan, number: int) -> StepPlan:
 
 def without_copies(plan: StepPlan, _: int) -> StepPlan:
     return plan
-
-
-def layer_planner_of(name: str) -> Any:
-    """The registry's, which knows no planner that draws."""
-    return drawn_quotas if name == "drawn" else layer_planner(name)
 
 
 def routed(

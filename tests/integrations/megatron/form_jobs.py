@@ -16,6 +16,7 @@ from evenload.core.errors import EvenloadError
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_tests.float64 import all_in_float64
+from megatron_tests.telling import told
 from megatron_tests.user_jobs import listening, loaded_script, recipe
 
 
@@ -149,21 +150,12 @@ def odd_tensor_dicts(world: Any, *, plugins: dict[str, Any]) -> list[str]:
     with loaded_script("verl_script") as script, packed_attention():
         chunked = script.chunked
 
-        def told(change: Any, all_ranks: bool) -> str:
+        def told_of(change: Any, all_ranks: bool) -> str:
             changed = (lambda batch: change(chunked(batch))) if odd or all_ranks else chunked
             with patch.object(script, "chunked", changed):
-                return _told(script, plugins, per_token=False)
+                return told(lambda: script.train("sft", False), _enabled(plugins))
 
-        return [told(change, all_ranks) for change, all_ranks in ((nested, False), (wider, True), (fewer, False))]
-
-
-def _told(script: Any, plugins: dict[str, Any], per_token: bool) -> str:
-    try:
-        with _enabled(plugins):
-            script.train("sft", per_token)
-    except EvenloadError as error:
-        return str(error)
-    return "no error"
+        return [told_of(change, all_ranks) for change, all_ranks in ((nested, False), (wider, True), (fewer, False))]
 
 
 def tensor_dicts_of_some(world: Any, *, plugins: dict[str, Any]) -> str:
@@ -171,4 +163,4 @@ def tensor_dicts_of_some(world: Any, *, plugins: dict[str, Any]) -> str:
     with loaded_script("verl_script", 2, 1) as script:
         if world.rank:
             script.iter = lambda batches: None
-        return _told(script, plugins, per_token=True)
+        return told(lambda: script.train("sft", True), _enabled(plugins))

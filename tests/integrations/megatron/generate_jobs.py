@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from evenload.integrations.megatron import PlainModel
 from evenload.runtime.generate.request import Generation, Request, Sampling
+from harness.proof import VOCABULARY, planned, tokens
 from harness.rank import load
 from megatron_tests.float64 import all_in_float64
-from megatron_tests.jobs import VOCABULARY, hosted, tokens
-from megatron_tests.score_jobs import HAND_LENGTHS, _changed, _plan, _state
+from megatron_tests.jobs import hosted
+from megatron_tests.score_jobs import differing, state_of
 from megatron_tests.telling import told
 
 _FOLDER = Path(__file__).parents[2] / "runtime" / "generate"
@@ -34,8 +35,8 @@ def generated(world: Any, *, ways: list[dict[str, Any]], **changes: Any) -> Any:
                 if parameter.ndim > 1:
                     parameter.mul_(8.0)
         want = _one_by_one(host)
-        host.gradients(_plan(host, 3), tokens(HAND_LENGTHS))
-        before = _state(host)
+        host.gradients(planned(host, "packs"), tokens())
+        before = state_of(host)
         rows = []
         for way in ways:
             seen: list[Any] = []
@@ -56,7 +57,7 @@ def generated(world: Any, *, ways: list[dict[str, Any]], **changes: Any) -> Any:
                     "moved": dealer.seen.moved if dealer else 0,
                 }
             )
-        return {"ways": rows, "changed": _changed(before, _state(host))}
+        return {"ways": rows, "changed": differing(before, state_of(host))}
 
 
 @torch.no_grad()

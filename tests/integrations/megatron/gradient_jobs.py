@@ -20,12 +20,10 @@ from evenload.integrations.reference.textbook_adapter import Alone
 from evenload.plugins.data.draws import mixed
 from evenload.runtime.adapters.places import AdapterState, Place, drawn
 from evenload.runtime.attention.labels import part_of
-from megatron_tests.jobs import hosted, labels_in_turn, tokens
-from megatron_tests.score_jobs import _changed, _state
-from megatron_tests.shared_plans import HAND_LENGTHS as LENGTHS
-from megatron_tests.slice_jobs import planned
+from harness.proof import LENGTHS, labels_in_turn, planned, tokens
+from megatron_tests.jobs import hosted
+from megatron_tests.score_jobs import differing, state_of
 from megatron_tests.telling import told
-from megatron_tests.tenant_jobs import plan_of
 
 COLUMNS, SEED = 100, 5
 ADAPTER = Adapter(r=4, lora_alpha=8, lora_dropout=0.3, rank_pattern={"down_proj": 6})
@@ -90,19 +88,18 @@ def by_sample(world: Any, *, plans: list[str | int], **changes: Any) -> dict[str
     out: dict[str, Any] = {"rows": [], "changed": [], "refused": ""}
     with hosted(world, **changes) as host:
         data, lengths = tokens(LENGTHS), np.array(LENGTHS)
-        host.train_step(plan_of(host, 3), data, lr=1e-3)
-        host.gradients(plan_of(host, 3), data)
+        host.train_step(planned(host, "packs"), data, lr=1e-3)
+        host.gradients(planned(host, "packs"), data)
         base, plain = host.weights(), PlainModel(host.recipe, host)
         states = _states(plain, base)
-        before = {**_state(host), **_moments(host)}
+        before = {**state_of(host), **_moments(host)}
         for turn, which in enumerate(plans):
-            labels, plan = labels_in_turn(turn + 2, LENGTHS), plan_of(host, which)
+            labels, plan = labels_in_turn(turn + 2, LENGTHS), planned(host, which)
             for state in states if turn == 0 else states[:1]:
                 row = _errors(host, state, PlannedSamples(plan, data, labels), plain, base, lengths)
                 out["rows"].append({"plan": which, "steps": state.steps, **row})
         plain.close()
-        out["changed"] = _changed(before, {**_state(host), **_moments(host)})
-        out["trains"] = host.gradients(plan_of(host, 3), data)[0].loss
+        out["changed"] = differing(before, {**state_of(host), **_moments(host)})
         scores = host.gradient_scores(GradientSettings(Adapter(target_modules=("nothing",))))
         out["refused"] = told(lambda: None, scores)
     return out
@@ -170,7 +167,7 @@ def selected(world: Any, **changes: Any) -> dict[str, Any]:
 def ways(world: Any, **changes: Any) -> dict[str, Any]:
     """Products of four batches with a direction, where both ways are tried, and by each."""
     with hosted(world, **changes) as host:
-        batches = [PlannedSamples(plan_of(host, turn), tokens(LENGTHS, turn)) for turn in range(4)]
+        batches = [PlannedSamples(planned(host, turn), tokens(LENGTHS, turn)) for turn in range(4)]
         with host.gradient_scores(GradientSettings(ADAPTER, COLUMNS)) as scores:
             direction = scores.direction(batches[:1])
             each = [scores.along(direction, batches, method) for method in (None, "backward", "forwards")]

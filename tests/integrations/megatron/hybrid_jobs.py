@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import evenload
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.integrations.megatron.base.families import pattern_of, unwrapped_chunk
 from evenload.integrations.megatron.stage import recomputing
 from evenload.integrations.megatron.unmodified.planning.user_loop import shape_of
 from evenload.integrations.megatron.unmodified.refusals.supported import why_stock
+from megatron_tests.telling import told
 from megatron_tests.user_jobs import recipe, user_loop
 
 
@@ -47,13 +47,11 @@ def sizes_and_order(world: Any, **loop: Any) -> tuple[Any, str]:
 def refused_hybrids(world: Any, **loop: Any) -> dict[str, str]:
     """What a loop is told of settings and layers that a hybrid model cannot have."""
     with user_loop(**loop) as user:
-        gpt, said = unwrapped_chunk(user.model), {}
+        gpt = unwrapped_chunk(user.model)
         stranger = patch.dict(gpt.decoder.layers[0]._modules, self_attention=torch.nn.Identity())
         virtual = patch.object(user.model.config, "virtual_pipeline_model_parallel_size", 2)
+        said = {}
         for name, change in (("virtual", virtual), ("stranger", stranger)):
-            try:
-                with evenload.enabled(recipe()), change:
-                    user.step()
-            except EvenloadError as error:
-                said[name] = str(error)
+            with change:
+                said[name] = told(user.step, evenload.enabled(recipe()))
         return said

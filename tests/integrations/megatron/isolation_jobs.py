@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.attention.labels import Labels, TargetWeights
-from megatron_tests.jobs import masked, tokens
-from megatron_tests.tenant_jobs import LENGTHS, RATES, TRAINS, adapters_of, company, join_anew, plan_of
+from harness.proof import LENGTHS, tokens
+from harness.proof.tenants import RATES, TRAINS, adapters_of
+from megatron_tests.jobs import masked
+from megatron_tests.tenant_jobs import company, join_anew, plan_of
 
 BAD = 1
 """Number of the tenant that misbehaves."""

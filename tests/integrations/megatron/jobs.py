@@ -5,31 +5,36 @@ from __future__ import annotations
 import random
 import resource
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from evenload.core.laws import check
+from evenload.core.plan.action import LETTERS
 from evenload.core.plan.limits import Limits
+from evenload.core.plan.order import one_forward_one_backward
+from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.host.step import Step, no_mark
-from evenload.integrations.megatron import PlannedBatches, forward_step, open_host
-from evenload.integrations.megatron import batch as batch_module
+from evenload.integrations.megatron import PlannedBatches, forward_step, open_host, open_plane
 from evenload.integrations.megatron import reduction as reduction_module
 from evenload.integrations.megatron.model.gpt import torch_optimizers
 from evenload.integrations.megatron.model.weights import global_gradients, global_parameters
 from evenload.integrations.megatron.plain import grad_rel_err, reference
+from evenload.integrations.megatron.reduction import Reduction
 from evenload.integrations.megatron.saving import checkpoint as checkpoint_module
 from evenload.runtime.attention.labels import Labels, TargetWeights, weighed
 from evenload.runtime.measure.busy import BusyClock
 from evenload.training.proof.masking import half_masked
-from evenload.training.proof.weighing import drawn_weights
+from harness.proof import LENGTHS, VOCABULARY, Found, errors_of_plans, planned, tokens
+from harness.proof.faults import fault
+from harness.references import kept
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -37,9 +42,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron_tests.telling import told
 from torch.distributed import distributed_c10d
 
-VOCABULARY = 96
 CPU = torch.device("cpu")
-LENGTHS = (37, 5, 64, 2, 18, 41, 9, 23)
 
 
 def recipe(**changes: Any) -> Any:
@@ -64,24 +67,9 @@ def recipe(**changes: Any) -> Any:
     return parse(data)
 
 
-def tokens(lengths: Any = LENGTHS, seed: int = 3) -> Callable[[int], np.ndarray]:
-    generator = np.random.default_rng(seed)
-    samples = [generator.integers(0, VOCABULARY, n) for n in lengths]
-    return lambda index: samples[index]
-
-
 def masked(lengths: Any = LENGTHS, seed: int = 0) -> Labels:
     """Labels in which half of the tokens carry no loss, and the others count as tokens of another seed."""
     return half_masked(None, tokens(lengths, seed + 100), np.arange(len(lengths)), as_lengths(lengths), seed)
-
-
-def labels_in_turn(turn: int, lengths: Any = LENGTHS, tenants: Any = None) -> Labels | None:
-    """Every token; half of them; with weights by sequence; half of them, with weights by token, and so on."""
-    labels = masked(lengths) if turn % 2 else None
-    if turn % 4 < 2:
-        return labels
-    by: Any = "token" if turn % 2 else "sequence"
-    return drawn_weights(labels, tokens(lengths, 100), as_lengths(lengths), by, [turn % 4], tenants)
 
 
 def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = False) -> StepPlan:
@@ -90,6 +78,7 @@ def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = 
         packs = {
             1: [(0, (2, 1)), (0, (0, 3, 6)), (0, (4, 5, 7))],
             2: [(0, (2, 1)), (1, (0, 3)), (0, (4, 6)), (0, (5,)), (1, (7,))],
+            4: [(0, (2, 1)), (1, (0, 3)), (2, (4, 6)), (0, (5,)), (3, (7,))],
         }[num_ranks]
     micro_batches = tuple(
         MicroBatch(
@@ -102,6 +91,13 @@ def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = 
     return check(StepPlan(as_lengths(lengths), micro_batches, Limits(num_ranks, 4096)))
 
 
+def plan_of(host: Any, which: Any = None, **drawn: Any) -> StepPlan:
+    """A plan by the name or seed that `planned` knows, of listed packs, or the default one of `plan`."""
+    if isinstance(which, str | int):
+        return planned(host, which, **drawn)
+    return plan(host.layout.dp_cp_size, packs=which)
+
+
 @contextmanager
 def hosted(world: Any, **changes: Any) -> Any:
     host = open_host(recipe(**changes), world)
@@ -111,12 +107,27 @@ def hosted(world: Any, **changes: Any) -> Any:
         host.close()
 
 
+def proven(
+    world: Any,
+    *,
+    plans: list[str | int],
+    lengths: Any = LENGTHS,
+    drawn: dict[str, Any] | None = None,
+    mutant: str = "",
+    **changes: Any,
+) -> list[Found]:
+    """Errors of plans against plain training, one reference for all of them."""
+    with hosted(world, **changes) as host:
+        named = ((which, planned(host, which, lengths, **(drawn or {}))) for which in plans)
+        return errors_of_plans(host, named, lengths, fault(mutant))
+
+
 def exactness(world: Any, *, pad: bool = False, packs: Any = None, **changes: Any) -> dict[str, float]:
     """Errors of loss and gradients against plain training."""
     with hosted(world, **changes) as host:
         data = tokens()
         the_plan = plan(host.layout.dp_cp_size, packs=packs, pad=pad)
-        expected_loss, expected = reference(host.recipe, host, data, the_plan.lengths)
+        expected_loss, expected = kept(reference, host.recipe, host, data, the_plan.lengths)
         result, gradients = host.gradients(the_plan, data)
         return {
             "loss": abs(result.loss - expected_loss) / expected_loss,
@@ -133,7 +144,7 @@ def errors_under_faults(world: Any, *, mutants: list[str]) -> list[float]:
     """Errors of the gradients of one plan under each of some planted faults."""
     with hosted(world) as host:
         data, the_plan, errors = tokens(), plan(host.layout.dp_cp_size), []
-        _, expected = reference(host.recipe, host, data, the_plan.lengths)
+        _, expected = kept(reference, host.recipe, host, data, the_plan.lengths)
         for mutant in mutants:
             with mutation(mutant):
                 errors.append(grad_rel_err(host.gradients(the_plan, data)[1], expected))
@@ -142,85 +153,61 @@ def errors_under_faults(world: Any, *, mutants: list[str]) -> list[float]:
 
 @contextmanager
 def mutation(name: str) -> Any:
-    """Plant a fault in the planned path."""
-    build, finalize = batch_module.build_pack, reduction_module._sum_over_world
+    """Plant a fault in the planned path; "": none."""
+    total, init, load = reduction_module._sum_over_world, Reduction.__init__, checkpoint_module.load_optimizer
 
-    def build_wrong(micro_batch: Any, *rest: Any, **named: Any) -> Any:
-        pack = build(micro_batch, *rest, **named)
-        if name == "restarted position":
-            # In the middle of a sequence: a shift of all its positions would change nothing, since RoPE is relative.
-            middle, end = pack.segments[1] // 2, pack.segments[1]
-            positions = pack.positions_T.clone()
-            positions[middle:end] -= middle
-            return replace(pack, positions_T=positions)
-        if name == "moved border" and len(pack.slices) > 1:
-            cu = pack.cu_seqlens.clone()
-            cu[1] += 1
-            return replace(pack, cu_seqlens=cu, segments=tuple(cu.tolist()))
-        if name == "dropped token":
-            labels = pack.labels_T.clone()
-            labels[0] = batch_module.IGNORE
-            return replace(pack, labels_T=labels, num_targets=pack.num_targets - 1)
-        return pack
-
-    def sum_wrong(loss: Any, count: int, device: Any) -> Any:
-        loss, count = finalize(loss, count, device)
+    def one_more(loss: Any, count: int, device: Any) -> Any:
+        loss, count = total(loss, count, device)
         return loss, count + 1
-
-    init = reduction_module.Reduction.__init__
 
     def naive(self: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         init(self, ddp, *args, **kwargs)
         self.quiet, ddp.config.no_sync_func = False, None
 
-    if name == "naive overlap":
-        reduction_module.Reduction.__init__ = naive
-    load = checkpoint_module.load_optimizer
-
     def load_as_upstream(optimizer: Any, state: Any) -> None:
         load(optimizer, state)
-        states = [states for ulysses_degree in torch_optimizers(optimizer) for states in ulysses_degree.state.values()]
+        states = [state for one in torch_optimizers(optimizer) for state in one.state.values()]
         for one in states:
             one["step"] = states[0]["step"]
 
-    if name == "shared step":
-        checkpoint_module.load_optimizer = load_as_upstream
-    batch_module.build_pack = build_wrong
-    if name == "wrong scale":
-        reduction_module._sum_over_world = sum_wrong
-    try:
+    own = {
+        "wrong scale": (reduction_module, "_sum_over_world", one_more),
+        "naive overlap": (Reduction, "__init__", naive),
+        "shared step": (checkpoint_module, "load_optimizer", load_as_upstream),
+    }
+    with patch.object(*own[name]) if name in own else fault(name)():
         yield
-    finally:
-        batch_module.build_pack, reduction_module._sum_over_world = build, finalize
-        reduction_module.Reduction.__init__, checkpoint_module.load_optimizer = init, load
 
 
 def train(
     world: Any,
     *,
     steps: int = 3,
-    plans: Any = None,
+    plans: Any = (None,),
     read: str = "",
     write: str = "",
     first: int = 0,
     mutant: str = "",
+    record: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
     """Losses and norms of some steps, what each generator of random numbers draws in each, and a sum over the weights
     after them.
 
-    ``plans`` has the packs of each step; ``read`` and ``write`` name a checkpoint to start from and one to leave.
+    ``plans`` of the steps, by turns, as for `plan_of`; ``read`` and ``write`` name a checkpoint to start from and one
+    to leave. ``record``: spans, too.
     """
     random.seed(1)
     np.random.seed(1)
     with hosted(world, **changes) as host, mutation(mutant):
         if read:
             host.load(Path(read))
-        results, draws = [], []
+        results, draws, passes = [], [], []
         for step in range(first, first + steps):
             draws.append(drawn())
-            packs = plans[step % len(plans)] if plans else None
-            results.append(host.train_step(plan(host.layout.dp_cp_size, packs=packs), tokens(seed=step), lr=1e-2))
+            the_plan = plan_of(host, plans[step % len(plans)])
+            passes.append(passes_here(host, the_plan))
+            results.append(host.train_step(the_plan, tokens(seed=step), lr=1e-2, record=record))
         if write:
             if world.rank == 0:
                 Path(write).mkdir(parents=True)
@@ -231,9 +218,20 @@ def train(
             "losses": [r.loss for r in results],
             "norms": [r.grad_norm for r in results],
             "targets": [r.num_targets for r in results],
+            "spans": [r.spans for r in results],
+            "passes": passes,
             "weights": weights,
             "draws": draws,
         }
+
+
+def passes_here(host: Any, the_plan: Any) -> list[tuple[str, int]]:
+    """(kind, number) of the passes that this rank runs of a plan, as spans have them, in order."""
+    if the_plan.order:
+        program = lower(the_plan, host.pipeline_stage, host.dp_cp_rank)
+        return [(LETTERS[action.kind].upper(), action.op.micro_batch) for action in program if action.computes]
+    behind = host.layout.pp - 1 - host.pipeline_stage
+    return [tuple(op) for op in one_forward_one_backward(the_plan.of_rank(host.dp_cp_rank), behind)]
 
 
 def drawn() -> tuple[float, ...]:
@@ -243,7 +241,7 @@ def drawn() -> tuple[float, ...]:
     return random.random(), float(np.random.random()), float(torch.rand(())), ranks_own
 
 
-def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any) -> list[float]:
+def summed_gradients(world: Any, *, plans: list[Any], mutant: str = "", **changes: Any) -> list[float]:
     """Per step of some plans without updates: error of the reduced gradients against plain training.
 
     This is `train_step` without the optimizer, so the protocol under test is the one that training uses. With the
@@ -251,11 +249,10 @@ def summed_gradients(world: Any, *, plans: Any, mutant: str = "", **changes: Any
     """
     errors = []
     with hosted(world, megatron__distributed_optimizer=False, **changes) as host:
-        data = tokens()
-        _, expected = reference(host.recipe, host, data, plan(host.layout.dp_cp_size).lengths)
+        _, expected = kept(reference, host.recipe, host, tokens(), as_lengths(LENGTHS))
         with mutation(mutant):
-            for packs in plans:
-                host.trained.run(Step(plan(host.layout.dp_cp_size, packs=packs), data, None, no_mark, BusyClock(CPU)))
+            for which in plans:
+                host.trained.run(Step(plan_of(host, which), tokens(), None, no_mark, BusyClock(CPU)))
                 errors.append(grad_rel_err(dict(global_gradients(host.model)), expected))
     return errors
 
@@ -321,29 +318,26 @@ def initial_weights(world: Any, **changes: Any) -> dict[str, Any]:
         return whole
 
 
-def in_stock_schedule(ddp: Any, batches: PlannedBatches) -> None:
-    """Run a rank's micro-batches in Megatron's own schedule; its gradients are summed over all ranks then."""
-    ddp.config.no_sync_func, ddp.config.finalize_model_grads_func = None, finalize_model_grads
-    ddp.zero_grad_buffer()
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=batches,
-        model=[ddp],
-        num_microbatches=len(batches),
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
-
-
-def own_loop(world: Any) -> float:
+def own_loop(world: Any, *, shared: bool = False) -> float:
     """A loop of one's own, from the public pieces and stock Megatron only; its error against plain training."""
     with hosted(world, train__dtype="fp32", megatron__distributed_optimizer=False) as host:
-        data, the_plan = tokens(), plan(host.layout.dp_cp_size)
-        _, expected = reference(host.recipe, host, data, the_plan.lengths)
-        ddp = host.ddp
-        batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data)
-        in_stock_schedule(ddp, batches)
+        data, the_plan = tokens(), plan_of(host, "zones" if shared else None)
+        _, expected = kept(reference, host.recipe, host, data, the_plan.lengths)
+        plane = open_plane() if shared else None
+        batches = PlannedBatches.of_rank(the_plan, host.dp_cp_rank, data, plane=plane)
+        host.ddp.config.no_sync_func, host.ddp.config.finalize_model_grads_func = None, finalize_model_grads
+        host.ddp.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[host.ddp],
+            num_microbatches=len(batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        if plane:
+            plane.close()
         return grad_rel_err(dict(global_gradients(host.model)), expected)
 
 
@@ -375,7 +369,7 @@ def recomputed(world: Any, *, by_plan: bool) -> float:
     """Error with layers recomputed in backward, which must see its own micro-batch's plan; without an order."""
     with hosted(world, parallel__pp=world.size, train__recompute=not by_plan) as host:
         data, the_plan = tokens(), plan(host.layout.dp_cp_size)
-        _, expected = reference(host.recipe, host, data, the_plan.lengths)
+        _, expected = kept(reference, host.recipe, host, data, the_plan.lengths)
         if by_plan:
             limits = replace(the_plan.limits, num_stages=world.size, layers_per_stage=4 // world.size)
             layers = tuple(i % 3 for i in range(len(the_plan.micro_batches)))

@@ -17,11 +17,10 @@ from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.integrations.megatron.unmodified.planning import call_plan
 from evenload.integrations.megatron.unmodified.planning.sharing import meeting
-from megatron_tests import shared_jobs
+from harness.proof import faults, random_shared_plan
 from megatron_tests.float64 import all_in_float64
 from megatron_tests.objective_jobs import Fed
-from megatron_tests.shared_plans import random_shared_plan
-from megatron_tests.user_jobs import loss_and_tokens, planning, recipe, user_loop, worst
+from megatron_tests.user_jobs import compared, loss_and_tokens, planning, recipe, user_loop, worst
 
 WHOLE = {"pieces": (1,), "replay": "none", "asymmetric": False}
 OURS = ("instead", "seed", "cut", "mutant")
@@ -77,13 +76,10 @@ def shared_steps(
                     results.append({"error": str(error)})
                     continue
             shared = [m for m in made[-1].micro_batches if len(m.ranks) > 1]
-            pairs = zip(planned["reports"], stock["reports"], strict=True) if fed else ()
-            errors = [float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in pairs]
             results.append(
                 {
-                    "grad": worst(planned, stock),
+                    **(compared(planned, stock) if fed else {"grad": worst(planned, stock), "reports": 0.0}),
                     "loss": float(((loss_and_tokens(planned) - wanted).abs() / wanted).max()),
-                    "reports": max(errors, default=0.0),
                     "comms": sorted({m.cp_comm for m in shared}),
                     "cut": len(made[-1].cut),
                     "order": bool(made[-1].order),
@@ -106,4 +102,4 @@ def _lost_parts() -> Any:
     return patch.object(call_plan, "lay_out", lost)
 
 
-FAULTS = {**shared_jobs.FAULTS, "a part without loss": _lost_parts}
+FAULTS = {**faults.FAULTS, "a part without loss": _lost_parts}

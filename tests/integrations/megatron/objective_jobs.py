@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import evenload
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import Slice
 from evenload.integrations.megatron.unmodified.planning import call_plan
 from evenload.integrations.megatron.unmodified.reading.context_parallel import CpShards
@@ -22,7 +21,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron_tests.float64 import all_in_float64
-from megatron_tests.user_jobs import Loop, drawn, planning, recipe, user_loop, worst
+from megatron_tests.telling import told
+from megatron_tests.user_jobs import Loop, compared, drawn, planning, planted, recipe, user_loop, worst
 
 PACKED = {"packing": {"enabled": True, "max_tokens": 128, "slices": "off"}}
 
@@ -64,44 +64,26 @@ def objectives(
     with user_loop(**loop) as alike, all_in_float64():
         user = Fed(alike, values, lone)
         stock = user.step()
-        with evenload.enabled(recipe(**PACKED)), fault(mutant):
+        with evenload.enabled(recipe(**PACKED)), planted(FAULTS, mutant):
             results.append(compared(user.fed_step(), stock))
         for seed in seeds:
-            with evenload.enabled(recipe()), planning(drawn(seed)), fault(mutant):
+            with evenload.enabled(recipe()), planning(drawn(seed)), planted(FAULTS, mutant):
                 results.append(compared(user.fed_step(), stock))
     return results
 
 
-def compared(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    """Errors of a step's gradients and reports."""
-    pairs = list(zip(planned["reports"], stock["reports"], strict=True))
-    return {
-        "grad": worst(planned, stock),
-        "reports": max((float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs), default=0.0),
-        "dtypes": all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs),
-        "rows": {rows for rows, _ in planned["shapes"]},
-    }
-
-
-@contextmanager
-def fault(name: str) -> Iterator[None]:
-    """A planted fault of the objective's code."""
-    if not name:
-        yield
-        return
-    faults = {
-        "as if packs were micro-batches": patch.object(MeanOfMeans, "weigh", lambda self, output, packed: output),
-        "one count for all": patch.object(
-            call_plan, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order)
-        ),
-    }
-    with faults[name]:
-        yield
+FAULTS = {
+    "as if packs were micro-batches": (MeanOfMeans, "weigh", lambda self, output, packed: output),
+    "one count for all": (
+        call_plan,
+        "weights_of",
+        lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order),
+    ),
+}
 
 
 def passed_groups(world: Any, **loop: Any) -> list[Any]:
     """A loop that passes process groups to the schedule: its own, and those of another layout."""
-    told: list[Any] = []
     with user_loop(**loop) as user:
         groups = _collection()
         passed = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, get_model_config(user.model))}
@@ -114,15 +96,9 @@ def passed_groups(world: Any, **loop: Any) -> list[Any]:
             packed = step()
         with evenload.enabled(recipe()), planning(drawn(1)):
             ordered = step()
-        told += [max(worst(one, stock) for one in (packed, ordered)), {rows for rows, _ in packed["shapes"]}]
+        found = [max(worst(one, stock) for one in (packed, ordered)), {rows for rows, _ in packed["shapes"]}]
         groups.dp_cp, groups.pp = groups.pp, groups.dp_cp
-        with evenload.enabled(recipe(**PACKED)):
-            try:
-                step()
-                told.append("no error")
-            except EvenloadError as error:
-                told.append(error.what)
-    return told
+        return [*found, told(step, evenload.enabled(recipe(**PACKED)))]
 
 
 def _collection() -> ProcessGroupCollection:
@@ -138,13 +114,13 @@ def _collection() -> ProcessGroupCollection:
 
 def missing_iterators(world: Any) -> list[str]:
     """What a loop is told of which no rank has an iterator, and one whose last or first stage has none."""
-    told = []
+    said = []
     for layout, stage in (({"tp": 2}, None), ({"pp": 2}, 0), ({"pp": 2}, 1)):
         with user_loop(**layout) as user, evenload.enabled(recipe(**PACKED)):
             if parallel_state.get_pipeline_model_parallel_rank() != stage:
                 user.script.batches = lambda: None
-            told.append(refusal(user.step))
-    return told
+            said.append(told(user.step))
+    return said
 
 
 def odd_mask(world: Any, **loop: Any) -> str:
@@ -160,7 +136,7 @@ def odd_mask(world: Any, **loop: Any) -> str:
                 yield {**batch, "attention_mask": mask}
 
         user.script.batches = masked if parallel_state.get_tensor_model_parallel_rank() == 0 else lambda: None
-        return refusal(user.step)
+        return told(user.step)
 
 
 def second_model(world: Any) -> list[Any]:
@@ -173,24 +149,16 @@ def second_model(world: Any) -> list[Any]:
             teacher(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
             return user.forward_step(iter([batch]), model)
 
-        with evenload.enabled(recipe(**PACKED)):
-            told = [refusal(lambda: user.step(taught))]
-        return [*told, refusal(lambda: user.step(taught)), hasattr(GPTModel.forward, "__wrapped__")]
-
-
-def refusal(step: Callable[[], Any]) -> str:
-    try:
-        step()
-    except EvenloadError as error:
-        return error.what
-    return "no error"
+        step = partial(user.step, taught)
+        planned = told(step, evenload.enabled(recipe(**PACKED)))
+        return [planned, told(step), hasattr(GPTModel.forward, "__wrapped__")]
 
 
 def reports_of_ranks(world: Any) -> list[Any]:
     """Keys and number of what two ranks report where one has a dummy alone, of which every value is zero; and the keys
     where a later call reports something else."""
     rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
-    told = []
+    found = []
     for kinds in (None, {"lm loss": ("mean", torch.zeros(()))}):
         reports = Reports(CpShards(1, [2, 2]), kinds)
         loss_mask, slices = (torch.zeros(1, 1), ()) if rank else (torch.ones(1, 4), (Slice(0, 0, 2), Slice(1, 0, 2)))
@@ -201,5 +169,5 @@ def reports_of_ranks(world: Any) -> list[Any]:
         answer = loss, {"lm loss": loss.clone(), "hits": 3 * loss}
         reports.add(packed, torch.ones_like(loss_mask), answer)
         entries = reports.of_loop([answer[-1]], [[rank], [rank]], [2.0, 2.0], group)
-        told.append([sorted(entry) for entry in entries])
-    return told
+        found.append([sorted(entry) for entry in entries])
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -28,9 +28,8 @@ from evenload.runtime.stage import deferred
 from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
-from megatron_tests import slice_jobs
-from megatron_tests.jobs import CPU, hosted, tokens
-from megatron_tests.slice_jobs import errors_of_plans
+from harness.proof import Found, errors_of_plans, faults, tokens
+from megatron_tests.jobs import CPU, hosted
 from megatron_tests.telling import told
 
 
@@ -44,18 +43,20 @@ def _plan(host: Any, written: dict[str, Any]) -> StepPlan:
 
 def piped(
     world: Any, *, plans: list[dict[str, Any]], lengths: list[int], mutant: str = "", **changes: Any
-) -> list[dict[str, Any]]:
+) -> list[Found]:
     """Errors of plans (as JSON), each with other labels and weights, against plain training."""
     with hosted(world, **changes) as host:
-        return errors_of_plans(host, _numbered(host, plans), lengths, FAULTS.get(mutant))
+        return errors_of_plans(host, _numbered(host, plans), lengths, fault(mutant))
 
 
-def piped_under_faults(world: Any, *, plans: dict[str, list[dict[str, Any]]], lengths: list[int]) -> dict[str, Any]:
+def piped_under_faults(
+    world: Any, *, plans: dict[str, list[dict[str, Any]]], lengths: list[int], **changes: Any
+) -> dict[str, Any]:
     """By the fault that is planted the errors of its plans; "": of all plans, where none is."""
-    with hosted(world) as host:
+    with hosted(world, **changes) as host:
         found = {"": errors_of_plans(host, _numbered(host, [plan for own in plans.values() for plan in own]), lengths)}
-        for fault, own in plans.items():
-            found[fault] = errors_of_plans(host, _numbered(host, own), lengths, FAULTS[fault])
+        for name, own in plans.items():
+            found[name] = errors_of_plans(host, _numbered(host, own), lengths, fault(name))
         return found
 
 
@@ -160,9 +161,9 @@ def after_an_error(world: Any, *, plan: dict[str, Any], lengths: list[int], **ch
     return told
 
 
-def unsplittable(world: Any, *, plan: dict[str, Any], lengths: list[int]) -> dict[str, str]:
+def unsplittable(world: Any, *, plan: dict[str, Any], lengths: list[int], **changes: Any) -> dict[str, str]:
     """What is said of a plan with W passes for models that cannot run them, on one rank."""
-    with hosted(world) as host:
+    with hosted(world, **changes) as host:
         layer = host.model.decoder.layers[1].mlp.linear_fc1
         reasons = {
             "someone else's": deferred.replaced(layer, "_forward_impl", layer._forward_impl),
@@ -171,6 +172,20 @@ def unsplittable(world: Any, *, plan: dict[str, Any], lengths: list[int]) -> dic
         }
         run = partial(host.gradients, _plan(host, plan), tokens(lengths))
         return {why: told(run, change) for why, change in reasons.items()}
+
+
+def fault(name: str) -> Any:
+    """What plants a fault, of which a rank may be told in any words."""
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with FAULTS[name]() if name in FAULTS else faults.fault(name)():
+            try:
+                yield
+            except RuntimeError as error:
+                raise EvenloadError(str(error)) from error
+
+    return planted if name else nullcontext
 
 
 def _empty_pass() -> Any:
@@ -234,7 +249,6 @@ def _dx_of_one_rank() -> Any:
 
 
 FAULTS: dict[str, Any] = {
-    **slice_jobs.FAULTS,
     "no weight gradients": lambda: patch.object(Executor, "_weight_grads", lambda *_: None),
     "empty W": _empty_pass,
     "W twice": _computed_twice,

@@ -11,8 +11,7 @@ from evenload.core.recipe.recipe import parse
 from evenload.integrations.huggingface.folders.reading import WeightFolder
 from evenload.integrations.megatron import open_host
 from evenload.integrations.megatron.model.gpt import DTYPES
-from megatron_tests.score_jobs import _plan
-from megatron_tests.shared_plans import HAND_LENGTHS
+from harness.proof import LENGTHS, planned
 from megatron_tests.telling import told
 
 
@@ -39,8 +38,8 @@ def _case(world: Any, folder: str, plans: tuple[Any, ...] = (), **asked: Any) ->
     samples, expected = torch.load(Path(folder) / "logits.pt")
     off = 0.0
     for which in plans:
-        logits = host.logits(_plan(host, which), lambda index: samples[index].numpy())
-        assert sorted(logits) == (list(range(len(HAND_LENGTHS))) if world.rank == 0 else [])
+        logits = host.logits(planned(host, which), lambda index: samples[index].numpy())
+        assert sorted(logits) == (list(range(len(LENGTHS))) if world.rank == 0 else [])
         off = max([off, *(float((logits[i] - expected[i]).norm() / expected[i].norm()) for i in logits)])
     unlike = _unlike(folder, _left(host), DTYPES[host.recipe.train.dtype]) if world.rank == 0 else _left(host)
     host.close()
@@ -65,7 +64,7 @@ def stepped(world: Any, *, folder: str, write: str = "", read: str = "", **asked
     if read:
         host.load(Path(read))
     else:
-        host.train_step(_plan(host, 3), lambda index: samples[index].numpy(), lr=1e-2)
+        host.train_step(planned(host, "packs"), lambda index: samples[index].numpy(), lr=1e-2)
     if write and world.rank == 0:
         Path(write).mkdir()
     torch.distributed.barrier()

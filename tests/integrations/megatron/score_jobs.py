@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from evenload.core.laws import check
-from evenload.core.plan.rounds import in_rounds
-from evenload.core.plan.step_plan import StepPlan, as_lengths
-from evenload.core.simulate.v_shape import merged
+from evenload.core.plan.step_plan import as_lengths
 from evenload.integrations.host import scoring
 from evenload.integrations.megatron import PlainModel
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.attention.pack import IGNORE
 from evenload.training.proof.weighing import drawn_weights
+from harness.proof import LENGTHS, planned, tokens
 from megatron_tests.expert_jobs import small
-from megatron_tests.jobs import hosted, tokens
-from megatron_tests.random_plans import random_plan
-from megatron_tests.shared_jobs import sharing
-from megatron_tests.shared_plans import HAND_LENGTHS
+from megatron_tests.jobs import hosted
 
 Plain = dict[int, tuple[torch.Tensor, np.ndarray]]
 
@@ -33,12 +27,12 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
     second time, and whether anything that training goes by has changed."""
     rows = []
     with hosted(world, **(small(**changes) if experts else changes)) as host:
-        data, labels = tokens(HAND_LENGTHS), _masked()
+        data, labels = tokens(), _masked()
         expected, vectors = _one_by_one(host, data)
-        host.gradients(_plan(host, 3), data)
-        before = _state(host)
+        host.gradients(planned(host, "packs"), data)
+        before = state_of(host)
         for which in plans:
-            plan = _plan(host, which)
+            plan = planned(host, which)
             with fault(mutant):
                 whole, masked = host.score(plan, data), host.score(plan, data, labels=labels)
                 pointed = host.score(plan, data, labels=labels, vectors=True)
@@ -56,38 +50,26 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
                     "loss": whole.loss,
                 }
             )
-        changed = _changed(before, _state(host))
+        changed = differing(before, state_of(host))
         how: Any = {"lr": 0.0, "labels": labels._replace(reference=_reference)}
         host.scores_steps = True
         with fault(mutant):
-            steps = [host.train_step(_plan(host, which), data, **how) for which in plans]
+            steps = [host.train_step(planned(host, which), data, **how) for which in plans]
         trained = [_errors(step.scores, expected, labels) for step in steps]
         sums = [abs(step.scores.loss - step.loss) for step in steps]
         excess = [_off_in_excess(step.scores, expected, labels) for step in steps]
         return {"plans": rows, "changed": changed, "trained": trained, "sums": sums, "excess": excess}
 
 
-def _plan(host: Any, which: str | int) -> StepPlan:
-    """Of a seed, or shared by hand; in rounds where ranks share experts."""
-    layout = host.layout
-    if isinstance(which, str) or (which > 100 and layout.ep == 1):
-        return sharing(host, which)
-    stages = layout.num_stages
-    sizes = {"num_stages": stages, "layers_per_stage": host.recipe.model.num_layers // stages}
-    plan = random_plan(which, HAND_LENGTHS, num_ranks=layout.dp_cp_size, **sizes)
-    limits = replace(plan.limits, in_step=layout.ep, v_shape=layout.v_shape)
-    return check(merged(in_rounds(replace(plan, limits=limits))))
-
-
 def _masked() -> Labels:
     """Every second token carries loss, with a weight of its own, and of the last sequence none."""
-    last, data = len(HAND_LENGTHS) - 1, tokens(HAND_LENGTHS)
+    last, data = len(LENGTHS) - 1, tokens()
 
     def of(index: int) -> np.ndarray:
-        return np.where((np.arange(HAND_LENGTHS[index]) % 2 == 1) & (index < last), data(index), IGNORE)
+        return np.where((np.arange(LENGTHS[index]) % 2 == 1) & (index < last), data(index), IGNORE)
 
-    targets = np.array([int((of(i)[1:] != IGNORE).sum()) for i in range(len(HAND_LENGTHS))])
-    return drawn_weights(Labels(of, targets), data, as_lengths(HAND_LENGTHS), "token", [0])
+    targets = np.array([int((of(i)[1:] != IGNORE).sum()) for i in range(len(LENGTHS))])
+    return drawn_weights(Labels(of, targets), data, as_lengths(LENGTHS), "token", [0])
 
 
 @torch.no_grad()
@@ -96,8 +78,8 @@ def _one_by_one(host: Any, data: Any) -> tuple[Plain, dict[int, np.ndarray]]:
     token's place, from 1, times what the output layer gets."""
     plain, rows, vectors, seen = PlainModel(host.recipe, host), {}, {}, list[torch.Tensor]()
     hook = plain._model.output_layer.register_forward_pre_hook(lambda _, given: seen.append(given[0][:, 0]))
-    plain.routers.begin(np.array(HAND_LENGTHS))
-    for number, length in enumerate(HAND_LENGTHS):
+    plain.routers.begin(np.array(LENGTHS))
+    for number, length in enumerate(LENGTHS):
         ids, mask = torch.from_numpy(data(number))[None], torch.ones(length, length, dtype=torch.bool).triu(1)
         call = ids, torch.arange(length)[None], mask[None, None]
         plain.routers.run(number)
@@ -131,7 +113,7 @@ def _errors(scores: Any, expected: Plain, labels: Labels | None) -> float:
 
 def _reference(index: int) -> np.ndarray:
     """Losses of the tokens of a sequence by another model: about half of them are exceeded."""
-    return 5.5 + np.random.default_rng(index).normal(size=HAND_LENGTHS[index])
+    return 5.5 + np.random.default_rng(index).normal(size=LENGTHS[index])
 
 
 def _off_in_excess(scores: Any, expected: Plain, labels: Labels) -> float:
@@ -154,7 +136,7 @@ def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
     return float((values - expected).abs().max() / expected.abs().max())
 
 
-def _state(host: Any) -> dict[str, Any]:
+def state_of(host: Any) -> dict[str, Any]:
     """All that a step goes by, but for the plan."""
     kept = {f"weight {name}": weight for name, weight in host.weights().items()}
     kept |= {f"gradient {i}": p.main_grad.clone() for i, p in enumerate(host.model.parameters())}
@@ -164,7 +146,7 @@ def _state(host: Any) -> dict[str, Any]:
     return kept | {"random": torch.get_rng_state(), "training": training}
 
 
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import evenload
 import torch
-from evenload.core.errors import EvenloadError
 from evenload.integrations.megatron.unmodified.refusals.supported import tokens_multiple
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron_tests.telling import told
 from megatron_tests.user_jobs import loaded_script, recipe, worst
 
 CAP = 128
@@ -103,7 +103,7 @@ def identities(world: Any) -> dict[str, Any]:
 
 def told_of_scripts(world: Any) -> dict[str, str]:
     """What each kind of unsupported loop is told."""
-    told: dict[str, str] = {}
+    said: dict[str, str] = {}
     with loaded_script("megatron_script") as script:
         model, _ = script.build(torch.float64, "rope", False)
         overlapped, _ = script.build(torch.float64, "rope", True)
@@ -142,12 +142,8 @@ def told_of_scripts(world: Any) -> dict[str, str]:
                 "model": chunk,
                 **CALL,
             }
-            with evenload.enabled(packed(max_tokens, "off")):
-                try:
-                    script.get_forward_backward_func()(**call | changes)
-                    told[name] = "no error"
-                except EvenloadError as error:
-                    told[name] = str(error)
+            planned = evenload.enabled(packed(max_tokens, "off"))
+            said[name] = told(lambda: script.get_forward_backward_func()(**call | changes), planned)
             for key, _ in config:
                 setattr(chunk.config, key, {"calculate_per_token_loss": True}.get(key))
 
@@ -169,7 +165,7 @@ def told_of_scripts(world: Any) -> dict[str, str]:
         attempt("two batches", forward_step_func=two_batches)
         attempt("other tokens", forward_step_func=half)
         attempt("fine")
-    return told
+    return said
 
 
 def multiples(world: Any) -> list[int]:

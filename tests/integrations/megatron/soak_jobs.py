@@ -14,8 +14,8 @@ from evenload.core.plan.step_plan import as_lengths
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.runtime.adapters.tenant import TenantAdapter
-from megatron_tests.jobs import VOCABULARY, hosted
-from megatron_tests.slice_jobs import planned
+from harness.proof import VOCABULARY, planned
+from megatron_tests.jobs import hosted
 
 MOST = 3
 """Tenants at once."""

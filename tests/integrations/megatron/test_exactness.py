@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from harness.proof import LENGTHS
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = (37, 5, 64, 2, 18, 41, 9, 23)
 TP2, PP2 = {"parallel__tp": 2}, {"parallel__pp": 2}
 LAYOUTS = [
     pytest.param(1, {}, id="one"),

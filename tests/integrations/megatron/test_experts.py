@@ -186,21 +186,23 @@ def test_experts_that_are_cut_over_their_group(on_ranks, layout, changes):
 
 
 @pytest.mark.parametrize(
-    ("near", "changes"),
+    ("size", "near", "changes"),
     [
-        only_full(1e-12, {"parallel__ep": 4, "train__dtype": "fp64", **ODD}, id="fp64, padded pieces"),
-        pytest.param(1e-5, {"parallel__ep": 2, "train__dtype": "fp32"}, id="fp32, distributed optimizer"),
+        only_full(4, 1e-12, {"parallel__ep": 4, "train__dtype": "fp64", **ODD}, id="fp64, padded pieces"),
+        pytest.param(2, 1e-5, {"parallel__ep": 2, "train__dtype": "fp32"}, id="fp32, distributed optimizer"),
+        only_full(4, 1e-5, {"parallel__ep": 2, "train__dtype": "fp32"}, id="fp32, ep2dp2"),
         only_full(
+            4,
             1e-12,
             {"parallel__ep": 2, "parallel__pp": 2, "train__dtype": "fp64", "model__family": "qwen3_moe"},
             id="fp64, a stage without experts",
         ),
     ],
 )
-def test_cut_experts_take_the_same_steps_and_share_checkpoints(on_ranks, tmp_path, near, changes):
+def test_cut_experts_take_the_same_steps_and_share_checkpoints(on_ranks, tmp_path, size, near, changes):
     moe = BIASED | {"ffn_hidden_size": 25, "every": 2 if "model__family" in changes else 1}
     common = {"moe": moe, "train__clip_grad": 0.2, **changes}
-    for row in on_ranks(4, "sharded_beside_home", folder=str(tmp_path / "c"), **common):
+    for row in on_ranks(size, "sharded_beside_home", folder=str(tmp_path / "c"), **common):
         assert row["started"] == row["behind True"] == row["behind False"] == []
         assert row["before True"]
         assert row["before False"]

@@ -15,21 +15,21 @@ TP2, PP2 = {"parallel__tp": 2}, {"parallel__pp": 2}
 
 
 @pytest.mark.parametrize(
-    ("changes", "ways"),
+    ("size", "changes", "ways"),
     [
-        pytest.param({}, [{"slots": 64, "backwards": True}, {**SMALL, "moves": 2}], id="data parallel"),
-        pytest.param(TP2, [SMALL], id="tensor parallel"),
-        pytest.param(PP2, [{**ALL, "moves": 4}], id="a pipeline"),
-        only_full({}, [{"slots": 1}, {"moves": 1}], id="data parallel, more"),
-        only_full(TP2, [ALL, {**SMALL, "moves": 3}], id="tensor parallel, more"),
-        only_full(PP2, [ALL, SMALL], id="a pipeline, more"),
-        only_full({**PP2, **TP2}, [{"slots": 5}], id="stages of tensor-parallel ranks"),
+        pytest.param(2, {}, [{"slots": 64, "backwards": True}], id="data parallel"),
+        pytest.param(2, TP2, [SMALL], id="tensor parallel"),
+        pytest.param(2, PP2, [{**SMALL, "slots": 5}], id="a pipeline"),
+        only_full(4, {}, [{"slots": 1}, {"moves": 1}, {**SMALL, "moves": 2}], id="data parallel, more"),
+        only_full(4, TP2, [ALL, {**SMALL, "moves": 3}], id="tensor parallel, more"),
+        only_full(4, PP2, [ALL, SMALL, {**ALL, "moves": 4}], id="a pipeline, more"),
+        only_full(4, {**PP2, **TP2}, [{"slots": 5}], id="stages of tensor-parallel ranks"),
     ],
 )
 def test_samples_are_those_of_plain_generation(
-    on_ranks: Callable[..., list[Any]], changes: dict[str, Any], ways: list[dict[str, Any]]
+    on_ranks: Callable[..., list[Any]], size: int, changes: dict[str, Any], ways: list[dict[str, Any]]
 ) -> None:
-    results = on_ranks(4, "generated", ways=ways, **changes)
+    results = on_ranks(size, "generated", ways=ways, **changes)
     for result in results:
         assert not result["changed"]
         for row, way in zip(result["ways"], ways, strict=True):

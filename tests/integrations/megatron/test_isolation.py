@@ -21,11 +21,11 @@ FAULTS = {
 }
 """What the host says, and in which steps."""
 LAYOUTS = {
-    "one": (1, TWO, [0, 1, 2]),
-    "dp2": (2, TWO, [3, 4, "together"]),
-    "plane2": (2, TWO, ["pairs, ring", "pairs, all_to_all", 101]),
-    "tp2": (2, {"parallel__tp": 2, **TWO}, [0, 1, 2]),
-    "pp2": (2, {"parallel__pp": 2}, [0, 1, 2]),
+    "one": (1, TWO, [0, 11, "packs"]),
+    "dp2": (2, TWO, [5, 2, "together"]),
+    "plane2": (2, TWO, ["pairs", "pairs, all_to_all", "shared 101"]),
+    "tp2": (2, {"parallel__tp": 2, **TWO}, [0, 11, "packs"]),
+    "pp2": (2, {"parallel__pp": 2}, [0, 11, "packs"]),
 }
 AT_EVERY_CHANGE = {
     "one": list(FAULTS),

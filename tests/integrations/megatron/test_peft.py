@@ -98,8 +98,8 @@ def _short(name: str) -> str:
 @pytest.mark.parametrize(
     ("size", "plans", "layout"),
     [
-        pytest.param(1, [0, 1, 2], {}, id="one"),
-        pytest.param(2, [3, 4, 101], {}, id="dp2"),
+        pytest.param(1, [0, 11, 2], {}, id="one"),
+        only_full(2, [3, 4, "shared 101"], {}, id="dp2"),
         only_full(2, [0, 1, 2], {"tp": 2}, id="tp2"),
         only_full(2, [0, 1, 2], {"pp": 2}, id="pp2"),
     ],

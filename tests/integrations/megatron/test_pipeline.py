@@ -18,14 +18,15 @@ from evenload.core.plan_json import step_json
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from harness.cases import only_full
+from harness.proof import caught, random_pipeline
 from hypothesis import HealthCheck, given, settings
-from megatron_tests.exact import exact, is_caught
-from megatron_tests.random_pipelines import random_pipeline
+from megatron_tests.exact import exact
 
 pytestmark = pytest.mark.slow
 
 LENGTHS = [37, 5, 64, 2]
 LAYERS = 4
+TWO = {"model__num_layers": 2}
 WORDS = ("none", "some", "all")
 LAYOUTS = {
     "pp2": (2, {"parallel__pp": 2}),
@@ -65,13 +66,18 @@ def grid(layout):
     return plans + [drawn(30 + i, layout, pieces=[1, 16], split="some", recompute="some") for i in range(2)]
 
 
+def some(layout):
+    """What two stages run of the grid at every change."""
+    return [grid(layout)[i] for i in (2, 3, 5, 8, 10, 11)]
+
+
 def few(layout):
-    """Some and all of both, and a replay: what other layouts than two stages run at every change."""
-    return [grid(layout)[i] for i in (4, 9)]
+    """What other layouts run at every change: some of both, and replays."""
+    return [grid(layout)[i] for i in (4, 10)]
 
 
 def test_the_drawn_schedules_hold_what_they_are_to_prove():
-    plans = [*grid("pp2"), *(plan for layout in LAYOUTS for plan in few(layout))]
+    plans = [*some("pp2"), *(plan for layout in LAYOUTS for plan in few(layout))]
     lengths = dict(enumerate(LENGTHS))
 
     def ops(plan, kind):
@@ -103,9 +109,9 @@ def test_the_drawn_schedules_hold_what_they_are_to_prove():
 @pytest.mark.parametrize(
     ("layout", "plans"),
     [
-        pytest.param("pp2", grid, id="pp2"),
+        pytest.param("pp2", some, id="pp2"),
         *(pytest.param(layout, few, id=layout) for layout in ("pp4", "pp2dp2", "pp2tp2", "1 | 3 layers")),
-        *(only_full(layout, grid, id=f"{layout}, all") for layout in ("pp4", "pp2dp2", "pp2tp2", "1 | 3 layers")),
+        *(only_full(layout, grid, id=f"{layout}, all") for layout in LAYOUTS if "tied" not in layout),
     ],
 )
 def test_drawn_schedules_give_the_gradients_of_plain_training(on_ranks, layout, plans):
@@ -116,7 +122,7 @@ def test_a_stage_has_the_layers_that_the_recipe_says(on_ranks):
     for layout in ("1 | 3 layers", "2 | 1 | 1 layers, tied"):
         (of_ranks,) = zip(*run(on_ranks, layout, [drawn(3, layout)]), strict=True)
         counts = [
-            len({re.search(r"layers\.(\d+)", n).group(1) for n in r["trained"] if ".layers." in n}) for r in of_ranks
+            len({re.search(r"layers\.(\d+)", n).group(1) for n in r["names"] if ".layers." in n}) for r in of_ranks
         ]
         assert tuple(counts) == LAYOUTS[layout][1]["parallel__layers"]
 
@@ -194,7 +200,7 @@ def test_the_same_in_float32_with_the_distributed_optimizer(on_ranks):
 
 
 def one_stage(seed, **how):
-    return random_pipeline(Random(seed), LENGTHS, num_ranks=1, num_stages=1, layers_per_stage=LAYERS, **how)
+    return random_pipeline(Random(seed), LENGTHS, num_ranks=1, num_stages=1, layers_per_stage=2, **how)
 
 
 FAULTS = {
@@ -212,15 +218,14 @@ def test_the_proof_catches_planted_faults(on_ranks):
     plans = {
         fault: [step_json(one_stage(seed, pieces=[1, 8], **how)) for seed in (1, 2)] for fault, how in FAULTS.items()
     }
-    (found,) = on_ranks(1, "piped_under_faults", plans=plans, lengths=LENGTHS)
-    assert not any(is_caught([row]) for row in found[""])
+    (found,) = on_ranks(1, "piped_under_faults", plans=plans, lengths=LENGTHS, **TWO)
+    assert max(max(row["loss"], row["grad"]) for row in found[""]) < 1e-9
     for fault in FAULTS:
-        assert all(is_caught([row]) for row in found[fault]), fault
+        assert caught([found[fault]]), fault
 
 
 def test_the_proof_catches_a_gradient_that_tensor_parallel_ranks_did_not_sum(on_ranks):
-    for found in run(on_ranks, "pp2tp2", [drawn(1, "pp2tp2", split="all")], mutant="dx of one rank"):
-        assert is_caught(found)
+    assert caught(run(on_ranks, "pp2tp2", [drawn(1, "pp2tp2", split="all")], mutant="dx of one rank"))
 
 
 def test_spans_tell_every_pass_and_weights_are_multiplied_in_their_own(on_ranks):
@@ -279,7 +284,7 @@ def test_layers_that_cannot_leave_weight_gradients_are_refused_before_any_pass(o
         "a layer of another kind": "is in no column- or row-parallel layer",
         "fusion": "gradient_accumulation_fusion: ",
     }
-    (told,) = on_ranks(1, "unsplittable", plan=step_json(one_stage(1, split="all")), lengths=LENGTHS)
+    (told,) = on_ranks(1, "unsplittable", plan=step_json(one_stage(1, split="all")), lengths=LENGTHS, **TWO)
     assert told.keys() == reasons.keys()
     for why, text in told.items():
         assert reasons[why] in text

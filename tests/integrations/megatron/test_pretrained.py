@@ -86,7 +86,7 @@ CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
     "dp2": (
         2,
         [
-            {"folder": "qwen2", "plans": [3, 101]},
+            {"folder": "qwen2", "plans": [3, "shared 101"]},
             {"folder": "mixtral", "ep": 2, "plans": [4], **CUT},
             {"folder": "qwen2", "dtype": "bf16"},
         ],
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
 FULL: dict[str, tuple[int, list[dict[str, Any]]]] = {
     "tp2, all": (2, [{"folder": name, "tp": 2, "plans": [5]} for name in DENSE]),
     "pp2, all": (2, [{"folder": name, "pp": 2, "plans": [6]} for name in FAMILIES]),
-    "dp2, all": (2, [{"folder": name, "plans": [3, 101]} for name in DENSE]),
+    "dp2, all": (2, [{"folder": name, "plans": [3, "shared 101"]} for name in DENSE]),
     "ep2": (2, [{"folder": name, "ep": 2, "plans": [4]} for name in ("mixtral", "qwen3_moe")]),
     "tp2 pp2": (4, [{"folder": name, "tp": 2, "pp": 2, "plans": [5]} for name in ("tied llama", "gpt_neox")]),
     "pp2 ep2": (4, [{"folder": "mixtral", "pp": 2, "ep": 2, "plans": [4], **cut} for cut in ({}, CUT)]),

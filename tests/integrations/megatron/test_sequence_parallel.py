@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from harness.cases import only_full
 from megatron_tests.exact import exact
-from megatron_tests.shared_plans import HAND_LENGTHS
 
 pytestmark = pytest.mark.slow
 
@@ -29,26 +28,26 @@ def test_whole_samples(on_ranks, family):
 @pytest.mark.parametrize(
     ("size", "layout", "how"),
     [
-        pytest.param(2, TWO, {"seeds": [2, 6, 9, 4]}, id="tp2"),
-        pytest.param(2, TWO, {"seeds": [4], "train__recompute": True, "drawn": {"recompute": False}}, id="recompute"),
-        only_full(4, STAGES, {"seeds": [0, 1, 2]}, id="tp2pp2"),
+        pytest.param(2, TWO, {"plans": [2, 6, 9, 4]}, id="tp2"),
+        pytest.param(2, TWO, {"plans": [4], "train__recompute": True, "drawn": {"recompute": False}}, id="recompute"),
+        only_full(4, STAGES, {"plans": [0, 1, 2]}, id="tp2pp2"),
         pytest.param(
             4,
             STAGES,
-            {"seeds": [2], "drawn": {"asymmetric": True, "replay": "some"}},
+            {"plans": [2], "drawn": {"asymmetric": True, "replay": "some"}},
             id="other groups in backward",
         ),
     ],
 )
 def test_cut_samples(on_ranks, size, layout, how):
-    exact(on_ranks(size, "sliced", **how, **layout), layout, LENGTHS)
+    exact(on_ranks(size, "proven", lengths=LENGTHS, **how, **layout), layout, LENGTHS)
 
 
 @pytest.mark.parametrize(
-    "plans", [pytest.param(["pairs, ring"], id="ring"), only_full(["pairs, all_to_all", 0], id="more")]
+    "plans", [pytest.param(["pairs"], id="ring"), only_full(["pairs, all_to_all", "shared 0"], id="more")]
 )
 def test_samples_that_ranks_share(on_ranks, plans):
-    exact(on_ranks(4, "shared", plans=plans, **TWO), TWO, HAND_LENGTHS)
+    exact(on_ranks(4, "proven", plans=plans, **TWO), TWO)
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import hypothesis.strategies as st
 import pytest
 from harness.cases import only_full
+from harness.proof import LENGTHS, caught, random_shared_plan
 from hypothesis import HealthCheck, given, settings
-from megatron_tests.exact import exact, is_caught
-from megatron_tests.shared_plans import HAND_LENGTHS as LENGTHS
-from megatron_tests.shared_plans import random_shared_plan
+from megatron_tests.exact import exact
 
 pytestmark = pytest.mark.slow
 
-SEEDS = list(range(6))
+DRAWN = ["shared 1", "shared 17"]
+MORE = [f"shared {seed}" for seed in range(6)]
 TWO = {"model__num_layers": 2}
 PP2 = {"parallel__pp": 2}
 TP2 = {"parallel__tp": 2}
 MIXED = ["ring", "all_gather", "all_to_all", "hybrid"]
 BY_HAND = [*MIXED, "zones", "zones, remap", "chain", "growth"]
-PAIRS = ["pairs, ring", "pairs, all_to_all", "together"]
-APART = ["pairs, ring, weights apart", "pairs, all_to_all, weights apart"]
-_exact = partial(exact, lengths=LENGTHS)
+PAIRS = ["pairs", "pairs, all_to_all", "together"]
+APART = ["pairs, weights apart", "pairs, all_to_all, weights apart"]
 
 
 def test_the_random_plans_hold_what_they_are_to_prove():
     sizes = {"num_ranks": 4, "num_stages": 1, "layers_per_stage": 2, "heads": 4}
-    plans = [random_shared_plan(seed, LENGTHS, **sizes) for seed in SEEDS]
-    assert plans[0].digest == random_shared_plan(0, LENGTHS, **sizes).digest
+    plans = [random_shared_plan(int(name.split()[1]), LENGTHS, **sizes) for name in DRAWN]
+    assert plans[0].digest == random_shared_plan(1, LENGTHS, **sizes).digest
 
     def some(holds):
         return lambda plan: any(len(m.ranks) > 1 and holds(m) for m in plan.micro_batches)
@@ -61,24 +58,24 @@ def test_the_random_plans_hold_what_they_are_to_prove():
 @pytest.mark.parametrize(
     ("layout", "plans"),
     [
-        pytest.param({}, [*BY_HAND, *SEEDS], id="plane4"),
-        pytest.param(TP2, ["pairs, ring", "together", 1], id="tp2"),
-        pytest.param(PP2, ["pairs, all_to_all", APART[0], 2], id="pp2"),
-        only_full(TP2, [*PAIRS, *APART, *SEEDS[:4]], id="tp2, all"),
-        only_full(PP2, [*PAIRS, *APART, *SEEDS], id="pp2, all"),
+        pytest.param({}, [*BY_HAND, *DRAWN], id="plane4"),
+        pytest.param(TP2, ["pairs", "together", DRAWN[0]], id="tp2"),
+        pytest.param(PP2, ["pairs, all_to_all", APART[0], DRAWN[0]], id="pp2"),
+        only_full({}, MORE, id="plane4, more"),
+        only_full(TP2, [*PAIRS, *APART, *MORE[:4]], id="tp2, all"),
+        only_full(PP2, [*PAIRS, *APART, *MORE], id="pp2, all"),
     ],
 )
 def test_shared_micro_batches_give_the_gradients_of_plain_training(on_ranks, layout, plans):
-    _exact(on_ranks(4, "shared", plans=plans, **TWO, **layout), layout)
+    exact(on_ranks(4, "proven", plans=plans, **TWO, **layout), layout)
 
 
 def test_the_same_when_the_recipe_recomputes_every_layer(on_ranks):
-    drawn = {"recompute": False}
-    _exact(on_ranks(4, "shared", plans=["hybrid", "growth", 11], drawn=drawn, train__recompute=True, **TWO), {})
+    exact(on_ranks(4, "proven", plans=["hybrid", "growth"], train__recompute=True, **TWO), {})
 
 
 def test_every_head_with_keys_of_its_own(on_ranks):
-    _exact(on_ranks(4, "shared", plans=["all_to_all", "hybrid"], model__num_query_groups=4, **TWO), {})
+    exact(on_ranks(4, "proven", plans=["all_to_all", "hybrid"], model__num_query_groups=4, **TWO), {})
 
 
 @settings(
@@ -90,14 +87,15 @@ def test_every_head_with_keys_of_its_own(on_ranks):
     seed=st.integers(0, 1 << 30),
 )
 def test_any_lengths_and_plans(on_ranks, lengths, seed):
-    results = on_ranks(4, "shared", plans=[seed, seed + 1], lengths=lengths, **TWO)
-    _exact(results, {}, lengths=lengths)
+    results = on_ranks(4, "proven", plans=[f"shared {seed}", f"shared {seed + 1}"], lengths=lengths, **TWO)
+    exact(results, {}, lengths)
 
 
 @pytest.mark.parametrize("layout", [only_full({}, id="plane4"), pytest.param(PP2, id="pp2")])
 def test_overlapped_reduction_between_steps_with_and_without_sharing(on_ranks, layout):
     plans = PAIRS if layout else ["ring", "chain"]
-    for errors in on_ranks(4, "shared_reduced", plans=plans, **TWO, **layout):
+    by_turns = [one for which in plans for one in (which, None)]
+    for errors in on_ranks(4, "summed_gradients", plans=by_turns, megatron__overlap_grad_reduce=True, **TWO, **layout):
         assert max(errors) < 1e-9
 
 
@@ -108,15 +106,15 @@ def test_the_distributed_optimizer_trains_shared_plans_as_whole_sequences(on_ran
         "megatron__distributed_optimizer": True,
         "megatron__overlap_grad_reduce": True,
     }
-    alone = on_ranks(4, "shared_trained", plans=[None, None, None], **options)[0]
-    for result in on_ranks(4, "shared_trained", plans=["zones, remap", "growth", "hybrid"], **options):
+    alone = on_ranks(4, "train", **options)[0]
+    for result in on_ranks(4, "train", plans=["zones, remap", "growth", "hybrid"], **options):
         assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert result["norms"] == pytest.approx(alone["norms"], rel=1e-4)
         assert result["weights"] == pytest.approx(alone["weights"], rel=1e-4)
 
 
 def test_a_loop_of_ones_own_shares_over_the_open_plane(on_ranks):
-    assert max(on_ranks(4, "shared_own_loop")) < 2e-6
+    assert max(on_ranks(4, "own_loop", shared=True)) < 2e-6
 
 
 def test_what_no_host_here_can_run_is_refused(on_ranks):
@@ -137,5 +135,5 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_proof_catches_planted_faults(on_ranks, mutant):
-    results = on_ranks(4, "shared", plans=MUTANTS[mutant], mutant=mutant, **TWO)
-    assert all(map(is_caught, zip(*results, strict=True)))
+    results = on_ranks(4, "proven", plans=MUTANTS[mutant], mutant=mutant, **TWO)
+    assert caught(results)

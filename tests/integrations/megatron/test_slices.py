@@ -10,9 +10,9 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from harness.cases import only_full
+from harness.proof import caught, random_plan
 from hypothesis import HealthCheck, given, settings
-from megatron_tests.exact import exact, is_caught
-from megatron_tests.random_plans import random_plan
+from megatron_tests.exact import exact
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,10 @@ LAYOUTS = {
 }
 """Ranks, changes of the recipe, and seeds of plans."""
 _exact = partial(exact, lengths=LENGTHS)
+
+
+def _prove(on_ranks, size, layout, plans, **more):
+    _exact(on_ranks(size, "proven", plans=plans, lengths=LENGTHS, **layout, **more), layout)
 
 
 def test_the_random_plans_hold_what_they_are_to_prove():
@@ -85,13 +89,12 @@ def test_the_drawn_chains_hold_sixteen_slices_beside_packed_sequences():
     ],
 )
 def test_random_plans_give_the_gradients_of_plain_training(on_ranks, size, layout, seeds):
-    _exact(on_ranks(size, "sliced", seeds=seeds, **layout), layout)
+    _prove(on_ranks, size, layout, seeds)
 
 
 @pytest.mark.parametrize("layout", [only_full(TWO, id="dp2"), only_full(TP2, id="tp2"), pytest.param(PP2, id="pp2")])
 def test_the_same_when_the_recipe_recomputes_every_layer(on_ranks, layout):
-    drawn = {"recompute": False}
-    _exact(on_ranks(2, "sliced", seeds=SEEDS[:4], train__recompute=True, drawn=drawn, **layout), layout)
+    _prove(on_ranks, 2, layout, SEEDS[:4], train__recompute=True, drawn={"recompute": False})
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_the_same_when_the_recipe_recomputes_every_layer(on_ranks, layout):
     ],
 )
 def test_chains_of_sixteen_slices_beside_packed_sequences(on_ranks, size, layout, kind):
-    _exact(on_ranks(size, "sliced", seeds=CHAIN_SEEDS, drawn={**CHAINS, **kind}, **layout), layout)
+    _prove(on_ranks, size, layout, CHAIN_SEEDS, drawn={**CHAINS, **kind})
 
 
 @settings(
@@ -111,21 +114,21 @@ def test_chains_of_sixteen_slices_beside_packed_sequences(on_ranks, size, layout
 )
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6).filter(lambda n: max(n) > 1), seed=st.integers(0))
 def test_any_lengths(on_ranks, lengths, seed):
-    results = on_ranks(1, "sliced", seeds=[seed, seed + 1], lengths=lengths, **TWO)
+    results = on_ranks(1, "proven", plans=[seed, seed + 1], lengths=lengths, **TWO)
     _exact(results, {}, lengths=lengths)
 
 
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
 def test_every_family(on_ranks, family):
-    _exact(on_ranks(2, "sliced", seeds=[6], model__family=family, **PP2), PP2)
+    _prove(on_ranks, 2, PP2, [6], model__family=family)
 
 
 def test_every_head_with_keys_of_its_own(on_ranks):
-    _exact(on_ranks(2, "sliced", seeds=[2], model__num_query_groups=4, **TP2), TP2)
+    _prove(on_ranks, 2, TP2, [2], model__num_query_groups=4)
 
 
 def test_padded_slices(on_ranks):
-    _exact(on_ranks(2, "sliced", seeds=[2, 6], drawn={"pad": True}, **PP2), PP2)
+    _prove(on_ranks, 2, PP2, [2, 6], drawn={"pad": True})
 
 
 @pytest.mark.parametrize(
@@ -138,13 +141,14 @@ def test_padded_slices(on_ranks):
     ],
 )
 def test_a_rank_without_work(on_ranks, size, layout, overlap):
-    drawn = {"idle": [1]}
-    _exact(on_ranks(size, "sliced", seeds=[1, 2], drawn=drawn, megatron__overlap_grad_reduce=overlap, **layout), layout)
+    how = {"drawn": {"idle": [1]}, "megatron__overlap_grad_reduce": overlap}
+    _prove(on_ranks, size, layout, [1, 2], **how)
 
 
 @pytest.mark.parametrize(("size", "layout"), [pytest.param(2, {}, id="dp2"), only_full(4, PP2, id="dp2pp2")])
 def test_overlapped_reduction_between_steps_of_either_schedule(on_ranks, size, layout):
-    for errors in on_ranks(size, "reduced", seeds=[1, 2, 3], megatron__overlap_grad_reduce=True, **layout):
+    plans = [1, None, 2, None, 3, None]
+    for errors in on_ranks(size, "summed_gradients", plans=plans, megatron__overlap_grad_reduce=True, **layout):
         assert max(errors) < 1e-9
 
 
@@ -158,17 +162,18 @@ def test_overlapped_reduction_between_steps_of_either_schedule(on_ranks, size, l
     ],
 )
 def test_training_dtypes_are_right_to_their_rounding(on_ranks, dtype, bound, layout):
-    for plans in on_ranks(2, "sliced", seeds=[2, 6], train__dtype=dtype, **layout):
+    for plans in on_ranks(2, "proven", lengths=LENGTHS, plans=[2, 6], train__dtype=dtype, **layout):
         assert max(found["grad"] for found in plans) < bound
 
 
 @pytest.mark.parametrize("layout", [only_full({}, id="dp2"), pytest.param(PP2, id="pp2")])
 def test_slices_train_as_whole_sequences_do(on_ranks, layout):
-    whole = on_ranks(2, "trained", cut=False, record=True, **layout)
-    recorded = on_ranks(2, "trained", cut=True, record=True, **layout)
+    layout, cut = {**TWO, **layout}, [4, 5, 6]
+    whole = on_ranks(2, "train", record=True, **layout)
+    recorded = on_ranks(2, "train", plans=cut, record=True, **layout)
     refuse_wrong_spans([*whole, *recorded])
-    if layout:
-        plain = on_ranks(2, "trained", cut=True, **layout)
+    if "parallel__pp" in layout:
+        plain = on_ranks(2, "train", plans=cut, **layout)
         for name in ("losses", "norms", "weights"):
             assert [rank[name] for rank in recorded] == [rank[name] for rank in plain], "recording changed a number"
         assert all(not spans for rank in plain for spans in rank["spans"])
@@ -201,9 +206,8 @@ MUTANTS = [
 @pytest.mark.parametrize(("mutant", "drawn"), MUTANTS, ids=[name for name, _ in MUTANTS])
 def test_the_proof_catches_planted_faults(on_ranks, mutant, drawn):
     stages = 2 if mutant == "shifted tape" else 1
-    drawn = {**CHAINS, **drawn}
-    results = on_ranks(stages, "sliced", seeds=CHAIN_SEEDS, drawn=drawn, mutant=mutant, parallel__pp=stages)
-    assert all(map(is_caught, zip(*results, strict=True)))
+    how = {"lengths": LENGTHS, "drawn": {**CHAINS, **drawn}, "mutant": mutant, "parallel__pp": stages}
+    assert caught(on_ranks(stages, "proven", plans=CHAIN_SEEDS, **how))
 
 
 def test_a_replay_runs_the_head_once_and_a_useless_forward_not_at_all(on_ranks):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from harness.cases import only_full
+from harness.proof import in_turns
 from megatron_tests.exact import exact
-from megatron_tests.shared_plans import HAND_LENGTHS, in_turns
 
 pytestmark = pytest.mark.slow
 
 TWO = {"model__num_layers": 2}
-_exact = partial(exact, lengths=HAND_LENGTHS)
 
 
 def _is_tied(m):
@@ -48,4 +45,4 @@ def test_the_drawn_plans_hold_what_they_are_to_prove():
     ],
 )
 def test_halves_in_turn_give_the_gradients_of_plain_training(on_ranks, size, layout, plans):
-    _exact(on_ranks(size, "shared", plans=plans, **TWO, **layout), layout)
+    exact(on_ranks(size, "proven", plans=plans, **TWO, **layout), layout)

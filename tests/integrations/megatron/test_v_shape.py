@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from evenload.core.plan_json import step_json
 from harness.cases import only_full
+from harness.proof import random_pipeline
 from megatron_tests.exact import exact
-from megatron_tests.random_pipelines import random_pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def test_frozen_parameters_have_no_gradient_and_the_others_theirs(on_ranks):
     for found, number in zip(results, (3, 1), strict=True):
         assert found[0]["loss"] < 1e-12
         assert found[0]["grad"] < 1e-9
-        names = found[0]["trained"]
+        names = found[0]["names"]
         assert any(f".layers.{number}." in name for name in names)
         assert not [n for n in names if n.startswith(("embedding", "decoder.layers.0.", "decoder.layers.1.mlp"))]
 

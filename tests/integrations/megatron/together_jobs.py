@@ -11,7 +11,7 @@ from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.integrations.unmodified import planned_runs
 from evenload.runtime.experts.balance import Shares
-from megatron_tests.user_jobs import listening, recipe, user_loop, worst
+from megatron_tests.user_jobs import compared, listening, recipe, user_loop, worst
 
 
 def kept_together(world: Any, *, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -38,11 +38,9 @@ def _case(plugins: dict[str, Any], loop: dict[str, Any]) -> dict[str, Any]:
         ):
             found = user.step()
         again = user.step()
-    pairs = list(zip(found["reports"], stock["reports"], strict=True))
     return {
-        "grad": worst(found, stock),
+        **compared(found, stock),
         "again": worst(again, stock),
-        "reports": max((float((a - b).abs().max()) for a, b in pairs), default=0.0),
         "routers": {n: float((v - found["routers"][n]).abs().max()) for n, v in stock["routers"].items()},
         "shapes": sorted(found["shapes"]) == sorted(stock["shapes"]),
         "ordered": any(plan.order for plan in plans),

@@ -36,6 +36,8 @@ from evenload.integrations.megatron.unmodified.running import order
 from evenload.integrations.megatron.unmodified.running.forward_step import UserStep
 from evenload.runtime.experts.balance import Shares
 from evenload.runtime.stage.stage_links import StageLinks
+from harness.proof import faults, random_plan
+from harness.proof.experts import layer_planner_of, with_drawn_copies
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -49,11 +51,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron_tests.expert_jobs import layer_planner_of, with_drawn_copies
 from megatron_tests.float64 import all_in_float64
 from megatron_tests.hybrid_model import hybrid_model
-from megatron_tests.random_plans import random_plan
-from megatron_tests.slice_jobs import dropped_accumulator
+from megatron_tests.telling import told
 from torch.distributed import distributed_c10d
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -242,6 +242,23 @@ def worst(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     """Largest ||a - b|| / ||b|| over the gradients of this rank's part of the model."""
     pairs = [(found["gradients"][name], g) for name, g in wanted["gradients"].items()]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def compared(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
+    """Errors of a step's gradients and reports, and what it computes."""
+    pairs = list(zip(planned["reports"], stock["reports"], strict=True))
+    return {
+        "grad": worst(planned, stock),
+        "reports": max((float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs), default=0.0),
+        "dtypes": all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs),
+        "rows": {rows for rows, _ in planned["shapes"]},
+        "tokens": sum(rows * tokens for rows, tokens in planned["shapes"]),
+    }
+
+
+def planted(faults: dict[str, tuple[Any, str, Any]], name: str) -> Any:
+    """Plant a fault, (place, attribute, what stands there instead); "": none."""
+    return patch.object(*faults[name]) if name else nullcontext()
 
 
 def loss_and_tokens(found: dict[str, Any]) -> torch.Tensor:
@@ -444,11 +461,7 @@ def stays_whole(world: Any, *, seeds: list[int]) -> dict[str, Any]:
                 with planning(drawn(seed, **whole)):
                     errors.append(worst(step(), stock))
             with planning(drawn(1, pieces=(2,))):
-                try:
-                    step()
-                    refused = ""
-                except EvenloadError as error:
-                    refused = error.what
+                refused = told(step)
         why = "no sample is cut in this loop: OtherRope knows borders between samples alone"
         said = [sum(part in line for line in lines) for part in ("samples stay whole", why)]
         return {"errors": errors, "refused": refused, "said": said, "notes": set(notes)}
@@ -473,12 +486,8 @@ def refusals(world: Any) -> dict[str, Any]:
     plans = {"ordered": drawn(1, pieces=(1,), asymmetric=False, replay="none"), "stock": _as_read}
 
     def attempt(name: str, user: Loop, make: Callable[..., StepPlan], **call: Any) -> None:
-        try:
-            with evenload.enabled(recipe()), planning(make):
-                user.step(**call)
-            messages[name] = None
-        except EvenloadError as error:
-            messages[name] = str(error)
+        with planning(make):
+            messages[name] = told(partial(user.step, **call), evenload.enabled(recipe()))
 
     with user_loop() as user:
         stock = schedules.forward_backward_no_pipelining
@@ -492,7 +501,8 @@ def refusals(world: Any) -> dict[str, Any]:
                 attempt(f"stranger inside, {name}", user, make)
         ask = schedules.get_forward_backward_func
         with patch.object(schedules, "get_forward_backward_func", functools.partial(ask)):
-            messages["stranger outside"] = _refusal(recipe(pipeline={"enabled": True}))
+            enabled = evenload.enabled(recipe(pipeline={"enabled": True}))
+            messages["stranger outside"] = told(lambda: None, enabled)
         replayed = drawn(1, pieces=(1,), asymmetric=False, replay="all")
         for name, value, make in (
             ("overlap_p2p_comm", True, plans["ordered"]),
@@ -530,11 +540,7 @@ def attention_rules(world: Any) -> dict[str, str]:
             with ExitStack() as stack:
                 for field, value in values.items():
                     stack.enter_context(patch.object(target, field, value))
-                try:
-                    refuse_attention(gpt)
-                    said[name] = why_whole(gpt, shares=shares)
-                except EvenloadError as error:
-                    said[name] = str(error)
+                said[name] = told(lambda: refuse_attention(gpt)) or why_whole(gpt, shares=shares)
 
         why("as it is", gpt)
         why("dropout", core.attention_dropout, p=0.1)
@@ -569,21 +575,8 @@ def copied(world: Any, **loop: Any) -> dict[str, Any]:
         ):
             error = worst(user.step(), stock)
         user.model.module.config.fp8 = "e4m3"
-        try:
-            with evenload.enabled(recipe(moe=settings)):
-                refuse_experts(user.model.module)
-        except EvenloadError as refusal:
-            return {"error": error, "copies": fetches.call_count, "told": str(refusal), "later": later}
-    return {}
-
-
-def _refusal(the_recipe: Any) -> str | None:
-    """What enabling a recipe is told."""
-    try:
-        with evenload.enabled(the_recipe):
-            return None
-    except EvenloadError as error:
-        return str(error)
+        refusal = told(lambda: refuse_experts(user.model.module), evenload.enabled(recipe(moe=settings)))
+        return {"error": error, "copies": fetches.call_count, "told": refusal, "later": later}
 
 
 def _as_read(chain: PlanChain, lengths: list[int]) -> StepPlan:
@@ -679,7 +672,7 @@ def _uncounted_tokens() -> Any:
 _FAULTS = {
     "restarted positions": _restarted_positions,
     "shifted labels": _shifted_labels,
-    "dropped accumulator": dropped_accumulator,
+    "dropped accumulator": faults.FAULTS["dropped accumulator"],
     "plan of the latest": _plan_of_the_latest,
     "uncounted tokens": _uncounted_tokens,
 }

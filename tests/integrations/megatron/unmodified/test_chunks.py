@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from megatron_tests.settings import MEANS, WITHOUT_LOSSES
 
-MEANS = {"calculate_per_token_loss": False}
 BATCHED = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
 FLUSH = {"overlap_p2p_comm_warmup_flush": True}
 LAYOUT = {"pipeline_model_parallel_layout": "E|tt|t|tL"}
 THREE = {"virtual_stages": 3, "micro_batches": 6, "microbatch_group_size_per_vp_stage": 3}
 DISTRIBUTED = {"overlap": True, "distributed_optimizer": True, "aligned": True}
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "none",
-    "add_bias_linear": False,
-    "bias_activation_fusion": False,
-}
+EXPERTS = {**WITHOUT_LOSSES, "add_bias_linear": False, "bias_activation_fusion": False}
 
 
 @pytest.mark.slow

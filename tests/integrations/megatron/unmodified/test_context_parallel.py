@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from megatron_tests.settings import MEANS, WITHOUT_LOSSES
 
 pytestmark = pytest.mark.slow
 
 PACKS = {"packing": {"enabled": True, "max_tokens": 128}}
 CUT = {"packing": {"enabled": True, "max_tokens": 24, "slices": "even"}}
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "none",
-    "moe_aux_loss_coeff": 0.0,
-    "moe_router_dtype": "fp64",
-}
-MEANS = {"calculate_per_token_loss": False}
+EXPERTS = {**WITHOUT_LOSSES, "moe_aux_loss_coeff": 0.0, "moe_router_dtype": "fp64"}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +31,7 @@ def test_gradients_and_reports_are_those_of_context_parallelism(on_ranks, size, 
             assert result["grad"] < 1e-9, result
             assert result["reports"] < 1e-12
             assert result["dtypes"]
-        assert planned[0]["tokens"] < again["stock"], "padding is computed"
+        assert planned[0]["tokens"] < again["tokens"], "padding is computed"
         assert [result["shared"] for result in planned[2:]] == [True] * len(layout.get("seeds", ()))
 
 

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from megatron_tests.settings import WITHOUT_LOSSES
 
 pytestmark = pytest.mark.slow
-
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "none",
-}
 
 
 @pytest.mark.parametrize(
@@ -22,7 +16,7 @@ EXPERTS = {
         only_full(2, {"hybrid": "*-*-", "overlap": True}, id="dp2"),
         pytest.param(2, {"hybrid": "**--", "tp": 2}, id="tp2"),
         only_full(4, {"hybrid": "**--", "pp": 2, "overlap": True}, id="dp2pp2, a stage without attention"),
-        pytest.param(2, {"hybrid": "*E-*E-", "ep": 2, **EXPERTS}, id="ep2"),
+        pytest.param(2, {"hybrid": "*E-*E-", "ep": 2, **WITHOUT_LOSSES}, id="ep2"),
     ],
 )
 def test_random_plans_give_the_gradients_of_the_stock_loop(on_ranks, size, layout):
@@ -47,7 +41,7 @@ def test_the_layers_that_a_plan_recomputes_run_twice(on_ranks):
 
 
 def test_planners_are_told_the_mean_of_the_layers(on_ranks):
-    shape, why = on_ranks(1, "sizes_and_order", hybrid="*-*E*E", **EXPERTS)[0]
+    shape, why = on_ranks(1, "sizes_and_order", hybrid="*-*E*E", **WITHOUT_LOSSES)[0]
     # Half of the layers have attention (32 queries, 16 keys); of four without experts one has an MLP of 128.
     assert shape == (6, 32, 32, 16, 8, (3, 5))
     assert not why
@@ -60,7 +54,7 @@ COPIES = {"moe": {"enabled": True, "tolerance": 1.0}}
 
 
 def test_samples_of_mamba_layers_stay_in_their_micro_batches(on_ranks):
-    cases = [(PACKS, MAMBA), (ORDERS, {**MAMBA, "pp": 2}), (COPIES, {"hybrid": "MEME", "ep": 2, **EXPERTS})]
+    cases = [(PACKS, MAMBA), (ORDERS, {**MAMBA, "pp": 2}), (COPIES, {"hybrid": "MEME", "ep": 2, **WITHOUT_LOSSES})]
     for rank in on_ranks(2, "kept_together", cases=cases):
         for found in rank:
             assert max(found["grad"], found["again"], found["reports"]) < 1e-9, found

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from megatron_tests.settings import MEANS, ROUTER_LOSSES
 
 pytestmark = pytest.mark.slow
 
 CHAINS, SHARED = {"max_tokens": 20}, [{"max_tokens": 64, "instead": "cp_all"}, {"cut": 0}]
 SEEDS = [{"seed": seed} for seed in range(2)]
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_aux_loss_coeff": 1e-2,
-    "moe_z_loss_coeff": 1e-3,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_dtype": "fp64",
-    "full": True,
-}
 
 
 @pytest.mark.parametrize(
     ("size", "cases", "layout"),
     [
         pytest.param(2, [CHAINS, *SHARED, *SEEDS[:1]], {"overlap": True}, id="dp2"),
-        pytest.param(2, SHARED, {"fed": True, "calculate_per_token_loss": False}, id="dp2, means"),
-        pytest.param(2, SHARED, {"ep": 2, **EXPERTS}, id="dp2ep2"),
+        pytest.param(2, SHARED, {"fed": True, **MEANS}, id="dp2, means"),
+        pytest.param(2, SHARED, {"ep": 2, **ROUTER_LOSSES}, id="dp2ep2"),
         only_full(4, [*SHARED, *SEEDS], {}, id="dp4"),
         pytest.param(4, SHARED[:1], {"pp": 2, "overlap": True}, id="dp2pp2"),
         only_full(4, [CHAINS, *SHARED], {"pp": 2, "overlap": True}, id="dp2pp2, all"),

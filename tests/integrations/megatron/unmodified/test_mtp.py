@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from megatron_tests.settings import MEANS
 
 pytestmark = pytest.mark.slow
 
-MEANS = {"calculate_per_token_loss": False}
 DISTRIBUTED = {"overlap": True, "distributed_optimizer": True}
 ONE = {"virtual_stages": 1, "num_layers": 2}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from megatron_tests.settings import MEANS
 
 pytestmark = pytest.mark.slow
 
-MEANS = {"calculate_per_token_loss": False}
 LONE = {"lone": True}
 
 
@@ -56,7 +56,8 @@ def test_a_loop_without_iterators_where_they_are_needed_is_told_so(on_ranks):
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["dp2", "tp2"])
 def test_what_one_rank_refuses_of_its_batches_all_ranks_refuse(on_ranks, layout):
-    assert on_ranks(2, "odd_mask", **layout) == ["the attention mask is not the causal one"] * 2
+    for said in on_ranks(2, "odd_mask", **layout):
+        assert said.startswith("the attention mask is not the causal one")
 
 
 def test_reports_are_those_of_the_loop_on_all_ranks_or_on_none(on_ranks):
@@ -67,5 +68,5 @@ def test_reports_are_those_of_the_loop_on_all_ranks_or_on_none(on_ranks):
 def test_a_second_model_on_the_packs_of_a_step_is_refused(on_ranks):
     ((told, stock, wrapped),) = on_ranks(1, "second_model")
     assert "gives its batch to a second model" in told
-    assert stock == "no error"
+    assert not stock
     assert not wrapped

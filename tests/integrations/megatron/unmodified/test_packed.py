@@ -10,8 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CUT = {"packing": {"enabled": True, "max_tokens": 48}}
 WHOLE = {"packing": {"enabled": True, "max_tokens": 64, "slices": "off"}}
 FEW = [("sft", True, CUT), ("bridge", False, CUT)]
-ALL = [
-    *FEW,
+MORE = [
     ("sft", False, WHOLE),
     ("sft, two rows", True, CUT),
     ("sft, two rows", False, WHOLE),
@@ -22,9 +21,16 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-@LAYOUTS
-def test_packed_samples_are_regrouped_exactly(on_ranks, tp, pp):
-    cases = ALL if tp * pp == 1 else FEW
+@pytest.mark.parametrize(
+    ("tp", "pp", "cases"),
+    [
+        pytest.param(1, 1, [*FEW, MORE[1]], id="dp2"),
+        pytest.param(1, 2, FEW, id="pp2"),
+        only_full(1, 1, MORE, id="dp2, more"),
+        only_full(2, 1, FEW, id="tp2"),
+    ],
+)
+def test_packed_samples_are_regrouped_exactly(on_ranks, tp, pp, cases):
     ranks = on_ranks(2, "packed_samples", tp=tp, pp=pp, cases=cases)
     for rank in ranks:
         assert len(rank) == len(cases)

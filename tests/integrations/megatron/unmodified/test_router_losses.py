@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
+from megatron_tests import settings
+from megatron_tests.settings import ROUTER_LOSSES, SHARES
 
 pytestmark = pytest.mark.slow
 
-LOSSES = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_aux_loss_coeff": 1e-2,
-    "moe_z_loss_coeff": 1e-3,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_shared_expert_intermediate_size": 16,
-    "moe_router_dtype": "fp64",
-    "full": True,
-    "exact": True,
-}
+LOSSES = {**ROUTER_LOSSES, "moe_shared_expert_intermediate_size": 16, "exact": True}
 # The stock loop divides by the number of micro-batches in float32.
-MEANS = {"calculate_per_token_loss": False, "micro_batches": 4}
-SHARES = {"tp": 2, "sequence_parallel": True}
+MEANS = {**settings.MEANS, "micro_batches": 4}
 SCALED = {"scale": 8.0}
 GATHERS = {"moe_token_dispatcher_type": "allgather"}
 

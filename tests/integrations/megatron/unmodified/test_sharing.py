@@ -6,8 +6,7 @@ from evenload.core.laws import check
 from evenload.core.plan.program import lower
 from evenload.core.plan.token_layout import layout_of, ranks_of_samples
 from evenload.integrations.megatron.unmodified.planning.sharing import meeting
-from megatron_tests.shared_plans import HAND_LENGTHS as LENGTHS
-from megatron_tests.shared_plans import random_shared_plan
+from harness.proof import LENGTHS, random_shared_plan
 
 WHOLE = {"pieces": (1,), "replay": "none", "asymmetric": False}
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from megatron_tests.settings import EXPERTS, MEANS, WITHOUT_LOSSES
 
 pytestmark = pytest.mark.slow
 
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
 AUX = {**EXPERTS, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2, "moe_z_loss_coeff": 1e-3}
 SINKHORN = {**EXPERTS, "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"}
-DROPS = {**EXPERTS, "moe_router_load_balancing_type": "none", "moe_expert_capacity_factor": 1.0}
+DROPS = {**WITHOUT_LOSSES, "moe_expert_capacity_factor": 1.0}
 GLOBAL = {**AUX, "moe_router_load_balancing_type": "global_aux_loss"}
-MEANS = {"calculate_per_token_loss": False}
 COPIES = {"moe": {"enabled": True, "tolerance": 1.0}}
 ORDERS = {"pipeline": {"enabled": True}}
 PACKS = {"packing": {"enabled": True, "max_tokens": 64}}

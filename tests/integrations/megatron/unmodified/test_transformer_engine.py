@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from harness.cases import only_full
 from harness.world import World
+from megatron_tests.settings import SHARES
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,6 @@ def over(forge: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) 
         world.close()
 
 
-SHARES = {"tp": 2, "sequence_parallel": True}
 MLA = {
     "q_lora_rank": 12,
     "kv_lora_rank": 8,

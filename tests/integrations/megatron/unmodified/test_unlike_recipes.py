@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from megatron_tests.settings import EXPERTS
 
 pytestmark = pytest.mark.slow
 
 CAPS = [{"packing": {"enabled": True, "max_tokens": tokens}} for tokens in (64, 128)]
 MODES = [{"moe": {"enabled": True, "mode": mode}} for mode in ("clone", "reroute")]
-AUX = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
-AUX |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
+AUX = {**EXPERTS, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 
 
 @pytest.mark.parametrize(
