@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from evenload.api import load_recipe
 from harness import costs
 from harness.forge import Done, Forge
+from harness.references import FOLDER
 from harness.world import World, WorldPool
 
 # A busy machine is no failure: nothing here is timed. The Makefile seeds draws by the number of commits, so that a tree
@@ -144,6 +146,9 @@ def forge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     forges: dict[str, Forge] = {}
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base
+    references = shared / "references"
+    references.mkdir(exist_ok=True)
+    os.environ.setdefault(FOLDER, str(references))
 
     def get(trainer: str) -> Forge:
         if trainer not in forges:

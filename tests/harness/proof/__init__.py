@@ -35,6 +35,7 @@ from evenload.runtime.attention.labels import Labels, count_targets
 from evenload.training.proof.masking import half_masked
 from evenload.training.proof.weighing import drawn_weights
 
+from ..references import kept
 from .by_hand import by_hand
 from .drawn import LENGTHS, in_turns, random_plan, random_shared_plan
 from .pipelines import random_pipeline
@@ -114,8 +115,8 @@ def errors_of_plans(
     ``planted`` is entered around each run of the host. ``reference``: of the trainer, unless it is another one.
 
     Found are relative errors of ``loss``, of ``grad`` (of the worst parameter) and of ``norm``, ``miscounted`` targets,
-    what was ``executed``, the ``names`` of the gradients here and in the reference, and the step's ``result``; or the
-    ``error`` that the host raised.
+    what was ``executed``, the ``branches`` that the step took, and the names of gradients here (``names``) and in the
+    reference (``all_names``); or the ``error`` that the host raised.
     """
     reference = reference or import_module(f"evenload.integrations.{host.recipe.trainer}.plain").reference
     data, batch, rows = tokens(lengths), as_lengths(lengths), []
@@ -123,7 +124,7 @@ def errors_of_plans(
     for number, (name, plan) in enumerate(plans):
         labels = labels_in_turn(number, lengths)
         if number % 4 not in references:
-            references[number % 4] = reference(host.recipe, host, data, batch, labels)
+            references[number % 4] = kept(reference, host.recipe, host, data, batch, labels)
         loss, expected = references[number % 4]
         try:
             with planted():
@@ -131,7 +132,8 @@ def errors_of_plans(
         except EvenloadError as error:
             rows.append({"plan": name, "error": error.what})
             continue
-        row = {"plan": name, "names": sorted(gradients), "all_names": sorted(expected), "executed": result.executed}
+        row = {"plan": name, "executed": result.executed, "branches": result.branches}
+        row |= {"names": sorted(gradients), "all_names": sorted(expected)}
         row |= {"loss": abs(result.loss / loss - 1), "grad": largest_error(gradients, expected).error}
         row |= {"miscounted": result.num_targets - count_targets(batch, labels), "norm": 0.0}
         if host.layout.tp == 1:  # else the reference has shards
