@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
@@ -27,7 +26,7 @@ class FaultError(Exception):
     """What ends the step of the machine."""
 
 
-def require(fine: bool, what: str) -> None:
+def require(fine, what):
     if not fine:
         raise FaultError(what)
 
@@ -35,7 +34,7 @@ def require(fine: bool, what: str) -> None:
 class Store:
     """One sequence at one stage: tokens whose forward has run, those whose backward has not, and where they are."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length, self.written, self.unsettled = length, 0, length
         self.cp_group: list[frozenset[int]] = []
         """The ranks of every token that has run forward."""
@@ -44,7 +43,7 @@ class Store:
 class Stage:
     """The ranks of a stage."""
 
-    def __init__(self, plan: StepPlan, number: int) -> None:
+    def __init__(self, plan, number):
         self.number, self.plan = number, plan
         self.rows: list[deque[Op]] = [deque() for _ in range(plan.limits.num_ranks)]
         for op in plan.order[number]:
@@ -56,7 +55,7 @@ class Stage:
         self.left: Counter[int] = Counter()
         self.splits = {op.micro_batch for op in plan.order[number] if op.kind == "W"}
 
-    def forward(self, op: Op) -> None:
+    def forward(self, op):
         m = self.plan.micro_batches[op.micro_batch]
         for s in m.slices:
             store = self.stores[s.sequence]
@@ -66,7 +65,7 @@ class Stage:
             store.cp_group += [frozenset(m.ranks)] * s.length
         self.graphs[op.micro_batch] += op.micro_batch in self.plan.kept
 
-    def backward(self, op: Op) -> None:
+    def backward(self, op):
         m, stored_forward = self.plan.passes("B")[op.micro_batch], self.plan.forward_of[op.micro_batch]
         if stored_forward is not None:
             require(self.graphs[stored_forward] == 1, "a backward without a graph")
@@ -78,21 +77,21 @@ class Stage:
             store.unsettled = s.start
         self.left[op.micro_batch] += op.micro_batch in self.splits
 
-    def weights(self, op: Op) -> None:
+    def weights(self, op):
         require(self.left[op.micro_batch] == 1, "weight gradients that nobody has left")
         self.left[op.micro_batch] -= 1
 
-    def finish(self) -> None:
+    def finish(self):
         stores = self.stores.values()
         require(all(store.unsettled == 0 for store in stores), "a sequence without its gradients")
         require(not any(self.graphs.values()) and not any(self.left.values()), "something is left over")
 
 
-def carry_out(plan: StepPlan) -> None:
+def carry_out(plan):
     """Raise FaultError where the step cannot be carried out."""
     _refuse_nonsense(plan)
     stages = [Stage(plan, number) for number in range(plan.limits.num_stages)]
-    queues: dict[Any, deque[Op]] = {}
+    queues = {}
     while _turn(plan, stages, queues):
         pass
     require(not any(row for stage in stages for row in stage.rows), "a deadlock")
@@ -101,7 +100,7 @@ def carry_out(plan: StepPlan) -> None:
         stage.finish()
 
 
-def _refuse_nonsense(plan: StepPlan) -> None:
+def _refuse_nonsense(plan):
     ranks, count = set(range(plan.limits.num_ranks)), len(plan.passes("B"))
     for m in (*plan.micro_batches, *plan.backward):
         require(bool(m.ranks) and set(m.ranks) <= ranks and len(set(m.ranks)) == len(m.ranks), "no such rank")
@@ -128,7 +127,7 @@ def _refuse_nonsense(plan: StepPlan) -> None:
     require(all(0 <= n <= LAYERS for row in plan.recompute for n in row), "no such layers")
 
 
-def _turn(plan: StepPlan, stages: list[Stage], queues: dict[Any, deque[Op]]) -> bool:
+def _turn(plan, stages, queues):
     """Every rank that can runs its next pass; False where none can."""
     moved = False
     for stage in stages:
@@ -159,7 +158,7 @@ def _turn(plan: StepPlan, stages: list[Stage], queues: dict[Any, deque[Op]]) -> 
 
 
 @st.composite
-def lawful(draw: st.DrawFn) -> StepPlan:
+def lawful(draw):
     """Sequences in slices on one rank or on a ring, one list of all ranks a stage; sometimes W, replays, regrouped."""
     ranks, stages = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(8, 24), min_size=1, max_size=4))
@@ -194,10 +193,10 @@ def lawful(draw: st.DrawFn) -> StepPlan:
     return replace(plan, order=tuple(map(tuple, rows)))
 
 
-def _regrouped(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
+def _regrouped(draw, plan):
     """The same with groups of its own in the backward pass, all of them replayed but for those that are alike."""
     cp_group = {s.sequence: m.ranks for m in plan.micro_batches for s in m.slices}
-    groups: list[MicroBatch] = []
+    groups = []
     for index, n in enumerate(plan.lengths.tolist()):
         cut = draw(st.integers(1, n))
         bounds = [(cut, n), (0, cut)] if cut < n else [(0, n)]
@@ -208,16 +207,16 @@ def _regrouped(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
     return replace(plan, backward=tuple(groups), replayed=replayed, order=order)
 
 
-def _at(draw: st.DrawFn, row: Any) -> int:
+def _at(draw, row):
     return draw(st.integers(0, len(row) - 1))
 
 
-def _with(row: Any, at: int, *new: Any) -> tuple[Any, ...]:
+def _with(row, at, *new):
     """The row with other entries in one place."""
     return (*row[:at], *new, *row[at + 1 :])
 
 
-def _order(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
+def _order(draw, plan):
     stage = _at(draw, plan.order)
     ops = plan.order[stage] or (Op("F", 0),)
     at, to = _at(draw, ops), _at(draw, ops)
@@ -229,14 +228,14 @@ def _order(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
         "swap": _with(_with(ops, at, ops[to]), to, ops[at]),
         "drop": without,
         "twice": (*ops[:to], ops[at], *ops[to:]),
-        "kind": _with(ops, at, Op(draw(st.sampled_from(["F", "B", "W"])), ops[at].micro_batch)),  # type: ignore[arg-type]
+        "kind": _with(ops, at, Op(draw(st.sampled_from(["F", "B", "W"])), ops[at].micro_batch)),
         "number": _with(ops, at, ops[at]._replace(micro_batch=number)),
         "stage": plan.order[_at(draw, plan.order)],
     }
     return replace(plan, order=_with(plan.order, stage, changed[way]))
 
 
-def _groups(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
+def _groups(draw, plan):
     rows = plan.micro_batches
     at, to = _at(draw, rows), _at(draw, rows)
     m, step = rows[at], draw(st.sampled_from([-1, 1]))
@@ -256,11 +255,11 @@ def _groups(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
     return replace(plan, micro_batches=changed[draw(st.sampled_from(sorted(changed)))])
 
 
-def _near(s: Slice, step: int) -> list[Slice]:
+def _near(s, step):
     return [s._replace(start=s.start + step), s._replace(stop=s.stop + step), s._replace(sequence=s.sequence + step)]
 
 
-def _rest(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
+def _rest(draw, plan):
     some = tuple(draw(st.lists(st.integers(-1, len(plan.micro_batches)), max_size=3)))
     rows = plan.recompute or ((0,) * len(plan.micro_batches),) * plan.limits.num_stages
     row = _with(rows[0], _at(draw, rows[0]), draw(st.integers(-1, LAYERS + 1)))
@@ -277,7 +276,7 @@ def _rest(draw: st.DrawFn, plan: StepPlan) -> StepPlan:
 
 @settings(max_examples=120, deadline=None)
 @given(st.data())
-def test_the_laws_accept_what_can_be_carried_out_and_nothing_else(data: st.DataObject) -> None:
+def test_the_laws_accept_what_can_be_carried_out_and_nothing_else(data):
     plan = data.draw(lawful())
     carry_out(check(plan))
     draw = data.draw

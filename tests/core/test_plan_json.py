@@ -1,15 +1,10 @@
 """plan.json: read back as it was written, and refused by name in every other case."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import evenload
 import pytest
@@ -27,18 +22,18 @@ NAMES = ("quickstart", "mesh", "pipeline", "slices")
 
 
 @cache
-def plan_of(name: str) -> StepPlan:
+def plan_of(name):
     overrides = ["train.global_batch_size=8", *(["plugins.packing.max_tokens=1024"] if name == "slices" else [])]
     return evenload.plan(evenload.load_recipe(RECIPES / f"{name}.yaml", overrides), LENGTHS)
 
 
 @cache
-def written(name: str) -> str:
+def written(name):
     return json.dumps(step_json(plan_of(name)))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_written_plan_is_read_back(name: str) -> None:
+def test_a_written_plan_is_read_back(name):
     again, plan = check(read_step(json.loads(written(name)))), plan_of(name)
     assert again.digest == plan.digest
     # Of the memory record a plan says what its passes hold, not what is there between steps.
@@ -48,14 +43,14 @@ def test_a_written_plan_is_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("tenants", [[7], [0], []])
-def test_tenants_are_kept(tenants: list[int]) -> None:
+def test_tenants_are_kept(tenants):
     plan = StepPlan([5], (MicroBatch((Slice(0, 0, 5),), (0,)),), Limits(1, 8), tenants=tenants)
     again = read_step(step_json(plan))
     assert again.sequences == plan.sequences
     assert again.tenants.tolist() == tenants
 
 
-def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths(value, above=()):
     """Where something can be changed."""
     if above:
         yield above
@@ -69,7 +64,7 @@ ODD += [[None], [[]], [0, 0, 0], {"a": 1}, "\udcff"]
 
 
 @st.composite
-def tampered(draw: st.DrawFn, *, kept: tuple[str, ...]) -> tuple[str, Any]:
+def tampered(draw, *, kept):
     """A written plan with up to two values replaced, dropped or doubled, and of its sums only those ``kept``."""
     name = draw(st.sampled_from(NAMES))
     row = {
@@ -93,21 +88,21 @@ def tampered(draw: st.DrawFn, *, kept: tuple[str, ...]) -> tuple[str, Any]:
 
 
 @given(tampered(kept=("digest", "checksum")))
-def test_a_tampered_plan_is_refused_or_the_same(case: tuple[str, Any]) -> None:
+def test_a_tampered_plan_is_refused_or_the_same(case):
     name, row = case
     with suppress(PlanError):
         assert check(read_step(row)).digest == plan_of(name).digest
 
 
 @given(tampered(kept=()))
-def test_without_its_sums_a_tampered_plan_still_is_a_plan_or_refused(case: tuple[str, Any]) -> None:
+def test_without_its_sums_a_tampered_plan_still_is_a_plan_or_refused(case):
     _, row = case
     with suppress(PlanError):
         plan = check(read_step(row))
         assert plan.lengths.tolist() == row["lengths"]
 
 
-def test_every_change_is_noticed_that_the_laws_allow() -> None:
+def test_every_change_is_noticed_that_the_laws_allow():
     row = json.loads(written("slices"))
     for key, value in (("bound_s", 0.5), ("made_by", "me"), ("limits", row["limits"] | {"heads": 64})):
         with pytest.raises(PlanError, match="has changed since it was written"):
@@ -117,7 +112,7 @@ def test_every_change_is_noticed_that_the_laws_allow() -> None:
         read_step(bare | {"digest": "0" * 32})
 
 
-def test_files_without_limits_are_read_under_those_of_the_caller(tmp_path: Path) -> None:
+def test_files_without_limits_are_read_under_those_of_the_caller(tmp_path):
     plan = plan_of("quickstart")
     path = tmp_path / "plan.json"
     old = {key: value for key, value in json.loads(written("quickstart")).items() if key not in ("limits", "checksum")}
@@ -129,7 +124,7 @@ def test_files_without_limits_are_read_under_those_of_the_caller(tmp_path: Path)
         read_plans(path, replace(plan.limits, max_tokens=100))
 
 
-def test_a_file_shows_and_keeps_the_caps_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_file_shows_and_keeps_the_caps_that_were_asked_for(tmp_path):
     plan = plan_of("slices")
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(file_json([plan], {"packing": {"max_tokens": 1024, "activation_gib": 2.0}})))
@@ -152,14 +147,14 @@ def test_a_file_shows_and_keeps_the_caps_that_were_asked_for(tmp_path: Path) -> 
         '{"format": 1, "steps": [{}]}',
     ],
 )
-def test_what_is_no_plan_json_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_no_plan_json_is_refused(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(PlanError) as caught:
         read_plans(tmp_path / "plan.json")
     assert caught.value.do
 
 
-def test_an_unreadable_file_is_refused_as_a_plan_is(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_as_a_plan_is(tmp_path):
     for path in (tmp_path, tmp_path / "nothing", "a\0b"):
         with pytest.raises(PlanError, match="cannot be read"):
             read_plans(path)

@@ -1,24 +1,18 @@
 """The registry: every verb has its inverse, a clash shows both sides."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 
 import evenload
 import pytest
-from evenload.api import load_plugins
 from evenload.core import registry
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe import recipe as recipes
-from evenload.core.registry import PlanningContext, Plugin, PluginConfig
-
-load_plugins()
+from evenload.core.registry import Plugin, PluginConfig
 
 
-def leave_alone(plan: StepPlan, context: PlanningContext, config: PluginConfig) -> StepPlan:
+def leave_alone(plan, context, config):
     return plan
 
 
@@ -26,18 +20,18 @@ OTHER = Plugin("other", "does nothing", (), 99, PluginConfig, leave_alone, clash
 
 
 @pytest.fixture
-def other() -> Iterator[Plugin]:
+def other():
     yield evenload.register(OTHER)
     evenload.unregister("other")
 
 
-def test_registered_plugins_are_part_of_the_schema(other: Plugin) -> None:
+def test_registered_plugins_are_part_of_the_schema(other):
     recipe = recipes.parse({"plugins": {"other": {"enabled": True}}})
     assert [p.name for p in recipe.enabled()] == ["other"]
     assert "other" in str(recipes.json_schema()["$defs"]["Plugins"])
 
 
-def test_planners_of_layers_are_no_planners_of_steps() -> None:
+def test_planners_of_layers_are_no_planners_of_steps():
     evenload.register(replace(OTHER, place="layers", clashes=()))
     try:
         recipe = recipes.parse({"plugins": {"other": {"enabled": True}, "packing": {"enabled": True}}})
@@ -47,28 +41,26 @@ def test_planners_of_layers_are_no_planners_of_steps() -> None:
         evenload.unregister("other")
 
 
-def test_unregistered_plugins_are_unknown() -> None:
+def test_unregistered_plugins_are_unknown():
     with pytest.raises(EvenloadError, match="no key 'other'"):
         recipes.parse({"plugins": {"other": {}}})
     with pytest.raises(EvenloadError, match="no such plugin"):
         evenload.unregister("other")
 
 
-def test_two_plugins_of_one_name_show_both_sides(other: Plugin) -> None:
+def test_two_plugins_of_one_name_show_both_sides(other):
     assert evenload.register(other) is other
     with pytest.raises(EvenloadError, match="two plugins are called 'other'") as caught:
         evenload.register(replace(other, summary="another"))
     assert caught.value.found.count(__name__) == 2
 
 
-def test_plugins_that_exclude_each_other(other: Plugin) -> None:
+def test_plugins_that_exclude_each_other(other):
     with pytest.raises(EvenloadError, match="cannot be enabled together"):
         recipes.parse({"plugins": {"other": {"enabled": True}, "packing": {"enabled": True}}})
 
 
-def test_a_broken_entry_point_is_named_and_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_entry_point_is_named_and_stops_nothing(monkeypatch, caplog):
     from importlib.metadata import EntryPoint
 
     broken = EntryPoint("theirs", "no_such_module_of_theirs", registry.ENTRY_POINT_GROUP)
@@ -78,8 +70,8 @@ def test_a_broken_entry_point_is_named_and_stops_nothing(
     assert "'theirs' cannot be imported (no_such_module_of_theirs: ModuleNotFoundError" in caplog.text
 
 
-def test_a_plugin_that_raises_is_named() -> None:
-    def fail(plan: StepPlan, context: PlanningContext, config: PluginConfig) -> StepPlan:
+def test_a_plugin_that_raises_is_named():
+    def fail(plan, context, config):
         raise KeyError("theirs")
 
     evenload.register(replace(OTHER, plan=fail, clashes=()))

@@ -100,9 +100,7 @@ def _context(random: np.random.Generator, stages: int, ranks: int, *, recompute:
         **links,
     )
     traffic = Traffic(
-        layers=4,
-        state_bytes_per_token=float(random.choice([0.0, 64.0])),
-        waits_for_sends=bool(random.random() < 0.3),
+        layers=4, state_bytes_per_token=float(random.choice([0.0, 64.0])), waits_for_sends=bool(random.random() < 0.3)
     )
     costs = costs.recomputed(20.0) if recompute else costs
     head_frac = float(random.choice([0.0, 0.05, 0.9 / stages]))

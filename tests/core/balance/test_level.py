@@ -1,16 +1,14 @@
 """Filling unlike bins evenly: against exact solutions of small cases, and laws by hypothesis."""
 
-from __future__ import annotations
-
 import numpy as np
 import pulp
 import pytest
 from evenload.core.balance.level import level, loads
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 
-def exact(weights: np.ndarray, capacity: np.ndarray) -> float:
+def exact(weights, capacity):
     """Least possible fill of the fullest bin (PuLP, HiGHS), evaluated from the assignment and not from the status."""
     items, bins = range(weights.shape[1]), range(capacity.shape[1])
     problem = pulp.LpProblem("bins", pulp.LpMinimize)
@@ -27,13 +25,13 @@ def exact(weights: np.ndarray, capacity: np.ndarray) -> float:
     return fill_of(weights, capacity, chosen)
 
 
-def fill_of(weights: np.ndarray, capacity: np.ndarray, bins: np.ndarray) -> float:
+def fill_of(weights, capacity, bins):
     return float((loads(weights, capacity.shape[1], bins) / capacity).max())
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("directions", [1, 2])
-def test_within_five_per_cent_of_the_exact_fill(seed: int, directions: int) -> None:
+def test_within_five_per_cent_of_the_exact_fill(seed, directions):
     random = np.random.default_rng(seed)
     weights = random.lognormal(0, 1, (1, 14)) * random.uniform(0.9, 1.1, (directions, 14))
     capacity = np.tile([1.0, 1.0, 2.0], (directions, 1)) * weights.sum(axis=1, keepdims=True) / 4
@@ -41,9 +39,8 @@ def test_within_five_per_cent_of_the_exact_fill(seed: int, directions: int) -> N
     assert fill_of(weights, capacity, found) <= 1.05 * exact(weights, capacity)
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 1000), st.integers(1, 60), st.integers(1, 9), st.integers(1, 2))
-def test_polishing_never_loses_to_longest_first_and_repeats_itself(seed: int, items: int, bins: int, rows: int) -> None:
+def test_polishing_never_loses_to_longest_first_and_repeats_itself(seed, items, bins, rows):
     random = np.random.default_rng(seed)
     weights = random.lognormal(0, 1.5, (rows, items))
     capacity = random.integers(1, 5, bins) * weights.mean() * np.ones((rows, 1))

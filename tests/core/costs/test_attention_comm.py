@@ -4,11 +4,9 @@ Links carry one byte a second inside a node of 4 ranks and half as much across; 
 values 2, their gradients 4.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,51 +23,33 @@ from evenload.core.costs.attention_comm import (
 from evenload.core.costs.context import Direction, PlanningContext, Traffic
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.exposed import attention_s, exposed_of_ranks, exposed_s, moved_tokens
-from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.cluster import Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice
 from evenload.core.plan.token_layout import layout_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-NODES_OF_4 = Cluster(
-    name="plain",
-    source="by hand",
-    ranks_per_node=4,
-    flops_per_s=1.0,
-    memory_bytes=1e9,
-    intra=Link(latency_s=0.0, bytes_per_s=1.0),
-    inter=Link(latency_s=0.0, bytes_per_s=0.5),
-)
+from ..by_hand import NODES_OF_4
+
 LAYOUT = Layout(dp=16)
 TRAFFIC = Traffic(query_bytes_per_token=3.0, kv_bytes_per_token=2.0, kv_grad_frac=2.0)
 COST = PassCost(token_s=1.0, pair_s=0.25)
 COSTS = Costs(source="by hand", forward=COST, backward=COST)
 FORWARD = Direction(COST, 1)
-ENGINES: tuple[CpComm, ...] = ("ring", "all_gather", "all_to_all", "hybrid")
+ENGINES = ("ring", "all_gather", "all_to_all", "hybrid")
 
 
-def at(traffic: Traffic = TRAFFIC, cluster: Cluster = NODES_OF_4, layout: Layout = LAYOUT) -> PlanningContext:
+def at(traffic=TRAFFIC, cluster=NODES_OF_4, layout=LAYOUT):
     return PlanningContext(COSTS, layout, cluster, traffic)
 
 
-def exposed(
-    tokens: int,
-    ranks: tuple[int, ...],
-    cp_comm: CpComm,
-    passes: int,
-    *,
-    prefix: int = 0,
-    ulysses_degree: int = 0,
-    routed: bool = False,
-    cluster: Cluster = NODES_OF_4,
-    **changes: Any,
-) -> float:
+def exposed(tokens, ranks, cp_comm, passes, *, prefix=0, ulysses_degree=0, routed=False, cluster=NODES_OF_4, **changes):
     shared = SharedLoad(ranks, load_of([(tokens, prefix)]), cp_comm, ulysses_degree, routed)
     return float(attention_s(at(replace(TRAFFIC, **changes), cluster), Direction(COST, passes), shared)[0])
 
 
-def test_a_hop_of_a_ring_hides_behind_one_block() -> None:
+def test_a_hop_of_a_ring_hides_behind_one_block():
     """8 tokens on 4 ranks: hops of 2 tokens' K and V, 4 bytes; 32 pairs, so blocks of 0.25 * 32 / 4 / 4 seconds."""
     ranks, block = (0, 1, 2, 3), 0.5
     assert exposed(8, ranks, "ring", 1) == 3 * (4 - block)
@@ -80,7 +60,7 @@ def test_a_hop_of_a_ring_hides_behind_one_block() -> None:
     assert exposed(64, ranks, "ring", 2) == 2 * (32 + 64 - 32) + (64 - 32) + 64
 
 
-def test_a_prefix_hops_with_its_slice() -> None:
+def test_a_prefix_hops_with_its_slice():
     """2 tokens after 6: K and V of 8 tokens hop; 2 * (6 + 1) pairs."""
     assert exposed(2, (0, 1), "ring", 1, prefix=6) == 8 - 0.25 * 14 / 2 / 2
     assert exposed(2, (0, 1), "all_gather", 1, prefix=6) == 8
@@ -88,7 +68,7 @@ def test_a_prefix_hops_with_its_slice() -> None:
     assert exposed(2, (0, 1), "all_to_all", 1, prefix=6) == exposed(2, (0, 1), "all_to_all", 1)
 
 
-def test_every_layer_and_hop_has_its_latency() -> None:
+def test_every_layer_and_hop_has_its_latency():
     slow = NODES_OF_4.model_copy(update={"intra": Link(latency_s=0.25, bytes_per_s=1.0)})
     ranks = (0, 1, 2, 3)
     more = {
@@ -108,22 +88,18 @@ def test_every_layer_and_hop_has_its_latency() -> None:
     }
 
 
-def test_all_hops_take_as_long_as_the_one_between_nodes() -> None:
+def test_all_hops_take_as_long_as_the_one_between_nodes():
     assert exposed(8, (2, 3, 4, 5), "ring", 1) == 3 * (2 * 4 - 0.5)
     assert exposed(8, (2, 3, 4, 5), "all_gather", 1) == 3 * 8
 
 
-def test_nothing_hides_a_gather() -> None:
-    assert exposed(8, (0, 1, 2, 3), "all_gather", 1) == 3 * 4
-    assert exposed(8, (0, 1, 2, 3), "all_gather", 2) == 3 * (4 + 8)
-
-
-def test_nothing_hides_an_exchange() -> None:
-    """2 tokens of a rank, 3 + 3 + 2 bytes each, of which three quarters leave."""
+def test_nothing_hides_a_gather_or_an_exchange():
+    """8 tokens on 4 ranks: 3 times 4 bytes to each; of a rank's 2 tokens, 3 + 3 + 2 bytes each, three quarters go."""
+    assert [exposed(8, (0, 1, 2, 3), "all_gather", passes) for passes in (1, 2)] == [3 * 4, 3 * (4 + 8)]
     assert [exposed(8, (0, 1, 2, 3), "all_to_all", passes) for passes in (1, 2)] == [12, 12]
 
 
-def test_a_hybrid_exchanges_inside_groups_and_hops_across() -> None:
+def test_a_hybrid_exchanges_inside_groups_and_hops_across():
     # Half of 2 tokens' 8 bytes leaves; hops of 2 tokens' K and V hide behind blocks of 0.25 * 32 / 4 / 2 s.
     assert exposed(8, (0, 1, 2, 3), "hybrid", 1, ulysses_degree=2) == 8 + (4 - 1)
     # Groups inside nodes: only hops cross.
@@ -145,27 +121,25 @@ def test_a_hybrid_exchanges_inside_groups_and_hops_across() -> None:
         (0, 1.5, 8, 1.0, 1.0),
     ],
 )
-def test_key_heads_are_copied_and_query_heads_uneven(
-    heads: int, kv_bytes: float, ranks: int, copies: float, busiest: float
-) -> None:
+def test_key_heads_are_copied_and_query_heads_uneven(heads, kv_bytes, ranks, copies, busiest):
     traffic = replace(TRAFFIC, heads=heads, kv_bytes_per_token=kv_bytes)
     assert head_shares(traffic, ranks) == (copies, pytest.approx(busiest))
 
 
-def test_copied_keys_travel_and_the_busiest_rank_is_waited_for() -> None:
+def test_copied_keys_travel_and_the_busiest_rank_is_waited_for():
     """8 tokens on 3 ranks: two copies of 1.5 bytes a token; an eighth of 0.25 * 32 / 3 s more on the second rank."""
     found = exposed(8, (0, 1, 2), "all_to_all", 1, heads=8, kv_bytes_per_token=1.5)
     assert found == pytest.approx(8 / 3 * (6 + 2 * 1.5) * 2 / 3 + 0.25 * 32 / 3 / 8)
 
 
-def test_the_ring_of_a_hybrid_carries_the_copies_too() -> None:
+def test_the_ring_of_a_hybrid_carries_the_copies_too():
     """Four ranks of a group share 8 query and 2 key heads: 2 tokens a rank of 1.5 bytes, twice."""
     traffic = replace(TRAFFIC, heads=8, kv_bytes_per_token=1.5)
     times = times_of(at(traffic), FORWARD, SharedLoad(tuple(range(8)), AttentionLoad(16.0, 16.0, 0.0), "hybrid", 4))
     assert times.hop_s == 2 * 2 * 1.5 / 0.5
 
 
-def test_more_ranks_than_heads_cannot_share_them() -> None:
+def test_more_ranks_than_heads_cannot_share_them():
     assert exposed(8, (0, 1, 2), "all_to_all", 1, heads=2) == float("inf")
     assert exposed(8, (0, 1, 2, 3), "hybrid", 2, ulysses_degree=2, heads=1) == float("inf")
     assert exposed(8, (0, 1, 2), "ring", 1, heads=2) < float("inf")
@@ -187,15 +161,13 @@ FAST_INSIDE = NODES_OF_4.model_copy(update={"intra": Link(latency_s=0.0, bytes_p
         ((0, 1, 2, 3), "ring", 0, 4 / 8),
     ],
 )
-def test_routed_hops_use_all_links_of_a_node(
-    ranks: tuple[int, ...], cp_comm: CpComm, ulysses_degree: int, hop: float
-) -> None:
+def test_routed_hops_use_all_links_of_a_node(ranks, cp_comm, ulysses_degree, hop):
     load = AttentionLoad(2.0 * len(ranks), 2.0 * len(ranks), 0.0)
     times = times_of(at(cluster=FAST_INSIDE), FORWARD, SharedLoad(ranks, load, cp_comm, ulysses_degree, routed=True))
     assert times.hop_s == hop
 
 
-def test_routed_hops_take_three_latencies() -> None:
+def test_routed_hops_take_three_latencies():
     slow = FAST_INSIDE.model_copy(
         update={"intra": Link(latency_s=1.0, bytes_per_s=8.0), "inter": Link(latency_s=10.0, bytes_per_s=0.5)}
     )
@@ -207,17 +179,17 @@ def test_routed_hops_take_three_latencies() -> None:
     assert hops == [10 + 4 / 0.5, 12 + 4 / 2 / 0.5 + 2 * 4 / 2 / 8]
 
 
-def micro_batch(cp_groups: tuple[tuple[int, ...], ...], lengths: tuple[int, ...], **more: Any) -> MicroBatch:
+def micro_batch(cp_groups, lengths, **more):
     ranks = tuple(sorted({rank for cp_group in cp_groups for rank in cp_group}))
     slices = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
     return MicroBatch(slices, ranks, **{"cp_comm": "ring", "cp_groups": cp_groups, **more})
 
 
-def of_ranks(m: MicroBatch, passes: int, traffic: Traffic = TRAFFIC, layout: Layout = LAYOUT) -> list[float]:
+def of_ranks(m, passes, traffic=TRAFFIC, layout=LAYOUT):
     return exposed_of_ranks(at(traffic, layout=layout), Direction(COST, passes), m).tolist()
 
 
-def test_short_sequences_hide_the_first_hop_of_a_long_one() -> None:
+def test_short_sequences_hide_the_first_hop_of_a_long_one():
     """8 tokens on ranks 0 and 1: hops of 8 s, blocks of 2 s. 4 more on rank 1 alone, 2 s; rank 2 shares nothing."""
     m = micro_batch(((0, 1), (1,), (2,)), (8, 4, 6))
     assert of_ranks(m, 1) == [8 - 2, 8 - 2 - 2, 0]
@@ -225,14 +197,14 @@ def test_short_sequences_hide_the_first_hop_of_a_long_one() -> None:
     assert exposed_s(at(), FORWARD, m) == 6
 
 
-def test_short_sequences_hide_a_gathering_but_not_the_way_back() -> None:
+def test_short_sequences_hide_a_gathering_but_not_the_way_back():
     """8 tokens on ranks 0 and 1: 8 s there, 16 s back; 4 tokens more on rank 1 alone, 2 s."""
     m = micro_batch(((0, 1), (1,)), (8, 4), cp_comm="all_gather")
     assert of_ranks(m, 1) == [8, 8 - 2]
     assert of_ranks(m, 2) == [8 + 16, 8 - 2 + 16]
 
 
-def test_hops_of_two_homes_follow_one_another_behind_both_blocks() -> None:
+def test_hops_of_two_homes_follow_one_another_behind_both_blocks():
     """Rank 1 sends for two homes: 8 + 4 s behind 2 + 0.5 s."""
     m = micro_batch(((0, 1), (1, 2)), (8, 4))
     assert of_ranks(m, 1) == [6, 12 - 2.5, 4 - 0.5]
@@ -240,7 +212,7 @@ def test_hops_of_two_homes_follow_one_another_behind_both_blocks() -> None:
     assert of_ranks(m, 2)[1] == (12 - 2.5) + (24 - 2.5) + 24
 
 
-def test_a_larger_ring_computes_while_a_smaller_one_sends_home() -> None:
+def test_a_larger_ring_computes_while_a_smaller_one_sends_home():
     """Ranks 0-2 share 24 tokens (hops of 16 s, blocks of 8 s), ranks 0 and 1 another 8 (8 s, 2 s)."""
     m = micro_batch(((0, 1, 2), (0, 1)), (24, 8))
     first, second, third, cp_group = 16 + 8 - 10, (16 + 32) + 16 - 10, 32 + 16 - 8, 32
@@ -255,9 +227,7 @@ def test_a_larger_ring_computes_while_a_smaller_one_sends_home() -> None:
     st.integers(1, 2),
     st.booleans(),
 )
-def test_homes_of_all_ranks_are_no_homes(
-    cp_comm: CpComm, lengths: list[int], degree: int, passes: int, routed: bool
-) -> None:
+def test_homes_of_all_ranks_are_no_homes(cp_comm, lengths, degree, passes, routed):
     ranks = tuple(range(degree))
     m = micro_batch(
         (ranks,) * len(lengths),
@@ -276,16 +246,13 @@ def test_homes_of_all_ranks_are_no_homes(
 @given(
     st.lists(
         st.tuples(
-            st.lists(st.integers(0, 5), min_size=2, max_size=6, unique=True),
-            st.tuples(*[st.integers(0, 20)] * 5),
+            st.lists(st.integers(0, 5), min_size=2, max_size=6, unique=True), st.tuples(*[st.integers(0, 20)] * 5)
         ),
         max_size=5,
     ),
     st.lists(st.integers(0, 30), min_size=6, max_size=6),
 )
-def test_ranks_in_several_homes_take_turns_round_by_round(
-    drawn: list[tuple[list[int], tuple[int, ...]]], local: list[int]
-) -> None:
+def test_ranks_in_several_homes_take_turns_round_by_round(drawn, local):
     cp_groups = [(ranks, Times(*map(float, five), groups=len(ranks))) for ranks, five in drawn]
     expected = []
     for rank in range(6):
@@ -303,7 +270,7 @@ def test_ranks_in_several_homes_take_turns_round_by_round(
         assert together_s([([0], ring)], np.zeros(1))[0] == pytest.approx(alone_s(ring))
 
 
-def test_a_table_is_its_entries() -> None:
+def test_a_table_is_its_entries():
     pieces = [(n, p) for n in (8, 100, 999) for p in (0, 64)]
     for cp_comm, passes in product(("", *ENGINES), (1, 2)):
         ulysses_degree = 2 * (cp_comm == "hybrid")
@@ -316,7 +283,7 @@ def test_a_table_is_its_entries() -> None:
     assert set(get_args(CpComm)) == {"", *ENGINES}
 
 
-def test_moved_tokens_travel_there_and_their_outputs_back() -> None:
+def test_moved_tokens_travel_there_and_their_outputs_back():
     """10 and 2 tokens become 6 and 6: 4 tokens of 3 + 3 + 2 bytes; nothing else is shared."""
     m = micro_batch(((0,), (1,)), (10, 2), remap=True)
     assert of_ranks(m, 1) == of_ranks(m, 2) == [32, 32]
@@ -333,7 +300,7 @@ def test_moved_tokens_travel_there_and_their_outputs_back() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 40)), min_size=1, max_size=12), st.integers(1, 4))
-def test_tokens_move_as_the_layout_says(drawn: list[tuple[int, int]], node_ranks: int) -> None:
+def test_tokens_move_as_the_layout_says(drawn, node_ranks):
     m = micro_batch(tuple((rank,) for rank, _ in drawn), tuple(n for _, n in drawn), remap=True)
     owner = {
         which: {
@@ -355,7 +322,7 @@ def test_tokens_move_as_the_layout_says(drawn: list[tuple[int, int]], node_ranks
     assert np.array(moved_tokens(m, nodes)).tolist() == expected.tolist()
 
 
-def test_ranks_reduce_hidden_states_of_their_own_tokens() -> None:
+def test_ranks_reduce_hidden_states_of_their_own_tokens():
     """Tensor parallelism of unlike ranks: 2 * 3 + 1 all-reduces of one byte a token, 2 * (n / 2) bytes each."""
     m = micro_batch(((0,), (1,)), (10, 2))
     traffic = replace(TRAFFIC, layers=3, state_bytes_per_token=1.0)

@@ -1,15 +1,11 @@
 """Costs of a busy machine say so, and whoever reads them is told once. No clock: loads are given."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 from evenload.core.costs import busy
 from evenload.core.costs.busy import OtherLoad, load_average
 from evenload.core.costs.costs import Costs, PassCost, load
-from evenload.training.verbs.profile import write_costs
 
 
 @pytest.mark.parametrize(
@@ -22,13 +18,11 @@ from evenload.training.verbs.profile import write_costs
         (0.0, 2, 2, 1.4, True),  # no load is known, but runs differ
     ],
 )
-def test_a_machine_is_busy_where_others_wanted_its_cores(
-    load_: float, used: int, cores: int, spread: float, is_busy: bool
-) -> None:
+def test_a_machine_is_busy_where_others_wanted_its_cores(load_, used, cores, spread, is_busy):
     assert OtherLoad(load=load_, used=used, cores=cores, spread=spread).busy == is_busy
 
 
-def test_who_reads_costs_of_a_busy_machine_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_reads_costs_of_a_busy_machine_is_told_once(tmp_path, caplog, write_costs):
     one = PassCost(token_s=1e-6)
     quiet = Costs(source="a machine", forward=one, backward=one)
     loaded = quiet.model_copy(update={"busy": OtherLoad(load=5.25, used=2, cores=2, spread=1.5)})
@@ -45,8 +39,8 @@ def test_who_reads_costs_of_a_busy_machine_is_told_once(tmp_path: Path, caplog: 
     ]
 
 
-def test_a_system_that_does_not_say_has_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
+def test_a_system_that_does_not_say_has_no_load(monkeypatch):
+    def fails():
         raise OSError
 
     monkeypatch.setattr(busy.os, "getloadavg", fails)

@@ -1,38 +1,30 @@
 """Costs of several settings in one model: degrees of tensor parallelism, what ranks divide between them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
-from evenload.api import load_plugins
 from evenload.core.costs import costs as cost_models
 from evenload.core.costs.by_setting import at_degree, at_sharding, with_degrees, with_shardings
-from evenload.core.costs.costs import Costs, PassCost, Sharding
+from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import MemoryCost
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import load
-from evenload.training.verbs.profile import write_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
-load_plugins()
 
-
-def of_ranks(tp: int, divided_s: float = 8.0, whole_s: float = 1.0) -> Costs:
+def of_ranks(tp, divided_s=8.0, whole_s=1.0):
     """A rank takes ``whole_s`` and a tp-th of ``divided_s``: what a profile of such ranks writes."""
     cost = PassCost(launch_s=0.5, token_s=tp * (divided_s / tp + whole_s), pair_s=2.0)
     memory = MemoryCost(activation_bytes_per_token=100.0 + 10.0 * tp)
     return Costs(source=f"TP {tp}", forward=cost, backward=cost, update_s=1.0, memory=memory)
 
 
-def seconds(costs: Costs, tp: int) -> float:
+def seconds(costs, tp):
     return at_degree(costs, tp).of_stage(Layout(tp=tp)).forward.token_s
 
 
 @given(st.integers(1, 16), st.floats(0.0, 10.0))
-def test_a_degree_that_was_not_measured_is_what_its_parts_say(tp: int, whole_s: float) -> None:
+def test_a_degree_that_was_not_measured_is_what_its_parts_say(tp, whole_s):
     costs = with_degrees({one: of_ranks(one, whole_s=whole_s) for one in (1, 2, 4)})
     assert seconds(costs, tp) == pytest.approx(8.0 / tp + whole_s)
     found = at_degree(costs, tp)
@@ -41,18 +33,18 @@ def test_a_degree_that_was_not_measured_is_what_its_parts_say(tp: int, whole_s: 
     assert at_degree(found, 1) == found
 
 
-def test_a_degree_that_was_measured_is_taken_as_it_is() -> None:
+def test_a_degree_that_was_measured_is_taken_as_it_is():
     odd = of_ranks(2).model_copy(update={"forward": PassCost(token_s=123.0)})
     costs = with_degrees({1: of_ranks(1), 2: odd, 4: of_ranks(4)})
     assert at_degree(costs, 2).forward == odd.forward
     assert at_degree(costs, 1).forward == of_ranks(1).forward
 
 
-def test_costs_of_one_degree_are_for_any_as_ever() -> None:
+def test_costs_of_one_degree_are_for_any_as_ever():
     assert at_degree(of_ranks(2), 8) == of_ranks(2)
 
 
-def test_all_degrees_are_read_back_from_one_file(tmp_path: Path) -> None:
+def test_all_degrees_are_read_back_from_one_file(tmp_path, write_costs):
     costs, path = with_degrees({tp: of_ranks(tp) for tp in (1, 2, 4)}), tmp_path / "costs.yaml"
     write_costs(costs, path)
     assert cost_models.load(str(path), tmp_path) == costs
@@ -61,13 +53,13 @@ def test_all_degrees_are_read_back_from_one_file(tmp_path: Path) -> None:
 STATES = {"fixed_bytes": 18.0, "sharded_bytes": 18.0, "gathered_bytes": 2.0}
 
 
-def of_sharding(sharding: Sharding, launch_s: float = 0.5) -> Costs:
+def of_sharding(sharding, launch_s=0.5):
     cost = PassCost(launch_s=launch_s, token_s=9.0, pair_s=2.0)
     memory = MemoryCost(fixed_bytes=16.0, sharded_bytes=12.0, activation_bytes_per_token=100.0)
     return Costs(source="this machine", forward=cost, backward=cost, update_s=1.0, memory=memory, sharding=sharding)
 
 
-def test_a_sharding_that_was_measured_is_taken_as_it_is_and_another_has_counted_states(tmp_path: Path) -> None:
+def test_a_sharding_that_was_measured_is_taken_as_it_is_and_another_has_counted_states(tmp_path, write_costs):
     both = with_shardings(of_sharding("optimizer"), {"parameters": of_sharding("parameters", 5.0)})
     write_costs(both, tmp_path / "costs.yaml")
     assert cost_models.load(str(tmp_path / "costs.yaml"), tmp_path) == both
@@ -81,12 +73,12 @@ def test_a_sharding_that_was_measured_is_taken_as_it_is_and_another_has_counted_
     assert at_sharding(none, "parameters", {}) == none
 
 
-def test_costs_that_do_not_say_what_was_divided_are_for_any_as_ever() -> None:
+def test_costs_that_do_not_say_what_was_divided_are_for_any_as_ever():
     plain = of_ranks(1)
     assert at_sharding(plain, "parameters", STATES) == plain
 
 
-def test_a_recipe_takes_its_own_of_a_file(tmp_path: Path) -> None:
+def test_a_recipe_takes_its_own_of_a_file(tmp_path, write_costs):
     both = with_shardings(of_sharding("optimizer"), {"parameters": of_sharding("parameters", 5.0)})
     write_costs(both, tmp_path / "costs.yaml")
     words = ["trainer=deepspeed", f"costs={tmp_path / 'costs.yaml'}", "model.num_layers=1"]
@@ -101,7 +93,7 @@ def test_a_recipe_takes_its_own_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["by_tp", "by_sharding"])
-def test_a_frozen_base_is_frozen_in_all_that_was_measured(name: str) -> None:
+def test_a_frozen_base_is_frozen_in_all_that_was_measured(name):
     other = of_sharding("parameters", 5.0)
     both = with_shardings(of_sharding("none"), {"parameters": other})
     both = with_degrees({1: both, 2: other}) if name == "by_tp" else both

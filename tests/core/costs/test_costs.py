@@ -1,10 +1,5 @@
 """The cost model: its arithmetic, its fit, its presets."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from evenload.core.costs import costs
@@ -25,7 +20,7 @@ SOME = Costs(
 
 
 @given(st.integers(2, 5000), st.integers(1, 4999))
-def test_slices_cost_what_the_whole_costs(length: int, cut: int) -> None:
+def test_slices_cost_what_the_whole_costs(length, cut):
     """Attention of [0, n) is that of [0, c) plus that of [c, n) with its prefix."""
     cut = min(cut, length - 1)
     whole = SOME.forward.seconds(length)
@@ -33,7 +28,7 @@ def test_slices_cost_what_the_whole_costs(length: int, cut: int) -> None:
     assert parts == pytest.approx(whole, rel=1e-12)
 
 
-def test_published_totals_are_met() -> None:
+def test_published_totals_are_met():
     """FlexSP's coefficients are totals of forward and backward: a1 s^2 + a2 s + b1."""
     model = from_totals("test", token_s=0.18396e-3, square_s=5.128e-9, launch_s=0.6294)
     length = np.array([1000, 100_000])
@@ -42,7 +37,7 @@ def test_published_totals_are_met() -> None:
     assert model.launch_s == pytest.approx(0.6294)
 
 
-def test_a_micro_batch_pays_its_padding_and_shares_its_ranks() -> None:
+def test_a_micro_batch_pays_its_padding_and_shares_its_ranks():
     slices = (Slice(0, 0, 10), Slice(1, 0, 30))
     packed, _ = SOME.micro_batch_s(MicroBatch(slices, (0,)))
     padded, _ = SOME.micro_batch_s(MicroBatch(slices, (0,), pad_to=30))
@@ -52,13 +47,13 @@ def test_a_micro_batch_pays_its_padding_and_shares_its_ranks() -> None:
     assert shared - 1e-3 == pytest.approx((packed - 1e-3) / 2)
 
 
-def test_a_stage_has_its_share() -> None:
+def test_a_stage_has_its_share():
     stage = SOME.of_stage(Layout(tp=2, pp=4))
     assert stage.forward.token_s == pytest.approx(SOME.forward.token_s / 8)
     assert stage.forward.launch_s == pytest.approx(SOME.forward.launch_s / 4)
 
 
-def test_the_work_of_a_rank_is_linear_in_its_micro_batches() -> None:
+def test_the_work_of_a_rank_is_linear_in_its_micro_batches():
     chain = [MicroBatch((Slice(0, 0, 10),), (0,)), MicroBatch((Slice(0, 10, 30), Slice(1, 0, 4)), (0,))]
     shared, dummy = MicroBatch((Slice(2, 0, 8),), (0, 1)), MicroBatch((), (0,))
     work = work_of([*chain, shared, dummy])
@@ -70,7 +65,7 @@ def test_the_work_of_a_rank_is_linear_in_its_micro_batches() -> None:
 
 
 @given(st.floats(1e-5, 1e-2), st.floats(1e-8, 1e-5), st.floats(1e-12, 1e-9))
-def test_fit_recovers_exact_coefficients(launch_s: float, token_s: float, pair_s: float) -> None:
+def test_fit_recovers_exact_coefficients(launch_s, token_s, pair_s):
     true = PassCost(launch_s=launch_s, token_s=token_s, pair_s=pair_s)
     work = [Work(m, m * n * k, m * k * n * n / 2) for n in (64, 256, 1024, 4096) for k in (1, 4) for m in (1, 3)]
     found, error = fit(work, [true.of(w) for w in work])
@@ -80,18 +75,18 @@ def test_fit_recovers_exact_coefficients(launch_s: float, token_s: float, pair_s
         assert getattr(found, name) == pytest.approx(value, rel=1e-4) or value * most / true.of(work[-1]) < 1e-6
 
 
-def test_fit_never_gives_a_negative_cost() -> None:
+def test_fit_never_gives_a_negative_cost():
     found, _ = fit([(1, 100, 10), (1, 200, 40), (1, 400, 160)], [1.0, 1.5, 1.9])
     assert min(found.launch_s, found.token_s, found.pair_s) >= 0
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_no_other_non_negative_solution_is_better(seed: int) -> None:
+def test_no_other_non_negative_solution_is_better(seed):
     rng = np.random.default_rng(seed)
     columns, target = rng.uniform(0, 1, (8, 3)) * [1, 1e3, 1e-6], rng.uniform(0.5, 2, 8)
     found, error = solve(columns, target, target)
 
-    def loss(x: object) -> float:
+    def loss(x):
         return float(np.square((columns @ x - target) / target).sum())
 
     assert (found >= 0).all()
@@ -102,14 +97,14 @@ def test_no_other_non_negative_solution_is_better(seed: int) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "costs").glob("*.yaml")), ids=lambda p: p.stem)
-def test_presets_load_and_name_their_source(path: object) -> None:
+def test_presets_load_and_name_their_source(path):
     model = costs.load(str(path), RECIPES / "costs")
     assert len(model.source) > 20
     assert model.backward.token_s >= model.forward.token_s
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "clusters").glob("*.yaml")), ids=lambda p: p.stem)
-def test_clusters_load(path: object) -> None:
+def test_clusters_load(path):
     machines = cluster.load(str(path), RECIPES / "clusters")
     assert machines.intra.bytes_per_s >= machines.inter.bytes_per_s
     assert machines.link_among(range(machines.ranks_per_node)) == machines.intra
@@ -118,7 +113,7 @@ def test_clusters_load(path: object) -> None:
     assert machines.intra.all_gather_s(1e6, 1) == 0
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_refused():
     with pytest.raises(EvenloadError, match="did you mean 'local'"):
         cluster.load("locl", RECIPES / "clusters")
     with pytest.raises(EvenloadError, match="no such cost model"):
@@ -126,14 +121,14 @@ def test_unknown_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [".inf", ".nan"])
-def test_costs_without_end_are_refused(tmp_path: Path, number: str) -> None:
+def test_costs_without_end_are_refused(tmp_path, number):
     path = tmp_path / "costs.yaml"
     path.write_text(f"source: made up\nforward: {{token_s: {number}}}\nbackward: {{token_s: 1.0}}\n")
     with pytest.raises(EvenloadError, match="is not a cost model"):
         costs.load(str(path), tmp_path)
 
 
-def test_bytes_that_a_recipe_says_are_no_part_of_a_cost_model(tmp_path: Path) -> None:
+def test_bytes_that_a_recipe_says_are_no_part_of_a_cost_model(tmp_path):
     path = tmp_path / "costs.yaml"
     path.write_text(COSTS + "memory: {input_bytes_per_token: 8.0}\n")
     with pytest.raises(EvenloadError, match=r"memory\.input_bytes_per_token, which is counted"):
@@ -159,7 +154,7 @@ TOTALS = "source: made up\ntotals: {token_s: 1.0e-6, square_s: 0.0}\n"
         (costs.load, TOTALS, "token_s: 1.0e-6"),
     ],
 )
-def test_quantities_without_sense_are_refused(tmp_path: Path, load: Any, text: str, key: str, value: str) -> None:
+def test_quantities_without_sense_are_refused(tmp_path, load, text, key, value):
     path = tmp_path / "machine.yaml"
     path.write_text(text)
     load(str(path), tmp_path)
@@ -173,7 +168,7 @@ def test_quantities_without_sense_are_refused(tmp_path: Path, load: Any, text: s
 @pytest.mark.parametrize(
     "content", [b"\x80", b"- 1", b"x", b"", b"[" * 10_000, b"a: 2001-99-99", b"totals: 1", b"totals: {1: 2}"]
 )
-def test_other_files_are_refused(tmp_path: Path, load: Any, content: bytes) -> None:
+def test_other_files_are_refused(tmp_path, load, content):
     path = tmp_path / "machine.yaml"
     path.write_bytes(content)
     with pytest.raises(EvenloadError) as caught:
@@ -183,13 +178,13 @@ def test_other_files_are_refused(tmp_path: Path, load: Any, content: bytes) -> N
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000 + ".yaml", "a\0b", "a\0b.yaml", "", "/"])
-def test_names_that_no_file_can_have_are_not_there(tmp_path: Path, name: str) -> None:
+def test_names_that_no_file_can_have_are_not_there(tmp_path, name):
     for load in (cluster.load, costs.load):
         with pytest.raises(EvenloadError, match="there is no such"):
             load(name, tmp_path)
 
 
-def test_passes_that_take_no_time_are_refused(tmp_path: Path) -> None:
+def test_passes_that_take_no_time_are_refused(tmp_path):
     for direction in ("forward", "backward"):
         other = {"forward": "backward", "backward": "forward"}[direction]
         text = f"source: made up\n{other}: {{token_s: 1.0}}\n{direction}: {{launch_s: 1.0, token_s: 0}}\n"
@@ -198,7 +193,7 @@ def test_passes_that_take_no_time_are_refused(tmp_path: Path) -> None:
             costs.load("free", tmp_path)
 
 
-def test_totals_beside_passes_are_refused(tmp_path: Path) -> None:
+def test_totals_beside_passes_are_refused(tmp_path):
     (tmp_path / "twice.yaml").write_text(TOTALS + "forward: {token_s: 1.0e-6}\n")
     with pytest.raises(EvenloadError, match="is not a cost model\n  found: what a pass costs twice"):
         costs.load("twice", tmp_path)

@@ -1,7 +1,5 @@
 """The memory model against plans whose peaks are counted by hand; bytes are small whole numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,6 +11,9 @@ from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_len
 from evenload.core.planning.setting import Setting, context_of, limits_of
 from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
+
+from ..by_hand import alone as one_by_one
+from ..by_hand import ops
 
 LAYERS = 2
 LIMITS = Limits(
@@ -33,121 +34,109 @@ LIMITS = Limits(
 )
 
 
-def changed(limits: Limits = LIMITS, **memory: float) -> Limits:
+def changed(limits=LIMITS, **memory):
     return replace(limits, memory=limits.memory.model_copy(update=memory))
 
 
-def ops(text: str) -> tuple[Op, ...]:
-    return tuple(Op(word[0], int(word[1:])) for word in text.split())  # type: ignore[arg-type]
-
-
-def whole(*lengths: int, limits: Limits = LIMITS, order: str = "") -> StepPlan:
+def whole(*lengths, limits=LIMITS, order=""):
     """A micro-batch for each length."""
-    micro_batches = tuple(MicroBatch((Slice(i, 0, n),), (0,)) for i, n in enumerate(lengths))
-    return StepPlan(as_lengths(lengths), micro_batches, limits, (ops(order),) if order else ())
+    return StepPlan(as_lengths(lengths), one_by_one(lengths), limits, (ops(order),) if order else ())
 
 
-def cut(limits: Limits = LIMITS, replayed: tuple[int, ...] = ()) -> StepPlan:
+def cut(limits=LIMITS, replayed=()):
     """One sequence of 30 tokens in slices of 10."""
     micro_batches = tuple(MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10, 20))
     return check(StepPlan(as_lengths([30]), micro_batches, limits, (ops("F0 F1 F2 B2 B1 B0"),), replayed=replayed))
 
 
-def test_a_pass_needs_more_while_it_runs_than_it_keeps() -> None:
-    """10 tokens: two layers of 100, the head's 20, and 30 more while it runs backward."""
-    assert peak_activation_bytes(whole(10), 0, 0) == (10 * (2 * 100 + 20 + 30) + 7, Op("B", 0))
+RECOMPUTED = changed(activation_bytes_per_token=LAYERS * 8.0, replay_bytes_per_token=LAYERS * 100.0)
+SPLIT = changed(replace(LIMITS, splits_backward=True), deferred_bytes_per_token=LAYERS * 60.0)
+LATE = changed(gradient_bytes=10_000.0)
+CUT = 2 * (100 - 3) + 20  # a token of a slice with its head, whose K and V are stored once
+KV, DKV = 30 * 2 * 2, 20 * 4 * 2  # of all tokens, and of those before the last slice
 
 
-def test_a_layer_that_needs_more_than_the_head_is_the_peak() -> None:
-    """The head has let go of what it kept when the first layer runs backward."""
-    limits = changed(working_bytes_per_token=60.0)
-    assert peak_activation_bytes(whole(10, limits=limits), 0, 0)[0] == 10 * (2 * 100 + 60) + 7
+def beside_a_whole_one():
+    """The last slice of a sequence of three in one micro-batch with 5 tokens of another one."""
+    mixed = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 5)), (0,))
+    return check(replace(cut(), lengths=[30, 5], micro_batches=(*cut().micro_batches[:2], mixed)))
 
 
-def test_micro_batches_that_wait_are_held_with_their_heads() -> None:
-    plan = whole(10, 40, 20, order="F0 F1 F2 B2 B1 B0")
-    assert peak_activation_bytes(plan, 0, 0) == (70 * 220 + 20 * 30 + 7, Op("B", 2))
-    in_turn = whole(10, 40, 20, order="F0 B0 F1 B1 F2 B2")
-    assert peak_activation_bytes(in_turn, 0, 0) == (40 * 250 + 7, Op("B", 1))
+PEAKS = {
+    # 10 tokens: two layers of 100, the head's 20, and 30 more while it runs backward.
+    "a pass needs more while it runs than it keeps": (whole(10), 10 * (2 * 100 + 20 + 30) + 7, "B0"),
+    # The head has let go of what it kept when the first layer runs backward.
+    "a layer that needs more than the head is the peak": (
+        whole(10, limits=changed(working_bytes_per_token=60.0)),
+        10 * (2 * 100 + 60) + 7,
+        "B0",
+    ),
+    "micro-batches that wait are held with their heads": (
+        whole(10, 40, 20, order="F0 F1 F2 B2 B1 B0"),
+        70 * 220 + 20 * 30 + 7,
+        "B2",
+    ),
+    "those that run in turn are not": (whole(10, 40, 20, order="F0 B0 F1 B1 F2 B2"), 40 * 250 + 7, "B1"),
+    # At the first backward there are no dK and dV but the first layer's.
+    "slices keep less, as keys and values are stored once": (cut(), 3 * 10 * CUT + KV + 10 * 30 + 7, "B2"),
+    # dK and dV of 30 tokens from the kernel, of 20 added up in one layer; a quarter of the layer is gone by then.
+    "attention over a long prefix gives gradients of all of it": (
+        cut(changed(kv_bytes_per_token=LAYERS * 200.0)),
+        3 * 10 * CUT + 30 * 200 * 2 - 10 * 20 + (30 * 200 - 10 * (100 - 3) / 4 + 20 * 4) + 7,
+        "B2",
+    ),
+    "cut sequences beside whole ones save nothing": (
+        beside_a_whole_one(),
+        2 * 10 * CUT + 15 * (2 * 100 + 20) + KV + 15 * 30 + 7,
+        "B2",
+    ),
+    # One slice with its head at a time.
+    "two slices are replayed": (cut(replayed=(0, 1)), KV + DKV + 10 * (CUT + 30) + 7, "B1"),
+    # 8 bytes a layer and token are kept, of 100 while the layer runs again.
+    "the recipe recomputes": (whole(10, limits=RECOMPUTED), 10 * (2 * 8 + (100 - 8) + 5) + 7, "B0"),
+    "the plan recomputes one of two layers": (
+        replace(whole(10, order="F0 B0"), recompute=((1,),)),
+        10 * (100 + 8 + (100 - 8) + 5) + 7,
+        "B0",
+    ),
+    "the plan recomputes both, and the head is large": (
+        replace(whole(10, order="F0 B0", limits=changed(head_working_bytes_per_token=500.0)), recompute=((2,),)),
+        10 * (2 * 8 + 20 + 500) + 7,
+        "B0",
+    ),
+    "a split backward keeps what its weight gradients need": (
+        whole(10, 10, order="F0 B0 F1 B1 W0 W1", limits=SPLIT),
+        10 * 250 + 7 + 10 * 60 * LAYERS,
+        "B1",
+    ),
+    "until they run": (whole(10, 10, order="F0 B0 W0 F1 B1 W1", limits=SPLIT), 10 * 250 + 7, "B0"),
+    # Before the last layer of the only micro-batch runs backward the other layer's gradients are made.
+    "late gradients are there from the first backward on": (whole(10, limits=LATE), 5_000 + 10 * (100 + 5) + 7, "B0"),
+    "all of them by the second": (whole(10, 10, order="F0 B0 F1 B1", limits=LATE), 10_000 + 10 * 250 + 7, "B1"),
+}
 
 
-def test_only_the_last_stage_has_a_head() -> None:
+@pytest.mark.parametrize(("plan", "peak", "at"), PEAKS.values(), ids=PEAKS)
+def test_the_peak_of_a_rank_is_that_by_hand(plan, peak, at):
+    assert peak_activation_bytes(plan, 0, 0) == (peak, *ops(at))
+
+
+def test_only_the_last_stage_has_a_head():
     plan = whole(10, 10, 10, limits=replace(LIMITS, num_stages=2))
     # Stage 0 runs one forward ahead; its last layer runs backward first.
     assert peaks_of_stage(plan, 0) == [(2 * 10 * 200 + 10 * 5 + 7, Op("B", 0))]
     assert peaks_of_stage(plan, 1) == [(10 * 250 + 7, Op("B", 0))]
 
 
-def test_slices_keep_less_as_keys_and_values_are_stored_once() -> None:
-    """K and V of 30 tokens from the first forward on; at the first backward no dK and dV but the first layer's."""
-    slice_bytes = 10 * (2 * (100 - 3) + 20)
-    assert peak_activation_bytes(cut(), 0, 0) == (3 * slice_bytes + 30 * 2 * 2 + 10 * 30 + 7, Op("B", 2))
-
-
-def test_attention_over_a_long_prefix_gives_gradients_of_all_of_it() -> None:
-    """dK and dV of 30 tokens from the kernel, of 20 added up in one layer; a quarter of the layer is gone by then."""
-    plan = cut(changed(kv_bytes_per_token=LAYERS * 200.0))
-    held = 3 * 10 * (2 * (100 - 3) + 20) + 30 * 200 * 2
-    attention = 30 * 200 - 10 * (100 - 3) / 4 + 20 * 4
-    assert peak_activation_bytes(plan, 0, 0) == (held - 10 * 20 + attention + 7, Op("B", 2))
-
-
-def test_cut_sequences_beside_whole_ones_save_nothing() -> None:
-    plan = cut()
-    mixed = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 5)), (0,))
-    plan = check(replace(plan, lengths=[30, 5], micro_batches=(*plan.micro_batches[:2], mixed)))
-    kept = 2 * 10 * (2 * (100 - 3) + 20) + 15 * (2 * 100 + 20)
-    assert peak_activation_bytes(plan, 0, 0) == (kept + 30 * 2 * 2 + 15 * 30 + 7, Op("B", 2))
-
-
-def test_gradients_of_keys_and_values_are_those_before_the_last_slice() -> None:
-    """Two slices replayed: KV of 30 tokens, dKV of 20, one slice with its head at a time."""
-    plan = cut(replayed=(0, 1))
-    keys, gradients = 30 * 2 * 2, 20 * 4 * 2
-    assert peak_activation_bytes(plan, 0, 0) == (keys + gradients + 10 * (2 * 97 + 20 + 30) + 7, Op("B", 1))
-
-
-def test_a_replay_behind_the_first_stage_keeps_its_input() -> None:
+def test_a_replay_behind_the_first_stage_keeps_its_input():
     plan = cut(replayed=(0, 1))
     plan = check(replace(plan, limits=replace(LIMITS, num_stages=2), order=2 * plan.order))
     first, last = (peaks_of_stage(plan, stage)[0][0] for stage in (0, 1))
-    keys, gradients = 30 * 2 * 2, 20 * 4 * 2
-    assert first == keys + gradients + 10 * 2 * 97 + 10 * 5 + 7
-    assert last == keys + gradients + 2 * 10 * 8 + 10 * (2 * 97 + 20 + 30) + 7
+    assert first == KV + DKV + 10 * 2 * 97 + 10 * 5 + 7
+    assert last == KV + DKV + 2 * 10 * 8 + 10 * (CUT + 30) + 7
 
 
-def test_recomputed_layers_keep_their_inputs_and_one_of_them_works() -> None:
-    """The recipe recomputes: 8 bytes a layer and token are kept, of 100 while the layer runs again."""
-    limits = changed(activation_bytes_per_token=LAYERS * 8.0, replay_bytes_per_token=LAYERS * 100.0)
-    peak = 10 * (2 * 8 + (100 - 8) + 5) + 7
-    assert peak_activation_bytes(whole(10, limits=limits), 0, 0) == (peak, Op("B", 0))
-    # The plan recomputes one of two layers of a micro-batch.
-    plan = replace(whole(10, order="F0 B0"), recompute=((1,),))
-    assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (100 + 8 + (100 - 8) + 5) + 7
-    large_head = changed(head_working_bytes_per_token=500.0)
-    plan = replace(whole(10, order="F0 B0", limits=large_head), recompute=((2,),))
-    assert peak_activation_bytes(plan, 0, 0)[0] == 10 * (2 * 8 + 20 + 500) + 7
-
-
-def test_a_split_backward_keeps_what_its_weight_gradients_need() -> None:
-    limits = changed(replace(LIMITS, splits_backward=True), deferred_bytes_per_token=LAYERS * 60.0)
-    alone = peak_activation_bytes(whole(10, order="F0 B0"), 0, 0)[0]
-    later = peak_activation_bytes(whole(10, 10, order="F0 B0 F1 B1 W0 W1", limits=limits), 0, 0)
-    sooner = peak_activation_bytes(whole(10, 10, order="F0 B0 W0 F1 B1 W1", limits=limits), 0, 0)
-    assert later == (alone + 10 * 60 * LAYERS, Op("B", 1))
-    assert sooner == (alone, Op("B", 0))
-
-
-def test_late_gradients_are_there_from_the_first_backward_on() -> None:
-    limits = changed(gradient_bytes=10_000.0)
-    # One micro-batch: before its last layer runs backward the other layer's gradients are made.
-    assert peak_activation_bytes(whole(10, limits=limits), 0, 0)[0] == 5_000 + 10 * (100 + 5) + 7
-    second = whole(10, 10, order="F0 B0 F1 B1", limits=limits)
-    assert peak_activation_bytes(second, 0, 0) == (10_000 + 10 * 250 + 7, Op("B", 1))
-    assert peak_activation_bytes(second, 0, 0)[0] - peak_activation_bytes(whole(10), 0, 0)[0] == 10_000
-
-
-def test_shared_micro_batches_are_divided_by_their_ranks() -> None:
+def test_shared_micro_batches_are_divided_by_their_ranks():
     alone = whole(40)
     limits = replace(LIMITS, num_ranks=2)
     shared = replace(alone, limits=limits, micro_batches=(alone.micro_batches[0]._replace(ranks=(0, 1)),))
@@ -155,7 +144,7 @@ def test_shared_micro_batches_are_divided_by_their_ranks() -> None:
     assert [peak for peak, _ in peaks_of_stage(shared, 0)] == [expected, expected]
 
 
-def test_ranks_hold_the_slices_that_are_at_home_with_them() -> None:
+def test_ranks_hold_the_slices_that_are_at_home_with_them():
     """40 tokens on ranks 0 and 1, 10 more on rank 1."""
     m = MicroBatch((Slice(0, 0, 40), Slice(1, 0, 10)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
     plan = check(StepPlan(as_lengths([40, 10]), (m,), replace(LIMITS, num_ranks=2)))
@@ -164,7 +153,7 @@ def test_ranks_hold_the_slices_that_are_at_home_with_them() -> None:
     assert [peak for peak, _ in peaks_of_stage(moved, 0)] == [25 * 250 + 7, 25 * 250 + 7]
 
 
-def test_prefixes_are_held_where_their_slices_are_at_home() -> None:
+def test_prefixes_are_held_where_their_slices_are_at_home():
     """Three slices of 10: on rank 0, on rank 0, on ranks 0 and 1 beside 6 tokens of rank 1 alone."""
     grown = MicroBatch((Slice(0, 20, 30), Slice(1, 0, 6)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
     alone = [MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10)]
@@ -172,12 +161,12 @@ def test_prefixes_are_held_where_their_slices_are_at_home() -> None:
     plan = check(StepPlan(as_lengths([30, 6]), (*alone, grown), limits, (ops("F0 F1 F2 B2 B1 B0"),)))
     (first, at_first), (second, at_second) = peaks_of_stage(plan, 0)
     # Rank 0 keeps K and V of 25 tokens, and saves on all it holds, which is cut; rank 1 of 5, beside a whole sequence.
-    of_slices = 2 * 10 * (2 * (100 - 3) + 20) + 5 * (2 * (100 - 3) + 20)
+    of_slices = (2 * 10 + 5) * CUT
     assert (first, at_first) == (of_slices + 25 * 2 * 2 + 5 * 30 + 7, Op("B", 2))
     assert (second, at_second) == (11 * (2 * 100 + 20) + 5 * 2 * 2 + 11 * 30 + 7, Op("B", 2))
 
 
-def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
+def test_gradients_of_a_prefix_are_booked_where_its_tokens_are():
     """The same with a large gradient of K and V: rank 0 has 20 tokens before the last slice, rank 1 none."""
     grown = MicroBatch((Slice(0, 20, 30),), (0, 1), cp_comm="ring")
     alone = [MicroBatch((Slice(0, at, at + 10),), (0,)) for at in (0, 10)]
@@ -189,11 +178,11 @@ def test_gradients_of_a_prefix_are_booked_where_its_tokens_are() -> None:
         peaks[gradient] = [peak for peak, _ in peaks_of_stage(plan, 0)]
     assert peaks[1000.0][1] == peaks[0.0][1]
     # At the end of B2, with one layer of 5 tokens left, both layers' gradients of 20 tokens are there.
-    held = 2 * 10 * (2 * (100 - 3) + 20) + 25 * 2 * 2 + 20 * 1000 * 2
+    held = 2 * 10 * CUT + 25 * 2 * 2 + 20 * 1000 * 2
     assert peaks[1000.0][0] == held + 5 * (100 - 3 + 5) + 7
 
 
-def test_what_waits_in_host_memory_is_not_on_the_device() -> None:
+def test_what_waits_in_host_memory_is_not_on_the_device():
     """Six layers of 100 bytes a token: three quarters of four of them away, and one such share on its way."""
     limits = changed(replace(LIMITS, layers_per_stage=6), activation_bytes_per_token=6 * 100.0)
     plan = check(replace(whole(10, 40, order="F0 F1 B1 B0", limits=limits), offload=(0.75, 0.0)))
@@ -222,7 +211,7 @@ MEMORY = MemoryCost(
 )
 
 
-def test_a_stage_has_its_share_of_the_layers_and_a_whole_head() -> None:
+def test_a_stage_has_its_share_of_the_layers_and_a_whole_head():
     stage = MEMORY.of_stage(Layout(tp=2, pp=4))
     assert (stage.fixed_bytes, stage.activation_bytes_per_token, stage.cut_saves_bytes_per_token) == (200.0, 8.0, 2.0)
     assert (stage.head_bytes_per_token, stage.head_working_bytes_per_token) == (6.0, 2.0)
@@ -230,7 +219,7 @@ def test_a_stage_has_its_share_of_the_layers_and_a_whole_head() -> None:
     assert stage.gradient_bytes == 50.0
 
 
-def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
+def test_ranks_divide_what_is_sharded_and_nothing_else():
     assert [fixed_bytes(MEMORY, Limits(n, 1)) for n in (1, 2, 4)] == [1600.0, 1000.0, 700.0]
     gathers = MEMORY.model_copy(update={"gathered_bytes": 30.0})
     assert [fixed_bytes(gathers, Limits(n, 1)) for n in (1, 2, 4)] == [1600.0, 1030.0, 730.0]
@@ -248,14 +237,14 @@ def test_ranks_divide_what_is_sharded_and_nothing_else() -> None:
         ({"trainer": "deepspeed", "deepspeed.zero_stage": 3}, (20, 20, 0, 4)),
     ],
 )
-def test_states_of_a_weight(changes: dict[str, object], expected: tuple[int, ...]) -> None:
+def test_states_of_a_weight(changes, expected):
     recipe = parse({"train": {"global_batch_size": 4}, "model": {"vocab_size": 256}}).changed(changes)
     assert Setting.of_recipe(recipe).traits.states[: len(expected)] == expected
     memory = context_of(Setting.of_recipe(recipe), Layout()).costs.memory
     assert memory.gradient_bytes * expected[0] == memory.fixed_bytes * expected[2]
 
 
-def test_a_simulated_rank_holds_its_states_and_the_larger_of_passes_and_update() -> None:
+def test_a_simulated_rank_holds_its_states_and_the_larger_of_passes_and_update():
     recipe = parse({"train": {"global_batch_size": 4}, "model": {"num_layers": 2, "vocab_size": 256}})
     context = context_of(Setting.of_recipe(recipe), Layout())
     peaks = {}

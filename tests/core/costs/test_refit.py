@@ -1,9 +1,6 @@
 """Costs that follow measured steps: what the data show is found, the rest stays, oddities count for nothing."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +18,12 @@ TRUTH = Costs(
 )
 
 
-def off(costs: Costs, launch: float = 1.0, token: float = 1.0, pair: float = 1.0) -> Costs:
+def off(costs, launch=1.0, token=1.0, pair=1.0):
     values = refit.coefficients(costs) * [*(launch, token, pair) * 2, 1.0]
     return refit.with_coefficients(costs, values)
 
 
-def plan_of(lengths: list[int], places: list[int], num_ranks: int = 2, per: int = 3) -> StepPlan:
+def plan_of(lengths, places, num_ranks=2, per=3):
     """``per`` whole sequences a micro-batch, each on its rank."""
     micro_batches = [
         MicroBatch(tuple(Slice(i, 0, lengths[i]) for i in range(k * per, min(len(lengths), k * per + per))), (rank,))
@@ -35,7 +32,7 @@ def plan_of(lengths: list[int], places: list[int], num_ranks: int = 2, per: int 
     return check(StepPlan(as_lengths(lengths), tuple(micro_batches), Limits(num_ranks, 1 << 30)))
 
 
-def measured(plan: StepPlan, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+def measured(plan, costs):
     """Seconds of each rank forward and backward, as the cost model has them."""
     forward, backward = pass_seconds(plan, costs)
     ranks = range(plan.limits.num_ranks)
@@ -45,7 +42,7 @@ def measured(plan: StepPlan, costs: Costs) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def learned(prior: Costs, steps: int = 16, odd: int = -1, slow: float = 10.0, noise: float = 0.0) -> Costs:
+def learned(prior, steps=16, odd=-1, slow=10.0, noise=0.0):
     """Costs after some steps of random batches; one of them ``slow`` times slower, if asked."""
     window, draw = refit.Window(prior), np.random.default_rng(1)
     for step in range(steps):
@@ -58,7 +55,7 @@ def learned(prior: Costs, steps: int = 16, odd: int = -1, slow: float = 10.0, no
 
 
 @pytest.mark.parametrize("machine", [1.0, 300.0])
-def test_a_ratio_three_times_off_is_found_whatever_the_machine(machine: float) -> None:
+def test_a_ratio_three_times_off_is_found_whatever_the_machine(machine):
     prior = off(TRUTH, launch=machine, token=machine, pair=3 * machine)
     found = learned(prior)
     for mine, truth in ((found.forward, TRUTH.forward), (found.backward, TRUTH.backward)):
@@ -68,7 +65,7 @@ def test_a_ratio_three_times_off_is_found_whatever_the_machine(machine: float) -
 
 
 @pytest.mark.parametrize(("odd", "noise"), [(7, 0.0), (-1, 0.03), (2, 0.03)])
-def test_a_disturbed_step_and_noise_do_little(odd: int, noise: float) -> None:
+def test_a_disturbed_step_and_noise_do_little(odd, noise):
     found = learned(off(TRUTH, pair=3.0), odd=odd, noise=noise)
     for mine, truth in ((found.forward, TRUTH.forward), (found.backward, TRUTH.backward)):
         assert mine.token_s == pytest.approx(truth.token_s, rel=0.12)
@@ -76,14 +73,14 @@ def test_a_disturbed_step_and_noise_do_little(odd: int, noise: float) -> None:
 
 
 @pytest.mark.parametrize(("slow", "steps"), [(2.0, 5), (0.4, 16)])
-def test_seconds_do_not_follow_one_odd_step(slow: float, steps: int) -> None:
+def test_seconds_do_not_follow_one_odd_step(slow, steps):
     """Nor are they off by a part of it, as they would be if all rows weighed the same."""
     plan = plan_of([3000, 200, 500, 700, 90, 1500], [0, 1])
     found, wanted = (predict(plan, c).busy_s for c in (learned(off(TRUTH, pair=3.0), steps, 1, slow), TRUTH))
     assert found == pytest.approx(wanted, rel=0.02)
 
 
-def test_what_evenly_packed_steps_do_not_show_keeps_the_ratios_of_the_prior() -> None:
+def test_what_evenly_packed_steps_do_not_show_keeps_the_ratios_of_the_prior():
     """All rows alike: one number is told, the seconds of a rank, and the mix of the prior stays."""
     prior = off(TRUTH, pair=3.0)
     window = refit.Window(prior)
@@ -97,13 +94,13 @@ def test_what_evenly_packed_steps_do_not_show_keeps_the_ratios_of_the_prior() ->
         assert mine.launch_s / mine.token_s == pytest.approx(before.launch_s / before.token_s, rel=1e-6)
 
 
-def test_the_prior_stands_until_there_are_steps_enough() -> None:
+def test_the_prior_stands_until_there_are_steps_enough():
     prior = off(TRUTH, pair=3.0)
     assert learned(prior, steps=refit.FEWEST_STEPS - 1) == prior
     assert learned(prior, steps=refit.FEWEST_STEPS) != prior
 
 
-def test_no_coefficient_is_negative_and_a_prior_of_zero_can_grow() -> None:
+def test_no_coefficient_is_negative_and_a_prior_of_zero_can_grow():
     prior = off(TRUTH, pair=0.0)
     found = learned(prior)
     assert found.forward.pair_s == pytest.approx(TRUTH.forward.pair_s, rel=0.15)
@@ -111,7 +108,7 @@ def test_no_coefficient_is_negative_and_a_prior_of_zero_can_grow() -> None:
     assert (refit.coefficients(learned(flat, noise=0.3)) >= 0).all()
 
 
-def test_replays_are_forward_work_inside_backward_and_useless_forwards_are_left_out() -> None:
+def test_replays_are_forward_work_inside_backward_and_useless_forwards_are_left_out():
     micro_batches = (MicroBatch((Slice(0, 0, 64), Slice(1, 0, 32)), (0,)), MicroBatch((Slice(2, 0, 80),), (1,)))
     order = ((Op("F", 0), Op("F", 1), Op("B", 0), Op("B", 1)),)
     plan = check(StepPlan(as_lengths([64, 32, 80]), micro_batches, Limits(2, 256), order=order, replayed=(0,)))
@@ -128,7 +125,7 @@ def test_replays_are_forward_work_inside_backward_and_useless_forwards_are_left_
     assert told[0, 1] == pytest.approx(seconds[0, 1])
 
 
-def test_padding_dummies_and_groups_count_as_the_cost_model_counts_them() -> None:
+def test_padding_dummies_and_groups_count_as_the_cost_model_counts_them():
     micro_batches = (
         MicroBatch((Slice(0, 0, 30), Slice(1, 0, 20)), (0, 1), 32),
         MicroBatch((), (0,)),
@@ -139,7 +136,7 @@ def test_padding_dummies_and_groups_count_as_the_cost_model_counts_them() -> Non
     assert told == pytest.approx(np.stack(measured(plan, TRUTH), axis=1))
 
 
-def test_the_window_forgets_and_survives_json_to_the_last_bit() -> None:
+def test_the_window_forgets_and_survives_json_to_the_last_bit():
     draw, plan = np.random.default_rng(0), plan_of([300, 40, 500, 700, 20, 10], [0, 1])
     window = refit.Window(TRUTH)
     for _ in range(refit.WINDOW_STEPS + 3):
@@ -155,13 +152,13 @@ def test_the_window_forgets_and_survives_json_to_the_last_bit() -> None:
     assert len(many.state()) == refit.FEWEST_STEPS
 
 
-def test_the_rest_of_a_step_is_the_update() -> None:
+def test_the_rest_of_a_step_is_the_update():
     """Passes 2 s as predicted but half as fast, 0.5 s of talk, 0.1 s of update shared by two ranks."""
-    told: dict[str, Any] = {"predicted_s": 2.5 + 0.05, "compute_s": 2.0, "update_s": 0.1, "shares": 2}
+    told = {"predicted_s": 2.5 + 0.05, "compute_s": 2.0, "update_s": 0.1, "shares": 2}
     assert refit.rest_of_step(4.0 + 0.5 + 0.05, busiest=(4.0, 2.0), **told) == pytest.approx(0.1)
     assert refit.rest_of_step(4.0 + 0.5 + 0.2, busiest=(4.0, 2.0), **told) == pytest.approx(0.4)
 
 
-def test_coefficients_come_back_as_they_were() -> None:
+def test_coefficients_come_back_as_they_were():
     again = refit.with_coefficients(TRUTH, np.array(json.loads(json.dumps(refit.coefficients(TRUTH).tolist()))))
     assert again == TRUTH

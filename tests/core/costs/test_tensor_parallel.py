@@ -1,7 +1,5 @@
 """What a tensor-parallel rank holds, against what real layers kept and against counts by hand."""
 
-from __future__ import annotations
-
 import pytest
 from evenload.core.costs.tensor_parallel import shares_of_rank
 from evenload.core.machine.layout import Layout
@@ -28,14 +26,14 @@ degrees = st.sampled_from([2, 4, 8])
 
 
 @pytest.mark.parametrize(("tp", "measured"), [(2, 0.625), (4, 0.438)])
-def test_a_rank_keeps_what_real_layers_kept(tp: int, measured: float) -> None:
+def test_a_rank_keeps_what_real_layers_kept(tp, measured):
     """Megatron's own local layers in float32: bytes on a rank over those of one rank with the whole model."""
     share = shares_of_rank(LLAMA, 4, tp, divides_tokens=False)[ACTIVATIONS]
     assert share == pytest.approx(measured, rel=0.03)
 
 
 @given(shapes, degrees)
-def test_divided_tokens_leave_less_and_a_rank_always_has_more_than_its_part(shape: Shape, tp: int) -> None:
+def test_divided_tokens_leave_less_and_a_rank_always_has_more_than_its_part(shape, tp):
     whole, divided = (shares_of_rank(shape, 2, tp, divides_tokens=divides) for divides in (False, True))
     assert whole.keys() == divided.keys() <= set(AMOUNTS)
     for name, share in divided.items():
@@ -46,20 +44,20 @@ def test_divided_tokens_leave_less_and_a_rank_always_has_more_than_its_part(shap
 
 
 @given(shapes, degrees, st.booleans())
-def test_the_bytes_of_a_rank_give_those_of_the_model_back(shape: Shape, tp: int, divides: bool) -> None:
+def test_the_bytes_of_a_rank_give_those_of_the_model_back(shape, tp, divides):
     measured = MemoryCost(**{name: float(place + 1) for place, name in enumerate(AMOUNTS)})
     shares = shares_of_rank(shape, 2, tp, divides_tokens=divides)
     again = measured.of_model(tp, shares).of_stage(Layout(tp=tp), shares)
     assert again.model_dump() == pytest.approx(measured.model_dump())
 
 
-def memory_of(tp: int = 2, **changes: object) -> MemoryCost:
+def memory_of(tp=2, **changes):
     data = {"model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}}
     recipe = parse({**data, "train": {"global_batch_size": 4}}).changed({"parallel.tp": tp, **changes})
     return context_of(Setting.of_recipe(recipe), recipe.layout(4)).costs.memory
 
 
-def test_plans_of_a_recipe_are_held_to_what_its_ranks_keep() -> None:
+def test_plans_of_a_recipe_are_held_to_what_its_ranks_keep():
     one, two, divided = memory_of(1), memory_of(), memory_of(**{"megatron.sequence_parallel": True})
     assert one.activation_bytes_per_token / 2 < divided.activation_bytes_per_token
     assert 1.1 * divided.activation_bytes_per_token < two.activation_bytes_per_token < one.activation_bytes_per_token
@@ -70,14 +68,14 @@ def test_plans_of_a_recipe_are_held_to_what_its_ranks_keep() -> None:
 
 
 @pytest.mark.parametrize(("divides", "share"), [(False, 1.0), (True, 0.5)])
-def test_a_stage_hands_on_what_its_rank_has(divides: bool, share: float) -> None:
+def test_a_stage_hands_on_what_its_rank_has(divides, share):
     changes = {"parallel.pp": 2, "parallel.tp": 2, "megatron.sequence_parallel": divides, "model.num_layers": 4}
     recipe = parse({"train": {"global_batch_size": 4}}).changed(changes)
     assert context_of(Setting.of_recipe(recipe), recipe.layout(4)).traffic.handed_frac == share
 
 
 @pytest.mark.parametrize(("divides", "share"), [(False, 1.0), (True, 0.5)])
-def test_the_inputs_of_recomputed_layers_are_whole_or_divided(divides: bool, share: float) -> None:
+def test_the_inputs_of_recomputed_layers_are_whole_or_divided(divides, share):
     again, kept = (memory_of(**{"train.recompute": x, "megatron.sequence_parallel": divides}) for x in (True, False))
     inputs = share * 64 * 4
     assert again.activation_bytes_per_token == 4 * inputs

@@ -1,9 +1,6 @@
 """Exact loads in closed form: no rank over its share, few experts taken, of one other rank, from the node first."""
 
-from __future__ import annotations
-
 import numpy as np
-from evenload.core.aliases import Ints
 from evenload.core.experts.exact import exact_far_and_near, exact_quotas, levelled, most_tokens
 from evenload.core.experts.quotas import check_quotas, copies_of
 from evenload.core.plan.expert_policy import ExpertPolicy
@@ -15,7 +12,7 @@ from .drawn_counts import counts, policies
 
 @given(counts(), st.data())
 @settings(max_examples=300)
-def test_no_rank_is_over_its_share_and_each_takes_from_at_most_one_other(counts_RE: Ints, data: st.DataObject) -> None:
+def test_no_rank_is_over_its_share_and_each_takes_from_at_most_one_other(counts_RE, data):
     num_ranks, num_experts = counts_RE.shape
     own = num_experts // num_ranks
     policy = data.draw(policies(counts_RE))._replace(slots=own)
@@ -26,26 +23,26 @@ def test_no_rank_is_over_its_share_and_each_takes_from_at_most_one_other(counts_
 
 
 @given(counts())
-def test_even_enough_loads_stay_at_home(counts_RE: Ints) -> None:
+def test_even_enough_loads_stay_at_home(counts_RE):
     num_ranks = len(counts_RE)
     policy = ExpertPolicy("exact", slots=counts_RE.shape[1], tolerance=float(num_ranks))
     assert not any(copies_of(exact_quotas(counts_RE, policy)))
 
 
-def test_a_share_is_the_mean_rounded_up_or_the_tolerance_rounded_down() -> None:
+def test_a_share_is_the_mean_rounded_up_or_the_tolerance_rounded_down():
     assert most_tokens(np.int64(10), 4, ExpertPolicy()) == 3
     assert most_tokens(np.int64(1000), 4, ExpertPolicy(tolerance=1.01)) == 252
     assert most_tokens(np.int64(3), 4, ExpertPolicy(tolerance=1.01)) == 1
 
 
-def test_a_hot_expert_is_copied_by_all_that_have_room_and_by_no_other() -> None:
+def test_a_hot_expert_is_copied_by_all_that_have_room_and_by_no_other():
     loads_E = np.array([12, 0, 4, 0, 0, 0, 0, 0])
     quotas_ER = exact_quotas(loads_E[None].repeat(4, 0) * np.array([[1], [0], [0], [0]]), ExpertPolicy("exact", 2))
     assert quotas_ER[0].tolist() == [4, 0, 4, 4]
     assert quotas_ER[2].tolist() == [0, 4, 0, 0]
 
 
-def test_ranks_take_from_their_node_first() -> None:
+def test_ranks_take_from_their_node_first():
     """Nodes (0, 1) and (2, 3): each evens its own excess, and only what is left travels between them."""
     counts_RE = np.zeros((4, 4), dtype=np.int64)
     counts_RE[0] = [9, 1, 7, 3]
@@ -53,7 +50,7 @@ def test_ranks_take_from_their_node_first() -> None:
 
 
 @given(counts())
-def test_inside_nodes_of_enough_room_nothing_travels_between_them(counts_RE: Ints) -> None:
+def test_inside_nodes_of_enough_room_nothing_travels_between_them(counts_RE):
     """The same counts on every node: each has its mean within it."""
     twice_RE = np.tile(counts_RE, (2, 2))
     num_ranks, num_experts = twice_RE.shape
@@ -63,7 +60,7 @@ def test_inside_nodes_of_enough_room_nothing_travels_between_them(counts_RE: Int
 
 
 @given(counts(), st.data())
-def test_tokens_that_stand_anywhere_are_levelled_without_losing_one(counts_RE: Ints, data: st.DataObject) -> None:
+def test_tokens_that_stand_anywhere_are_levelled_without_losing_one(counts_RE, data):
     """On every rank some tokens of any experts, as many experts on each."""
     num_ranks, num_experts = counts_RE.shape
     standing = data.draw(st.integers(1, num_experts))
@@ -81,7 +78,7 @@ def test_tokens_that_stand_anywhere_are_levelled_without_losing_one(counts_RE: I
 
 @given(counts(), st.data())
 @settings(max_examples=300)
-def test_quotas_that_know_nodes_and_those_that_know_none_come_together(counts_RE: Ints, data: st.DataObject) -> None:
+def test_quotas_that_know_nodes_and_those_that_know_none_come_together(counts_RE, data):
     num_ranks = len(counts_RE)
     size = data.draw(st.sampled_from([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]))
     policy = ExpertPolicy("exact", node_ranks=size)

@@ -1,7 +1,5 @@
 """Messages give every rank all of each of its copies once, and keep no home sending."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from evenload.core.experts.messages import MANY, hops_of, hops_of_pieces
@@ -12,7 +10,7 @@ RANKS, OWN, SIZE = 6, 2, 23
 
 
 @st.composite
-def drawn_copies(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+def drawn_copies(draw):
     others = [[e for e in range(RANKS * OWN) if e // OWN != rank] for rank in range(RANKS)]
     return tuple(tuple(sorted(draw(st.sets(st.sampled_from(experts))))) for experts in others)
 
@@ -39,7 +37,7 @@ def test_the_home_of_an_expert_that_all_copy_sends_it_once():
     first, second = hops_of(copies, OWN)
     assert RANKS - 1 >= MANY
     assert sum(m.length(SIZE) for m in first) == SIZE
-    sent = Counter[int]()
+    sent = Counter()
     for message in second:
         sent[message.sender] += message.length(SIZE)
     assert max(sent.values()) <= SIZE

@@ -1,10 +1,7 @@
 """The laws of quotas: what planners answer keeps them, and each way to break one is told."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from evenload.core.aliases import Ints
 from evenload.core.errors import PlanError
 from evenload.core.experts.exact import exact_quotas
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of, ranks_of_experts
@@ -18,7 +15,7 @@ SLOTS, UNKNOWN = "more copies of experts than slots", "has no copy of"
 
 
 @given(counts(), st.data())
-def test_a_quota_that_is_off_by_one_is_told(counts_RE: Ints, data: st.DataObject) -> None:
+def test_a_quota_that_is_off_by_one_is_told(counts_RE, data):
     policy = ExpertPolicy("drawn", counts_RE.shape[1])
     quotas_ER = exact_quotas(counts_RE, policy)
     expert, rank = (data.draw(st.integers(0, size - 1)) for size in quotas_ER.shape)
@@ -28,7 +25,7 @@ def test_a_quota_that_is_off_by_one_is_told(counts_RE: Ints, data: st.DataObject
 
 
 @given(counts(), st.data())
-def test_a_copy_beyond_the_slots_is_told(counts_RE: Ints, data: st.DataObject) -> None:
+def test_a_copy_beyond_the_slots_is_told(counts_RE, data):
     quotas_ER = exact_quotas(counts_RE, ExpertPolicy("drawn", counts_RE.shape[1]))
     most = max(map(len, copies_of(quotas_ER)))
     check_quotas(quotas_ER, counts_RE, ExpertPolicy("drawn", most), ())
@@ -38,7 +35,7 @@ def test_a_copy_beyond_the_slots_is_told(counts_RE: Ints, data: st.DataObject) -
 
 
 @given(counts(), st.data())
-def test_quotas_of_swapped_ranks_are_told(counts_RE: Ints, data: st.DataObject) -> None:
+def test_quotas_of_swapped_ranks_are_told(counts_RE, data):
     policy = ExpertPolicy("drawn", counts_RE.shape[1])
     quotas_ER = exact_quotas(counts_RE, policy)
     copies = copies_of(quotas_ER)
@@ -54,7 +51,7 @@ def test_quotas_of_swapped_ranks_are_told(counts_RE: Ints, data: st.DataObject) 
 
 
 @given(counts(), st.data())
-def test_quotas_below_zero_are_told_though_every_token_is_counted_once(counts_RE: Ints, data: st.DataObject) -> None:
+def test_quotas_below_zero_are_told_though_every_token_is_counted_once(counts_RE, data):
     num_ranks, num_experts = counts_RE.shape
     assume(num_ranks > 1)
     policy = ExpertPolicy("drawn", num_experts)
@@ -68,12 +65,12 @@ def test_quotas_below_zero_are_told_though_every_token_is_counted_once(counts_RE
         check_quotas(quotas_ER, counts_RE, policy, ())
 
 
-def test_quotas_of_another_shape_are_told() -> None:
+def test_quotas_of_another_shape_are_told():
     with pytest.raises(PlanError, match="no tokens of experts by rank"):
         check_quotas(np.zeros((3, 2), dtype=np.int64), np.zeros((2, 4), dtype=np.int64), ExpertPolicy("drawn"), ())
 
 
-def test_experts_at_home_need_no_copies_and_no_tokens_are_even() -> None:
+def test_experts_at_home_need_no_copies_and_no_tokens_are_even():
     counts_RE = np.array([[5, 0, 1, 2], [3, 3, 0, 0]])
     home_ER = at_home(counts_RE, ExpertPolicy(), ())
     assert copies_of(home_ER) == ((), ())

@@ -1,10 +1,7 @@
 """Seconds of a layer under quotas, against layers small enough to work out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from evenload.core.aliases import Ints
 from evenload.core.experts.quotas import at_home, check_quotas
 from evenload.core.experts.seconds import CHOICE_BYTES, LayerCost, layer_seconds, once_a_node, paying_tokens
 from evenload.core.machine.cluster import Link
@@ -26,7 +23,7 @@ H100 = COST._replace(
 )
 
 
-def quotas_of(counts_RE: list[list[int]], moves: list[tuple[int, int, int]]) -> tuple[Ints, Ints]:
+def quotas_of(counts_RE, moves):
     """Counts and quotas in which (expert, rank, tokens) have left the expert's home."""
     counts = np.array(counts_RE)
     quotas_ER = at_home(counts, POLICY, ())
@@ -36,7 +33,7 @@ def quotas_of(counts_RE: list[list[int]], moves: list[tuple[int, int, int]]) -> 
     return counts, check_quotas(quotas_ER, counts, POLICY, ())
 
 
-def test_at_home_a_layer_waits_for_the_busiest_rank_and_for_who_receives_most() -> None:
+def test_at_home_a_layer_waits_for_the_busiest_rank_and_for_who_receives_most():
     counts, quotas = quotas_of([[6, 2], [10, 0]], [])
     seconds = layer_seconds(counts, quotas, COST).forward
     # Rank 0 computes 16 tokens; 10 come to it, 2 leave it; 2 ranks tell each other 16 bytes of counts.
@@ -45,7 +42,7 @@ def test_at_home_a_layer_waits_for_the_busiest_rank_and_for_who_receives_most() 
     assert layer_seconds(counts, quotas, COST._replace(plan_s=0.5)).forward.counts == 4.5
 
 
-def test_a_copy_takes_tokens_off_the_busiest_rank_and_its_weights_stand_behind_tokens() -> None:
+def test_a_copy_takes_tokens_off_the_busiest_rank_and_its_weights_stand_behind_tokens():
     counts, quotas = quotas_of([[6, 2], [10, 0]], [(0, 1, 7)])
     forward, backward = layer_seconds(counts, quotas, COST)
     # Rank 1 keeps 7 of its own 10 tokens: 3 leave it and 2 come. Rank 0 sends 2 tokens and the weights: 12 bytes of
@@ -58,7 +55,7 @@ def test_a_copy_takes_tokens_off_the_busiest_rank_and_its_weights_stand_behind_t
     assert forward.total == sum(forward)
 
 
-def test_an_expert_that_many_copy_is_sent_once_by_its_home() -> None:
+def test_an_expert_that_many_copy_is_sent_once_by_its_home():
     counts, quotas = quotas_of([[4, 0, 0, 0]] * 4, [(0, rank, 4) for rank in (1, 2, 3)])
     seconds = layer_seconds(counts, quotas, COST).forward
     # No token travels. Home sends three thirds, then each of three ranks two thirds to the others.
@@ -67,7 +64,7 @@ def test_an_expert_that_many_copy_is_sent_once_by_its_home() -> None:
     assert layer_seconds(counts, quotas, COST).backward.gradients == pytest.approx(2 * seconds.copies)
 
 
-def test_links_between_nodes_carry_what_crosses_them() -> None:
+def test_links_between_nodes_carry_what_crosses_them():
     counts, quotas = quotas_of([[0, 0, 4, 0], [4, 0, 0, 0], [0, 0, 4, 0], [0, 0, 4, 0]], [])
     on_nodes = COST._replace(node_ranks=2)
     # 4 tokens come to rank 2 from inside its node, 4 from the other one.
@@ -79,7 +76,7 @@ def test_links_between_nodes_carry_what_crosses_them() -> None:
     assert layer_seconds(counts, away, on_nodes).backward.gradients == 80 / 1
 
 
-def test_tokens_that_go_once_to_a_node_take_one_row_there_and_are_passed_on_inside() -> None:
+def test_tokens_that_go_once_to_a_node_take_one_row_there_and_are_passed_on_inside():
     """Four ranks in nodes of two, two experts a rank and token; all tokens of rank 0 go to rank 3, 8 of rank 1 to rank
     0: rank 2 gets 8 rows for 16 and passes them on."""
     counts, quotas = quotas_of([[0] * 6 + [8, 8], [4, 4, 0, 0, 0, 0, 0, 0], [0] * 8, [0] * 8], [])
@@ -92,7 +89,7 @@ def test_tokens_that_go_once_to_a_node_take_one_row_there_and_are_passed_on_insi
 
 
 @pytest.mark.parametrize(("exponent", "near"), [(0.0, 0.01), (0.5, 0.04)])
-def test_rows_of_a_node_are_about_those_of_drawn_tokens(exponent: float, near: float) -> None:
+def test_rows_of_a_node_are_about_those_of_drawn_tokens(exponent, near):
     """Eight different experts of 64 a token; nodes have 8 neighbouring ones each."""
     rng = np.random.default_rng(0)
     logits_E = rng.permutation(-exponent * np.log(np.arange(1, 65)))
@@ -104,7 +101,7 @@ def test_rows_of_a_node_are_about_those_of_drawn_tokens(exponent: float, near: f
     assert np.abs(predicted_N / goes_TN.sum(axis=0) - 1).max() < near
 
 
-def test_a_copy_pays_from_rate_over_bandwidth_tokens_up() -> None:
+def test_a_copy_pays_from_rate_over_bandwidth_tokens_up():
     """Of a forward alone 4.95e14 FLOP/s over 450 GB/s, or 400 Gbit/s, whatever the size of an expert."""
     assert paying_tokens(H100) == pytest.approx(1100)
     assert paying_tokens(H100._replace(node_ranks=8)) == pytest.approx(9900)
@@ -119,7 +116,7 @@ def test_a_copy_pays_from_rate_over_bandwidth_tokens_up() -> None:
     assert paying_tokens(H100._replace(token_bytes=H100.forward_s * 450e9)) == pytest.approx(220)
 
 
-def test_a_copy_that_takes_what_pays_takes_no_longer_than_none() -> None:
+def test_a_copy_that_takes_what_pays_takes_no_longer_than_none():
     """The break-even is where the seconds of both are equal, if all else is even and weights hide behind nothing."""
     cost = COST._replace(token_bytes=0.0)
     tokens = int(paying_tokens(cost))
@@ -127,7 +124,7 @@ def test_a_copy_that_takes_what_pays_takes_no_longer_than_none() -> None:
     counts, home = quotas_of([[2 * tokens, 0], [0, 0]], [])
     _, copied = quotas_of(counts.tolist(), [(0, 1, tokens)])
 
-    def total(quotas: Ints) -> float:
+    def total(quotas):
         return layer_seconds(counts, quotas, cost).total
 
     assert total(copied) == total(home)

@@ -1,10 +1,7 @@
 """What all ranks send to all, against what each rank says of itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from evenload.core.aliases import Ints
 from evenload.core.experts.exact import exact_quotas
 from evenload.core.experts.sources import received_by, sent_by, tokens_between
 from hypothesis import given
@@ -14,7 +11,7 @@ from .drawn_counts import counts, policies
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 0), (2, 0), (4, 0), (4, 2), (8, 2), (8, 4), (8, 1)]))
-def test_it_is_what_every_rank_says(seed: int, sizes: tuple[int, int]) -> None:
+def test_it_is_what_every_rank_says(seed, sizes):
     ranks, node_ranks = sizes
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 6, (ranks, 2 * ranks)) * rng.integers(0, 2, 2 * ranks)
@@ -27,13 +24,13 @@ def test_it_is_what_every_rank_says(seed: int, sizes: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("node_ranks", [0, 2])
-def test_nothing_is_sent_where_nothing_is_routed(node_ranks: int) -> None:
+def test_nothing_is_sent_where_nothing_is_routed(node_ranks):
     nothing = np.zeros((4, 8), dtype=np.int64)
     assert not tokens_between(nothing, nothing.T, node_ranks).any()
 
 
 @given(counts(most_ranks=6, most_own=3), st.data())
-def test_what_one_sends_the_other_receives_and_tokens_stay_as_near_as_they_can(c_RE: Ints, data: st.DataObject) -> None:
+def test_what_one_sends_the_other_receives_and_tokens_stay_as_near_as_they_can(c_RE, data):
     policy = data.draw(policies(c_RE))
     quotas_ER = exact_quotas(c_RE, policy)
     ranks, size = range(len(c_RE)), policy.node_ranks or len(c_RE)

@@ -1,9 +1,6 @@
 """Integers, lengths and quantities of users: taken as they are, or refused by name."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ FORMS = {
 
 
 @given(st.integers(-5, 2000), st.sampled_from(sorted(FORMS)))
-def test_integers_within_bounds_are_taken_in_any_form(number: int, form: str) -> None:
+def test_integers_within_bounds_are_taken_in_any_form(number, form):
     if 1 <= number <= 1000:
         assert FORMS[form](number) == number
     else:
@@ -37,19 +34,19 @@ def test_integers_within_bounds_are_taken_in_any_form(number: int, form: str) ->
 
 
 @pytest.mark.parametrize("value", [None, True, np.True_, 1.0, "1", b"1", [], 10**400, float("nan"), np.array([1])])
-def test_what_is_no_integer_is_refused(value: Any) -> None:
+def test_what_is_no_integer_is_refused(value):
     with pytest.raises(EvenloadError, match="it is no integer"):
         whole_number(value, "it", 1000)
 
 
 @pytest.mark.parametrize("word", ["1.0", "", " ", "x", "0x1", "1_0", "\u0661", "--1", "1" * 5000, "1e2", "nan"])
-def test_words_that_are_no_integer_are_refused(word: str) -> None:
+def test_words_that_are_no_integer_are_refused(word):
     with pytest.raises(EvenloadError, match="it is no integer"):
         number_of_word(word, "it", 1000)
 
 
 @given(st.lists(st.integers(1, bounds.TOKENS), min_size=1, max_size=20))
-def test_lengths_may_come_in_any_row_of_integers(lengths: list[int]) -> None:
+def test_lengths_may_come_in_any_row_of_integers(lengths):
     for form in (
         lengths,
         tuple(lengths),
@@ -88,21 +85,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_lengths_are_refused(name: str) -> None:
+def test_other_lengths_are_refused(name):
     with pytest.raises(EvenloadError) as caught:
         lengths_of_batch(REFUSED[name])
     assert caught.value.found
     assert caught.value.do
 
 
-def test_rows_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_end_are_refused(monkeypatch):
     monkeypatch.setattr(bounds, "SEQUENCES", 1000)
     with pytest.raises(EvenloadError, match="too many sequences"):
         lengths_of_batch(itertools.count(1))
 
 
 @given(st.floats(allow_nan=True))
-def test_quantities_are_nothing_or_of_a_size_that_can_be_multiplied(number: float) -> None:
+def test_quantities_are_nothing_or_of_a_size_that_can_be_multiplied(number):
     values = {"a": [{"b": 1.0}, {"c": number}], "name": "x", "flag": True, "none": None}
     if number == 0 or 1e-50 <= abs(number) <= 1e24:
         refuse_odd_numbers(values, "it")
@@ -111,7 +108,7 @@ def test_quantities_are_nothing_or_of_a_size_that_can_be_multiplied(number: floa
             refuse_odd_numbers(values, "it")
 
 
-def test_what_users_do_is_within_bounds() -> None:
+def test_what_users_do_is_within_bounds():
     """Clusters of 100,000 GPUs, batches of a million sequences, sequences of 100 million tokens."""
     assert bounds.RANKS >= 10 * 100_000
     assert bounds.SEQUENCES >= 10 * 1_000_000

@@ -1,10 +1,7 @@
 """Results are JSON, whatever arithmetic gave."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from evenload.core.input.format import to_json
@@ -19,12 +16,12 @@ VALUES = st.recursive(
 )
 
 
-def refuse(name: str) -> float:
+def refuse(name):
     raise AssertionError(name)
 
 
 @given(VALUES, st.booleans())
-def test_every_value_is_json_and_finite_ones_stay(value: Any, compact: bool) -> None:
+def test_every_value_is_json_and_finite_ones_stay(value, compact):
     text = to_json(value, compact=compact)
     assert "\n" not in text
     read = json.loads(text, parse_constant=refuse)
@@ -32,6 +29,6 @@ def test_every_value_is_json_and_finite_ones_stay(value: Any, compact: bool) -> 
         assert read == value
 
 
-def test_no_number_is_null() -> None:
+def test_no_number_is_null():
     value = {"a": [1.5, np.float64("nan"), float("inf")], "b": (-float("inf"),), "c": Path("x")}
     assert json.loads(to_json(value)) == {"a": [1.5, None, None], "b": [None], "c": "x"}

@@ -1,12 +1,8 @@
 """The door: files and values of users are read, or refused with one short message."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +21,7 @@ DOCUMENTS = st.recursive(
 
 
 @given(DOCUMENTS)
-def test_yaml_and_json_give_back_what_was_written(document: Any) -> None:
+def test_yaml_and_json_give_back_what_was_written(document):
     assert reading.parse_yaml(yaml.safe_dump(document), "it") == document
     assert reading.parse_json(json.dumps(document), "it", "do") == document
 
@@ -44,7 +40,7 @@ def test_yaml_and_json_give_back_what_was_written(document: Any) -> None:
 @example("&a {b: *a}")
 @example("{[1]: 2}")
 @example('"\\ud800"')
-def test_any_text_is_a_value_or_refused(text: str) -> None:
+def test_any_text_is_a_value_or_refused(text):
     error = None
     try:
         json.dumps(reading.parse_yaml(text, "it"))
@@ -53,7 +49,7 @@ def test_any_text_is_a_value_or_refused(text: str) -> None:
     assert error is None or (error.what == "it is not YAML" and 0 < len(error.found) <= SHOWN)
 
 
-def test_dates_are_text_and_numbers_are_numbers() -> None:
+def test_dates_are_text_and_numbers_are_numbers():
     assert reading.parse_yaml("[2001-01-01, 1e3, 1.0e+3, 0x10, on, ~]", "it") == [
         "2001-01-01",
         "1e3",
@@ -64,7 +60,7 @@ def test_dates_are_text_and_numbers_are_numbers() -> None:
     ]
 
 
-def test_anchors_are_written_out_so_that_one_place_can_be_set_alone() -> None:
+def test_anchors_are_written_out_so_that_one_place_can_be_set_alone():
     value = reading.parse_yaml("a: &a {x: [1]}\nb: *a\nc: {<<: *a, y: 2}\n", "it")
     value["a"]["x"].append(2)
     assert value == {"a": {"x": [1, 2]}, "b": {"x": [1]}, "c": {"x": [1], "y": 2}}
@@ -81,19 +77,19 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_what_would_fill_the_memory_is_refused_first(name: str) -> None:
+def test_what_would_fill_the_memory_is_refused_first(name):
     with pytest.raises(EvenloadError, match="is not YAML"):
         reading.parse_yaml(BOMBS[name], "it")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" * 60 + "]" * 60, "1" * 5000, b"\xff", "{", ""])
-def test_what_is_no_json_is_refused(text: str | bytes) -> None:
+def test_what_is_no_json_is_refused(text):
     with pytest.raises(EvenloadError, match="it is not JSON") as caught:
         reading.parse_json(text, "it", "do")
     assert len(caught.value.found) <= SHOWN
 
 
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")  # nobody writes to it: opening it would wait for ever
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
@@ -107,10 +103,10 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         assert found in caught.value.found
     for odd in (None, 5, 1.5, True, [], object()):
         with pytest.raises(EvenloadError, match="the thing cannot be read"):
-            reading.open_file(odd, "the thing", "do")  # type: ignore[arg-type]
+            reading.open_file(odd, "the thing", "do")
 
 
-def test_no_more_is_read_than_the_kind_allows(tmp_path: Path) -> None:
+def test_no_more_is_read_than_the_kind_allows(tmp_path):
     path = tmp_path / "a.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -123,7 +119,7 @@ def test_no_more_is_read_than_the_kind_allows(tmp_path: Path) -> None:
     assert reading.read_yaml(path, "it", "do") == {"a": "ä"}
 
 
-def test_who_changes_what_was_read_changes_it_for_nobody_else() -> None:
+def test_who_changes_what_was_read_changes_it_for_nobody_else():
     first = reading.parse_yaml("a: {b: [1]}", "it")
     first["a"]["b"].append(2)
     assert reading.parse_yaml("a: {b: [1]}", "it") == {"a": {"b": [1]}}

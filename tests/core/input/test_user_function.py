@@ -1,11 +1,7 @@
 """Functions that a recipe names: what cannot be imported, and what they may give."""
 
-from __future__ import annotations
-
 import math
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +10,14 @@ from evenload.core.input.user_function import scored_by, user_function
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own_scores", raising=False)
     return tmp_path
 
 
-def test_a_function_of_the_working_folder_is_taken(folder: Path) -> None:
+def test_a_function_of_the_working_folder_is_taken(folder):
     (folder / "own_scores.py").write_text("class Of:\n    def length(prompt, text, row): return len(text)\n")
     function = user_function("own_scores:Of.length", "key")
     assert scored_by(function, "key", 0, ("a", "bcd", {})) == 3.0
@@ -37,7 +33,7 @@ def test_a_function_of_the_working_folder_is_taken(folder: Path) -> None:
         ("def f(:", "own_scores:f", "SyntaxError"),
     ],
 )
-def test_what_is_no_function_is_refused(folder: Path, text: str | None, word: str, message: str) -> None:
+def test_what_is_no_function_is_refused(folder, text, word, message):
     if text is not None:
         (folder / "own_scores.py").write_text(text)
     with pytest.raises(EvenloadError, match=message):
@@ -45,12 +41,12 @@ def test_what_is_no_function_is_refused(folder: Path, text: str | None, word: st
 
 
 @pytest.mark.parametrize("value", [True, 1, 0.5, np.float32(0.25), np.array(0.0)])
-def test_numbers_and_truth_values_are_scores(value: Any) -> None:
+def test_numbers_and_truth_values_are_scores(value):
     assert scored_by(lambda *_: value, "key", 0, ("", "", {}), share=True) == float(value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1", [0.5, 0.5], [], np.ones(2), {}, 1.5, -0.1])
-def test_what_is_no_score_names_the_prompt(value: Any) -> None:
+def test_what_is_no_score_names_the_prompt(value):
     with pytest.raises(RankError, match=r"key gave .* for a sample of prompt 7, not a number from 0 to 1") as caught:
         scored_by(lambda *_: value, "key", 7, ("one and one", "two", {}), share=True)
     assert "one and one" in caught.value.found
@@ -59,7 +55,7 @@ def test_what_is_no_score_names_the_prompt(value: Any) -> None:
             scored_by(lambda *_: value, "key", 7, ("", "", {}))
 
 
-def test_a_function_that_raises_names_the_prompt_and_has_a_line_of_its_own() -> None:
+def test_a_function_that_raises_names_the_prompt_and_has_a_line_of_its_own():
     row = {"answer": 3}
     assert scored_by(lambda prompt, text, line: line.pop("answer"), "key", 0, ("", "", row)) == 3.0
     assert row == {"answer": 3}, "what a function does to a line stays with it"

@@ -1,21 +1,16 @@
 """A plan names the branches of the runtime that it takes; the settings of a recipe name those that plans may take."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
-from evenload.api import load_plugins
 from evenload.core.laws import check
 from evenload.core.plan import branches
 from evenload.core.plan.branches import branches_of
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import parse
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.training.proof.reach import MOST_BATCHES, choose, opened, planned, without_dummies
 
-load_plugins()
+from ..by_hand import chain_of, ops
 
 LIMITS = Limits(num_ranks=3, max_tokens=16, num_stages=2, layers_per_stage=4)
 PLAN = StepPlan(
@@ -30,7 +25,7 @@ PLAN = StepPlan(
 )
 
 
-def test_what_a_plan_takes_is_counted() -> None:
+def test_what_a_plan_takes_is_counted():
     assert branches_of(PLAN) == {
         branches.PACKED: 1,
         branches.CUT: 1,
@@ -39,10 +34,6 @@ def test_what_a_plan_takes_is_counted() -> None:
         branches.DUMMIES: 1,
         branches.PADDED: 1,
     }
-
-
-def ops(text: str) -> tuple[Op, ...]:
-    return tuple(Op(word[0], int(word[1:])) for word in text.split())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,11 +47,11 @@ def ops(text: str) -> tuple[Op, ...]:
         ({"offload": (0.5, 0.0, 0.0, 0.0)}, branches.OFFLOADED, 1),
     ],
 )
-def test_every_way_to_run_a_plan_has_a_name(changes: dict[str, object], name: str, count: int) -> None:
-    assert branches_of(replace(PLAN, **changes))[name] == count  # type: ignore[arg-type]
+def test_every_way_to_run_a_plan_has_a_name(changes, name, count):
+    assert branches_of(replace(PLAN, **changes))[name] == count
 
 
-def test_shared_micro_batches_are_counted_by_how_they_share() -> None:
+def test_shared_micro_batches_are_counted_by_how_they_share():
     shared = MicroBatch((Slice(0, 0, 12), Slice(1, 0, 5)), (0, 1), 0, "ring", cp_groups=((0, 1), (1, 0)), remap=True)
     gathered = MicroBatch((Slice(2, 0, 3),), (1, 2), 0, "all_gather", routed=True)
     taken = branches_of(replace(PLAN, micro_batches=(shared, gathered)))
@@ -69,30 +60,23 @@ def test_shared_micro_batches_are_counted_by_how_they_share() -> None:
     assert taken[branches.ROUTED] == 1
 
 
-def chain(**plugins: dict[str, object]) -> PlanChain:
-    recipe = parse(
-        {
-            "parallel": {"dp": 4},
-            "train": {"recompute": True, "global_batch_size": 8},
-            "plugins": {name: {"enabled": True, **settings} for name, settings in plugins.items()},
-        }
-    )
-    return PlanChain.of_recipe(recipe, recipe.layout())
+def chain(**plugins):
+    return chain_of(plugins, parallel={"dp": 4}, train={"recompute": True, "global_batch_size": 8})
 
 
-def test_settings_open_branches_and_say_what_prefers_them() -> None:
+def test_settings_open_branches_and_say_what_prefers_them():
     both = chain(packing={"max_tokens": 64}, mesh={"engines": ["ring", "all_gather"], "remap": "off"})
     names = set(opened(both))
     assert {branches.PACKED, branches.CUT, branches.REGROUPED, branches.IDLE_RANKS, branches.SEVERAL_GROUPS} <= names
     assert {branches.sharing("ring"), branches.sharing("all_gather")} <= names
     assert not {branches.REMAPPED, branches.sharing("hybrid"), branches.WEIGHT_PASSES} & names
     preferring = dict(zip(("packing", "mesh"), opened(both)[branches.sharing("ring")].links, strict=True))
-    assert preferring["mesh"][1].engines == ("ring",)  # type: ignore[attr-defined]
+    assert preferring["mesh"][1].engines == ("ring",)
     least = {branches.PACKED, branches.IDLE_RANKS, branches.RANKS_WITHOUT_PASS}
     assert set(opened(chain(packing={"slices": "off"}))) == least
 
 
-def test_dummies_are_left_out_of_everything_that_counts_them() -> None:
+def test_dummies_are_left_out_of_everything_that_counts_them():
     work = [MicroBatch((Slice(0, 0, 12),), (0,)), MicroBatch((Slice(1, 0, 5), Slice(2, 0, 3)), (1,))]
     dummy = MicroBatch((), (2,))
     limits = replace(LIMITS, splits_backward=True)
@@ -105,7 +89,7 @@ def test_dummies_are_left_out_of_everything_that_counts_them() -> None:
     assert branches_of(bare)[branches.RANKS_WITHOUT_PASS] == 1
 
 
-def test_batches_are_chosen_that_take_what_is_missing() -> None:
+def test_batches_are_chosen_that_take_what_is_missing():
     import numpy as np
 
     one = chain(packing={"max_tokens": 64, "slices": "auto"})

@@ -1,12 +1,7 @@
 """What every rank of every stage runs of a plan: laws of all programs, and that the simulator charges no other work."""
 
-from __future__ import annotations
-
-import importlib.util
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,46 +9,37 @@ from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost, rank_works
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
-from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.cluster import Link
 from evenload.core.machine.layout import Layout
-from evenload.core.plan.action import Action
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.program import lower
-from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.simulate.step import simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-INTEGRATIONS = Path(__file__).parents[2] / "integrations"
-
-
-def _load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"program_{Path(path).stem}", INTEGRATIONS / f"{path}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_plans, _shared = _load("megatron/random_plans"), _load("deepspeed/shared_plans")
+from ..by_hand import nodes, ops
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> StepPlan:
+def plans(draw):
     """Anything lawful: cuts, packs, replays, groups of their own in backward, shared micro-batches, stages."""
+    from harness.proof.drawn import random_plan, random_shared_plan
+
+    lengths, seed = draw(st.lists(st.integers(1, 60), min_size=1, max_size=6)), draw(st.integers(0, 10**6))
+    sizes = {"num_ranks": draw(st.integers(1, 4)), "num_stages": draw(st.integers(1, 3)), "layers_per_stage": 2}
     if draw(st.booleans()):
-        return _shared.random_plan(draw(st.integers(0, 10**6)))
-    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=6))
-    sizes = {"num_ranks": draw(st.integers(1, 3)), "num_stages": draw(st.integers(1, 3)), "layers_per_stage": 2}
-    return _plans.random_plan(draw(st.integers(0, 10**6)), lengths, **sizes)
+        return random_shared_plan(seed, lengths, **sizes, heads=4)
+    return random_plan(seed, lengths, **sizes)
 
 
-def _programs(plan: StepPlan) -> list[list[tuple[Action, ...]]]:
+def _programs(plan):
     limits = plan.limits
     return [[lower(plan, stage, rank) for rank in range(limits.num_ranks)] for stage in range(limits.num_stages)]
 
 
 @given(plans())
-def test_every_token_has_its_loss_and_its_backward_once(plan: StepPlan) -> None:
+def test_every_token_has_its_loss_and_its_backward_once(plan):
     for stage in _programs(plan):
         for kinds in (("forward", "recompute_forward"), ("backward",)):
             runs = {(a.op, a.micro_batch) for program in stage for a in program if a.kind in kinds}
@@ -62,30 +48,31 @@ def test_every_token_has_its_loss_and_its_backward_once(plan: StepPlan) -> None:
 
 
 @given(plans())
-def test_every_key_that_is_read_was_written_once_and_in_order(plan: StepPlan) -> None:
-    """A store like the runtime's: a slice asks for all keys before it, and writes those that are not there."""
+def test_every_key_that_is_read_was_written_once_and_in_order(plan):
+    """A store like the runtime's: a slice asks for all keys before it, and writes those that are not there. A rank that
+    joins a ring gets those before it from the others."""
     lengths = plan.lengths.tolist()
+    places = [pair for m in plan.micro_batches for pair in zip(m.slices, m.ranks_of_slices, strict=True)]
+    ranks_before = {(s.sequence, s.stop): ranks for s, ranks in places}
     for stage in _programs(plan):
         for rank, program in enumerate(stage):
-            written: Counter[int] = Counter()
+            written = Counter()
             for action in program:
-                for s in action.micro_batch.slices if action.computes and action.kind != "weight_grads" else ():
-                    if s.sequence not in plan.cut or not _has_part(action.micro_batch, s, rank):
+                m = action.micro_batch
+                runs = action.computes and action.kind != "weight_grads"
+                for s, ranks in zip(m.slices, m.ranks_of_slices, strict=True) if runs else ():
+                    if s.sequence not in plan.cut or rank not in ranks:
                         continue
                     if action.kind == "backward":
                         assert written[s.sequence] == lengths[s.sequence]
                     elif s.stop > written[s.sequence]:
-                        assert s.start == written[s.sequence], (action, s)
+                        joins = s.start and rank not in ranks_before.get((s.sequence, s.start), (rank,))
+                        assert joins or s.start == written[s.sequence], (action, s)
                         written[s.sequence] = s.stop
 
 
-def _has_part(micro_batch: MicroBatch, s: Slice, rank: int) -> bool:
-    groups = micro_batch.cp_groups or (micro_batch.ranks,) * len(micro_batch.slices)
-    return rank in groups[micro_batch.slices.index(s)]
-
-
 @given(plans())
-def test_sends_match_receives(plan: StepPlan) -> None:
+def test_sends_match_receives(plan):
     for before, behind in pairwise(_programs(plan)):
         for up, down in zip(before, behind, strict=True):
             for kind, source, target in (("F", up, down), ("B", down, up)):
@@ -94,7 +81,7 @@ def test_sends_match_receives(plan: StepPlan) -> None:
 
 
 @given(plans())
-def test_every_graph_every_input_and_every_weight_gradient_is_used_once(plan: StepPlan) -> None:
+def test_every_graph_every_input_and_every_weight_gradient_is_used_once(plan):
     for number, stage in enumerate(_programs(plan)):
         for program in stage:
             made = [a.graph for a in program if a.kind in ("forward", "recompute_forward")]
@@ -107,7 +94,7 @@ def test_every_graph_every_input_and_every_weight_gradient_is_used_once(plan: St
             assert deferred == sorted(a.graph for a in program if a.kind == "weight_grads")
 
 
-def _tokens(action: Action) -> list[tuple[int, int]]:
+def _tokens(action):
     return [(s.sequence, t) for s in action.micro_batch.slices for t in range(s.start, s.stop)]
 
 
@@ -118,16 +105,13 @@ COSTS = Costs(
 )
 HEAD = 0.25
 FAST = Link(latency_s=0.0, bytes_per_s=1e9)
-CLUSTER = Cluster(
-    name="one", source="test", ranks_per_node=64, flops_per_s=1.0, memory_bytes=1e12, intra=FAST, inter=FAST
-)
 
 
 @given(plans())
-def test_the_simulator_charges_what_the_programs_compute(plan: StepPlan) -> None:
+def test_the_simulator_charges_what_the_programs_compute(plan):
     limits = plan.limits
     layout = Layout(dp=limits.num_ranks, pp=limits.num_stages)
-    context = PlanningContext(COSTS, layout, CLUSTER, head_frac=HEAD)
+    context = PlanningContext(COSTS, layout, nodes(64, FAST, memory_bytes=1e12), head_frac=HEAD)
     wanted = np.array(
         [
             [sum(_seconds(plan, stage, rank, a) for a in lower(plan, stage, rank)) for rank in range(limits.num_ranks)]
@@ -137,7 +121,7 @@ def test_the_simulator_charges_what_the_programs_compute(plan: StepPlan) -> None
     assert simulate(plan, context, record=False).busy_s == pytest.approx(wanted)
 
 
-def _seconds(plan: StepPlan, stage: int, rank: int, action: Action) -> float:
+def _seconds(plan, stage, rank, action):
     """Of an action: launch, layers, head at the last stage, layers that run again."""
     if action.kind not in ("forward", "forward_kv", "recompute_forward", "backward"):
         return 0.0
@@ -150,20 +134,20 @@ def _seconds(plan: StepPlan, stage: int, rank: int, action: Action) -> float:
     return seconds + again * (COSTS.forward.token_s * tokens * (1 - HEAD) + COSTS.forward.pair_s * pairs)
 
 
-def _chain(replayed: tuple[int, ...], num_stages: int = 1) -> StepPlan:
+def _chain(replayed, num_stages=1):
     """Two slices of a sequence, each beside a whole one, on one rank."""
     slices = ((Slice(0, 0, 4), Slice(1, 0, 2)), (Slice(0, 4, 8), Slice(2, 0, 2)))
-    order = (tuple(Op(kind, i) for kind, i in (("F", 0), ("F", 1), ("B", 1), ("B", 0))),) * num_stages
+    order = (ops("F0 F1 B1 B0"),) * num_stages
     limits = Limits(1, 10, num_stages=num_stages, layers_per_stage=2)
     micro_batches = tuple(MicroBatch(two, (0,)) for two in slices)
     return check(StepPlan(as_lengths([8, 2, 2]), micro_batches, limits, order, replayed=replayed))
 
 
-def _told(plan: StepPlan, stage: int) -> list[str]:
+def _told(plan, stage):
     return [f"{a.kind} {a.op.kind}{a.op.micro_batch}" for a in lower(plan, stage, 0)]
 
 
-def test_a_forward_runs_what_a_replay_reads_and_does_not_write() -> None:
+def test_a_forward_runs_what_a_replay_reads_and_does_not_write():
     plan = _chain((0, 1))
     assert _told(plan, 0) == [
         "forward_kv F0",
@@ -175,7 +159,7 @@ def test_a_forward_runs_what_a_replay_reads_and_does_not_write() -> None:
     assert lower(plan, 0, 0)[0].micro_batch.slices == (Slice(0, 0, 4),)
 
 
-def test_other_stages_run_whole_forwards_for_the_next_one() -> None:
+def test_other_stages_run_whole_forwards_for_the_next_one():
     plan = _chain((0, 1), num_stages=2)
     first = lower(plan, 0, 0)
     assert [a.micro_batch for a in first if a.kind == "forward_kv"] == list(plan.micro_batches)
@@ -186,7 +170,7 @@ def test_other_stages_run_whole_forwards_for_the_next_one() -> None:
     ]
 
 
-def test_a_shared_micro_batch_that_runs_whole_brings_its_prefix() -> None:
+def test_a_shared_micro_batch_that_runs_whole_brings_its_prefix():
     """A slice that a shared forward cannot leave out needs the ones before it, whatever its own replay would write."""
     whole, ring = [Slice(0, 0, 8), Slice(1, 0, 8)], {"cp_comm": "ring", "cp_groups": ((0, 1), (0,))}
     forward = (
@@ -194,7 +178,7 @@ def test_a_shared_micro_batch_that_runs_whole_brings_its_prefix() -> None:
         MicroBatch((Slice(0, 0, 4), Slice(1, 4, 8)), (0, 1), **ring),
         MicroBatch((Slice(0, 4, 8),), (0, 1), cp_comm="ring"),
     )
-    order = (tuple(Op(kind, i) for kind, i in (*(("F", i) for i in range(3)), *(("B", i) for i in (2, 1, 0)))),)
+    order = (ops("F0 F1 F2 B2 B1 B0"),)
     limits = Limits(2, 16, layers_per_stage=2)
     plan = check(StepPlan(as_lengths([s.length for s in whole]), forward, limits, order, replayed=(0, 1, 2)))
     runs = [a for a in lower(plan, 0, 0) if a.kind == "forward_kv"]
@@ -205,7 +189,7 @@ def test_a_shared_micro_batch_that_runs_whole_brings_its_prefix() -> None:
     ("place", "found"),
     [((2, 0), "pipeline stage 2 of 2"), ((-1, 0), "pipeline stage -1 of 2"), ((0, 1), "rank 1 of 1")],
 )
-def test_a_stage_or_rank_that_is_not_there_is_refused(place: tuple[int, int], found: str) -> None:
+def test_a_stage_or_rank_that_is_not_there_is_refused(place, found):
     with pytest.raises(PlanError) as caught:
         lower(_chain((), num_stages=2), *place)
     assert caught.value.found == found
@@ -213,12 +197,12 @@ def test_a_stage_or_rank_that_is_not_there_is_refused(place: tuple[int, int], fo
     assert caught.value.do
 
 
-def test_ranks_in_step_have_one_stage() -> None:
+def test_ranks_in_step_have_one_stage():
     with pytest.raises(PlanError, match="no pipeline stages"):
         lower(_chain((), num_stages=2), 0, 0, "in step")
 
 
-def test_a_rank_without_work_runs_a_dummy_where_the_trainer_wants_one() -> None:
+def test_a_rank_without_work_runs_a_dummy_where_the_trainer_wants_one():
     plan = check(StepPlan(as_lengths([4]), (MicroBatch((Slice(0, 0, 4),), (0,)),), Limits(2, 4)))
     assert lower(plan, 0, 1) == ()
     assert [(a.kind, a.op.micro_batch, a.cell) for a in lower(plan, 0, 1, "idle")] == [

@@ -1,7 +1,5 @@
 """How shared micro-batches are dealt: every token once, evenly, the pairs too, and tokens moved inside nodes first."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -9,7 +7,7 @@ import pytest
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.step_plan import CpComm, MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import CpGroup, attended, cp_group_of, dealt, layout_of, tokens_of_ranks
 from evenload.core.plan_json import read_step, step_json
 from hypothesis import given
@@ -18,14 +16,12 @@ from hypothesis import strategies as st
 PIECE = Slice(0, 100, 164)
 
 
-def pairs(pieces: tuple[Slice, ...]) -> float:
+def pairs(pieces):
     return sum(p.length * (p.start + p.length / 2) for p in pieces)
 
 
 @given(st.integers(1, 200), st.integers(0, 50), st.integers(1, 6), st.integers(1, 4))
-def test_every_token_is_attended_for_by_each_place_of_one_group_and_dealt_once(
-    length: int, start: int, groups: int, ulysses_degree: int
-) -> None:
+def test_every_token_is_attended_for_by_each_place_of_one_group_and_dealt_once(length, start, groups, ulysses_degree):
     piece, cp_group = Slice(3, start, start + length), CpGroup(tuple(range(groups * ulysses_degree)), ulysses_degree)
     wanted = set(range(start, start + length))
     tokens = [{t for p in dealt(piece, cp_group, place) for t in range(p.start, p.stop)} for place in cp_group.ranks]
@@ -37,14 +33,14 @@ def test_every_token_is_attended_for_by_each_place_of_one_group_and_dealt_once(
         assert group == set().union(*tokens[first : first + ulysses_degree])
 
 
-def test_zig_zag_chunks_give_every_group_the_same_number_of_pairs() -> None:
+def test_zig_zag_chunks_give_every_group_the_same_number_of_pairs():
     cp_group = CpGroup((0, 1, 2, 3), 1)
     work = [pairs(attended(Slice(0, 0, 64), cp_group, place)) for place in range(4)]
     assert work == [512.0] * 4
     assert attended(PIECE, cp_group, 3) == (Slice(0, 124, 140),)  # the two middle chunks lie side by side
 
 
-def test_heads_are_shared_by_neighbours_and_tokens_by_all() -> None:
+def test_heads_are_shared_by_neighbours_and_tokens_by_all():
     whole = MicroBatch((PIECE,), (3, 1, 2, 0), cp_comm="all_to_all")
     assert cp_group_of(whole, 0) == CpGroup((3, 1, 2, 0), 4)
     assert layout_of(whole) == {r: (Slice(0, 100 + 16 * i, 116 + 16 * i),) for i, r in enumerate((3, 1, 2, 0))}
@@ -54,7 +50,7 @@ def test_heads_are_shared_by_neighbours_and_tokens_by_all() -> None:
 
 
 @st.composite
-def shared(draw: st.DrawFn) -> MicroBatch:
+def shared(draw):
     num_ranks = draw(st.integers(2, 6))
     lengths = draw(st.lists(st.integers(num_ranks, 60), min_size=1, max_size=5))
     cp_groups = [tuple(draw(st.permutations(range(num_ranks)))[: draw(st.integers(1, num_ranks))]) for _ in lengths]
@@ -64,7 +60,7 @@ def shared(draw: st.DrawFn) -> MicroBatch:
 
 
 @given(shared(), st.integers(0, 3))
-def test_layouts_hold_every_token_once_and_a_remap_evens_them(micro_batch: MicroBatch, node_ranks: int) -> None:
+def test_layouts_hold_every_token_once_and_a_remap_evens_them(micro_batch, node_ranks):
     layout = layout_of(micro_batch, node_ranks)
     found = sorted((p.sequence, t) for pieces in layout.values() for p in pieces for t in range(p.start, p.stop))
     assert found == [(s.sequence, t) for s in micro_batch.slices for t in range(s.stop)]
@@ -74,7 +70,7 @@ def test_layouts_hold_every_token_once_and_a_remap_evens_them(micro_batch: Micro
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
-def test_a_remap_moves_tokens_inside_a_node_before_it_crosses() -> None:
+def test_a_remap_moves_tokens_inside_a_node_before_it_crosses():
     cp_groups = ((0,), (1,), (2,), (3,))
     slices = tuple(Slice(i, 0, n) for i, n in enumerate((6, 10, 10, 6)))
     layout = layout_of(MicroBatch(slices, (0, 1, 2, 3), cp_comm="ring", cp_groups=cp_groups, remap=True), node_ranks=2)
@@ -85,7 +81,7 @@ def test_a_remap_moves_tokens_inside_a_node_before_it_crosses() -> None:
 LIMITS = Limits(4, 1 << 20, heads=4)
 
 
-def plan(*micro_batches: MicroBatch, lengths: tuple[int, ...] = (40, 9), limits: Limits = LIMITS) -> StepPlan:
+def plan(*micro_batches, lengths=(40, 9), limits=LIMITS):
     return StepPlan(as_lengths(lengths), micro_batches, limits)
 
 
@@ -105,24 +101,24 @@ BOTH = (Slice(0, 0, 40), Slice(1, 0, 9))
         (MicroBatch(BOTH, ALL, cp_comm="ring", pad_to=40), "is padded"),
     ],
 )
-def test_layouts_that_no_attention_runs_are_refused(broken: MicroBatch, word: str) -> None:
+def test_layouts_that_no_attention_runs_are_refused(broken, word):
     with pytest.raises(PlanError, match=word):
         check(plan(broken))
 
 
-def test_more_ranks_than_heads_and_ranks_without_tokens_are_refused() -> None:
+def test_more_ranks_than_heads_and_ranks_without_tokens_are_refused():
     with pytest.raises(PlanError, match="more ranks share heads than there are"):
         check(plan(MicroBatch(BOTH, ALL, cp_comm="all_to_all"), limits=replace(LIMITS, heads=3)))
     with pytest.raises(PlanError, match="would have no token"):
         check(plan(MicroBatch((Slice(0, 0, 1), Slice(1, 0, 3)), ALL, cp_comm="ring"), lengths=(1, 3)))
 
 
-def test_a_ring_may_grow_but_not_shrink_and_heads_stay_where_they_are() -> None:
+def test_a_ring_may_grow_but_not_shrink_and_heads_stay_where_they_are():
     chunks = [Slice(0, a, b) for a, b in ((0, 20), (20, 40))]
     order = ((Op("F", 0), Op("F", 1), Op("B", 1), Op("B", 0)),)
 
-    def chain(*ranks: tuple[int, ...], cp_comm: str = "ring") -> StepPlan:
-        rows = [MicroBatch((c,), r, cp_comm=cp_comm) for c, r in zip(chunks, ranks, strict=True)]  # type: ignore[arg-type]
+    def chain(*ranks, cp_comm="ring"):
+        rows = [MicroBatch((c,), r, cp_comm=cp_comm) for c, r in zip(chunks, ranks, strict=True)]
         return replace(plan(*rows, lengths=(40,)), order=order)
 
     check(chain((1,), (2, 1, 0)))
@@ -132,7 +128,7 @@ def test_a_ring_may_grow_but_not_shrink_and_heads_stay_where_they_are() -> None:
             check(chain(*ranks, cp_comm=cp_comm))
 
 
-def test_plans_that_share_otherwise_have_other_digests_and_survive_json() -> None:
+def test_plans_that_share_otherwise_have_other_digests_and_survive_json():
     first = plan(MicroBatch(BOTH, ALL, cp_comm="ring"))
     other = [
         MicroBatch(BOTH, ALL, cp_comm="all_gather"),
@@ -153,9 +149,7 @@ def test_plans_that_share_otherwise_have_other_digests_and_survive_json() -> Non
     st.sampled_from([("ring", 0, 3), ("all_gather", 0, 4), ("all_to_all", 0, 5), ("hybrid", 2, 6), ("hybrid", 3, 6)]),
     st.booleans(),
 )
-def test_counts_of_ranks_are_those_of_the_layout(
-    lengths: list[int], shared: tuple[CpComm, int, int], own_cp_groups: bool
-) -> None:
+def test_counts_of_ranks_are_those_of_the_layout(lengths, shared, own_cp_groups):
     cp_comm, ulysses_degree, degree = shared
     slices = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
     ranks = tuple(reversed(range(degree)))

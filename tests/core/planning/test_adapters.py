@@ -1,14 +1,9 @@
 """What a frozen base and the adapters of tenants cost, counted by hand from their shapes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from evenload.api import load_plugins
 from evenload.core.costs.memory import fixed_bytes
 from evenload.core.errors import EvenloadError
 from evenload.core.machine.layout import Layout
@@ -19,10 +14,9 @@ from evenload.core.planning.forward_only import forward_only
 from evenload.core.planning.judge import judge
 from evenload.core.planning.setting import Setting, context_of, limits_of
 from evenload.core.recipe.adapter import Adapter, adapter_weights, linears_of
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sizes import shape_of
 
-load_plugins()
 SIZES = {
     "num_layers": 4,
     "hidden_size": 64,
@@ -35,16 +29,16 @@ LINEARS = 2 * (64 + 64) + 2 * (64 + 16) + 3 * (64 + 96)
 """Inputs and outputs of a layer's linear layers: q, o; k, v; gate, up, down."""
 
 
-def recipe_of(lora: bool = True, **changes: Any) -> Recipe:
+def recipe_of(lora=True, **changes):
     data = {"model": SIZES, "cluster": "h100", "plugins": {"lora": {"enabled": lora}, "packing": {"enabled": True}}}
     return parse(data).changed(changes)
 
 
-def chain_of(recipe: Recipe, layout: Layout) -> PlanChain:
+def chain_of(recipe, layout):
     return PlanChain.of_recipe(recipe, layout)
 
 
-def test_weights_of_adapters() -> None:
+def test_weights_of_adapters():
     shape = shape_of(recipe_of().model)
     assert adapter_weights(shape, Adapter(r=4)) == 4 * 4 * LINEARS
     assert adapter_weights(shape, Adapter(r=4, target_modules=("q_proj", "down_proj"))) == 4 * 4 * (128 + 160)
@@ -53,7 +47,7 @@ def test_weights_of_adapters() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_linear_layers_are_those_of_transformers(family: str) -> None:
+def test_linear_layers_are_those_of_transformers(family):
     transformers = pytest.importorskip("transformers")
     import torch
     from torch import nn
@@ -70,7 +64,7 @@ def test_linear_layers_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_backward_of_a_frozen_base_has_no_weight_gradients(recompute: bool) -> None:
+def test_a_backward_of_a_frozen_base_has_no_weight_gradients(recompute):
     whole, frozen = (
         context_of(Setting.of_recipe(recipe_of(lora, **{"train.recompute": recompute})), Layout(dp=2)).costs
         for lora in (False, True)
@@ -83,7 +77,7 @@ def test_a_backward_of_a_frozen_base_has_no_weight_gradients(recompute: bool) ->
     assert frozen.update_s == 0
 
 
-def test_measured_costs_lose_weight_gradients_and_what_states_take() -> None:
+def test_measured_costs_lose_weight_gradients_and_what_states_take():
     whole, frozen = (
         context_of(Setting.of_recipe(recipe_of(lora, costs="cpu")), Layout(dp=2)).costs for lora in (False, True)
     )
@@ -94,7 +88,7 @@ def test_measured_costs_lose_weight_gradients_and_what_states_take() -> None:
     assert frozen.memory.activation_bytes_per_token == whole.memory.activation_bytes_per_token
 
 
-def test_costs_of_a_frozen_base_are_taken_as_they_are_and_for_nothing_else(tmp_path: Path) -> None:
+def test_costs_of_a_frozen_base_are_taken_as_they_are_and_for_nothing_else(tmp_path):
     pass_s = {"launch_s": 0.001, "token_s": 2.0e-5, "pair_s": 1.0e-8}
     data = {"source": "a machine", "forward": pass_s, "backward": pass_s, "update_s": 0.25, "frozen_base": True}
     file = tmp_path / "costs.yaml"
@@ -109,8 +103,8 @@ def test_costs_of_a_frozen_base_are_taken_as_they_are_and_for_nothing_else(tmp_p
 
 @pytest.mark.parametrize(("dtype", "value"), [("fp32", 4), ("bf16", 2)])
 @pytest.mark.parametrize("stage", [None, 0, 2, 3])
-def test_a_frozen_base_holds_its_weights_alone(dtype: str, value: int, stage: int | None) -> None:
-    changes: dict[str, Any] = {"train.dtype": dtype}
+def test_a_frozen_base_holds_its_weights_alone(dtype, value, stage):
+    changes = {"train.dtype": dtype}
     if stage is not None:
         changes |= {"trainer": "deepspeed", "deepspeed.zero_stage": stage}
     recipe = recipe_of(**changes)
@@ -125,14 +119,14 @@ def test_a_frozen_base_holds_its_weights_alone(dtype: str, value: int, stage: in
     assert chain.context.traffic.gradient_bytes == 0
 
 
-def plan_s(chain: PlanChain) -> tuple[float, float]:
+def plan_s(chain):
     """Seconds of a step, and those that nobody computes in."""
     candidate = judge(chain.plan(as_lengths([400, 300, 200, 100])), chain.context)
     return candidate.step_s, candidate.peak_bytes
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=4), Layout(dp=2, pp=2), Layout(tp=2, dp=2)])
-def test_what_tenants_add(layout: Layout) -> None:
+def test_what_tenants_add(layout):
     recipe = recipe_of(**{"parallel.tp": layout.tp, "parallel.pp": layout.pp})
     bare, shape = chain_of(recipe, layout), shape_of(recipe.model)
     small, large = Adapter(r=4), Adapter(r=16)
@@ -150,7 +144,7 @@ def test_what_tenants_add(layout: Layout) -> None:
     assert with_tenants(bare, shape, []) is bare
 
 
-def test_the_sum_of_adapters_is_in_the_step_and_that_of_the_base_is_not() -> None:
+def test_the_sum_of_adapters_is_in_the_step_and_that_of_the_base_is_not():
     """Compute is the same in all three; what is left is the end of the step."""
     recipe, layout = recipe_of(), Layout(dp=4)
     bare, shape = chain_of(recipe, layout), shape_of(recipe.model)
@@ -165,7 +159,7 @@ def test_the_sum_of_adapters_is_in_the_step_and_that_of_the_base_is_not() -> Non
     assert plan_s(thawed)[0] > plan_s(silent)[0]
 
 
-def test_forwards_alone_sum_nothing() -> None:
+def test_forwards_alone_sum_nothing():
     recipe = recipe_of()
     one = TenantLoad(Adapter(r=4), 1)
     scored = with_tenants(forward_only(chain_of(recipe, Layout(dp=4))), shape_of(recipe.model), [one])
@@ -174,7 +168,7 @@ def test_forwards_alone_sum_nothing() -> None:
     assert plan_s(scored)[0] == plan_s(silent)[0]
 
 
-def test_no_backward_of_a_pipeline_is_split() -> None:
+def test_no_backward_of_a_pipeline_is_split():
     changes = {"plugins.pipeline.enabled": True, "parallel.pp": 2}
     lengths = as_lengths([500, 400, 300, 200, 100, 50])
     frozen, whole = (chain_of(recipe_of(lora, **changes), Layout(pp=2)) for lora in (True, False))

@@ -1,16 +1,13 @@
 """Planners of forwards alone: lawful plans whose backward costs nothing, no slower forward than a training plan is."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.laws import check
 from evenload.core.plan.forwards import lower_forwards
-from evenload.core.plan.step_plan import Lengths, as_lengths
+from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.forward_only import forward_only
 from evenload.core.planning.judge import judge, outcome_of
@@ -24,19 +21,18 @@ CASES = {
 }
 
 
-def chain_of(name: str) -> PlanChain:
-    load_plugins()
+def chain_of(name):
     recipe = load(f"recipes/{name}.yaml", ["model.vocab_size=256", *CASES[name]])
     return PlanChain.of_recipe(recipe, recipe.layout())
 
 
-def batches() -> list[Lengths]:
+def batches():
     draw = np.random.default_rng(1)
     return [as_lengths(np.minimum(draw.lognormal(6, 1.3, 40).astype(np.int64) + 2, 4096)) for _ in range(2)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_forward_is_balanced_at_least_as_well_as_by_a_training_plan(name: str) -> None:
+def test_a_forward_is_balanced_at_least_as_well_as_by_a_training_plan(name):
     chain = chain_of(name)
     scoring = forward_only(chain)
     for batch in batches():
@@ -58,7 +54,7 @@ def test_a_forward_is_balanced_at_least_as_well_as_by_a_training_plan(name: str)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_forward_runs_once_and_nothing_stays(name: str) -> None:
+def test_every_forward_runs_once_and_nothing_stays(name):
     scoring = forward_only(chain_of(name))
     plan = scoring.plan(batches()[0])
     for stage in range(plan.limits.num_stages):

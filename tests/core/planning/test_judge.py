@@ -1,18 +1,13 @@
 """The judge: which candidate runs, what a plan comes to is kept, and no plan is slower than a lawful row."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
-from evenload.core.plan.step_plan import Op, StepPlan, as_lengths
+from evenload.core.plan.step_plan import Op, as_lengths
 from evenload.core.planning import judge as judging
-from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import (
     FASTEST,
     Candidate,
@@ -28,50 +23,45 @@ from evenload.core.planning.judge import (
     rivals_of,
 )
 from evenload.core.planning.setting import MOST_PASSES
-from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import after_passes_s, simulate
 from evenload.training.forecast.forecast import Simulated, over_caps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-load_plugins()
+from ..by_hand import chain_of
 
 
-def chain(
-    plugins: dict[str, dict[str, Any]], *, cluster: str = "h100", train: Any = None, **parallel: int
-) -> PlanChain:
-    enabled = {name: {"enabled": True, **section} for name, section in plugins.items()}
-    asked = parse({"parallel": {"dp": 2, **parallel}, "cluster": cluster, "plugins": enabled, "train": train or {}})
-    return PlanChain.of_recipe(asked, asked.layout())
+def chain(plugins, *, cluster="h100", train=None, **parallel):
+    return chain_of(plugins, parallel={"dp": 2, **parallel}, cluster=cluster, train=train or {})
 
 
 SOME = chain({"packing": {"max_tokens": 400}})
 PLAN = SOME.plan(as_lengths([300, 200, 90, 7]))
 
 
-def candidate(step_s: float, missing: float = -1.0, peak: float = 1.0, baseline: str = "") -> Candidate:
+def candidate(step_s, missing=-1.0, peak=1.0, baseline=""):
     return Candidate(PLAN, step_s, peak, missing, 0.0, baseline)
 
 
-def test_the_fastest_that_fits_runs() -> None:
+def test_the_fastest_that_fits_runs():
     slow, quick, large = candidate(3.0), candidate(2.0), candidate(1.0, missing=5.0)
     assert best([slow, quick, large]) is quick
     assert best([]) is None
 
 
-def test_where_none_fits_the_smallest_runs_or_the_fastest() -> None:
+def test_where_none_fits_the_smallest_runs_or_the_fastest():
     small, quick = candidate(3.0, missing=1.0), candidate(2.0, missing=2.0)
     assert best([quick, small]) is small
     assert best([quick, small], unfit=fastest) is quick
 
 
-def test_a_preference_is_worth_its_slack_and_no_more() -> None:
+def test_a_preference_is_worth_its_slack_and_no_more():
     smaller = Preference(slack=0.1, key=lambda one: one.peak_bytes)
     quick, small, slow = candidate(1.0, peak=3.0), candidate(1.09, peak=2.0), candidate(1.2, peak=1.0)
     assert best([quick, small, slow], (smaller,)) is small
 
 
-def test_no_preference_picks_what_is_slower_than_a_baseline() -> None:
+def test_no_preference_picks_what_is_slower_than_a_baseline():
     smaller = Preference(slack=0.1, key=lambda one: one.peak_bytes)
     quick, small = candidate(1.0, peak=3.0), candidate(1.09, peak=2.0)
     other = candidate(1.05, peak=4.0, baseline="whole")
@@ -79,15 +69,15 @@ def test_no_preference_picks_what_is_slower_than_a_baseline() -> None:
     assert best([small, other], (smaller,)) is other
 
 
-def test_a_preference_that_is_about_no_candidate_leaves_it_to_the_next() -> None:
+def test_a_preference_that_is_about_no_candidate_leaves_it_to_the_next():
     nobody = Preference(slack=1.0, among=lambda one: False)
     assert best([candidate(2.0), quick := candidate(1.0)], (nobody, FASTEST)) is quick
 
 
-def test_a_plan_is_simulated_once_and_its_caps_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    played: list[StepPlan] = []
+def test_a_plan_is_simulated_once_and_its_caps_change_nothing(monkeypatch):
+    played = []
 
-    def counting(plan: StepPlan, *arguments: Any, **options: Any) -> Any:
+    def counting(plan, *arguments, **options):
         played.append(plan)
         return simulate(plan, *arguments, **options)
 
@@ -103,13 +93,13 @@ def test_a_plan_is_simulated_once_and_its_caps_change_nothing(monkeypatch: pytes
     assert len(played) == 3
 
 
-def test_what_a_plan_was_chosen_beside_is_forgotten_with_its_micro_batches() -> None:
+def test_what_a_plan_was_chosen_beside_is_forgotten_with_its_micro_batches():
     plan = beside(replace(PLAN), ["packing.whole"])
     assert rivals_of(plan.revised(notes=())) == {"packing.whole"}
     assert rivals_of(plan.revised(micro_batches=plan.micro_batches[::-1])) == frozenset()
 
 
-def test_plans_whose_ranks_would_wait_for_each_other_are_no_candidates() -> None:
+def test_plans_whose_ranks_would_wait_for_each_other_are_no_candidates():
     staged = chain({"packing": {"max_tokens": 400}}, dp=1, pp=2)
     plan = staged.plan(as_lengths([300, 200]))
     forward, backward = ([Op(kind, i) for i in range(len(plan.micro_batches))] for kind in ("F", "B"))
@@ -119,7 +109,7 @@ def test_plans_whose_ranks_would_wait_for_each_other_are_no_candidates() -> None
     assert [one.plan for one in judged([circle, plan], staged.context)] == [plan]
 
 
-def test_a_plan_that_takes_no_less_than_one_that_fits_is_not_played(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_takes_no_less_than_one_that_fits_is_not_played(monkeypatch):
     of, batch = chain({"mesh": {"max_tokens": 4000}}, dp=2), as_lengths([900, 800, 100])
     fast, slow = (of.baseline(name, batch) for name in ("cp_1", "stock"))
     assert outcome_of(fast, of.context).step_s < floor_s(slow, of.context)
@@ -131,7 +121,7 @@ def test_a_plan_that_takes_no_less_than_one_that_fits_is_not_played(monkeypatch:
     assert [one.plan for one in judged([slow], of.context, over)] == [slow], "what does not fit is no bar"
 
 
-def test_a_floor_counts_communication_that_nothing_hides() -> None:
+def test_a_floor_counts_communication_that_nothing_hides():
     of = chain({"mesh": {"max_tokens": 4000}}, dp=2)
     shared = of.baseline("cp_all", as_lengths([900, 800, 100]))
     outcome = outcome_of(shared, of.context)
@@ -155,7 +145,7 @@ SECTION = {
 
 
 @st.composite
-def asked(draw: st.DrawFn) -> PlanChain:
+def asked(draw):
     names = draw(st.sets(st.sampled_from(sorted(SECTION)), min_size=1))
     sections = {name: draw(SECTION[name]) for name in sorted(names)}
     cluster = draw(st.sampled_from(["h100", "flexsp-a100"]))
@@ -164,9 +154,9 @@ def asked(draw: st.DrawFn) -> PlanChain:
     return chain(sections, cluster=cluster, train=train, dp=dp, pp=pp)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(asked(), LENGTHS)
-def test_no_plan_is_slower_than_a_lawful_row_of_its_table(of: PlanChain, lengths: list[int]) -> None:
+def test_no_plan_is_slower_than_a_lawful_row_of_its_table(of, lengths):
     batch = as_lengths(lengths)
     try:
         ours = of.plan(batch)
@@ -188,13 +178,13 @@ def test_no_plan_is_slower_than_a_lawful_row_of_its_table(of: PlanChain, lengths
             assert plan.outcome.step_s <= row.outcome.step_s * (1 + 1e-9), name
 
 
-def test_baselines_that_cannot_win_are_not_planned() -> None:
+def test_baselines_that_cannot_win_are_not_planned():
     """One sequence of most tokens bounds whatever keeps it on a rank, or is longer than a micro-batch may be."""
     made = chain({"packing": {"max_tokens": 9000}, "mesh": {}}, dp=8)
     batch = as_lengths([60000, *range(20, 60)])
-    planned: list[str] = []
+    planned = []
 
-    def noted(name: str, baseline: Any) -> Any:
+    def noted(name, baseline):
         return lambda *step: (planned.append(name), baseline(*step))[1]
 
     links = tuple(
@@ -206,9 +196,7 @@ def test_baselines_that_cannot_win_are_not_planned() -> None:
     assert "cp_all" in planned
 
 
-def test_a_gradient_sum_that_is_not_hidden_counts_as_next_to_the_bound_of_a_large_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gradient_sum_that_is_not_hidden_counts_as_next_to_the_bound_of_a_large_batch(monkeypatch):
     context = SOME.context
     outcome = outcome_of(PLAN, context)
     bound = PLAN.revised(bound_s=outcome.passes_s / 1.0005)
@@ -223,7 +211,7 @@ def test_a_gradient_sum_that_is_not_hidden_counts_as_next_to_the_bound_of_a_larg
         assert judging.at_bound(bound, context) is near
 
 
-def test_a_batch_of_endless_micro_batches_is_refused_at_once() -> None:
+def test_a_batch_of_endless_micro_batches_is_refused_at_once():
     of = chain({"packing": {"max_tokens": 16}}, pp=4)
     most = MOST_PASSES * 16 // 4
     with pytest.raises(EvenloadError, match="too many micro-batches") as refusal:

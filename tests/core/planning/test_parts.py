@@ -1,50 +1,43 @@
 """Equal parts of a large plane: lawful, no slower than the part that was planned, left out where they waste."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning import parts
-from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
 from evenload.core.planning.parts import MOST_WASTE, parts_of
-from evenload.core.recipe.recipe import parse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-load_plugins()
+from ..by_hand import chain_of
+
 RANKS, COUNT = 32, 4
 
 
 @pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_parts(monkeypatch):
     """Of eight ranks, a node of this cluster."""
     monkeypatch.setattr(parts, "FEWEST_RANKS", RANKS // COUNT)
 
 
 @cache
-def chain(*plugins: str, recompute: bool = False, pp: int = 1, zero: int | None = None) -> PlanChain:
-    recipe = parse(
-        {
-            "trainer": "megatron" if zero is None else "deepspeed",
-            "model": {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 8},
-            "parallel": {"dp": RANKS, "pp": pp},
-            "deepspeed": {"zero_stage": zero or 0},
-            "train": {"global_batch_size": 4096, "recompute": recompute},
-            "cluster": "h100",
-            "plugins": {name: {"enabled": True, "max_tokens": 4096} for name in plugins},
-        }
-    )
-    return PlanChain.of_recipe(recipe, recipe.layout())
+def chain(*plugins, recompute=False, pp=1, zero=None):
+    sections = {
+        "trainer": "megatron" if zero is None else "deepspeed",
+        "model": {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 8},
+        "parallel": {"dp": RANKS, "pp": pp},
+        "deepspeed": {"zero_stage": zero or 0},
+        "train": {"global_batch_size": 4096, "recompute": recompute},
+        "cluster": "h100",
+    }
+    return chain_of({name: {"max_tokens": 4096} for name in plugins}, **sections)
 
 
-def alike(seed: int, each: int, longest: int) -> list[int]:
+def alike(seed, each, longest):
     """Lengths of which every COUNT neighbours are nearly one, in no order."""
     draw = np.random.default_rng(seed)
     one = np.clip(draw.lognormal(np.log(400), 1.3, each), 16, longest).astype(np.int64)
@@ -55,21 +48,17 @@ def alike(seed: int, each: int, longest: int) -> list[int]:
 PLUGINS = st.sampled_from([("packing",), ("mesh",), ("packing", "mesh")])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10_000), st.integers(8, 60), st.sampled_from([3000, 20_000]), PLUGINS, st.booleans())
-def test_every_part_runs_the_plan_of_one(
-    seed: int, each: int, longest: int, plugins: tuple[str, ...], recompute: bool
-) -> None:
+def test_every_part_runs_the_plan_of_one(seed, each, longest, plugins, recompute):
     made, batch = chain(*plugins, recompute=recompute), as_lengths(alike(seed, each, longest))
     divided = parts_of(batch, made.caps, made.context)
-    assert divided is not None
     assert sorted(divided.members.ravel().tolist()) == list(range(len(batch)))
     assert (batch[divided.members] <= divided.lengths).all()
     limits, context = divided.plane(made.caps, made.context)
     *_, part = replace(made, limits=limits, context=context).in_turn(divided.lengths)
     block = 1 if plugins == ("mesh",) else made.links[0][1].model_dump()["block_tokens"]
     plan = divided.joined(part, StepPlan(batch, (), made.caps), made.caps, block)
-    assert plan is not None
     check(plan)
     assert len(plan.micro_batches) == COUNT * len(part.micro_batches)
     assert all(s.start % block == 0 for m in (*plan.micro_batches, *plan.backward) for s in m.slices)
@@ -77,7 +66,7 @@ def test_every_part_runs_the_plan_of_one(
 
 
 @pytest.mark.parametrize("plugins", [("packing",), ("mesh",), ("packing", "mesh")])
-def test_a_large_plane_is_planned_in_parts(plugins: tuple[str, ...]) -> None:
+def test_a_large_plane_is_planned_in_parts(plugins):
     made, batch = chain(*plugins), as_lengths(alike(1, 64, 3000))
     *_, plan = made.in_turn(batch)
     assert "4 equal parts of 8 ranks" in " ".join(plan.notes)
@@ -85,7 +74,7 @@ def test_a_large_plane_is_planned_in_parts(plugins: tuple[str, ...]) -> None:
     assert plan.bound_s <= outcome_of(plan, made.context).step_s
 
 
-def test_what_wastes_or_waits_is_not_divided() -> None:
+def test_what_wastes_or_waits_is_not_divided():
     made, batch = chain("mesh"), as_lengths(alike(2, 40, 3000))
     assert parts_of(batch, made.caps, made.context)
     giant = as_lengths([*batch[:-1], 200_000])
@@ -98,7 +87,7 @@ def test_what_wastes_or_waits_is_not_divided() -> None:
     assert parts_of(batch, replace(made.caps, num_ranks=8), made.context) is None
 
 
-def test_a_sequence_too_short_for_its_slices_is_not_cut_like_the_planned_one() -> None:
+def test_a_sequence_too_short_for_its_slices_is_not_cut_like_the_planned_one():
     made = chain("mesh")
     halves = tuple(MicroBatch((Slice(0, at, at + 8),), (0,)) for at in (0, 8))
     divided = parts.Parts(np.array([[0], [1]]), as_lengths([16]), 8)

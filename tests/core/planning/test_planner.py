@@ -5,49 +5,47 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.laws import check
-from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning import planner as planner_module
-from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
 from evenload.core.planning.planner import Draw, Planner
-from evenload.core.recipe.recipe import parse
-from evenload.core.registry import Plugin, get
+from evenload.core.registry import get
 
-load_plugins()
+from ..by_hand import chain_of
+from .ranks import Exchange, fails, late, on_ranks, otherwise, packed, unlawful
+
 LENGTHS = np.array([50, 40, 30, 30, 20, 10, 10, 5])
 
 
-def chain(plan: Callable[..., StepPlan] | None = None) -> PlanChain:
+def chain(plan=None):
     """The packing chain on 2 ranks, its planner replaced if one is given."""
-    recipe = parse(
-        {"parallel": {"dp": 2}, "plugins": {"packing": {"enabled": True, "max_tokens": 64, "slices": "off"}}}
-    )
-    made = PlanChain.of_recipe(recipe, recipe.layout())
-    if plan is None:
-        return made
-    plugin: Plugin = replace(get("packing"), plan=plan)
-    return replace(made, links=((plugin, made.links[0][1]),))
+    made = chain_of({"packing": {"max_tokens": 64, "slices": "off"}}, parallel={"dp": 2})
+    return made if plan is None else replace(made, links=((replace(get("packing"), plan=plan), made.links[0][1]),))
+
+
+def with_baseline(made, baseline):
+    """The chain with other chunks, which are what takes over first."""
+    ((plugin, config),) = made.links
+    return replace(made, links=((replace(plugin, baselines={"chunks": baseline}), config),))
 
 
 class Draws:
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def __call__(self) -> Draw:
+    def __call__(self):
         self.count += 1
         return Draw(np.arange(8), LENGTHS, {"consumed": 8 * self.count})
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_plans_are_made_ahead_and_keep_their_own_state(background: bool) -> None:
+def test_plans_are_made_ahead_and_keep_their_own_state(background):
     draws = Draws()
     planner = Planner(chain(), draws, background=background, budget_s=60)
     first, second = planner.next(), planner.next()
@@ -62,40 +60,25 @@ def test_plans_are_made_ahead_and_keep_their_own_state(background: bool) -> None
 class OfTenants(Draws):
     tenants = np.array([2, 1, 2, 1, 2, 1, 2, 1])
 
-    def __call__(self) -> Draw:
+    def __call__(self):
         return super().__call__()._replace(tenants=self.tenants)
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_tenants_of_a_draw_are_those_of_its_plan(background: bool) -> None:
+def test_tenants_of_a_draw_are_those_of_its_plan(background):
     planned = Planner(chain(), OfTenants(), background=background, budget_s=60).next()
     assert planned.plan.tenants.tolist() == OfTenants.tenants.tolist()
     assert planned.plan.digest != Planner(chain(), Draws(), background=background, budget_s=60).next().plan.digest
 
 
-def test_a_plan_that_takes_over_has_the_tenants() -> None:
+def test_a_plan_that_takes_over_has_the_tenants():
     planned = Planner(chain(fails), OfTenants(), budget_s=60).next()
     assert planned.plan.made_by == "chunks"
     assert planned.plan.tenants.tolist() == OfTenants.tenants.tolist()
 
 
-def late(*_: object) -> StepPlan:
-    time.sleep(30)
-    raise AssertionError("nobody waits for this")
-
-
-def fails(*_: object) -> StepPlan:
-    raise ZeroDivisionError("inside a planner")
-
-
-def unlawful(bare: StepPlan, *_: object) -> StepPlan:
-    return replace(bare, micro_batches=(), made_by="unlawful")
-
-
 @pytest.mark.parametrize(("plan", "word"), [(late, "late"), (fails, "failed"), (unlawful, "failed")])
-def test_a_bad_planner_hands_over_loudly(
-    plan: Callable[..., StepPlan], word: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_planner_hands_over_loudly(plan, word, caplog):
     planner = Planner(chain(plan), Draws(), budget_s=0.05)
     with caplog.at_level(logging.WARNING, "evenload"):
         planned = planner.next()
@@ -105,23 +88,21 @@ def test_a_bad_planner_hands_over_loudly(
     assert "'chunks' runs" in caplog.text
 
 
-def test_the_stock_plan_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    made = chain(fails)
-    ((plugin, config),) = made.links
-    broken = replace(plugin, baselines={"chunks": lambda *_: unlawful(_[0])})
+@pytest.mark.parametrize(("baseline", "words"), [(unlawful, ""), (fails, ": inside a planner")])
+def test_the_stock_plan_is_the_last_resort(baseline, words, caplog):
     with caplog.at_level(logging.WARNING, "evenload"):
-        planned = Planner(replace(made, links=((broken, config),)), Draws(), budget_s=60).next()
+        planned = Planner(with_baseline(chain(fails), baseline), Draws(), budget_s=60).next()
     assert planned.plan.made_by == "stock"
-    assert "'chunks' failed too" in caplog.text
+    assert f"'chunks' failed too{words}" in caplog.text
 
 
-def only_stock(plan: Callable[..., StepPlan]) -> PlanChain:
+def only_stock(plan):
     """A chain that nothing but stock could take over from, and stock's two samples at once are over its cap."""
     ((plugin, config),) = chain(plan).links
     return replace(chain(plan), links=((replace(plugin, simpler="", quick=()), config),), micro_batch_size=2)
 
 
-def test_stock_that_breaks_a_cap_does_not_take_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_stock_that_breaks_a_cap_does_not_take_over(caplog):
     with (
         caplog.at_level(logging.WARNING, "evenload"),
         pytest.raises(EvenloadError, match="no planner could plan this step under the caps") as caught,
@@ -131,15 +112,15 @@ def test_stock_that_breaks_a_cap_does_not_take_over(caplog: pytest.LogCaptureFix
     assert "100 tokens on a rank, cap 64" in caplog.text
 
 
-def test_a_late_plan_is_waited_for_where_nothing_else_keeps_the_caps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_plan_is_waited_for_where_nothing_else_keeps_the_caps(caplog):
     goes_on = threading.Event()
 
-    def slow(bare: StepPlan, *rest: object) -> StepPlan:
+    def slow(*step):
         assert goes_on.wait(30)
-        return get("packing").plan(bare, *rest)  # type: ignore[arg-type]
+        return packed(*step)
 
     class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             if "the step waits" in record.getMessage():
                 goes_on.set()
 
@@ -152,17 +133,9 @@ def test_a_late_plan_is_waited_for_where_nothing_else_keeps_the_caps(caplog: pyt
     assert planned.plan.notes[-1] == "waited for: late on ranks [0]"
 
 
-def test_what_plans_leave_out_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    recipe = parse(
-        {
-            "parallel": {"dp": 2},
-            "plugins": {
-                "packing": {"enabled": True, "max_tokens": 40, "slices": "off"},
-                "mesh": {"enabled": True, "max_tokens": 48},
-            },
-        }
-    )
-    planner = Planner(PlanChain.of_recipe(recipe, recipe.layout()), Draws(), budget_s=60)
+def test_what_plans_leave_out_is_warned_of_once(caplog):
+    both = {"packing": {"max_tokens": 40, "slices": "off"}, "mesh": {"max_tokens": 48}}
+    planner = Planner(chain_of(both, parallel={"dp": 2}), Draws(), budget_s=60)
     with caplog.at_level(logging.WARNING, "evenload"):
         for _ in range(3):
             planner.next()
@@ -172,21 +145,12 @@ def test_what_plans_leave_out_is_warned_of_once(caplog: pytest.LogCaptureFixture
     assert said[1] == "the least max_tokens of all plugins holds: packing 40, mesh 48"
 
 
-def test_a_fallback_that_crashes_hands_over_too(caplog: pytest.LogCaptureFixture) -> None:
-    ((plugin, config),) = chain(fails).links
-    broken = replace(plugin, baselines={"chunks": fails})
-    with caplog.at_level(logging.WARNING, "evenload"):
-        planned = Planner(replace(chain(fails), links=((broken, config),)), Draws(), budget_s=60).next()
-    assert planned.plan.made_by == "stock"
-    assert "'chunks' failed too: inside a planner" in caplog.text
-
-
-def short(bare: StepPlan, *rest: object) -> StepPlan:
-    return replace(get("packing").plan(bare, *rest), made_by="other")  # type: ignore[arg-type]
+def short(*step):
+    return replace(packed(*step), made_by="other")
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background: bool) -> None:
+def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background):
     old, new = chain(), chain(short)
     planner = Planner(old, Draws(), background=background, budget_s=60)
     assert planner.chain_of_next is old
@@ -200,23 +164,18 @@ def test_another_chain_takes_over_with_the_next_plan_that_is_begun(background: b
     assert [resumed.next().chain for _ in range(3)] == [old, new, new]
 
 
-def test_a_fallback_uses_what_its_plan_was_begun_with() -> None:
-    failing = chain(fails)
-    ((plugin, config),) = failing.links
-    marked = replace(plugin, baselines={"chunks": short})
-    planner = Planner(replace(failing, links=((marked, config),)), Draws(), budget_s=60)
+def test_a_fallback_uses_what_its_plan_was_begun_with():
+    planner = Planner(with_baseline(chain(fails), short), Draws(), budget_s=60)
     planner.next()
     planner.use(chain())
     assert planner.next().plan.made_by == "other"
     assert planner.next().plan.made_by == "packing"
 
 
-def test_a_fallback_goes_on_with_the_policy_of_experts_of_the_step_before() -> None:
-    packs = {"enabled": True, "max_tokens": 64, "slices": "off"}
+def test_a_fallback_goes_on_with_the_policy_of_experts_of_the_step_before():
+    plugins = {"packing": {"max_tokens": 64, "slices": "off"}, "moe": {"mode": "clone", "slots": 1}}
     experts = {"family": "mixtral", "moe": {"num_experts": 4}}
-    plugins = {"packing": packs, "moe": {"enabled": True, "mode": "clone", "slots": 1}}
-    recipe = parse({"model": experts, "parallel": {"dp": 2, "ep": 2}, "plugins": plugins})
-    whole = PlanChain.of_recipe(recipe, recipe.layout())
+    whole = chain_of(plugins, model=experts, parallel={"dp": 2, "ep": 2})
     ((packing, config), *others) = whole.links
     turns = iter((packing.plan, fails))
     link = replace(packing, plan=lambda *step: next(turns)(*step)), config
@@ -227,95 +186,57 @@ def test_a_fallback_goes_on_with_the_policy_of_experts_of_the_step_before() -> N
     assert second.experts == first.experts
 
 
-class Ranks:
-    """Two ranks in two threads, whose exchange is a pair of barriers."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=20)
-        self.slots: list[bytes] = [b"", b""]
-
-    def exchange(self, rank: int) -> Callable[[bytes], list[bytes]]:
-        def swap(payload: bytes) -> list[bytes]:
-            self.slots[rank] = payload
-            self.barrier.wait()
-            told = list(self.slots)
-            self.barrier.wait()
-            return told
-
-        return swap
-
-    def run(self, chains: list[PlanChain]) -> list[StepPlan | Exception]:
-        out: list[StepPlan | Exception] = [AssertionError(), AssertionError()]
-
-        def work(rank: int) -> None:
-            try:
-                out[rank] = Planner(chains[rank], Draws(), budget_s=0.2, exchange=self.exchange(rank)).next().plan
-            except Exception as error:
-                out[rank] = error
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return out
+def of_ranks(*chains):
+    """The plan of each rank, or its error."""
+    exchange = Exchange(len(chains))
+    steps = on_ranks(
+        len(chains), lambda rank: Planner(chains[rank], Draws(), budget_s=0.2, exchange=exchange.of(rank)).next()
+    )
+    return [one if isinstance(one, Exception) else one.plan for one in steps]
 
 
-def test_one_late_rank_takes_all_ranks_to_the_simpler_plan() -> None:
-    first, second = Ranks().run([chain(), chain(late)])
-    assert isinstance(first, StepPlan)
-    assert isinstance(second, StepPlan)
+def test_one_late_rank_takes_all_ranks_to_the_simpler_plan():
+    first, second = of_ranks(chain(), chain(late))
     assert first.made_by == second.made_by == "chunks"
     assert first.digest == second.digest
 
 
-def test_all_ranks_wait_for_a_late_one_where_nothing_else_keeps_the_caps() -> None:
-    def slow(bare: StepPlan, *rest: object) -> StepPlan:
+def test_all_ranks_wait_for_a_late_one_where_nothing_else_keeps_the_caps():
+    def slow(*step):
         time.sleep(1.0)
-        return get("packing").plan(bare, *rest)  # type: ignore[arg-type]
+        return packed(*step)
 
-    quick = get("packing").plan
-    first, second = Ranks().run([only_stock(quick), only_stock(slow)])
-    assert isinstance(first, StepPlan)
-    assert isinstance(second, StepPlan)
+    first, second = of_ranks(only_stock(packed), only_stock(slow))
     assert first.digest == second.digest
     assert first.made_by == second.made_by == "packing"
-    failed = Ranks().run([only_stock(quick), only_stock(fails)])
+    failed = of_ranks(only_stock(packed), only_stock(fails))
     assert all(isinstance(one, EvenloadError) for one in failed)
 
 
-def step_of(plan: StepPlan) -> float:
+def step_of(plan):
     return outcome_of(plan, chain().context).step_s
 
 
-def test_all_ranks_take_the_least_stage_that_all_have() -> None:
+def test_all_ranks_take_the_least_stage_that_all_have():
     """One rank has its whole plan, the other only rules: both run the best of these."""
-
-    def whole(bare: StepPlan, *rest: object) -> StepPlan:
-        return get("packing").plan(bare, *rest)  # type: ignore[arg-type]
-
-    first, second = Ranks().run([chain(whole), chain(late)])
-    assert isinstance(first, StepPlan)
-    assert isinstance(second, StepPlan)
+    first, second = of_ranks(chain(packed), chain(late))
     rules = [chain().rule(name, as_lengths(LENGTHS)) for name in chain().rules]
     assert step_of(first) == min(map(step_of, rules))
     assert first.made_by != "packing"
     assert first.digest == second.digest
 
 
-def test_ranks_whose_stages_hold_other_plans_stop_with_one_message() -> None:
-    def other(bare: StepPlan, *rest: object) -> StepPlan:
-        plan = get("packing").baselines["chunks"](bare, *rest)  # type: ignore[arg-type]
+def test_ranks_whose_stages_hold_other_plans_stop_with_one_message():
+    def other(bare, *rest):
+        plan = get("packing").baselines["chunks"](bare, *rest)
         return replace(plan, micro_batches=plan.micro_batches[::-1])
 
-    ((plugin, config),) = chain(late).links
-    unlike = replace(chain(late), links=((replace(plugin, baselines={"chunks": other}), config),))
-    first, second = Ranks().run([chain(late), unlike])
+    first, second = of_ranks(chain(late), with_baseline(chain(late), other))
     assert isinstance(first, RankError)
     assert str(first) == str(second)
 
 
-def test_a_step_waits_a_share_of_itself_and_what_earlier_ones_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_a_share_of_itself_and_what_earlier_ones_left(monkeypatch):
     monkeypatch.setattr(planner_module, "MOST_SAVED_S", 0.05)
     started = time.perf_counter()
     planner = Planner(chain(late), Draws())
@@ -325,15 +246,14 @@ def test_a_step_waits_a_share_of_itself_and_what_earlier_ones_left(monkeypatch: 
     assert max(one.waited_s for one in planned[1:]) < 10
 
 
-def test_a_planner_that_is_late_ends_before_another_candidate() -> None:
+def test_a_planner_that_is_late_ends_before_another_candidate():
     goes_on, ended, judged = threading.Event(), threading.Event(), []
 
-    def slow(bare: StepPlan, *rest: object) -> StepPlan:
+    def slow(bare, *rest):
         try:
             assert goes_on.wait(30)
-            plan = get("packing").plan(bare, *rest)  # type: ignore[arg-type]
-            judged.append(plan)
-            return plan
+            judged.append(packed(bare, *rest))
+            return judged[-1]
         finally:
             ended.set()
 
@@ -344,30 +264,26 @@ def test_a_planner_that_is_late_ends_before_another_candidate() -> None:
     assert not judged
 
 
-def test_ranks_that_plan_differently_stop_with_one_message() -> None:
-    def other(bare: StepPlan, *rest: object) -> StepPlan:
-        plan = get("packing").plan(bare, *rest)  # type: ignore[arg-type]
-        return replace(plan, micro_batches=plan.micro_batches[::-1])
-
-    first, second = Ranks().run([chain(), chain(other)])
+def test_ranks_that_plan_differently_stop_with_one_message():
+    first, second = of_ranks(chain(), chain(otherwise))
     assert isinstance(first, RankError)
     assert str(first) == str(second)
 
 
 class OfWeights(Draws):
-    def __init__(self, weight: float) -> None:
+    def __init__(self, weight):
         super().__init__()
         self._weight = weight
 
-    def __call__(self) -> Draw:
+    def __call__(self):
         return super().__call__()._replace(weight=self._weight)
 
 
-def test_ranks_of_one_plan_and_other_weights_stop() -> None:
+def test_ranks_of_one_plan_and_other_weights_stop():
     """No plan knows the weights, so their digest travels with the plan's; where all are 1 there are none."""
-    told = list[bytes]()
+    told = []
 
-    def digests(weight: float) -> list[bytes]:
+    def digests(weight):
         told.clear()
         Planner(chain(), OfWeights(weight), budget_s=60, exchange=lambda own: [told.append(own) or own]).next()
         return list(told)
@@ -381,6 +297,6 @@ def test_ranks_of_one_plan_and_other_weights_stop() -> None:
         Planner(chain(), OfWeights(0.5), budget_s=60, exchange=lambda own: [own, other]).next()
 
 
-def test_a_batch_nobody_can_plan_is_an_error() -> None:
+def test_a_batch_nobody_can_plan_is_an_error():
     with pytest.raises(EvenloadError, match=r"longer than plugins\.packing\.max_tokens"):
         chain().plan(as_lengths([65]))

@@ -1,28 +1,26 @@
 """What a recipe with experts costs, counted by hand from its shape."""
 
-from __future__ import annotations
-
 import pytest
 from evenload.core.costs import costs as cost_models
 from evenload.core.costs.memory import fixed_bytes
 from evenload.core.errors import EvenloadError
 from evenload.core.machine.layout import Layout
 from evenload.core.planning.setting import Setting, context_of, limits_of
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sizes import shape_of
 
 EXPERTS = 4 * 8 * 3 * 64 * 96
 """Weights of 4 layers of 8 experts."""
 
 
-def recipe_of(**changes: object) -> Recipe:
+def recipe_of(**changes):
     moe = {"num_experts": 8, "topk": 2, "ffn_hidden_size": 96, "shared_ffn_hidden_size": 32}
     sizes = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}
     data = {"model": {"family": "mixtral", "moe": moe, **sizes}, "train": {"global_batch_size": 4}}
     return parse(data).changed(changes)
 
 
-def test_weights_that_tokens_multiply() -> None:
+def test_weights_that_tokens_multiply():
     shape = shape_of(recipe_of().model)
     assert shape.expert_weights == EXPERTS
     assert shape.routed_weights == 4 * 2 * 3 * 64 * 96
@@ -34,7 +32,7 @@ def test_weights_that_tokens_multiply() -> None:
 
 @pytest.mark.parametrize("trainer", [{"trainer": "megatron"}, {"megatron.distributed_optimizer": False}])
 @pytest.mark.parametrize("ep", [1, 2, 4])
-def test_a_rank_holds_its_experts_and_its_share_of_what_ranks_divide(trainer: dict[str, object], ep: int) -> None:
+def test_a_rank_holds_its_experts_and_its_share_of_what_ranks_divide(trainer, ep):
     recipe, layout = recipe_of(**trainer), Layout(ep=ep, dp=4)
     context = context_of(Setting.of_recipe(recipe), layout)
     weights = shape_of(recipe.model).parameters
@@ -47,7 +45,7 @@ def test_a_rank_holds_its_experts_and_its_share_of_what_ranks_divide(trainer: di
     assert traffic.gradient_bytes * traffic.expert_frac == pytest.approx(4 * EXPERTS / ep)
 
 
-def test_gathered_and_late_bytes_are_those_of_own_experts() -> None:
+def test_gathered_and_late_bytes_are_those_of_own_experts():
     for stage, name in ((3, "gathered_bytes"), (2, "gradient_bytes")):
         changes = {"model.moe.shared_ffn_hidden_size": 0, "trainer": "deepspeed", "deepspeed.zero_stage": stage}
         recipe = recipe_of().changed(changes)
@@ -56,14 +54,14 @@ def test_gathered_and_late_bytes_are_those_of_own_experts() -> None:
         assert held == [4 * weights, pytest.approx(4 * (weights - EXPERTS * 3 / 4))]
 
 
-def test_tokens_travel_where_ranks_share_experts() -> None:
+def test_tokens_travel_where_ranks_share_experts():
     alone, shared = (context_of(Setting.of_recipe(recipe_of()), Layout(pp=2, ep=ep, dp=2)).traffic for ep in (1, 2))
     assert alone.expert_bytes_per_token == 0
     assert shared.expert_bytes_per_token == 2 * 2 * 64 * 4
     assert shared.moe_layers == 2
 
 
-def test_what_waits_for_weight_gradients_is_no_expert_s() -> None:
+def test_what_waits_for_weight_gradients_is_no_expert_s():
     dense = recipe_of().changed({"model.family": "llama", "model.moe": None, "model.ffn_hidden_size": 32})
     held, costs = [], []
     for recipe in (recipe_of(), dense):
@@ -76,7 +74,7 @@ def test_what_waits_for_weight_gradients_is_no_expert_s() -> None:
     assert costs[0] == pytest.approx(costs[1] + router)
 
 
-def test_the_part_of_activations_at_experts() -> None:
+def test_the_part_of_activations_at_experts():
     alone, shared = (context_of(Setting.of_recipe(recipe_of()), Layout(ep=ep, dp=2)).costs.memory for ep in (1, 2))
     assert alone.expert_bytes_per_token == 0
     assert shared.expert_bytes_per_token == 4 * 4 * 2 * (64 + 6 * 96)
@@ -85,9 +83,9 @@ def test_the_part_of_activations_at_experts() -> None:
     assert shared.working_bytes_per_token - alone.working_bytes_per_token == 2 * 2 * 64 * 4
 
 
-def test_a_cost_model_does_not_say_who_shares_experts(tmp_path: object) -> None:
+def test_a_cost_model_does_not_say_who_shares_experts(tmp_path):
     path = f"{tmp_path}/costs.yaml"
     with open(path, "w") as out:
         out.write("source: test\nforward: {token_s: 1.0}\nbackward: {token_s: 2.0}\nep: 2\n")
     with pytest.raises(EvenloadError, match="ep, which is the layout's"):
-        cost_models.load(path, tmp_path)  # type: ignore[arg-type]
+        cost_models.load(path, tmp_path)

@@ -1,42 +1,35 @@
 """Planning in stages: none is worse than the one before, the last is the chain's plan, and loops weigh it in line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning import stages as planning
-from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import UnwantedError, outcome_of, wanted_no_more
 from evenload.core.planning.stages import InLine, Stages
-from evenload.core.recipe.recipe import parse
 
-load_plugins()
+from ..by_hand import chain_of
+
 BATCH = as_lengths(np.random.default_rng(3).lognormal(6.0, 1.2, 60).astype(int).clip(16, 6000))
 
 
-def chain(*names: str, **parallel: int) -> PlanChain:
-    plugins: dict[str, Any] = {name: {"enabled": True, "max_tokens": 4096} for name in names}
-    recipe = parse({"parallel": {"dp": 4, **parallel}, "cluster": "h100", "plugins": plugins})
-    return PlanChain.of_recipe(recipe, recipe.layout())
+SETS = ("packing",), ("mesh",), ("packing", "mesh"), ("packing", "mesh", "pipeline")
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pp": 2}, {"cp": 2}])
-@pytest.mark.parametrize("names", [("packing",), ("mesh",), ("packing", "mesh"), ("packing", "mesh", "pipeline")])
-def test_no_stage_is_slower_than_the_one_before_and_the_last_is_the_plan(
-    names: tuple[str, ...], parallel: dict[str, int]
-) -> None:
-    if "cp" in parallel and "mesh" in names:
-        return
+def chain(*names, **parallel):
+    plugins = {name: {"max_tokens": 4096} for name in names}
+    return chain_of(plugins, parallel={"dp": 4, **parallel}, cluster="h100")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "names"), [*(({"pp": pp}, names) for pp in (1, 2) for names in SETS), ({"cp": 2}, ("packing",))]
+)
+def test_no_stage_is_slower_than_the_one_before_and_the_last_is_the_plan(names, parallel):
     made = chain(*names, **parallel)
     stages = Stages(made, BATCH)
     *before, plan = stages.run()
-    assert plan is not None
     assert set(before) <= {None}
     assert len(before) == stages.reached - 1 >= len(made.rules) + 1
     assert plan.digest == made.plan(BATCH).digest
@@ -47,7 +40,7 @@ def test_no_stage_is_slower_than_the_one_before_and_the_last_is_the_plan(
     assert all(one.plan.limits.max_tokens <= 4096 for one in known)
 
 
-def test_a_stage_does_not_take_what_breaks_the_settings_of_a_later_plugin() -> None:
+def test_a_stage_does_not_take_what_breaks_the_settings_of_a_later_plugin():
     made = chain("packing", "mesh")
     links = tuple((replace(plugin, breaks=lambda *_: "all of it"), config) for plugin, config in made.links)
     stages = Stages(replace(made, links=links), BATCH)
@@ -56,7 +49,7 @@ def test_a_stage_does_not_take_what_breaks_the_settings_of_a_later_plugin() -> N
     assert stages.best[-1] is not None
 
 
-def test_a_plan_that_nobody_waits_for_ends_with_the_next_stage() -> None:
+def test_a_plan_that_nobody_waits_for_ends_with_the_next_stage():
     stages = Stages(chain("packing", "mesh"), BATCH)
     run = stages.run()
     next(run)
@@ -69,7 +62,7 @@ def test_a_plan_that_nobody_waits_for_ends_with_the_next_stage() -> None:
     assert stages.reached == 1
 
 
-def test_in_line_a_rule_runs_where_a_whole_plan_gains_less_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_line_a_rule_runs_where_a_whole_plan_gains_less_than_it_takes(monkeypatch):
     made, loop = chain("packing", "mesh"), InLine()
     monkeypatch.setattr(planning, "FREE_S", 0.0)
     monkeypatch.setattr(planning, "LEARN_EVERY", 2)

@@ -1,7 +1,5 @@
 """Patterns of names choose as PEFT does, and one that is none or has no end is an error within its CPU seconds."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -26,7 +24,7 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_patterns_mean_what_they_mean_to_peft(pattern: str) -> None:
+def test_patterns_mean_what_they_mean_to_peft(pattern):
     matching = pytest.importorskip("peft.utils.other").get_pattern_key
     adapter = Adapter(r=4, rank_pattern={pattern: 8, "up_proj": 2}, alpha_pattern={pattern: 3.0})
     for name in NAMES:
@@ -35,8 +33,8 @@ def test_patterns_mean_what_they_mean_to_peft(pattern: str) -> None:
         assert adapter.scaling_of(name) == {pattern: 3.0}.get(matching([pattern], name), 8.0) / theirs
 
 
-def test_names_are_matched_here_and_programs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+def test_names_are_matched_here_and_programs_elsewhere(monkeypatch):
+    asked = []
     monkeypatch.setattr(module, "bounded", lambda *question: asked.append(question))
     names = {"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2, "layers.0.mlp.up_proj": 3}
     assert [Adapter(rank_pattern=names).rank_of(name) for name in NAMES] == [8, 3, 8, 2, 8, 8]
@@ -56,7 +54,7 @@ def test_names_are_matched_here_and_programs_elsewhere(monkeypatch: pytest.Monke
         ("a?" * 40 + "a" * 40 + "!", ""),
     ],
 )
-def test_what_is_no_pattern_or_has_no_end_is_refused(pattern: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_pattern_or_has_no_end_is_refused(pattern, words, monkeypatch):
     monkeypatch.setattr(module, "Budget", partial(Budget, 0.3))
     names = [f"model.layers.0.{'a' * 40}", *NAMES]
     for key in ("rank_pattern", "alpha_pattern"):
@@ -65,7 +63,7 @@ def test_what_is_no_pattern_or_has_no_end_is_refused(pattern: str, words: str, m
             [adapter.scaling_of(name) for name in names]
 
 
-def test_looking_up_changes_no_adapter() -> None:
+def test_looking_up_changes_no_adapter():
     one, other = Adapter(rank_pattern={"q_proj": 2}), Adapter(rank_pattern={"q_proj": 2})
     one.scaling_of("q_proj")
     assert one == other

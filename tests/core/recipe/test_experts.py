@@ -1,37 +1,30 @@
 """Experts in a recipe: their shape, and what is refused before any rank starts."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sizes import shape_of
 from evenload.training.preflight import preflight
 
-load_plugins()
 MOE = {"num_experts": 8, "topk": 2, "ffn_hidden_size": 96, "shared_ffn_hidden_size": 32, "every": 2}
 
 
-def recipe(moe: Any = None, **sections: Any) -> Recipe:
+def recipe(moe=None, **sections):
     model = {"family": "mixtral", "num_layers": 4, "hidden_size": 64, "moe": {**MOE, **(moe or {})}, "vocab_size": 256}
     return parse({"model": model, "parallel": {"dp": 2, "ep": 2}, **sections})
 
 
-def test_a_loop_of_ones_own_keeps_its_experts_whole() -> None:
+def test_a_loop_of_ones_own_keeps_its_experts_whole():
     asks = recipe(**CUT)
     with pytest.raises(EvenloadError, match="a training loop of your own") as caught:
         PlanChain.of_model(asks, (at := Setting.of_recipe(asks)).shape, asks.layout(), at.traits)
     assert "plugins.moe.owners=home" in caught.value.do
 
 
-def test_parameters_count_every_expert_and_a_token_meets_its_own() -> None:
+def test_parameters_count_every_expert_and_a_token_meets_its_own():
     shape = shape_of(recipe().model)
-    assert shape.experts is not None
     assert shape.experts.num_layers == len(recipe().model.moe_layers) == 2
     one = 3 * 64 * 96
     assert shape.expert_weights == 2 * 8 * one
@@ -41,7 +34,7 @@ def test_parameters_count_every_expert_and_a_token_meets_its_own() -> None:
 
 PACKING = {"plugins": {"packing": {"enabled": True}}}
 CUT = {"plugins": {"moe": {"enabled": True, "owners": "sharded"}}}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "an ep that does not divide": ({"moe": {"num_experts": 9}}, "does not divide the experts"),
     "more experts than there are": ({"moe": {"topk": 9}}, "more experts than there are"),
     "a bias of softmax": ({"moe": {"bias_rate": 1e-3}}, "sigmoid"),
@@ -60,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_compose_is_refused_before_a_rank_starts(name: str) -> None:
+def test_what_does_not_compose_is_refused_before_a_rank_starts(name):
     changes, message = REFUSED[name]
     with pytest.raises(EvenloadError, match=message) as caught:
         preflight(recipe(**changes))

@@ -1,19 +1,12 @@
 """Recipes that start from a Hugging Face folder: what is read from its config.json, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sizes import shape_of
-
-load_plugins()
 
 SIZES = {
     "hidden_size": 64,
@@ -34,17 +27,17 @@ LLAMA3 = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
-def folder(tmp_path: Path, kind: str = "llama", **config: Any) -> str:
+def folder(tmp_path, kind="llama", **config):
     fields = {"model_type": kind, **SIZES, **config}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     return str(tmp_path)
 
 
-def recipe(weights: str, trainer: str = "megatron", **model: Any) -> Recipe:
+def recipe(weights, trainer="megatron", **model):
     return parse({"trainer": trainer, "model": {"weights": weights, **model}})
 
 
-def test_fields_are_those_of_the_folder(tmp_path: Path) -> None:
+def test_fields_are_those_of_the_folder(tmp_path):
     model = recipe(folder(tmp_path, tie_word_embeddings=True, rope_parameters=LLAMA3)).model
     assert (model.family, model.num_layers, model.hidden_size, model.kv_heads) == ("llama", 4, 64, 2)
     assert (model.ffn_size, model.vocab_size, model.tied_embeddings, model.head_size) == (96, 103, True, 16)
@@ -53,14 +46,14 @@ def test_fields_are_those_of_the_folder(tmp_path: Path) -> None:
     assert (old.norm_epsilon, old.rotary_base, old.rope_scaling_factor) == (1e-5, 1e6, None)
 
 
-def test_a_recipe_that_is_changed_stays_the_same_model(tmp_path: Path) -> None:
+def test_a_recipe_that_is_changed_stays_the_same_model(tmp_path):
     before = recipe(folder(tmp_path, "qwen3_moe", num_experts=8, **EXPERTS), moe={"z_loss": 1e-3})
     assert before.changed({"train.steps": 3}).model == before.model
     assert before.model.moe
     assert (before.model.moe.num_experts, before.model.moe.topk, before.model.moe.z_loss) == (8, 2, 1e-3)
 
 
-def test_layers_with_experts(tmp_path: Path) -> None:
+def test_layers_with_experts(tmp_path):
     moe = recipe(folder(tmp_path, "qwen3_moe", num_experts=8, mlp_only_layers=[1, 3], **EXPERTS)).model
     assert moe.moe_layers == (0, 2)
     assert recipe(folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)).model.moe_layers == (
@@ -71,7 +64,7 @@ def test_layers_with_experts(tmp_path: Path) -> None:
     )
 
 
-def test_the_shape_knows_heads_of_their_own_size_and_tied_embeddings(tmp_path: Path) -> None:
+def test_the_shape_knows_heads_of_their_own_size_and_tied_embeddings(tmp_path):
     untied, tied = (shape_of(recipe(folder(tmp_path, "qwen3", tie_word_embeddings=tie)).model) for tie in (False, True))
     assert (untied.query_size, untied.kv_size) == (4 * 128, 2 * 128)
     layers = 4 * (64 * 2 * (512 + 256) + 3 * 64 * 96)
@@ -90,13 +83,13 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("field", CONTRADICTIONS)
-def test_a_recipe_that_says_otherwise_is_refused_by_name(tmp_path: Path, field: str) -> None:
+def test_a_recipe_that_says_otherwise_is_refused_by_name(tmp_path, field):
     with pytest.raises(EvenloadError, match=rf"model\.{field} says otherwise") as refusal:
         recipe(folder(tmp_path), **{field: CONTRADICTIONS[field]})
     assert "by config.json" in refusal.value.found
 
 
-def test_a_nested_field_that_says_otherwise_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_nested_field_that_says_otherwise_is_refused_by_name(tmp_path):
     weights = folder(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(EvenloadError, match=r"model\.moe\.topk says otherwise"):
         recipe(weights, moe={"topk": 1})
@@ -117,7 +110,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_what_only_transformers_builds_runs_under_deepspeed(tmp_path: Path, case: str) -> None:
+def test_what_only_transformers_builds_runs_under_deepspeed(tmp_path, case):
     weights = folder(tmp_path, **UNKNOWN[case])
     with pytest.raises(EvenloadError, match="cannot be built with trainer megatron") as refusal:
         recipe(weights)
@@ -128,14 +121,14 @@ def test_what_only_transformers_builds_runs_under_deepspeed(tmp_path: Path, case
     assert recipe(weights, "deepspeed").changed({"train.steps": 3}).model == model
 
 
-def test_an_unknown_family_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_family_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(EvenloadError) as refusal:
         recipe(folder(tmp_path, "qwen33"))
     assert "did you mean 'qwen3'" in refusal.value.found
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_a_folder_without_config(tmp_path: Path, trainer: str) -> None:
+def test_a_folder_without_config(tmp_path, trainer):
     with pytest.raises(EvenloadError, match=re.escape("config.json of model.weights")):
         recipe(str(tmp_path), trainer)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')

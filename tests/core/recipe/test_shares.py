@@ -1,36 +1,30 @@
 """Shares of domains: what policies make of a recipe, and which mixtures are refused before anything starts."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import parse, parse_with
 from evenload.core.recipe.shares import shares_of
 
-load_plugins()
-TWO: dict[str, Any] = {"web": {"source": "web.jsonl", "share": 3}, "code": {"source": "code.jsonl"}}
+TWO = {"web": {"source": "web.jsonl", "share": 3}, "code": {"source": "code.jsonl"}}
 
 DRAWN = {"prompts": "p.jsonl", "samples": 4, "score": "own:score"}
-SAMPLED: dict[str, Any] = {"source": "x.jsonl", "generate": DRAWN}
+SAMPLED = {"source": "x.jsonl", "generate": DRAWN}
 
 
-def point(step: int, **shares: float) -> dict[str, Any]:
+def point(step, **shares):
     return {"step": step, "shares": shares}
 
 
-def mix(*points: dict[str, Any], **more: Any) -> dict[str, Any]:
+def mix(*points, **more):
     return {"domains": TWO, "mix": {"policy": "schedule", "points": points, **more}}
 
 
-def test_static_shares_are_those_of_the_domains_over_their_sum_by_ascending_names() -> None:
+def test_static_shares_are_those_of_the_domains_over_their_sum_by_ascending_names():
     shares = shares_of(parse({"data": {"domains": TWO}}).data)
     assert shares({}, 0) == shares({}, 10**6) == (0.25, 0.75)
 
 
-def test_a_schedule_leads_from_point_to_point_in_a_straight_line() -> None:
+def test_a_schedule_leads_from_point_to_point_in_a_straight_line():
     """Whatever the shares of a point add up to; a domain that a point leaves out has its own share."""
     points = point(10, code=1, web=0), point(20, code=1), point(40, code=30, web=10)
     shares = shares_of(parse({"data": mix(*points)}).data)
@@ -39,13 +33,13 @@ def test_a_schedule_leads_from_point_to_point_in_a_straight_line() -> None:
     assert all(sum(shares({}, step)) == pytest.approx(1) for step in range(50))
 
 
-def test_shares_are_overridden_as_any_key_is() -> None:
+def test_shares_are_overridden_as_any_key_is():
     recipe = parse_with({"data": {"domains": TWO}}, ["data.domains.web.share=1", "data.domains.code.weight=2"])
     assert shares_of(recipe.data)({}, 0) == (0.5, 0.5)
-    assert recipe.data.domains["code"].weight == 2  # type: ignore[index]
+    assert recipe.data.domains["code"].weight == 2
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "nothing": ({"domains": {}}, "data.domains names no domain"),
     "a name with a dot": ({"domains": {"a.b": {"source": "x"}}}, "whose name is none"),
     "a source beside domains": ({"domains": TWO, "source": "x"}, "say the same thing twice"),
@@ -72,14 +66,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_impossible_mixtures_are_refused(name: str) -> None:
+def test_impossible_mixtures_are_refused(name):
     data, what = REFUSED[name]
     with pytest.raises(EvenloadError, match=what) as caught:
         parse({"data": data})
     assert caught.value.do
 
 
-def test_the_nearest_names_are_told() -> None:
+def test_the_nearest_names_are_told():
     with pytest.raises(EvenloadError) as caught:
         parse({"data": mix(point(0, cod=1))})
     assert "did you mean 'code'?" in caught.value.do
@@ -89,7 +83,7 @@ def test_the_nearest_names_are_told() -> None:
 
 
 @pytest.mark.parametrize("extent", [{"epochs": 1}, {"max_tokens": 1000}])
-def test_shares_that_change_do_not_say_how_many_steps_an_extent_takes(extent: dict[str, int]) -> None:
+def test_shares_that_change_do_not_say_how_many_steps_an_extent_takes(extent):
     with pytest.raises(EvenloadError, match="shares which change do not tell"):
         parse({"data": mix(point(0), point(9, code=9)), "train": extent})
     parse({"data": {"domains": TWO}, "train": extent})
@@ -98,12 +92,12 @@ def test_shares_that_change_do_not_say_how_many_steps_an_extent_takes(extent: di
 
 
 @pytest.mark.parametrize("data", [{}, {"domains": TWO, "mix": {"unit": "targets"}}], ids=["a source", "a mixture"])
-def test_a_recipe_whose_defaults_are_written_out_is_the_same(data: dict[str, Any]) -> None:
+def test_a_recipe_whose_defaults_are_written_out_is_the_same(data):
     written = parse({"data": data}).model_dump(mode="json")
     assert parse(written).model_dump(mode="json") == written
 
 
-def test_figures_of_samples_tell_the_best_checkpoint_by_their_names() -> None:
+def test_figures_of_samples_tell_the_best_checkpoint_by_their_names():
     for name in ("score", "pass_at_1", "pass_at_4", "maj_at_4"):
         data = {"data": {"validation": SAMPLED}, "checkpoint": {"dir": "kept", "best": f"generate.{name}"}}
         assert parse(data).checkpoint.best == f"generate.{name}"

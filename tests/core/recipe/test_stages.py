@@ -1,18 +1,12 @@
 """Layers of pipeline stages as a recipe says them, and what it may not say."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
-from evenload.core.plan.limits import Limits
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.stages import least_maximal
-
-load_plugins()
 
 
 def recipe(layers, pp=4, **model):
@@ -80,7 +74,7 @@ def test_a_stage_has_its_own_layers_and_their_bytes():
     chain = PlanChain.of_recipe(recipe([10, 8, 8, 6]), recipe([10, 8, 8, 6]).layout(4))
     equal = PlanChain.of_recipe(recipe(None), recipe(None).layout(4))
     for stage, own in enumerate((10, 8, 8, 6)):
-        limits: Limits = chain.limits.at(stage)
+        limits = chain.limits.at(stage)
         assert (limits.layers_per_stage, limits.layers) == (own, ())
         for name in ("activation_bytes_per_token", "kv_bytes_per_token", "fixed_bytes"):
             mean = getattr(equal.limits.memory, name)

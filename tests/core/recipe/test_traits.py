@@ -1,9 +1,7 @@
 """What planners know of a trainer comes from its integration; core knows no trainer by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import evenload.core
 import pytest
@@ -13,14 +11,15 @@ from evenload.core.planning.setting import Setting, context_of, limits_of
 from evenload.core.recipe import recipe as recipes
 from evenload.core.recipe import traits
 
+DEEPSPEED = {"trainer": "deepspeed"}
 CORE = Path(evenload.core.__file__).parent
 
 
-def recipe(**settings: Any) -> recipes.Recipe:
+def recipe(**settings):
     return recipes.parse({"model": {"num_layers": 4, "vocab_size": 256}, **settings})
 
 
-def test_core_names_no_trainer_but_where_a_recipe_has_its_section() -> None:
+def test_core_names_no_trainer_but_where_a_recipe_has_its_section():
     sections = {CORE / "recipe" / "sections.py", CORE / "recipe" / "recipe.py"}
     naming = [
         path
@@ -30,51 +29,38 @@ def test_core_names_no_trainer_but_where_a_recipe_has_its_section() -> None:
     assert not naming
 
 
-def test_a_trainer_that_nobody_described_is_refused() -> None:
-    rows = dict(traits.TRAINERS)
-    try:
+def test_a_trainer_that_nobody_described_is_refused():
+    with patch.dict(traits.TRAINERS):
         del traits.TRAINERS["deepspeed"]
         with pytest.raises(EvenloadError, match="Input should be 'megatron' or 'transformers'"):
             recipe(trainer="deepspeed")
         traits.TRAINERS.clear()
         with pytest.raises(EvenloadError, match="trainer 'megatron' is like\n  found: known: no trainer"):
             recipe()
-    finally:
-        traits.TRAINERS.clear()
-        traits.TRAINERS.update(rows)
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("changes", "expected"),
     [
         ({}, ("optimizer", 4, False, False, True, True)),
-        (
-            {"train": {"dtype": "bf16"}, "megatron": {"overlap_grad_reduce": True}},
-            (*("optimizer", 4, False), True, True, True),
-        ),
-        (
-            {"train": {"dtype": "fp64"}, "megatron": {"distributed_optimizer": False}},
-            ("none", 8, False, False, True, True),
-        ),
-        ({"trainer": "deepspeed", "deepspeed": {"zero_stage": 0}}, ("none", 4, False, False, False, False)),
-        ({"trainer": "deepspeed", "deepspeed": {"zero_stage": 1}}, ("optimizer", 4, False, False, False, False)),
-        (
-            {"trainer": "deepspeed", "deepspeed": {"zero_stage": 3}, "train": {"dtype": "bf16"}},
-            ("parameters", 2, True, False, False, False),
-        ),
+        ({"train.dtype": "bf16", "megatron.overlap_grad_reduce": True}, ("optimizer", 4, False, True, True, True)),
+        ({"train.dtype": "fp64", "megatron.distributed_optimizer": False}, ("none", 8, False, False, True, True)),
+        ({**DEEPSPEED, "deepspeed.zero_stage": 0}, ("none", 4, False, False, False, False)),
+        ({**DEEPSPEED, "deepspeed.zero_stage": 1}, ("optimizer", 4, False, False, False, False)),
+        ({**DEEPSPEED, "deepspeed.zero_stage": 3, "train.dtype": "bf16"}, ("parameters", 2, True, *[False] * 3)),
     ],
 )
-def test_the_row_of_a_trainer_reaches_the_planners(settings: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    asked = recipe(**settings)
-    row = Setting.of_recipe(asked).traits
-    context = context_of(Setting.of_recipe(asked), Layout(dp=2))
-    limits, traffic = limits_of(Setting.of_recipe(asked), context), context.traffic
+def test_the_row_of_a_trainer_reaches_the_planners(changes, expected):
+    asked = recipe().changed(changes)
+    setting = Setting.of_recipe(asked)
+    context = context_of(setting, Layout(dp=2))
+    limits, traffic = limits_of(setting, context), context.traffic
     summed = traffic.gradient_bytes / traffic.weight_bytes * {"bf16": 2, "fp32": 4, "fp64": 8}[asked.train.dtype]
     found = (traffic.sharding, summed, limits.all_in_step, traffic.overlap_gradients, traffic.waits_for_sends)
     assert (*found, limits.splits_backward) == expected
-    assert row.sharding == traffic.sharding
+    assert setting.traits.sharding == traffic.sharding
 
 
-def test_weight_gradients_of_their_own_need_a_pipeline_under_deepspeed() -> None:
+def test_weight_gradients_of_their_own_need_a_pipeline_under_deepspeed():
     asked = recipe(trainer="deepspeed", deepspeed={"zero_stage": 1}, parallel={"pp": 2})
     assert limits_of(Setting.of_recipe(asked), context_of(Setting.of_recipe(asked), Layout(pp=2))).splits_backward

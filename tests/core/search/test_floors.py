@@ -1,7 +1,5 @@
 """Floors of settings under the plans of drawn settings: `benchmarks/planning/drawn_plans.py` draws them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

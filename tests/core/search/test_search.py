@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +14,13 @@ from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import judge
-from evenload.core.recipe.recipe import Recipe, parse, schema_type
+from evenload.core.recipe.recipe import parse, schema_type
 from evenload.core.search.answer import answer, by_hand, distinct, ranked
 from evenload.core.search.best_first import LACKS, beside, best_first
 from evenload.core.search.floors import in_schedule_s, step_floor_s
 from evenload.core.search.space import SearchBatch, space_of
 from evenload.training.drawing import Drawing, batch_size
 from evenload.training.forecast.search import Enough, search
-from evenload.training.verbs.profile import write_costs
-
-api.load_plugins()
 
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512}
 EXPERTS = {**MODEL, "family": "mixtral", "moe": {"num_experts": 4, "topk": 2}}
@@ -55,18 +51,21 @@ CASES = {
 }
 
 
-def recipe_of(case: Case) -> Recipe:
+def recipe_of(case):
     sections = {"cluster": "a100", "train": {"global_batch_size": 12}, "data": {"max_length": 4096}, **case.recipe}
     return parse({**sections, "memory_gib": case.memory_gib})
 
 
-def drawn(count: int = 2) -> list[Any]:
+DENSE = recipe_of(CASES["dense"])
+
+
+def drawn(count=2):
     rng = np.random.default_rng(7)
     return [as_lengths(np.minimum(4096, rng.lognormal(6.0, 1.2, 12).astype(int) + 2)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_large(name: str) -> None:
+def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_large(name):
     case, batches = CASES[name], drawn()
     space = space_of(recipe_of(case), case.ranks, case.pins).settled(SearchBatch(batches[0]))
     assert 2 <= len(space.choices) <= 200
@@ -74,7 +73,6 @@ def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_lar
     means = [_mean_of_all_plans(one.choice.chain, batches) for one in state.played]
     best = min(means)
     assert state.gap == 0.0
-    assert state.best is not None
     assert state.best.mean_s == pytest.approx(best, rel=1e-12)
     for one, mean_s in zip(state.played, means, strict=True):
         assert one.out == "" or math.isinf(mean_s), f"{one.choice.values} is left out for nothing"
@@ -90,7 +88,7 @@ def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_lar
     assert said["planned"] + said["by_bound"] + said["by_memory"] + said["refused"] >= said["settings"]
 
 
-def _mean_of_all_plans(chain: Any, batches: list[Any]) -> float:
+def _mean_of_all_plans(chain, batches):
     """The mean step of a setting that is planned whatever its bounds say; infinite where it cannot run."""
     try:
         steps = [judge(chain.plan(batch), chain.context) for batch in batches]
@@ -99,13 +97,13 @@ def _mean_of_all_plans(chain: Any, batches: list[Any]) -> float:
     return sum(step.step_s for step in steps) / len(steps) if all(step.fits for step in steps) else math.inf
 
 
-def test_settings_of_equal_contexts_share_one_and_recipes_one_schema() -> None:
+def test_settings_of_equal_contexts_share_one_and_recipes_one_schema():
     contexts = [choice.chain.context for choice in space_of(recipe_of(CASES["caps"]), 4, {}).choices]
     assert len({id(one) for one in contexts}) == len({repr(one) for one in contexts}) < len(contexts) / 4
     assert schema_type() is schema_type()
 
 
-def test_a_search_says_what_was_not_measured_of_its_settings(tmp_path: Path) -> None:
+def test_a_search_says_what_was_not_measured_of_its_settings(tmp_path, write_costs):
     case = CASES["ZeRO"]
     chain = space_of(recipe_of(case), case.ranks, case.pins).choices[0].chain
     costs = chain.context.costs.model_copy(update={"sharding": "parameters", "source": "this machine; here"})
@@ -118,8 +116,8 @@ def test_a_search_says_what_was_not_measured_of_its_settings(tmp_path: Path) -> 
     assert all("was not measured: seconds of parameters" in note for note in said["not_measured"])
 
 
-def test_every_moment_has_a_true_bound() -> None:
-    space, batches = space_of(recipe_of(CASES["dense"]), 4, CASES["dense"].pins), drawn(1)
+def test_every_moment_has_a_true_bound():
+    space, batches = space_of(DENSE, 4, CASES["dense"].pins), drawn(1)
     moments = [
         (state.best.mean_s, state.gap)
         for state in best_first(space.choices, [SearchBatch(batch) for batch in batches])
@@ -133,7 +131,7 @@ def test_every_moment_has_a_true_bound() -> None:
     assert gaps[-1] == 0.0
 
 
-def test_plugins_bounds_hold_for_what_they_plan() -> None:
+def test_plugins_bounds_hold_for_what_they_plan():
     case = CASES["caps"]
     for choice in space_of(recipe_of(case), case.ranks, case.pins).choices:
         for batch in drawn():
@@ -141,9 +139,9 @@ def test_plugins_bounds_hold_for_what_they_plan() -> None:
             assert step_floor_s(choice.chain, batch, asked=True) <= step_s * (1 + 1e-9)
 
 
-def test_the_gradient_sum_overlaps_only_where_the_trainers_own_schedule_can_run_the_batch() -> None:
+def test_the_gradient_sum_overlaps_only_where_the_trainers_own_schedule_can_run_the_batch():
     pins = {"max_tokens": 1024, "parallel.tp": 1, "parallel.pp": 1, "train.recompute": False}
-    choices = space_of(recipe_of(CASES["dense"]), 4, {**pins, "plugins.mesh.enabled": True}).choices
+    choices = space_of(DENSE, 4, {**pins, "plugins.mesh.enabled": True}).choices
     overlapping, other = sorted(choices, key=lambda one: not one.values["megatron.overlap_grad_reduce"])
     longer, shorter = as_lengths([4096, 300, 200, 100]), as_lengths([400, 300, 200, 100])
     assert math.isinf(in_schedule_s(overlapping.chain, longer))
@@ -151,8 +149,8 @@ def test_the_gradient_sum_overlaps_only_where_the_trainers_own_schedule_can_run_
     assert step_floor_s(overlapping.chain, shorter) < step_floor_s(other.chain, shorter)
 
 
-def test_a_layout_that_is_asked_for_is_planned_beside_the_best_and_changes_no_certificate() -> None:
-    space, batches = space_of(recipe_of(CASES["dense"]), 4, CASES["dense"].pins), [SearchBatch(drawn(1)[0])]
+def test_a_layout_that_is_asked_for_is_planned_beside_the_best_and_changes_no_certificate():
+    space, batches = space_of(DENSE, 4, CASES["dense"].pins), [SearchBatch(drawn(1)[0])]
     *_, state = best_first(space.choices, batches)
     best, layouts = state.best, {one.choice.chain.context.layout for one in state.played}
     planned = {one.choice.chain.context.layout for one in state.played if one.steps}
@@ -165,9 +163,9 @@ def test_a_layout_that_is_asked_for_is_planned_beside_the_best_and_changes_no_ce
 
 
 @pytest.mark.parametrize("longest", [300, 4096])
-def test_plans_that_overlap_nothing_are_made_once_for_both_settings_of_overlap(longest: int) -> None:
+def test_plans_that_overlap_nothing_are_made_once_for_both_settings_of_overlap(longest):
     batch = as_lengths([longest, 300, 200, 100, 50])
-    choices = space_of(recipe_of(CASES["dense"]), 4, {"max_tokens": 1024, "parallel.tp": 1}).choices
+    choices = space_of(DENSE, 4, {"max_tokens": 1024, "parallel.tp": 1}).choices
     *_, state = best_first(choices, [SearchBatch(batch)])
     pairs = [one.alike for one in state.played if all(other.whole for other in one.alike) and len(one.alike) == 2]
     same = [one.steps[0] is other.steps[0] for one, other in pairs]
@@ -178,13 +176,14 @@ def test_plans_that_overlap_nothing_are_made_once_for_both_settings_of_overlap(l
         assert one.steps[0].step_s == judge(one.choice.chain.plan(batch), one.choice.chain.context).step_s
 
 
-def _searched(out: Path | None = None, pins: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+def _searched(out=None, pins=(), **changes):
     lengths = np.concatenate(drawn(3))
-    recipe = recipe_of(CASES["dense"]).changed(changes)
-    return search(recipe, lengths, [4], ("max_tokens=1024", *pins), steps=2, enough=Enough(0.0), out=out)
+    return search(
+        DENSE.changed(changes), lengths, [4], ("max_tokens=1024", *pins), steps=2, enough=Enough(0.0), out=out
+    )
 
 
-def test_the_recipe_that_is_written_is_what_its_own_settings_give(tmp_path: Path) -> None:
+def test_the_recipe_that_is_written_is_what_its_own_settings_give(tmp_path):
     path = tmp_path / "best.yaml"
     best = _searched(path)["rows"][0]
     again = api.load_recipe(path)
@@ -209,24 +208,21 @@ def test_the_recipe_that_is_written_is_what_its_own_settings_give(tmp_path: Path
         (lambda: _searched(pins=("parallel.tpp=1",)), "parallel.tp"),
         (lambda: _searched(pins=("nonsense",)), "--pin parallel.tp=1"),
         (lambda: _searched(Path(__file__)), "--out is there already"),
-        (
-            lambda: search(recipe_of(CASES["dense"]), drawn(1)[0], [4], ("max_tokens=1024",), memory_gib=1e-6),
-            "lacks least",
-        ),
-        (lambda: search(recipe_of(CASES["dense"]), drawn(1)[0][:3], [4]), "fewer"),
-        (lambda: search(recipe_of(CASES["dense"]), drawn(1)[0], [7], ("max_tokens=1024",)), ""),
+        (lambda: search(DENSE, drawn(1)[0], [4], ("max_tokens=1024",), memory_gib=1e-6), "lacks least"),
+        (lambda: search(DENSE, drawn(1)[0][:3], [4]), "fewer"),
     ],
 )
-def test_bad_requests_are_refused_by_name(asks: Callable[[], Any], says: str) -> None:
-    if not says:
-        assert asks()["rows"], "seven ranks have data parallelism alone"
-        return
+def test_bad_requests_are_refused_by_name(asks, says):
     with pytest.raises(EvenloadError, match=says):
         asks()
 
 
-def test_rules_of_thumb_go_by_the_size_of_the_model() -> None:
-    space = space_of(recipe_of(CASES["dense"]), 4, {"max_tokens": 1024})
+def test_seven_ranks_have_data_parallelism_alone():
+    assert search(DENSE, drawn(1)[0], [7], ("max_tokens=1024",))["rows"]
+
+
+def test_rules_of_thumb_go_by_the_size_of_the_model():
+    space = space_of(DENSE, 4, {"max_tokens": 1024})
     layouts = [one.chain.context.layout for one in space.choices]
     of_degrees = {(layout.tp, layout.pp): layout for layout in layouts}
     named = {weights: {at for at, one in of_degrees.items() if by_hand(one, weights)} for weights in (10**8, 5 * 10**9)}
@@ -234,7 +230,7 @@ def test_rules_of_thumb_go_by_the_size_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(("costs", "counted"), [("auto", True), ("galvatron-llama2-7b", False)])
-def test_costs_without_bytes_of_activations_are_said(costs: str, counted: bool) -> None:
+def test_costs_without_bytes_of_activations_are_said(costs, counted):
     case = CASES["dense"]
     space, batches = space_of(recipe_of(case).changed({"costs": costs}), case.ranks, case.pins), drawn(1)
     *_, state = best_first(space.choices, [SearchBatch(batch) for batch in batches])

@@ -1,18 +1,14 @@
 """What auto gives stages, against all numbers that there are."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import judge, outcome_of
 from evenload.core.recipe.recipe import parse
 from evenload.core.search.stage_layers import first_numbers, settled
 
-load_plugins()
 LENGTHS = np.random.default_rng(3).integers(20, 400, 24)
 
 

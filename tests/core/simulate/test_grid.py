@@ -1,31 +1,26 @@
 """Programs drawn against each other: what is where, and what waits for ever."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.simulate.events import grid
 
-
-def ops(text: str) -> tuple[Op, ...]:
-    return tuple(Op(word[0], int(word[1:])) for word in text.split())  # type: ignore[arg-type]
-
+from ..by_hand import alone, ops
 
 PLAN = StepPlan(
     as_lengths([4] * 3),
-    tuple(MicroBatch((Slice(i, 0, 4),), (0,)) for i in range(3)),
+    alone([4] * 3),
     Limits(1, 10, num_stages=2, layers_per_stage=2, splits_backward=True),
     order=(ops("F0 F1 B0 F2 B1 B2"), ops("F0 B0 F1 B1 F2 B2 W2")),
     replayed=(1,),
 )
 
 
-def test_every_action_that_computes_has_a_cell_at_its_time() -> None:
+def test_every_action_that_computes_has_a_cell_at_its_time():
     assert grid(check(PLAN), [(0, 0), (1, 0)]).splitlines() == [
         "         0   1   2   3   4   5   6   7",
         "stage 0  F0  f1      B0  F2  R1  B1  B2",
@@ -33,7 +28,7 @@ def test_every_action_that_computes_has_a_cell_at_its_time() -> None:
     ]
 
 
-def test_an_order_that_deadlocks_is_drawn_with_what_waits() -> None:
+def test_an_order_that_deadlocks_is_drawn_with_what_waits():
     stuck = replace(PLAN, replayed=(), order=(ops("F0 B0 F1 F2 B1 B2"), ops("F0 F1 B0 B1 F2 B2")))
     with pytest.raises(PlanError) as caught:
         check(stuck)
@@ -47,9 +42,8 @@ def test_an_order_that_deadlocks_is_drawn_with_what_waits() -> None:
     ]
 
 
-def test_ranks_of_one_stage_are_named() -> None:
-    micro_batches = (*PLAN.micro_batches[:2], MicroBatch((Slice(2, 0, 4),), (1,)))
-    flat = StepPlan(PLAN.lengths, micro_batches, Limits(2, 10))
+def test_ranks_of_one_stage_are_named():
+    flat = StepPlan(PLAN.lengths, alone([4] * 3, (0, 0, 1)), Limits(2, 10))
     assert grid(check(flat), [(0, 0), (0, 1)]).splitlines() == [
         "        0   1   2   3",
         "rank 0  F0  B0  F1  B1",

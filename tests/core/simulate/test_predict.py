@@ -1,46 +1,37 @@
 """Predicted times against schedules small enough to draw by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
-from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.simulate.predict import predict
 
-ONE = Costs(
-    source="one second forward, two backward, per token", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0)
-)
+from ..by_hand import ONE, ops, plan
 
 
-def plan(lengths: list[int], ranks: list[tuple[int, ...]], limits: Limits) -> StepPlan:
-    batches = tuple(MicroBatch((Slice(i, 0, n),), r) for i, (n, r) in enumerate(zip(lengths, ranks, strict=True)))
-    return check(StepPlan(as_lengths(lengths), batches, limits))
-
-
-def test_ranks_work_side_by_side() -> None:
+def test_ranks_work_side_by_side():
     result = predict(plan([4, 1, 1], [(0,), (1,), (1,)], Limits(2, 10)), ONE)
     assert result.step_s == 12
     assert result.busy_s == (12, 6)
 
 
-def test_a_group_waits_for_its_last_member() -> None:
+def test_a_group_waits_for_its_last_member():
     result = predict(plan([2, 4, 1], [(0,), (0, 1), (1,)], Limits(2, 10)), ONE)
     assert result.step_s == 6 + 6 + 3
     assert result.busy_s == (12, 9)
 
 
-def test_equal_counts_synchronise_every_round() -> None:
+def test_equal_counts_synchronise_every_round():
     lengths, ranks = [4, 1, 1, 4], [(0,), (1,), (0,), (1,)]
     free = predict(plan(lengths, ranks, Limits(2, 10)), ONE)
     rounds = predict(plan(lengths, ranks, Limits(2, 10, all_in_step=True)), ONE)
     assert (free.step_s, rounds.step_s) == (15, 24)
 
 
-def test_one_forward_one_backward_has_its_textbook_bubble() -> None:
+def test_one_forward_one_backward_has_its_textbook_bubble():
     """m equal micro-batches on P stages: (m + P - 1) rounds of forward and backward."""
     made = plan([1] * 8, [(0,)] * 8, Limits(1, 10, num_stages=4))
     result = predict(made, ONE)
@@ -48,15 +39,14 @@ def test_one_forward_one_backward_has_its_textbook_bubble() -> None:
     assert 1 - sum(result.busy_s) / result.step_s == pytest.approx(3 / 11)
 
 
-def test_an_order_of_its_own_is_followed() -> None:
+def test_an_order_of_its_own_is_followed():
     made = plan([1, 1], [(0,), (0,)], Limits(1, 10, num_stages=2))
-    all_forward = tuple(Op(k, i) for k, i in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))  # type: ignore[arg-type]
-    result = predict(check(replace(made, order=(all_forward, all_forward))), ONE)
+    result = predict(check(replace(made, order=(ops("F0 F1 B0 B1"),) * 2)), ONE)
     # Stage 1: F0 at 1..2, F1 2..3, B0 3..5, B1 5..7; stage 0: B0 5..7, B1 7..9.
     assert result.step_s == 9
 
 
-def test_ranks_with_homes_of_their_own_have_their_own_work() -> None:
+def test_ranks_with_homes_of_their_own_have_their_own_work():
     """Ranks 0 and 1 share 8 tokens, rank 1 has 4 more: the pass takes what rank 1 does."""
     costs = Costs(source="test", forward=PassCost(token_s=1.0, pair_s=0.25), backward=PassCost(token_s=2.0))
     m = MicroBatch((Slice(0, 0, 8), Slice(1, 0, 4)), (0, 1), cp_comm="ring", cp_groups=((0, 1), (1,)))
@@ -64,7 +54,7 @@ def test_ranks_with_homes_of_their_own_have_their_own_work() -> None:
     result = predict(made, costs)
     assert result.busy_s == (4 + 4 + 8, 8 + 4 + 2 + 16)
     assert result.step_s == 14 + 16
-    again = check(replace(made, replayed=(0,), order=((Op("F", 0), Op("B", 0)),)))
+    again = check(replace(made, replayed=(0,), order=(ops("F0 B0"),)))
     # Nobody reads the keys of whole sequences: the forward runs once, right before its backward.
     assert predict(again, costs).busy_s == (8 + 8, 14 + 16)
     assert predict(again, costs).step_s == 14 + 16

@@ -1,10 +1,6 @@
 """Stages of unequal numbers of layers: each is what it is in a pipeline whose stages all have as many."""
 
-from __future__ import annotations
-
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +10,7 @@ from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import predict
 from evenload.core.simulate.step import simulate
 
-sys.path.append(str(Path(__file__).parents[1] / "balance"))
-from drawn_plans import drawn
+from ..balance.drawn_plans import drawn
 
 SEEDS = [seed for seed in range(120) if drawn(seed, unequal=True).plan.limits.layers][:60]
 

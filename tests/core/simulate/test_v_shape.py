@@ -3,12 +3,7 @@
 Devices 0 and 1 have the stages 0 and 3, 1 and 2.
 """
 
-from __future__ import annotations
-
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -18,7 +13,7 @@ from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import levels_of_stage
 from evenload.core.errors import PlanError
 from evenload.core.laws import check
-from evenload.core.machine.cluster import Cluster, Link
+from evenload.core.machine.cluster import Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.order import orders_of_device, orders_of_stage
@@ -27,43 +22,26 @@ from evenload.core.plan_json import read_step, step_json
 from evenload.core.simulate.events import play
 from evenload.core.simulate.step import simulate
 from evenload.core.simulate.v_shape import merged
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-_FILE = Path(__file__).parents[2] / "integrations" / "megatron" / "random_pipelines.py"
-_spec = importlib.util.spec_from_file_location("v_shape_random_pipelines", _FILE)
-pipelines = importlib.util.module_from_spec(_spec)
-sys.modules["v_shape_random_pipelines"] = pipelines
-_spec.loader.exec_module(pipelines)
+from ..by_hand import ONE, alone, nodes, ops
 
-EXPLORING = settings.get_current_profile_name() == "explore"
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
-ONE = Costs(source="a", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0))
-LINK = Link(latency_s=0.0, bytes_per_s=1.0)
-CLUSTER = Cluster(name="a", source="a", ranks_per_node=8, flops_per_s=1.0, memory_bytes=1e9, intra=LINK, inter=LINK)
 LIMITS = Limits(1, 1000, num_stages=4, splits_backward=True, v_shape=True)
 
 
-def ops(text: str) -> tuple[Op, ...]:
-    return tuple(Op(word[0], int(word[1:])) for word in text.split())  # type: ignore[arg-type]
-
-
-def plan_of(*rows: str, merge: tuple[str, str], limits: Limits = LIMITS) -> StepPlan:
+def plan_of(*rows, merge, limits=LIMITS):
     """Sequences of one token each, in these orders of the stages."""
-    count = 1 + max(op.micro_batch for op in ops(rows[0]))
-    micro_batches = tuple(MicroBatch((Slice(i, 0, 1),), (0,)) for i in range(count))
-    numbers = tuple(tuple(map(int, row)) for row in merge)
-    return StepPlan(as_lengths([1] * count), micro_batches, limits, order=tuple(map(ops, rows)), merge=numbers)
+    lengths, numbers = [1] * rows[0].count("F"), tuple(tuple(map(int, row)) for row in merge)
+    return StepPlan(as_lengths(lengths), alone(lengths), limits, order=tuple(map(ops, rows)), merge=numbers)
 
 
-TWO = ("F0 F1 B0 B1",) * 4
+def context(layout, **traffic):
+    return PlanningContext(ONE, layout, nodes(), Traffic(**traffic))
 
 
-def context(layout: Layout, **traffic: object) -> PlanningContext:
-    return PlanningContext(ONE, layout, CLUSTER, Traffic(**traffic))  # type: ignore[arg-type]
-
-
-def test_a_device_takes_its_stages_in_turn_and_hands_over_to_itself_at_once() -> None:
+def test_a_device_takes_its_stages_in_turn_and_hands_over_to_itself_at_once():
     made = check(plan_of("F0 B0", "F0 B0", "F0 B0", "F0 B0", merge=("0330", "1221")))
     result = simulate(made, context(Layout(pp=2, v_shape=True), state_bytes_per_token=0.5))
     began = {(span.stage, span.kind): span.start_s for span in result.spans}
@@ -75,7 +53,7 @@ def test_a_device_takes_its_stages_in_turn_and_hands_over_to_itself_at_once() ->
     assert result.bubble_frac == pytest.approx(8 / 14)
 
 
-def test_both_stages_share_the_link_to_a_device() -> None:
+def test_both_stages_share_the_link_to_a_device():
     rows = ("F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1", "F0 B0 F1 B1")
     made = check(plan_of(*rows, merge=("03303300", "12212121")))
     hops = {0: 4.0, 1: 0.0, 2: 4.0}
@@ -85,7 +63,7 @@ def test_both_stages_share_the_link_to_a_device() -> None:
     assert starts[1, Op("F", 1)] == 21
 
 
-def test_a_device_holds_what_both_stages_do() -> None:
+def test_a_device_holds_what_both_stages_do():
     memory = MemoryCost(activation_bytes_per_token=10.0, deferred_bytes_per_token=4.0, head_bytes_per_token=3.0)
     limits = replace(LIMITS, memory=memory)
     made = check(plan_of("F0 B0 W0", "F0 B0", "F0 B0", "F0 B0", merge=("03300", "1221"), limits=limits))
@@ -107,16 +85,14 @@ def test_a_device_holds_what_both_stages_do() -> None:
         ({"limits": replace(LIMITS, in_step=2, num_ranks=2)}, "wait for each other in a pass"),
     ],
 )
-def test_a_merge_takes_every_pass_once_and_waits_for_nothing_in_a_circle(
-    changes: dict[str, object], words: str
-) -> None:
+def test_a_merge_takes_every_pass_once_and_waits_for_nothing_in_a_circle(changes, words):
     made = plan_of(*(("F0 B0",) * 4), merge=("0330", "1221"))
     check(made)
     with pytest.raises(PlanError, match=words):
-        check(replace(made, **changes))  # type: ignore[arg-type]
+        check(replace(made, **changes))
 
 
-def test_what_is_shared_by_ranks_is_refused() -> None:
+def test_what_is_shared_by_ranks_is_refused():
     limits = replace(LIMITS, num_ranks=2)
     micro_batch = MicroBatch((Slice(0, 0, 4),), (0, 1), cp_comm="ring")
     made = StepPlan(as_lengths([4]), (micro_batch,), limits, (ops("F0 B0"),) * 4, merge=((0, 3, 3, 0), (1, 2, 2, 1)))
@@ -124,8 +100,8 @@ def test_what_is_shared_by_ranks_is_refused() -> None:
         check(made)
 
 
-def test_plans_of_a_v_are_written_and_told_apart() -> None:
-    made = check(plan_of(*TWO, merge=("00333300", "12122211")))
+def test_plans_of_a_v_are_written_and_told_apart():
+    made = check(plan_of(*("F0 F1 B0 B1",) * 4, merge=("00333300", "12122211")))
     other = check(replace(made, merge=((0, 0, 3, 3, 3, 3, 0, 0), (1, 1, 2, 2, 2, 2, 1, 1))))
     assert made.digest != other.digest
     assert read_step(step_json(made)).merge == made.merge
@@ -133,17 +109,15 @@ def test_plans_of_a_v_are_written_and_told_apart() -> None:
     assert "merge" not in step_json(replace(made, merge=(), limits=replace(LIMITS, v_shape=False)))
 
 
-def drawn(seed: int, lengths: list[int], ranks: int, devices: int) -> StepPlan:
+def drawn(seed, lengths, ranks, devices):
+    from harness.proof.pipelines import random_pipeline
+
     sizes = {"num_ranks": ranks, "num_stages": 2 * devices, "layers_per_stage": 2}
-    plan: StepPlan = pipelines.random_pipeline(Random(seed), lengths, **sizes, recompute="none", v_shape=True)
-    return plan
+    return random_pipeline(Random(seed), lengths, **sizes, recompute="none", v_shape=True)
 
 
-@settings(max_examples=1000 if EXPLORING else 40, deadline=None)
 @given(st.integers(0, 10**9), LENGTHS, st.integers(1, 2), st.integers(2, 4), st.floats(0, 3))
-def test_passes_begin_when_an_independent_walk_says(
-    seed: int, lengths: list[int], ranks: int, devices: int, hop: float
-) -> None:
+def test_passes_begin_when_an_independent_walk_says(seed, lengths, ranks, devices, hop):
     """Starts are lowered onto nothing but what each pass waits for, again and again, until they stay."""
     plan = drawn(seed, lengths, ranks, devices)
     last, took = 2 * devices - 1, {"F": 1.0, "B": 2.5, "W": 0.75}
@@ -153,7 +127,7 @@ def test_passes_begin_when_an_independent_walk_says(
     rank_of["W"] = rank_of["B"]
     starts = {(stage, op): 0.0 for row in rows.values() for stage, op in row}
 
-    def arrives(stage: int, op: Op, to: int) -> float:
+    def arrives(stage, op, to):
         """At a stage, of what another sent: behind all that its device sent the same way before."""
         device, way = device_of[stage], device_of[to] - device_of[stage]
         at = 0.0
@@ -183,9 +157,8 @@ def test_passes_begin_when_an_independent_walk_says(
     assert played == pytest.approx(starts)
 
 
-@settings(max_examples=500 if EXPLORING else 40, deadline=None)
 @given(st.integers(0, 10**9), LENGTHS, st.integers(1, 2), st.integers(2, 4))
-def test_devices_hold_what_an_independent_count_says(seed: int, lengths: list[int], ranks: int, devices: int) -> None:
+def test_devices_hold_what_an_independent_count_says(seed, lengths, ranks, devices):
     plan = drawn(seed, lengths, ranks, devices)
     memory = MemoryCost(activation_bytes_per_token=8.0, deferred_bytes_per_token=3.0, head_bytes_per_token=2.0)
     plan = replace(plan, limits=replace(plan.limits, memory=memory))
@@ -207,31 +180,25 @@ def test_devices_hold_what_an_independent_count_says(seed: int, lengths: list[in
                 assert levels_of_stage(plan, stage)[rank] == pytest.approx(row), (device, stage)
 
 
-@settings(max_examples=300 if EXPLORING else 30, deadline=None)
 @given(st.integers(0, 10**9), LENGTHS, st.integers(1, 2), st.integers(2, 4), st.floats(0, 1))
-def test_no_plan_of_a_v_is_below_the_bound(
-    seed: int, lengths: list[int], ranks: int, devices: int, head: float
-) -> None:
+def test_no_plan_of_a_v_is_below_the_bound(seed, lengths, ranks, devices, head):
     plan = drawn(seed, lengths, ranks, devices)
     costs = Costs(
         source="a", forward=PassCost(launch_s=0.5, token_s=1.0, pair_s=0.1), backward=PassCost(launch_s=1, token_s=2.0)
     )
     link = Link(latency_s=0.1, bytes_per_s=1.0)
-    cluster = CLUSTER.model_copy(update={"intra": link, "inter": link})
     layout = Layout(pp=devices, dp=ranks, v_shape=True)
-    at = PlanningContext(costs, layout, cluster, Traffic(state_bytes_per_token=0.1), head / (2 * devices))
+    at = PlanningContext(costs, layout, nodes(link=link), Traffic(state_bytes_per_token=0.1), head / (2 * devices))
     least_s = passes_bound_s(plan.lengths, plan.limits, at)
     assert 0 < least_s <= simulate(plan, at, record=False).passes_s * (1 + 1e-9)
 
 
-def test_any_plan_gets_an_order_of_its_devices() -> None:
-    micro_batches = tuple(MicroBatch((Slice(i, 0, 3),), (i % 2,)) for i in range(7))
+def test_any_plan_gets_an_order_of_its_devices():
     for stages in (4, 6, 8):
         limits = Limits(2, 10, num_stages=stages, v_shape=True)
-        bare = StepPlan(as_lengths([3] * 7), micro_batches, limits)
+        bare = StepPlan(as_lengths([3] * 7), alone([3] * 7, [i % 2 for i in range(7)]), limits)
         made = check(merged(bare))
         assert merged(made) is made
         for stage in range(stages):
-            assert orders_of_stage(made, stage) == orders_of_stage(
-                replace(bare, limits=replace(limits, v_shape=False)), stage
-            )
+            plain = replace(bare, limits=replace(limits, v_shape=False))
+            assert orders_of_stage(made, stage) == orders_of_stage(plain, stage)
