@@ -1,10 +1,8 @@
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path_factory, monkeypatch):
     """A cache of its own for every test; it does not exist before something is kept."""
     folder = tmp_path_factory.mktemp("cache") / "evenload"
     monkeypatch.setenv("EVENLOAD_CACHE", str(folder))

@@ -10,6 +10,8 @@ from evenload.data.sources import open_source
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .files import tokenizer
+
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
@@ -79,21 +81,14 @@ def test_lengths_are_known_without_reading_tokens(tmp_path, monkeypatch):
 
 
 def test_text_under_a_tokenizer_is_counted_once(tmp_path, monkeypatch):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="b $A", special_tokens=[("b", 1)])
-    made.save(str(tmp_path / "tokenizer.json"))
+    file = tokenizer(tmp_path, {"a": 0, "b": 1, "?": 2}, begin="b")
     path = save(tmp_path / "a.arrow", [["a b", None], ["a b c a", ""]], "text", pa.string())
 
     def opened():
-        return open_source(path, max_length=None, min_length=1, tokenizer=str(tmp_path / "tokenizer.json"))
+        return open_source(path, max_length=None, min_length=1, tokenizer=str(file))
 
-    assert tokens_of(opened()) == [
-        [1, 0, 1],
-        [1, 0, 1, 2, 0],
-        [1],
-    ]  # an empty text has its special token, a null nothing
+    # An empty text has its special token, a null nothing.
+    assert tokens_of(opened()) == [[1, 0, 1], [1, 0, 1, 2, 0], [1]]
     monkeypatch.setattr(arrow.ArrowDocuments, "_count", lambda self: pytest.fail("tokenised again"))
     assert opened().lengths.tolist() == [3, 5, 1]
 

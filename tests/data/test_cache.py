@@ -12,7 +12,7 @@ from evenload.data import cache as module
 from evenload.data.cache import cache_dir, cached_arrays, cached_file, cached_folder, key_of
 
 
-def arrays(calls: list[int]):
+def arrays(calls):
     def build():
         calls.append(1)
         return {"lengths": np.arange(5)}
@@ -21,7 +21,7 @@ def arrays(calls: list[int]):
 
 
 def test_arrays_are_built_once(cache):
-    calls: list[int] = []
+    calls = []
     for _ in range(3):
         assert cached_arrays("entry", arrays(calls))["lengths"].tolist() == [0, 1, 2, 3, 4]
     assert len(calls) == 1
@@ -30,7 +30,7 @@ def test_arrays_are_built_once(cache):
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", None])
 def test_a_damaged_entry_is_made_again(cache, damage, caplog):
-    calls: list[int] = []
+    calls = []
     cached_arrays("entry", arrays(calls))
     content = (cache / "entry.npz").read_bytes()
     (cache / "entry.npz").write_bytes(content[:-30] if damage is None else damage)
@@ -54,7 +54,7 @@ def test_a_failed_build_leaves_nothing(cache):
 def test_a_cache_that_cannot_be_written_costs_arrays_only_time(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("EVENLOAD_CACHE", str(tmp_path / "file"))
-    calls: list[int] = []
+    calls = []
     with caplog.at_level(logging.WARNING):
         assert len(cached_arrays("entry", arrays(calls))["lengths"]) == 5
     assert len(calls) == 1
@@ -64,7 +64,7 @@ def test_a_cache_that_cannot_be_written_costs_arrays_only_time(tmp_path, monkeyp
 
 
 def test_a_full_disk_is_told(cache):
-    def write(path: Path) -> None:
+    def write(path):
         path.write_text("half")
         raise OSError(28, "No space left on device")
 
@@ -93,8 +93,8 @@ def test_the_cache_is_beside_the_others_of_the_user(monkeypatch):
     assert cache_dir() == Path.home() / ".cache" / "evenload"
 
 
-def write_until_killed(began: str) -> None:
-    def write(aside: Path) -> None:
+def write_until_killed(began):
+    def write(aside):
         (aside / "half").write_text("half of it")
         Path(began).touch()
         time.sleep(60)
@@ -125,7 +125,7 @@ def test_a_writer_that_is_killed_blocks_nobody_and_leaves_nothing(cache, tmp_pat
 def test_without_locks_an_entry_that_another_process_writes_stays_its_own(cache, monkeypatch):
     """As on file systems that know none: an entry may be made twice, and none is taken away under its writer."""
 
-    def refuse(descriptor: int, operation: int) -> None:
+    def refuse(descriptor, operation):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(module.fcntl, "flock", refuse)
@@ -135,7 +135,7 @@ def test_without_locks_an_entry_that_another_process_writes_stays_its_own(cache,
     assert {path.name for path in cache.iterdir()} == {"entry.npz", "entryother.part"}
 
 
-def build_and_note(note: str) -> None:
+def build_and_note(note):
     def build():
         with open(note, "a") as stream:
             stream.write("built\n")

@@ -1,38 +1,31 @@
 """Data that are exchanged are noticed: by a fingerprint that counts content, and by a look at their files."""
 
-from __future__ import annotations
-
-import json
 import logging
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data import content
 from evenload.data.content import are_same
-from evenload.data.sources import Source, open_source
+from evenload.data.sources import open_source
+
+from .files import jsonl
 
 ROWS, SIZE = 40, 12
 
 
-def jsonl(path: Path, letter: str, key: str = "text") -> str:
-    path = path.with_suffix(".jsonl")
-    path.write_text("".join(json.dumps({key: letter * SIZE}) + "\n" for _ in range(ROWS)))
-    return str(path)
+def text(path, letter):
+    return jsonl(path.with_suffix(".jsonl"), [{"text": letter * SIZE}] * ROWS)
 
 
-def prompts(path: Path, letter: str) -> str:
-    path = path.with_suffix(".jsonl")
-    path.write_text("".join(json.dumps({"prompt": "ask", "completion": letter * SIZE}) + "\n" for _ in range(ROWS)))
-    return str(path)
+def prompts(path, letter):
+    return jsonl(path.with_suffix(".jsonl"), [{"prompt": "ask", "completion": letter * SIZE}] * ROWS)
 
 
-def pair(path: Path, letter: str) -> str:
+def pair(path, letter):
     index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, ROWS, 1) + struct.pack(f"<{ROWS}i", *[SIZE] * ROWS)
     index += struct.pack(f"<{ROWS}q", *[2 * SIZE * i for i in range(ROWS)]) + struct.pack("<q", 0)
     path.with_suffix(".idx").write_bytes(index)
@@ -40,7 +33,7 @@ def pair(path: Path, letter: str) -> str:
     return str(path)
 
 
-def arrow(path: Path, letter: str) -> str:
+def arrow(path, letter):
     pa = pytest.importorskip("pyarrow")
     table = pa.table({"input_ids": [[ord(letter)] * SIZE] * ROWS})
     path = path.with_suffix(".arrow")
@@ -49,15 +42,15 @@ def arrow(path: Path, letter: str) -> str:
     return str(path)
 
 
-FORMATS: dict[str, Callable[[Path, str], str]] = {"jsonl": jsonl, "prompts": prompts, "pair": pair, "arrow": arrow}
+FORMATS = {"jsonl": text, "prompts": prompts, "pair": pair, "arrow": arrow}
 
 
-def opened(spec: str, **settings: Any) -> Source:
+def opened(spec, **settings):
     return open_source(spec, **{"max_length": 64, **settings})
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_fingerprint_tells_other_content_of_the_same_lengths(tmp_path: Path, kind: str) -> None:
+def test_a_fingerprint_tells_other_content_of_the_same_lengths(tmp_path, kind):
     one, again, other = (
         opened(FORMATS[kind](tmp_path / name, letter))
         for name, letter in (("one", "a"), ("again", "a"), ("other", "s"))
@@ -67,39 +60,38 @@ def test_a_fingerprint_tells_other_content_of_the_same_lengths(tmp_path: Path, k
     assert one.fingerprint != other.fingerprint
 
 
-def test_one_changed_row_of_a_small_set_and_another_loss_are_other_data(tmp_path: Path) -> None:
+def test_one_changed_row_of_a_small_set_and_another_loss_are_other_data(tmp_path):
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(200)]
     rows[0]["labels"] = [-100, -100, 3]
-    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prints = {opened(jsonl(tmp_path / "one.jsonl", rows)).fingerprint}
     rows[137]["input_ids"] = [1, 9, 3]
-    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prints.add(opened(jsonl(tmp_path / "other.jsonl", rows)).fingerprint)
     rows[137] = {"input_ids": [1, 2, 3], "labels": [-100, 7, 3]}
-    (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert len({opened(str(tmp_path / f"{name}.jsonl")).fingerprint for name in ("one", "other", "labels")}) == 3
+    prints.add(opened(jsonl(tmp_path / "labels.jsonl", rows)).fingerprint)
+    assert len(prints) == 3
 
 
-def test_a_long_document_is_read_once_and_what_is_cut_off_does_not_count(tmp_path: Path) -> None:
-    text = "".join(chr(97 + i * i % 26) for i in range(9000))
-    (tmp_path / "one.jsonl").write_text(json.dumps({"text": text}))
-    (tmp_path / "tail.jsonl").write_text(json.dumps({"text": text[:64] + text[64:].upper()}))
-    whole, tail = (str(tmp_path / f"{name}.jsonl") for name in ("one", "tail"))
+def test_a_long_document_is_read_once_and_what_is_cut_off_does_not_count(tmp_path):
+    long = "".join(chr(97 + i * i % 26) for i in range(9000))
+    whole = jsonl(tmp_path / "one.jsonl", [{"text": long}])
+    tail = jsonl(tmp_path / "tail.jsonl", [{"text": long[:64] + long[64:].upper()}])
     assert opened(whole).fingerprint == opened(tail).fingerprint
     split = opened(whole, long_samples="split")
-    reads: list[tuple[int, int, int]] = []
+    reads = []
     read = split._documents.read
-    split._documents.read = lambda *where: reads.append(where) or read(*where)  # type: ignore[func-returns-value]
+    split._documents.read = lambda *where: reads.append(where) or read(*where)
     assert split.fingerprint != opened(tail, long_samples="split").fingerprint
     assert len(split.lengths) > 100
     assert len(reads) == 1
 
 
-def test_few_documents_are_read_where_each_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_documents_are_read_where_each_is_long(tmp_path, monkeypatch):
     monkeypatch.setattr(content, "_MOST_TOKENS", 5 * SIZE)
-    source = opened(jsonl(tmp_path / "one", "a"))
+    source = opened(text(tmp_path / "one", "a"))
     assert len(content._chosen(source._documents, source._cut)) == 5
 
 
-def test_what_an_earlier_version_kept_is_compared_by_lengths_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_an_earlier_version_kept_is_compared_by_lengths_with_a_warning(caplog):
     assert are_same("ab12", "ab12-77", "the checkpoint")
     assert "the checkpoint: an earlier version kept their lengths alone" in caplog.text
     caplog.clear()
@@ -110,16 +102,14 @@ def test_what_an_earlier_version_kept_is_compared_by_lengths_with_a_warning(capl
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
+def always(monkeypatch):
     """Files are looked at whenever a sample is read."""
     monkeypatch.setattr(content, "LOOK_S", 0.0)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.usefixtures("always")
-def test_files_that_change_while_they_are_in_use_are_noticed(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_change_while_they_are_in_use_are_noticed(tmp_path, kind, caplog):
     """Overwritten in place, with a file that lies beside for all of a set's files."""
     source = opened(FORMATS[kind](tmp_path / "data", "a"))
     before = source.tokens(3).tolist()
@@ -145,9 +135,9 @@ def test_files_that_change_while_they_are_in_use_are_noticed(
 
 
 @pytest.mark.usefixtures("always")
-def test_a_file_that_is_exchanged_before_the_first_sample_is_noticed(tmp_path: Path) -> None:
-    source = opened(jsonl(tmp_path / "data", "a"))
-    jsonl(tmp_path / "new", "s")
+def test_a_file_that_is_exchanged_before_the_first_sample_is_noticed(tmp_path):
+    source = opened(text(tmp_path / "data", "a"))
+    text(tmp_path / "new", "s")
     os.replace(tmp_path / "new.jsonl", tmp_path / "data.jsonl")
     with pytest.raises(EvenloadError, match="changed while it was in use"):
         source.tokens(0)
@@ -156,8 +146,8 @@ def test_a_file_that_is_exchanged_before_the_first_sample_is_noticed(tmp_path: P
         source.tokens(0)
 
 
-def test_files_are_looked_at_once_a_second_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, looked = [0.5], list[Path]()
+def test_files_are_looked_at_once_a_second_some_at_a_time(tmp_path, monkeypatch):
+    clock, looked = [0.5], []
     monkeypatch.setattr(content.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(content, "_stamp", lambda path: looked.append(path))
     watch = content.Watch("data", [Path(str(i)) for i in range(40)], lambda: "same")

@@ -1,11 +1,7 @@
 """Recorded loads: what was written comes back, damage is named, and ranks form groups of any size in their order."""
 
-from __future__ import annotations
-
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +9,22 @@ from evenload.core.errors import EvenloadError
 from evenload.data import expert_loads
 from evenload.data.expert_loads import RecordedLoads, read_loads
 
+from .files import jsonl
+
 HEADER = {"format": 1, "experts": 4, "topk": 2, "layers": [0, 2], "ranks": 2, "ep": 2}
 
 
-def drawn(rounds: int, seed: int) -> list[Any]:
+def drawn(rounds, seed):
     """Counts [rounds][2 layers][2 ranks][4 experts]."""
-    counts: list[Any] = np.random.default_rng(seed).integers(0, 9, (rounds, 2, 2, 4)).tolist()
+    counts = np.random.default_rng(seed).integers(0, 9, (rounds, 2, 2, 4)).tolist()
     return counts
 
 
-def written(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+def written(path, *lines):
+    return Path(jsonl(path, lines))
 
 
-def test_what_was_written_comes_back(tmp_path: Path) -> None:
+def test_what_was_written_comes_back(tmp_path):
     counts = {3: drawn(2, 0), 4: [], 5: drawn(1, 1)}
     loads = read_loads(written(tmp_path / "l.jsonl", HEADER, *({"step": s, "counts": c} for s, c in counts.items())))
     assert (loads.num_experts, loads.topk, loads.layers, loads.num_ranks, loads.ep) == (4, 2, (0, 2), 2, 2)
@@ -35,7 +32,7 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     assert loads.steps[4].shape == (0, 2, 2, 4)
 
 
-def test_steps_that_a_resumed_run_trained_again_count_once(tmp_path: Path) -> None:
+def test_steps_that_a_resumed_run_trained_again_count_once(tmp_path):
     steps = [{"step": step, "counts": drawn(1, place)} for place, step in enumerate((0, 1, 2, 3, 1, 2))]
     loads = read_loads(written(tmp_path / "l.jsonl", HEADER, *steps))
     assert {step: counts.tolist() for step, counts in loads.steps.items()} == {
@@ -70,9 +67,7 @@ def test_steps_that_a_resumed_run_trained_again_count_once(tmp_path: Path) -> No
         ([HEADER, {"step": 0, "counts": [[[[1, 2, 3, 1 << 70]] * 2] * 2]}], "has no counts", "object"),
     ],
 )
-def test_a_damaged_file_is_refused_by_name_in_three_parts(
-    tmp_path: Path, lines: list[Any], what: str, detail: str
-) -> None:
+def test_a_damaged_file_is_refused_by_name_in_three_parts(tmp_path, lines, what, detail):
     with pytest.raises(EvenloadError, match=what) as caught:
         read_loads(written(tmp_path / "l.jsonl", *lines))
     assert re.search(detail, caught.value.found)
@@ -80,7 +75,7 @@ def test_a_damaged_file_is_refused_by_name_in_three_parts(
 
 
 @pytest.mark.parametrize("kept", [1, 0.6, 0.1])
-def test_a_last_line_that_is_cut_short_is_named_with_its_remedy(tmp_path: Path, kept: float) -> None:
+def test_a_last_line_that_is_cut_short_is_named_with_its_remedy(tmp_path, kept):
     path = written(tmp_path / "l.jsonl", HEADER, {"step": 0, "counts": drawn(1, 0)}, {"step": 1, "counts": drawn(2, 1)})
     *before, last = path.read_text().splitlines(keepends=True)
     path.write_text("".join(before) + last[: int(kept * (len(last) - 2))])
@@ -89,7 +84,7 @@ def test_a_last_line_that_is_cut_short_is_named_with_its_remedy(tmp_path: Path, 
     assert "the file ends inside this line: delete it" in caught.value.do
 
 
-def test_a_line_that_is_cut_short_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_cut_short_in_the_middle_is_named(tmp_path):
     path = written(tmp_path / "l.jsonl", HEADER, *({"step": step, "counts": drawn(1, step)} for step in range(3)))
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], lines[2][:40], *lines[3:]]))
@@ -97,7 +92,7 @@ def test_a_line_that_is_cut_short_in_the_middle_is_named(tmp_path: Path) -> None
         read_loads(path)
 
 
-def test_a_file_of_more_counts_than_memory_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_more_counts_than_memory_holds_is_refused(tmp_path, monkeypatch):
     steps = [{"step": step, "counts": drawn(1, step)} for step in (0, 1, 1, 2)]
     monkeypatch.setattr(expert_loads, "_MOST_COUNTS", 3 * 16)
     assert len(read_loads(written(tmp_path / "l.jsonl", HEADER, *steps)).steps) == 3
@@ -106,7 +101,7 @@ def test_a_file_of_more_counts_than_memory_holds_is_refused(tmp_path: Path, monk
         read_loads(tmp_path / "l.jsonl")
 
 
-def recorded(rounds: dict[int, int], ranks: int = 4, ep: int = 2) -> RecordedLoads:
+def recorded(rounds, ranks=4, ep=2):
     """Every rank of every round has a number of its own, in the order in which they stand."""
     steps, at = {}, 0
     for step, count in rounds.items():
@@ -125,12 +120,12 @@ def recorded(rounds: dict[int, int], ranks: int = 4, ep: int = 2) -> RecordedLoa
         (16, {1: [list(range(16))]}),  # steps do
     ],
 )
-def test_recorded_ranks_form_groups_of_any_size_in_their_order(ep: int, wanted: dict[int, list[Any]]) -> None:
+def test_recorded_ranks_form_groups_of_any_size_in_their_order(ep, wanted):
     groups = recorded({0: 2, 1: 3}).in_groups(ep)
     assert {step: counts[:, 0, :, 0].tolist() for step, counts in groups.items()} == wanted
 
 
-def test_layers_and_experts_keep_their_places(tmp_path: Path) -> None:
+def test_layers_and_experts_keep_their_places(tmp_path):
     counts = drawn(3, 7)
     loads = read_loads(written(tmp_path / "l.jsonl", HEADER, {"step": 0, "counts": counts}))
     assert loads.in_groups(2)[0].tolist() == counts
@@ -140,7 +135,7 @@ def test_layers_and_experts_keep_their_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ep", "what"), [(3, "cannot be regrouped"), (32, "too few loads")])
-def test_what_cannot_be_regrouped_is_refused_by_name(ep: int, what: str) -> None:
+def test_what_cannot_be_regrouped_is_refused_by_name(ep, what):
     with pytest.raises(EvenloadError, match=what) as caught:
         recorded({0: 2, 1: 3}).in_groups(ep)
     assert f"parallel.ep {ep}" in caught.value.found

@@ -1,14 +1,15 @@
-import json
 import os
 from itertools import chain
 
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.data import jsonl
+from evenload.data import jsonl as module
 from evenload.data.sources import open_source
 from hypothesis import given
 from hypothesis import strategies as st
+
+from .files import jsonl, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +18,7 @@ def folder(tmp_path_factory):
 
 
 def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
+    return jsonl(path, rows)
 
 
 @given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=20))
@@ -54,17 +54,14 @@ def test_a_field_of_another_name(tmp_path):
 
 
 def test_the_tokenizer_reads_each_text_once_and_then_only_what_is_asked(tmp_path, monkeypatch):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    file = tokenizer(tmp_path, {"a": 0, "b": 1, "?": 2})
     path = write(tmp_path / "a.jsonl", *({"text": "a b " * n} for n in range(1, 1500)))
 
     def opened():
-        return open_source(path, max_length=7, tokenizer=str(tmp_path / "tokenizer.json"))
+        return open_source(path, max_length=7, tokenizer=str(file))
 
     first = opened()
-    monkeypatch.setattr(jsonl.JsonlDocuments, "_scan", lambda self: pytest.fail("read again"))
+    monkeypatch.setattr(module.JsonlDocuments, "_scan", lambda self: pytest.fail("read again"))
     second = opened()
     assert second.lengths.tolist() == first.lengths.tolist() == [min(7, 2 * n) for n in range(1, 1500)]
     assert second.tokens(1498).tolist() == [0, 1, 0, 1, 0, 1, 0]

@@ -41,44 +41,33 @@ def test_txt_may_have_blank_lines_and_windows_line_ends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("kind", "content", "message"),
     [
-        (b"5\n0\n", "line 2 of .*\n  found: 0"),
-        (b"5\n\n-3\n", "line 3 of .*\n  found: -3"),
-        (b"5\n\n3.5\n", "line 3 of .*\n  found: 3.5"),
-        (b"5\n1_000\n", "line 2 of .*\n  found: 1_000"),
-        (b"5 6\n", "line 1 of .*\n  found: 5 6"),
-        (b"5\n\xff\xfe\n", "line 2 of"),
-        (b"5\n" + b"9" * 30, "line 2 of .*\n  found: 9999"),
-        (b"5\n" + b"9" * 5000, "line 2 of .*\n  found: 9999"),
-        (b"", "holds no length"),
-        (b"\n \n", "holds no length"),
+        ("txt", b"5\n0\n", "line 2 of .*\n  found: 0"),
+        ("txt", b"5\n\n-3\n", "line 3 of .*\n  found: -3"),
+        ("txt", b"5\n\n3.5\n", "line 3 of .*\n  found: 3.5"),
+        ("txt", b"5\n1_000\n", "line 2 of .*\n  found: 1_000"),
+        ("txt", b"5 6\n", "line 1 of .*\n  found: 5 6"),
+        ("txt", b"5\n\xff\xfe\n", "line 2 of"),
+        ("txt", b"5\n" + b"9" * 30, "line 2 of .*\n  found: 9999"),
+        ("txt", b"5\n" + b"9" * 5000, "line 2 of .*\n  found: 9999"),
+        ("txt", b"", "holds no length"),
+        ("txt", b"\n \n", "holds no length"),
+        ("jsonl", b'5\n{"length": 0}', "line 2 of .*\n  found: 0"),
+        ("jsonl", b'{"length": 2.0}', "line 1 of .*\n  found: 2.0"),
+        ("jsonl", b'{"length": true}', "line 1 of .*\n  found: True"),
+        ("jsonl", b"5\n{", "line 2 of .* is not valid JSON"),
+        ("jsonl", b'{"lenght": 3}', "line 1 of .*gives no length\n  found: did you mean 'lenght'"),
+        ("jsonl", b'{"input_ids": [1, "2"]}', "'2'"),
+        ("jsonl", b'"5"', "line 1 of .*\n  found: '5'"),
+        ("jsonl", b"1e400", "line 1 of .*\n  found: inf"),
+        ("jsonl", b"", "holds no length"),
     ],
 )
-def test_a_bad_line_of_txt_is_named(tmp_path, content, message):
-    (tmp_path / "a.txt").write_bytes(content)
+def test_a_bad_line_is_named(tmp_path, kind, content, message):
+    (tmp_path / f"a.{kind}").write_bytes(content)
     with pytest.raises(EvenloadError, match=message):
-        read_lengths(tmp_path / "a.txt")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('5\n{"length": 0}', "line 2 of .*\n  found: 0"),
-        ('{"length": 2.0}', "line 1 of .*\n  found: 2.0"),
-        ('{"length": true}', "line 1 of .*\n  found: True"),
-        ("5\n{", "line 2 of .* is not valid JSON"),
-        ('{"lenght": 3}', "line 1 of .*gives no length\n  found: did you mean 'lenght'"),
-        ('{"input_ids": [1, "2"]}', "'2'"),
-        ('"5"', "line 1 of .*\n  found: '5'"),
-        ("1e400", "line 1 of .*\n  found: inf"),
-        ("", "holds no length"),
-    ],
-)
-def test_a_bad_line_of_jsonl_is_named(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(EvenloadError, match=message):
-        read_lengths(tmp_path / "a.jsonl")
+        read_lengths(tmp_path / f"a.{kind}")
 
 
 @pytest.mark.parametrize(
@@ -115,12 +104,12 @@ def test_unreadable_files_are_refused(tmp_path):
             read_lengths(tmp_path / name)
 
 
-def npy(header: str, data: bytes = b"\7" * 320) -> bytes:
+def npy(header, data=b"\7" * 320):
     text = header.encode() + b" " * (-(11 + len(header)) % 64) + b"\n"
     return b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text + data
 
 
-def header(descr: str = "'<i8'", shape: str = "(40,)") -> str:
+def header(descr="'<i8'", shape="(40,)"):
     return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"
 
 

@@ -1,20 +1,19 @@
 """Domains in shares that change: no sample lost or repeated, counts as the shares say, one state whatever comes."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe.shares import Shares, normalised
-from evenload.data.samples.mixture import MixState, Mixture, seed_of
-from evenload.data.samples.order import BatchSize, SampleOrder
+from evenload.core.recipe.shares import normalised
+from evenload.data.samples.mixture import Mixture, seed_of
+from evenload.data.samples.order import BatchSize
 from hypothesis import given
 from hypothesis import strategies as st
+
+from .accounts import Accounts, own_order
 
 NAMES = ("chat", "code", "papers", "web", "wiki")
 SIZES = st.lists(st.integers(1, 90), min_size=1, max_size=5)
@@ -23,7 +22,7 @@ HISTORY = st.lists(st.lists(WEIGHT, min_size=5, max_size=5).filter(any), min_siz
 BATCH = st.one_of(st.integers(1, 24).map(BatchSize), st.integers(1, 700).map(lambda tokens: BatchSize(1, tokens)))
 
 
-def lengths_of(sizes: list[int], names: tuple[str, ...] = NAMES) -> dict[str, Any]:
+def lengths_of(sizes, names=NAMES):
     """Lengths that follow from the name alone, so that a domain is the same beside any others."""
     return {
         name: np.random.default_rng(len(name) + ord(name[0])).integers(20, 120, 200)[:size]
@@ -31,13 +30,11 @@ def lengths_of(sizes: list[int], names: tuple[str, ...] = NAMES) -> dict[str, An
     }
 
 
-def mixed(
-    lengths: dict[str, Any], history: list[list[float]], size: BatchSize, *, by_targets: bool, groups: Any = None
-) -> Mixture:
+def mixed(lengths, history, size, *, by_targets, groups=None):
     """A mixture whose shares go through a history and begin it anew."""
     places = [NAMES.index(name) for name in sorted(lengths)]
 
-    def shares(_: Any, step: int) -> Shares:
+    def shares(_, step):
         now = [history[step % len(history)][place] for place in places]
         return normalised(now if any(now) else [1.0] * len(now))
 
@@ -45,7 +42,7 @@ def mixed(
     return Mixture(lengths, targets, size, shares, groups)
 
 
-def drawn(mixture: Mixture, state: MixState, steps: int) -> tuple[list[list[Any]], MixState]:
+def drawn(mixture, state, steps):
     rows = []
     for _ in range(steps):
         samples, state = mixture.take(state)
@@ -53,36 +50,22 @@ def drawn(mixture: Mixture, state: MixState, steps: int) -> tuple[list[list[Any]
     return rows, state
 
 
-def own_order(name: str, size: int, count: int, seed: int = 3) -> list[int]:
-    """The first samples of a domain's order, whatever stands beside it."""
-    order, out = SampleOrder(size, seed_of(name, seed)), list[int]()
-    while len(out) < count:
-        samples, order = order.take(count - len(out))
-        out += samples.tolist()
-    return out
-
-
 @given(sizes=SIZES, history=HISTORY, size=BATCH, by_targets=st.booleans(), steps=st.integers(1, 12))
-def test_shares_move_no_order_and_counts_follow_them(
-    sizes: list[int], history: list[list[float]], size: BatchSize, by_targets: bool, steps: int
-) -> None:
+def test_shares_move_no_order_and_counts_follow_them(sizes, history, size, by_targets, steps):
     lengths = lengths_of(sizes)
-    mixture, due, paid = mixed(lengths, history, size, by_targets=by_targets), dict[str, float](), dict[str, int]()
-    state, rows = mixture.begin(3), list[list[Any]]()
+    mixture, accounts = mixed(lengths, history, size, by_targets=by_targets), Accounts()
+    state, rows = mixture.begin(3), []
     prices = {name: own - 1 if by_targets else np.ones_like(own) for name, own in lengths.items()}
     most = max(int(own.max()) for own in prices.values())
     for step in range(steps):
         (batch,), after = drawn(mixture, state, 1)
-        shares = mixture._shares({}, step)
+        shares = dict(zip(mixture.names, mixture._shares({}, step), strict=True))
         for name, number in batch:
-            price = int(prices[name][number])
-            paid[name] = paid.get(name, 0) + price
-            for one, share in zip(mixture.names, shares, strict=True):
-                due[one] = due.get(one, 0.0) + price * share
-            ahead = {one: paid.get(one, 0) - due[one] for one in mixture.names}
+            accounts.draw(name, int(prices[name][number]), shares)
+            ahead = accounts.ahead()
             assert max(ahead.values()) < most + 1e-6
             assert by_targets or len(ahead) > 3 or min(ahead.values()) > -1, "up to three domains lag by less than one"
-        assert after.credits == pytest.approx([due[one] - paid.get(one, 0) for one in mixture.names], abs=1e-6)
+        assert after.credits == pytest.approx([-ahead[one] for one in mixture.names], abs=1e-6)
         rows += batch
         tokens = sum(int(lengths[name][number]) for name, number in batch)
         if size.tokens is None:
@@ -104,12 +87,10 @@ def test_shares_move_no_order_and_counts_follow_them(
     size=BATCH,
     by_targets=st.booleans(),
 )
-def test_domains_that_come_and_go_lose_and_repeat_nothing(
-    sizes: list[int], here: list[set[str]], history: list[list[float]], size: BatchSize, by_targets: bool
-) -> None:
+def test_domains_that_come_and_go_lose_and_repeat_nothing(sizes, here, history, size, by_targets):
     every = lengths_of(sizes)
-    state: Any = None
-    rows: list[list[Any]] = []
+    state = None
+    rows = []
     for names in here:
         mixture = mixed({name: every[name] for name in names}, history, size, by_targets=by_targets)
         position = mixture.begin(3) if state is None else mixture.resume(state, 3)
@@ -124,9 +105,7 @@ def test_domains_that_come_and_go_lose_and_repeat_nothing(
 
 
 @given(sizes=SIZES, history=HISTORY, size=BATCH, by_targets=st.booleans(), stops=st.integers(0, 6))
-def test_a_batch_follows_from_the_state_and_the_shares_alone(
-    sizes: list[int], history: list[list[float]], size: BatchSize, by_targets: bool, stops: int
-) -> None:
+def test_a_batch_follows_from_the_state_and_the_shares_alone(sizes, history, size, by_targets, stops):
     """Kept as JSON at any step, and whatever the order in which domains are named."""
     lengths = lengths_of(sizes)
     whole, _ = drawn(mixture := mixed(lengths, history, size, by_targets=by_targets), mixture.begin(3), 8)
@@ -145,27 +124,22 @@ def test_a_batch_follows_from_the_state_and_the_shares_alone(
     by_targets=st.booleans(),
     stop=st.integers(0, 8),
 )
-def test_groups_stay_whole_and_none_comes_twice_in_its_epoch(
-    sizes: list[list[int]], history: list[list[float]], size: BatchSize, by_targets: bool, stop: int
-) -> None:
+def test_groups_stay_whole_and_none_comes_twice_in_its_epoch(sizes, history, size, by_targets, stop):
     groups = {name: np.repeat(np.arange(len(own)), own) for name, own in zip(NAMES, sizes, strict=False)}
     groups = {name: np.random.default_rng(len(own)).permutation(own) for name, own in groups.items()}
     lengths = lengths_of([len(own) for own in groups.values()])
     mixture = mixed(lengths, history, size, by_targets=by_targets, groups=groups)
     prices = {name: own - 1 if by_targets else np.ones_like(own) for name, own in lengths.items()}
     most = max(int(np.bincount(groups[name], own).max()) for name, own in prices.items())
-    state, rows, due, paid = mixture.begin(3), list[list[Any]](), dict[str, float](), dict[str, int]()
+    state, rows, accounts = mixture.begin(3), [], Accounts()
     for step in range(8):
         if step == stop:
             state = mixture.resume(json.loads(json.dumps(state.state())), 3)
         (batch,), state = drawn(mixture, state, 1)
         shares = dict(zip(mixture.names, mixture._shares({}, step), strict=True))
         for name, number in batch:
-            price = int(prices[name][number])
-            paid[name] = paid.get(name, 0) + price
-            for one, share in shares.items():
-                due[one] = due.get(one, 0.0) + price * share
-        assert max(paid.get(one, 0) - due[one] for one in mixture.names) < most + 1e-6
+            accounts.draw(name, int(prices[name][number]), shares)
+        assert max(accounts.ahead().values()) < most + 1e-6
         sums = [1 if size.tokens is None else int(lengths[name][number]) for name, number in batch]
         name, number = batch[-1]
         last = np.count_nonzero(groups[name] == groups[name][number])
@@ -179,11 +153,11 @@ def test_groups_stay_whole_and_none_comes_twice_in_its_epoch(
         assert len(came) in np.cumsum([0, *map(len, members)]), "whole ones alone"
 
 
-def test_the_seed_of_an_order_is_that_of_the_run_and_of_the_name() -> None:
+def test_the_seed_of_an_order_is_that_of_the_run_and_of_the_name():
     assert len({seed_of(name, seed) for name in NAMES for seed in range(50)}) == 250
 
 
-def test_a_small_share_is_drawn_as_often_as_it_says_and_a_share_of_nothing_never() -> None:
+def test_a_small_share_is_drawn_as_often_as_it_says_and_a_share_of_nothing_never():
     lengths = lengths_of([90, 90, 90])
     mixture = mixed(lengths, [[0.5, 0.125, 0.0, 0, 0]], BatchSize(1), by_targets=False)
     rows, _ = drawn(mixture, mixture.begin(3), 50)
@@ -192,7 +166,7 @@ def test_a_small_share_is_drawn_as_often_as_it_says_and_a_share_of_nothing_never
     assert {step % 5 for step, batch in enumerate(rows) if batch[0][0] == "code"} == {first % 5}
 
 
-def test_a_domain_whose_share_becomes_nothing_is_not_drawn_though_it_is_owed() -> None:
+def test_a_domain_whose_share_becomes_nothing_is_not_drawn_though_it_is_owed():
     history = [[0.4, 0.3, 0.3, 0, 0], [0.4, 0.3, 0.3, 0, 0], [0.5, 0.5, 0.0, 0, 0], [0.1, 0.1, 0.8, 0, 0]]
     mixture = mixed(lengths_of([90, 90, 90]), history, BatchSize(1), by_targets=False)
     rows, state = drawn(mixture, mixture.begin(3), 3)
@@ -201,7 +175,7 @@ def test_a_domain_whose_share_becomes_nothing_is_not_drawn_though_it_is_owed() -
     assert drawn(mixture, state, 1)[0][0][0][0] == "papers", "it is made up for when there is a share again"
 
 
-def test_steps_are_counted_by_epochs_of_the_slowest_domain_and_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_counted_by_epochs_of_the_slowest_domain_and_by_tokens(monkeypatch):
     lengths = lengths_of([30, 10])
     mixture = mixed(lengths, [[1, 1, 1, 1, 1]], BatchSize(4), by_targets=False)
     assert mixture.steps(3, epochs=2) == 2 * 30 * 2 // 4
@@ -225,15 +199,15 @@ def test_steps_are_counted_by_epochs_of_the_slowest_domain_and_by_tokens(monkeyp
         ({"domains": {"chat": {}, "code": {}}}, "is damaged"),
     ],
 )
-def test_a_state_of_something_else_is_refused(change: dict[str, Any], what: str) -> None:
+def test_a_state_of_something_else_is_refused(change, what):
     mixture = mixed(lengths_of([20, 20]), [[1, 1, 1, 1, 1]], BatchSize(4), by_targets=False)
     state = drawn(mixture, mixture.begin(3), 2)[1].state()
     with pytest.raises(EvenloadError, match=what):
         mixture.resume({**state, **change}, 3)
 
 
-def test_a_domain_of_other_data_is_refused_by_name() -> None:
-    history: list[list[float]] = [[1, 1, 1, 1, 1]]
+def test_a_domain_of_other_data_is_refused_by_name():
+    history = [[1, 1, 1, 1, 1]]
     state = mixed(lengths_of([20, 20]), history, BatchSize(4), by_targets=False).begin(3).state()
     with pytest.raises(EvenloadError, match="the domain code: the data is not the data of the checkpoint"):
         mixed(lengths_of([20, 21]), history, BatchSize(4), by_targets=False).resume(state, 3)

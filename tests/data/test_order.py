@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -16,8 +14,8 @@ SIZES = st.one_of(st.integers(1, 40), st.integers(1020, 1030), st.integers(1, 50
 SEEDS = st.integers(0, 2**64)
 
 
-def taken(order: SampleOrder, counts: list[int]) -> tuple[list[int], SampleOrder]:
-    indices: list[int] = []
+def taken(order, counts):
+    indices = []
     for count in counts:
         batch, order = order.take(count)
         indices += batch.tolist()
@@ -83,7 +81,7 @@ def test_lazy_order_spreads_evenly_and_forgets_positions(size):
 
 
 def test_every_order_of_four_samples_is_about_as_frequent():
-    counts: dict[tuple[int, ...], int] = {}
+    counts = {}
     for seed in range(2400):
         drawn = tuple(permute(np.arange(4), 4, seed, 0).tolist())
         counts[drawn] = counts.get(drawn, 0) + 1
@@ -134,7 +132,7 @@ def test_nothing_to_order_and_nothing_to_take_are_refused():
 LENGTHS = np.random.default_rng(3).integers(2, 60, 700)
 
 
-def drawn(size: BatchSize, lengths: np.ndarray, seed: int, steps: int) -> list[list[int]]:
+def drawn(size, lengths, seed, steps):
     """The batches, each from a state that went through JSON."""
     order, batches = SampleOrder(len(lengths), seed), []
     for _ in range(steps):
@@ -145,7 +143,7 @@ def drawn(size: BatchSize, lengths: np.ndarray, seed: int, steps: int) -> list[l
 
 
 @given(st.lists(st.integers(2, 90), min_size=1, max_size=50), st.integers(1, 400), st.integers(0, 9))
-def test_a_batch_stops_with_the_sample_that_reaches_its_tokens(lengths: list[int], tokens: int, seed: int) -> None:
+def test_a_batch_stops_with_the_sample_that_reaches_its_tokens(lengths, tokens, seed):
     array, size = np.array(lengths), BatchSize(64, tokens)
     batches = drawn(size, array, seed, size.steps(array, seed, epochs=2))
     assert sorted(sample for batch in batches for sample in batch) == sorted(2 * list(range(len(lengths))))
@@ -157,7 +155,7 @@ def test_a_batch_stops_with_the_sample_that_reaches_its_tokens(lengths: list[int
         left = left or len(lengths)
 
 
-def test_long_batches_are_what_one_sample_after_the_other_gives() -> None:
+def test_long_batches_are_what_one_sample_after_the_other_gives():
     batches = drawn(BatchSize(64, 15_000), LENGTHS, 1, 2)
     order, _ = SampleOrder(len(LENGTHS), 1).take(len(LENGTHS))
     ends = [sum(map(len, batches[:k])) for k in range(3)]
@@ -166,14 +164,14 @@ def test_long_batches_are_what_one_sample_after_the_other_gives() -> None:
 
 
 @given(st.integers(1, 60_000), st.sampled_from([BatchSize(64), BatchSize(1000), BatchSize(64, 900)]))
-def test_steps_of_tokens_are_those_that_draw_them(tokens: int, size: BatchSize) -> None:
+def test_steps_of_tokens_are_those_that_draw_them(tokens, size):
     steps = size.steps(LENGTHS, 5, tokens=tokens)
     reached = np.cumsum([LENGTHS[batch].sum() for batch in drawn(size, LENGTHS, 5, steps)])
     assert reached[-1] >= tokens
     assert steps == 1 or reached[-2] < tokens
 
 
-def test_epochs_of_samples_need_no_draw_and_too_many_others_are_refused() -> None:
+def test_epochs_of_samples_need_no_draw_and_too_many_others_are_refused():
     assert BatchSize(64).steps(LENGTHS, 5, epochs=10**9) == 11 * 10**9
     assert (BatchSize(64).mean_samples(LENGTHS), BatchSize(64, 90).mean_samples(LENGTHS)) == (64, 3)
     with pytest.raises(EvenloadError, match="cannot be counted"):

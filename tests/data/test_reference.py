@@ -1,26 +1,22 @@
 """Losses of another model on disk: every token at its place, and none of other data."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data.mixed import MixedSource
 from evenload.data.reference import NAME, LossFiles, ReferenceLosses
-from evenload.data.sources import Source, open_source, targets_of
+from evenload.data.sources import open_source, targets_of
+
+from .files import jsonl
 
 
-def opened(folder: Path, name: str, count: int) -> Source:
+def opened(folder, name, count):
     sizes = [3 + (5 * i + ord(name)) % 11 for i in range(count)]
     rows = [{"input_ids": list(range(n)), "labels": [-100, *range(1, n)]} for n in sizes]
-    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return open_source(str(folder / f"{name}.jsonl"), max_length=64)
+    return open_source(jsonl(folder / f"{name}.jsonl", rows), max_length=64)
 
 
-def written(folder: Path, source: Source) -> dict[int, np.ndarray]:
+def written(folder, source):
     files, rng = LossFiles(folder, source), np.random.default_rng(0)
     losses = {i: rng.random(n).astype(np.float32) for i, n in enumerate(source.lengths.tolist())}
     for sample in reversed(list(losses)):
@@ -29,7 +25,7 @@ def written(folder: Path, source: Source) -> dict[int, np.ndarray]:
     return losses
 
 
-def test_every_token_is_where_it_was_whatever_stands_beside_it(tmp_path: Path) -> None:
+def test_every_token_is_where_it_was_whatever_stands_beside_it(tmp_path):
     a, b, c = (opened(tmp_path, name, count) for name, count in (("a", 7), ("b", 1), ("c", 5)))
     whole = MixedSource({"c": c, "a": a, "b": b})
     losses = written(tmp_path / "kept", whole)
@@ -47,7 +43,7 @@ def test_every_token_is_where_it_was_whatever_stands_beside_it(tmp_path: Path) -
     assert ReferenceLosses(tmp_path / "alone", b).of(0).tolist() == alone[0].tolist()
 
 
-def test_other_data_and_damaged_files_are_refused(tmp_path: Path) -> None:
+def test_other_data_and_damaged_files_are_refused(tmp_path):
     a, b = opened(tmp_path, "a", 7), opened(tmp_path, "b", 6)
     with pytest.raises(EvenloadError, match="not there, or not whole"):
         ReferenceLosses(tmp_path, a)

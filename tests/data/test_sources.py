@@ -8,6 +8,8 @@ from evenload.core.errors import EvenloadError
 from evenload.data import stdlib
 from evenload.data.sources import open_source
 
+from .files import tokenizer
+
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
@@ -121,8 +123,7 @@ def test_a_wrong_request_is_told_in_three_parts(tmp_path, spec, settings, messag
 
 
 def test_the_library_is_text_under_a_tokenizer(library, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer(tmp_path, {"a": 0}, "a")
     source = open_source("python-stdlib", max_length=None, tokenizer=str(tmp_path), min_length=1)
     assert source.report()["documents"] == 5
     assert source.name == "python-stdlib"
@@ -130,8 +131,7 @@ def test_the_library_is_text_under_a_tokenizer(library, tmp_path):
 
 
 def test_a_tokenizer_file_bounds_ids_that_are_stored_already(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer(tmp_path, {"a": 0}, "a")
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [0, 5]}\n')
     with pytest.raises(EvenloadError, match="ids up to 5, vocabulary of 1"):
         open_source(str(tmp_path / "ids.jsonl"), max_length=None, tokenizer=str(tmp_path))

@@ -6,19 +6,16 @@ from evenload.core.errors import EvenloadError
 from evenload.core.recipe.pretrained import folder_of
 from evenload.data.tokenizers import open_tokenizer
 
+from . import files
+
 TEXTS = ["two words", "", "w\u00f6rter \U0001f600", "two \ud800 words"]
 
 
 @pytest.fixture
 def tokenizer_file(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"two": 3, "words": 7, "<s>": 1, "?": 0}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    made.enable_truncation(2)
-    made.enable_padding(length=9)
-    made.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path / "tokenizer.json"
+    words = {"two": 3, "words": 7, "<s>": 1, "?": 0}
+    clipped = {"enable_truncation": {"max_length": 2}, "enable_padding": {"length": 9}}
+    return files.tokenizer(tmp_path, words, begin="<s>", **clipped)
 
 
 def test_bytes_are_the_utf8_of_the_text():

@@ -1,6 +1,5 @@
 """Prompts, chats and labels, from JSON Lines, arrow and parquet alike, against what `transformers` and TRL make."""
 
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from evenload.data.samples.cut import IGNORE
 from evenload.data.sources import open_source
 from evenload.data.tokenizers import FolderTokenizer
 
+from ..files import jsonl, table
 from .conftest import PLAIN
 
 QUESTION = {"role": "user", "content": "the name?"}
@@ -28,9 +28,7 @@ PAIRS = [
 
 
 def write(folder, rows):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
+    return jsonl(folder / "rows.jsonl", rows)
 
 
 def read(spec, tokenizer="bytes", **settings):
@@ -43,10 +41,7 @@ def read(spec, tokenizer="bytes", **settings):
 def test_every_format_gives_the_same(tmp_path, rows, kind, plain_folder):
     expected = read(write(tmp_path, rows), plain_folder)[1]
     if kind != "jsonl":
-        datasets = pytest.importorskip("datasets")
-        data = datasets.Dataset.from_list(rows)
-        data.save_to_disk(tmp_path / "saved") if kind == "arrow" else data.to_parquet(tmp_path / "a.parquet")
-        assert read(str(tmp_path / ("saved" if kind == "arrow" else "a.parquet")), plain_folder)[1] == expected
+        assert read(table(tmp_path, kind, rows), plain_folder)[1] == expected
     source, again = read(write(tmp_path, rows), plain_folder)
     assert again == expected
     assert source.targets.tolist() == [sum(label != IGNORE for label in labels[1:]) for _, labels in again]
@@ -122,7 +117,7 @@ def test_tools_are_handed_to_the_template(tmp_path, folder_with):
 
 def test_labels_may_be_other_tokens_and_are_cut_with_them(tmp_path):
     rows = [{"input_ids": [1, 2, 3, 4, 5, 6], "labels": [1, -100, 9, 4, -100, 6]}, {"input_ids": None, "labels": None}]
-    for spec in (write(tmp_path, rows), table(tmp_path, rows)):
+    for spec in (write(tmp_path, rows), table(tmp_path, "parquet", rows)):
         source, content = read(spec, max_length=4, long_samples="split")
         assert content == [([1, 2, 3, 4], [1, -100, 9, 4]), ([5, 6], [-100, 6])]
         assert source.targets.tolist() == [2, 1]
@@ -133,13 +128,6 @@ def test_labels_may_be_other_tokens_and_are_cut_with_them(tmp_path):
 def test_labels_that_are_the_tokens_cost_nothing(tmp_path):
     source, _ = read(write(tmp_path, [{"input_ids": [1, 2], "labels": [-100, 2]}]))
     assert source.targets is None
-
-
-def table(folder, rows):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
-    return str(folder / "rows.parquet")
 
 
 def test_the_end_of_sequence_is_put_where_it_is_asked_for(tmp_path, plain_folder, bare_folder):

@@ -1,28 +1,21 @@
 """Weights of targets that rows give in a field: every target has its own, wherever its document is cut."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data.samples.cut import IGNORE
-from evenload.data.sources import Source, open_source
+from evenload.data.sources import open_source
+
+from ..files import jsonl, table
 
 RANDOM = np.random.default_rng(0)
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
-
-
-def opened(spec: str, **settings: Any) -> Source:
+def opened(spec, **settings):
     return open_source(spec, **{"max_length": None, "weight_column": "w", **settings})
 
 
-def labelled(lengths: list[int], *, by_token: bool) -> list[dict[str, Any]]:
+def labelled(lengths, *, by_token):
     """Rows of token ids, some of which are no targets, with weights of any sign and 0."""
     rows = []
     for number, length in enumerate(lengths):
@@ -34,7 +27,7 @@ def labelled(lengths: list[int], *, by_token: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def expected(row: dict[str, Any]) -> list[float]:
+def expected(row):
     """The weight of each token of a row, 0 where it carries no loss."""
     targets = [place for place, label in enumerate(row["labels"]) if label != IGNORE and place]
     weights = [0.0] * len(row["labels"])
@@ -45,14 +38,11 @@ def expected(row: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("by_token", [False, True], ids=["a number a row", "one a target"])
 @pytest.mark.parametrize("long_samples", ["split", "truncate"])
-def test_every_target_has_its_own_weight_wherever_its_row_is_cut(
-    tmp_path: Path, long_samples: str, by_token: bool
-) -> None:
+def test_every_target_has_its_own_weight_wherever_its_row_is_cut(tmp_path, long_samples, by_token):
     rows = labelled([9, 1, 14, 30, 2, 7, 21, 3, 16], by_token=by_token)
-    settings: dict[str, Any] = {"max_length": 8, "long_samples": long_samples, "min_length": 1}
-    spec = written(tmp_path / "a.jsonl", rows)
+    settings = {"max_length": 8, "long_samples": long_samples, "min_length": 1}
+    spec = jsonl(tmp_path / "a.jsonl", rows)
     source, plain = opened(spec, **settings), open_source(spec, **settings)
-    assert source.weight_sums is not None
     pieces = [
         (row, start)
         for row in rows
@@ -64,7 +54,6 @@ def test_every_target_has_its_own_weight_wherever_its_row_is_cut(
         length = int(source.lengths[sample])
         weights, labels = expected(row)[start : start + 8], row["labels"][start : start + 8]
         target = [place for place, weight in enumerate(weights) if weight and place]
-        assert source.targets is not None
         assert source.targets[sample] == len(target)
         if target:  # it ends at its last one
             assert length == target[-1] + 1
@@ -75,11 +64,9 @@ def test_every_target_has_its_own_weight_wherever_its_row_is_cut(
         assert source.weight_sums[sample] == pytest.approx(sum(weights[place] for place in target), abs=1e-12)
 
 
-def test_weights_of_plain_text_count_from_its_second_token(tmp_path: Path) -> None:
+def test_weights_of_plain_text_count_from_its_second_token(tmp_path):
     rows = [{"text": "abcd", "w": [0.5, 0, -2]}, {"text": "", "w": []}, {"text": "xyz", "w": 0}, {"text": "uv", "w": 3}]
-    source = opened(written(tmp_path / "a.jsonl", rows))
-    assert source.targets is not None
-    assert source.weight_sums is not None
+    source = opened(jsonl(tmp_path / "a.jsonl", rows))
     assert source.lengths.tolist() == [4, 3, 2]
     assert source.targets.tolist() == [2, 0, 1]
     assert source.weight_sums.tolist() == [-1.5, 0.0, 3.0]
@@ -89,15 +76,14 @@ def test_weights_of_plain_text_count_from_its_second_token(tmp_path: Path) -> No
     assert source.report()["weight_sum"] == 1.5
 
 
-def test_a_list_goes_on_from_one_chat_of_a_row_to_the_next(tmp_path: Path, plain_folder: Path) -> None:
+def test_a_list_goes_on_from_one_chat_of_a_row_to_the_next(tmp_path, plain_folder):
     turns = [{"role": role, "content": "name"} for role in ("system", "user", "assistant")]
-    settings: dict[str, Any] = {"max_length": None, "tokenizer": str(plain_folder)}
-    bare = open_source(written(tmp_path / "a.jsonl", [{"messages": turns * 2}]), **settings)
-    assert bare.targets is not None
+    settings = {"max_length": None, "tokenizer": str(plain_folder)}
+    bare = open_source(jsonl(tmp_path / "a.jsonl", [{"messages": turns * 2}]), **settings)
     count = int(bare.targets[0])
     assert bare.targets.tolist() == [count, count]
     drawn = RANDOM.uniform(1, 2, 2 * count)
-    source = opened(written(tmp_path / "b.jsonl", [{"messages": turns * 2, "w": drawn.tolist()}]), **settings)
+    source = opened(jsonl(tmp_path / "b.jsonl", [{"messages": turns * 2, "w": drawn.tolist()}]), **settings)
     for sample in range(2):
         counted = source.labels(sample)[1:] != IGNORE
         wanted = drawn[sample * count : (sample + 1) * count]
@@ -106,33 +92,28 @@ def test_a_list_goes_on_from_one_chat_of_a_row_to_the_next(tmp_path: Path, plain
 
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])
 @pytest.mark.parametrize("by_token", [False, True], ids=["a number a row", "one a target"])
-def test_tables_give_the_weights_that_lines_give(tmp_path: Path, kind: str, by_token: bool) -> None:
-    datasets = pytest.importorskip("datasets")
+def test_tables_give_the_weights_that_lines_give(tmp_path, kind, by_token):
     rows = labelled([9, 3, 14, 5], by_token=by_token)
     rows = rows if by_token else [{**row, "w": float(row["w"])} for row in rows]
-    data = datasets.Dataset.from_list(rows)
-    data.save_to_disk(tmp_path / "saved") if kind == "arrow" else data.to_parquet(tmp_path / "a.parquet")
-    table = opened(str(tmp_path / ("saved" if kind == "arrow" else "a.parquet")))
-    lines = opened(written(tmp_path / "a.jsonl", rows))
-    assert table.weight_sums is not None
-    assert lines.weight_sums is not None
-    assert table.weight_sums.tolist() == lines.weight_sums.tolist()
-    assert all((table.weights(i) == lines.weights(i)).all() for i in range(len(table.lengths)))
+    saved = opened(table(tmp_path, kind, rows))
+    lines = opened(jsonl(tmp_path / "a.jsonl", rows))
+    assert saved.weight_sums.tolist() == lines.weight_sums.tolist()
+    assert all((saved.weights(i) == lines.weights(i)).all() for i in range(len(saved.lengths)))
 
 
-def test_weights_that_are_all_one_are_none(tmp_path: Path) -> None:
+def test_weights_that_are_all_one_are_none(tmp_path):
     rows = [{"text": "abcd", "w": 1}, {"text": "xyz", "w": [1.0, 1]}]
-    source, bare = opened(spec := written(tmp_path / "a.jsonl", rows)), open_source(spec, max_length=None)
+    source, bare = opened(spec := jsonl(tmp_path / "a.jsonl", rows)), open_source(spec, max_length=None)
     assert source.weight_sums is None
     assert source.targets is None
     assert source.fingerprint == bare.fingerprint
 
 
-def test_a_run_that_goes_on_notices_other_weights(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_notices_other_weights(tmp_path):
     prints = set()
     for number, weights in enumerate(([2.0, 1.0, 3.0], [1.0, 2.0, 3.0], 2.0)):
         rows = [{"text": "abcd", "w": weights}, {"text": "xyz", "w": 2}]
-        prints.add(opened(written(tmp_path / f"{number}.jsonl", rows)).fingerprint)
+        prints.add(opened(jsonl(tmp_path / f"{number}.jsonl", rows)).fingerprint)
     assert len(prints) == 3
 
 
@@ -150,19 +131,17 @@ def test_a_run_that_goes_on_notices_other_weights(tmp_path: Path) -> None:
         ([1.0] * 4, "4 numbers, 3 target tokens"),
     ],
 )
-def test_what_is_no_weight_is_refused_by_row(tmp_path: Path, weights: Any, error: str) -> None:
+def test_what_is_no_weight_is_refused_by_row(tmp_path, weights, error):
     rows = [{"text": "xy", "w": 1}, {"text": "abcd", "w": weights}]
     with pytest.raises(EvenloadError, match=error):
-        opened(written(tmp_path / "a.jsonl", rows))
+        opened(jsonl(tmp_path / "a.jsonl", rows))
 
 
-def test_a_weight_column_that_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_weight_column_that_is_missing_is_refused(tmp_path):
     rows = [{"text": "xy", "weight": 1}]
     with pytest.raises(EvenloadError, match=r"line 1 of .* has no field 'w' that data\.weight_column asks for"):
-        opened(written(tmp_path / "a.jsonl", rows))
+        opened(jsonl(tmp_path / "a.jsonl", rows))
     with pytest.raises(EvenloadError, match=r"no rows that give their weight\n.*data\.weight_column 'w'"):
         opened("python-stdlib")
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     with pytest.raises(EvenloadError, match="has no field 'w' that data"):
-        opened(str(tmp_path / "a.parquet"))
+        opened(table(tmp_path, "parquet", rows))
