@@ -5,19 +5,14 @@ Strategies of cases, as those of `cases`, which need torch and Transformers in t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
-from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
-_spec = importlib.util.spec_from_file_location("cases_beside", Path(__file__).with_name("cases.py"))
-assert _spec is not None
-assert _spec.loader is not None
-cases = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(cases)
+from . import cases
+from .cases import pick
 
 Case = dict[str, Any]
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -32,16 +27,9 @@ KEYS = ("data.source", "data.tokenizer", "data.max_length", "data.long_samples",
 KEYS += ("data.append_eos", "data.min_length", "adapter.r", "adapter.lora_alpha", "adapter.target_modules")
 KEYS += ("adapter.rank_pattern", "adapter.alpha_pattern", "adapter.lora_dropout", "train.steps", "train.epochs")
 KEYS += ("train.batch_size", "train.lr", "train.seed", "train.betas", "train.warmup_steps", "evaluate.source")
-KEYS += (
-    "evaluate.every",
-    "evaluate.patience",
-    "evaluate.batches",
-    "from",
-    "sweep",
-    "sweep.train.lr",
-    "sweep.adapter.r",
-)
-KEYS += ("sweep.halve_every", "data", "adapter", "train", "evaluate", "data.validation", "nope", "train.nope")
+KEYS += ("evaluate.every", "evaluate.patience", "evaluate.batches", "from", "sweep", "sweep.train.lr")
+KEYS += ("sweep.adapter.r", "sweep.halve_every", "data", "adapter", "train", "evaluate", "data.validation", "nope")
+KEYS += ("train.nope",)
 PATTERNS = ["(", "[", "*", "q_proj", "(a+)+$", "([a-z0-9_.]+)+!", "(?P<a>x)(?P<a>y)", "\\\\1", "(?<=a*)b", "a{99999}"]
 PATTERNS += ["((((((((((a*)*)*)*)*)*)*)*)*)*$", ".*" * 40 + "!", "(?:" * 500 + ")" * 500, "", "\\udcff", "x" * 9000]
 VALUES = [json.dumps({pattern: 4}) for pattern in PATTERNS] + [json.dumps([pattern]) for pattern in PATTERNS]
@@ -75,47 +63,28 @@ VALUES += [
     "tok/tokenizer.json",
 ]
 values = st.one_of(st.sampled_from(VALUES), cases.values)
-TEMPLATES = [
-    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}",
-    "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
-    "{% for i in range(99999999) %}{% for j in range(99999999) %}{% endfor %}{% endfor %}",
-    "{{ 'a' * 10 ** 9 }}",
-    "{{ 'a' * 10 ** 6 }}",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ cycler.__init__.__globals__.os.system('touch PWNED') }}",
-    "{{ raise_exception('no') }}",
-    "{{ messages[99].content }}",
-    "{% for m in messages %}",
-    "{{ 1 / 0 }}",
-    "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-    "{% include '/etc/passwd' %}",
-    "{{ messages | tojson(indent=100000000) }}",
-    "{{ '%1000000000d' | format(1) }}",
-    "{{ range(10 ** 12) | list }}",
-    "",
-    "\ud800",
-    "{{ strftime_now('%Y' * 10000000) }}",
-    "{# " + "x" * 5000 + " #}",
-]
-KWARGS = [
-    '{"chat_template": "{{ 1 }}"}',
-    '{"tokenize": true}',
-    '{"a": 1}',
-    "5",
-    "[]",
-    '{"tools": [1]}',
-    '{"messages": []}',
-]
-KWARGS += ['{"bos_token": "x"}', '{"conversation": 1}', '{"return_dict": true}', '{"add_generation_prompt": 7}', "null"]
-KWARGS += ['{"tokenizer_kwargs": {"a": 1}}', '{"": 1}', '{"self": 1}', '"{}"', '"["', '{"loop": {"a": [1, 2]}}']
+TEMPLATES = ["{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"]
+TEMPLATES += ["{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"]
+TEMPLATES += ["{% for i in range(99999999) %}{% for j in range(99999999) %}{% endfor %}{% endfor %}"]
+TEMPLATES += ["{{ 'a' * 10 ** 9 }}", "{{ 'a' * 10 ** 6 }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
+TEMPLATES += ["{{ cycler.__init__.__globals__.os.system('touch PWNED') }}", "{{ raise_exception('no') }}"]
+TEMPLATES += ["{{ messages[99].content }}", "{% for m in messages %}", "{{ 1 / 0 }}"]
+TEMPLATES += ["{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "{% include '/etc/passwd' %}"]
+TEMPLATES += ["{{ messages | tojson(indent=100000000) }}", "{{ '%1000000000d' | format(1) }}"]
+TEMPLATES += ["{{ range(10 ** 12) | list }}", "", "\ud800", "{{ strftime_now('%Y' * 10000000) }}"]
+TEMPLATES += ["{# " + "x" * 5000 + " #}"]
+KWARGS = ['{"chat_template": "{{ 1 }}"}', '{"tokenize": true}', '{"a": 1}', "5", "[]", '{"tools": [1]}']
+KWARGS += ['{"messages": []}', '{"bos_token": "x"}', '{"conversation": 1}', '{"return_dict": true}']
+KWARGS += ['{"add_generation_prompt": 7}', "null", '{"tokenizer_kwargs": {"a": 1}}', '{"": 1}', '{"self": 1}', '"{}"']
+KWARGS += ['"["', '{"loop": {"a": [1, 2]}}']
 
 
 @st.composite
 def tenant(draw: st.DrawFn) -> Case:
     """The file of a tenant: one with some values replaced, keys of any value, or what is none."""
-    how = draw(st.sampled_from(["line", "keys", "keys", "keys", "raw", "special"]))
+    how = pick(draw, ["line", "keys", "keys", "keys", "raw", "special"])
     if how == "line":
-        return draw(cases.put(TENANT))  # type: ignore[no-any-return]
+        return draw(cases.put(TENANT))
     if how == "keys":
         tree: dict[str, Any] = {"data": {"source": "good.jsonl"}}
         for key in draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3)):
@@ -124,7 +93,7 @@ def tenant(draw: st.DrawFn) -> Case:
             if isinstance(node, dict):
                 node[last or section] = draw(values)
         return {"text": cases._block(tree, "")}
-    return draw(cases.raw if how == "raw" else cases.special)  # type: ignore[no-any-return]
+    return draw(cases.raw if how == "raw" else cases.special)
 
 
 def _tensors(tensors: dict[str, tuple[str, list[int], int]]) -> bytes:
@@ -145,52 +114,38 @@ def safetensors(draw: st.DrawFn, names: dict[str, list[int]]) -> Case:
     }
     for name in draw(st.lists(st.sampled_from(sorted(names)), max_size=2, unique=True)):
         dtype, shape, size = tensors.pop(name)
-        dtype = draw(st.sampled_from([dtype, dtype, "F16", "I64", "F8_E4M3", "X", "BF16", "BOOL"]))
-        shape = draw(st.sampled_from([shape, shape, shape[::-1], [], [-1], [2**62, 4], [0], [2**31]]))
-        size = draw(st.sampled_from([size, size, 0, 1, 2**40, -4]))
-        new = draw(st.sampled_from([name, name, "", f"{name}.more", "__metadata__", "../x", "x" * 3000]))
+        dtype = pick(draw, [dtype, dtype, "F16", "I64", "F8_E4M3", "X", "BF16", "BOOL"])
+        shape = pick(draw, [shape, shape, shape[::-1], [], [-1], [2**62, 4], [0], [2**31]])
+        size = pick(draw, [size, size, 0, 1, 2**40, -4])
+        new = pick(draw, [name, name, "", f"{name}.more", "__metadata__", "../x", "x" * 3000])
         tensors[new] = (dtype, shape, size) if -1 < size < 2**30 else (dtype, shape, 8)
     data = bytearray(_tensors(tensors))
-    for _ in range(draw(st.sampled_from([0, 0, 1, 3]))):
-        data[draw(st.integers(0, min(len(data) - 1, 300)))] = draw(st.sampled_from([0, 34, 91, 125, 127, 255]))
-    return {"hex": bytes(data)[: draw(st.sampled_from([None, None, None, 4, 9, 100]))].hex()}
+    for _ in range(pick(draw, [0, 0, 1, 3])):
+        data[draw(st.integers(0, min(len(data) - 1, 300)))] = pick(draw, [0, 34, 91, 125, 127, 255])
+    return {"hex": bytes(data)[: pick(draw, [None, None, None, 4, 9, 100])].hex()}
 
 
 @st.composite
 def json_file(draw: st.DrawFn, good: dict[str, Any], more: tuple[str, ...] = ()) -> Case:
     """A JSON object with some values of any kind, with keys taken out, or what is none."""
     if draw(st.integers(0, 4)) == 0:
-        return draw(st.one_of(cases.raw, cases.special))  # type: ignore[no-any-return]
+        return draw(st.one_of(cases.raw, cases.special))
     pairs = {key: json.dumps(value) for key, value in good.items()}
     for key in draw(st.lists(st.sampled_from([*good, *more]), max_size=3)):
-        pairs[key] = draw(st.sampled_from([*ODD, *ODD, *VALUES[:8]]))
+        pairs[key] = pick(draw, [*ODD, *ODD, *VALUES[:8]])
     for key in draw(st.lists(st.sampled_from(sorted(good)), max_size=1)):
         pairs.pop(key, None)
     return {"text": "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in pairs.items()) + "}"}
 
 
 ODD = ["null", "0", "-1", "1.5", "1e400", "NaN", "true", '""', '"x"', '"yes"', "[]", "{}", "[1]", '["a"]', '{"a": 1}']
-ODD += [
-    "1" + "0" * 400,
-    '"\\ud800"',
-    '"\\u001b[31m"',
-    '"../../x"',
-    '"/etc/passwd"',
-    "[" * 400 + "]" * 400,
-    "2",
-    "[[1, 2]]",
-]
-ODD += ['"[bold]"', '"\\u0000"', f'"{"x" * 4000}"', "9007199254740993", '{"": null}', "[null]", '["q_proj", 5]']
+ODD += ["1" + "0" * 400, '"\\ud800"', '"\\u001b[31m"', '"../../x"', '"/etc/passwd"', "[" * 400 + "]" * 400, "2"]
+ODD += ["[[1, 2]]", '"[bold]"', '"\\u0000"', f'"{"x" * 4000}"', "9007199254740993", '{"": null}', "[null]"]
+ODD += ['["q_proj", 5]']
 ADAPTER = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 ADAPTER |= {"bias": "none", "lora_dropout": 0.0, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
-PEFT = (
-    "modules_to_save",
-    "layers_to_transform",
-    "exclude_modules",
-    "use_dora",
-    "init_lora_weights",
-    "layer_replication",
-)
+PEFT = ("modules_to_save", "layers_to_transform", "exclude_modules", "use_dora", "init_lora_weights")
+PEFT += ("layer_replication",)
 MATRICES = {f"base_model.model.{LAYER}.lora_A.weight": [4, 4], f"base_model.model.{LAYER}.lora_B.weight": [6, 4]}
 WORDS = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
 WORDS |= {"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None}
@@ -203,8 +158,8 @@ OF_TOKENIZER = ("chat_template", "auto_map", "added_tokens_decoder", "additional
 def chat_rows(draw: st.DrawFn) -> Case:
     """Chats, some of which hand their template what they like."""
     row = CHATS.strip()[:-1]
-    rows = [f'{row}, "chat_template_kwargs": {draw(st.sampled_from(KWARGS))}}}' for _ in range(draw(st.integers(0, 1)))]
-    rows += [f'{row}, "tools": {draw(st.sampled_from(ODD))}}}' for _ in range(draw(st.integers(0, 1)))]
+    rows = [f'{row}, "chat_template_kwargs": {pick(draw, KWARGS)}}}' for _ in range(draw(st.integers(0, 1)))]
+    rows += [f'{row}, "tools": {pick(draw, ODD)}}}' for _ in range(draw(st.integers(0, 1)))]
     return {"text": "\n".join([*rows, *[CHATS.strip()] * 12]) + "\n"}
 
 
@@ -212,13 +167,13 @@ def chat_rows(draw: st.DrawFn) -> Case:
 def tokenizer(draw: st.DrawFn) -> Case:
     """The files of a tokenizer's folder."""
     whole = st.just({"text": json.dumps(WORDS)})
-    config = {**TOKENIZER, **draw(st.sampled_from([{}, {"chat_template": draw(st.sampled_from(TEMPLATES))}]))}
+    config = {**TOKENIZER, **pick(draw, [{}, {"chat_template": draw(st.sampled_from(TEMPLATES))}])}
     return {
         "tok/tokenizer.json": draw(st.one_of(whole, whole, whole, json_file(WORDS))),
         "tok/tokenizer_config.json": draw(
             st.one_of(st.just({"text": json.dumps(config)}), json_file(config, OF_TOKENIZER))
         ),
-        "tok/chat_template.jinja": {"text": draw(st.sampled_from(TEMPLATES))},
+        "tok/chat_template.jinja": {"text": pick(draw, TEMPLATES)},
     }
 
 
@@ -244,7 +199,7 @@ def tenants(draw: st.DrawFn) -> Case:
     files: Case = {"good.jsonl": ROWS, "tenants/good.yaml": {"text": "data: {source: good.jsonl}\n"}}
     for name in draw(st.lists(st.sampled_from(FILES), min_size=1, max_size=2, unique=True)):
         files[f"tenants/{name}.yaml"] = draw(tenant())
-        left = draw(st.sampled_from(["", "", "", "metrics.jsonl", "status.json", "ranking.json", "folder", "error"]))
+        left = pick(draw, ["", "", "", "metrics.jsonl", "status.json", "ranking.json", "folder", "error"])
         if left == "folder":
             files[f"out/{name}"] = draw(st.one_of(cases.raw, cases.special))
         elif left == "error":
@@ -252,7 +207,7 @@ def tenants(draw: st.DrawFn) -> Case:
         elif left:
             whole = json_file(RANKING if left == "ranking.json" else STATUS)
             files[f"out/{name}/{left}"] = draw(st.one_of(whole, cases.raw, cases.special))
-    odd = draw(st.sampled_from(["", "", "", "tenants/stop", "tenants/loop.yaml", "tenants/x.yml", "tenants/.yaml"]))
+    odd = pick(draw, ["", "", "", "tenants/stop", "tenants/loop.yaml", "tenants/x.yml", "tenants/.yaml"])
     if odd:
         files[odd] = {"kind": "link", "to": "loop.yaml"} if "loop" in odd else draw(cases.special)
     files["d.jsonl"] = draw(st.one_of(cases.targets(), cases.jsonl(), cases.raw))
@@ -262,11 +217,11 @@ def tenants(draw: st.DrawFn) -> Case:
 @st.composite
 def adapters(draw: st.DrawFn) -> Case:
     """A tenant that goes on from a folder of PEFT."""
-    yaml = draw(st.sampled_from(["", "", "adapter: {r: 4, target_modules: [q_proj]}\n", "adapter: {r: 8}\n"]))
+    yaml = pick(draw, ["", "", "adapter: {r: 4, target_modules: [q_proj]}\n", "adapter: {r: 8}\n"])
     files: Case = {"good.jsonl": ROWS, "tenants/good.yaml": {"text": "data: {source: good.jsonl}\n"}}
     files["tenants/a.yaml"] = {"text": f"data: {{source: good.jsonl}}\nfrom: adapter\n{yaml}"}
     files["adapter/adapter_config.json"] = draw(json_file(ADAPTER, PEFT))
-    model = draw(st.sampled_from(["adapter_model.safetensors"] * 5 + ["adapter_model.bin"]))
+    model = pick(draw, ["adapter_model.safetensors"] * 5 + ["adapter_model.bin"])
     files[f"adapter/{model}"] = draw(st.one_of(safetensors(MATRICES), safetensors(MATRICES), cases.raw, cases.special))
     return {"call": "admit()", "files": files}
 
@@ -279,7 +234,7 @@ def templates(draw: st.DrawFn) -> Case:
         yaml = "data: {source: d.jsonl, tokenizer: tok, loss_on: all}\n"
         files |= {"good.jsonl": ROWS, "tenants/good.yaml": {"text": "data: {source: good.jsonl}\n"}}
         return {"call": "admit()", "files": {**files, "tenants/a.yaml": {"text": yaml}}}
-    loss = draw(st.sampled_from(["all", "completion"]))
+    loss = pick(draw, ["all", "completion"])
     settings = ["data.source=d.jsonl", "data.tokenizer=tok", f"data.loss_on={loss}"]
     files["r.yaml"] = {"text": cases.RECIPES["packing"]}
     return {"argv": cases.request("train", *settings), "files": files}
@@ -302,15 +257,15 @@ INDEX = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(WEIGHTS, "mo
 def folders(draw: st.DrawFn) -> Case:
     """A folder of Hugging Face's that a run begins from, under both trainers."""
     kinds = ["llama", "qwen2", "qwen3", "mixtral", "gpt2", "bert", "t5", "nope", ""]
-    config = {**MODEL, "model_type": draw(st.sampled_from(["llama"] * 6 + kinds))}
+    config = {**MODEL, "model_type": pick(draw, ["llama"] * 6 + kinds)}
     files: Case = {"hf/config.json": draw(json_file(config, OF_MODEL)), "r.yaml": {"text": cases.RECIPES["packing"]}}
-    name = draw(st.sampled_from(["model.safetensors"] * 6 + ["pytorch_model.bin", "adapter_model.safetensors"]))
+    name = pick(draw, ["model.safetensors"] * 6 + ["pytorch_model.bin", "adapter_model.safetensors"])
     files[f"hf/{name}"] = draw(st.one_of(safetensors(WEIGHTS), safetensors(WEIGHTS), cases.raw, cases.special))
     if draw(st.integers(0, 3)) == 0:
         files["hf/model.safetensors.index.json"] = draw(json_file(INDEX))
     if draw(st.integers(0, 3)) == 0:
         files |= {file.replace("tok/", "hf/"): content for file, content in draw(tokenizer()).items()}
-    verb, trainer = draw(st.sampled_from(["train", "verify", "plan"])), draw(st.sampled_from(["megatron", "deepspeed"]))
+    verb, trainer = pick(draw, ["train", "verify", "plan"]), pick(draw, ["megatron", "deepspeed"])
     files["text.jsonl"] = {"text": '{"text": "a b : a b a b"}\n', "times": 30}
     words = ("model={weights: hf}", f"trainer={trainer}", "data.source=text.jsonl")
     return {"argv": cases.request(verb, *words), "files": cases.beside(**files)}
@@ -322,17 +277,14 @@ MANIFEST = {"format": 1, "step": 2, "order": {}, "data": "f00d", "recipe": {"tra
 @st.composite
 def records(draw: st.DrawFn) -> Case:
     """What earlier runs left: states of tenants, rankings, manifests of checkpoints, logs."""
-    what = draw(st.sampled_from(["status", "ranking", "manifest", "manifest", "latest", "log"]))
+    what = pick(draw, ["status", "ranking", "manifest", "manifest", "latest", "log"])
     anything = st.one_of(cases.raw, cases.special)
     as_json = draw(cases.json_or_not)
     if what in ("status", "ranking"):
         files: Case = {"out/a/status.json": draw(json_file(STATUS))}
         if what == "ranking":
             files = {"out/a/status.json": {"text": json.dumps(STATUS)}, "out/a/ranking.json": draw(json_file(RANKING))}
-        return {
-            "argv": ["lora", draw(st.sampled_from(["out", "out", "tenants", ".", "out/a"])), *as_json],
-            "files": files,
-        }
+        return {"argv": ["lora", pick(draw, ["out", "out", "tenants", ".", "out/a"]), *as_json], "files": files}
     if what == "log":
         rows = st.sampled_from(
             [*cases.ROWS, '{"step": 3}', '{"step": 9}', '{"validation": {"step": 9}}', '{"step": "x"}']
@@ -347,8 +299,8 @@ def records(draw: st.DrawFn) -> Case:
     if what == "latest":
         files = {"kept/step00000002/evenload.json": {"text": json.dumps({**MANIFEST, "recipe": recipe})}}
         files["kept/latest"] = draw(st.one_of(anything, st.sampled_from(cases.TEXTS).map(lambda text: {"text": text})))
-    out = draw(st.sampled_from(["new", "new", "new", "kept", "", "/dev/null", "ok.txt", "a" * 300, "new/below"]))
-    folder = draw(st.sampled_from(["kept", "kept/step00000002", "nope"]))
+    out = pick(draw, ["new", "new", "new", "kept", "", "/dev/null", "ok.txt", "a" * 300, "new/below"])
+    folder = pick(draw, ["kept", "kept/step00000002", "nope"])
     return {"argv": ["export", folder, "--out", out, *as_json], "files": cases.beside(**files)}
 
 
@@ -358,8 +310,6 @@ def company(draw: st.DrawFn) -> Case:
     files: Case = {"good.jsonl": ROWS, "tenants/good.yaml": {"text": "data: {source: good.jsonl}\n"}}
     files |= {"tenants/a.yaml": draw(st.one_of(tenant(), st.just({"text": TENANT}))), "l.txt": {"text": cases.LENGTHS}}
     recipe = cases.RECIPES["packing"].replace("plugins: {", "plugins: {lora: {enabled: true, tenants: tenants}, ")
-    more = draw(
-        st.sampled_from([[], [], ["--lengths", "a=l.txt"], ["--lengths", "good=nope"], ["--lengths", "=l.txt"]])
-    )
+    more = pick(draw, [[], [], ["--lengths", "a=l.txt"], ["--lengths", "good=nope"], ["--lengths", "=l.txt"]])
     words = ["plan", "r.yaml", "model.vocab_size=300", *more, *draw(cases.json_or_not)]
     return {"argv": words, "files": cases.beside(**files, **{"r.yaml": {"text": recipe}})}

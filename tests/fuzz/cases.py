@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from evenload.api import load_plugins
@@ -19,6 +20,11 @@ load_plugins()
 
 Case = dict[str, Any]
 Strategy = st.SearchStrategy
+
+
+def pick(draw: st.DrawFn, options: Sequence[Any]) -> Any:
+    return draw(st.sampled_from(options))
+
 
 LENGTHS = "\n".join(str(2 + 7 * i % 50) for i in range(40)) + "\n"
 SMALL = "model: {num_layers: 2, hidden_size: 16, num_attention_heads: 2}\ntrain: {global_batch_size: 4}\n"
@@ -76,56 +82,16 @@ def bomb(levels: int) -> str:
 INTEGERS = ["-1", "0", "1", "2", "3", "7", "16", "4096", "100000", "9223372036854775808", "1" + "0" * 30, "1" * 5000]
 NUMBERS = [".nan", ".inf", "-.inf", "1e400", "1.0e-320", "-0.0", "0.5", "1.5", "1e18", "1.0e+308", "-1.0e+308", "0x10"]
 NUMBERS += ["0o17", "1_000", "1:30:45", "0x" + "f" * 5000, "0b" + "1" * 9000, "1:" + "0:" * 3000 + "0", "\u0661"]
-TEXTS = [
-    '""',
-    "' '",
-    r'"\x00"',
-    r'"\ud800"',
-    r'"\e[31m"',
-    '"a\\nb"',
-    "\U0001f600",
-    '"\u202eevil"',
-    "a" * 3000,
-    "%s",
-    "{0}",
-]
-TEXTS += [
-    '"[/]"',
-    '"[bold]x[/bold]"',
-    '"[link=http://x]"',
-    "'$\\frac{'",
-    "'<script>'",
-    ":smile:",
-    "auto",
-    "off",
-    "ring",
-]
+TEXTS = ['""', "' '", r'"\x00"', r'"\ud800"', r'"\e[31m"', '"a\\nb"', "\U0001f600", '"\u202eevil"', "a" * 3000, "%s"]
+TEXTS += ["{0}", '"[/]"', '"[bold]x[/bold]"', '"[link=http://x]"', "'$\\frac{'", "'<script>'", ":smile:", "auto", "off"]
+TEXTS += ["ring"]
 PATHS = ["/", ".", "/dev/zero", "/dev/stdin", "/proc/self/mem", "../..", "~nobody/x", "~", "a" * 300, "a/" * 500 + "b"]
-PATHS += [
-    "nope.yaml",
-    "pipe",
-    "folder",
-    "loop",
-    "a.yaml/b",
-    '"\\0.yaml"',
-    "/dev/full",
-    "sub/x.json",
-    "ok.txt",
-    "*",
-    "**",
-]
+PATHS += ["nope.yaml", "pipe", "folder", "loop", "a.yaml/b", '"\\0.yaml"', "/dev/full", "sub/x.json", "ok.txt", "*"]
+PATHS += ["**"]
 SHAPES = ["[]", "{}", "[1]", "{a: 1}", "{1: 2}", "{null: 1}", "{[1]: 2}", "null", "~", "true", "[[1], [2]]", "[1, x]"]
-TAGS = [
-    "2001-01-01",
-    "2001-99-99",
-    "2001-01-01 99:99:99",
-    "!!binary aGVsbG8=",
-    '!!binary "@@"',
-    "!!set {a, b}",
-    '!!int "x"',
-]
-TAGS += ['!!float ""', '!!timestamp "x"', "!!omap [1]", "!x y", '!!python/object/apply:os.system ["touch PWNED"]']
-TAGS += ["!!python/name:os.system", "!!python/module:antigravity"]
+TAGS = ["2001-01-01", "2001-99-99", "2001-01-01 99:99:99", "!!binary aGVsbG8=", '!!binary "@@"', "!!set {a, b}"]
+TAGS += ['!!int "x"', '!!float ""', '!!timestamp "x"', "!!omap [1]", "!x y"]
+TAGS += ['!!python/object/apply:os.system ["touch PWNED"]', "!!python/name:os.system", "!!python/module:antigravity"]
 BROKEN = ["*a", "&a [*a]", "&a {b: *a}", "<<", "=", "@", "`", "%", '"', "'", "[" * 3000, "{a: " * 2000, "- - -", "? "]
 BROKEN += [bomb(9), bomb(3), "&a 1", "[", "]", ": ", "a: b: c", "\t", "# x", "---\n1\n---\n2", "&" + "a" * 2000 + " 1"]
 NASTY = [*INTEGERS, *NUMBERS, *TEXTS, *PATHS, *SHAPES, *TAGS, *BROKEN]
@@ -187,7 +153,7 @@ def put(draw: st.DrawFn, text: str) -> Case:
     """A YAML text with one value replaced, one line dropped, or one line doubled."""
     lines = text.splitlines()
     place = draw(st.integers(0, len(lines) - 1))
-    how = draw(st.sampled_from(["inner", "value", "value", "drop", "twice", "unknown"]))
+    how = pick(draw, ["inner", "value", "value", "drop", "twice", "unknown"])
     head, _, rest = lines[place].partition(": ")
     if how == "inner" and rest.startswith("{"):
         parts = rest[1:-1].split(", ")
@@ -232,21 +198,17 @@ def _npy(header: str, data: bytes) -> bytes:
 @st.composite
 def npy(draw: st.DrawFn) -> Case:
     """A .npy file whose header says anything."""
-    descr = draw(
-        st.sampled_from(
-            ["'<i8'", "'>i4'", "'|u1'", "'<f8'", "'|O'", "'|b1'", "'<M8[s]'", "[('a', '<i8')]", "5", "'<U9'"]
-        )
+    descr = pick(
+        draw, ["'<i8'", "'>i4'", "'|u1'", "'<f8'", "'|O'", "'|b1'", "'<M8[s]'", "[('a', '<i8')]", "5", "'<U9'"]
     )
-    shape = draw(
-        st.sampled_from(
-            ["(40,)", "(3,)", "(0,)", "()", "(2, 2)", "(-5,)", "(True,)", "(10000000000000,)", "'x'", "(1.5,)"]
-        )
+    shape = pick(
+        draw, ["(40,)", "(3,)", "(0,)", "()", "(2, 2)", "(-5,)", "(True,)", "(10000000000000,)", "'x'", "(1.5,)"]
     )
-    head = draw(st.sampled_from(["", "", "", "(" * 5000, "{" * 100, "__import__('os').system('touch PWNED')", "\0"]))
+    head = pick(draw, ["", "", "", "(" * 5000, "{" * 100, "__import__('os').system('touch PWNED')", "\0"])
     header = head or f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"
-    data = draw(st.sampled_from([b"\7\0\0\0\0\0\0\0" * 40, b"", b"\xff" * 320, b"\0" * 320, b"\7" * 320]))
-    magic = draw(st.sampled_from([b"", b"", b"", b"PK\3\4", b"\x80\4"]))
-    cut = draw(st.sampled_from([None, None, 7, 20, 100]))
+    data = pick(draw, [b"\7\0\0\0\0\0\0\0" * 40, b"", b"\xff" * 320, b"\0" * 320, b"\7" * 320])
+    magic = pick(draw, [b"", b"", b"", b"PK\3\4", b"\x80\4"])
+    cut = pick(draw, [None, None, 7, 20, 100])
     return {"hex": (magic + _npy(header, data))[:cut].hex()}
 
 
@@ -257,71 +219,38 @@ def txt(draw: st.DrawFn) -> Case:
             st.one_of(st.sampled_from(["5", "40", "1099511627776", "1e3", "nan", "", *INTEGERS]), words), max_size=6
         )
     )
-    end = draw(st.sampled_from(["\n", "\r\n", "\r", "\x0b", " "]))
-    return {
-        "text": end.join([*lines, *["9"] * draw(st.sampled_from([0, 40]))]),
-        "times": draw(st.sampled_from([1, 1, 50])),
-    }
+    end = pick(draw, ["\n", "\r\n", "\r", "\x0b", " "])
+    return {"text": end.join([*lines, *["9"] * pick(draw, [0, 40])]), "times": pick(draw, [1, 1, 50])}
 
 
 ROWS = ['{"length": 9}', "9", '{"text": "abc def"}', '{"input_ids": [1, 2, 3]}', '{"tokens": [1, 1099511627776]}']
 ROWS += ['{"length": 5.5}', "NaN", "Infinity", "true", "null", '"5"', "-5", "0", "1" + "0" * 5000, "1e400", "[" * 5000]
-ROWS += [
-    '{"a":' * 5000,
-    "[1, 2]",
-    '{"foo": 5}',
-    '{"length": [5]}',
-    '{"input_ids": []}',
-    '{"input_ids": [1, -2]}',
-    "{",
-    "",
-]
-ROWS += [
-    '{"text": "\\ud800"}',
-    '{"text": ""}',
-    '{"text": null}',
-    '{"length": 1, "length": 2}',
-    '{"": 1}',
-    '{"text": {"a": 1}}',
-]
+ROWS += ['{"a":' * 5000, "[1, 2]", '{"foo": 5}', '{"length": [5]}', '{"input_ids": []}', '{"input_ids": [1, -2]}', "{"]
+ROWS += ["", '{"text": "\\ud800"}', '{"text": ""}', '{"text": null}', '{"length": 1, "length": 2}', '{"": 1}']
+ROWS += ['{"text": {"a": 1}}']
 
 
 @st.composite
 def jsonl(draw: st.DrawFn) -> Case:
     rows = draw(st.lists(st.one_of(st.sampled_from(ROWS[:4]), st.sampled_from(ROWS)), max_size=5))
-    return {"text": "\n".join([*rows, *[draw(st.sampled_from(ROWS[:4]))] * draw(st.sampled_from([0, 30]))])}
+    return {"text": "\n".join([*rows, *[pick(draw, ROWS[:4])] * pick(draw, [0, 30])])}
 
 
-FIELDS = (
-    {"prompt": '"a"', "completion": '"bc"'},
-    {"input_ids": "[1, 2, 3]", "labels": "[-100, 7, 3]"},
-    {"messages": ""},
-)
+FIELDS = ({"prompt": '"a"', "completion": '"bc"'}, {"input_ids": "[1, 2, 3]", "labels": "[-100, 7, 3]"})
+FIELDS += ({"messages": ""},)
 CHAT = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
-PARTS = [
-    "null",
-    "1",
-    '""',
-    '"\\ud800"',
-    "[]",
-    "[1, 2, 3]",
-    "[-100, -100, -100]",
-    "[-1, 2, 3]",
-    "[1e400]",
-    "[null]",
-    CHAT,
-]
-PARTS += ['[{"role": "usr", "content": 1}]', "[{}]", "[[]]", "1" + "0" * 5000, "[" * 40 + "]" * 40]
+PARTS = ["null", "1", '""', '"\\ud800"', "[]", "[1, 2, 3]", "[-100, -100, -100]", "[-1, 2, 3]", "[1e400]", "[null]"]
+PARTS += [CHAT, '[{"role": "usr", "content": 1}]', "[{}]", "[[]]", "1" + "0" * 5000, "[" * 40 + "]" * 40]
 
 
 @st.composite
 def targets(draw: st.DrawFn) -> Case:
     """JSON Lines of prompts, labels or chats: thirty good rows behind some with an odd part, or with one more."""
-    good = {name: part or CHAT for name, part in draw(st.sampled_from(FIELDS)).items()}
+    good = {name: part or CHAT for name, part in pick(draw, FIELDS).items()}
     rows = []
     for _ in range(draw(st.integers(0, 3))):
-        row = {**good, draw(st.sampled_from([*good, "text", "messages", "tools"])): draw(st.sampled_from(PARTS))}
-        dropped = draw(st.sampled_from([*good, None, None, None]))
+        row = {**good, pick(draw, [*good, "text", "messages", "tools"]): pick(draw, PARTS)}
+        dropped = pick(draw, [*good, None, None, None])
         rows.append({name: part for name, part in row.items() if name != dropped})
     pairs = [", ".join(f'"{name}": {part}' for name, part in row.items()) for row in [*rows, *[good] * 30]]
     return {"text": "\n".join(f"{{{row}}}" for row in pairs)}
@@ -333,8 +262,8 @@ def idx(draw: st.DrawFn) -> Case:
     good = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 8, 9) + struct.pack("<8i", *[10] * 8)
     data = bytearray(good + struct.pack("<8q", *[20 * i for i in range(8)]) + struct.pack("<9q", *range(9)))
     for _ in range(draw(st.integers(0, 3))):
-        data[draw(st.integers(0, len(data) - 1))] = draw(st.sampled_from([0, 1, 127, 128, 255]))
-    return {"hex": bytes(data)[: draw(st.sampled_from([None, None, 10, 60, 150]))].hex()}
+        data[draw(st.integers(0, len(data) - 1))] = pick(draw, [0, 1, 127, 128, 255])
+    return {"hex": bytes(data)[: pick(draw, [None, None, 10, 60, 150])].hex()}
 
 
 OF_SUFFIX: dict[str, Strategy[Case]] = {".npy": npy(), ".txt": txt(), ".jsonl": jsonl(), ".idx": idx()}
@@ -365,37 +294,21 @@ def overrides(draw: st.DrawFn) -> Case:
     settings = [typed(f"{key}={value}") for key, value in pairs]
     if draw(st.integers(0, 20)) == 0:
         settings.append(typed(draw(words)))
-    recipe = draw(st.sampled_from(sorted(RECIPES)))
-    argv = request(draw(st.sampled_from(VERBS)), *settings, *draw(json_or_not))
+    recipe = pick(draw, sorted(RECIPES))
+    argv = request(pick(draw, VERBS), *settings, *draw(json_or_not))
     return {"argv": argv, "files": beside(**{"r.yaml": {"text": RECIPES[recipe]}})}
 
 
-ODD_KEYS = [
-    "a.b",
-    "plugins.nope.x",
-    "model.__class__",
-    "model_config",
-    "deepspeed.config.a.b",
-    "a" * 3000,
-    "a." * 3000 + "b",
-]
-ODD_KEYS += [
-    ".",
-    "..",
-    "model.",
-    ".model",
-    "model..x",
-    "Model.num_layers",
-    " model.num_layers",
-    "plugins.packing.enabled.x",
-]
+ODD_KEYS = ["a.b", "plugins.nope.x", "model.__class__", "model_config", "deepspeed.config.a.b", "a" * 3000]
+ODD_KEYS += ["a." * 3000 + "b", ".", "..", "model.", ".model", "model..x", "Model.num_layers", " model.num_layers"]
+ODD_KEYS += ["plugins.packing.enabled.x"]
 
 
 @st.composite
 def recipe_files(draw: st.DrawFn) -> Case:
     recipe = st.sampled_from(sorted(RECIPES)).flatmap(lambda name: put(RECIPES[name]))
     content = draw(st.one_of(recipe_text(), recipe, raw, special))
-    argv = request(draw(st.sampled_from([*VERBS, "run"])), *draw(json_or_not))
+    argv = request(pick(draw, [*VERBS, "run"]), *draw(json_or_not))
     argv = [word for word in argv if argv[0] != "run" or word != "--json"]
     return {"argv": argv, "files": beside(**{"r.yaml": content})}
 
@@ -403,23 +316,21 @@ def recipe_files(draw: st.DrawFn) -> Case:
 @st.composite
 def machine_files(draw: st.DrawFn) -> Case:
     """Clusters and cost models, planned for with whatever they say."""
-    what = draw(st.sampled_from(["cluster", "costs"]))
-    text = CLUSTER if what == "cluster" else draw(st.sampled_from([COSTS, TOTALS]))
+    what = pick(draw, ["cluster", "costs"])
+    text = CLUSTER if what == "cluster" else pick(draw, [COSTS, TOTALS])
     content = draw(st.one_of(put(text), put(text), put(text), raw, special))
-    recipe = draw(st.sampled_from(sorted(RECIPES)))
-    verb = draw(st.sampled_from(["plan", "plan", "plan", "train"]))
+    recipe = pick(draw, sorted(RECIPES))
+    verb = pick(draw, ["plan", "plan", "plan", "train"])
     argv = request(verb, f"{what}=c.yaml", *draw(json_or_not))
     return {"argv": argv, "files": beside(**{"r.yaml": {"text": RECIPES[recipe]}, "c.yaml": content})}
 
 
 @st.composite
 def length_files(draw: st.DrawFn) -> Case:
-    suffix = draw(st.sampled_from(sorted(OF_SUFFIX)))
+    suffix = pick(draw, sorted(OF_SUFFIX))
     content = draw(st.one_of(OF_SUFFIX[suffix], OF_SUFFIX[suffix], raw, special))
-    name = draw(st.sampled_from([f"l{suffix}", f"l{suffix}", f"l{suffix}", "l.csv", "l", ".npy", f"l{suffix.upper()}"]))
-    long = draw(
-        st.sampled_from([[], ["data.long_samples=drop"], ["data.long_samples=truncate"], ["data.max_length=2"]])
-    )
+    name = pick(draw, [f"l{suffix}", f"l{suffix}", f"l{suffix}", "l.csv", "l", ".npy", f"l{suffix.upper()}"])
+    long = pick(draw, [[], ["data.long_samples=drop"], ["data.long_samples=truncate"], ["data.max_length=2"]])
     argv = request("plan", *long, *draw(json_or_not), lengths=name)
     if draw(st.integers(0, 5)) == 0:
         argv += ["--sweep", "parallel.dp=1,2"]
@@ -438,9 +349,9 @@ def load_files(draw: st.DrawFn) -> Case:
     """Recorded loads: a number replaced, a line changed, dropped or cut short, or what is none."""
     lines = list(LOADS)
     place = draw(st.integers(0, len(lines) - 1))
-    how = draw(st.sampled_from(["number", "number", "line", "drop", "twice", "cut", "whole"]))
+    how = pick(draw, ["number", "number", "line", "drop", "twice", "cut", "whole"])
     if how == "number":
-        at = draw(st.sampled_from([found.span() for found in re.finditer(r"\d+", lines[place])]))
+        at = pick(draw, [found.span() for found in re.finditer(r"\d+", lines[place])])
         lines[place] = lines[place][: at[0]] + draw(values) + lines[place][at[1] :]
     elif how == "line":
         lines[place] = draw(st.one_of(st.sampled_from(ROWS), st.sampled_from(LOADS), words))
@@ -451,7 +362,7 @@ def load_files(draw: st.DrawFn) -> Case:
     text = "".join(f"{line}\n" for line in lines)
     content = {"text": text[: draw(st.integers(0, len(text)))] if how == "cut" else text}
     files = {"r.yaml": {"text": RECIPES["moe"]}, "loads.jsonl": draw(st.one_of(st.just(content), raw, special))}
-    argv = request("plan", "--loads", "loads.jsonl", f"parallel.ep={draw(st.sampled_from([1, 2, 4]))}", "parallel.dp=4")
+    argv = request("plan", "--loads", "loads.jsonl", f"parallel.ep={pick(draw, [1, 2, 4])}", "parallel.dp=4")
     return {"argv": [*argv, *draw(json_or_not)], "files": beside(**files)}
 
 
@@ -464,10 +375,8 @@ CONFIG += '"intermediate_size": 32}'
 @st.composite
 def data_files(draw: st.DrawFn) -> Case:
     """What training reads: samples, tokenizers, the config of a model."""
-    what = draw(
-        st.sampled_from(
-            ["jsonl", "targets", "targets", "idx", "bin", "arrow", "parquet", "state", "tokenizer", "config", "name"]
-        )
+    what = pick(
+        draw, ["jsonl", "targets", "targets", "idx", "bin", "arrow", "parquet", "state", "tokenizer", "config", "name"]
     )
     files: Case = {"r.yaml": {"text": RECIPES["deepspeed" if what == "config" else "packing"]}}
     anything = st.one_of(raw, special)
@@ -488,129 +397,40 @@ def data_files(draw: st.DrawFn) -> Case:
         files["c.json"] = draw(st.one_of(odd.map(lambda text: {"text": text}), anything))
         setting = "model.config=c.json"
     elif what == "name":
-        key = draw(st.sampled_from(["data.source", "data.tokenizer", "model.config", "cluster", "costs"]))
+        key = pick(draw, ["data.source", "data.tokenizer", "model.config", "cluster", "costs"])
         setting = typed(f"{key}={draw(values)}")
     else:
         files[f"d.{what}"] = draw(anything)
         setting = f"data.tokenizer=d.{what}" if what == "tokenizer" else f"data.source=d.{what}"
-    argv = request(draw(st.sampled_from(["train", "verify", "bench", "plan"])), setting)
+    argv = request(pick(draw, ["train", "verify", "bench", "plan"]), setting)
     return {"argv": argv, "files": beside(**files)}
 
 
-STATES = [
-    "[]",
-    "{}",
-    '{"_data_files": 1}',
-    '{"_data_files": [1]}',
-    '{"_data_files": [{"filename": "../ok.txt"}]}',
-    '{"a": NaN}',
-]
-STATES += [
-    '{"_data_files": []}',
-    '{"_data_files": [{"filename": 5}]}',
-    '{"_data_files": [{"filename": "\\u0000"}]}',
-    '{"_data_files": {}}',
-]
+STATES = ["[]", "{}", '{"_data_files": 1}', '{"_data_files": [1]}', '{"_data_files": [{"filename": "../ok.txt"}]}']
+STATES += ['{"a": NaN}', '{"_data_files": []}', '{"_data_files": [{"filename": 5}]}']
+STATES += ['{"_data_files": [{"filename": "\\u0000"}]}', '{"_data_files": {}}']
 
-COUNTS = [
-    "-1",
-    "0",
-    "1",
-    "2",
-    "3",
-    "7",
-    "100000",
-    "1000000000000",
-    "9223372036854775808",
-    "1" * 5000,
-    "1.5",
-    "nan",
-    "",
-    " ",
-    "x",
-]
-COUNTS += ["0x10", "1e3", "\u0661", "--", "-", "1 ", "+2", "1_0", "2\n", "True", "\udcff"]
-OUTS = [
-    "out.json",
-    "t.html",
-    "t.json.gz",
-    "pipe",
-    "folder",
-    "loop",
-    "/nope/x.json",
-    "/dev/full",
-    "/dev/null",
-    "a" * 300 + ".json",
-]
-OUTS += [
-    "",
-    ".",
-    "-",
-    "sub/x.json",
-    "\udcff.json",
-    "x\ny.html",
-    "/proc/x.json",
-    "~nobody/x.json",
-    "a" * 300 + ".html",
-    "loop.html",
-]
-SWEEPS = [
-    "parallel.dp=1,2",
-    "parallel.cp=1,2",
-    "a",
-    "=",
-    "=1",
-    "parallel.cp=",
-    "parallel.cp=,",
-    "parallel.cp=1,1",
-    "parallel.cp=1,true",
-]
-SWEEPS += [
-    "parallel.cp=" + ",".join(map(str, range(1, 300))),
-    "parallel={cp: 1},{cp: 2}",
-    "plugins.packing.enabled=on,off",
-]
-SWEEPS += [
-    "cluster=a100,nope",
-    'data.text_key="[/]",b',
-    'data.text_key="[bold]",b',
-    "train.lr=.nan,.nan",
-    "deepspeed.config.x=1,2",
-]
-SWEEPS += [
-    "parallel.cp=]",
-    "parallel.cp=1], [2",
-    "parallel.cp=*a",
-    "train.lr=2001-99-99,1",
-    'data.text_key="$\\\\frac{",":smile:"',
-]
-AGAINST = [
-    "stock",
-    "nope",
-    "stock,stock",
-    ",",
-    " stock ",
-    "STOCK",
-    "[/]",
-    "stock," * 500,
-    "stock\n",
-    "__class__",
-    "",
-    "in_order",
-]
+COUNTS = ["-1", "0", "1", "2", "3", "7", "100000", "1000000000000", "9223372036854775808", "1" * 5000, "1.5", "nan", ""]
+COUNTS += [" ", "x", "0x10", "1e3", "\u0661", "--", "-", "1 ", "+2", "1_0", "2\n", "True", "\udcff"]
+OUTS = ["out.json", "t.html", "t.json.gz", "pipe", "folder", "loop", "/nope/x.json", "/dev/full", "/dev/null"]
+OUTS += ["a" * 300 + ".json", "", ".", "-", "sub/x.json", "\udcff.json", "x\ny.html", "/proc/x.json", "~nobody/x.json"]
+OUTS += ["a" * 300 + ".html", "loop.html"]
+SWEEPS = ["parallel.dp=1,2", "parallel.cp=1,2", "a", "=", "=1", "parallel.cp=", "parallel.cp=,", "parallel.cp=1,1"]
+SWEEPS += ["parallel.cp=1,true", "parallel.cp=" + ",".join(map(str, range(1, 300))), "parallel={cp: 1},{cp: 2}"]
+SWEEPS += ["plugins.packing.enabled=on,off", "cluster=a100,nope", 'data.text_key="[/]",b', 'data.text_key="[bold]",b']
+SWEEPS += ["train.lr=.nan,.nan", "deepspeed.config.x=1,2", "parallel.cp=]", "parallel.cp=1], [2", "parallel.cp=*a"]
+SWEEPS += ["train.lr=2001-99-99,1", 'data.text_key="$\\\\frac{",":smile:"']
+AGAINST = ["stock", "nope", "stock,stock", ",", " stock ", "STOCK", "[/]", "stock," * 500, "stock\n", "__class__", ""]
+AGAINST += ["in_order"]
 
 
 @st.composite
 def arguments(draw: st.DrawFn, pictures: tuple[str, ...] = ("--out", "--report", "--trace", "--plot")) -> Case:
     """Options of every verb with values of any kind, words that are none, and too few of them."""
-    verb = draw(
-        st.sampled_from(
-            ["plan", "plan", "plan", "train", "verify", "bench", "profile", "run", "schema", "plugins", "nope"]
-        )
+    verb = pick(
+        draw, ["plan", "plan", "plan", "train", "verify", "bench", "profile", "run", "schema", "plugins", "nope"]
     )
-    recipe = draw(
-        st.sampled_from(["r.yaml"] * 8 + ["", "nope.yaml", "-", "--", "folder", "pipe", "a" * 9000, "http://x/r.yaml"])
-    )
+    recipe = pick(draw, ["r.yaml"] * 8 + ["", "nope.yaml", "-", "--", "folder", "pipe", "a" * 9000, "http://x/r.yaml"])
     argv = request(verb, recipe=recipe) if verb not in ("schema", "plugins", "nope") else [verb]
     options: dict[str, Strategy[str]] = {
         "--nproc": st.sampled_from(COUNTS),
@@ -630,14 +450,12 @@ def arguments(draw: st.DrawFn, pictures: tuple[str, ...] = ("--out", "--report",
     }.get(verb, ["--nproc", "--against", "--trace"])
     for option in draw(st.lists(st.sampled_from(of_verb), max_size=3)):
         argv += [option, typed(draw(options.get(option, words)))]
-    argv += draw(
-        st.sampled_from(
-            [[], [], [], ["--json"], ["--json"], ["parallel.dp=null"], ["-x"], ["[/]"], ["--help"], ["--nproc"]]
-        )
+    argv += pick(
+        draw, [[], [], [], ["--json"], ["--json"], ["parallel.dp=null"], ["-x"], ["[/]"], ["--help"], ["--nproc"]]
     )
     if draw(st.integers(0, 15)) == 0:
         argv = draw(st.lists(st.sampled_from([*argv, "", "--", "-", "\U0001f600"]), max_size=6))
-    return {"argv": argv, "files": beside(**{"r.yaml": {"text": RECIPES[draw(st.sampled_from(sorted(RECIPES)))]}})}
+    return {"argv": argv, "files": beside(**{"r.yaml": {"text": RECIPES[pick(draw, sorted(RECIPES))]}})}
 
 
 PLACES = ["x", "", "-1", "0", "1", "2", "5", "99999", "65536", "1e3", "nan", " 1", "1" * 30, "\u0663", "0x1"]
@@ -665,131 +483,37 @@ def environments(draw: st.DrawFn, hosts: tuple[str, ...] = tuple(HOSTS)) -> Case
     good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     env = dict(good) if draw(st.booleans()) else {}
     for name in draw(st.lists(st.sampled_from(sorted(choices)), max_size=3)):
-        env[name] = draw(st.sampled_from(choices[name]))
+        env[name] = pick(draw, choices[name])
     for name in draw(st.lists(st.sampled_from(sorted(good)), max_size=1)):
         env.pop(name, None)
-    verb = draw(st.sampled_from(["train", "train", "verify", "bench", "profile", "plan"]))
-    more = draw(st.sampled_from([[], ["--json"], ["log.trace=t.json"]]))
+    verb = pick(draw, ["train", "train", "verify", "bench", "profile", "plan"])
+    more = pick(draw, [[], ["--json"], ["log.trace=t.json"]])
     return {"argv": request(verb, *more), "env": env, "files": beside(**{"r.yaml": {"text": RECIPES["packing"]}})}
 
 
-BATCHES = [
-    "None",
-    "5",
-    "'abc'",
-    "''",
-    "[]",
-    "[0]",
-    "[-1]",
-    "[1]",
-    "[2**63]",
-    "[2**100]",
-    "[1.5]",
-    "[5.0]",
-    "['x']",
-    "[None]",
-    "[[1, 2]]",
-]
-BATCHES += [
-    "np.array([1, 2, 3])",
-    "np.array([[1]])",
-    "np.array([1.5])",
-    "np.array([np.nan])",
-    "np.array([np.inf])",
-    "[float('nan')]",
-]
-BATCHES += [
-    "{1: 2}",
-    "{1, 2}",
-    "(x for x in [5, 6])",
-    "[True, False]",
-    "b'abc'",
-    "[10**9] * 3",
-    "[2**40] * 3",
-    "[1] * 5",
-    "[[]]",
-]
-BATCHES += [
-    "np.array([], int)",
-    "np.array(5)",
-    "[5, -5]",
-    "['5', '6']",
-    "range(1, 50)",
-    "np.array([2**64 - 1], np.uint64)",
-    "iter([])",
-]
-BATCHES += [
-    "[np.int8(5)]",
-    "[complex(1)]",
-    "object()",
-    "['1_0']",
-    "itertools.count(1)",
-    "map(int, 'ab')",
-    "np.ones(4, bool)",
-    "[b'5']",
-]
+BATCHES = ["None", "5", "'abc'", "''", "[]", "[0]", "[-1]", "[1]", "[2**63]", "[2**100]", "[1.5]", "[5.0]", "['x']"]
+BATCHES += ["[None]", "[[1, 2]]", "np.array([1, 2, 3])", "np.array([[1]])", "np.array([1.5])", "np.array([np.nan])"]
+BATCHES += ["np.array([np.inf])", "[float('nan')]", "{1: 2}", "{1, 2}", "(x for x in [5, 6])", "[True, False]"]
+BATCHES += ["b'abc'", "[10**9] * 3", "[2**40] * 3", "[1] * 5", "[[]]", "np.array([], int)", "np.array(5)", "[5, -5]"]
+BATCHES += ["['5', '6']", "range(1, 50)", "np.array([2**64 - 1], np.uint64)", "iter([])", "[np.int8(5)]"]
+BATCHES += ["[complex(1)]", "object()", "['1_0']", "itertools.count(1)", "map(int, 'ab')", "np.ones(4, bool)", "[b'5']"]
 BATCHES += ["np.array(['5'])", "np.zeros(3, 'M8[s]')", "type", "[2**40] * 2**10"]
-WORLDS = [
-    "None",
-    "None",
-    "None",
-    "0",
-    "-1",
-    "1",
-    "2",
-    "3",
-    "'x'",
-    "2.0",
-    "10**6",
-    "10**30",
-    "True",
-    "np.int64(2)",
-    "[2]",
-]
-FILES = [
-    "'r.yaml'",
-    "'r.yaml'",
-    "'r.yaml'",
-    "None",
-    "5",
-    "''",
-    "'nope'",
-    "b'x'",
-    "{}",
-    "[]",
-    "object()",
-    "'\\0'",
-    "5.5",
-    "True",
-]
-FILES += ["'pipe'", "'folder'", "'loop'", "'/dev/zero'", "'a' * 5000", "'\\udcff'", "evenload.load_recipe('r.yaml')"]
-MORE = [
-    "()",
-    "()",
-    "['train.steps=7']",
-    "None",
-    "5",
-    "'train.steps=7'",
-    "[5]",
-    "[None]",
-    "['']",
-    "['=']",
-    "{'a': 1}",
-    "[b'a=1']",
-]
+WORLDS = ["None", "None", "None", "0", "-1", "1", "2", "3", "'x'", "2.0", "10**6", "10**30", "True", "np.int64(2)"]
+WORLDS += ["[2]"]
+FILES = ["'r.yaml'", "'r.yaml'", "'r.yaml'", "None", "5", "''", "'nope'", "b'x'", "{}", "[]", "object()", "'\\0'"]
+FILES += ["5.5", "True", "'pipe'", "'folder'", "'loop'", "'/dev/zero'", "'a' * 5000", "'\\udcff'"]
+FILES += ["evenload.load_recipe('r.yaml')"]
+MORE = ["()", "()", "['train.steps=7']", "None", "5", "'train.steps=7'", "[5]", "[None]", "['']", "['=']", "{'a': 1}"]
+MORE += ["[b'a=1']"]
 
 
 @st.composite
 def faces(draw: st.DrawFn) -> Case:
     """The Python face with arguments of any kind."""
     batch = draw(st.one_of(st.sampled_from(BATCHES), st.lists(st.integers(-3, 60), max_size=6).map(repr)))
-    recipe, world, more = (draw(st.sampled_from(options)) for options in (FILES, WORLDS, MORE))
-    call = draw(
-        st.sampled_from(
-            [f"evenload.plan({recipe}, {batch}, {world})"] * 3 + [f"evenload.load_recipe({recipe}, {more})"]
-        )
-    )
-    name = draw(st.sampled_from(sorted(RECIPES)))
+    recipe, world, more = (pick(draw, options) for options in (FILES, WORLDS, MORE))
+    call = pick(draw, [f"evenload.plan({recipe}, {batch}, {world})"] * 3 + [f"evenload.load_recipe({recipe}, {more})"])
+    name = pick(draw, sorted(RECIPES))
     return {"call": call, "files": beside(**{"r.yaml": {"text": RECIPES[name]}})}
 
 
@@ -804,40 +528,16 @@ def plan_files(draw: st.DrawFn) -> Case:
     ]
     rows += ['{"format": true, "steps": []}', '{"steps": [[]]}', "[]", "null", "NaN", '{"format": 1, "steps": [[1]]}']
     content = draw(st.one_of(st.sampled_from(rows).map(lambda text: {"text": text}), raw, special))
-    path = draw(st.sampled_from(["'p.json'"] * 8 + ["None", "5", "'nope'", "'\\0'", "'folder'"]))
+    path = pick(draw, ["'p.json'"] * 8 + ["None", "5", "'nope'", "'\\0'", "'folder'"])
     return {"call": f"read_plans({path})", "files": beside(**{"p.json": content})}
 
 
-SECTIONS = [
-    "None",
-    "0",
-    "''",
-    "'x'",
-    "[]",
-    "True",
-    "float('nan')",
-    "{'packing': None}",
-    "{'packing': {'enabled': 'auto'}}",
-]
-SECTIONS += [
-    "{'packing': {'max_tokens': 10**400}}",
-    "{'packing': {'max_tokens': float('nan')}}",
-    "{'recipe': '\\0'}",
-    "{1: 2}",
-]
-SECTIONS += [
-    "{None: 1}",
-    "{'': {}}",
-    "{'packing': {1: 2}}",
-    "{'mesh': {'engines': {'a': 1}}}",
-    "{'packing': {'max_tokens': object()}}",
-]
-SECTIONS += [
-    "{'recipe': 'pipe'}",
-    "{'recipe': 'a' * 5000}",
-    "{'recipe': 'r.yaml', 'packing': {'max_tokens': 5}}",
-    "{'recipe': 1}",
-]
+SECTIONS = ["None", "0", "''", "'x'", "[]", "True", "float('nan')", "{'packing': None}"]
+SECTIONS += ["{'packing': {'enabled': 'auto'}}", "{'packing': {'max_tokens': 10**400}}"]
+SECTIONS += ["{'packing': {'max_tokens': float('nan')}}", "{'recipe': '\\0'}", "{1: 2}", "{None: 1}", "{'': {}}"]
+SECTIONS += ["{'packing': {1: 2}}", "{'mesh': {'engines': {'a': 1}}}", "{'packing': {'max_tokens': object()}}"]
+SECTIONS += ["{'recipe': 'pipe'}", "{'recipe': 'a' * 5000}", "{'recipe': 'r.yaml', 'packing': {'max_tokens': 5}}"]
+SECTIONS += ["{'recipe': 1}"]
 
 
 @st.composite
@@ -850,6 +550,6 @@ def sections(draw: st.DrawFn) -> Case:
     drawn = st.dictionaries(names, st.one_of(leaf, st.dictionaries(names, leaf, max_size=3)), max_size=3)
     some = drawn.map(lambda value: repr(value).replace("nan", "float('nan')").replace("inf", "float('inf')"))
     section = draw(st.one_of(st.sampled_from(SECTIONS), some))
-    base = draw(st.sampled_from(["None", "evenload.load_recipe('r.yaml')"]))
+    base = pick(draw, ["None", "evenload.load_recipe('r.yaml')"])
     call = f"recipe_of(parse_section({section}), {base})"
     return {"call": call, "files": beside(**{"r.yaml": {"text": RECIPES["deepspeed"]}})}

@@ -4,34 +4,19 @@
 requests of each verb ended. No trainer starts: the launcher is replaced (`child.py`).
 """
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import hypothesis
 import pytest
 
-
-def _beside(name: str) -> ModuleType:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cases, brought = _beside("cases"), _beside("brought")
+from . import brought, cases
 
 pytestmark = pytest.mark.hypothesis
 
@@ -40,7 +25,7 @@ MOST_CPU_S = 5.0
 MOST_MESSAGE = 12_000
 """Characters; a word of 8,192 may be in it, with a frame around its lines."""
 
-AREAS: dict[str, tuple[Any, int, int]] = {
+AREAS = {
     "overrides": (cases.overrides(), 35, 2600),
     "recipes": (cases.recipe_files(), 25, 1500),
     "clusters and costs": (cases.machine_files(), 20, 1200),
@@ -54,7 +39,7 @@ AREAS: dict[str, tuple[Any, int, int]] = {
     "sections": (cases.sections(), 10, 200),
 }
 """Strategy, and cases of a quick and of a thorough run: 200, and 10,000."""
-BROUGHT: dict[str, tuple[Any, int, int]] = {
+BROUGHT = {
     "tenants": (brought.tenants(), 12, 1000),
     "adapters": (brought.adapters(), 8, 500),
     "templates": (brought.templates(), 4, 150),
@@ -69,35 +54,35 @@ Ask = Callable[[Any], dict[str, Any]]
 
 
 @contextmanager
-def _asking(folder: Path, *words: str) -> Iterator[Ask]:
+def _asking(folder, *words):
     """The answer of `child.py` to a case."""
     command = [sys.executable, str(Path(__file__).with_name("child.py")), str(folder), *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None
 
-        def ask(case: Any) -> dict[str, Any]:
-            server.stdin.write(json.dumps(case) + "\n")  # type: ignore[union-attr]
-            server.stdin.flush()  # type: ignore[union-attr]
-            return json.loads(server.stdout.readline())  # type: ignore[no-any-return, union-attr]
+        def ask(case):
+            server.stdin.write(json.dumps(case) + "\n")
+            server.stdin.flush()
+            return json.loads(server.stdout.readline())
 
         yield ask
         server.stdin.close()
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+def ask(tmp_path_factory):
     with _asking(tmp_path_factory.mktemp("fuzz"), *(["plots"] if THOROUGH else [])) as ask:
         yield ask
 
 
 @pytest.fixture(scope="module")
-def ask_with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+def ask_with_torch(tmp_path_factory):
     with _asking(tmp_path_factory.mktemp("brought"), "brought") as ask:
         yield ask
 
 
-def faults(case: Any, answer: dict[str, Any]) -> list[str]:
+def faults(case, answer):
     """What is wrong with the way in which a case ended."""
     end, out, err = answer["end"], answer["out"], answer["err"]
     wrong = []
@@ -126,28 +111,26 @@ def faults(case: Any, answer: dict[str, Any]) -> list[str]:
 
 @pytest.mark.timeout(3600 if THOROUGH else 300)
 @pytest.mark.parametrize("area", AREAS)
-def test_every_request_ends_well(area: str, ask: Ask, record_property: Callable[[str, object], None]) -> None:
+def test_every_request_ends_well(area, ask, record_property):
     _hold(AREAS[area], ask, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200 if THOROUGH else 300)
 @pytest.mark.parametrize("area", BROUGHT)
-def test_whatever_is_brought_along_ends_well(
-    area: str, ask_with_torch: Ask, record_property: Callable[[str, object], None]
-) -> None:
+def test_whatever_is_brought_along_ends_well(area, ask_with_torch, record_property):
     _hold(BROUGHT[area], ask_with_torch, record_property)
 
 
-def _hold(area: tuple[Any, int, int], ask: Ask, record_property: Callable[[str, object], None]) -> None:
+def _hold(area, ask, record_property):
     """Ask as many cases as the profile wants, and record how they ended."""
     strategy, quick, thorough = area
-    counts: Counter[str] = Counter()
+    counts = Counter()
     longest = (0.0, 0.0, "")
 
     @hypothesis.settings(max_examples=thorough if THOROUGH else quick, deadline=None)
     @hypothesis.given(strategy)
-    def holds(case: Any) -> None:
+    def holds(case):
         nonlocal longest
         answer = ask(case)
         verb = case["call"].partition("(")[0] if "call" in case else next(iter(case["argv"]), "nothing")
@@ -162,16 +145,5 @@ def _hold(area: tuple[Any, int, int], ask: Ask, record_property: Callable[[str, 
         record_property("fuzz", {"counts": dict(counts), "longest": longest})
 
 
-VERBS = (
-    "train",
-    "plan",
-    "verify",
-    "bench",
-    "profile",
-    "run",
-    "plugins",
-    "schema",
-    "evenload.plan",
-    "evenload.load_recipe",
-)
-VERBS += ("read_plans", "recipe_of", "admit", "logged", "lora", "export")
+VERBS = ("train", "plan", "verify", "bench", "profile", "run", "plugins", "schema", "evenload.plan")
+VERBS += ("evenload.load_recipe", "read_plans", "recipe_of", "admit", "logged", "lora", "export")
