@@ -19,7 +19,7 @@ DRAWS := --hypothesis-seed=$(shell git rev-list --count HEAD 2>/dev/null || echo
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test check-cuda test-newest check-newest test-older test-hosts check explore mutants lint types contracts docs site clean
+.PHONY: train test test-all test-costs test-changed check-cuda test-newest check-newest test-older test-hosts check explore mutants lint types contracts docs site clean
 
 train: $(READY)
 	mkdir -p runs/quickstart
@@ -28,6 +28,12 @@ train: $(READY)
 
 test: $(READY)
 	$(PYTEST) $(DRAWS) -m "not gpu and not cuda and not full"
+
+# Of these the files that a change since BASE can break, by who imports what; `.ci/run` runs all.
+BASE ?= HEAD
+test-changed: $(READY)
+	files="$$(PYTHONPATH=tests $(BIN)/python -m harness.changed $(BASE))"; \
+	    test -z "$$files" || $(PYTEST) $(DRAWS) -m "not gpu and not cuda and not full" $$files
 
 # All cases of all products, and long forms of what `make test` has short; PART=3/10: a tenth of what it leaves out.
 test-all: $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -52,10 +53,6 @@ LONGEST = (
 """Files of half a minute and more, the longest first."""
 
 
-WITHOUT_FORGE = ("tests/integrations/huggingface/test_families.py", "tests/integrations/huggingface/test_proof.py")
-"""Files of those folders that start no rank."""
-
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BROWSER_FLAGS = (
     "--headless",
@@ -74,6 +71,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--part 2/10``: what CI runs at one change of the tests that it does not run at each."""
     text = "of the tests marked full or cuda every N-th, from the K-th on; K may be any number"
     costs.add_option(parser)
+    parser.addoption("--fresh-worlds", action="store_true", help="ranks serve one call of `world`, and are forked anew")
+    parser.addoption("--shuffle", metavar="SEED", help="files, and the tests of each, in a random order")
     parser.addoption("--part", metavar="K/N", type=_part, default=(0, 1), help=text)
 
 
@@ -99,25 +98,15 @@ def _deselect_other_parts(config: pytest.Config, items: list[pytest.Item]) -> No
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where workers share the files, those that take long come first: short ones fill the end."""
     _deselect_other_parts(config, items)
-    if hasattr(config, "workerinput"):
+    if seed := config.getoption("--shuffle"):
+        drawn = random.Random(seed)
+        files = {item.path: drawn.random() for item in items}
+        items.sort(key=lambda item: (files[item.path], drawn.random()))
+    elif hasattr(config, "workerinput"):
         places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
         slow = {item.path: len(places) for item in items if item.get_closest_marker("slow")}
         order = slow | places
         items.sort(key=lambda item: order.get(item.path, len(LONGEST) + 1))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each file goes to one worker, and all that the forge of Hugging Face serves to the same one: it starts slowly."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            served = nodeid.startswith(("tests/hosts/", "tests/integrations/huggingface/"))
-            served = served and not nodeid.startswith(WITHOUT_FORGE)
-            return "huggingface" if served else super()._split_scope(nodeid)
-
-    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -168,10 +157,11 @@ def trainer() -> str:
 
 @pytest.fixture(scope="session")
 def worlds(
-    forge: Callable[[str], Forge], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, forge: Callable[[str], Forge], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str, int], World]]:
     """``worlds("megatron", 4)``: ranks that have imported it, the same ones for all tests; see `WorldPool`."""
-    pool = WorldPool(forge, lambda: tmp_path_factory.mktemp("world"))
+    fresh = request.config.getoption("--fresh-worlds")
+    pool = WorldPool(forge, lambda: tmp_path_factory.mktemp("world"), fresh)
     yield pool.get
     pool.close()
 

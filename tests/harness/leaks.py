@@ -16,7 +16,10 @@ Place = tuple[str, str]
 
 
 class Found:
-    """Functions, environment and settings of a process before a case; `left` says what is other afterwards."""
+    """Functions, environment and settings of a process before a case; `left` says what is other afterwards.
+
+    Modules that a case is the first to import are watched from its end on.
+    """
 
     def __init__(self) -> None:
         self._functions: dict[Place, Any] = {}
@@ -26,7 +29,7 @@ class Found:
         self._settings = _settings()
 
     def left(self) -> list[str]:
-        """What the case has replaced or set, in words. Hosts set variables of the environment: it is as before again."""
+        """What the case has replaced or set, in words. The environment, in which hosts set variables, is as before."""
         changed = [
             f"{holder}.{name} is replaced"
             for (holder, name), function in self._functions.items()

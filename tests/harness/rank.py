@@ -1,8 +1,8 @@
 """One rank of a test world (see world.py): joins, then runs the cases that it is sent, one after the other.
 
 A case is JSON: [file, function, arguments, places of groups that some rank still has open]. The answer is a pickled
-`Answer`. The end of the connection ends the process, at once: nothing of an interpreter that is torn down is of use to a
-test.
+`Answer`. The end of the connection ends the process, at once: nothing of an interpreter that is torn down is of use to
+a test.
 """
 
 from __future__ import annotations

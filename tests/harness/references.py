@@ -1,7 +1,7 @@
 """Reference gradients, computed once for all layouts that they are compared with.
 
-A reference depends on weights, samples and labels alone: seven layouts of one model share one. It is kept in a folder of
-the run, by a digest of all that goes into it, where every world finds it; what a rank finds is what it would compute.
+A reference depends on weights, samples and labels alone: seven layouts of one model share one. It is kept in a folder
+of the run, by a digest of all that goes into it, where every world finds it.
 """
 
 from __future__ import annotations

@@ -95,8 +95,11 @@ class World:
 class WorldPool:
     """Worlds by trainer and size, for as long as pytest lives.
 
-    One that a case has broken is replaced when it is next asked for. `MOST` are there at a time; the one that was not used
-    for the longest time makes room.
+    One that a case has broken is replaced when it is next asked for. `MOST` are there at a time: the one that nobody
+    has used for the longest time makes room.
+
+    Args:
+        fresh: give every case a world of its own.
     """
 
     MOST = 6
