@@ -1,18 +1,13 @@
 """`evenload.train` and `evenload.verify` answer what the verbs answer."""
 
-from __future__ import annotations
-
-import json
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import evenload
 import pytest
 from evenload.core.recipe.recipe import shipped
 from evenload.training import api
 from evenload.training.launching import launch
+from harness.cases import only_full
 
 TEXT = """
 model: {num_layers: 1, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}
@@ -25,14 +20,14 @@ RATES = ("seconds", "_s", "_ms")
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path):
     (tmp_path / "recipe.yaml").write_text(TEXT)
     return tmp_path / "recipe.yaml"
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
-def test_ranks_read_the_recipe_that_was_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(verb: str, chosen: Any, words: Any, num_ranks: int | None, progress: Any, **arguments: Any) -> Any:
+def test_ranks_read_the_recipe_that_was_given(name, monkeypatch):
+    def read(verb, chosen, words, num_ranks, progress, **arguments):
         assert (words[0], words[2:], num_ranks, arguments) == (
             verb,
             ("--steps", "2"),
@@ -46,7 +41,7 @@ def test_ranks_read_the_recipe_that_was_given(name: str, monkeypatch: pytest.Mon
         assert evenload.verify(given, 2, nproc=3) == {"same": True}
 
 
-def test_a_wrong_request_is_refused_before_ranks_start(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_request_is_refused_before_ranks_start(recipe, monkeypatch):
     monkeypatch.setattr(launch, "launch", lambda *words: pytest.fail("ranks were started"))
     monkeypatch.chdir(recipe.parent)
     chosen = evenload.load_recipe(recipe)
@@ -65,15 +60,15 @@ def test_a_wrong_request_is_refused_before_ranks_start(recipe: Path, monkeypatch
             ask()
 
 
-def test_a_rank_works_here_and_rank_0_alone_tells(monkeypatch: pytest.MonkeyPatch, recipe: Path) -> None:
+def test_a_rank_works_here_and_rank_0_alone_tells(monkeypatch, recipe):
     class Verbs:
         @staticmethod
-        def train(recipe: Any, against: Any, progress: Any) -> Any:
+        def train(recipe, against, progress):
             progress("evenload", 1, 2, "")
             return {"against": against}
 
     monkeypatch.setattr(launch, "import_module", lambda *_: Verbs)
-    said: list[Any] = []
+    said = []
     for rank in ("0", "1"):
         variables = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         for name, value in variables.items():
@@ -83,7 +78,7 @@ def test_a_rank_works_here_and_rank_0_alone_tells(monkeypatch: pytest.MonkeyPatc
     assert said == [("evenload", 1, 2, "")]
 
 
-def numbers(value: Any, name: str = "") -> Any:
+def numbers(value, name=""):
     """What of a result is the same in every run."""
     if isinstance(value, dict):
         return {key: numbers(below, key) for key, below in value.items() if not key.endswith(RATES)}
@@ -91,43 +86,48 @@ def numbers(value: Any, name: str = "") -> Any:
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_the_verbs(recipe: Path, forged: Callable[..., Any]) -> None:
-
-    said: list[Any] = []
-    answers: list[Any] = []
+@pytest.mark.parametrize("forked", [("verify",), only_full(())])
+def test_answers_are_those_of_the_verbs(forked, recipe, ran, launched_by_forge, monkeypatch):
+    """Of two that are asked at once, one in a thread; without ``forked`` the launcher starts the ranks of both."""
+    started = launch.launch
+    by_verb = dict.fromkeys(forked, launched_by_forge)
+    monkeypatch.setattr(launch, "launch", lambda words, *rest: by_verb.get(words[0], started)(words, *rest))
+    alone = evenload.load_recipe(recipe, ["parallel.dp=1"])
+    said = []
+    answers = []
     thread = threading.Thread(
-        target=lambda: answers.append(evenload.train(recipe, progress=lambda *words: said.append(words)))
+        target=lambda: answers.append(evenload.train(alone, progress=lambda *words: said.append(words)))
     )
     thread.start()
-    answers.append(evenload.verify(evenload.load_recipe(recipe), 2))
+    proven = evenload.verify(alone, 2)
     thread.join()
-    trained, proven = sorted(answers, key=lambda answer: "exact" in answer)
+    (trained,) = answers
+    assert proven
     assert [words[:3] for words in said] == [("evenload", done, 2) for done in range(3)]
-    of_verb = json.loads(forged(recipe.parent, "train", "recipe.yaml", "--json").stdout)
+    of_verb = ran(recipe.parent, "train", "recipe.yaml", "parallel.dp=1")
     assert trained.keys() == of_verb.keys()
     assert [(row["loss"], row["tokens"]) for row in trained["steps"]] == [
         (row["loss"], row["tokens"]) for row in of_verb["steps"]
     ]
-    of_verb = json.loads(forged(recipe.parent, "verify", "recipe.yaml", "--steps", "2", "--json").stdout)
     assert proven["exact"]
-    assert numbers(proven) == numbers(of_verb)
+    assert numbers(proven) == numbers(ran(recipe.parent, "verify", "recipe.yaml", "parallel.dp=1", "--steps", "2"))
 
 
 @pytest.mark.slow
-def test_what_ends_the_ranks_is_an_error_here(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    chosen = evenload.load_recipe(recipe, [f"log.jsonl={tmp_path}"])
+def test_what_ends_the_ranks_is_an_error_here(recipe, tmp_path, launched_by_forge, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "launch", launched_by_forge)
     with pytest.raises(evenload.EvenloadError, match="train failed on its ranks"):
-        evenload.train(chosen)
+        evenload.train(evenload.load_recipe(recipe, [f"log.jsonl={tmp_path}"]))
     assert "log.jsonl cannot be written" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_samples_are_proven_as_by_the_verb(recipe: Path, forged: Callable[..., Any]) -> None:
+def test_samples_are_proven_as_by_the_verb(recipe, ran, launched_by_forge, monkeypatch):
+    monkeypatch.setattr(launch, "launch", launched_by_forge)
     few, prompts = ("generate.max_new_tokens=4", "generate.slots=3"), recipe.parent / "prompts.jsonl"
     prompts.write_text('{"prompt": "def f("}\n{"prompt": "import "}\n')
     proven = evenload.verify(evenload.load_recipe(recipe, few), generation=True, prompts=prompts)
-    words = ("--generate", "--prompts", "prompts.jsonl")
-    of_verb = json.loads(forged(recipe.parent, "verify", "recipe.yaml", *few, *words, "--json").stdout)
+    words = (*few, "--generate", "--prompts", "prompts.jsonl")
     assert proven
     assert proven["exact"]
-    assert numbers(proven) == numbers(of_verb)
+    assert numbers(proven) == numbers(ran(recipe.parent, "verify", "recipe.yaml", *words))

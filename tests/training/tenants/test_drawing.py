@@ -1,7 +1,6 @@
 """Batches of several tenants: each draws what it would draw alone, whoever comes, ends or is put back meanwhile."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from evenload.core.planning.chain import PlanChain
@@ -46,8 +45,8 @@ def alone(number, steps):
 @given(st.lists(st.sampled_from(["step", "step", "ahead", "put_back", "come", "leave"]), max_size=40))
 def test_whoever_comes_and_goes_each_trains_on_what_it_would_alone(events):
     tenants = {number: tenant(number) for number in SIZES}
-    here, seen = [tenants[1]], {number: list[list[int]]() for number in SIZES}
-    union, ahead = TenantDrawing(lambda: here), list[Any]()
+    here, seen = [tenants[1]], {number: [] for number in SIZES}
+    union, ahead = TenantDrawing(lambda: here), []
     for event in events:
         if event == "step" and (ahead or union.more):
             draw = ahead.pop(0) if ahead else union()

@@ -31,16 +31,7 @@ class Output:
 
 
 class Tenant:
-    def __init__(self):
-        self.number, self.name, self.file, self.step, self.steps, self.state, self.reason = (
-            1,
-            "acme",
-            "acme",
-            2,
-            9,
-            "",
-            "",
-        )
+    number, name, file, step, steps, state, reason = 1, "acme", "acme", 2, 9, "", ""
 
     def becomes(self, state, reason):
         self.state, self.reason = state, reason

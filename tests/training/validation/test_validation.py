@@ -1,11 +1,9 @@
-"""Validation of a run: it changes nothing in training, a resumed run goes on with its series, and the best is kept."""
-
-from __future__ import annotations
+"""Validation of a run and its samples: they change nothing in training, a resumed run goes on with their series, and
+the best is kept."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import shutil
+from itertools import combinations
 
 import pytest
 from evenload.training.checkpoint.manifest import read as load_manifest
@@ -14,73 +12,193 @@ pytestmark = pytest.mark.slow
 RECIPE = """
 trainer: {trainer}
 model: {{num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}}
-data: {{max_length: 256, long_samples: truncate, validation: {validation}}}
+data:
+  source: rows.jsonl
+  max_length: 64
+  long_samples: truncate
+  validation:
+    source: held_out.jsonl
+    every: 2
+    generate: {{prompts: p.jsonl, samples: 3, score: 'rewards:vowels', answer: 'rewards:first', k: [1, 2, 3]}}
 parallel: {{dp: 2}}
-train: {{steps: 5, global_batch_size: 6, lr: 1.0e-2}}
-checkpoint: {{every: 2, keep: 2}}
-plugins: {{packing: {{enabled: true, max_tokens: 512}}}}
+train: {{steps: 5, global_batch_size: 6, lr: 3.0e-2, seed: 7, dtype: {dtype}}}
+generate: {{max_new_tokens: 12, end_tokens: [10], temperature: 0.8}}
+checkpoint: {{every: 2, keep: 9}}
+plugins: {{packing: {{enabled: true, max_tokens: 256}}}}
 """
-LENGTHS = (90, 256, 17, 140, 61, 33, 250, 8, 120, 45)
-VALIDATION = "{source: held_out.jsonl, every: 2}"
-Forged = Callable[..., Any]
+DTYPES = {"megatron": "fp64", "deepspeed": "fp32"}
+BEST = {"megatron": "true", "deepspeed": "generate.score"}
+LENGTHS = (23, 64, 5, 35, 15, 9, 62, 3, 30, 11)
+REWARDS = """
+import random
+import numpy as np
+import torch
+def vowels(prompt, text, row):
+    random.random(), np.random.random(), torch.rand(3)
+    with open(row["seen"], "a") as file:
+        file.write(repr((row["id"], text)) + chr(10))
+    return sum(letter in "aeiou" for letter in text) / max(1, len(text))
+def first(text):
+    return text[:1] or None
+def raising(prompt, text, row):
+    if row["id"] == 2:
+        raise ValueError("no such answer")
+    return True
+"""
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with held-out samples, a third of which is masked and of one all, and recipes with and without them."""
-    rows = []
+def written(folder, trainer):
+    """A folder with samples, held-out ones (a third of each masked, of one all), prompts, rewards and a recipe."""
+    rows = [{"text": f"{word} {n} " * (n % 5 + 1)} for n, word in enumerate(["one", "tea", "area", "idea"] * 8)]
+    prompts = [{"prompt": text, "id": n, "seen": "seen.txt"} for n, text in enumerate(["one ", "tea", "a", "ide", "i"])]
+    prompts[3]["max_new_tokens"] = 4
+    held_out = []
     for i, length in enumerate(LENGTHS):
         ids = [(7 * i + k * k) % 251 for k in range(length)]
         masked = length if i == 3 else length // 3
-        rows.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
-    (tmp_path / "held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for trainer in ("megatron", "deepspeed"):
-        for name, validation in ((trainer, VALIDATION), (f"{trainer}-alone", "null")):
-            (tmp_path / f"{name}.yaml").write_text(RECIPE.format(trainer=trainer, validation=validation))
-    return tmp_path
+        held_out.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+    for name, content in (("rows", rows), ("p", prompts), ("held_out", held_out)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "r.yaml").write_text(RECIPE.format(trainer=trainer, dtype=DTYPES[trainer]))
+    return folder
 
 
-def trained(done: Any) -> tuple[list[str], list[tuple[int, str]]]:
-    """Losses of steps, and those of validations with the number of steps before, bit for bit."""
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
-    steps = [row["loss"].hex() + row["grad_norm"].hex() for row in result["steps"]]
-    return steps, [(row["step"], row["loss"].hex()) for row in result["validation"]]
+class Runs:
+    """Runs of a trainer: without a validation, with one, and one that goes on from the second step of that."""
+
+    def __init__(self, trainer, place, forged):
+        self.trainer, self.place, self._forged = trainer, place, forged
+        best = f"checkpoint.best={BEST[trainer]}"
+        self.alone, none = self.run("data.validation=null")
+        assert not none
+        self.steps, self.rows = self.run("checkpoint.dir=kept", best, "log.jsonl=steps.jsonl", "log.tensorboard=board")
+        self.said, self.seen = self.newest.stderr, (place / "seen.txt").read_text().splitlines()
+        shutil.copytree(place / "kept" / "step00000002", place / "resumed" / "step00000002")
+        self.more = self.run("checkpoint.dir=resumed", best)
+
+    def run(self, *words):
+        """Losses and norms of steps, bit for bit, and what its validations came to."""
+        self.newest = self._forged(self.place, "train", "r.yaml", *words, "--json")
+        assert self.newest.returncode == 0, self.newest.stderr[-3000:]
+        result = json.loads(self.newest.stdout)
+        return [row["loss"].hex() + row["grad_norm"].hex() for row in result["steps"]], result["validation"]
+
+    def best(self, rows):
+        """The step of the best validation after the first step."""
+        if BEST[self.trainer] == "true":
+            return min(rows[1:], key=lambda row: row["loss"])["step"]
+        return max(rows[1:], key=lambda row: row["generate"]["score"])["step"]
 
 
-def refuse_other_logs(place: Path, series: list[tuple[int, str]]) -> None:
-    """Logs have a line for each step and each validation, in the order in which they ran."""
-    lines = [json.loads(line) for line in (place / "steps.jsonl").read_text().splitlines()]
-    places = ["validation" in line for line in lines]
-    assert places == [True, False, False, True, False, False, True, False, True]
-    assert [(r["step"], r["loss"].hex()) for line in lines if (r := line.get("validation"))] == series
+@pytest.fixture(scope="module", params=DTYPES)
+def runs(request, tmp_path_factory, forged):
+    return Runs(request.param, written(tmp_path_factory.mktemp(request.param), request.param), forged)
+
+
+def figures(rows):
+    """Of each validation what does not depend on a clock."""
+    own = [(row["step"], row["loss"].hex(), row["best"], row["generate"] or {}) for row in rows]
+    return [(*one, {key: value for key, value in of.items() if not key.endswith("_s")}) for *one, of in own]
+
+
+def test_they_disturb_nothing_and_go_on_after_a_resume(runs):
+    assert runs.steps == runs.alone, "to the last bit"
+    assert [row["step"] for row in runs.rows] == [0, 2, 4, 5]
+    steps, rows = runs.more
+    assert (steps, figures(rows)) == (runs.steps[2:], figures(runs.rows[2:]))
+    targets = sum(n - n // 3 for i, n in enumerate(LENGTHS) if i != 3)
+    assert {(row["sequences"], row["targets"], row["without_target"]) for row in runs.rows} == {(9, targets, 1)}
+
+
+def test_the_best_is_kept_and_is_a_checkpoint_to_go_on_from(runs):
+    kept, best = runs.place / "kept", runs.best(runs.rows)
+    assert (kept / "best" / "latest").read_text() == f"step{best:08d}"
+    assert [d.name for d in (kept / "best").iterdir() if d.is_dir()] == [f"step{best:08d}"]
+    if BEST[runs.trainer] == "true":
+        state = load_manifest(kept / "step00000005").state
+        assert state["validation"]["best"] == min(row["loss"] for row in runs.rows[1:])
+    runs.run("train.steps=6", "checkpoint.dir=kept/best", "parallel.dp=1")
+    assert f"resumed from kept/best/step{best:08d}" in runs.newest.stderr
+
+
+def test_logs_have_a_line_for_each_step_and_each_validation_in_their_order(runs):
+    lines = [json.loads(line) for line in (runs.place / "steps.jsonl").read_text().splitlines()]
+    assert ["validation" in line for line in lines] == [True, False, False, True, False, False, True, False, True]
+    of_log = [line["validation"] for line in lines if "validation" in line]
+    for key in ("step", "loss", "generate"):
+        assert [row[key] for row in of_log] == [row[key] for row in runs.rows]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(place / "board")).Reload()
-    shown = [(event.step, event.value) for event in board.Scalars("evenload/validation/loss")]
-    assert shown == [(step, pytest.approx(float.fromhex(loss), rel=1e-6)) for step, loss in series]
+    board = EventAccumulator(str(runs.place / "board")).Reload()
+    shown = {name: board.Scalars(f"evenload/validation/{name}") for name in ("loss", "generate/maj_at_2")}
+    assert [event.step for event in shown["loss"]] == [row["step"] for row in runs.rows]
+    assert [event.value for event in shown["loss"]] == pytest.approx([row["loss"] for row in runs.rows], rel=1e-6)
+    voted = [row["generate"]["maj_at_2"] for row in runs.rows]
+    assert [event.value for event in shown["generate/maj_at_2"]] == pytest.approx(voted, rel=1e-6)
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_validation_disturbs_nothing_and_goes_on_after_a_resume(trainer: str, place: Path, forged: Forged) -> None:
-    recipe, saved = f"{trainer}.yaml", ("checkpoint.dir=kept", "checkpoint.best=true", "--json")
-    alone, none = trained(forged(place, "train", f"{trainer}-alone.yaml", "--json"))
-    assert not none
-    steps, series = trained(forged(place, "train", recipe, "log.jsonl=steps.jsonl", "log.tensorboard=board", "--json"))
-    assert steps == alone
-    assert [step for step, _ in series] == [0, 2, 4, 5]
-    refuse_other_logs(place, series)
-    first_steps, first_series = trained(forged(place, "train", recipe, "train.steps=2", *saved))
-    resumed = forged(place, "train", recipe, *saved)
-    more_steps, more_series = trained(resumed)
-    assert (first_steps + more_steps, first_series + more_series) == (steps, series)
-    best = min(series[1:], key=lambda row: float.fromhex(row[1]))[0]
-    assert (place / "kept" / "best" / "latest").read_text() == f"step{best:08d}"
-    assert [d.name for d in (place / "kept" / "best").iterdir() if d.is_dir()] == [f"step{best:08d}"]
-    state = load_manifest(place / "kept" / "step00000005").state
-    assert state["validation"]["best"].hex() == min(series[1:], key=lambda row: float.fromhex(row[1]))[1]
-    goes_on = forged(place, "train", recipe, "train.steps=6", "checkpoint.dir=kept/best", "--json")
-    assert f"resumed from kept/best/step{best:08d}" in goes_on.stderr
-    rows = json.loads(resumed.stdout)["validation"]
-    targets = sum(n - n // 3 for i, n in enumerate(LENGTHS) if i != 3)
-    assert [(row["sequences"], row["targets"], row["without_target"]) for row in rows] == [(9, targets, 1)] * len(rows)
+def test_figures_are_those_of_the_texts_that_were_scored(runs):
+    assert "its samples: score 0." in runs.said
+    seen = [eval(line) for line in runs.seen]
+    for number, row in enumerate(runs.rows):
+        texts = seen[15 * number : 15 * number + 15]
+        scores = [
+            [sum(c in "aeiou" for c in t) / max(1, len(t)) for n, t in texts if n == prompt] for prompt in range(5)
+        ]
+        assert {len(own) for own in scores} == {3}
+        got = row["generate"]
+        assert got["score"] == pytest.approx(sum(map(sum, scores)) / 15)
+        for k in (1, 2, 3):
+            chances = [[any(own[i] >= 1 for i in chosen) for chosen in combinations(range(3), k)] for own in scores]
+            assert got[f"pass_at_{k}"] == pytest.approx(sum(sum(one) / len(one) for one in chances) / 5)
+        assert 0 <= got["maj_at_3"] <= 1
+        assert {"tokens", "cut_frac", "generate_s", "score_s"} <= got.keys()
+
+
+@pytest.mark.parametrize("runs", ["megatron"], indirect=True)
+def test_fewer_validations_have_samples_and_other_ranks_the_same(runs):
+    best = "checkpoint.dir=other", "checkpoint.best=generate.score"
+    _, fewer = runs.run("data.validation.generate.every=2", "parallel.dp=1", "parallel.tp=2", *best)
+    assert [row["generate"] is not None for row in fewer] == [True, False, True, True]
+    for (*_, one), (*_, other) in zip(figures(runs.rows), figures(fewer), strict=True):
+        assert other in ({}, one)
+    highest = max(fewer[2:], key=lambda row: row["generate"]["score"])["step"]
+    assert (runs.place / "other" / "best" / "latest").read_text() == f"step{highest:08d}"
+
+
+@pytest.fixture
+def place(tmp_path):
+    return written(tmp_path, "megatron")
+
+
+def test_a_score_that_is_none_ends_the_training_with_one_message(place, forged):
+    done = forged(place, "train", "r.yaml", "data.validation.generate.score=rewards:raising", "--json")
+    assert done.returncode == 1
+    text = "raised ValueError for a sample of prompt 2: no such answer"
+    assert done.stderr.count(text) == 1, done.stderr
+    assert "prompt: 'a'" in done.stderr
+
+
+BAD = {
+    "no prompts": ("", (), "has no prompt"),
+    "prompts beyond the model": ("a" * 60, (), "prompt 0 and what may follow are longer"),
+    "no end token": ("a", ("generate.end_tokens=null",), "nothing says which token ends a sample"),
+    "no module": ("a", ("data.validation.generate.score=nowhere:f",), "No module named 'nowhere'"),
+    "no function": ("a", ("data.validation.generate.answer=rewards:np",), "names no function"),
+    "a model that does not generate": (
+        "a",
+        ("plugins.pipeline={enabled: true, v_shape: true}", "parallel.pp=2", "model.num_layers=4"),
+        "data.validation.generate: generation does not run two stages a device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_sampled_is_refused_before_the_first_step(name, place, forged):
+    prompt, words, text = BAD[name]
+    (place / "p.jsonl").write_text(json.dumps({"prompt": prompt}) if prompt else "")
+    done = forged(place, "train", "r.yaml", "parallel.dp=1", *words, "log.jsonl=steps.jsonl")
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert text in done.stderr
+    assert not (place / "steps.jsonl").exists() or not (place / "steps.jsonl").read_text()

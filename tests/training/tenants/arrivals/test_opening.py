@@ -64,7 +64,7 @@ def test_a_tenant_of_domains_draws_by_their_shares(base, tmp_path):
     again = open_tenant(Entrant("acme", "acme", tenant.config, "digest"), 3, *base, draw.state)[0]
     assert again.drawing().samples.tolist() == tenant.drawing().samples.tolist()
     targets = {"domains": domains, "mix": {"unit": "targets"}}
-    counts = Counter[int]()
+    counts = Counter()
     other = opened(base, data=targets, train={"batch_size": 4})
     for _ in range(40):
         draw = other.drawing()

@@ -11,11 +11,8 @@ from evenload.training.tenants.records.output import Output
 
 class Tenant:
     def __init__(self, step, **status):
-        self.name, self.step, self._status = (
-            "acme",
-            step,
-            {"name": "acme", "state": "training", "step": step, "steps": 9, **status},
-        )
+        self.name, self.step = "acme", step
+        self._status = {"name": "acme", "state": "training", "step": step, "steps": 9, **status}
 
     def status(self):
         return self._status

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from evenload.training.tenants.sweeps.halving import Halving
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 STEPS, EVERY = 32, 4
@@ -40,7 +40,6 @@ LOSSES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(LOSSES, st.integers(1, 9))
 def test_the_race_is_the_same_however_many_trials_fit_at_once(losses, abreast):
     together = race(losses, len(losses))
@@ -49,7 +48,6 @@ def test_the_race_is_the_same_however_many_trials_fit_at_once(losses, abreast):
     assert len(together[0]) == 1 or len(losses) > 2 ** (STEPS // EVERY - 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(LOSSES)
 def test_the_worse_half_ends_at_each_rung(losses):
     _, dropped = race(losses, len(losses))
