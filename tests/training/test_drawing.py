@@ -1,7 +1,8 @@
 """Global batches with a queue: every sample exactly once, never late, resumed bit for bit."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,25 +43,20 @@ def test_every_sample_runs_once_and_never_later_than_allowed(seed, delay, ranks,
     """Over three epochs, whose ends the queue crosses."""
     lengths = heavy_tail(count, seed)
     draw, order = drawing(lengths, chain(delay, ranks)), SampleOrder(count, 5)
-    drawn_at = {}
-    runs = Counter()
-    step, weighted, tokens = 0, 0.0, 0
+    drawn_at, runs, step = defaultdict(list), Counter(), 0
     while order.epoch < 3:
         taken, order = order.take(SIZE)
         for sample in taken.tolist():
-            drawn_at.setdefault(sample, []).append(step)
+            drawn_at[sample].append(step)
         got = draw()
         assert len(got.samples)
         waited = []
         for sample in got.samples.tolist():
             waited.append(step - drawn_at[sample][runs[sample]])
             runs[sample] += 1
-        assert min(waited) >= 0
-        assert max(waited) <= delay
+        assert 0 <= min(waited) <= max(waited) <= delay
         assert got.delay_steps == pytest.approx(np.average(waited, weights=got.lengths))
         assert waited == sorted(waited, reverse=True), "the oldest first"
-        weighted += got.delay_steps * got.lengths.sum()
-        tokens += int(got.lengths.sum())
         step += 1
     left = Counter(got.state["waiting"]["samples"])
     assert num_waiting(got.state) == left.total()
@@ -144,7 +140,6 @@ def test_a_damaged_queue_is_refused(queue):
 
 def test_the_simpler_plan_takes_the_same_batches(caplog):
     """A planner that fails changes who computes what, not what is drawn or held back."""
-    from dataclasses import replace
 
     def fails(*_):
         raise ZeroDivisionError("inside a planner")
@@ -172,8 +167,6 @@ def test_ranks_that_draw_ahead_keep_each_steps_own_state():
 
 
 def test_a_rule_that_holds_back_everything_is_our_mistake():
-    from dataclasses import replace
-
     def everything(config):
         return lambda lengths, waited, num_ranks, context: np.ones(len(lengths), dtype=np.bool_)
 

@@ -7,8 +7,6 @@ from evenload.api import load_recipe
 from evenload.training.garbage import PAUSES, collected
 from evenload.training.job import Job
 
-NOBODY = None
-
 
 class Knot:
     """Held by itself alone."""
@@ -74,5 +72,5 @@ def test_pauses_are_counted():
 def test_what_collects_nothing_at_once_says_so(caplog):
     recipe = load_recipe("quickstart", ["train.gc_every=10"])
     chain = type("Chain", (), {"links": True, "of_layers": True})()
-    Job(recipe, NOBODY, NOBODY, chain, NOBODY, NOBODY).say_unused("bench")
+    Job(recipe, None, None, chain, None, None).say_unused("bench")
     assert "train.gc_every has no effect in bench" in caplog.text

@@ -18,7 +18,6 @@ from evenload.training.preflight import preflight
 from hypothesis import given
 from hypothesis import strategies as st
 
-NOBODY = None
 SIZES = [3, 1, 5, 2, 4, 3, 6, 1]
 """Samples of each group."""
 
@@ -46,13 +45,13 @@ def recipe(tmp_path, monkeypatch):
 
 def job_of(recipe):
     ready = preflight(recipe)
-    return Job(ready.recipe, NOBODY, NOBODY, ready.chain, NOBODY, ready.source)
+    return Job(ready.recipe, None, None, ready.chain, None, ready.source)
 
 
 def test_every_step_has_whole_groups_each_on_one_rank(recipe):
     job = job_of(recipe)
     names = [json.loads(line)["of"] for line in Path(recipe.data.source).read_text().splitlines()]
-    planner, drawn = Planner(job.chain, job.drawing(), background=False), Counter[str]()
+    planner, drawn = Planner(job.chain, job.drawing(), background=False), Counter()
     with_loss = Counter(name for i, name in enumerate(names) if i % 9)
     while drawn.total() < with_loss.total():
         planned = planner.next()
@@ -96,7 +95,7 @@ def test_whole_groups_of_domains_are_drawn_by_their_shares(recipe, tmp_path):
     with_loss = {
         name: Counter(of for i, of in enumerate(names) if i % 9 or name == "more") for name, names in own.items()
     }
-    planner, drawn = Planner(job.chain, drawing := job.drawing(), background=False), Counter[str]()
+    planner, drawn = Planner(job.chain, drawing := job.drawing(), background=False), Counter()
     for step in range(12):
         planned = planner.next()
         named = drawing._domains.mixture.numbers.named(planned.draw.samples)
@@ -126,7 +125,7 @@ def test_batches_are_the_fewest_groups_that_fill_them(ids, size, tokens, seed):
     groups = np.unique(ids, return_inverse=True)[1]
     lengths = np.random.default_rng(seed).integers(2, 9, len(ids))
     whole = WholeGroups(groups, lengths, BatchSize(1, size) if tokens else BatchSize(size))
-    order, drawn, steps = SampleOrder(whole.num_groups, seed), list[int](), 0
+    order, drawn, steps = SampleOrder(whole.num_groups, seed), [], 0
     while order.epoch == 0:
         taken, order = whole.take(order)
         weights = np.bincount(groups[taken], lengths[taken] if tokens else None)

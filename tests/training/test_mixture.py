@@ -1,16 +1,10 @@
 """Runs of a mixture: killed and gone on with on other ranks they draw the same, and tell what each domain came to."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.commands.tables.train import table
 from evenload.training.checkpoint.manifest import read as load_manifest
-from rich.console import Console
 
 pytestmark = pytest.mark.slow
 RECIPE = """
@@ -29,11 +23,10 @@ checkpoint: {{dir: kept, every: 2, keep: 9, best: other}}
 plugins: {{packing: {{enabled: true, max_tokens: 512, max_delay_steps: 2}}}}
 """
 SIZES = {"long": (30, 90, 256), "short": (25, 5, 40)}
-Forged = Callable[..., Any]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path):
     """A folder with two domains, one of which masks a third of its tokens, and a recipe for each trainer."""
     for name, (count, least, most) in SIZES.items():
         rows = []
@@ -47,24 +40,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ran(place: Path, forged: Forged, *words: str) -> Any:
-    done = forged(place, "train", *words, "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
-def drawn(log: Path) -> list[list[int]]:
-    """The samples of every step, in their order."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [line["samples"] for line in lines if "samples" in line]
-
-
-def orders(kept: Path, step: int) -> Any:
+def orders(kept, step):
     """What a checkpoint says of the domains' orders, credits and waiting samples."""
     return load_manifest(kept / f"step{step:08d}").state["order"]
 
 
-def refuse_other_losses(result: Any) -> None:
+def refuse_other_losses(result):
     """The losses of domains add up to the loss of the step, and of the validation."""
     for row in (*result["steps"], *result["validation"]):
         own = list(row["domains"].values())
@@ -74,30 +55,28 @@ def refuse_other_losses(result: Any) -> None:
         assert loss == pytest.approx(row["loss"], rel=1e-6)
 
 
-def test_a_killed_run_goes_on_with_the_same_draws_on_fewer_ranks(place: Path, forged: Forged) -> None:
-    whole = ran(place, forged, "megatron.yaml", "parallel.dp=4", "checkpoint.dir=whole", "log.jsonl=whole.jsonl")
+def test_a_killed_run_goes_on_with_the_same_draws_on_fewer_ranks(place, ran, logged, shown):
+    words = "parallel.dp=2", "checkpoint.dir=whole", "log.jsonl=whole.jsonl"
+    whole = ran(place, "train", "megatron.yaml", *words)
     refuse_other_losses(whole)
     steps = []
-    for ranks, until in ((4, 2), (2, 4), (1, 6)):
+    for ranks, until in ((2, 2), (1, 6)):
         words = f"parallel.dp={ranks}", f"train.steps={until}", "log.jsonl=steps.jsonl", "log.tensorboard=board"
-        result = ran(place, forged, "megatron.yaml", *words)
+        result = ran(place, "train", "megatron.yaml", *words)
         refuse_other_losses(result)
         steps += result["steps"]
-    assert drawn(place / "steps.jsonl") == drawn(place / "whole.jsonl")
+    drawn = [[line["samples"] for line in logged(place / f"{name}.jsonl")] for name in ("steps", "whole")]
+    assert drawn[0] == drawn[1]
     for step in (2, 4, 6):
         assert orders(place / "kept", step) == orders(place / "whole", step), "bit for bit, credits too"
     assert [row["loss"] for row in steps] == pytest.approx([row["loss"] for row in whole["steps"]], rel=1e-5)
     lines = [json.loads(line) for line in (place / "steps.jsonl").read_text().splitlines()]
-    assert [line["domains"] for line in lines if "samples" in line] == [row["domains"] for row in steps]
+    assert [line["domains"] for line in logged(place / "steps.jsonl")] == [row["domains"] for row in steps]
     refuse_other_best(place, lines)
-    shown = Console(width=160)
-    with shown.capture() as caught:
-        shown.print(table(whole))
-    assert "domains" in caught.get()
-    assert "losses of the first and the last step that drew of the domain" in caught.get()
+    assert "losses of the first and the last step that drew of the domain" in shown(table(whole))
 
 
-def refuse_other_best(place: Path, lines: list[Any]) -> None:
+def refuse_other_best(place, lines):
     """The best checkpoint is that of the domain's lowest loss, and boards show the losses of domains."""
     validations = [line["validation"] for line in lines if "validation" in line]
     lowest = min(validations[1:], key=lambda row: row["domains"]["other"]["loss"])
@@ -111,12 +90,12 @@ def refuse_other_best(place: Path, lines: list[Any]) -> None:
     assert "evenload/domains/long/loss" in board.Tags()["scalars"]
 
 
-def test_a_domain_joins_and_another_leaves_on_another_trainer_too(place: Path, forged: Forged) -> None:
-    first = ran(place, forged, "deepspeed.yaml", "parallel.dp=2", "train.steps=2")
+def test_a_domain_joins_and_another_leaves_on_another_trainer_too(place, ran):
+    first = ran(place, "train", "deepspeed.yaml", "parallel.dp=2", "train.steps=2")
     refuse_other_losses(first)
     (place / "new.jsonl").write_text((place / "short.jsonl").read_text())
     mix = "data.mix={unit: samples}", "data.domains={long: {source: long.jsonl}, new: {source: new.jsonl, share: 3}}"
-    more = ran(place, forged, "deepspeed.yaml", "parallel.dp=1", "train.steps=4", *mix)
+    more = ran(place, "train", "deepspeed.yaml", "parallel.dp=1", "train.steps=4", *mix)
     refuse_other_losses(more)
     before, after = (orders(place / "kept", step)["domains"] for step in (2, 4))
     assert {key: after["short"][key] for key in after["short"]} == before["short"], "it waits as it was left"

@@ -1,11 +1,6 @@
 """What pipelines on real trainers measure of themselves: bubbles of ranks and variants, peaks of stages."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +19,7 @@ RANKS = [(0, 0), (1, 0)]
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_bench_has_a_bubble_and_peaks_of_every_stage(
-    trainer: str, tmp_path: Path, forged: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_bench_has_a_bubble_and_peaks_of_every_stage(trainer, tmp_path, forged):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(trainer=trainer))
     against = ("--against", "fixed_chunks", "log.trace=t.json")
     done = forged(tmp_path, "bench", "recipe.yaml", *against, "--json")
@@ -45,9 +38,7 @@ def test_bench_has_a_bubble_and_peaks_of_every_stage(
 
 
 @pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_a_traced_run_tells_the_bubble_of_every_rank(
-    trainer: str, tmp_path: Path, forged: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_a_traced_run_tells_the_bubble_of_every_rank(trainer, tmp_path, forged):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(trainer=trainer))
     done = forged(tmp_path, "train", "recipe.yaml", "--trace", "t.json", "--json")
     assert done.returncode == 0, done.stderr[-3000:]

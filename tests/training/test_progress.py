@@ -1,7 +1,5 @@
 """Progress comes to the launcher, and a rank never waits for it."""
 
-from typing import Any
-
 from evenload.training.progress import PROGRESS_SOCKET, inherited_progress, pass_on_progress, progress_sockets
 
 
@@ -9,7 +7,7 @@ def test_what_a_rank_tells_comes_in_order_and_what_nobody_reads_is_lost(monkeypa
     assert inherited_progress() is None
     own_end, other_end = progress_sockets()
     monkeypatch.setenv(PROGRESS_SOCKET, str(other_end.detach()))
-    tell, came = inherited_progress(), list[tuple[Any, ...]]()
+    tell, came = inherited_progress(), []
     assert inherited_progress() is None, "the descriptor is taken once"
     tell("train", 1, 3, "loss 2.5")
     tell("export", 2, None, "\udcff[/]")

@@ -1,8 +1,10 @@
 """A slow rank is named, with what it is slow in; noise, unequal work and a single slow step name nobody."""
 
+import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,28 +13,14 @@ from evenload.training.metrics import Taken
 from evenload.training.stragglers import WINDOW, OwnTime, Stragglers, queued_s
 
 RANKS = 4
-NO_RESULT = None
-
-
-class FakeHost:
-    busy_waits = False
-
-
-class FakeJob:
-    """A plane of one stage: rank and plane rank are the same."""
-
-    host = FakeHost()
-    has_experts = False
-
-    def of_ranks(self, values):
-        return values[0]
 
 
 def followed(num_steps, slow, *, busy_waits=False):
     """Steps of unequal work whose slowest rank ends them; ``slow(step, seconds)`` disturbs [ranks, 3] seconds, and
     returns what all wait for besides."""
-    job = FakeJob()
-    job.host.busy_waits = busy_waits
+    # A plane of one stage: rank and plane rank are the same.
+    host = SimpleNamespace(busy_waits=busy_waits)
+    job = SimpleNamespace(host=host, has_experts=False, of_ranks=lambda values: values[0])
     follower, draws = Stragglers(job, says=True), np.random.default_rng(0)
     for step in range(num_steps):
         work = draws.uniform(0.5, 1.0, RANKS)
@@ -41,7 +29,7 @@ def followed(num_steps, slow, *, busy_waits=False):
         exchange_s = slow(step, own) or 0.2
         step_s = float(own.sum(axis=1).max()) + exchange_s
         zeros = np.zeros((1, RANKS))
-        follower.note(step, Taken(NO_RESULT, step_s, 0.0, 0.0, zeros, zeros, own), work[None])
+        follower.note(step, Taken(None, step_s, 0.0, 0.0, zeros, zeros, own), work[None])
     return follower
 
 
@@ -49,24 +37,22 @@ def causes(follower):
     return {(row["cause"], row["rank"]) for row in follower.rows}
 
 
-def slow_compute(step, own):
-    own[2, 0] *= 1.4
+def slower(rank, part, times=1.0, more_s=0.0):
+    def slow(step, own):
+        own[rank, part] = times * own[rank, part] + more_s
+
+    return slow
 
 
-def slow_data(step, own):
-    own[1, 1] += 0.6
-
-
-def slow_host(step, own):
-    own[3, 2] += 0.5
+COMPUTE, DATA = slower(2, 0, times=1.4), slower(1, 1, more_s=0.6)
 
 
 @pytest.mark.parametrize(
     ("slow", "named"),
     [
-        (slow_compute, {("compute", 2)}),
-        (slow_data, {("data", 1)}),
-        (slow_host, {("host", 3)}),
+        (COMPUTE, {("compute", 2)}),
+        (DATA, {("data", 1)}),
+        (slower(3, 2, more_s=0.5), {("host", 3)}),
         (lambda step, own: 0.2 + 0.8 * (step >= WINDOW), {("link", None)}),
         (lambda step, own: None, set()),
     ],
@@ -80,7 +66,7 @@ def test_a_slow_rank_is_named_with_its_cause(slow, named, caplog):
 
 
 def test_what_is_lost_is_the_time_beyond_the_others():
-    (row, *_) = followed(WINDOW, slow_data).rows
+    (row, *_) = followed(WINDOW, DATA).rows
     assert row["lost_s"] == pytest.approx(0.6, rel=0.05)
     assert (row["first_step"], row["last_step"]) == (0, WINDOW - 1)
 
@@ -93,7 +79,7 @@ def test_a_single_slow_step_names_nobody():
 
 
 def test_passes_that_hold_waiting_are_not_compared():
-    assert followed(WINDOW, slow_compute, busy_waits=True).rows == []
+    assert followed(WINDOW, COMPUTE, busy_waits=True).rows == []
 
 
 def test_the_reading_of_samples_is_timed():
@@ -105,8 +91,6 @@ def test_the_reading_of_samples_is_timed():
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="Linux tells it")
 def test_a_thread_that_waits_for_its_core_is_noticed():
-    import os
-
     seconds = []
 
     def burn(note):

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import evenload
 import numpy as np
@@ -31,7 +30,7 @@ def proven(recipe, lengths=LENGTHS, pins=FEW, **more):
 
 
 def test_tenants_are_searched_by_their_own_batches_and_the_recipe_plans_as_the_search_says(tmp_path):
-    rng, files = np.random.default_rng(3), dict[str, Path]()
+    rng, files = np.random.default_rng(3), {}
     for name, longest in (("long", 900), ("short", 60)):
         files[name] = tmp_path / f"{name}.txt"
         files[name].write_text("\n".join(map(str, rng.integers(5, longest, 64))))

@@ -1,16 +1,13 @@
 """The page in a real browser: nothing overlaps, nothing scrolls sideways, nothing is fetched, all is legible."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from evenload.api import load_recipe
 from evenload.training.forecast.forecast import look_ahead
 from evenload.training.pictures import draw
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +69,7 @@ return out;
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     (folder / "recipe.yaml").write_text(RECIPE)
     lengths = np.random.default_rng(0).lognormal(5.5, 1.3, 4000).astype(int) + 1
@@ -85,7 +82,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def show(browser: Any, page: Path, width: int, scheme: str = "light") -> list[dict[str, Any]]:
+def show(browser, page, width, scheme="light"):
     """Open the page; its texts with their boxes and colours."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -94,13 +91,16 @@ def show(browser: Any, page: Path, width: int, scheme: str = "light") -> list[di
     for kind in ("browser", "performance"):
         browser.get_log(kind)
     browser.get(page.as_uri())
-    texts: list[dict[str, Any]] = browser.execute_script(COLLECT)
+    texts = browser.execute_script(COLLECT)
     return texts
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("name", PAGES)
-def test_texts_neither_overlap_nor_leave_the_page(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
+SIZES = [*((name, 390) for name in PAGES), ("dp", 1440), ("chunks", 1440)]
+SIZES += [only_full(name, 1440) for name in PAGES if (name, 1440) not in SIZES]
+
+
+@pytest.mark.parametrize(("name", "width"), SIZES)
+def test_every_section_is_there_and_texts_and_shapes_stay_in_their_places(browser, pages, name, width):
     texts = show(browser, pages[name], width)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert [t["text"] for t in texts if t["left"] < t["edge"][0] - 1 or t["right"] > t["edge"][1] + 1] == []
@@ -114,14 +114,6 @@ def test_texts_neither_overlap_nor_leave_the_page(browser: Any, pages: dict[str,
             and min(a["bottom"], b["bottom"]) - max(a["top"], b["top"]) > 2
         ]
         assert clashes == []
-
-
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("name", PAGES)
-def test_every_section_is_there_and_shapes_stay_in_their_charts(
-    browser: Any, pages: dict[str, Path], name: str, width: int
-) -> None:
-    show(browser, pages[name], width)
     heights = browser.execute_script(
         "return [...document.querySelectorAll('section')].map("
         "s => [s.id, s.checkVisibility() && s.getBoundingClientRect().height])"
@@ -140,7 +132,7 @@ def test_every_section_is_there_and_shapes_stay_in_their_charts(
     assert min(widths) > 0.4 * min(width, 800)
 
 
-def test_nothing_is_fetched_and_nothing_is_complained_about(browser: Any, pages: dict[str, Path]) -> None:
+def test_nothing_is_fetched_and_nothing_is_complained_about(browser, pages):
     for page in pages.values():
         show(browser, page, 1440)
         events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
@@ -151,7 +143,7 @@ def test_nothing_is_fetched_and_nothing_is_complained_about(browser: Any, pages:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["dp", "stock", "chunks"])
-def test_texts_stand_out_from_what_is_behind_them(browser: Any, pages: dict[str, Path], name: str, scheme: str) -> None:
+def test_texts_stand_out_from_what_is_behind_them(browser, pages, name, scheme):
     texts = show(browser, pages[name], 1440, scheme)
     grounds = {t["ground"] for t in texts}
     assert any(luminance(g) < 0.05 for g in grounds) == (scheme == "dark")
@@ -159,13 +151,13 @@ def test_texts_stand_out_from_what_is_behind_them(browser: Any, pages: dict[str,
     assert faint == []
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     """WCAG 2 contrast ratio of two CSS colours."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
-def luminance(colour: str) -> float:
+def luminance(colour):
     """Relative luminance of ``rgb(r, g, b)``."""
     values = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
     linear = [v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in values]

@@ -26,6 +26,7 @@ from evenload.training.pictures.facts import facts_of, histogram, parts_of, piec
 from evenload.training.pictures.planners import names, planners
 from evenload.training.pictures.report import page_of
 from evenload.training.pictures.trace import tracks_of
+from harness.cases import only_full
 
 RECIPE = """
 model: {num_layers: 8}
@@ -191,7 +192,7 @@ class Page(HTMLParser):
         self.numbers = defaultdict(list)
         self.rows = defaultdict(dict)
         self.text = defaultdict(str)
-        self._section, self._table, self._row, self._open = "head", "", "", list[str]()
+        self._section, self._table, self._row, self._open = "head", "", "", []
         self._names_row = False
         self.feed(text)
 
@@ -364,6 +365,9 @@ def test_spans_that_were_not_recorded_are_simulated_again(simple, place):
     assert again.outcome.spans == simple.steps[0].ours.outcome.spans
 
 
+@pytest.mark.parametrize(
+    "forecast", ["dp", "pp", *map(only_full, ("cp", "stock", "recompute", "zero3"))], indirect=True
+)
 def test_the_plot_decodes_and_shows_the_colours_of_work_and_waiting(forecast, tmp_path):
     image = pytest.importorskip("matplotlib.image")
     colors = pytest.importorskip("matplotlib.colors")

@@ -1,21 +1,17 @@
 """The memory part of a profile: coefficients that were planted are found; real trainers hold what is predicted."""
 
-from __future__ import annotations
-
 import json
 import runpy
-import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.training.profiling.memory import COUNTS, Readings, fit_memory_cost, line, two_alive
+from harness.cases import full
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "memory" / "memory.py"
+BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "memory" / "memory.py"
 LENGTH = 100
 PLANTED = MemoryCost(
     pass_bytes=5000.0,
@@ -28,7 +24,7 @@ PLANTED = MemoryCost(
 )
 
 
-def readings(tokens: int, *, cut: bool, constant: float = 0.0) -> Readings:
+def readings(tokens, *, cut, constant=0.0):
     """What the two micro-batches of a step hold where the model is right."""
     layers = PLANTED.activation_bytes_per_token - cut * PLANTED.cut_saves_bytes_per_token
     own = tokens * (layers + PLANTED.head_bytes_per_token) + constant
@@ -39,18 +35,18 @@ def readings(tokens: int, *, cut: bool, constant: float = 0.0) -> Readings:
     return Readings(tokens, tokens * layers, own + stored, head_peak, layers_peak, max(head_peak, layers_peak))
 
 
-def fitted(constant: float = 0.0) -> MemoryCost:
+def fitted(constant=0.0):
     rows = [[readings(n * LENGTH, cut=cut, constant=constant) for n in COUNTS] for cut in (False, True)]
     return fit_memory_cost(rows[0], rows[1], PLANTED.kv_bytes_per_token)
 
 
 @pytest.mark.parametrize("constant", [0.0, 12345.0])
-def test_planted_coefficients_are_found(constant: float) -> None:
+def test_planted_coefficients_are_found(constant):
     """Also where every micro-batch holds something that does not depend on its tokens."""
     assert fitted(constant=constant) == PLANTED
 
 
-def test_no_coefficient_is_negative() -> None:
+def test_no_coefficient_is_negative():
     """A loss that frees more than it takes, and cut tokens that keep more than others."""
     rows = [readings(n * LENGTH, cut=False)._replace(head_peak=0.0, layers_peak=0.0) for n in COUNTS]
     cut = [readings(n * LENGTH, cut=True)._replace(kept=1e6 * n) for n in COUNTS]
@@ -59,14 +55,9 @@ def test_no_coefficient_is_negative() -> None:
     assert found.cut_saves_bytes_per_token == found.pass_bytes == 0.0
 
 
-def test_the_model_predicts_what_its_coefficients_were_fitted_to() -> None:
+def test_the_model_predicts_what_its_coefficients_were_fitted_to():
     memory = fitted()
-    limits = Limits(
-        1,
-        10_000,
-        layers_per_stage=2,
-        memory=memory,
-    )
+    limits = Limits(1, 10_000, layers_per_stage=2, memory=memory)
     for count in COUNTS:
         for cut in (False, True):
             plan = replace(two_alive(count, LENGTH, cut=cut), limits=limits)
@@ -75,7 +66,7 @@ def test_the_model_predicts_what_its_coefficients_were_fitted_to() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("cut", [False, True])
-def test_every_rank_holds_two_micro_batches_of_the_same_size(cut: bool, num_ranks: int) -> None:
+def test_every_rank_holds_two_micro_batches_of_the_same_size(cut, num_ranks):
     plan = two_alive(3, LENGTH, cut=cut, num_ranks=num_ranks)
     for rank in range(num_ranks):
         mine = [plan.micro_batches[i] for i in plan.of_rank(rank)]
@@ -85,40 +76,35 @@ def test_every_rank_holds_two_micro_batches_of_the_same_size(cut: bool, num_rank
     assert bool(plan.cut) == cut
 
 
-def test_a_line_goes_through_its_points() -> None:
+def test_a_line_goes_through_its_points():
     assert line([1, 2, 4], [5.0, 8.0, 14.0]) == pytest.approx((3.0, 2.0))
 
 
-def by_script(case: str, folder: Path, scripted: Callable[..., subprocess.CompletedProcess[str]]) -> list[Any]:
-    """The rows of a case and of what it needs before, as the benchmark makes them, which starts its ranks itself."""
-    out = folder / "rows.json"
-    done = scripted("megatron", folder, SCRIPT, "--plans", "--only", case, "--out", out)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows: list[Any] = json.loads(out.read_text())["rows"]
-    return rows
-
-
-def by_forks(case: str, folder: Path, scripted: Callable[..., subprocess.CompletedProcess[str]]) -> list[Any]:
-    """The same by forks of a process that has the trainer already."""
-    script = SCRIPT.with_name("memory_plans.py")
-    names = [one.name for one in runpy.run_path(str(script))["CASES"]]
-    costs, rows = folder / "costs.json", []
-    costs.write_text("{}")
-    for name in (case.partition(",")[0], case):
-        done = scripted("deepspeed", folder, script, names.index(name), costs, folder / f"{name}.json")
-        assert done.returncode == 0, done.stderr[-3000:]
-        rows += json.loads((folder / f"{name}.0").read_text())
-    return rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["megatron, recompute", "zero 0, recompute"])
-def test_real_trainers_hold_what_is_predicted(
-    case: str, tmp_path: Path, scripted: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    """Profile, then plans that were not measured: uneven packs, slices, replays; kept activations and recomputed."""
-    rows = (by_script if case.startswith("megatron") else by_forks)(case, tmp_path, scripted)
+def refuse_other_memory(rows):
     assert len(rows) == 6
     for row in rows:
         for name in ("activations", "total"):
             assert row[name] == pytest.approx(row[f"{name}_measured"], rel=0.08), (row["case"], row["plan"], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainer", "case"), [("megatron", "megatron"), ("deepspeed", "zero 0")])
+def test_real_trainers_hold_what_is_predicted(trainer, case, tmp_path, scripted):
+    """Profile, then plans that were not measured: uneven packs, slices, replays; kept activations and recomputed."""
+    script = BENCHMARK.with_name("memory_plans.py")
+    names = [one.name for one in runpy.run_path(str(script))["CASES"]]
+    costs, rows = tmp_path / "costs.json", []
+    costs.write_text("{}")
+    for name in (case, f"{case}, recompute"):
+        done = scripted(trainer, tmp_path, script, names.index(name), costs, tmp_path / f"{name}.json")
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows += json.loads((tmp_path / f"{name}.0").read_text())
+    refuse_other_memory(rows)
+
+
+@full
+def test_the_benchmark_starts_its_ranks_itself(tmp_path, scripted):
+    out = tmp_path / "rows.json"
+    done = scripted("megatron", tmp_path, BENCHMARK, "--plans", "--only", "megatron, recompute", "--out", out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    refuse_other_memory(json.loads(out.read_text())["rows"])

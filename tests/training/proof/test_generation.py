@@ -1,6 +1,6 @@
 """How samples are held against plain generation: every fault is told, and a tie within rounding is none."""
 
-import importlib.util
+import runpy
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,7 @@ from evenload.runtime.generate.request import Generation, Request, Sampling
 from evenload.training.proof.arrangements import arranged, arrangements
 from evenload.training.proof.plain_samples import TIES, PlainSamples
 
-_FILE = Path(__file__).parents[2] / "runtime" / "generate" / "tiny.py"
-_spec = importlib.util.spec_from_file_location("proof_tiny", _FILE)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+tiny = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "runtime" / "generate" / "tiny.py")))
 
 MODEL = tiny.Tiny(5)
 SETTINGS = Generation(seed=3, sampling=Sampling(0.9, 12, 0.95), end_tokens=frozenset())
