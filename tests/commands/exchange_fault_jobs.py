@@ -1,8 +1,6 @@
-"""Jobs of three ranks that share micro-batches or experts, each with a fault in the middle of a ring or an all-to-all.
+"""A rank of three that share micro-batches or experts, one of them with a fault in the middle of an exchange.
 
-exchange_fault_jobs.py FOLDER CASE ...   runs each case by itself; FOLDER/CASE.json tells how its ranks ended.
-
-Megatron-Core is imported once: the ranks of every case are forks of this process, which has no thread and no group.
+exchange_fault_jobs.py CASE
 """
 
 import json
@@ -12,29 +10,23 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from evenload.core.laws import check
-from evenload.patches import bridge_cpu
-
-bridge_cpu()
-
-from evenload.core.plan.limits import Limits  # noqa: E402
-from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths  # noqa: E402
-from evenload.core.recipe.recipe import parse  # noqa: E402
-from evenload.integrations.megatron import open_host  # noqa: E402
-from evenload.runtime.stage.executor import Executor  # noqa: E402
-from evenload.runtime.watchdog.watchdog import Watchdog  # noqa: E402
-from evenload.runtime.world.plane import Plane  # noqa: E402
-from evenload.runtime.world.world import init_world  # noqa: E402
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
+from evenload.core.recipe.recipe import parse
+from evenload.integrations.megatron import open_host
+from evenload.runtime.stage.executor import Executor
+from evenload.runtime.watchdog.watchdog import Watchdog
+from evenload.runtime.world.plane import Plane
+from evenload.runtime.world.world import init_world
 
 RANKS, VICTIM = 3, 1
 LENGTHS = (48, 30, 36, 12)
-PATIENCE_S = 60.0
 
 
 def the_plan() -> StepPlan:
@@ -132,14 +124,8 @@ def work(case: str) -> None:
     experts = case.startswith("experts")
     if experts:
         model |= {"family": "mixtral", "moe": {"num_experts": 6, "topk": 2}}
-    recipe = parse(
-        {
-            "trainer": "megatron",
-            "model": model,
-            "parallel": {"ep": RANKS if experts else 1},
-            "train": {"dtype": "fp64", "seed": 7},
-        }
-    )
+    layout, train = {"ep": RANKS if experts else 1}, {"dtype": "fp64", "seed": 7}
+    recipe = parse({"trainer": "megatron", "model": model, "parallel": layout, "train": train})
     samples = [np.random.default_rng(i).integers(0, 96, n) for i, n in enumerate(LENGTHS)]
     host = open_host(recipe, init_world())
     plan = plan_of_experts() if experts else the_plan()
@@ -158,45 +144,7 @@ def work(case: str) -> None:
     host.close()
 
 
-def rank_of(case: str, rank: int, folder: Path) -> int:
-    """Process id of a new rank of a case; its output goes into a file."""
-    child = os.fork()
-    if child:
-        return child
-    log = os.open(folder / f"{case}.{rank}.log", os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    code = 3
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{folder / case}.store", rank=rank, world_size=RANKS)
-        work(case)
-        code = 0
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def run(case: str, folder: Path) -> list[int | None]:
-    """Exit code of every rank of a case, negative for a signal; None: it had to be ended."""
-    ranks = [rank_of(case, rank, folder) for rank in range(RANKS)]
-    ended: dict[int, int] = {}
-    patience = time.monotonic() + PATIENCE_S
-    while len(ended) < RANKS and time.monotonic() < patience:
-        for pid in set(ranks) - set(ended):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                ended[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    for pid in set(ranks) - set(ended):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return [ended.get(pid) for pid in ranks]
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place = Path(sys.argv[1])
-    for name in sys.argv[2:]:
-        (place / f"{name}.json").write_text(json.dumps(run(name, place)))
+    dist.init_process_group("gloo")
+    work(sys.argv[1])

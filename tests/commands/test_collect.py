@@ -50,10 +50,15 @@ Forge = Callable[[str], Any]
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    (tmp_path / "process.py").write_text(PROCESS)
-    return tmp_path
+    return written(tmp_path)
+
+
+def written(folder: Path) -> Path:
+    """The folder with a recipe, prompts, and what gives samples their scores."""
+    (folder / "r.yaml").write_text(RECIPE)
+    (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    (folder / "process.py").write_text(PROCESS)
+    return folder
 
 
 def generate(forge: Forge, place: Path, out: str, ranks: int, *words: str, planted: str = "") -> Any:
@@ -66,16 +71,23 @@ def kept(path: Path) -> list[Any]:
     return [(row["prompt"], row["sample"], tuple(row["tokens"]), row["score"], row["ended"]) for row in rows]
 
 
-@pytest.mark.slow
-def test_what_is_kept_is_the_same_on_any_ranks_and_after_a_kill(place: Path, forge: Forge) -> None:
+@pytest.fixture(scope="module")
+def want(tmp_path_factory: pytest.TempPathFactory, forge: Forge) -> list[Any]:
+    """What one rank keeps that makes one sample after the other."""
+    place = written(tmp_path_factory.mktemp("alone"))
     alone = json.loads(generate(forge, place, "alone.jsonl", 1, "generate.slots=1").stdout)
     row = alone["collected"]
     assert (alone["samples"], row["kept"], row["kept"] + row["pruned"] + row["left"]) == (8, 8, 20)
     assert row["pruned"] > 0
     assert row["tokens"] < row["tokens_of_all"]
     assert row["kept_tokens"] < row["mean_tokens"]
-    want = kept(place / "alone.jsonl")
-    assert [sample[0] for sample in want] == [0, 0, 1, 1, 2, 2, 3, 3]
+    rows = kept(place / "alone.jsonl")
+    assert [sample[0] for sample in rows] == [0, 0, 1, 1, 2, 2, 3, 3]
+    return rows
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_the_same_on_any_ranks_and_after_a_kill(place: Path, forge: Forge, want: list[Any]) -> None:
     killed = generate(forge, place, "out.jsonl", 2, "generate.slots=64", planted=KILLED)
     assert killed.returncode != 0
     assert not (place / "out.jsonl").exists()
@@ -100,17 +112,15 @@ def test_what_is_kept_is_the_same_on_any_ranks_and_after_a_kill(place: Path, for
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("parallel.tp=2",), ("parallel.pp=2",)], ids=str)
 def test_ranks_that_hold_the_model_together_take_the_scores_of_one(
-    words: tuple[str, ...], place: Path, forge: Forge
+    words: tuple[str, ...], place: Path, forge: Forge, want: list[Any]
 ) -> None:
     """The function gives two ranks unlike scores."""
-    generate(forge, place, "alone.jsonl", 1)
     judge = "0" if "tp" in words[0] else "1"
     rows = [{"prompt": prompt, "judge": judge} for prompt in PROMPTS]
     (place / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = generate(forge, place, "out.jsonl", 2, *words)
     assert done.returncode == 0, done.stderr[-2000:]
-    got, want = kept(place / "out.jsonl"), kept(place / "alone.jsonl")
-    assert got == want
+    assert kept(place / "out.jsonl") == want
 
 
 @pytest.mark.slow

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from harness.forge import Forge, free_port
 
 pytestmark = pytest.mark.slow
 
-CASES = ("slow", "hung", "other order", "other plan", "experts hung", "experts killed", "experts other plan")
+SCRIPT = Path(__file__).with_name("exchange_fault_jobs.py")
 
 
 class Ended(NamedTuple):
     """How a job of three ranks ended."""
 
-    codes: list[int | None]
+    codes: list[int]
     outputs: list[str]
 
     @property
@@ -28,19 +28,13 @@ class Ended(NamedTuple):
         return next(text for text in self.outputs if "evenload: " in text)
 
 
-@pytest.fixture(scope="module")
-def job(forge: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
-    """All cases by one process, whose forks are the ranks."""
-    folder = tmp_path_factory.mktemp("faults")
-    script = Path(__file__).with_name("exchange_fault_jobs.py")
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = forge("megatron").start(script, folder, *CASES, environment=env)
-    assert done.wait(400) == 0, done.output[-3000:]
-
+@pytest.fixture
+def job(forge: Callable[[str], Forge], tmp_path: Path) -> Callable[[str], Ended]:
     def ended(case: str) -> Ended:
-        outputs = [(folder / f"{case}.{rank}.log").read_text() for rank in range(3)]
-        return Ended(json.loads((folder / f"{case}.json").read_text()), outputs)
+        of_job = {"place": str(tmp_path), "script": str(SCRIPT), "arguments": [case], "ranks": 3, "port": free_port()}
+        codes = forge("megatron").ask("job", {**of_job, "planted": False, "outputs": str(tmp_path), "limit_s": 60})
+        said = [[(tmp_path / f"{stream}.{rank}").read_text() for stream in ("err", "out")] for rank in range(3)]
+        return Ended(codes, ["".join(texts) for texts in said])
 
     return ended
 

@@ -21,6 +21,7 @@ from evenload.training.run.dealing import ByLength
 from evenload.training.run.sample_file import SampleFile
 from evenload.training.sampling.prompted import StopStrings
 from evenload.training.verbs.generate import asked
+from harness.forge import Done, Forge
 
 RECIPE = """
 trainer: megatron
@@ -58,23 +59,30 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.fixture
+def generate(place: Path, forge: Callable[[str], Forge]) -> Callable[..., Done]:
+    """``generate(out, ranks, samples, *words)`` of each prompt."""
+
+    def run(out: str, ranks: int, samples: int, *words: str, planted: str = "") -> Done:
+        command = ("generate", "r.yaml", *words, "--prompts", "p.jsonl", "--out", out, "--samples", str(samples))
+        return forge("megatron").run(place, (*command, "--json"), ranks, planted, limit_s=120)
+
+    return run
+
+
 @pytest.mark.slow
 def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(
-    place: Path, forge: Callable[[str], Any]
+    place: Path, generate: Callable[..., Done]
 ) -> None:
-    def generate(out: str, ranks: int, *words: str, planted: str = "") -> Any:
-        command = ("generate", "r.yaml", *words, "--prompts", "p.jsonl", "--out", out, "--samples", "3", "--json")
-        return forge("megatron").run(place, command, ranks, planted, limit_s=120)
-
-    alone = json.loads(generate("alone.jsonl", 1, "generate.slots=1").stdout)
+    alone = json.loads(generate("alone.jsonl", 1, 3, "generate.slots=1").stdout)
     assert (alone["samples"], alone["samples_before"]) == (12, 0)
     assert alone["ended"].keys() == {"end", "limit"}
-    killed = generate("out.jsonl", 2, planted=KILLED)
+    killed = generate("out.jsonl", 2, 3, planted=KILLED)
     assert killed.returncode != 0
     assert not (place / "out.jsonl").exists()
     with next(place.glob("out.jsonl.part-*")).open("a") as part:
         part.write('{"prompt": 3, "sample"')  # cut by the kill
-    on = json.loads(generate("out.jsonl", 1, "generate.cache_tokens=112").stdout)
+    on = json.loads(generate("out.jsonl", 1, 3, "generate.cache_tokens=112").stdout)
     assert 0 < on["samples_before"] < 12
     assert not [*place.glob("out.jsonl.part-*")]
     want, got = rows(place / "alone.jsonl"), rows(place / "out.jsonl")
@@ -82,9 +90,9 @@ def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(
         assert max(abs(a - b) for a, b in zip(one.pop("log_probs"), other.pop("log_probs"), strict=True)) < 1e-9
         assert one == other
     assert [(row["prompt"], row["sample"]) for row in got] == [(p, s) for p in range(4) for s in range(3)]
-    more = json.loads(generate("out.jsonl", 2, "generate.slots=9").stdout)
+    more = json.loads(generate("out.jsonl", 2, 3, "generate.slots=9").stdout)
     assert (more["samples_before"], more["tokens"]) == (12, 0)
-    foreign = generate("out.jsonl", 1, "train.seed=6")
+    foreign = generate("out.jsonl", 1, 3, "train.seed=6")
     assert (foreign.returncode, "holds something else than samples of this run" in foreign.stderr) == (2, True)
 
 
@@ -97,20 +105,19 @@ decode: {step_s: 1.0e-2, row_s: 1.0e-3, key_s: 1.0e-5, prompt_s: 1.0e-6}
 
 
 @pytest.mark.slow
-def test_samples_that_are_dealt_by_length_and_again_stay_the_same(place: Path, forge: Callable[[str], Any]) -> None:
+def test_samples_that_are_dealt_by_length_and_again_stay_the_same(place: Path, generate: Callable[..., Done]) -> None:
     (place / "c.yaml").write_text(COSTS)
 
-    def generate(out: str, ranks: int, samples: str, *words: str) -> Any:
-        command = ("generate", "r.yaml", *words, "--prompts", "p.jsonl", "--out", out, "--samples", samples, "--json")
-        return json.loads(forge("megatron").run(place, command, ranks, limit_s=120).stdout)
+    def dealt(*arguments: Any) -> Any:
+        return json.loads(generate(*arguments).stdout)["dealing"]
 
-    alone = generate("alone.jsonl", 1, "6")["dealing"]
+    alone = dealt("alone.jsonl", 1, 6)
     assert (alone["dealt"], alone["borders"], len(alone["forwards"])) == ("spread", 0, 1)
     assert alone["least_forwards"] <= alone["forwards"][0]
     assert "bound_s" not in alone
-    first = generate("out.jsonl", 2, "2", "generate.move_every=2")["dealing"]
+    first = dealt("out.jsonl", 2, 2, "generate.move_every=2")
     assert (first["dealt"], first["borders"] > 2) == ("spread", True)
-    more = generate("out.jsonl", 2, "6", "generate.move_every=1", "costs=c.yaml")["dealing"]
+    more = dealt("out.jsonl", 2, 6, "generate.move_every=1", "costs=c.yaml")
     assert (more["dealt"], more["borders"] > 2) == ("tie", True)
     assert 0 < more["bound_s"] <= more["predicted_s"]
     want, got = rows(place / "alone.jsonl"), rows(place / "out.jsonl")
