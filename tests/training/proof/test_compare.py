@@ -4,18 +4,11 @@ The runs are the ones in `make check` that train: each reaches branches that the
 `tests/mutants` that are marked quick die in one of them.
 """
 
-from __future__ import annotations
-
 import json
 import math
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from evenload.api import load_plugins
 from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sections import Train
 from evenload.integrations.reference.textbook import AdamState, AdamW
@@ -29,18 +22,18 @@ from evenload.training.proof.compare import (
     compare_update,
 )
 from evenload.training.proof.proven_steps import other_layout
+from harness.cases import full
 
-load_plugins()
 TOLERANCE = Tolerance.of("megatron", "fp32")
 
 
-def gradient_errors(values: dict[str, Any], references: dict[str, Any], tolerance: Tolerance = TOLERANCE) -> StepErrors:
+def gradient_errors(values, references, tolerance=TOLERANCE):
     errors = StepErrors()
     compare_gradients(errors, values, references, tolerance)
     return errors
 
 
-def test_a_gradient_is_judged_by_its_own_bound() -> None:
+def test_a_gradient_is_judged_by_its_own_bound():
     ones = {"a": torch.ones(4), "b": torch.ones(4)}
     assert gradient_errors(ones, ones).over == []
     off = gradient_errors({**ones, "b": 1.001 * torch.ones(4)}, ones)
@@ -58,29 +51,29 @@ def test_a_gradient_is_judged_by_its_own_bound() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_no_number_is_named(value: float) -> None:
+def test_a_gradient_that_is_no_number_is_named(value):
     good = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
     errors = gradient_errors({**good, "b": torch.tensor([1.0, value])}, good)
     assert errors.not_finite == ["gradient of b"]
     assert errors.over == ["gradient of b: inf"]
 
 
-def test_a_gradient_that_plain_training_lacks_is_named() -> None:
+def test_a_gradient_that_plain_training_lacks_is_named():
     assert gradient_errors({"a": torch.ones(2)}, {}).over == ["plain training has no gradient of a"]
 
 
-def test_floors_are_shared_by_layers() -> None:
+def test_floors_are_shared_by_layers():
     errors = {"layers.0.mlp.w": 1e-3, "layers.1.mlp.w": 5e-3, "head.w": 1e-4}
     assert alike_in_all_layers(errors) == {"layers.0.mlp.w": 5e-3, "layers.1.mlp.w": 5e-3, "head.w": 1e-4}
 
 
-def test_numbers_that_are_none_are_infinitely_wrong() -> None:
+def test_numbers_that_are_none_are_infinitely_wrong():
     assert compare_number(math.nan, 1.0) == math.inf
     assert compare_number(1.0, math.nan) == math.inf
     assert compare_number(2.0, 1.0) == 1.0
 
 
-def updated(**change: Any) -> StepErrors:
+def updated(**change):
     """Errors of a host that did what the textbook did, but for ``change``: of weight, moments, or what the forward
     uses."""
     start = {"w": torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)}
@@ -93,7 +86,7 @@ def updated(**change: Any) -> StepErrors:
     return errors
 
 
-def test_an_update_is_judged_by_what_it_moved() -> None:
+def test_an_update_is_judged_by_what_it_moved():
     assert updated().over == []
     start = torch.linspace(-1, 1, 12).view(3, 4)
     assert updated(weight=start).over == ["weight w: 1.00e+00"]
@@ -109,28 +102,23 @@ def test_an_update_is_judged_by_what_it_moved() -> None:
 V_SHAPE = {"pipeline": {"enabled": True, "v_shape": True}}
 
 
-def recipe(**sections: Any) -> Any:
+def recipe(**sections):
     return parse({"model": {"num_layers": 2, "vocab_size": 256}, "train": {"global_batch_size": 8}, **sections})
 
 
-def test_a_run_resumes_on_another_layout_where_there_is_one() -> None:
+def test_a_run_resumes_on_another_layout_where_there_is_one():
     other = other_layout(recipe(parallel={"dp": 2}), 2)
-    assert other is not None
     assert (other.parallel.pp, other.parallel.dp) == (2, 1)
     back = other_layout(recipe(parallel={"pp": 2}), 4)
-    assert back is not None
     assert (back.parallel.pp, back.parallel.dp) == (1, 4)
     experts = {"family": "mixtral", "moe": {"num_experts": 4}}
     elsewhere = other_layout(recipe(parallel={"dp": 2, "ep": 2}, model=experts), 2)
-    assert elsewhere is not None
     assert (elsewhere.parallel.pp, elsewhere.parallel.ep, elsewhere.parallel.dp) == (2, 1, 1)
     flat = other_layout(recipe(parallel={"pp": 2}, model={"num_layers": 4}, plugins=V_SHAPE), 2)
-    assert flat is not None
     assert (flat.parallel.pp, flat.v_shape) == (1, False)
     copies = {"parallel": {"ep": 2}, "model": experts, "plugins": {"moe": {"enabled": True}}}
     assert other_layout(recipe(**copies), 2) is None, "ranks that share experts go on sharing them"
     four = other_layout(recipe(**copies), 4)
-    assert four is not None
     assert (four.parallel.pp, four.parallel.ep, four.parallel.dp) == (2, 2, 2)
     assert other_layout(recipe(parallel={"tp": 2}), 2) is None
     assert other_layout(recipe(parallel={"dp": 2}, model={"num_layers": 3}), 2) is None
@@ -152,7 +140,10 @@ intra: {latency_s: 0.0, bytes_per_s: 3.0e+6}
 inter: {latency_s: 0.0, bytes_per_s: 3.0e+6}
 """
 PACKED = "plugins.packing.enabled=true"
-RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
+V_OF_STAGES = ("parallel.pp=2", "model.num_layers=4") + tuple(
+    f"plugins.pipeline.{word}" for word in ("enabled=true", "v_shape=true", "max_tokens=64")
+)
+RUNS = {
     "megatron, overlapped reduction": (
         ("parallel.dp=2", PACKED, "plugins.packing.max_tokens=96", "megatron.overlap_grad_reduce=true"),
         {"cut sequences", "ranks without any pass", "gradient sum after the passes"},
@@ -171,9 +162,9 @@ RUNS: dict[str, tuple[tuple[str, ...], set[str]]] = {
         + ("plugins.mesh.max_tokens=48", "--weights"),
         {"cut sequences", "attention shared by ring"},
     ),
-    "megatron, a V of stages": (
-        ("parallel.pp=2", "parallel.dp=2", "model.num_layers=4", "megatron.overlap_grad_reduce=true")
-        + ("plugins.pipeline.enabled=true", "plugins.pipeline.v_shape=true", "plugins.pipeline.max_tokens=64"),
+    "megatron, a V of stages": (V_OF_STAGES, {"cut sequences", "an order of the plan's own"}),
+    "megatron, two of a V": (
+        (*V_OF_STAGES, "parallel.dp=2", "megatron.overlap_grad_reduce=true"),
         {"cut sequences", "an order of the plan's own"},
     ),
     "megatron, halves in turn": (
@@ -197,12 +188,11 @@ QUICK = ("megatron, stages, recompute", "megatron, shared slices")
 """Runs of `make check`; what DeepSpeed runs is compared there by tests/integrations/deepspeed."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
-)
-def test_a_small_run_is_exact(
-    name: str, tmp_path: Path, forged: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+MARKS = dict.fromkeys(QUICK, ()) | {"megatron, two of a V": full}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in RUNS])
+def test_a_small_run_is_exact(name, tmp_path, forged):
     words, reached = RUNS[name]
     (tmp_path / "tiny.yaml").write_text(TINY)
     (tmp_path / "slow.yaml").write_text(SLOW)
