@@ -19,8 +19,12 @@ def ready(tmp_path, monkeypatch):
     return preflight(parse({"data": {"source": str(tmp_path / "rows.jsonl")}, "train": {"global_batch_size": 6}}))
 
 
+def job_of(ready):
+    return Job(ready.recipe, None, None, ready.chain, None, ready.source)
+
+
 def test_the_labels_of_a_draw_are_those_of_its_samples(ready):
-    job = Job(ready.recipe, None, None, ready.chain, None, ready.source)
+    job = job_of(ready)
     drawing = job.drawing()
     draws = [drawing(), drawing()]
     assert [draw.without_target for draw in draws] == [6 - len(draw.samples) for draw in draws]
@@ -34,8 +38,7 @@ def test_the_labels_of_a_draw_are_those_of_its_samples(ready):
 
 
 def test_without_targets_of_its_own_a_batch_has_no_labels(ready):
-    job = Job(ready.recipe, None, None, ready.chain, None, ready.source)
-    assert job.labels_of(Draw(np.arange(3), np.arange(3), {})) is None
+    assert job_of(ready).labels_of(Draw(np.arange(3), np.arange(3), {})) is None
 
 
 def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path, monkeypatch):
@@ -48,7 +51,7 @@ def test_a_sample_has_its_own_weights_and_those_of_its_draw(tmp_path, monkeypatc
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = {"source": str(tmp_path / "rows.jsonl"), "weight_column": "w"}
     ready = preflight(parse({"data": data, "train": {"global_batch_size": 6}}))
-    job = Job(ready.recipe, None, None, ready.chain, None, ready.source)
+    job = job_of(ready)
     drawing = job.drawing()
     draws = [drawing(), drawing()]
     assert sum(draw.without_target for draw in draws) == 4
@@ -70,7 +73,7 @@ def test_a_column_of_ones_draws_what_is_drawn_without(ready, tmp_path):
     data = {"source": str(tmp_path / "ones.jsonl"), "weight_column": "w"}
     other = preflight(parse({"data": data, "train": {"global_batch_size": 6}}))
     assert other.source.fingerprint == ready.source.fingerprint
-    jobs = [Job(one.recipe, None, None, one.chain, None, one.source) for one in (ready, other)]
+    jobs = [job_of(one) for one in (ready, other)]
     drawings = [job.drawing() for job in jobs]
     for _ in range(3):
         bare, draw = (drawing() for drawing in drawings)

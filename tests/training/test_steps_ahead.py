@@ -5,6 +5,7 @@ import random
 import shutil
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ Sender.end = counted
 """
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+@pytest.mark.parametrize("trainer", ["megatron", only_full("deepspeed")])
 def test_a_run_that_stops_and_goes_on_trains_what_one_step_ahead_trains(trainer, tmp_path, ran):
     letters = random.Random(1)
     lengths = [400 + k if k % 5 == 0 else 20 + k % 7 for k in range(40)]

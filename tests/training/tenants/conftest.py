@@ -1,4 +1,4 @@
-"""Jobs of tenants, for tests of many of them."""
+"""Jobs of tenants: a folder with a recipe and their files, and what is left there when the job has ended."""
 
 import json
 import shutil
@@ -39,16 +39,15 @@ class Job:
         for name, tenant in tenants.items():
             (self.tenants / f"{name}.yaml").write_text(yaml.safe_dump(tenant))
 
-    def run(self, *words, happens="", planted="", ranks=0):
+    def run(self, *words, happens="", planted=""):
         planted += BEFORE_STEP + happens if happens else ""
-        return self._forged(self.path, "train", "r.yaml", *words, "--json", planted=planted, ranks=ranks)
+        return self._forged(self.path, "train", "r.yaml", *words, "--json", planted=planted)
 
     def trained(self, *words, **how):
         done = self.run(*words, **how)
         self.said = done.stderr
         assert done.returncode == 0, self.said[-3000:]
-        result = json.loads(done.stdout)
-        return result
+        return json.loads(done.stdout)
 
     @staticmethod
     def states(result):

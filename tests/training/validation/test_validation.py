@@ -84,11 +84,12 @@ class Runs:
         result = json.loads(self.newest.stdout)
         return [row["loss"].hex() + row["grad_norm"].hex() for row in result["steps"]], result["validation"]
 
-    def best(self, rows):
+    @property
+    def best(self):
         """The step of the best validation after the first step."""
         if BEST[self.trainer] == "true":
-            return min(rows[1:], key=lambda row: row["loss"])["step"]
-        return max(rows[1:], key=lambda row: row["generate"]["score"])["step"]
+            return min(self.rows[1:], key=lambda row: row["loss"])["step"]
+        return max(self.rows[1:], key=lambda row: row["generate"]["score"])["step"]
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -112,7 +113,7 @@ def test_they_disturb_nothing_and_go_on_after_a_resume(runs):
 
 
 def test_the_best_is_kept_and_is_a_checkpoint_to_go_on_from(runs):
-    kept, best = runs.place / "kept", runs.best(runs.rows)
+    kept, best = runs.place / "kept", runs.best
     assert (kept / "best" / "latest").read_text() == f"step{best:08d}"
     assert [d.name for d in (kept / "best").iterdir() if d.is_dir()] == [f"step{best:08d}"]
     if BEST[runs.trainer] == "true":

@@ -17,11 +17,15 @@ from evenload.integrations.huggingface.folders.adapters import write_adapter
 from evenload.training.tenants.arrivals.opening import Entrant, open_tenant
 
 
+def base_of(**lora):
+    plugins = {"packing": {"enabled": True, "max_tokens": 64}, "lora": lora}
+    recipe = parse({"model": {"vocab_size": 256}, "parallel": {"dp": 2}, "plugins": plugins})
+    return recipe, PlanChain.of_recipe(recipe, recipe.layout())
+
+
 @pytest.fixture(scope="module")
 def base():
-    packing = {"enabled": True, "max_tokens": 64}
-    recipe = parse({"model": {"vocab_size": 256}, "parallel": {"dp": 2}, "plugins": {"packing": packing}})
-    return recipe, PlanChain.of_recipe(recipe, recipe.layout())
+    return base_of()
 
 
 def rows(path, lengths, token=5):
@@ -87,10 +91,8 @@ def test_domains_that_cannot_be_mixed_are_refused(base, tmp_path):
     assert "data.group is not valid" in refusal(base, data={"domains": one, "group": "of"})
     large = {**one, "large": {"source": rows(tmp_path / "l.jsonl", [9], token=300)}}
     assert "vocabulary" in refusal(base, data={"domains": large})
-    plugins = {"packing": {"enabled": True, "max_tokens": 64}, "lora": {"root": str(tmp_path / "root")}}
     (tmp_path / "root").mkdir()
-    recipe = parse({"model": {"vocab_size": 256}, "parallel": {"dp": 2}, "plugins": plugins})
-    text = refusal((recipe, PlanChain.of_recipe(recipe, recipe.layout())), data={"domains": one})
+    text = refusal(base_of(root=str(tmp_path / "root")), data={"domains": one})
     assert "data.domains.one.source leads out of plugins.lora.root" in text
 
 
@@ -146,10 +148,7 @@ def test_files_lead_nowhere_outside_of_the_root(tmp_path):
         os.symlink(outside / name, root / name)
     listed = {"_data_files": [{"filename": "../../outside/x.arrow"}]}
     (root / "saved" / "state.json").write_text(json.dumps(listed))
-    packing = {"enabled": True, "max_tokens": 64}
-    plugins = {"packing": packing, "lora": {"root": str(root)}}
-    recipe = parse({"model": {"vocab_size": 256}, "parallel": {"dp": 2}, "plugins": plugins})
-    fenced = recipe, PlanChain.of_recipe(recipe, recipe.layout())
+    fenced = base_of(root=str(root))
     assert opened(fenced, data={"source": inner}, evaluate={"source": "python-docstrings/email"}).name == "acme"
     assert opened(fenced, data={"source": f"{outside}/../root/a.jsonl"}).name == "acme"
     escapes = [outer, f"{root}/../outside/a.jsonl", f"{root}/link.jsonl", f"{root}/folder/a.jsonl", f"{root}/pair"]
