@@ -1,7 +1,5 @@
 """Selections against references written from their equations, whatever the order of the pool."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import math
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
-from evenload.core.policies import ChosenPolicy, Pool, chosen_policy, started, stepped
+from evenload.core.policies import Pool, chosen_policy, started, stepped
 from evenload.core.registry import data_policies
 from evenload.plugins.data.draws import drawn, uniform
 from evenload.plugins.data.neighbours import Tsds, transport_probabilities
@@ -21,11 +19,11 @@ RNG = np.random.default_rng(7)
 NAMES = sorted(data_policies("select"))
 
 
-def chosen(name: str, **settings: object) -> ChosenPolicy:
+def chosen(name, **settings):
     return chosen_policy("select", name, settings, data_policies("select"))
 
 
-def pool(count: int = 60, take: int = 12, seed: int = 1) -> Pool:
+def pool(count=60, take=12, seed=1):
     rng = np.random.default_rng(seed)
     return Pool(
         rng.permutation(10 * count)[:count],
@@ -41,19 +39,19 @@ def pool(count: int = 60, take: int = 12, seed: int = 1) -> Pool:
     )
 
 
-def shuffled(whole: Pool, order: np.ndarray) -> Pool:
+def shuffled(whole, order):
     own = {name: getattr(whole, name)[order] for name in ("numbers", "losses", "gradients", "embeddings")}
     return whole._replace(**own)
 
 
-def select(policy: ChosenPolicy, first: Pool, then: Pool) -> list[int]:
+def select(policy, first, then):
     state, last = started(policy, first)
     _, numbers = stepped(policy, state, then, last)
     return numbers.tolist()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cluster_less"])
-def test_a_selection_does_not_depend_on_the_order_of_its_pool(name: str) -> None:
+def test_a_selection_does_not_depend_on_the_order_of_its_pool(name):
     whole, policy = pool(), chosen(name)
     numbers = select(policy, whole, whole._replace(losses=whole.losses * RNG.uniform(0.5, 1.2, 60)))
     now = whole._replace(losses=whole.losses * 0.9)
@@ -64,7 +62,7 @@ def test_a_selection_does_not_depend_on_the_order_of_its_pool(name: str) -> None
         assert select(policy, shuffled(whole, RNG.permutation(60)), shuffled(now, order)) == expected
 
 
-def test_uniform_numbers_depend_on_seed_update_and_number_alone() -> None:
+def test_uniform_numbers_depend_on_seed_update_and_number_alone():
     numbers = np.arange(20000)
     values = uniform(numbers, 3, 4)
     assert uniform(numbers[::-1], 3, 4)[::-1].tolist() == values.tolist()
@@ -74,9 +72,9 @@ def test_uniform_numbers_depend_on_seed_update_and_number_alone() -> None:
         assert abs(np.corrcoef(values, other)[0, 1]) < 0.03
 
 
-def test_draws_without_replacement_have_the_chances_of_one_after_the_other() -> None:
+def test_draws_without_replacement_have_the_chances_of_one_after_the_other():
     chances = np.array([0.5, 0.3, 0.2, 0.0])
-    counts: dict[tuple[int, ...], int] = {}
+    counts = {}
     for update in range(4000):
         pair = tuple(drawn(np.arange(4), chances, 2, seed=1, update=update).tolist())
         counts[pair] = counts.get(pair, 0) + 1
@@ -89,7 +87,7 @@ def test_draws_without_replacement_have_the_chances_of_one_after_the_other() -> 
 
 
 @pytest.mark.parametrize("third", ["low", "medium", "high"])
-def test_loss_weighs_one_third_five_times(third: str) -> None:
+def test_loss_weighs_one_third_five_times(third):
     losses = pool(200).losses
     ranked = sorted(losses)
     bounds = []
@@ -108,7 +106,7 @@ def test_loss_weighs_one_third_five_times(third: str) -> None:
 
 
 @pytest.mark.parametrize("update", [0, 3, 5, 9, 10])
-def test_delta_loss_opens_its_window_by_the_update(update: int) -> None:
+def test_delta_loss_opens_its_window_by_the_update(update):
     numbers, progress = np.arange(100), np.random.default_rng(2).normal(0.3, 1, 100)
     start = int(100 * 0.8 / (1 + math.exp(-10 * (update / 10 - 0.5))))
     odds = [0.0] * 100
@@ -118,7 +116,7 @@ def test_delta_loss_opens_its_window_by_the_update(update: int) -> None:
     np.testing.assert_allclose(ours, [one / sum(odds) for one in odds], rtol=1e-12)
 
 
-def test_delta_loss_remembers_the_first_losses_by_sample() -> None:
+def test_delta_loss_remembers_the_first_losses_by_sample():
     first = pool()
     now = first._replace(losses=first.losses - np.linspace(-1, 2, 60), update=0)
     policy = chosen("delta_loss", updates=10, outside=1e-9)
@@ -128,11 +126,11 @@ def test_delta_loss_remembers_the_first_losses_by_sample() -> None:
     assert set(numbers.tolist()) == set(best.tolist())
 
 
-def test_less_takes_the_best_task_of_every_sample() -> None:
+def test_less_takes_the_best_task_of_every_sample():
     whole = pool()
     scores = []
     for own in whole.gradients:
-        by_task: dict[int, list[float]] = {}
+        by_task = {}
         for wanted, task in zip(whole.query_gradients, whole.tasks, strict=True):
             cosine = float(own @ wanted) / math.sqrt(float(own @ own) * float(wanted @ wanted))
             by_task.setdefault(int(task), []).append(cosine)
@@ -141,7 +139,7 @@ def test_less_takes_the_best_task_of_every_sample() -> None:
     assert select(chosen("less"), whole, whole) == expected.tolist()
 
 
-def test_online_takes_what_is_learnable() -> None:
+def test_online_takes_what_is_learnable():
     whole = pool()
     assert select(chosen("online"), whole, whole) == whole.numbers[np.argsort(-whole.losses)[:12]].tolist()
     reference = RNG.lognormal(0, 1, 60)
@@ -149,7 +147,7 @@ def test_online_takes_what_is_learnable() -> None:
     assert select(chosen("online"), whole, whole._replace(reference=reference)) == learnable.tolist()
 
 
-def test_near_takes_turns_among_queries() -> None:
+def test_near_takes_turns_among_queries():
     whole, taken = pool(), []
     ranked = [
         sorted(range(60), key=lambda i: (math.dist(query, whole.embeddings[i]), whole.numbers[i]))
@@ -162,12 +160,12 @@ def test_near_takes_turns_among_queries() -> None:
     assert select(chosen("near"), whole, whole) == whole.numbers[taken[:12]].tolist()
 
 
-def transport(whole: Pool, alpha: float, scale: float, width: int) -> list[float]:
+def transport(whole, alpha, scale, width):
     """TSDS by a heap, a neighbour at a time."""
     rows, queries = whole.embeddings, whole.queries
     count, sigma, chances = len(queries), 0.75, [0.0] * len(rows)
 
-    def density(point: np.ndarray) -> float:
+    def density(point):
         near = sorted(math.dist(point, row) for row in rows)[:30]
         return sum(max(0.0, 1 - (d / sigma) ** 2) for d in near)
 
@@ -199,7 +197,7 @@ def transport(whole: Pool, alpha: float, scale: float, width: int) -> list[float
 @pytest.mark.parametrize(
     ("alpha", "scale", "width"), [(0.6, 5.0, 60), (0.9, 1.0, 20), (0.05, 5.0, 8), (0.999, 0.01, 30)]
 )
-def test_tsds_is_its_transport(alpha: float, scale: float, width: int) -> None:
+def test_tsds_is_its_transport(alpha, scale, width):
     whole = pool(60)
     settings = Tsds(alpha=alpha, scale=scale, neighbours=width, density_neighbours=30)
     ours = transport_probabilities(whole, settings)
@@ -207,14 +205,14 @@ def test_tsds_is_its_transport(alpha: float, scale: float, width: int) -> None:
     assert math.fsum(ours) == pytest.approx(1, abs=1e-12)
 
 
-def test_near_duplicates_do_not_crowd_tsds() -> None:
+def test_near_duplicates_do_not_crowd_tsds():
     rows = np.concatenate([np.zeros((50, 2)), np.array([[0.05, 0.0], [0.0, 0.06], [-0.04, 0.05]])])
     crowd = Pool(np.arange(53), 4, embeddings=rows, queries=np.array([[0.01, 0.0]]))
     chances = transport_probabilities(crowd, Tsds(sigma=0.03, alpha=0.2))
     assert chances[:50].sum() < 0.5, "fifty copies count as one"
 
 
-def test_clusters_stand_for_their_members() -> None:
+def test_clusters_stand_for_their_members():
     centres = RNG.normal(size=(4, 3)) * 10
     rows = np.concatenate([centre + RNG.normal(size=(16, 3)) for centre in centres])
     whole = Pool(RNG.permutation(64), 16, seed=2, embeddings=rows, query_gradients=np.array([[1.0, 0.0]]))
@@ -232,12 +230,12 @@ def test_clusters_stand_for_their_members() -> None:
 @pytest.mark.parametrize(
     ("name", "missing"), [("less", "gradients"), ("near", "queries"), ("tsds", "embeddings"), ("loss", "losses")]
 )
-def test_a_pool_without_scores_is_refused(name: str, missing: str) -> None:
+def test_a_pool_without_scores_is_refused(name, missing):
     with pytest.raises(EvenloadError, match=f"'{name}' needs what is not there"):
         started(chosen(name), pool()._replace(**{missing: None}))
 
 
-def test_a_selection_of_too_many_keeps_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_selection_of_too_many_keeps_the_last_one(caplog):
     policy, whole = chosen("online"), pool()
     state, last = started(policy, whole)
     with caplog.at_level("WARNING", logger="evenload"):

@@ -1,7 +1,5 @@
 """Weights of samples against references written from their equations, over the batch of all ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -9,30 +7,30 @@ import numpy as np
 import pytest
 from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
-from evenload.core.policies import ChosenPolicy, SeenSamples, chosen_policy, started, stepped
+from evenload.core.policies import SeenSamples, chosen_policy, started, stepped
 from evenload.core.registry import data_policies
 
 load_plugins()
 
 
-def chosen(name: str, **settings: object) -> ChosenPolicy:
+def chosen(name, **settings):
     return chosen_policy("weight", name, settings, data_policies("weight"))
 
 
-def batch(count: int = 24) -> SeenSamples:
+def batch(count=24):
     rng = np.random.default_rng(4)
     targets = rng.integers(1, 80, count)
     return SeenSamples(rng.lognormal(0, 0.5, count) * targets, targets)
 
 
-def weigh(policy: ChosenPolicy, seen: SeenSamples) -> np.ndarray:
+def weigh(policy, seen):
     state, last = started(policy, seen)
     _, weights = stepped(policy, state, seen, last)
     return weights
 
 
 @pytest.mark.parametrize("strategy", ["linear", "uniform", "quadratic", "extremes"])
-def test_loss_is_its_equation_over_the_global_batch(strategy: str) -> None:
+def test_loss_is_its_equation_over_the_global_batch(strategy):
     seen, delta, r = batch(), 0.7, 0.4
     losses = [loss / count for loss, count in zip(seen.losses, seen.targets, strict=True)]
     top, bottom = max(losses), min(losses)
@@ -52,12 +50,12 @@ def test_loss_is_its_equation_over_the_global_batch(strategy: str) -> None:
     assert again.tolist() == ours[order].tolist(), "whatever ranks and micro-batches have which sample"
 
 
-def test_losses_that_are_all_alike_weigh_alike_and_a_sample_without_targets_nothing() -> None:
+def test_losses_that_are_all_alike_weigh_alike_and_a_sample_without_targets_nothing():
     targets = np.array([3, 5, 0, 2])
     assert weigh(chosen("loss"), SeenSamples(2.0 * targets, targets)).tolist() == [1 / 3, 1 / 3, 0, 1 / 3]
 
 
-def test_adapt_is_its_equation_and_keeps_its_anchors() -> None:
+def test_adapt_is_its_equation_and_keeps_its_anchors():
     rng = np.random.default_rng(5)
     seen = batch(6)._replace(vectors=rng.normal(size=(6, 4)), anchors=rng.normal(size=(3, 4)))
     expected = []
@@ -72,14 +70,14 @@ def test_adapt_is_its_equation_and_keeps_its_anchors() -> None:
     assert again.tolist() == weights.tolist()
 
 
-def test_objective_weights_undo_what_shares_do() -> None:
+def test_objective_weights_undo_what_shares_do():
     domains, shares = np.array([0, 1, 1, 2, 0]), np.array([0.5, 0.3, 0.2])
     seen = batch(5)._replace(domains=domains, shares=shares)
     weights = weigh(chosen("objective", wanted=[2, 1, 1]), seen)
     np.testing.assert_allclose(weights, [(0.5, 0.25, 0.25)[i] / shares[i] for i in domains], rtol=1e-12)
 
 
-def test_a_column_is_taken_as_it_stands() -> None:
+def test_a_column_is_taken_as_it_stands():
     column = np.array([0.5, 0.0, 2.0])
     assert weigh(chosen("column"), batch(3)._replace(column=column)).tolist() == column.tolist()
     with pytest.raises(EvenloadError, match="'column' needs what is not there"):
@@ -87,7 +85,7 @@ def test_a_column_is_taken_as_it_stands() -> None:
 
 
 @pytest.mark.parametrize("column", [[0.5, math.nan, 1], [1, -1, 1], [1, 1], [0, 0, 0]])
-def test_weights_that_are_none_leave_the_last_ones(column: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_are_none_leave_the_last_ones(column, caplog):
     with caplog.at_level("WARNING", logger="evenload"):
         assert weigh(chosen("column"), batch(3)._replace(column=np.array(column))).tolist() == [1, 1, 1]
     assert "the weight policy 'column' failed" in caplog.text

@@ -1,19 +1,13 @@
 """Tenants on their way through the planners: none is lost, and they change the order of slices alone."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import evenload
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.plan_json import read_step, step_json
-from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.forward_only import forward_only
 from evenload.core.planning.judge import judge
 from evenload.core.planning.tenants import of_tenants
@@ -21,9 +15,10 @@ from evenload.core.recipe.recipe import parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-load_plugins()
+from ..chains import chain_of
+
 CAP = 512
-CHAINS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+CHAINS = {
     "stock": ({}, {}),
     "packing": ({"packing": {"max_tokens": CAP}}, {}),
     "replays": ({"packing": {"max_tokens": CAP, "activation_gib": 0.1}}, {}),
@@ -34,16 +29,15 @@ CHAINS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 BATCHES = st.lists(st.tuples(st.integers(2, 3 * CAP), st.sampled_from([3, 7, 8, 20])), min_size=1, max_size=24)
 
 
-def chain(name: str, lora: bool = True) -> PlanChain:
+def chain(name, lora=True):
     plugins, parallel = CHAINS[name]
     enabled = {plugin: {"enabled": True, **section} for plugin, section in plugins.items()}
     if lora and name != "packing of groups":
         enabled["lora"] = {"enabled": True}
-    asked = parse({"parallel": {"dp": 2, **parallel}, "cluster": "h100", "plugins": enabled})
-    return PlanChain.of_recipe(asked, asked.layout())
+    return chain_of({"parallel": {"dp": 2, **parallel}, "cluster": "h100", "plugins": enabled})
 
 
-def answers(of: PlanChain, lengths: Any, tenants: Any) -> Iterator[StepPlan]:
+def answers(of, lengths, tenants):
     """All plans that the chain has of a batch."""
     yield of.plan(lengths, tenants)
     yield of.stock(lengths, tenants)
@@ -56,12 +50,12 @@ def answers(of: PlanChain, lengths: Any, tenants: Any) -> Iterator[StepPlan]:
             continue
 
 
-def by_tenant(micro_batch: MicroBatch, tenants: list[int]) -> bool:
+def by_tenant(micro_batch, tenants):
     of_slices = [tenants[s.sequence] for s in micro_batch.slices]
     return of_slices == sorted(of_slices)
 
 
-def unordered(micro_batch: MicroBatch) -> Any:
+def unordered(micro_batch):
     """What a micro-batch is but for the order of its slices."""
     pairs = zip(micro_batch.slices, micro_batch.cp_groups or micro_batch.slices, strict=True)
     return sorted(pairs), micro_batch._replace(slices=(), cp_groups=())
@@ -70,7 +64,7 @@ def unordered(micro_batch: MicroBatch) -> Any:
 @pytest.mark.parametrize("name", CHAINS)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(batch=BATCHES)
-def test_no_plan_loses_a_tenant_and_they_change_the_order_of_slices_alone(name: str, batch: list[Any]) -> None:
+def test_no_plan_loses_a_tenant_and_they_change_the_order_of_slices_alone(name, batch):
     of = chain(name)
     lengths, tenants = (as_lengths(column) for column in zip(*batch, strict=True))
     for owned, bare in zip(answers(of, lengths, tenants), answers(of, lengths, None), strict=True):
@@ -85,7 +79,7 @@ def test_no_plan_loses_a_tenant_and_they_change_the_order_of_slices_alone(name: 
         assert judge(owned, of.context).step_s == pytest.approx(judge(bare, of.context).step_s)
 
 
-def test_backward_groups_of_tenants_are_in_order_too() -> None:
+def test_backward_groups_of_tenants_are_in_order_too():
     """Sequence 0 is one slice forward, in two groups backward; sequences 1 and 2 are of another tenant than 0."""
     of = chain("packing")
     whole, first, second = Slice(0, 0, 12), Slice(0, 0, 8), Slice(0, 8, 12)
@@ -103,24 +97,21 @@ def test_backward_groups_of_tenants_are_in_order_too() -> None:
     assert owned.backward[1:] == plan.backward[1:]
 
 
-def test_plans_that_run_forward_only_have_tenants() -> None:
+def test_plans_that_run_forward_only_have_tenants():
     of = forward_only(chain("packing"))
     plan = of.plan(as_lengths([300, 200, 100, 40, 30]), as_lengths([2, 1, 2, 1, 2]))
     assert plan.tenants.tolist() == [2, 1, 2, 1, 2]
     assert all(by_tenant(m, plan.tenants.tolist()) for m in plan.micro_batches)
 
 
-def test_tenants_are_in_the_digest() -> None:
+def test_tenants_are_in_the_digest_and_those_of_another_batch_are_refused():
     of, lengths = chain("packing"), as_lengths([100, 100])
     assert of.plan(lengths, as_lengths([1, 2])).digest != of.plan(lengths, as_lengths([1, 1])).digest
-
-
-def test_tenants_of_another_batch_are_refused() -> None:
     with pytest.raises(PlanError, match="not one tenant for each sequence"):
-        chain("packing").plan(as_lengths([10, 10]), as_lengths([1]))
+        of.plan(lengths, as_lengths([1]))
 
 
-def test_a_planner_of_slices_that_breaks_a_law_is_noticed() -> None:
+def test_a_planner_of_slices_that_breaks_a_law_is_noticed():
     of = chain("packing")
     ((plugin, config),) = of.of_slices
     drops = replace(plugin, plan=lambda plan, *_: plan.revised(micro_batches=plan.micro_batches[1:]))
@@ -128,14 +119,14 @@ def test_a_planner_of_slices_that_breaks_a_law_is_noticed() -> None:
         replace(of, of_slices=((drops, config),)).plan(as_lengths([500, 500, 500]), as_lengths([1, 1, 2]))
 
 
-def test_tenants_of_a_plan_from_python() -> None:
+def test_tenants_of_a_plan_from_python():
     recipe = parse({"plugins": {"lora": {"enabled": True}, "packing": {"enabled": True}}, "parallel": {"dp": 2}})
     assert evenload.plan(recipe, [30, 20, 10], tenants=[2, 2, 1]).tenants.tolist() == [2, 2, 1]
     with pytest.raises(EvenloadError, match="not one tenant for each sequence"):
         evenload.plan(recipe, [30, 20, 10], tenants=[2])
 
 
-def test_slices_of_one_tenant_may_lie_anywhere() -> None:
+def test_slices_of_one_tenant_may_lie_anywhere():
     plan = chain("packing").plan(as_lengths([100, 90, 80, 70]), as_lengths([1, 2, 1, 2]))
     reversed_ = tuple(m._replace(slices=m.slices[::-1]) for m in plan.micro_batches)
     assert check(plan.revised(micro_batches=reversed_))

@@ -1,10 +1,5 @@
 """What tenants do not go with is refused by name."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from evenload.api import load_plugins
 from evenload.commands.run import run
@@ -16,7 +11,7 @@ from evenload.core.recipe.recipe import parse
 load_plugins()
 LORA = {"plugins": {"lora": {"enabled": True}}}
 MOE = {"num_experts": 4, "topk": 2}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "experts": ({"model": {"family": "mixtral", "moe": MOE}}, "experts have no adapters"),
     "experts of qwen": ({"model": {"family": "qwen3_moe", "moe": MOE}}, "experts have no adapters"),
     "static cp": ({"parallel": {"cp": 2}}, "static context parallelism"),
@@ -26,14 +21,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_recipes_that_do_not_go_with_tenants(name: str) -> None:
+def test_recipes_that_do_not_go_with_tenants(name):
     settings, message = REFUSED[name]
     assert parse(settings)
     with pytest.raises(EvenloadError, match=message):
         parse({**settings, **LORA})
 
 
-def test_divided_experts_and_their_planner_are_refused() -> None:
+def test_divided_experts_and_their_planner_are_refused():
     model = {"family": "mixtral", "moe": MOE}
     both = {"lora": {"enabled": True}, "moe": {"enabled": True}}
     with pytest.raises(EvenloadError, match="'lora' and 'moe' cannot be enabled together"):
@@ -49,7 +44,7 @@ def test_divided_experts_and_their_planner_are_refused() -> None:
         ("", 2, "does not go with divided experts"),
     ],
 )
-def test_experts_of_a_config_are_refused(experts: str, ep: int, message: str, tmp_path: Path) -> None:
+def test_experts_of_a_config_are_refused(experts, ep, message, tmp_path):
     config = tmp_path / "config.json"
     sizes = '"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96'
     config.write_text(f'{{{sizes}, "vocab_size": 256{experts}}}')
@@ -59,7 +54,7 @@ def test_experts_of_a_config_are_refused(experts: str, ep: int, message: str, tm
     assert ("config.json" if experts else "parallel.ep 2") in caught.value.found
 
 
-def test_loops_of_the_user_s_own_are_refused(tmp_path: Path) -> None:
+def test_loops_of_the_user_s_own_are_refused(tmp_path):
     recipe = parse(LORA)
     with pytest.raises(EvenloadError, match="no place in a training loop of your own") as caught:
         PlanChain.of_model(recipe, (at := Setting.of_recipe(recipe)).shape, recipe.layout(), at.traits)
@@ -70,8 +65,8 @@ def test_loops_of_the_user_s_own_are_refused(tmp_path: Path) -> None:
         run(file, ["python", "-c", "raise SystemExit(3)"])
 
 
-def test_fewer_samples_than_ranks_are_no_fault_where_tenants_draw_them() -> None:
-    settings: dict[str, Any] = {"parallel": {"dp": 8}, "train": {"global_batch_size": 4}}
+def test_fewer_samples_than_ranks_are_no_fault_where_tenants_draw_them():
+    settings = {"parallel": {"dp": 8}, "train": {"global_batch_size": 4}}
     with pytest.raises(EvenloadError, match="smaller than the number"):
         parse(settings)
     assert parse({**settings, **LORA})

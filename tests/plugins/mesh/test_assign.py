@@ -1,7 +1,5 @@
 """Sequences on ranks: every one placed, none over the cap, and as even as the target says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from evenload.plugins.mesh.assign import Frame, columns_for, on_ranks, placed, target_of
@@ -10,7 +8,7 @@ from evenload.plugins.mesh.cost_table import SequenceCosts, most_tokens
 DEGREES = np.array([1, 2, 4], dtype=np.int64)
 
 
-def shares(lengths: list[int], exposed_s: float = 0.0) -> SequenceCosts:
+def shares(lengths, exposed_s=0.0):
     """A second for each token, divided among ranks; ``exposed_s`` more for what is shared, half in each direction."""
     n = np.array(lengths, dtype=np.int64)
     each = n[:, None] / DEGREES / 2 + np.where(DEGREES > 1, exposed_s / 2, 0.0)
@@ -18,24 +16,23 @@ def shares(lengths: list[int], exposed_s: float = 0.0) -> SequenceCosts:
     return SequenceCosts(DEGREES, tokens, each, each.copy(), np.zeros_like(tokens))
 
 
-def test_a_sequence_gets_the_least_rank_seconds_within_the_target_or_the_fastest_degree() -> None:
+def test_a_sequence_gets_the_least_rank_seconds_within_the_target_or_the_fastest_degree():
     costs = shares([100], exposed_s=10.0)
     numbers = np.array([0])
     assert [int(columns_for(costs, numbers, target)[0][0]) for target in (100.0, 70.0, 50.0, 1.0)] == [0, 1, 2, 2]
 
 
-def test_the_target_is_what_all_ranks_take_together() -> None:
+def test_the_target_is_what_all_ranks_take_together():
     even = shares([40, 40, 40, 40])
     assert target_of(even, np.arange(4), 4, 1.0) == pytest.approx(40.0)
     alone = shares([1000, 8, 8], exposed_s=0.0)
     assert target_of(alone, np.arange(3), 4, 1.0) == pytest.approx(1016 / 4, rel=1e-2)
 
 
-def test_all_sequences_are_placed_and_loads_are_what_their_ranks_add_up_to() -> None:
+def test_all_sequences_are_placed_and_loads_are_what_their_ranks_add_up_to():
     lengths = [400, 200, 90, 80, 70, 60, 50, 30, 20]
     costs = shares(lengths, exposed_s=1.0)
     result = placed(costs, np.arange(len(lengths)), Frame(4, 4, 1000.0))
-    assert result is not None
     forward, tokens = np.zeros(4), np.zeros(4, dtype=np.int64)
     for k, ranks in enumerate(result.cp_groups):
         column = int(result.columns[k])
@@ -47,7 +44,7 @@ def test_all_sequences_are_placed_and_loads_are_what_their_ranks_add_up_to() -> 
     assert result.seconds <= 1.1 * sum(lengths) / 4
 
 
-def test_a_rank_holds_no_more_than_the_cap_and_what_fits_nowhere_is_said() -> None:
+def test_a_rank_holds_no_more_than_the_cap_and_what_fits_nowhere_is_said():
     costs = shares([100, 100, 100])
     single = np.zeros(3, dtype=np.int64)
     result = on_ranks(costs, np.arange(3), single, Frame(2, 2, 180.0))
@@ -56,8 +53,7 @@ def test_a_rank_holds_no_more_than_the_cap_and_what_fits_nowhere_is_said() -> No
     assert on_ranks(costs, np.arange(3), single, Frame(2, 2, 120.0)) is None
 
 
-def test_a_group_that_a_node_could_hold_stays_inside_one() -> None:
+def test_a_group_that_a_node_could_hold_stays_inside_one():
     costs = shares([400, 400, 5, 5])
     result = on_ranks(costs, np.arange(4), np.array([1, 1, 0, 0]), Frame(6, 3, 1e9))
-    assert result is not None
     assert all(len({rank // 3 for rank in ranks}) == 1 for ranks in result.cp_groups)

@@ -1,22 +1,16 @@
 """The bound of a step against plans of every kind: drawn at random, of the planner, of its baselines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
-from evenload.core.plan.limits import Limits
 from evenload.core.plan.rounds import levelled
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
-from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.baselines import BASELINES
 from evenload.plugins.mesh.bounds import lower_bound_s
@@ -25,18 +19,17 @@ from evenload.plugins.mesh.cost_table import cost_table_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-load_plugins()
+from ..chains import chain_of
+
 RANKS, NODE, CAP = 6, 4, 256
 FAST_LINKS = {"intra": {"latency_s": 1e-7, "bytes_per_s": 1e12}, "inter": {"latency_s": 1e-6, "bytes_per_s": 1e11}}
 SLOW_LINKS = {"intra": {"latency_s": 1e-6, "bytes_per_s": 2e9}, "inter": {"latency_s": 1e-5, "bytes_per_s": 2e8}}
 
 
 @cache
-def chain(
-    *, slow: bool, zero: bool, ranks: int = RANKS, node: int = NODE, pp: int = 1, tp: int = 1, again: bool = False
-) -> PlanChain:
+def chain(*, slow, zero, ranks=RANKS, node=NODE, pp=1, tp=1, again=False):
     """Attention equals the linear work at 200 tokens."""
-    recipe = parse(
+    made = chain_of(
         {
             "trainer": "deepspeed" if zero else "megatron",
             "deepspeed": {"zero_stage": 3 if zero else 0},
@@ -46,7 +39,6 @@ def chain(
             "plugins": {"mesh": {"enabled": True, "max_tokens": CAP}},
         }
     )
-    made = PlanChain.of_recipe(recipe, recipe.layout())
     at = made.context
     passes = {
         name: at.costs.forward.model_copy(update={"launch_s": 1e-5, "token_s": f * 1e-6, "pair_s": f * 1e-8})
@@ -58,7 +50,7 @@ def chain(
     return replace(made, context=context, limits=replace(made.limits, max_tokens=CAP, node_ranks=node))
 
 
-def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = False) -> StepPlan:
+def drawn_plan(lengths, limits, seed, *, cut=False):
     """Sequences on random sets of ranks, up to three in a micro-batch; ``cut``: in two slices, one after the other."""
     random = np.random.default_rng(seed)
     cp_comm = str(random.choice(["ring", "all_gather", "all_to_all"]))
@@ -90,16 +82,16 @@ def drawn_plan(lengths: list[int], limits: Limits, seed: int, *, cut: bool = Fal
     return StepPlan(as_lengths(lengths), tuple(made), limits, order=(ops,) if cut else ())
 
 
-def shared(slices: list[Slice], cp_groups: list[tuple[int, ...]], cp_comm: str) -> MicroBatch:
+def shared(slices, cp_groups, cp_comm):
     """The first slices, as many as there are CP groups."""
     mine, ranks = tuple(slices[: len(cp_groups)]), tuple(sorted({rank for cp_group in cp_groups for rank in cp_group}))
-    return MicroBatch(mine, ranks) if len(ranks) == 1 else MicroBatch(mine, ranks, 0, cp_comm, 0, tuple(cp_groups))  # type: ignore[arg-type]
+    return MicroBatch(mine, ranks) if len(ranks) == 1 else MicroBatch(mine, ranks, 0, cp_comm, 0, tuple(cp_groups))
 
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 200), st.integers(200, RANKS * CAP - 100)), min_size=1, max_size=12)
 
 
-def step_s(plan: StepPlan, made: PlanChain) -> float:
+def step_s(plan, made):
     """Of a lawful plan; others are not drawn."""
     try:
         check(plan)
@@ -109,7 +101,7 @@ def step_s(plan: StepPlan, made: PlanChain) -> float:
 
 
 @given(LENGTHS, st.booleans(), st.booleans(), st.integers(0, 99))
-def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero: bool, seed: int) -> None:
+def test_no_random_plan_is_below_the_bound(lengths, slow, zero, seed):
     made = chain(slow=slow, zero=zero)
     plan = drawn_plan(lengths, made.limits, seed)
     found = step_s(plan, made)
@@ -120,16 +112,14 @@ def test_no_random_plan_is_below_the_bound(lengths: list[int], slow: bool, zero:
 
 
 @given(LENGTHS, st.booleans(), st.integers(0, 99))
-def test_no_random_plan_of_slices_is_below_the_bound(lengths: list[int], slow: bool, seed: int) -> None:
+def test_no_random_plan_of_slices_is_below_the_bound(lengths, slow, seed):
     made = chain(slow=slow, zero=False)
     found = step_s(drawn_plan(lengths, made.limits, seed, cut=True), made)
     assert lower_bound_s(np.array(lengths), made.limits, made.context, MeshConfig()) <= found * (1 + 1e-9)
 
 
 @given(LENGTHS, st.booleans(), st.integers(0, 99), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans())
-def test_no_random_plan_of_stages_and_tensor_parallel_ranks_is_below_the_bound(
-    lengths: list[int], slow: bool, seed: int, pp: int, tp: int, again: bool
-) -> None:
+def test_no_random_plan_of_stages_and_tensor_parallel_ranks_is_below_the_bound(lengths, slow, seed, pp, tp, again):
     made = chain(slow=slow, zero=False, pp=pp, tp=tp, again=again)
     plan = drawn_plan(lengths, made.limits, seed)
     if again and pp == 1 and not plan.order:
@@ -146,7 +136,7 @@ def test_no_random_plan_of_stages_and_tensor_parallel_ranks_is_below_the_bound(
 
 
 @given(LENGTHS, st.booleans(), st.booleans())
-def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list[int], slow: bool, zero: bool) -> None:
+def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths, slow, zero):
     made = chain(slow=slow, zero=zero)
     batch = as_lengths(lengths)
     try:
@@ -158,12 +148,12 @@ def test_neither_the_planner_nor_its_baselines_are_below_the_bound(lengths: list
         assert 0 < bound <= simulate(plan, made.context, record=False).step_s * (1 + 1e-9), plan.made_by
 
 
-def uncut(limits: Limits) -> Limits:
+def uncut(limits):
     """Limits of a host that runs whole sequences only."""
     return replace(limits, whole_sequences=True)
 
 
-def best_of_all(lengths: np.ndarray, made: PlanChain, config: MeshConfig) -> float:
+def best_of_all(lengths, made, config):
     """Every way to run sequences in one or two rounds on any subsets of four ranks that are powers of two."""
     cost_table = cost_table_of(made.context, made.limits, config, int(lengths.max()))
     seconds, degrees = cost_table.of(lengths).seconds, cost_table.degrees.tolist()
@@ -191,14 +181,14 @@ def best_of_all(lengths: np.ndarray, made: PlanChain, config: MeshConfig) -> flo
 
 
 @given(st.lists(st.integers(20, 4 * CAP - 40), min_size=1, max_size=4), st.booleans())
-def test_no_plan_at_all_of_few_sequences_in_step_is_below_the_bound(lengths: list[int], slow: bool) -> None:
+def test_no_plan_at_all_of_few_sequences_in_step_is_below_the_bound(lengths, slow):
     made = chain(slow=slow, zero=True, ranks=4, node=2)
     config = MeshConfig(engines=("all_to_all",), powers_of_two=True, remap="off", routed="off")
     best = best_of_all(np.array(lengths), made, config)
     assert lower_bound_s(np.array(lengths), uncut(made.limits), made.context, config) <= best * (1 + 1e-9)
 
 
-def test_even_work_meets_the_bound() -> None:
+def test_even_work_meets_the_bound():
     """As many equal sequences as ranks, no communication: nothing is left to certify."""
     made = chain(slow=False, zero=False)
     plan = StepPlan(
@@ -209,7 +199,7 @@ def test_even_work_meets_the_bound() -> None:
     assert bound == pytest.approx(alone_s, rel=1e-3)
 
 
-def test_one_long_sequence_is_bounded_by_its_own_best_degree() -> None:
+def test_one_long_sequence_is_bounded_by_its_own_best_degree():
     """Slow links: all ranks together would take a sixth of the compute, which no degree reaches."""
     made = chain(slow=True, zero=False)
     lengths = np.array([1200])
@@ -218,7 +208,7 @@ def test_one_long_sequence_is_bounded_by_its_own_best_degree() -> None:
     assert bound > 1.05 * (compute_s / RANKS + made.context.costs.launch_s)
 
 
-def test_hops_may_hide_behind_other_sequences_and_an_all_to_all_may_not() -> None:
+def test_hops_may_hide_behind_other_sequences_and_an_all_to_all_may_not():
     """Six sequences that no rank holds alone: rings on the same ranks compute while each other's hops travel."""
     made, lengths = chain(slow=True, zero=False), np.full(RANKS, 1000)
     launches_s = made.context.costs.launch_s * 1000 / CAP
@@ -231,7 +221,7 @@ def test_hops_may_hide_behind_other_sequences_and_an_all_to_all_may_not() -> Non
     assert exchange > 1.02 * compute_s
 
 
-def test_waiting_beside_a_long_sequence_counts_where_all_run_in_step() -> None:
+def test_waiting_beside_a_long_sequence_counts_where_all_run_in_step():
     """Short sequences fit beside the long one by time, but the ranks beside it may hold only so many tokens."""
     lengths = np.array([1000, *[60] * 25])
     config = MeshConfig(engines=("all_to_all",), remap="off", routed="off")
@@ -242,6 +232,6 @@ def test_waiting_beside_a_long_sequence_counts_where_all_run_in_step() -> None:
     assert in_rounds > alone
 
 
-def test_no_sequences_take_no_time() -> None:
+def test_no_sequences_take_no_time():
     made = chain(slow=False, zero=False)
     assert lower_bound_s(np.array([], dtype=np.int64), made.limits, made.context, MeshConfig()) == 0

@@ -1,14 +1,10 @@
 """Other people's planners of layers: lawful on any counts, and what their descriptions promise."""
 
-from __future__ import annotations
-
 import builtins
-from typing import Any
 
 import numpy as np
 import pytest
 from evenload.api import load_plugins, load_recipe
-from evenload.core.aliases import Ints
 from evenload.core.errors import EvenloadError
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of
 from evenload.core.plan.expert_policy import ExpertPolicy
@@ -27,7 +23,7 @@ CHOICES = {"eplb": eplb_copies, "laer": laer_copies, "lp": eplb_copies}
 
 @pytest.mark.parametrize("name", LAYERS)
 @given(counts_RE=counts(most_ranks=6, most_own=3), data=st.data())
-def test_quotas_are_lawful_on_any_counts(name: str, counts_RE: Ints, data: st.DataObject) -> None:
+def test_quotas_are_lawful_on_any_counts(name, counts_RE, data):
     num_ranks, num_experts = counts_RE.shape
     own = num_experts // num_ranks
     halves = data.draw(st.booleans()) and num_ranks % 2 == 0
@@ -45,16 +41,16 @@ def test_quotas_are_lawful_on_any_counts(name: str, counts_RE: Ints, data: st.Da
         assert quotas_ER.sum(axis=0).max() <= at_home(counts_RE, policy, ()).sum(axis=0).max() or slots < own
 
 
-def steep(num_ranks: int = 8, num_experts: int = 32) -> Ints:
+def steep(num_ranks=8, num_experts=32):
     return np.random.default_rng(2).integers(0, 3000, (num_ranks, num_experts)) * (np.arange(num_experts) < 9)
 
 
-def test_roomiest_first_is_exact_with_a_slot_for_each_expert_of_a_rank() -> None:
+def test_roomiest_first_is_exact_with_a_slot_for_each_expert_of_a_rank():
     tokens_R = LAYERS["moonep"](steep(), ExpertPolicy("moonep", 4), ()).sum(axis=0)
     assert np.ptp(tokens_R) <= 1
 
 
-def test_a_threshold_is_at_least_a_hundredth_over_the_mean() -> None:
+def test_a_threshold_is_at_least_a_hundredth_over_the_mean():
     counts_RE = steep()
     quotas_ER = LAYERS["ultraep"](counts_RE, ExpertPolicy("ultraep", 4), ())
     assert 1.0 < imbalance_of(quotas_ER) <= 1.0101
@@ -63,7 +59,7 @@ def test_a_threshold_is_at_least_a_hundredth_over_the_mean() -> None:
     assert imbalance_of(fewer) >= imbalance_of(quotas_ER)
 
 
-def test_busier_experts_have_more_places_and_loads_that_come_again_are_even() -> None:
+def test_busier_experts_have_more_places_and_loads_that_come_again_are_even():
     counts_RE = steep()
     loads_E, policy = counts_RE.sum(axis=0), ExpertPolicy("eplb", 2)
     copies = eplb_copies(loads_E.tolist(), 8, policy)
@@ -75,14 +71,14 @@ def test_busier_experts_have_more_places_and_loads_that_come_again_are_even() ->
     )
 
 
-def test_tokens_stay_in_nodes_that_have_the_expert() -> None:
+def test_tokens_stay_in_nodes_that_have_the_expert():
     """Expert 0 has a place on each node of two ranks: the four tokens of node 0 stay there."""
     counts_RE = np.array([[4, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     quotas_ER = LAYERS["laer"](counts_RE, ExpertPolicy("laer", 2, node_ranks=2), ((0,), (1,), (0, 2), (3,)))
     assert quotas_ER[0].tolist() == [4, 0, 1, 0]
 
 
-def test_the_linear_program_reaches_the_least_maximum() -> None:
+def test_the_linear_program_reaches_the_least_maximum():
     counts_RE = steep()
     copies = ((9,), (0, 30), (1, 4), (0,), (8,), (2, 8), (3,), (5, 6))
     policy = ExpertPolicy("lp", 2)
@@ -92,16 +88,16 @@ def test_the_linear_program_reaches_the_least_maximum() -> None:
     assert least <= by_program.sum(axis=0).max() <= least + 3, "rounding may leave a token or two"
 
 
-def chain_of_moe() -> PlanChain:
+def chain_of_moe():
     load_plugins()
     recipe = load_recipe("moe", ["plugins.moe.enabled=true"])
     return PlanChain.of_recipe(recipe, recipe.layout())
 
 
-def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_solver_the_error_says_what_to_install(monkeypatch):
     stock = builtins.__import__
 
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+    def refuse(name, *args, **kwargs):
         if name == "highspy":
             raise ImportError(name=name)
         return stock(name, *args, **kwargs)
@@ -114,7 +110,7 @@ def test_without_the_solver_the_error_says_what_to_install(monkeypatch: pytest.M
     assert chain.baseline("eplb", as_lengths([500, 300])).experts.planner == "eplb"
 
 
-def test_policies_hold_copies_where_loads_are_known_and_stay_at_home_where_not() -> None:
+def test_policies_hold_copies_where_loads_are_known_and_stay_at_home_where_not():
     chain = chain_of_moe()
     lengths = as_lengths([500, 300, 900, 700])
     assert {name: chain.baseline(name, lengths).experts.planner for name in BASELINES} == {

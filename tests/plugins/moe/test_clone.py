@@ -1,11 +1,8 @@
 """Copies from exact counts: lawful on any counts, exact where slots allow, and as few as an integer program needs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pulp
 import pytest
-from evenload.core.aliases import Ints
 from evenload.core.experts.exact import most_tokens
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of
 from evenload.core.plan.expert_policy import ExpertPolicy
@@ -14,29 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ...core.experts.drawn_counts import counts, policies
+from .popular import zipf
 
 
-def zipf(seed: int, exponent: float, num_ranks: int, num_experts: int, topk: int = 8) -> Ints:
-    """Counts [R, E] of 8,192 tokens a rank; experts' popularity falls as a power, and none has more than all tokens."""
-    rng = np.random.default_rng(seed)
-    shares_E = np.arange(1, num_experts + 1) ** -exponent
-    for _ in range(50):
-        shares_E = np.minimum(shares_E / shares_E.sum(), 1 / topk)
-    rng.shuffle(shares_E)
-    return np.stack([rng.multinomial(8192 * topk, rng.dirichlet(200 * shares_E)) for _ in range(num_ranks)])
-
-
-def busiest_over_mean(quotas_ER: Ints) -> float:
+def busiest_over_mean(quotas_ER):
     tokens_R = quotas_ER.sum(axis=0)
     return float(tokens_R.max() / tokens_R.mean())
 
 
-def num_copies(quotas_ER: Ints) -> int:
+def num_copies(quotas_ER):
     return sum(map(len, copies_of(quotas_ER)))
 
 
 @given(counts(), st.data())
-def test_any_policy_is_kept_on_any_counts(counts_RE: Ints, data: st.DataObject) -> None:
+def test_any_policy_is_kept_on_any_counts(counts_RE, data):
     policy = data.draw(policies(counts_RE))
     quotas_ER = check_quotas(clone(counts_RE, policy, ()), counts_RE, policy, ())
     busiest = quotas_ER.sum(axis=0).max()
@@ -51,7 +39,7 @@ def test_any_policy_is_kept_on_any_counts(counts_RE: Ints, data: st.DataObject) 
     assert not any(taken) or off_busiest >= max(1, policy.least_tokens)
 
 
-def test_tokens_of_a_copy_that_is_too_small_go_home() -> None:
+def test_tokens_of_a_copy_that_is_too_small_go_home():
     """Rank 0 takes expert 3 whole, and to be even to the last one 2 of expert 5: fewer than a copy must take."""
     counts_RE = np.array([[3, 14, 3, 26, 24, 21], [6, 3, 1, 18, 10, 23]])
     loads_E = counts_RE.sum(axis=0)
@@ -64,25 +52,25 @@ def test_tokens_of_a_copy_that_is_too_small_go_home() -> None:
 
 @pytest.mark.parametrize("exponent", [0.3, 0.6, 0.9, 1.2])
 @pytest.mark.parametrize("size", [(64, 128), (256, 256)], ids=str)
-def test_one_slot_is_enough_for_exact_loads(size: tuple[int, int], exponent: float) -> None:
+def test_one_slot_is_enough_for_exact_loads(size, exponent):
     counts_RE = zipf(7, exponent, *size)
     assert busiest_over_mean(clone(counts_RE, ExpertPolicy("clone", 1), ())) < 1.0001
 
 
 @pytest.mark.parametrize(("exponent", "tolerance"), [(0.6, 1.01), (0.9, 1.01), (1.2, 1.01), (1.2, 1.0)])
-def test_copies_are_as_few_as_an_integer_program_finds(exponent: float, tolerance: float) -> None:
+def test_copies_are_as_few_as_an_integer_program_finds(exponent, tolerance):
     counts_RE = zipf(5, exponent, 8, 16, topk=4)
     policy = ExpertPolicy("clone", 1, tolerance)
     assert num_copies(clone(counts_RE, policy, ())) == fewest_copies(counts_RE, policy)
 
 
 @pytest.mark.parametrize(("exponent", "most"), [(0.3, 41), (0.6, 48), (0.9, 52), (1.2, 54)])
-def test_a_hundredth_over_the_mean_saves_copies(exponent: float, most: int) -> None:
+def test_a_hundredth_over_the_mean_saves_copies(exponent, most):
     copies = [num_copies(clone(zipf(s, exponent, 64, 128), ExpertPolicy("clone", 1, 1.01), ())) for s in range(6)]
     assert np.mean(copies) <= most
 
 
-def fewest_copies(counts_RE: Ints, policy: ExpertPolicy) -> int:
+def fewest_copies(counts_RE, policy):
     """The fewest copies with which no rank is over its share, by HiGHS."""
     num_ranks, num_experts = counts_RE.shape
     own = num_experts // num_ranks

@@ -1,10 +1,7 @@
 """Copies between nodes: lawful on any counts, no longer than quotas that know no nodes, and priced as layers are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from evenload.core.aliases import Ints
 from evenload.core.experts.exact import most_tokens
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of
 from evenload.core.experts.seconds import LayerCost, copy_tokens, layer_seconds, paying_tokens
@@ -17,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ...core.experts.drawn_counts import counts
+from .popular import zipf
 
 QWEN3 = LayerCost(
     forward_s=1.89e-3 / 65536,
@@ -30,21 +28,13 @@ QWEN3 = LayerCost(
 )
 
 
-def policy_of(cost: LayerCost, own: int, rounds: int) -> ExpertPolicy:
+def policy_of(cost, own, rounds):
     tokens = round(copy_tokens(cost))
     return ExpertPolicy("clone", own + rounds, 1.0, int(paying_tokens(cost)), cost.node_ranks, cost.keep, tokens)
 
 
-def zipf(seed: int, exponent: float, num_ranks: int, num_experts: int, tokens: int = 65536) -> Ints:
-    rng = np.random.default_rng(seed)
-    shares_E = rng.permutation(np.arange(1, num_experts + 1) ** -exponent)
-    shares_E = np.minimum(shares_E / shares_E.sum(), 1 / 8)
-    shares_E /= shares_E.sum()
-    return np.stack([rng.multinomial(tokens, rng.dirichlet(200 * shares_E)) for _ in range(num_ranks)])
-
-
 @given(counts(), st.data())
-def test_any_policy_between_nodes_is_kept_on_any_counts(counts_RE: Ints, data: st.DataObject) -> None:
+def test_any_policy_between_nodes_is_kept_on_any_counts(counts_RE, data):
     num_ranks, num_experts = counts_RE.shape
     own = num_experts // num_ranks
     sizes = [size for size in range(1, num_ranks) if num_ranks % size == 0]
@@ -65,7 +55,7 @@ def test_any_policy_between_nodes_is_kept_on_any_counts(counts_RE: Ints, data: s
         assert local_ER.sum(axis=0).max() <= most
 
 
-def test_with_a_slot_for_every_expert_no_token_of_even_loads_leaves_its_node() -> None:
+def test_with_a_slot_for_every_expert_no_token_of_even_loads_leaves_its_node():
     counts_RE = np.full((4, 8), 100)
     policy = ExpertPolicy("clone", 6, node_ranks=2, copy_tokens=1)
     quotas_ER = clone(counts_RE, policy, ())
@@ -76,7 +66,7 @@ def test_with_a_slot_for_every_expert_no_token_of_even_loads_leaves_its_node() -
     assert [len(experts) for experts in copies_of(quotas_ER)] == [2, 2, 2, 2]
 
 
-def test_rounds_stop_where_copies_keep_fewer_tokens_than_they_take() -> None:
+def test_rounds_stop_where_copies_keep_fewer_tokens_than_they_take():
     """Both nodes want 800 tokens of two experts of the other and 8 of the rest; a copy takes as long as 100."""
     counts_RE = np.full((4, 8), 4)
     counts_RE[:2, [4, 6]] = counts_RE[2:, [0, 2]] = 400
@@ -87,7 +77,7 @@ def test_rounds_stop_where_copies_keep_fewer_tokens_than_they_take() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("exponent", "rounds"), [(0.1, 2), (0.3, 4), (0.5, 12)])
-def test_knowing_nodes_is_hardly_ever_longer_than_not_knowing_them(exponent: float, rounds: int, keep: bool) -> None:
+def test_knowing_nodes_is_hardly_ever_longer_than_not_knowing_them(exponent, rounds, keep):
     cost = QWEN3._replace(keep=keep)
     policy = policy_of(cost, 2, rounds)
     for seed in range(3):
@@ -99,7 +89,7 @@ def test_knowing_nodes_is_hardly_ever_longer_than_not_knowing_them(exponent: flo
         assert known <= 1.02 * min(others)
 
 
-def test_copies_of_the_own_node_first_are_taken_where_experts_are_large_and_nodes_even() -> None:
+def test_copies_of_the_own_node_first_are_taken_where_experts_are_large_and_nodes_even():
     cost = QWEN3._replace(weight_bytes=4 * QWEN3.weight_bytes, gradient_bytes=4 * QWEN3.gradient_bytes)
     policy = policy_of(cost, 2, 0)
     base_RE = zipf(3, 0.5, 8, 16)
@@ -109,7 +99,7 @@ def test_copies_of_the_own_node_first_are_taken_where_experts_are_large_and_node
 
 
 @pytest.mark.parametrize("exponent", [0.2, 0.5])
-def test_a_price_is_the_seconds_of_the_layer_on_links_between_nodes(exponent: float) -> None:
+def test_a_price_is_the_seconds_of_the_layer_on_links_between_nodes(exponent):
     policy, counts_RE = policy_of(QWEN3, 2, 4), zipf(1, exponent, 64, 128)
     wanted_NE = wanted_by_nodes(counts_RE, policy)
     token_s = 4 * QWEN3.token_bytes / QWEN3.inter.bytes_per_s

@@ -1,32 +1,26 @@
 """What sequences cost beside their tokens is weighed: a rank with pictures has fewer tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from evenload.api import load_plugins
-from evenload.core.plan.step_plan import StepPlan, as_lengths
-from evenload.core.planning.chain import PlanChain
+from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.judge import judge
-from evenload.core.recipe.recipe import parse
 from evenload.plugins.packing import padded
 
-load_plugins()
+from ..chains import chain_of
 
 
-def chain(*, rows: bool) -> PlanChain:
-    recipe = parse(
+def chain(*, rows):
+    made = chain_of(
         {
             "trainer": "transformers",
             "parallel": {"dp": 2},
             "plugins": {"packing": {"enabled": True, "max_tokens": 4096, "padded": rows}},
         }
     )
-    made = PlanChain.of_recipe(recipe, recipe.layout())
     return made
 
 
-def seconds_of_ranks(plan: StepPlan, each_s: np.ndarray) -> list[float]:
+def seconds_of_ranks(plan, each_s):
     return [
         sum(each_s[s.sequence] for number in plan.of_rank(rank) for s in plan.micro_batches[number].slices)
         for rank in range(2)

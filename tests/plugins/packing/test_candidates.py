@@ -1,9 +1,5 @@
 """What packing chooses from: lawful plans, and chunks once the work for slices of equal cost is used up."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from evenload.core.balance.bound import lower_bound_s
 from evenload.core.costs.costs import Costs, PassCost
@@ -22,7 +18,7 @@ COSTS = Costs(
 )
 
 
-def plans(lengths: list[int], **section: Any) -> list[StepPlan]:
+def plans(lengths, **section):
     limits, config = Limits(2, 500), PackingConfig.model_validate({"max_tokens": 500, **section})
     batch = as_lengths(lengths)
     bound_s = lower_bound_s(batch, limits, COSTS)
@@ -31,7 +27,7 @@ def plans(lengths: list[int], **section: Any) -> list[StepPlan]:
 
 @pytest.mark.parametrize("lengths", [[300, 200, 100, 40], [3000, 200, 100, 40], [2]])
 @pytest.mark.parametrize("slices", ["auto", "even"])
-def test_every_candidate_is_lawful(lengths: list[int], slices: str) -> None:
+def test_every_candidate_is_lawful(lengths, slices):
     drafts = plans(lengths, slices=slices)
     assert drafts
     for draft in drafts:
@@ -39,7 +35,7 @@ def test_every_candidate_is_lawful(lengths: list[int], slices: str) -> None:
     assert any(not draft.cut for draft in drafts) == (max(lengths) <= 500)
 
 
-def test_chunks_run_where_the_work_for_equal_slices_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_run_where_the_work_for_equal_slices_is_used_up(monkeypatch):
     monkeypatch.setattr(candidates, "_LEAST_WORK", 1)
     monkeypatch.setattr(candidates, "_WORK", 0)
     even, *_ = plans([5000, 4000])

@@ -1,13 +1,11 @@
 """Sequences to ranks by slots: all of them once, outliers on ranks of their own, no rank much over its capacity."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from evenload.plugins.packing.dispatch import dispatch, slots
 
 
-def test_an_outlier_has_a_rank_of_its_own_with_as_many_slots_as_it_costs() -> None:
+def test_an_outlier_has_a_rank_of_its_own_with_as_many_slots_as_it_costs():
     rows = np.array([[90.0, *[5.0] * 24]])
     (own,) = slots(rows, 4, 2)
     assert own.own == 1
@@ -19,7 +17,7 @@ def test_an_outlier_has_a_rank_of_its_own_with_as_many_slots_as_it_costs() -> No
 
 
 @pytest.mark.parametrize("directions", [1, 2])
-def test_every_sequence_is_on_one_rank_and_ranks_are_even(directions: int) -> None:
+def test_every_sequence_is_on_one_rank_and_ranks_are_even(directions):
     seconds = np.sort(np.random.default_rng(1).lognormal(0, 1, 200))[::-1]
     rows = np.array([seconds, 2 * seconds + 0.1])[:directions]
     room = slots(rows, 8, 2)
@@ -30,6 +28,6 @@ def test_every_sequence_is_on_one_rank_and_ranks_are_even(directions: int) -> No
         assert (loads <= each.capacity * 1.03).all()
 
 
-def test_the_same_sequences_go_to_the_same_ranks_every_time() -> None:
+def test_the_same_sequences_go_to_the_same_ranks_every_time():
     rows = np.array([np.sort(np.random.default_rng(2).random(50))[::-1]])
     assert dispatch(rows, slots(rows, 4, 3)) == dispatch(rows, slots(rows, 4, 3))

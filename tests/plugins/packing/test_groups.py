@@ -1,56 +1,41 @@
 """Samples that stay together, and equal counts of them: laws by hypothesis, balance beside largest differencing."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 from evenload import plan as plan_of
-from evenload.api import load_plugins, load_recipe
+from evenload.api import load_recipe
 from evenload.core.balance.partition import BinLoad, balance, karmarkar_karp
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
-from evenload.core.plan.step_plan import MicroBatch, StepPlan, as_lengths
+from evenload.core.plan.step_plan import MicroBatch, as_lengths
 from evenload.core.plan_json import file_json, read_plans
-from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import parse
 from evenload.training.forecast.forecast import look_ahead
 from hypothesis import given
 from hypothesis import strategies as st
 
-load_plugins()
+from ..chains import packing_chain
+
 CAP = 256
 
 
-def chain(
-    dp: int, *, pp: int = 1, cp: int = 1, zero: int | None = None, cap: int = CAP, **packing: object
-) -> PlanChain:
-    recipe = parse(
-        {
-            "trainer": "megatron" if zero is None else "deepspeed",
-            "parallel": {"dp": dp, "pp": pp, "cp": cp},
-            "deepspeed": {"zero_stage": zero or 0},
-            "train": {"global_batch_size": 4096},
-            "plugins": {"packing": {"enabled": True, "max_tokens": cap, **packing}},
-        }
-    )
-    return PlanChain.of_recipe(recipe, recipe.layout())
+chain = partial(packing_chain, max_tokens=CAP)
 
 
-def places(plan: StepPlan, *, of: str) -> dict[int, set[object]]:
+def places(plan, *, of):
     """Where the sequences of each group run, in a few lines of their own."""
-    found: dict[int, set[object]] = defaultdict(set)
+    found = defaultdict(set)
     for number, m in enumerate(plan.micro_batches):
         for s in m.slices:
             found[int(plan.groups[s.sequence])].add(m.ranks if of == "rank" else number)
     return found
 
 
-def counts(plan: StepPlan) -> list[int]:
+def counts(plan):
     """Sequences of each rank."""
     return [
         len({s.sequence for m in plan.micro_batches if rank in m.ranks for s in m.slices})
@@ -65,11 +50,11 @@ LAYOUTS = st.sampled_from(
 
 
 @given(LENGTHS, LAYOUTS, st.data())
-def test_groups_of_any_kind_stay_on_a_rank(lengths: list[int], layout: dict[str, int], data: st.DataObject) -> None:
+def test_groups_of_any_kind_stay_on_a_rank(lengths, layout, data):
     groups = data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
     equal, slices = data.draw(st.booleans()), data.draw(st.sampled_from(["auto", "off", "even"]))
     cap = data.draw(st.sampled_from([CAP, 64])) if slices != "off" and layout.get("zero") is None else CAP
-    made = replace(chain(**layout, cap=cap, equal_size=equal, slices=slices), groups=as_lengths(groups))
+    made = replace(chain(**layout, max_tokens=cap, equal_size=equal, slices=slices), groups=as_lengths(groups))
     plan = made.plan(as_lengths(lengths))
     assert all(len(ranks) == 1 for ranks in places(plan, of="rank").values())
     if equal:
@@ -81,21 +66,21 @@ def test_groups_of_any_kind_stay_on_a_rank(lengths: list[int], layout: dict[str,
 
 
 @given(LENGTHS, LAYOUTS, st.booleans())
-def test_pairs_stay_in_a_micro_batch(lengths: list[int], layout: dict[str, int], equal: bool) -> None:
-    made = chain(**layout, cap=2 * CAP, group_size=2, groups_in="micro_batch", equal_size=equal)
+def test_pairs_stay_in_a_micro_batch(lengths, layout, equal):
+    made = chain(**layout, max_tokens=2 * CAP, group_size=2, groups_in="micro_batch", equal_size=equal)
     plan = made.plan(as_lengths(lengths))
     assert all(len(numbers) == 1 for numbers in places(plan, of="micro-batch").values())
     assert plan.groups.tolist() == [i // 2 for i in range(len(lengths))]
 
 
 @given(LENGTHS, LAYOUTS)
-def test_counts_of_samples_are_equal(lengths: list[int], layout: dict[str, int]) -> None:
+def test_counts_of_samples_are_equal(lengths, layout):
     plan = chain(**layout, equal_size=True).plan(as_lengths(lengths))
     assert max(counts(plan)) - min(counts(plan)) <= (len(lengths) % layout["dp"] > 0)
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=80), st.integers(1, 9))
-def test_bins_of_equal_size_are_no_fuller_than_largest_differencing(costs: list[float], bins: int) -> None:
+def test_bins_of_equal_size_are_no_fuller_than_largest_differencing(costs, bins):
     parts = karmarkar_karp(costs, bins, equal_size=True)
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
     assert {len(part) for part in parts} <= {len(costs) // bins, -(-len(costs) // bins)}
@@ -106,12 +91,12 @@ def test_bins_of_equal_size_are_no_fuller_than_largest_differencing(costs: list[
     assert fullest <= max(sum(costs[i] for i in part) for part in parts) * (1 + 1e-9)
 
 
-def test_largest_differencing_of_equal_sizes_is_that_of_a_hand() -> None:
+def test_largest_differencing_of_equal_sizes_is_that_of_a_hand():
     # States [9|7] and [5|2] of spreads 2 and 3: the wider one meets the other the wrong way round, 9 + 2 | 7 + 5.
     assert sorted(map(sorted, karmarkar_karp([9.0, 7.0, 5.0, 2.0], 2, equal_size=True))) == [[0, 3], [1, 2]]
 
 
-def split(plan: StepPlan) -> StepPlan:
+def split(plan):
     """One sequence of the first group on another rank."""
     victim = next(s for m in plan.micro_batches for s in m.slices if plan.groups[s.sequence] == 0)
     here = next(m for m in plan.micro_batches if victim in m.slices)
@@ -120,12 +105,12 @@ def split(plan: StepPlan) -> StepPlan:
     return plan.revised(micro_batches=tuple(m._replace(slices=moved.get(m, m.slices)) for m in plan.micro_batches))
 
 
-def test_laws_refuse_a_group_on_two_ranks_and_in_two_micro_batches() -> None:
-    plan = chain(2, cap=4096, group_size=4).plan(as_lengths([50] * 16))
+def test_laws_refuse_a_group_on_two_ranks_and_in_two_micro_batches():
+    plan = chain(2, max_tokens=4096, group_size=4).plan(as_lengths([50] * 16))
     with pytest.raises(PlanError, match=r"a group of sequences is split over ranks\n.*sequence \d of group 0 in"):
         check(split(plan))
     check(replace(split(plan), groups=as_lengths([])))
-    pairs = chain(1, cap=100, group_size=2, groups_in="micro_batch").plan(as_lengths([50] * 4))
+    pairs = chain(1, max_tokens=100, group_size=2, groups_in="micro_batch").plan(as_lengths([50] * 4))
     halves = tuple(MicroBatch((s,), (0,)) for m in pairs.micro_batches for s in m.slices)
     with pytest.raises(PlanError, match="split over micro-batches"):
         check(pairs.revised(micro_batches=halves))
@@ -134,16 +119,16 @@ def test_laws_refuse_a_group_on_two_ranks_and_in_two_micro_batches() -> None:
         check(plan.revised(groups=as_lengths([1, 2])))
 
 
-def test_laws_refuse_counts_that_differ() -> None:
-    plan = chain(2, cap=4096, group_size=1, equal_size=True).plan(as_lengths([50] * 8))
+def test_laws_refuse_counts_that_differ():
+    plan = chain(2, max_tokens=4096, group_size=1, equal_size=True).plan(as_lengths([50] * 8))
     assert counts(plan) == [4, 4]
     with pytest.raises(PlanError, match=r"unequal numbers of sequences\n.*between 3 and 5"):
         check(split(plan))
-    odd = chain(2, cap=4096, equal_size=True).plan(as_lengths([50] * 7))
+    odd = chain(2, max_tokens=4096, equal_size=True).plan(as_lengths([50] * 7))
     assert sorted(counts(odd)) == [3, 4]
 
 
-def test_plan_json_carries_groups_and_counts(tmp_path: Path) -> None:
+def test_plan_json_carries_groups_and_counts(tmp_path):
     plan = chain(2, group_size=2, equal_size=True, groups_in="micro_batch").plan(as_lengths([50, 90, 20, 70]))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(file_json([plan], {})))
@@ -163,7 +148,7 @@ def test_plan_json_carries_groups_and_counts(tmp_path: Path) -> None:
     assert not {"groups", "equal_size", "groups_in_micro_batch"} & {*step, *step["limits"]}
 
 
-def test_python_takes_groups() -> None:
+def test_python_takes_groups():
     recipe = load_recipe("gpu-node", ["parallel.dp=2", "plugins.packing.max_tokens=512", "data.max_length=512"])
     plan = plan_of(recipe, [100, 200, 300, 400], groups=[7, 3, 7, 3])
     assert plan.groups.tolist() == [7, 3, 7, 3]
@@ -171,7 +156,7 @@ def test_python_takes_groups() -> None:
 
 
 @pytest.mark.parametrize("plugin", ["mesh", "pipeline", "lora"])
-def test_planners_that_move_samples_are_refused_by_name(plugin: str) -> None:
+def test_planners_that_move_samples_are_refused_by_name(plugin):
     recipe = load_recipe("gpu-node", [f"plugins.{plugin}.enabled=true", "parallel.dp=2", "data.max_length=512"])
     for more in ({"groups": [0, 0]}, {}):
         asked = recipe if more else recipe.changed({"plugins.packing.equal_size": True})
@@ -182,7 +167,7 @@ def test_planners_that_move_samples_are_refused_by_name(plugin: str) -> None:
         plan_of(bare, [100, 200], groups=[0, 0])
 
 
-def test_a_file_of_groups_is_planned_in_whole_groups(tmp_path: Path) -> None:
+def test_a_file_of_groups_is_planned_in_whole_groups(tmp_path):
     rng = np.random.default_rng(3)
     lengths, groups = rng.integers(8, 500, 96), np.repeat(np.arange(1, 25), 4)
     np.savetxt(tmp_path / "lengths.txt", lengths, "%d")
@@ -205,15 +190,15 @@ def test_a_file_of_groups_is_planned_in_whole_groups(tmp_path: Path) -> None:
         look_ahead(recipe, as_lengths(lengths[:-1]), 1, groups=tmp_path / "groups.txt")
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_what_cannot_be_kept_is_refused():
     with pytest.raises(EvenloadError, match="a group of samples that stays in one micro-batch is longer than"):
         chain(1, group_size=2, groups_in="micro_batch").plan(as_lengths([200, 200]))
     with pytest.raises(EvenloadError, match="max_delay_steps holds single samples back"):
         chain(1, group_size=2, max_delay_steps=1)
 
 
-def test_a_rule_that_splits_groups_never_runs() -> None:
-    made, batch = chain(2, cap=4096, group_size=4), as_lengths([50, 60, 70, 80] * 4)
+def test_a_rule_that_splits_groups_never_runs():
+    made, batch = chain(2, max_tokens=4096, group_size=4), as_lengths([50, 60, 70, 80] * 4)
     assert made.baseline("in_order", batch).groups.tolist() == []  # to be compared with
     with pytest.raises(PlanError, match="split over ranks"):
         made.rule("padded", batch)

@@ -1,42 +1,26 @@
 """Padded groups: their law, near the best of all plans in small batches, and never behind what others do with rows."""
 
-from __future__ import annotations
-
+from functools import partial
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, as_lengths
-from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import certified_s, judge
-from evenload.core.recipe.recipe import parse
 from evenload.plugins.packing import padded
 
-load_plugins()
+from ..chains import packing_chain
+
+chain = partial(packing_chain, max_tokens=2048, padded=True)
 
 
-def chain(dp: int, zero: int = 3, cap: int = 2048, **packing: object) -> PlanChain:
-    own = {"enabled": True, "max_tokens": cap, "padded": True, **packing}
-    recipe = parse(
-        {
-            "trainer": "deepspeed",
-            "parallel": {"dp": dp},
-            "deepspeed": {"zero_stage": zero},
-            "train": {"global_batch_size": 4096},
-            "plugins": {"packing": own},
-        }
-    )
-    return PlanChain.of_recipe(recipe, recipe.layout())
-
-
-def drawn(count: int, seed: int) -> np.ndarray:
+def drawn(count, seed):
     return as_lengths(np.random.default_rng(seed).lognormal(5, 1, count).clip(16, 1024).astype(int))
 
 
-def least_s(rows: padded.SortedRows, made: PlanChain) -> float:
+def least_s(rows, made):
     """Of all runs of neighbours, tried one by one."""
     count = len(rows.tokens)
     every = ([0, *cuts, count] for k in range(count) for cuts in combinations(range(1, count), k))
@@ -47,7 +31,7 @@ def least_s(rows: padded.SortedRows, made: PlanChain) -> float:
 @pytest.mark.parametrize(("dp", "zero"), [(1, 1), (2, 3), (4, 3), (3, 1)])
 def test_small_batches_are_planned_next_to_the_best_of_all_plans(dp, zero):
     for seed in range(3):
-        made, lengths = chain(dp, zero), drawn(11, seed)
+        made, lengths = chain(dp, zero=zero), drawn(11, seed)
         rows = padded.SortedRows.of(lengths, made.caps, made.context)
         costs = [
             rows.launch_s + len(m.slices) * float(made.context.costs.sequence_s([max(s.length for s in m.slices)])[0])
@@ -62,7 +46,7 @@ def test_small_batches_are_planned_next_to_the_best_of_all_plans(dp, zero):
 
 @pytest.mark.parametrize(("dp", "zero", "gap"), [(1, 1, 1.001), (8, 3, 1.1), (8, 1, 1.02)])
 def test_a_plan_is_near_its_bound_and_ahead_of_other_rows(dp, zero, gap):
-    made, lengths = chain(dp, zero), drawn(256, 1)
+    made, lengths = chain(dp, zero=zero), drawn(256, 1)
     plan = made.plan(lengths)
     step_s = judge(plan, made.context).step_s
     assert step_s <= gap * certified_s(plan, made.context)
@@ -73,7 +57,7 @@ def test_a_plan_is_near_its_bound_and_ahead_of_other_rows(dp, zero, gap):
 
 
 def test_rows_of_several_lengths_and_parts_of_samples_break_the_law():
-    made = chain(1)
+    made = chain(1, zero=3)
     plan = made.plan(as_lengths([30, 20, 10]))
     several = MicroBatch(tuple(s for m in plan.micro_batches for s in m.slices), (0,))
     with pytest.raises(PlanError, match="several lengths"):
@@ -87,6 +71,6 @@ def test_rows_of_several_lengths_and_parts_of_samples_break_the_law():
 
 def test_what_cannot_be_rows_is_refused_with_what_to_change():
     with pytest.raises(EvenloadError, match="group_size"):
-        chain(2, group_size=2)
+        chain(2, zero=3, group_size=2)
     with pytest.raises(EvenloadError, match="max_tokens"):
-        chain(2, cap=64).plan(as_lengths([100, 3]))
+        chain(2, zero=3, max_tokens=64).plan(as_lengths([100, 3]))

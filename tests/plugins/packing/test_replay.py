@@ -1,7 +1,5 @@
 """Replays under a cap on memory: as few as it needs, none without a cap, and a refusal that says what is missing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,27 +14,27 @@ MEMORY = MemoryCost(activation_bytes_per_token=10.0, kv_bytes_per_token=1.0, kv_
 LIMITS = Limits(1, 100, memory=MEMORY)
 
 
-def chain_of(count: int) -> StepPlan:
+def chain_of(count):
     """One sequence in so many slices of 100 tokens."""
     packs = [[Slice(0, 100 * k, 100 * (k + 1))] for k in range(count)]
     return assemble(StepPlan(as_lengths([100 * count]), (), LIMITS), LIMITS, [packs])
 
 
-def peak(plan: StepPlan) -> float:
+def peak(plan):
     return max(peak for peak, _ in peaks_of_stage(plan, 0))
 
 
-def capped(plan: StepPlan, cap: float) -> StepPlan:
+def capped(plan, cap):
     return replace(plan, limits=replace(plan.limits, max_activation_bytes=cap))
 
 
-def test_without_a_cap_nothing_is_replayed() -> None:
+def test_without_a_cap_nothing_is_replayed():
     plan = chain_of(4)
     assert fit_memory(plan) is plan
     assert chains_of_rank(plan, 0) == [[0, 1, 2, 3]]
 
 
-def test_one_more_kept_micro_batch_would_be_over_the_cap() -> None:
+def test_one_more_kept_micro_batch_would_be_over_the_cap():
     plan = chain_of(6)
     caps = [peak(plan.revised(replayed=tuple(range(early)))) for early in range(6)]
     assert caps == sorted(caps, reverse=True)
@@ -47,14 +45,14 @@ def test_one_more_kept_micro_batch_would_be_over_the_cap() -> None:
         assert fitted.replayed == tuple(range(least)), early
 
 
-def test_a_large_plan_fits_after_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_plan_fits_after_few_tries(monkeypatch):
     monkeypatch.setattr(replay, "_WALKED", 1)
     plan = chain_of(8)
     cap = peak(plan.revised(replayed=(0, 1)))
     assert peak(fit_memory(capped(plan, cap))) <= cap
 
 
-def test_what_no_replay_fits_is_refused_with_its_numbers() -> None:
+def test_what_no_replay_fits_is_refused_with_its_numbers():
     plan = chain_of(4)
     with pytest.raises(ReplayCapError, match="activation_gib") as refusal:
         fit_memory(capped(plan, 10.0))

@@ -1,27 +1,21 @@
 """``round_tokens`` and ``largest_first``: their laws, their price in plan and simulator, and plans of any lengths."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, as_lengths
-from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import certified_s, judge
-from evenload.core.recipe.recipe import parse
 from evenload.runtime.attention.pack import IGNORE, build_pack
 from hypothesis import given
 from hypothesis import strategies as st
 
-load_plugins()
+from ..chains import chain_of
 
 
-def chain(trainer: str = "deepspeed", cap: int = 1000, **packing: object) -> PlanChain:
+def chain(trainer="deepspeed", cap=1000, **packing):
     own = {"enabled": True, "max_tokens": cap, **packing}
-    recipe = parse({"trainer": trainer, "parallel": {"dp": 2}, "plugins": {"packing": own}})
-    return PlanChain.of_recipe(recipe, recipe.layout())
+    return chain_of({"trainer": trainer, "parallel": {"dp": 2}, "plugins": {"packing": own}})
 
 
 @given(

@@ -1,7 +1,5 @@
 """Slices: equal cost under caps, chains in order, plans within their bound, memory kept by replays."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -28,6 +26,8 @@ from evenload.plugins.packing.slicing import fill
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ..chains import heavy_tail
+
 # A 7B model's ratio of linear to attention work (verl: 24576 s + s^2), backward 2x and 2.5x.
 COSTS = Costs(
     source="24576 n + n^2",
@@ -38,29 +38,15 @@ A100 = clusters.load("a100", RECIPES / "clusters")
 PRICE = PassCost(token_s=3.0, pair_s=0.01)
 
 
-def planned(
-    lengths: np.ndarray | list[int],
-    ranks: int,
-    costs: Costs = COSTS,
-    *,
-    pp: int = 1,
-    in_step: bool = False,
-    limits: Limits | None = None,
-    **config: object,
-) -> StepPlan:
+def planned(lengths, ranks, costs=COSTS, *, pp=1, in_step=False, limits=None, **config):
     limits = limits or Limits(ranks, 1 << 40, num_stages=pp, all_in_step=in_step)
     context = PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
     section = PackingConfig(**{"enabled": True, "slices": "even", **config})
     return check(plan(StepPlan(as_lengths(lengths), (), limits), context, section))
 
 
-def heavy_tail(seed: int, count: int, longest: int) -> np.ndarray:
-    draw = np.random.default_rng(seed).lognormal(np.log(350), 1.45, size=count)
-    return np.clip(draw, 2, longest).astype(np.int64)
-
-
 @given(st.integers(0, 10**9), st.floats(1e-9, 1e9))
-def test_tokens_for_inverts_the_price(prefix: int, budget_s: float) -> None:
+def test_tokens_for_inverts_the_price(prefix, budget_s):
     assert PRICE.seconds(PRICE.tokens_within(prefix, budget_s), prefix) == pytest.approx(budget_s, rel=1e-12)
 
 
@@ -74,7 +60,7 @@ def test_tokens_for_inverts_the_price(prefix: int, budget_s: float) -> None:
         (PassCost(token_s=0.0), 1.0, math.inf),
     ],
 )
-def test_tokens_at_the_ends_of_the_price(price: PassCost, budget_s: float, tokens: float) -> None:
+def test_tokens_at_the_ends_of_the_price(price, budget_s, tokens):
     assert price.tokens_within(0, budget_s) == tokens
 
 
@@ -84,9 +70,7 @@ def test_tokens_at_the_ends_of_the_price(price: PassCost, budget_s: float, token
     st.integers(64, 4000),
     st.sampled_from([1, 4, 16]),
 )
-def test_what_is_filled_is_everything_in_order_and_under_the_cap(
-    sizes: list[int], count: int, cap: int, block: int
-) -> None:
+def test_what_is_filled_is_everything_in_order_and_under_the_cap(sizes, count, cap, block):
     packs = fill(list(range(len(sizes))), np.array(sizes), PRICE, count, cap, block)
     if packs is None:
         assert sum(sizes) > 0.3 * count * cap, "only a tight cap may fail"
@@ -103,9 +87,8 @@ def test_what_is_filled_is_everything_in_order_and_under_the_cap(
 
 
 @pytest.mark.parametrize("count", [2, 5, 16])
-def test_slices_are_equal_in_cost_and_not_in_tokens(count: int) -> None:
+def test_slices_are_equal_in_cost_and_not_in_tokens(count):
     packs = fill([0], np.array([100_000]), PRICE, count, 100_000, 1)
-    assert packs is not None
     costs = [sum(PRICE.seconds(s.length, s.start) for s in pack) for pack in packs]
     assert max(costs) / min(costs) < 1.01
     tokens = [pack[0].length for pack in packs]
@@ -121,9 +104,7 @@ def test_slices_are_equal_in_cost_and_not_in_tokens(count: int) -> None:
     st.booleans(),
     st.sampled_from(["even", "auto"]),
 )
-def test_every_plan_keeps_the_laws_and_the_bound(
-    lengths: list[int], ranks: int, pp: int, recompute: bool, equal: bool, slices: str
-) -> None:
+def test_every_plan_keeps_the_laws_and_the_bound(lengths, ranks, pp, recompute, equal, slices):
     costs = COSTS.recomputed(0.0) if recompute else COSTS
     made = planned(lengths, ranks, costs, pp=pp, in_step=equal and pp == 1, slices=slices, max_tokens=1024)
     busiest = max(predict(made, costs).busy_s)
@@ -136,7 +117,7 @@ def test_every_plan_keeps_the_laws_and_the_bound(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed: int) -> None:
+def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed):
     """With recomputation backward groups are free, so both directions are even; sample-level packs are 2x off."""
     costs = COSTS.recomputed(0.0)
     lengths = np.append(heavy_tail(seed, 511, 20_000), 40_000)
@@ -151,7 +132,7 @@ def test_micro_batches_of_long_documents_cost_alike_in_each_direction(seed: int)
     assert min(micro_batch_imbalance(whole, costs)) > 2.0
 
 
-def test_without_recomputation_a_backward_of_its_own_is_not_worth_a_forward() -> None:
+def test_without_recomputation_a_backward_of_its_own_is_not_worth_a_forward():
     made = planned(np.append(heavy_tail(1, 511, 20_000), 40_000), 64)
     assert not made.backward
     assert made.cut
@@ -159,7 +140,7 @@ def test_without_recomputation_a_backward_of_its_own_is_not_worth_a_forward() ->
     assert max(passes) / np.mean(passes) < 1.03
 
 
-def test_equal_micro_batches_are_given_up_where_launches_make_them_slow() -> None:
+def test_equal_micro_batches_are_given_up_where_launches_make_them_slow():
     slow = COSTS.model_copy(
         update={
             "forward": COSTS.forward.model_copy(update={"launch_s": 0.2}),
@@ -172,7 +153,7 @@ def test_equal_micro_batches_are_given_up_where_launches_make_them_slow() -> Non
     assert max(len(dear.of_rank(r)) for r in range(64)) == 3, "40,000 tokens in micro-batches of 16,384"
 
 
-def test_auto_cuts_nothing_that_need_not_be_cut() -> None:
+def test_auto_cuts_nothing_that_need_not_be_cut():
     lengths = [900, 700, 500, 400, 300, 40]
     assert planned(lengths, 2, max_tokens=1024).cut
     assert not planned(lengths, 2, slices="auto", max_tokens=1024).cut
@@ -180,14 +161,14 @@ def test_auto_cuts_nothing_that_need_not_be_cut() -> None:
     assert longer.digest == planned([5000, *lengths], 2, max_tokens=1024).digest
 
 
-def test_auto_cuts_where_that_makes_the_step_faster() -> None:
+def test_auto_cuts_where_that_makes_the_step_faster():
     lengths = heavy_tail(3, 64, 16_000)
     assert planned(lengths, 2, pp=4, slices="auto").cut
     # In rounds, 8000 tokens wait beside eight samples of 1000, which cost less.
     assert planned([8000, 8000, *[1000] * 24], 4, slices="auto", in_step=True, max_tokens=8000).cut
 
 
-def test_a_pipeline_gets_smaller_micro_batches() -> None:
+def test_a_pipeline_gets_smaller_micro_batches():
     lengths = heavy_tail(3, 64, 16_000)
     made = planned(lengths, 2, pp=4)
     context = PlanningContext(COSTS, Layout(dp=2, pp=4), A100)
@@ -196,7 +177,7 @@ def test_a_pipeline_gets_smaller_micro_batches() -> None:
     assert predict(made, COSTS).step_s < 0.8 * predict(whole, COSTS).step_s
 
 
-def test_ranks_in_step_run_all_forwards_then_all_backwards() -> None:
+def test_ranks_in_step_run_all_forwards_then_all_backwards():
     made = planned([9000, 500, 400, 300], 2, in_step=True, max_tokens=2048)
     for rank in range(2):
         kinds = "".join(op.kind for op in made.order[0] if op.micro_batch in set(made.of_rank(rank)))
@@ -207,7 +188,7 @@ def test_ranks_in_step_run_all_forwards_then_all_backwards() -> None:
 MEMORY = MemoryCost(activation_bytes_per_token=1024.0, kv_bytes_per_token=64.0, kv_grad_bytes_per_token=64.0)
 
 
-def test_replays_bring_a_chain_under_the_cap_and_no_further() -> None:
+def test_replays_bring_a_chain_under_the_cap_and_no_further():
     """16 slices of 1,024 tokens at 1 KiB a token: KV takes 1 MiB, its gradients 15/16 of one, then a slice 1 MiB and
     its attention 3/4 of one."""
     limits = replace(Limits(1, 1 << 40, layers_per_stage=1), memory=MEMORY)
@@ -228,7 +209,7 @@ def test_replays_bring_a_chain_under_the_cap_and_no_further() -> None:
     assert "data.max_length" in caught.value.do
 
 
-def test_smaller_micro_batches_are_made_where_only_they_fit() -> None:
+def test_smaller_micro_batches_are_made_where_only_they_fit():
     """K, V and their gradients take 2 MiB, a micro-batch of max_tokens 8 MiB; 5 MiB hold them with less than 3,072."""
     limits = replace(Limits(1, 1 << 40, layers_per_stage=1), memory=MEMORY)
     flat = Costs(source="x", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0))
@@ -237,7 +218,7 @@ def test_smaller_micro_batches_are_made_where_only_they_fit() -> None:
     assert peaks_of_stage(made, 0)[0][0] <= 5 * 2**20
 
 
-def test_replays_are_the_same_on_ranks_in_step() -> None:
+def test_replays_are_the_same_on_ranks_in_step():
     limits = replace(Limits(2, 1 << 40, layers_per_stage=1, all_in_step=True), memory=MEMORY)
     made = planned([16384, 2000], 2, limits=limits, max_tokens=1024, activation_gib=6 / 1024)
     rows = [[made.of_rank(r).index(j) for j in made.replayed if j in set(made.of_rank(r))] for r in range(2)]
@@ -246,28 +227,28 @@ def test_replays_are_the_same_on_ranks_in_step() -> None:
 
 
 @pytest.mark.parametrize(("cap", "block"), [(8, 16), (6, 4)])
-def test_a_cap_that_the_last_two_blocks_may_exceed_is_refused(cap: int, block: int) -> None:
+def test_a_cap_that_the_last_two_blocks_may_exceed_is_refused(cap, block):
     with pytest.raises(EvenloadError, match="smaller than two blocks"):
         planned([100], 1, max_tokens=cap, block_tokens=block)
     assert check(planned([100], 1, max_tokens=2 * block - 1, block_tokens=block))
 
 
 @pytest.mark.parametrize("slices", ["auto", "even"])
-def test_blocks_that_leave_no_room_for_equal_slices_end_in_chunks(slices: str) -> None:
+def test_blocks_that_leave_no_room_for_equal_slices_end_in_chunks(slices):
     """The last micro-batch keeps a whole sequence beside less room than a block, however many there are."""
     made = check(planned([2876, 248, 101, 51], 1, max_tokens=343, block_tokens=128, slices=slices))
     assert max(m.num_tokens for m in made.micro_batches) <= 343
     assert {s.start % 128 for m in made.micro_batches for s in m.slices} == {0}
 
 
-def test_hosts_of_whole_sequences_get_whole_sequences() -> None:
+def test_hosts_of_whole_sequences_get_whole_sequences():
     limits = Limits(2, 1 << 40, whole_sequences=True)
     assert not planned([900, 400, 30, 20], 2, limits=limits, max_tokens=1024).cut
     with pytest.raises(EvenloadError, match="2000 tokens, the cap is 1024"):
         planned([2000, 400], 2, limits=limits, max_tokens=1024)
 
 
-def test_chains_end_before_the_next_begins() -> None:
+def test_chains_end_before_the_next_begins():
     """Two chains and a micro-batch of whole sequences: few activations are alive at a time."""
     bare = StepPlan(as_lengths([20, 5, 25]), (), Limits(1, 10))
     packs = [
@@ -287,7 +268,7 @@ def test_chains_end_before_the_next_begins() -> None:
     assert "".join(op.kind for op in two.order[0]) == "FFBFBFFFBBBB"
 
 
-def test_own_backward_groups_are_taken_only_where_their_replays_fit() -> None:
+def test_own_backward_groups_are_taken_only_where_their_replays_fit():
     """The same batch on a device that holds a replayed micro-batch, and on one that does not."""
     costs = COSTS.recomputed(64.0).model_copy(
         update={"memory": COSTS.memory.model_copy(update={"activation_bytes_per_token": 64.0})}
@@ -307,7 +288,7 @@ def test_own_backward_groups_are_taken_only_where_their_replays_fit() -> None:
     assert not made["small"].backward
 
 
-def test_a_plan_is_called_asymmetric_only_where_its_backward_has_groups_of_its_own() -> None:
+def test_a_plan_is_called_asymmetric_only_where_its_backward_has_groups_of_its_own():
     costs = COSTS.recomputed(0.0)
     apart = planned(np.append(heavy_tail(1, 511, 20_000), 40_000), 64, costs)
     assert apart.backward
@@ -317,7 +298,7 @@ def test_a_plan_is_called_asymmetric_only_where_its_backward_has_groups_of_its_o
     assert alike.made_by == "packing"
 
 
-def test_without_a_cap_replays_bring_a_long_chain_into_the_device() -> None:
+def test_without_a_cap_replays_bring_a_long_chain_into_the_device():
     """One sequence on a pipeline, on a device that holds the activations of its whole chain, and on a smaller one."""
     costs = COSTS.model_copy(
         update={"memory": COSTS.memory.model_copy(update={"activation_bytes_per_token": 8.0 * 2**20})}
@@ -340,13 +321,13 @@ def test_without_a_cap_replays_bring_a_long_chain_into_the_device() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from([(1, 1), (2, 4), (4, 2)]), st.sampled_from(["auto", "even"]))
-def test_never_slower_than_chunks(seed: int, sizes: tuple[int, int], slices: str) -> None:
+def test_never_slower_than_chunks(seed, sizes, slices):
     ranks, pp = sizes
     lengths = heavy_tail(seed, 24, 60_000)
     costs = COSTS.model_copy(update={"forward": COSTS.forward.model_copy(update={"launch_s": 0.02})})
     limits = Limits(ranks, 1 << 40, num_stages=pp)
     bare, context = StepPlan(as_lengths(lengths), (), limits), PlanningContext(costs, Layout(dp=ranks, pp=pp), A100)
-    config = PackingConfig(enabled=True, max_tokens=8192, slices=slices)  # type: ignore[arg-type]
+    config = PackingConfig(enabled=True, max_tokens=8192, slices=slices)
     ours, chunks = check(plan(bare, context, config)), check(baselines.chunks(bare, context, config))
     ours_s, chunks_s = (simulate(one, context, record=False).step_s for one in (ours, chunks))
     assert ours_s <= chunks_s * (1 + 1.01 * WORTH_A_CUT)

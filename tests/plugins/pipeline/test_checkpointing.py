@@ -1,11 +1,8 @@
 """Recomputed layers by stage and chunk: rows against the exact walk, the program against every choice, refusals."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +13,6 @@ from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.input.format import GIB
 from evenload.core.laws import check
-from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.order import in_slots, orders_of_stage
@@ -33,19 +29,11 @@ from evenload.plugins.pipeline.recompute_milp import GAP, lowered, solved
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ..chains import device
+
 CONFIG = PipelineConfig(solver_ms=1000)
 GREEDY = PipelineConfig(solver_ms=0)
-LINK = Link(latency_s=0.0, bytes_per_s=1e12)
-DEVICE = Cluster(
-    name="test",
-    source="test",
-    ranks_per_node=8,
-    flops_per_s=1.0,
-    memory_bytes=1e12,
-    intra=LINK,
-    inter=LINK,
-    host_bytes_per_s=1e9,
-)
+DEVICE = device(host_bytes_per_s=1e9)
 PRICE = PassCost(launch_s=0.5, token_s=1.0, pair_s=0.01)
 OF_A_LAYER = {
     "activation_bytes_per_token": 100.0,
@@ -64,12 +52,12 @@ BESIDE = {
 """Of a layer, where it is one of the layers that saves; else of a stage."""
 
 
-def context(pp: int, dp: int = 1) -> PlanningContext:
+def context(pp, dp=1):
     costs = Costs(source="test", forward=PRICE, backward=PRICE.scaled(2.0, 2.0))
     return PlanningContext(costs, Layout(pp=pp, dp=dp), DEVICE)
 
 
-def limits(stages: int, layers: int, ranks: int = 1, beside: Mapping[str, float] = BESIDE) -> Limits:
+def limits(stages, layers, ranks=1, beside=BESIDE):
     of_layers = {name: layers * value for name, value in OF_A_LAYER.items()}
     saves = layers * beside.get("cut_saves_bytes_per_token", 0.0)
     return Limits(
@@ -82,9 +70,9 @@ def limits(stages: int, layers: int, ranks: int = 1, beside: Mapping[str, float]
     )
 
 
-def in_flight(plan: StepPlan, split: bool = False) -> StepPlan:
+def in_flight(plan, split=False):
     """1F1B in which a sequence's backward waits for its last chunk; ``split``: W's one backward later."""
-    rows: list[list[Op]] = [[] for _ in range(plan.limits.num_stages)]
+    rows = [[] for _ in range(plan.limits.num_stages)]
     last = {s.sequence: i for i, m in enumerate(plan.micro_batches) for s in m.slices}
     for rank in range(plan.limits.num_ranks):
         forward = list(plan.of_rank(rank))
@@ -97,9 +85,8 @@ def in_flight(plan: StepPlan, split: bool = False) -> StepPlan:
     return check(replace(plan, order=tuple(map(tuple, rows))))
 
 
-def _with_weights(ops: Sequence[Op]) -> list[Op]:
-    out: list[Op] = []
-    waiting: list[Op] = []
+def _with_weights(ops):
+    out, waiting = [], []
     for op in ops:
         out.append(op)
         if op.kind == "B":
@@ -108,7 +95,7 @@ def _with_weights(ops: Sequence[Op]) -> list[Op]:
     return out + waiting
 
 
-def chunked(lengths: Sequence[int], size: int, within: Limits, split: bool = False) -> StepPlan:
+def chunked(lengths, size, within, split=False):
     """Every sequence in chunks of ``size`` tokens, dealt to the ranks in turn, longest first."""
     micro_batches = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -118,7 +105,7 @@ def chunked(lengths: Sequence[int], size: int, within: Limits, split: bool = Fal
     return in_flight(StepPlan(as_lengths(lengths), tuple(micro_batches), within), split)
 
 
-def shared(within: Limits) -> StepPlan:
+def shared(within):
     """Rank 0 and 1 share two micro-batches and have one each; rank 2 has two of its own."""
     parts = [(40, (0, 1)), (10, (0,)), (12, (1,)), (24, (2,)), (30, (1, 0)), (16, (2,))]
     micro_batches = tuple(MicroBatch((Slice(i, 0, n),), ranks) for i, (n, ranks) in enumerate(parts))
@@ -129,27 +116,25 @@ def shared(within: Limits) -> StepPlan:
     return check(replace(plan, order=tuple(map(tuple, rows))))
 
 
-def capped(plan: StepPlan, share: float) -> StepPlan:
+def capped(plan, share):
     """The plan under a cap ``share`` of the way from what it holds at the least to what it holds at the most."""
-    most, least = (max(max(row) for stage in Probes(plan).levels(n) for row in stage) for n in (0, plan_layers(plan)))
+    most, least = (
+        max(max(row) for stage in Probes(plan).levels(n) for row in stage) for n in (0, plan.limits.layers_per_stage)
+    )
     return under(plan, least + share * (most - least))
 
 
-def under(plan: StepPlan, room: float) -> StepPlan:
+def under(plan, room):
     return replace(plan, limits=replace(plan.limits, max_activation_bytes=room))
 
 
-def plan_layers(plan: StepPlan) -> int:
-    return plan.limits.layers_per_stage
-
-
-def held(plan: StepPlan) -> float:
+def held(plan):
     """The most that any rank of any stage holds."""
     return max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage))
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> StepPlan:
+def plans(draw):
     stages, layers = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     beside = draw(st.sampled_from([BESIDE, {}, {**BESIDE, "head_working_bytes_per_token": 400.0}]))
     if draw(st.integers(0, 4)) == 0:
@@ -164,14 +149,16 @@ def plans(draw: st.DrawFn) -> StepPlan:
     return check(plan.revised(replayed=tuple(sorted(again)), offload=tuple(away)))
 
 
-def choices(plan: StepPlan, draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+def choices(plan, draw):
     """Any, of micro-batches whose activations wait."""
-    each = st.tuples(*(st.integers(0, plan_layers(plan) * (i in plan.kept)) for i in range(len(plan.micro_batches))))
+    each = st.tuples(
+        *(st.integers(0, plan.limits.layers_per_stage * (i in plan.kept)) for i in range(len(plan.micro_batches)))
+    )
     return tuple(draw(each) for _ in range(plan.limits.num_stages))
 
 
 @given(st.data())
-def test_rows_hold_what_the_walk_through_memory_finds(data: st.DataObject) -> None:
+def test_rows_hold_what_the_walk_through_memory_finds(data):
     plan = data.draw(plans())
     chosen = choices(plan, data.draw)
     columns = {i: i for i in range(len(plan.micro_batches))}
@@ -186,7 +173,7 @@ def test_rows_hold_what_the_walk_through_memory_finds(data: st.DataObject) -> No
 
 
 @given(st.data())
-def test_the_pass_after_a_forward_holds_at_least_as_much(data: st.DataObject) -> None:
+def test_the_pass_after_a_forward_holds_at_least_as_much(data):
     """Why forwards that keep something need no row."""
     plan = data.draw(plans())
     walked = levels_of(plan.revised(recompute=choices(plan, data.draw)))
@@ -198,9 +185,7 @@ def test_the_pass_after_a_forward_holds_at_least_as_much(data: st.DataObject) ->
 
 
 @given(plans(), st.floats(0.02, 0.98), st.booleans())
-def test_what_is_fitted_fits_and_no_stage_recomputes_a_layer_too_many(
-    plan: StepPlan, share: float, solver: bool
-) -> None:
+def test_what_is_fitted_fits_and_no_stage_recomputes_a_layer_too_many(plan, share, solver):
     tight = capped(plan, share)
     found = check(fitted(tight, context(plan.limits.num_stages, plan.limits.num_ranks), CONFIG, solver=solver))
     room = tight.limits.max_activation_bytes
@@ -210,7 +195,7 @@ def test_what_is_fitted_fits_and_no_stage_recomputes_a_layer_too_many(
     refuse_a_layer_too_many(found, room)
 
 
-def refuse_a_layer_too_many(found: StepPlan, room: float) -> None:
+def refuse_a_layer_too_many(found, room):
     """Each layer that is recomputed is missed by its stage."""
     for stage, row in enumerate(found.recompute):
         for number, layers in enumerate(row):
@@ -221,7 +206,7 @@ def refuse_a_layer_too_many(found: StepPlan, room: float) -> None:
                 assert max(peak for peak, _ in peaks) > room * (1 - 1e-6)
 
 
-def test_other_peoples_chunks_recompute_no_layer_too_many_either() -> None:
+def test_other_peoples_chunks_recompute_no_layer_too_many_either():
     """With one number of layers for all they are the fastest here; most of these layers are not needed."""
     given = under(StepPlan(as_lengths([75, 10]), (), replace(limits(2, 4), max_tokens=64)), 15_000.0)
     found = check(plan_of_plugin(given, context(2), PipelineConfig(max_tokens=64, block_tokens=16, solver_ms=0)))
@@ -230,7 +215,7 @@ def test_other_peoples_chunks_recompute_no_layer_too_many_either() -> None:
     refuse_a_layer_too_many(found, 15_000.0)
 
 
-def random_rows(seed: int, columns: int, layers: int) -> MemoryRows:
+def random_rows(seed, columns, layers):
     """In each row one column runs and up to three wait; what fits is a third of the way up from all layers of all."""
     random = np.random.default_rng(seed)
     own, sizes = np.arange(columns), random.uniform(0.5, 1.5, columns)
@@ -248,7 +233,7 @@ def random_rows(seed: int, columns: int, layers: int) -> MemoryRows:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_program_finds_the_best_of_all_choices(seed: int) -> None:
+def test_the_program_finds_the_best_of_all_choices(seed):
     layers = 2
     rows = random_rows(seed, 6, layers)
     weights = np.random.default_rng(seed).uniform(0.5, 2.0, 6)
@@ -257,7 +242,6 @@ def test_the_program_finds_the_best_of_all_choices(seed: int) -> None:
     assert fitting
     best = min(float(weights @ one) for one in fitting)
     found = solved(rows, weights, layers, solver_ms=1000)
-    assert found is not None
     assert rows.fit(found)
     # Its rows are on the safe side by the first layer of a running micro-batch.
     safe = [
@@ -272,7 +256,7 @@ def test_the_program_finds_the_best_of_all_choices(seed: int) -> None:
 
 
 @cache
-def ragged() -> StepPlan:
+def ragged():
     """A long tail of sequences in 70 chunks and packs, in elastic order."""
     lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.2, 60), 2, 900).astype(int)
     within = replace(limits(4, 8), max_tokens=400)
@@ -281,7 +265,7 @@ def ragged() -> StepPlan:
     return capped(ordered(min(every, key=lambda plan: len(plan.micro_batches)), context(4)), 0.3)
 
 
-def test_the_program_gains_where_chunks_are_unlike() -> None:
+def test_the_program_gains_where_chunks_are_unlike():
     plan, at = ragged(), context(4)
     quick, slow = (simulate(fitted(plan, at, config), at).step_s for config in (GREEDY, CONFIG))
     same = min(
@@ -293,13 +277,13 @@ def test_the_program_gains_where_chunks_are_unlike() -> None:
     assert slow < quick < same
 
 
-def test_equal_questions_have_equal_answers() -> None:
+def test_equal_questions_have_equal_answers():
     plan, at = ragged(), context(4)
     every = plan.revised(recompute=((5,) * len(plan.micro_batches),) * 4)
     assert fitted(plan, at, CONFIG).digest == fitted(every, at, CONFIG).digest
 
 
-def test_later_stages_recompute_less() -> None:
+def test_later_stages_recompute_less():
     """The first stage has most in flight. No head, which the last stage alone would hold."""
     plan = capped(chunked([30] * 16, 30, limits(4, 6, beside={})), 0.4)
     sums = [sum(row) for row in fitted(plan, context(4), CONFIG).recompute]
@@ -307,7 +291,7 @@ def test_later_stages_recompute_less() -> None:
     assert sums[0] > sums[-1]
 
 
-def test_ranks_that_share_nothing_do_not_matter_to_each_other() -> None:
+def test_ranks_that_share_nothing_do_not_matter_to_each_other():
     """Rank 0 of two recomputes what it would alone, whatever the other one runs."""
     both = [90, 20, 60, 20, 30, 20, 25, 20]
     room = capped(chunked(both[::2], 15, limits(3, 4)), 0.3).limits.max_activation_bytes
@@ -318,20 +302,20 @@ def test_ranks_that_share_nothing_do_not_matter_to_each_other() -> None:
     assert [tuple(row[i] for i in mine) for row in beside_others] == list(fitted(alone, context(3), CONFIG).recompute)
 
 
-def test_nothing_is_recomputed_where_all_fits() -> None:
+def test_nothing_is_recomputed_where_all_fits():
     plan = capped(chunked([90, 40, 20], 20, limits(4, 5)), 1.0)
     every = plan.revised(recompute=((5,) * len(plan.micro_batches),) * 4)
     assert fitted(every, context(4), CONFIG).recompute == ()
 
 
-def test_a_recipe_that_recomputes_is_overruled_where_all_fits() -> None:
+def test_a_recipe_that_recomputes_is_overruled_where_all_fits():
     recomputing = {"activation_bytes_per_token": 3 * 8.0, "replay_bytes_per_token": 3 * 100.0}
     own = limits(2, 3)
     plan = chunked([50, 20], 20, replace(own, memory=own.memory.model_copy(update=recomputing)))
     assert fitted(plan, context(2), CONFIG).recompute == ((0,) * 4,) * 2
 
 
-def test_a_host_order_is_kept() -> None:
+def test_a_host_order_is_kept():
     """1F1B of the host's own on whole sequences, one stage: recomputation is all that is chosen."""
     bare = StepPlan(
         as_lengths([40, 30, 50]),
@@ -346,7 +330,7 @@ def test_a_host_order_is_kept() -> None:
     assert found.recompute[0][2] >= found.recompute[0][0] >= found.recompute[0][1] == 0
 
 
-def test_what_does_not_fit_is_told_with_what_would() -> None:
+def test_what_does_not_fit_is_told_with_what_would():
     """K and V of a cut sequence stay, whatever is recomputed."""
     room = 200 * 2.0 * 4  # K and V of 200 tokens in 4 layers: nothing is left beside them
     plan = under(chunked([200, 30], 25, limits(3, 4)), room)
@@ -361,12 +345,11 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
     assert f"{max(peaks) / GIB:.3g} GiB" in error.found
     assert f"{error.missing_bytes / GIB:.3g} GiB more" in error.found
     enough = re.search(r"activation_gib to (\S+)", error.do)
-    assert enough
     told = float(enough[1]) * GIB
     assert held(fitted(under(plan, told), context(3), CONFIG)) <= told <= max(peaks) * 1.01
 
 
-def test_a_device_that_is_too_small_is_not_told_to_raise_its_cap() -> None:
+def test_a_device_that_is_too_small_is_not_told_to_raise_its_cap():
     at = context(3)
     small = replace(at, cluster=DEVICE.model_copy(update={"memory_bytes": 1000.0}))
     with pytest.raises(DoesNotFitError, match=r"lower plugins\.pipeline\.max_tokens"):
@@ -374,7 +357,7 @@ def test_a_device_that_is_too_small_is_not_told_to_raise_its_cap() -> None:
 
 
 @pytest.mark.parametrize("within", [limits(2, 4), Limits(1, 1 << 20, num_stages=2, splits_backward=True)])
-def test_weights_that_leave_no_room_are_told(within: Limits) -> None:
+def test_weights_that_leave_no_room_are_told(within):
     """Also where nothing is known of what activations hold."""
     at = context(2)
     memory = at.costs.memory.model_copy(update={"fixed_bytes": 2e12})
@@ -384,7 +367,7 @@ def test_weights_that_leave_no_room_are_told(within: Limits) -> None:
     assert caught.value.do == "use more tensor or pipeline parallelism"
 
 
-def test_a_backward_with_groups_of_its_own_is_left_alone_or_refused() -> None:
+def test_a_backward_with_groups_of_its_own_is_left_alone_or_refused():
     within = limits(1, 4)
     plan = chunked([30, 20], 30, within)
     grouped = replace(plan, backward=plan.micro_batches)
@@ -394,7 +377,7 @@ def test_a_backward_with_groups_of_its_own_is_left_alone_or_refused() -> None:
         fitted(tight, context(1), CONFIG)
 
 
-def test_replays_keep_nothing_to_recompute() -> None:
+def test_replays_keep_nothing_to_recompute():
     plan = chunked([60, 30, 20], 20, limits(2, 4))
     replayed = capped(plan.revised(replayed=(0, 1)), 0.3)
     found = check(fitted(replayed, context(2), CONFIG))
@@ -403,7 +386,7 @@ def test_replays_keep_nothing_to_recompute() -> None:
     assert any(map(any, found.recompute))
 
 
-def test_a_forward_that_will_run_again_can_be_the_fullest_pass() -> None:
+def test_a_forward_that_will_run_again_can_be_the_fullest_pass():
     """It holds a layer of 60 tokens while 100 wait; the pass behind it fits. One layer of one of the two is enough.
 
     The last stage does not run it: nobody reads the keys of a whole sequence.
@@ -415,7 +398,7 @@ def test_a_forward_that_will_run_again_can_be_the_fullest_pass() -> None:
 
 
 @pytest.mark.parametrize("missing", ["pulp", "highspy"])
-def test_without_a_solver_the_quick_answer_stands(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_solver_the_quick_answer_stands(missing, monkeypatch):
     plan, at = ragged(), context(4)
     quick = fitted(plan, at, GREEDY)
     assert fitted(plan, at, CONFIG).recompute != quick.recompute
@@ -424,10 +407,8 @@ def test_without_a_solver_the_quick_answer_stands(missing: str, monkeypatch: pyt
     assert fitted(plan, at, CONFIG).recompute == quick.recompute
 
 
-def test_a_solver_that_fails_is_told_of_and_the_quick_answer_stands(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(**_: object) -> None:
+def test_a_solver_that_fails_is_told_of_and_the_quick_answer_stands(monkeypatch, caplog):
+    def broken(**_):
         raise RuntimeError("libhighs is not for this machine")
 
     monkeypatch.setattr("pulp.HiGHS", broken)
@@ -436,7 +417,7 @@ def test_a_solver_that_fails_is_told_of_and_the_quick_answer_stands(
     assert "libhighs is not for this machine" in caplog.text
 
 
-def test_ends_that_differ_by_rounding_alone_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_that_differ_by_rounding_alone_are_alike(monkeypatch):
     """Machines that add in another order take the same answer."""
     found = []
     for noise in (0.0, 1e-15, -1e-15):
@@ -446,12 +427,12 @@ def test_ends_that_differ_by_rounding_alone_are_alike(monkeypatch: pytest.Monkey
     assert found[0] == found[1] == found[2]
 
 
-def test_a_program_too_large_for_its_box_is_not_tried() -> None:
+def test_a_program_too_large_for_its_box_is_not_tried():
     rows = random_rows(0, 6, 2)
     assert solved(rows, np.ones(6), 2, solver_ms=0) is None
 
 
-def test_passes_that_delay_each_other_share_a_diagonal() -> None:
+def test_passes_that_delay_each_other_share_a_diagonal():
     """The k-th backward of a stage, the (k+1)-th of the next; chunks go backward from the last."""
     plan = chunked([30, 10, 10], 10, limits(3, 2))
     backwards = checkpointing._backwards(plan)
@@ -460,7 +441,7 @@ def test_passes_that_delay_each_other_share_a_diagonal() -> None:
     assert found.tolist() == [[4, 3, 2, 5, 6], [3, 2, 1, 4, 5], [2, 1, 0, 3, 4]]
 
 
-def test_ranks_that_share_are_one_team_and_a_shared_micro_batch_stands_with_its_first_rank() -> None:
+def test_ranks_that_share_are_one_team_and_a_shared_micro_batch_stands_with_its_first_rank():
     plan = shared(limits(2, 2))
     assert teams_of(plan) == [[0, 1], [2]]
     backwards = checkpointing._backwards(plan)
@@ -470,7 +451,7 @@ def test_ranks_that_share_are_one_team_and_a_shared_micro_batch_stands_with_its_
     assert [last, first] == [[0, 1, 2, 3], [1, 3, 4, 5]]
 
 
-def test_shared_micro_batches_without_an_order_are_fitted_by_the_plugin_too() -> None:
+def test_shared_micro_batches_without_an_order_are_fitted_by_the_plugin_too():
     """A stage's order would name a shared one once, its ranks' lists name it twice."""
     parts = [(40, (0, 1)), (10, (0,)), (12, (1,))]
     micro_batches = tuple(MicroBatch((Slice(i, 0, n),), ranks) for i, (n, ranks) in enumerate(parts))

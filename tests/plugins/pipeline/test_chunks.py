@@ -1,7 +1,5 @@
 """Chunks of pipelines: every token once, equal time, under the cap, longest chains first; the mesh of algorithm 1."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -31,13 +29,13 @@ AT = PlanningContext(
 LENGTHS = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
 
 
-def seconds(pack: list[Slice]) -> float:
+def seconds(pack):
     return float(sum(PRICE.seconds(s.length, s.start) for s in pack))
 
 
-def tokens_once(packs: list[list[Slice]], lengths: list[int]) -> bool:
+def tokens_once(packs, lengths):
     """Whether the packs, in their order, run every sequence from its first token to its last."""
-    found: dict[int, int] = {}
+    found = {}
     for pack in packs:
         assert len({s.sequence for s in pack}) == len(pack), "two slices of a sequence in one chunk"
         for s in pack:
@@ -48,7 +46,7 @@ def tokens_once(packs: list[list[Slice]], lengths: list[int]) -> bool:
 
 
 @given(st.integers(1, 3000), st.integers(1, 20), st.integers(4, 500), st.integers(1, 4))
-def test_a_sequence_is_cut_at_equal_cost_under_the_cap(length: int, count: int, cap: int, block: int) -> None:
+def test_a_sequence_is_cut_at_equal_cost_under_the_cap(length, count, cap, block):
     slices = evenly(7, length, count, PRICE, cap, block)
     assert tokens_once([[s._replace(sequence=0)] for s in slices], [length])
     assert all(s.length <= cap for s in slices)
@@ -61,9 +59,7 @@ def test_a_sequence_is_cut_at_equal_cost_under_the_cap(length: int, count: int, 
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(64, 1500), st.sampled_from([1, 3, 64]), st.sampled_from([1, 2, 4]))
-def test_chunkings_hold_every_token_once_in_order_under_the_cap(
-    lengths: list[int], ranks: int, cap: int, most: int, stages: int
-) -> None:
+def test_chunkings_hold_every_token_once_in_order_under_the_cap(lengths, ranks, cap, most, stages):
     limits = Limits(num_ranks=ranks, max_tokens=cap, num_stages=stages)
     bare = StepPlan(as_lengths(lengths), (), limits)
     config = PipelineConfig(chunks=most, max_tokens=cap)
@@ -84,7 +80,7 @@ def test_chunkings_hold_every_token_once_in_order_under_the_cap(
         assert all(c <= max(most, -(-n // (cap - cap % 4)) + 1) for c, n in zip(counts, lengths, strict=True))
 
 
-def test_chunks_take_equal_time_and_sequences_of_most_chunks_come_first() -> None:
+def test_chunks_take_equal_time_and_sequences_of_most_chunks_come_first():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(300), 1.4, 200), 2, 20000).astype(np.int64)
     slice_s = float(PRICE.seconds(lengths).sum()) / 40
@@ -100,7 +96,7 @@ def test_chunks_take_equal_time_and_sequences_of_most_chunks_come_first() -> Non
 
 
 @given(LENGTHS, st.integers(1, 12), st.integers(200, 2500))
-def test_algorithm_1_cuts_all_sequences_at_one_mesh(lengths: list[int], count: int, cap: int) -> None:
+def test_algorithm_1_cuts_all_sequences_at_one_mesh(lengths, count, cap):
     packs = on_one_mesh(list(range(len(lengths))), np.array(lengths), PRICE, count, cap, 4)
     assert tokens_once(packs, lengths)
     mesh = {s.stop for pack in packs for s in pack if s.sequence == int(np.argmax(lengths))}
@@ -109,18 +105,18 @@ def test_algorithm_1_cuts_all_sequences_at_one_mesh(lengths: list[int], count: i
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(4, 1), (16, 8), (8, 64)])
-def test_the_number_of_chunks_is_bounded_over_all_ranks_and_stages(stages: int, ranks: int) -> None:
+def test_the_number_of_chunks_is_bounded_over_all_ranks_and_stages(stages, ranks):
     limits = Limits(num_ranks=ranks, max_tokens=1 << 14, num_stages=stages)
     found = counts(np.full(4096, 5000), PRICE.model_copy(update={"launch_s": 1e-9}), limits)
     assert max(found) * ranks * stages <= max(FACTORS) * max(LARGEST, 2 * stages * ranks * stages)
     assert max(found) >= 2 * stages
 
 
-def _of(ranks: int) -> PlanningContext:
+def _of(ranks):
     return replace(AT, layout=Layout(pp=4, dp=ranks))
 
 
-def test_what_ranks_share_stays_on_them_and_the_rest_is_dealt_beside_it() -> None:
+def test_what_ranks_share_stays_on_them_and_the_rest_is_dealt_beside_it():
     lengths = [5000, *range(300, 1500, 50), *[700] * 12]
     limits = Limits(num_ranks=4, max_tokens=2000, num_stages=4)
     shared = tuple(MicroBatch((Slice(0, a, a + 1000),), (1, 2), 0, "all_to_all") for a in range(0, 5000, 1000))
@@ -138,14 +134,14 @@ def test_what_ranks_share_stays_on_them_and_the_rest_is_dealt_beside_it() -> Non
         assert max(seconds_s) < 1.15 * sum(seconds_s) / 4
 
 
-def test_sequences_that_are_shared_in_part_alone_are_dealt_like_others() -> None:
+def test_sequences_that_are_shared_in_part_alone_are_dealt_like_others():
     limits = Limits(num_ranks=2, max_tokens=2000, num_stages=4)
     parts = MicroBatch((Slice(0, 0, 1000),), (0, 1), 0, "ring"), MicroBatch((Slice(0, 1000, 1500),), (0,))
     came = StepPlan(as_lengths([1500]), parts, limits)
     assert all(len(m.ranks) == 1 for m in next(chunkings(came, limits, _of(2), PipelineConfig())).micro_batches)
 
 
-def test_what_is_shared_stays_so_only_where_it_can_be_ordered() -> None:
+def test_what_is_shared_stays_so_only_where_it_can_be_ordered():
     """Ranks that run in step, since they share experts, have no order of rounds beside shared micro-batches."""
     parts = tuple(MicroBatch((Slice(0, start, start + 500),), (0, 1), 0, "ring") for start in (0, 500))
     for in_step, shares in ((1, True), (2, False)):

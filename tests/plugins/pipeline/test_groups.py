@@ -1,15 +1,11 @@
 """Which chunks form one pipeline: each in one of them, with its sequence; more pipelines where that spares layers."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs, PassCost
-from evenload.core.machine.cluster import Cluster, Link
 from evenload.core.machine.layout import Layout
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
@@ -18,17 +14,15 @@ from evenload.plugins.pipeline.groups import grouped
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ..chains import device
+
 CONFIG = PipelineConfig()
-LINK = Link(latency_s=0.0, bytes_per_s=1e12)
-DEVICE = Cluster(
-    name="test", source="test", ranks_per_node=8, flops_per_s=1.0, memory_bytes=1e12, intra=LINK, inter=LINK
-)
 COSTS = Costs(source="test", forward=PassCost(token_s=1.0), backward=PassCost(token_s=2.0))
 CHUNK = 10
 LAYER_BYTES = CHUNK * 100.0
 
 
-def chunked(chunks: Sequence[int], room: float = float("inf"), ranks: int = 1, stages: int = 4) -> StepPlan:
+def chunked(chunks, room=float("inf"), ranks=1, stages=4):
     """Sequences of so many chunks of ten tokens; 100 bytes a token and layer, 5 layers a stage."""
     memory = MemoryCost(activation_bytes_per_token=5 * 100.0)
     limits = Limits(ranks, 1000, num_stages=stages, layers_per_stage=5, memory=memory, max_activation_bytes=room)
@@ -40,17 +34,17 @@ def chunked(chunks: Sequence[int], room: float = float("inf"), ranks: int = 1, s
     return StepPlan(as_lengths([CHUNK * n for n in chunks]), tuple(micro_batches), limits)
 
 
-def context(ranks: int = 1) -> PlanningContext:
-    return PlanningContext(COSTS, Layout(pp=4, dp=ranks), DEVICE)
+def context(ranks=1):
+    return PlanningContext(COSTS, Layout(pp=4, dp=ranks), device())
 
 
-def test_one_pipeline_where_memory_is_plenty() -> None:
+def test_one_pipeline_where_memory_is_plenty():
     """Each one more would be filled and drained for nothing."""
     plan = chunked([8, 8, 4, 2, 1, 1, 1])
     assert grouped(plan, context(), CONFIG) == [list(range(25))]
 
 
-def test_long_sequences_have_a_pipeline_of_their_own_where_they_would_make_all_others_recompute() -> None:
+def test_long_sequences_have_a_pipeline_of_their_own_where_they_would_make_all_others_recompute():
     """16 + 3 chunks in flight hold 95 layers, 1 + 3 only 20; there is room for 40.
 
     In one pipeline 116 chunks recompute 55 / 19 layers, 336 together; apart only the 16 of the long one do, 40 / 16
@@ -60,12 +54,12 @@ def test_long_sequences_have_a_pipeline_of_their_own_where_they_would_make_all_o
     assert grouped(plan, context(), CONFIG) == [list(range(16)), list(range(16, 116))]
 
 
-def test_few_short_ones_are_not_worth_a_pipeline() -> None:
+def test_few_short_ones_are_not_worth_a_pipeline():
     plan = chunked([16, 1, 1], room=40 * LAYER_BYTES)
     assert grouped(plan, context(), CONFIG) == [list(range(18))]
 
 
-def test_sequences_that_meet_in_a_chunk_stay_together() -> None:
+def test_sequences_that_meet_in_a_chunk_stay_together():
     """The last chunk of the long sequence holds the first of a short one."""
     plan = chunked([4, 2, *([1] * 100)], room=22 * LAYER_BYTES)
     m = plan.micro_batches
@@ -76,7 +70,7 @@ def test_sequences_that_meet_in_a_chunk_stay_together() -> None:
     assert groups[0] == [0, 1, 2, 3, 4]
 
 
-def test_a_run_costs_what_its_costliest_rank_does() -> None:
+def test_a_run_costs_what_its_costliest_rank_does():
     """Rank 1 has no long sequence, and nothing to spare; rank 0 decides."""
     chunks = [16, 1, *([1, 1] * 60)]
     alone = grouped(chunked(chunks[::2], room=40 * LAYER_BYTES), context(), CONFIG)
@@ -91,12 +85,10 @@ def test_a_run_costs_what_its_costliest_rank_does() -> None:
     st.floats(1.0, 200.0),
     st.sampled_from(["auto", "off"]),
 )
-def test_every_chunk_is_in_one_pipeline_with_its_sequence(
-    chunks: list[int], ranks: int, room: float, recompute: str
-) -> None:
+def test_every_chunk_is_in_one_pipeline_with_its_sequence(chunks, ranks, room, recompute):
     plan = chunked(chunks, room * LAYER_BYTES, min(ranks, len(chunks)))
     at = context(plan.limits.num_ranks)
-    groups = grouped(plan, at, PipelineConfig(recompute=recompute))  # type: ignore[arg-type]
+    groups = grouped(plan, at, PipelineConfig(recompute=recompute))
     assert sorted(i for group in groups for i in group) == list(range(len(plan.micro_batches)))
     assert all(group == sorted(group) for group in groups)
     of = {i: number for number, group in enumerate(groups) for i in group}
@@ -108,7 +100,7 @@ def test_every_chunk_is_in_one_pipeline_with_its_sequence(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_permuted_sequences_form_the_same_pipelines(seed: int) -> None:
+def test_permuted_sequences_form_the_same_pipelines(seed):
     random = np.random.default_rng(seed)
     chunks = [16, 12, 5, 3, *([1] * 40)]
     order = random.permutation(len(chunks))

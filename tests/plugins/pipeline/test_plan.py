@@ -1,14 +1,10 @@
 """The pipeline planner: lawful plans for every layout, never slower than the others, memory, and what it refuses."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_plugins
 from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.errors import EvenloadError
 from evenload.core.input.format import GIB
@@ -26,40 +22,38 @@ from evenload.plugins.pipeline.settings import breaks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-load_plugins()
+from ..chains import chain_of
+
 CAP = 256
 LENGTHS = st.lists(st.integers(1, 4 * CAP), min_size=1, max_size=24)
 SHORT = st.lists(st.integers(1, CAP), min_size=1, max_size=24)
 
 
-def chain(pp: int = 2, dp: int = 1, cp: int = 1, *, plugins: Any = (), train: Any = (), **pipeline: Any) -> PlanChain:
+def chain(pp=2, dp=1, cp=1, *, plugins=(), train=(), **pipeline):
     data = {
         "parallel": {"pp": pp, "dp": dp, "cp": cp},
         "train": {"global_batch_size": 4096, **dict(train)},
         "plugins": {"pipeline": {"enabled": True, "max_tokens": CAP, **pipeline}, **dict(plugins)},
     }
-    recipe = parse(data)
-    return PlanChain.of_recipe(recipe, recipe.layout())
+    return chain_of(data)
 
 
-def step_s(plan: StepPlan, of: PlanChain) -> float:
+def step_s(plan, of):
     return simulate(plan, of.context, record=False).step_s
 
 
-def held_bytes(plan: StepPlan) -> float:
+def held_bytes(plan):
     return max(peak for stage in range(plan.limits.num_stages) for peak, _ in peaks_of_stage(plan, stage))
 
 
-def long_tail(count: int, longest: int, seed: int = 0) -> list[int]:
+def long_tail(count, longest, seed=0):
     drawn = np.random.default_rng(seed).lognormal(np.log(longest / 16), 1.2, count)
     return [int(n) for n in np.clip(drawn, 2, longest)]
 
 
 @settings(max_examples=settings.default.max_examples // 2)
 @given(LENGTHS, st.sampled_from([(2, 1, 1), (4, 1, 1), (2, 3, 1), (2, 1, 2)]), st.booleans(), st.booleans())
-def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(
-    lengths: list[int], layout: tuple[int, int, int], packed: bool, recompute: bool
-) -> None:
+def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(lengths, layout, packed, recompute):
     pp, dp, cp = layout
     before = {"packing": {"enabled": True, "max_tokens": CAP}} if packed else {}
     of = chain(pp, dp, cp, plugins=before, train={"recompute": recompute})
@@ -81,13 +75,13 @@ def test_plans_are_lawful_and_never_slower_than_the_baselines_that_fit(
 
 @settings(max_examples=settings.default.max_examples // 3)
 @given(LENGTHS, st.sampled_from([(2, 1), (2, 2)]))
-def test_plans_depend_on_the_batch_alone(lengths: list[int], layout: tuple[int, int]) -> None:
+def test_plans_depend_on_the_batch_alone(lengths, layout):
     assert chain(*layout).plan(as_lengths(lengths)).digest == chain(*layout).plan(as_lengths(lengths)).digest
 
 
 @settings(max_examples=settings.default.max_examples // 3)
 @given(SHORT)
-def test_hosts_of_whole_sequences_get_whole_sequences(lengths: list[int]) -> None:
+def test_hosts_of_whole_sequences_get_whole_sequences(lengths):
     of = chain()
     uncut = replace(of, limits=replace(of.limits, whole_sequences=True))
     for plan in (uncut.plan(as_lengths(lengths)), chain(chunks=1).plan(as_lengths(lengths))):
@@ -97,7 +91,7 @@ def test_hosts_of_whole_sequences_get_whole_sequences(lengths: list[int]) -> Non
         uncut.plan(as_lengths([2 * CAP]))
 
 
-def test_long_tails_leave_small_bubbles_and_gain_on_all_others() -> None:
+def test_long_tails_leave_small_bubbles_and_gain_on_all_others():
     of = chain(4, max_tokens=4096)
     batch = as_lengths(long_tail(64, 16384))
     ours = simulate(of.plan(batch), of.context, record=False)
@@ -108,7 +102,7 @@ def test_long_tails_leave_small_bubbles_and_gain_on_all_others() -> None:
     assert step_s(of.baseline("algorithm_1", batch), of) >= ours.step_s
 
 
-def test_what_does_not_fit_is_recomputed_as_little_as_its_stage_needs() -> None:
+def test_what_does_not_fit_is_recomputed_as_little_as_its_stage_needs():
     batch = as_lengths(long_tail(32, 4096))
     free = chain(max_tokens=1024).plan(batch)
     assert not any(map(any, free.recompute))
@@ -124,7 +118,7 @@ def test_what_does_not_fit_is_recomputed_as_little_as_its_stage_needs() -> None:
         chain(max_tokens=1024, activation_gib=cap / GIB / 50, recompute="off").plan(batch)
 
 
-def test_a_recipe_that_recomputes_everything_does_so_only_where_it_must() -> None:
+def test_a_recipe_that_recomputes_everything_does_so_only_where_it_must():
     batch = as_lengths(long_tail(16, 1024))
     plan = chain(train={"recompute": True}).plan(batch)
     assert plan.recompute
@@ -134,7 +128,7 @@ def test_a_recipe_that_recomputes_everything_does_so_only_where_it_must() -> Non
 
 
 @pytest.mark.parametrize("word", ["off", "auto", "on"])
-def test_weight_gradients_are_passes_of_their_own_only_where_they_may_be(word: str) -> None:
+def test_weight_gradients_are_passes_of_their_own_only_where_they_may_be(word):
     batch = as_lengths(long_tail(32, 1024))
     plan = chain(4, split_backward=word).plan(batch)
     assert bool(any(plan.split)) == (word != "off")
@@ -143,7 +137,7 @@ def test_weight_gradients_are_passes_of_their_own_only_where_they_may_be(word: s
     assert not any(never.plan(batch).split)
 
 
-def test_one_stage_leaves_a_plan_as_it_is_and_says_so() -> None:
+def test_one_stage_leaves_a_plan_as_it_is_and_says_so():
     packing = {"packing": {"enabled": True, "max_tokens": CAP}}
     of = chain(1, 2, plugins=packing)
     batch = as_lengths([300, 200, 100, 50])
@@ -155,7 +149,7 @@ def test_one_stage_leaves_a_plan_as_it_is_and_says_so() -> None:
     assert (by_itself.num_tokens, by_itself.notes) == (650, plan.notes[-1:])
 
 
-def test_other_peoples_pipelines_refuse_trainers_in_step_too() -> None:
+def test_other_peoples_pipelines_refuse_trainers_in_step_too():
     recipe = parse(
         {
             "trainer": "deepspeed",
@@ -180,7 +174,7 @@ def test_other_peoples_pipelines_refuse_trainers_in_step_too() -> None:
         ({"chunks": 1}, "whole_1f1b", ""),
     ],
 )
-def test_baselines_that_do_not_keep_a_setting_are_said_to(settings: Any, name: str, broken: str) -> None:
+def test_baselines_that_do_not_keep_a_setting_are_said_to(settings, name, broken):
     of, batch = chain(2, max_tokens=4 * CAP, **settings), as_lengths([3 * CAP, 90, 80])
     found = of.breaks(name, of.baseline(name, batch))
     assert found == (f"plugins.pipeline.{broken}" if broken else "")
@@ -189,7 +183,7 @@ def test_baselines_that_do_not_keep_a_setting_are_said_to(settings: Any, name: s
     assert most <= settings["chunks"], "what does not keep a setting is no candidate"
 
 
-def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does() -> None:
+def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does():
     of = chain(2, chunks=64, split_backward="on")
     plan = of.plan(as_lengths([4 * CAP, 300, 200, 90]))
     assert any(plan.split)
@@ -206,14 +200,14 @@ def test_a_plan_that_does_not_keep_a_setting_is_told_by_what_it_does() -> None:
         assert broken in breaks(made, PipelineConfig.model_validate(section))
 
 
-def test_trainers_in_step_are_left_to_packing() -> None:
+def test_trainers_in_step_are_left_to_packing():
     of = chain(1, 2)
     in_step = replace(of, limits=replace(of.limits, all_in_step=True))
     with pytest.raises(EvenloadError, match=r"plugins\.packing"):
         in_step.plan(as_lengths([5, 6]))
 
 
-def test_a_cap_below_one_block_is_refused() -> None:
+def test_a_cap_below_one_block_is_refused():
     packing = {"packing": {"enabled": True, "max_tokens": 2, "block_tokens": 1}}
     alone, behind = chain(max_tokens=2), chain(plugins=packing)
     batch = as_lengths([50, 5])
@@ -222,18 +216,18 @@ def test_a_cap_below_one_block_is_refused() -> None:
             make(batch)
 
 
-def test_chunks_of_equally_many_tokens_start_at_blocks_too() -> None:
+def test_chunks_of_equally_many_tokens_start_at_blocks_too():
     of = chain(max_tokens=90, block_tokens=16)
     plan = of.baseline("fixed_chunks", as_lengths([500, 89, 81, 7]))
     assert plan.cut
     assert all(s.start % 16 == 0 for m in plan.micro_batches for s in m.slices)
 
 
-def packs(plan: StepPlan) -> list[list[tuple[int, int, int]]]:
+def packs(plan):
     return [[tuple(s) for s in m.slices] for m in plan.micro_batches]
 
 
-def test_the_baselines_are_what_they_say() -> None:
+def test_the_baselines_are_what_they_say():
     of = chain(max_tokens=8)
     batch = as_lengths([20, 3, 4, 6, 2])
     whole = of.baseline("whole_1f1b", batch)
@@ -244,13 +238,12 @@ def test_the_baselines_are_what_they_say() -> None:
     fixed = of.baseline("fixed_chunks", as_lengths([20, 3, 4, 6, 2]))
     size = max(m.num_tokens for m in fixed.micro_batches)
     assert size in (8, 4)
-    assert [s.length for m in fixed.micro_batches for s in m.slices if s.sequence == 0] == {
-        8: [8, 8, 4],
-        4: [4] * 5,
-    }[size]
+    assert [s.length for m in fixed.micro_batches for s in m.slices if s.sequence == 0] == {8: [8, 8, 4], 4: [4] * 5}[
+        size
+    ]
 
 
-def test_algorithm_1_drains_a_pipeline_before_the_next_one_fills() -> None:
+def test_algorithm_1_drains_a_pipeline_before_the_next_one_fills():
     of = chain(4, max_tokens=4096)
     bare = StepPlan(as_lengths([4000, 3000]), (), of.limits)
     config = of.links[0][1]
@@ -265,7 +258,7 @@ def test_algorithm_1_drains_a_pipeline_before_the_next_one_fills() -> None:
         assert max(places[0]) < min(places[1])
 
 
-def test_a_plan_that_came_in_keeps_its_micro_batches_where_ranks_share_them() -> None:
+def test_a_plan_that_came_in_keeps_its_micro_batches_where_ranks_share_them():
     of = chain(2, 2)
     batch = as_lengths([512, 200, 100])
     mesh = {"mesh": {"enabled": True, "max_tokens": CAP}}
@@ -274,15 +267,14 @@ def test_a_plan_that_came_in_keeps_its_micro_batches_where_ranks_share_them() ->
     assert step_s(shared.plan(batch), of) <= step_s(came, of) * (1 + 1e-9)
 
 
-def test_costs_without_memory_are_enough_to_plan() -> None:
-    recipe = parse(
+def test_costs_without_memory_are_enough_to_plan():
+    of = chain_of(
         {
             "parallel": {"pp": 2, "dp": 1},
             "costs": "flexsp-gpt-7b-a100",
             "plugins": {"pipeline": {"enabled": True, "max_tokens": CAP}},
         }
     )
-    of = PlanChain.of_recipe(recipe, recipe.layout())
     memory = of.context.costs.memory.model_copy(
         update={name: 0.0 for name in type(of.context.costs.memory).model_fields if name != "fit_error"}
     )
@@ -293,7 +285,7 @@ def test_costs_without_memory_are_enough_to_plan() -> None:
     assert plan.cut == {0, 1}
 
 
-def test_one_stage_recomputes_what_does_not_fit_in_the_plan_that_came_in() -> None:
+def test_one_stage_recomputes_what_does_not_fit_in_the_plan_that_came_in():
     packing = {"packing": {"enabled": True, "max_tokens": CAP}}
     batch = as_lengths([300, 200, 100, 50, 700, 255])
     free = chain(1, 2, plugins=packing).plan(batch)
@@ -309,7 +301,7 @@ def test_one_stage_recomputes_what_does_not_fit_in_the_plan_that_came_in() -> No
     assert not all(plan.recompute[0])
 
 
-def test_an_update_that_takes_more_than_the_cap_on_activations_lifts_no_cap() -> None:
+def test_an_update_that_takes_more_than_the_cap_on_activations_lifts_no_cap():
     batch = as_lengths(long_tail(16, 1024))
     of = chain()
     memory = of.context.costs.memory.model_copy(update={"update_bytes": 2.0 * held_bytes(of.plan(batch))})
@@ -321,7 +313,7 @@ def test_an_update_that_takes_more_than_the_cap_on_activations_lifts_no_cap() ->
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_plan_over_the_cap_of_pipelines_is_left_out_and_said_to_be(pp: int) -> None:
+def test_a_plan_over_the_cap_of_pipelines_is_left_out_and_said_to_be(pp):
     of = chain(pp, 2)
     ((plugin, config),) = of.links
     plan = check(plugin.plan(of.stock(as_lengths([900, 700, 300, 20])), of.context, config))
@@ -330,7 +322,7 @@ def test_a_plan_over_the_cap_of_pipelines_is_left_out_and_said_to_be(pp: int) ->
 
 
 @pytest.mark.parametrize("before", ["packing", "mesh"])
-def test_sequences_that_stay_whole_here_may_be_cut_or_shared_by_the_plan_that_came_in(before: str) -> None:
+def test_sequences_that_stay_whole_here_may_be_cut_or_shared_by_the_plan_that_came_in(before):
     plugins = {before: {"enabled": True, "max_tokens": CAP}}
     plan = chain(2, 4, plugins=plugins, chunks=1).plan(as_lengths([3 * CAP, 100, 90]))
     assert plan.cut if before == "packing" else plan.shared
@@ -338,7 +330,7 @@ def test_sequences_that_stay_whole_here_may_be_cut_or_shared_by_the_plan_that_ca
 
 
 @pytest.mark.parametrize("before", ["packing", "mesh"])
-def test_what_a_recipe_recomputes_for_nothing_is_kept_in_plans_that_came_in_too(before: str) -> None:
+def test_what_a_recipe_recomputes_for_nothing_is_kept_in_plans_that_came_in_too(before):
     plugins = {before: {"enabled": True, "max_tokens": CAP}}
     pp = {"packing": 1, "mesh": 2}[before]
     batch = as_lengths([3 * CAP, 100, 90])
@@ -351,7 +343,7 @@ def test_what_a_recipe_recomputes_for_nothing_is_kept_in_plans_that_came_in_too(
 
 
 @pytest.mark.parametrize(("layout", "classes"), [(Layout(tp=2, pp=4, dp=4), 3), (Layout(tp=2, pp=4, dp=3), 4)])
-def test_stages_whose_communication_is_taken_for_one_have_the_same(layout: Layout, classes: int) -> None:
+def test_stages_whose_communication_is_taken_for_one_have_the_same(layout, classes):
     of = chain(4, layout.dp, max_tokens=1024)
     plan = of.plan(as_lengths(long_tail(24, 4096)))
     some = tuple(tuple((i + stage) % 3 == 0 for i in range(len(plan.micro_batches))) for stage in range(4))

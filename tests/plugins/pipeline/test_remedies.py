@@ -1,27 +1,24 @@
 """What is said to fit does: every setting that a refusal names plans the batch that was refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 import pytest
 from evenload.core.input.format import GIB
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
-from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import parse
 from evenload.plugins.pipeline import remedies
 from evenload.plugins.pipeline.checkpointing import DoesNotFitError
 from evenload.plugins.pipeline.plan import plan
 
+from ..chains import chain_of
+
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, 24), 16, 20000).astype(int)
 
 
-def chain(pp: int = 2, vocab: int = 1000, **words: Any) -> PlanChain:
-    recipe = parse(
+def chain(pp=2, vocab=1000, **words):
+    return chain_of(
         {
             "model": {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": vocab},
             "parallel": {"pp": pp, "dp": 1},
@@ -30,15 +27,14 @@ def chain(pp: int = 2, vocab: int = 1000, **words: Any) -> PlanChain:
             "plugins": {"pipeline": {"enabled": True, "split_backward": "off", "max_extra": 0, **words}},
         }
     )
-    return PlanChain.of_recipe(recipe, recipe.layout())
 
 
-def asked(at: PlanChain, lengths: Any = LENGTHS) -> StepPlan:
+def asked(at, lengths=LENGTHS):
     """What the plugin plans."""
     return check(plan(StepPlan(as_lengths(lengths), (), at.limits), at.context, at.links[0][1]))
 
 
-def refusal(at: PlanChain) -> DoesNotFitError:
+def refusal(at):
     with pytest.raises(DoesNotFitError) as caught:
         asked(at)
     return caught.value
@@ -52,7 +48,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_said_to_fit_does(name: str) -> None:
+def test_what_is_said_to_fit_does(name):
     setting = SETTINGS[name]
     do = refusal(chain(**setting)).do
     assert do.startswith("this batch would fit with any of: ")
@@ -75,7 +71,7 @@ def test_what_is_said_to_fit_does(name: str) -> None:
         assert make(value).micro_batches
 
 
-def test_deeper_pipelines_are_those_of_their_recipes() -> None:
+def test_deeper_pipelines_are_those_of_their_recipes():
     at, deeper = chain(pp=2), chain(pp=8)
     limits, context = remedies._deeper(at.limits, at.context, 4)
     for name in (one.name for one in fields(limits)):
@@ -85,7 +81,7 @@ def test_deeper_pipelines_are_those_of_their_recipes() -> None:
     assert context.layout == deeper.context.layout
 
 
-def test_a_batch_that_nothing_helps_is_refused_with_what_might() -> None:
+def test_a_batch_that_nothing_helps_is_refused_with_what_might():
     at = chain(activation_gib=1e-6)
     small = replace(at.context, cluster=at.context.cluster.model_copy(update={"memory_bytes": 1.0}))
     with pytest.raises(DoesNotFitError, match=r"lower plugins\.pipeline\.max_tokens or data\.max_length") as caught:
@@ -93,7 +89,7 @@ def test_a_batch_that_nothing_helps_is_refused_with_what_might() -> None:
     assert "activation_gib" not in caught.value.do
 
 
-def test_remedies_change_what_binds_where_another_plugin_has_caps_of_its_own() -> None:
+def test_remedies_change_what_binds_where_another_plugin_has_caps_of_its_own():
     setting = SETTINGS["cut sequences"]
     at = chain(**{**setting, "max_tokens": 16384})
     cap = setting["activation_gib"] * GIB

@@ -1,11 +1,8 @@
 """SART's rule: order statistics exactly, and a state machine that no schedule changes."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +12,12 @@ from evenload.plugins.rollout.student_t import NU
 from hypothesis import given
 from hypothesis import strategies as st
 
-Scores = dict[tuple[int, int], float]
-"""Score of (sample, border)."""
+from .plain_rule import plain
 
 
 @pytest.mark.parametrize("of", [1, 2, 5, 7])
 @pytest.mark.parametrize("share", [Fraction(0), Fraction(1, 10), Fraction(1, 2), Fraction(9, 10), Fraction(1)])
-def test_order_statistics_are_those_of_all_outcomes(of: int, share: Fraction) -> None:
+def test_order_statistics_are_those_of_all_outcomes(of, share):
     """Every way in which samples are shorter or not, counted in fractions."""
     for keep in range(1, of + 1):
         chance = sum(
@@ -32,7 +28,7 @@ def test_order_statistics_are_those_of_all_outcomes(of: int, share: Fraction) ->
         assert ended_by(keep, of, float(share)) == pytest.approx(float(chance), abs=1e-12)
 
 
-def test_lengths_end_as_order_statistics_say() -> None:
+def test_lengths_end_as_order_statistics_say():
     lengths = np.exp(6 + 0.7 * np.random.default_rng(0).standard_t(NU, size=(40_000, 12)))
     eighth = np.sort(lengths, axis=1)[:, 7]
     for tokens in (300, 500, 900):
@@ -40,7 +36,7 @@ def test_lengths_end_as_order_statistics_say() -> None:
         assert ended_by(8, 12, share) == pytest.approx((eighth <= tokens).mean(), abs=0.01)
 
 
-def test_as_many_samples_as_are_needed() -> None:
+def test_as_many_samples_as_are_needed():
     of = samples_for(4, 6.0, 0.7, 500, 0.9)
     lengths = np.exp(6 + 0.7 * np.random.default_rng(0).standard_t(NU, size=(40_000, of)))
     chances = [(np.sort(lengths[:, :count], axis=1)[:, 3] <= 500).mean() for count in (of - 1, of)]
@@ -50,28 +46,7 @@ def test_as_many_samples_as_are_needed() -> None:
         samples_for(4, 9.0, 0.2, 10, 0.9)
 
 
-def plain(rule: Collect, lengths: list[int], scores: Scores) -> tuple[list[int], dict[int, int]]:
-    """What is kept, and what is pruned at how many tokens: from whole lengths, border by border."""
-    pruned: dict[int, int] = {}
-    for border in range(rule.every, max(lengths) + 2 * rule.every, rule.every):
-        ended = sorted((n, i) for i, n in enumerate(lengths) if n <= border and i not in pruned)
-        if len(ended) >= rule.keep:
-            return [i for _, i in ended[: rule.keep]], pruned
-        if rule.prune is None:
-            continue
-        live = [i for i, n in enumerate(lengths) if n > border and i not in pruned]
-        most = len(ended) + len(live) - rule.keep
-        if ended:
-            n, first = ended[0]
-            bar = scores[first, -(-n // rule.every)]
-        else:
-            bar, most = rule.prune.below, min(most, rule.prune.most - len(pruned))
-        bad = sorted((scores[i, border // rule.every], i) for i in live if scores[i, border // rule.every] < bar)
-        pruned |= {i: border for _, i in bad[: max(most, 0)]}
-    raise AssertionError
-
-
-def collected(rule: Collect, lengths: list[int], scores: Scores) -> Collected:
+def collected(rule, lengths, scores):
     """Run the machine, its live samples in any order up to each border."""
     state = Collected(rule)
     while state.live:
@@ -82,7 +57,7 @@ def collected(rule: Collect, lengths: list[int], scores: Scores) -> Collected:
 
 
 @st.composite
-def cases(draw: Any) -> tuple[Collect, list[int], Scores]:
+def cases(draw):
     of = draw(st.integers(1, 8))
     keep = draw(st.integers(1, of))
     every = draw(st.integers(1, 6))
@@ -96,7 +71,7 @@ def cases(draw: Any) -> tuple[Collect, list[int], Scores]:
 
 
 @given(cases())
-def test_as_many_are_kept_as_were_wanted_and_they_are_the_shortest(case: tuple[Collect, list[int], Scores]) -> None:
+def test_as_many_are_kept_as_were_wanted_and_they_are_the_shortest(case):
     rule, lengths, scores = case
     state = collected(rule, lengths, scores)
     kept, pruned = plain(rule, lengths, scores)
@@ -109,7 +84,7 @@ def test_as_many_are_kept_as_were_wanted_and_they_are_the_shortest(case: tuple[C
 
 
 @given(cases(), st.randoms(use_true_random=False))
-def test_no_schedule_changes_what_is_kept(case: tuple[Collect, list[int], Scores], random: Any) -> None:
+def test_no_schedule_changes_what_is_kept(case, random):
     """Samples run ahead of each other, one at a time, as slots allow; what is past need is stopped."""
     rule, lengths, scores = case
     state, tokens = Collected(rule), [0] * rule.of
@@ -134,7 +109,7 @@ def test_no_schedule_changes_what_is_kept(case: tuple[Collect, list[int], Scores
     assert all(tokens[i] <= last.get(i, state.border) for i in range(rule.of)), "nobody runs past a border"
 
 
-def test_before_the_first_ends_few_are_pruned_and_after_it_all_below_it() -> None:
+def test_before_the_first_ends_few_are_pruned_and_after_it_all_below_it():
     rule = Collect(1, 6, 10, Prune(0.5, 2))
     state = Collected(rule).at_border({}, {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.6, 4: 0.7, 5: 0.8})
     assert state.pruned == ((10, 0), (10, 1))
@@ -145,7 +120,7 @@ def test_before_the_first_ends_few_are_pruned_and_after_it_all_below_it() -> Non
     assert state.live == (3, 4)
 
 
-def test_a_row_says_what_is_kept_beside_all() -> None:
+def test_a_row_says_what_is_kept_beside_all():
     lengths, scores = np.array([30, 10, 20, 90]), np.array([0.0, 1.0, 0.0, 1.0])
     state = collected(Collect(2, 4, 8), lengths.tolist(), {})
     row = kept_beside_all(state, lengths, scores)
@@ -171,12 +146,12 @@ def test_a_row_says_what_is_kept_beside_all() -> None:
         ((1, 4, 8, Prune(0.5, -1)), "no rule"),
     ],
 )
-def test_rules_that_make_no_sense_are_refused(words: Any, message: str) -> None:
+def test_rules_that_make_no_sense_are_refused(words, message):
     with pytest.raises(EvenloadError, match=message):
         Collect(*words)
 
 
-def test_borders_that_cannot_be_are_refused() -> None:
+def test_borders_that_cannot_be_are_refused():
     state = Collected(Collect(1, 2, 8, Prune(0.5, 1)))
     for scores in ({0: 1.0}, {0: 1.0, 1: math.nan}, {}):
         with pytest.raises(EvenloadError, match="a score is missing"):

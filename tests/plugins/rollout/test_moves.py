@@ -1,7 +1,5 @@
 """Samples that live, dealt again at borders: even, few, at their price, alike everywhere, and none lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +22,7 @@ from hypothesis import strategies as st
 KNOWN = LengthDistributions(np.array([5.0, 7.0, 9.0]), np.full(3, 0.4), 4096)
 
 
-def alive(seed: int, num_ranks: int, slots: int, count: int) -> tuple[RolloutRequest, np.ndarray]:
+def alive(seed, num_ranks, slots, count):
     """Samples that have some tokens, and the ranks that they are on."""
     draw = np.random.default_rng(seed)
     prompts, done = draw.integers(0, 3, count), draw.integers(0, 4095, count)
@@ -33,7 +31,7 @@ def alive(seed: int, num_ranks: int, slots: int, count: int) -> tuple[RolloutReq
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8), st.integers(0, 99))
-def test_moves_even_what_is_left_and_never_worsen_it(left: list[int], num_ranks: int, seed: int) -> None:
+def test_moves_even_what_is_left_and_never_worsen_it(left, num_ranks, seed):
     seconds = np.array(left, np.float64)
     draw = np.random.default_rng(seed)
     ranks, price = draw.integers(0, num_ranks, len(left)), draw.integers(0, 300, len(left)).astype(np.float64)
@@ -51,9 +49,7 @@ def test_moves_even_what_is_left_and_never_worsen_it(left: list[int], num_ranks:
 
 
 @given(st.integers(0, 999), st.integers(1, 8), st.integers(1, 9), st.integers(1, 60), st.integers(1, 500))
-def test_each_sample_goes_on_once_for_equally_long(
-    seed: int, num_ranks: int, slots: int, count: int, every: int
-) -> None:
+def test_each_sample_goes_on_once_for_equally_long(seed, num_ranks, slots, count, every):
     request, ranks = alive(seed, num_ranks, slots, count)
     moved = move(request, ranks, KNOWN, H100_7B, every)
     check_rollout(moved.plan, request)
@@ -65,7 +61,7 @@ def test_each_sample_goes_on_once_for_equally_long(
         assert sorted(begun[own].tolist(), reverse=True) == begun[own].tolist()
 
 
-def test_ranks_run_as_many_steps_as_take_them_equally_long() -> None:
+def test_ranks_run_as_many_steps_as_take_them_equally_long():
     request = RolloutRequest(np.zeros(66, int), np.array([50]), 2, 8192, 64, 1 << 20, np.full(66, 4000))
     ranks = np.r_[np.zeros(64, int), np.ones(2, int)]
     steps = steps_of(ranks, request, H100_7B, 200)
@@ -76,12 +72,12 @@ def test_ranks_run_as_many_steps_as_take_them_equally_long() -> None:
     assert part.play(move_nothing(request, ranks), 200).rank_s.max() > 1.3 * seconds.min()
 
 
-def move_nothing(request: RolloutRequest, ranks: np.ndarray) -> object:
+def move_nothing(request, ranks):
     """A plan by ranks."""
     return replace(spread(request), ranks=tuple(np.flatnonzero(ranks == rank) for rank in range(request.num_ranks)))
 
 
-def test_few_samples_in_a_step_raise_the_bound_and_equal_ones_reach_it() -> None:
+def test_few_samples_in_a_step_raise_the_bound_and_equal_ones_reach_it():
     request = RolloutRequest(np.zeros(8, int), np.array([20]), 2, 512, 64, 1 << 20)
     lengths, costs = np.full(8, 100), H100_7B._replace(key_s=0.0)
     bound = bound_of(request, lengths, costs)
@@ -93,7 +89,7 @@ def test_few_samples_in_a_step_raise_the_bound_and_equal_ones_reach_it() -> None
     )
 
 
-def test_limits_of_prompts_cut_what_is_expected_of_them() -> None:
+def test_limits_of_prompts_cut_what_is_expected_of_them():
     own = LengthDistributions(KNOWN.mu, KNOWN.sigma, np.array([100, 4096, 200]))
     request, _ = alive(0, 2, 4, 30)
     request = replace(request, done=np.zeros(30, int))

@@ -1,9 +1,7 @@
 """Laws of dealing: each sample once, alike everywhere, groups apart, never below the bound, spread where all fails."""
 
-from __future__ import annotations
-
 import logging
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ LIMIT = 512
 
 
 @st.composite
-def requests(draw: Any) -> RolloutRequest:
+def requests(draw):
     """Requests of any shape, also of samples that have some tokens."""
     num_prompts = draw(st.integers(1, 12))
     prompts = draw(st.lists(st.integers(0, num_prompts - 1), min_size=1, max_size=80))
@@ -40,14 +38,14 @@ def requests(draw: Any) -> RolloutRequest:
     )
 
 
-def known(request: RolloutRequest, seed: int = 0) -> LengthDistributions:
+def known(request, seed=0):
     random = np.random.default_rng(seed)
     count = len(request.prompt_tokens)
     return LengthDistributions(4 + random.normal(size=count), 0.2 + random.random(count), LIMIT)
 
 
 @given(requests(), st.sampled_from(["all", "each"]))
-def test_each_sample_is_on_one_rank_once_and_groups_are_apart(request: RolloutRequest, waits_for: Any) -> None:
+def test_each_sample_is_on_one_rank_once_and_groups_are_apart(request, waits_for):
     plan = plan_rollout(request, known(request), waits_for=waits_for)
     assert plan.planner == "tie"
     assert len(plan.ranks) == request.num_ranks
@@ -58,16 +56,9 @@ def test_each_sample_is_on_one_rank_once_and_groups_are_apart(request: RolloutRe
 
 
 @given(requests())
-def test_every_rank_makes_the_same_plan(request: RolloutRequest) -> None:
-    again = RolloutRequest(
-        request.prompts.tolist(),  # type: ignore[arg-type]
-        request.prompt_tokens.astype(np.int32),
-        request.num_ranks,
-        request.limit,
-        request.slots,
-        request.cap_tokens,
-        request.done.tolist(),  # type: ignore[arg-type]
-    )
+def test_every_rank_makes_the_same_plan(request):
+    lists = {"prompts": request.prompts.tolist(), "done": request.done.tolist()}
+    again = replace(request, **lists, prompt_tokens=request.prompt_tokens.astype(np.int32))
     plan = plan_rollout(request, known(request))
     assert plan.digest == plan_rollout(again, known(request)).digest
     assert len(plan.digest) == 16
@@ -76,10 +67,8 @@ def test_every_rank_makes_the_same_plan(request: RolloutRequest) -> None:
 
 
 @given(requests(), st.integers(0, 100))
-def test_no_rollout_ends_before_its_bound(request: RolloutRequest, seed: int) -> None:
-    request = RolloutRequest(
-        request.prompts, request.prompt_tokens, request.num_ranks, LIMIT, request.slots, request.cap_tokens
-    )
+def test_no_rollout_ends_before_its_bound(request, seed):
+    request = replace(request, done=np.zeros(len(request.prompts), int))
     lengths = np.random.default_rng(seed).integers(1, LIMIT + 1, len(request.prompts))
     costs = H100_7B._replace(prompt_s=1e-4)
     bound = bound_of(request, lengths, costs)
@@ -87,23 +76,16 @@ def test_no_rollout_ends_before_its_bound(request: RolloutRequest, seed: int) ->
         assert Rollout(request, lengths, costs).play(plan).rank_s.max() >= bound.bound_s * (1 - 1e-9)
 
 
-def test_one_sample_reaches_its_bound() -> None:
-    request = RolloutRequest(np.array([0]), np.array([20]), 2, LIMIT, 4, 1000)
-    lengths = np.array([100])
+@pytest.mark.parametrize(("count", "which"), [(1, "longest_s"), (8, "shared_s")])
+def test_one_sample_and_full_slots_of_equal_ones_reach_their_bounds(count, which):
+    request = RolloutRequest(np.zeros(count, int), np.array([20]), 2, LIMIT, 4, 1 << 20)
+    lengths = np.full(count, 100)
     bound = bound_of(request, lengths, H100_7B)
-    assert bound.bound_s == bound.longest_s
+    assert bound.bound_s == getattr(bound, which)
     assert Rollout(request, lengths, H100_7B).play(spread(request)).rank_s.max() == pytest.approx(bound.bound_s)
 
 
-def test_full_slots_of_equal_samples_reach_their_bound() -> None:
-    request = RolloutRequest(np.zeros(8, int), np.array([20]), 2, LIMIT, 4, 1 << 20)
-    lengths = np.full(8, 100)
-    bound = bound_of(request, lengths, H100_7B)
-    assert bound.bound_s == bound.shared_s
-    assert Rollout(request, lengths, H100_7B).play(spread(request)).rank_s.max() == pytest.approx(bound.bound_s)
-
-
-def test_long_prompts_are_dealt_apart_and_begin_first_where_all_are_waited_for() -> None:
+def test_long_prompts_are_dealt_apart_and_begin_first_where_all_are_waited_for():
     request = RolloutRequest(np.repeat(np.arange(8), 2), np.full(8, 10), 2, 4096, 2, 1 << 20)
     medians = [100.0, 2000.0, *[100.0] * 6]
     distributions = LengthDistributions(np.log(medians), np.full(8, 0.05), 4096)
@@ -113,18 +95,18 @@ def test_long_prompts_are_dealt_apart_and_begin_first_where_all_are_waited_for()
     assert {int(own[-1]) for own in last} == {2, 3}
 
 
-def test_the_order_is_one_that_ends_early_for_what_is_known() -> None:
+def test_the_order_is_one_that_ends_early_for_what_is_known():
     """Largest first where prompts say how long their samples are; not always where they do not."""
     prompts = np.repeat(np.arange(64), 8)
     random = np.random.default_rng(0)
     mu = np.log(300) + 0.8 * random.normal(size=64)
-    for sigma, seeds in ((0.05, 8), (0.8, 8)):
+    for sigma in (0.05, 0.8):
         distributions = LengthDistributions(mu, np.full(64, sigma), 4096)
         request = RolloutRequest(prompts, np.full(64, 10), 8, 4096, 8, 1 << 20)
         least = plan_rollout(request, distributions, waits_for="each")
         chosen = plan_rollout(request, distributions)
         ends = []
-        for seed in range(seeds):
+        for seed in range(8):
             lengths = np.exp(mu[prompts] + sigma * np.random.default_rng(seed).standard_t(3.5, size=512))
             rollout = Rollout(request, np.clip(lengths, 1, 4096).astype(np.int64), H100_7B)
             ends.append([rollout.play(plan).rank_s.max() for plan in (chosen, least)])
@@ -132,7 +114,7 @@ def test_the_order_is_one_that_ends_early_for_what_is_known() -> None:
         assert chosen_s <= least_s * (1.02 if sigma > 0.5 else 0.95)
 
 
-def test_what_fails_is_spread_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fails_is_spread_and_said(caplog):
     request = RolloutRequest(np.array([0, 0, 1]), np.array([5, 5]), 2, LIMIT, 2, 1000)
     with caplog.at_level(logging.WARNING, "evenload"):
         plan = plan_rollout(request, LengthDistributions(np.zeros(3), np.ones(3), LIMIT))
@@ -141,7 +123,7 @@ def test_what_fails_is_spread_and_said(caplog: pytest.LogCaptureFixture) -> None
     assert "spread over ranks" in caplog.text
 
 
-def test_a_plan_that_loses_a_sample_is_refused() -> None:
+def test_a_plan_that_loses_a_sample_is_refused():
     request = RolloutRequest(np.array([0, 0, 1]), np.array([5, 5]), 2, LIMIT, 2, 1000)
     for ranks in (((0, 1), (1,)), ((0, 1), ()), ((0, 1, 2),)):
         with pytest.raises(PlanError, match="loses or repeats"):
@@ -161,13 +143,13 @@ def test_a_plan_that_loses_a_sample_is_refused() -> None:
         ({"done": [1]}, "already"),
     ],
 )
-def test_a_request_that_no_rank_can_run_is_refused(more: dict[str, Any], message: str) -> None:
+def test_a_request_that_no_rank_can_run_is_refused(more, message):
     plain = {"prompts": [0, 1], "prompt_tokens": [5, 5], "num_ranks": 2, "limit": LIMIT, "slots": 2, "cap_tokens": 600}
     with pytest.raises(EvenloadError, match=message):
         RolloutRequest(**{**plain, **more})
 
 
-def test_distributions_are_finite() -> None:
+def test_distributions_are_finite():
     for mu, sigma in (([np.nan], [1.0]), ([0.0], [0.0]), ([0.0, 1.0], [1.0])):
         with pytest.raises(EvenloadError, match="no distributions"):
             LengthDistributions(np.array(mu), np.array(sigma), 10)

@@ -1,9 +1,6 @@
 """Played rollouts against a rank that runs one decode step after the other and counts everything anew."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,23 +26,23 @@ COSTS = RolloutCosts(1.0, 0.1, 0.01, 0.05)
 class PlainRank:
     """A rank step by step: lists, and sums over all samples at every step."""
 
-    def __init__(self, rollout: Rollout, order: list[int]) -> None:
+    def __init__(self, rollout, order):
         self.of, self.waiting, self.live, self.open = rollout, list(order), [], True
         self.tokens = {sample: int(rollout.request.done[sample]) for sample in order}
-        self.ends: dict[int, float] = {}
+        self.ends = {}
         self.now_s, self.most_keys, self.evicted = 0.0, 0, 0
 
-    def prompt(self, sample: int) -> int:
+    def prompt(self, sample):
         return int(self.of.request.prompt_tokens[self.of.request.prompts[sample]])
 
-    def keys(self) -> int:
+    def keys(self):
         return sum(self.prompt(sample) + self.tokens[sample] for sample in self.live)
 
-    def room(self, sample: int, tokens: int) -> int:
+    def room(self, sample, tokens):
         reserve = LIMIT if self.of.reserve is None else int(self.of.reserve[sample])
         return self.prompt(sample) + max(reserve, tokens + 1)
 
-    def let_in(self) -> None:
+    def let_in(self):
         while self.open and self.waiting and len(self.live) < self.of.request.slots:
             sample = self.waiting[0]
             held = max(self.keys(), sum(self.room(each, 0) for each in self.live))
@@ -54,7 +51,7 @@ class PlainRank:
             self.live.append(self.waiting.pop(0))
             self.now_s += self.of.costs.prompt_s * (self.prompt(sample) + self.tokens[sample])
 
-    def step(self) -> bool:
+    def step(self):
         self.let_in()
         if not self.live:
             return False
@@ -75,7 +72,7 @@ class PlainRank:
 
 
 @st.composite
-def rollouts(draw: Any) -> Rollout:
+def rollouts(draw):
     """Rollouts with tight caps, reserves of any size and samples that have some tokens."""
     count = draw(st.integers(1, 14))
     prompts = np.array(draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
@@ -89,7 +86,7 @@ def rollouts(draw: Any) -> Rollout:
 
 
 @given(rollouts(), st.sampled_from([None, 7, 30]))
-def test_jumping_from_event_to_event_is_stepping(rollout: Rollout, most_steps: int | None) -> None:
+def test_jumping_from_event_to_event_is_stepping(rollout, most_steps):
     plan = spread(rollout.request)
     played = rollout.play(plan, most_steps)
     evicted = 0
@@ -110,7 +107,7 @@ def test_jumping_from_event_to_event_is_stepping(rollout: Rollout, most_steps: i
 
 
 @given(rollouts(), st.integers(1, 9))
-def test_every_sample_ends_once_however_often_it_is_carried_on(rollout: Rollout, every: int) -> None:
+def test_every_sample_ends_once_however_often_it_is_carried_on(rollout, every):
     known = LengthDistributions(np.full(3, 2.5), np.full(3, 0.6), LIMIT)
     tokens = rollout.play(plan_rollout(rollout.request, known)).tokens
     np.testing.assert_array_equal(tokens, rollout.lengths)
@@ -127,7 +124,7 @@ def test_every_sample_ends_once_however_often_it_is_carried_on(rollout: Rollout,
 
 
 @given(rollouts(), st.integers(0, 1000), st.sampled_from(["first", "tie"]))
-def test_who_comes_later_is_served_and_nobody_before_he_comes(rollout: Rollout, seed: int, kind: str) -> None:
+def test_who_comes_later_is_served_and_nobody_before_he_comes(rollout, seed, kind):
     arrivals = np.random.default_rng(seed).exponential(9.0, len(rollout.lengths)).cumsum()
     lengths = rollout.lengths.astype(np.float64)
     queue = InOrder() if kind == "first" else TieQueue(Expected(lengths, lengths, lengths**2), rollout.request.slots)
@@ -138,7 +135,7 @@ def test_who_comes_later_is_served_and_nobody_before_he_comes(rollout: Rollout, 
     assert played.most_keys[0] <= rollout.request.cap_tokens
 
 
-def test_a_request_that_comes_to_an_idle_rank_begins_at_once() -> None:
+def test_a_request_that_comes_to_an_idle_rank_begins_at_once():
     request = RolloutRequest(np.zeros(3, int), np.array([5]), 1, LIMIT, 2, 1000)
     rollout = Rollout(request, np.array([10, 10, 10]), COSTS._replace(key_s=0.0, prompt_s=0.0))
     end_s = rollout.serve(InOrder(), np.array([0.0, 2.5, 100.0])).end_s
@@ -147,7 +144,7 @@ def test_a_request_that_comes_to_an_idle_rank_begins_at_once() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[5], [0, 5], [5, LIMIT + 1]])
-def test_lengths_of_other_samples_are_refused(lengths: list[int]) -> None:
+def test_lengths_of_other_samples_are_refused(lengths):
     request = RolloutRequest(np.zeros(2, int), np.array([5]), 1, LIMIT, 2, 1000)
     with pytest.raises(EvenloadError, match="not those of the samples"):
         Rollout(request, np.array(lengths), COSTS)

@@ -1,7 +1,5 @@
 """Means and tails by quadrature against plain quantiles; the queue lets nobody wait for ever."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from evenload.plugins.rollout.lengths import LengthDistributions
@@ -13,14 +11,14 @@ from hypothesis import strategies as st
 LIMIT = 8192
 
 
-def quantiles(mu: float, sigma: float, count: int = 200_000) -> np.ndarray:
+def quantiles(mu, sigma, count=200_000):
     """Tokens at evenly spaced chances, the longest first."""
     z = exceeded_with((np.arange(count) + 0.5) / count)
     return np.minimum(np.exp(mu + sigma * z), LIMIT)
 
 
 @pytest.mark.parametrize(("mu", "sigma"), [(5.0, 0.3), (6.5, 0.8), (8.5, 1.2)])
-def test_mean_and_tail_are_those_of_all_quantiles(mu: float, sigma: float) -> None:
+def test_mean_and_tail_are_those_of_all_quantiles(mu, sigma):
     said = expected(LengthDistributions(np.array([mu]), np.array([sigma]), LIMIT), np.array([0]))
     tokens = quantiles(mu, sigma)
     assert said.mean[0] == pytest.approx(tokens.mean(), rel=5e-3)
@@ -29,7 +27,7 @@ def test_mean_and_tail_are_those_of_all_quantiles(mu: float, sigma: float) -> No
 
 
 @pytest.mark.parametrize("done", [100, 900, 5000])
-def test_what_lives_is_foreseen_by_those_that_lived_as_long(done: int) -> None:
+def test_what_lives_is_foreseen_by_those_that_lived_as_long(done):
     said = expected(LengthDistributions(np.array([6.5]), np.array([0.8]), LIMIT), np.array([0]), np.array([done]))
     tokens = quantiles(6.5, 0.8, 2_000_000)
     longer = tokens[tokens > done]
@@ -37,7 +35,7 @@ def test_what_lives_is_foreseen_by_those_that_lived_as_long(done: int) -> None:
     assert said.tail[0] == pytest.approx(longer[: len(longer) // 10].mean(), rel=1e-2)
 
 
-def test_samples_agree_with_draws() -> None:
+def test_samples_agree_with_draws():
     drawn = np.exp(6.0 + 0.6 * np.random.default_rng(3).standard_t(NU, size=400_000))
     drawn = np.sort(np.minimum(drawn, LIMIT))[::-1]
     said = expected(LengthDistributions(np.array([6.0]), np.array([0.6]), LIMIT), np.zeros(3, int))
@@ -45,12 +43,12 @@ def test_samples_agree_with_draws() -> None:
     assert said.tail == pytest.approx([drawn[:40_000].mean()] * 3, rel=2e-2)
 
 
-def test_beta_grows_with_what_waits_for_a_slot() -> None:
+def test_beta_grows_with_what_waits_for_a_slot():
     assert [beta_of(n, 100) for n in (0, 100, 300, 900)] == pytest.approx([0.1, 0.1, 0.3, 0.5])
 
 
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 5), st.floats(0, 100)), min_size=2, max_size=40))
-def test_nobody_is_overtaken_for_ever(rows: list[tuple[int, float, float]]) -> None:
+def test_nobody_is_overtaken_for_ever(rows):
     """Who comes so much later that ageing makes up for the scores goes behind, whoever it is."""
     mean = np.array([float(tokens) for tokens, _, _ in rows])
     tail = mean * np.array([1 + more for _, more, _ in rows])
@@ -68,7 +66,7 @@ def test_nobody_is_overtaken_for_ever(rows: list[tuple[int, float, float]]) -> N
             assert order[first] < order[later] or arrivals[later] - arrivals[first] <= patience_s + 1e-6
 
 
-def test_the_least_score_is_first_among_those_that_come_at_once() -> None:
+def test_the_least_score_is_first_among_those_that_come_at_once():
     mean = np.array([50.0, 20.0, 90.0])
     queue = TieQueue(Expected(mean, np.array([60.0, 900.0, 91.0]), mean), 1)
     for sample in range(3):

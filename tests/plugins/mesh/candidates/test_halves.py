@@ -1,7 +1,5 @@
 """Halves of micro-batches that take turns: lawful, level, planned where they are faster, and nowhere else."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
