@@ -1,7 +1,5 @@
 """The ranks of a restarted attempt find each other in a store that is full of what dead ranks have written."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

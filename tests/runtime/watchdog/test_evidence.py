@@ -71,18 +71,10 @@ def test_what_children_and_theirs_compute_is_work(code):
         meter = Meter()
         assert becomes(meter, True)
         if code is not SPIN:
-            assert becomes_true(lambda: len(descendants(child.pid)) == 1)
+            while len(descendants(child.pid)) != 1:
+                time.sleep(0.05)
             assert set(descendants(os.getpid())) >= {child.pid, *descendants(child.pid)}
     finally:
         os.killpg(child.pid, 9)
         child.wait()
     assert becomes(meter, False)
-
-
-def becomes_true(condition):
-    patience = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > patience:
-            return False
-        time.sleep(0.05)
-    return True

@@ -1,7 +1,5 @@
 """Whom a rank blames for what it reads, heartbeat by heartbeat, from a store in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from evenload.core.errors import EvenloadError, RankError
@@ -145,19 +143,19 @@ def after(*marks):
     return beat(mark=mark)
 
 
-def test_the_earliest_step_is_behind():
-    assert furthest_behind({0: after(("a", 3, False)), 1: after(*[("a", 2, True)] * 9), 2: after(("a", 3, False))}) == 1
+A, WAITS = ("a", 5, False), ("gradients", 5, True)
 
 
-def test_a_rank_that_works_is_behind_one_that_waits_though_it_set_more_marks():
-    waiting = after(("micro-batch 0", 5, False), ("gradients", 5, True))
-    working = after(*[(f"micro-batch {i}", 5, False) for i in range(7)])
-    assert furthest_behind({0: waiting, 1: working, 2: waiting}) == 1
-
-
-def test_fewest_marks_are_behind_and_the_lowest_rank_breaks_ties():
-    one, two = after(("a", 1, False)), after(("a", 1, False), ("b", 1, False))
-    assert furthest_behind({0: two, 1: one, 2: one}) == 1
+@pytest.mark.parametrize(
+    ("marks", "behind"),
+    [
+        ([[("a", 3, False)], [("a", 2, True)] * 9, [("a", 3, False)]], 1),  # the earliest step
+        ([[A, WAITS], [A] * 7, [A, WAITS]], 1),  # who works, though it set more marks than those that wait
+        ([[A, A], [A], [A]], 1),  # the fewest marks, and the lowest rank
+    ],
+)
+def test_who_is_furthest_behind(marks, behind):
+    assert furthest_behind({rank: after(*of_rank) for rank, of_rank in enumerate(marks)}) == behind
 
 
 def test_a_job_hangs_only_when_nobody_who_is_left_moves():

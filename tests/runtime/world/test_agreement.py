@@ -12,17 +12,17 @@ from evenload.runtime.world.agreement import agree, first_error, gather_bytes, n
 from evenload.runtime.world.plane import own_group
 
 
-def plan(border: int) -> StepPlan:
+def plan(border):
     """Two sequences on two ranks; `border` says where the second is cut."""
     cut = (MicroBatch((Slice(0, 0, 9), Slice(1, 0, border)), (0,)), MicroBatch((Slice(1, border, 7),), (1,)))
     return StepPlan(as_lengths([9, 7]), cut, Limits(num_ranks=2, max_tokens=32))
 
 
-def gathers() -> list[bytes]:
+def gathers():
     return gather_bytes(bytes([dist.get_rank()] * 64))
 
 
-def disagrees(borders: list[int]) -> str | None:
+def disagrees(borders):
     """The message of a rank, or None where all agree."""
     try:
         agree(plan(borders[dist.get_rank()]).digest, "plans", 7)
@@ -31,12 +31,12 @@ def disagrees(borders: list[int]) -> str | None:
     return None
 
 
-def errs(bad: list[int]) -> list[tuple[int, str]]:
+def errs(bad):
     rank = dist.get_rank()
     return first_error(f"no space on {rank}" if rank in bad else None)
 
 
-def uses_groups() -> tuple[tuple[int, ...], float, list[int]]:
+def uses_groups():
     """This rank's row, the sum over its group, and who is in that; every rank lists the rows in another order."""
     rank, rows = dist.get_rank(), [(2, 0), (1, 3), (2, 0)]
     own, group = own_group(rows[rank % 2 :] + rows[: rank % 2])
@@ -47,7 +47,7 @@ def uses_groups() -> tuple[tuple[int, ...], float, list[int]]:
     return own, float(total), members
 
 
-def declares_differently() -> str:
+def declares_differently():
     try:
         own_group([(0, 1, 2, 3)] if dist.get_rank() else [(0, 1), (2, 3)])
     except RankError as error:
@@ -56,12 +56,10 @@ def declares_differently() -> str:
 
 
 @pytest.mark.slow
-def test_gather_keeps_the_order_of_ranks(world):
+def test_what_is_gathered_and_failed_is_in_the_order_of_ranks_and_equal_plans_pass(world):
     assert world(4).run(gathers) == [[bytes([r] * 64) for r in range(4)]] * 4
-
-
-@pytest.mark.slow
-def test_equal_plans_pass(world):
+    assert world(4).run(errs, []) == [[]] * 4
+    assert world(4).run(errs, [3, 1]) == [[(1, "no space on 1"), (3, "no space on 3")]] * 4
     assert world(2).run(disagrees, [3, 3]) == [None, None]
 
 
@@ -84,12 +82,6 @@ def test_two_sides_of_equal_size_are_both_shown(world):
     assert "no side has a majority" in first
     assert "rank 0: " in first
     assert "rank 1: " in first
-
-
-@pytest.mark.slow
-def test_first_error_lists_the_ranks_where_it_failed(world):
-    assert world(4).run(errs, []) == [[]] * 4
-    assert world(4).run(errs, [3, 1]) == [[(1, "no space on 1"), (3, "no space on 3")]] * 4
 
 
 @pytest.mark.slow
@@ -122,8 +114,8 @@ def test_ranks_are_named_in_runs(ranks, name):
     assert name_ranks(ranks) == name
 
 
-def test_who_cannot_meet_over_gloo_is_told_which_network_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object, **__: object) -> None:
+def test_who_cannot_meet_over_gloo_is_told_which_network_to_name(monkeypatch):
+    def refuses(*_, **__):
         raise RuntimeError("Gloo connectFullMesh failed")
 
     monkeypatch.setattr(dist, "get_backend_config", lambda _=None: "cuda:nccl")

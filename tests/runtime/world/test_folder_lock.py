@@ -1,7 +1,5 @@
 """One run at a time has a folder, and one that is dead has none."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -9,8 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from evenload.core.errors import EvenloadError
@@ -35,11 +32,11 @@ Start = Callable[..., "tuple[subprocess.Popen[str], str]"]
 
 
 @pytest.fixture
-def other() -> Iterator[Start]:
+def other():
     """Another process, and whether it could lock the file of a folder."""
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
-    def start(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
+    def start(folder, *words):
         command = [sys.executable, "-S", "-c", OTHER, str(folder / NAME), *words]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert started[-1].stdout is not None
@@ -51,7 +48,7 @@ def other() -> Iterator[Start]:
         process.wait()
 
 
-def test_a_folder_is_held_by_one_that_says_who_it_is(tmp_path: Path, other: Start) -> None:
+def test_a_folder_is_held_by_one_that_says_who_it_is(tmp_path, other):
     folder = tmp_path / "runs" / "kept"
     with folder_lock(folder, None):
         assert other(folder, "shared")[1] == "refused", "nobody else may have it either"
@@ -60,9 +57,7 @@ def test_a_folder_is_held_by_one_that_says_who_it_is(tmp_path: Path, other: Star
     assert other(folder)[1] == "held", "whoever has ended has no lock"
 
 
-def test_a_second_run_is_refused_by_the_name_of_the_first(
-    tmp_path: Path, other: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_is_refused_by_the_name_of_the_first(tmp_path, other, monkeypatch):
     monkeypatch.setattr(module, "WAIT_S", 0.2)
     other(tmp_path)
     with pytest.raises(EvenloadError, match="another run writes into") as caught, folder_lock(tmp_path):
@@ -71,7 +66,7 @@ def test_a_second_run_is_refused_by_the_name_of_the_first(
     assert "another folder" in caught.value.do
 
 
-def test_a_run_that_was_killed_keeps_nobody_out(tmp_path: Path, other: Start) -> None:
+def test_a_run_that_was_killed_keeps_nobody_out(tmp_path, other):
     """Also where it is gone a moment later only."""
     holder, _ = other(tmp_path)
     reaper = subprocess.Popen(
@@ -83,7 +78,7 @@ def test_a_run_that_was_killed_keeps_nobody_out(tmp_path: Path, other: Start) ->
     assert reaper.wait() == 0
 
 
-def test_two_folders_are_held_or_none(tmp_path: Path, other: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_folders_are_held_or_none(tmp_path, other, monkeypatch):
     monkeypatch.setattr(module, "WAIT_S", 0.0)
     one, two = tmp_path / "one", tmp_path / "two"
     two.mkdir()
@@ -97,15 +92,13 @@ def test_two_folders_are_held_or_none(tmp_path: Path, other: Start, monkeypatch:
         time.sleep(0)
 
 
-def test_where_nothing_can_be_locked_a_run_goes_on_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_nothing_can_be_locked_a_run_goes_on_with_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING, "evenload"), folder_lock(tmp_path / "file" / "below"):
         assert "cannot be locked" in caplog.text
     caplog.clear()
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(module.fcntl, "lockf", refuse)

@@ -1,11 +1,7 @@
 """Ranks that srun or mpirun has started."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from evenload.core.errors import EvenloadError
@@ -33,13 +29,13 @@ MPI = {
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
-def adopted(environment: dict[str, str]) -> dict[str, str]:
+def adopted(environment):
     changed = dict(environment)
     adopt(changed)
     return changed
 
 
-def test_a_task_of_srun_is_a_rank() -> None:
+def test_a_task_of_srun_is_a_rank():
     changed = adopted(STEP)
     assert [changed[name] for name in OWN] == ["9", "11", "1", "3", "gpu003"]
     others = [adopted({**STEP, "SLURM_PROCID": str(rank)})["MASTER_PORT"] for rank in range(11)]
@@ -52,11 +48,11 @@ def test_a_task_of_srun_is_a_rank() -> None:
     ("names", "first"),
     [("node7", "node7"), ("a1,a2", "a1"), ("n[1,5]", "n1"), ("r2-n[08-09]", "r2-n08"), ("b[0-3],c", "b0")],
 )
-def test_the_first_node_of_a_list_is_where_ranks_meet(names: str, first: str) -> None:
+def test_the_first_node_of_a_list_is_where_ranks_meet(names, first):
     assert adopted({**STEP, "SLURM_STEP_NODELIST": names})["MASTER_ADDR"] == first
 
 
-def test_ranks_of_mpirun_meet_on_their_machine_or_where_the_user_says() -> None:
+def test_ranks_of_mpirun_meet_on_their_machine_or_where_the_user_says():
     changed = adopted(MPI)
     assert [changed[name] for name in OWN] == ["1", "2", "1", "2", "127.0.0.1"]
     with pytest.raises(EvenloadError, match="no machine that ranks can meet"):
@@ -75,32 +71,24 @@ def test_ranks_of_mpirun_meet_on_their_machine_or_where_the_user_says() -> None:
         {**STEP, "RANK": "0", "WORLD_SIZE": "4"},  # of torchrun
     ],
 )
-def test_whatever_is_no_rank_of_a_scheduler_stays_as_it_is(environment: dict[str, str]) -> None:
+def test_whatever_is_no_rank_of_a_scheduler_stays_as_it_is(environment):
     assert adopted(environment) == environment
 
 
 @pytest.mark.slow
-def test_tasks_of_srun_train_one_job() -> None:
-    words = [sys.executable, "-m", "evenload", "train", "quickstart", *SMALL, "train.steps=2", "--json"]
+def test_tasks_of_srun_train_one_job(forge, tmp_path):
+    script = tmp_path / "task.py"
+    script.write_text("from evenload.cli import main\n\nmain()\n")
+    words = ["train", "quickstart", *SMALL, "train.steps=2", "--json"]
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    shared = {
-        **os.environ,
-        **step,
-        "SLURM_JOB_ID": str(os.getpid()),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    step |= {"SLURM_JOB_ID": str(os.getpid()), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     tasks = [
-        subprocess.Popen(
-            words,
-            env={**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        forge("megatron").start(
+            script, *words, environment={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
         )
-        for rank in range(2)
+        for rank in "01"
     ]
-    ended = [task.communicate(timeout=200) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], ended
-    assert json.loads(ended[0][0])["host"]["dp"] == 2
-    assert ended[1][0] == ""
+    assert [task.wait() for task in tasks] == [0, 0], [task.output for task in tasks]
+    result, _ = json.JSONDecoder().raw_decode(tasks[0].output)
+    assert result["host"]["dp"] == 2
+    assert '"host"' not in tasks[1].output, "one rank speaks"

@@ -1,7 +1,5 @@
 """torchrun's variables: a place in a job, or one message."""
 
-from __future__ import annotations
-
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.runtime.world import variables
@@ -11,20 +9,20 @@ GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def job(monkeypatch):
     for name in (*GOOD, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(variables, "_NAMED_S", 0.0)
     return monkeypatch
 
 
-def read_with(job: pytest.MonkeyPatch, **values: str) -> JobVariables | None:
+def read_with(job, **values):
     for name, value in (GOOD | values).items():
         job.setenv(name, value)
     return job_variables()
 
 
-def test_a_place_in_a_job_or_none(job: pytest.MonkeyPatch) -> None:
+def test_a_place_in_a_job_or_none(job):
     assert job_variables() is None
     assert read_with(job) == JobVariables(1, 2, "127.0.0.1", 29500)
     assert read_with(job, MASTER_ADDR="localhost", RANK=" 0 ") == JobVariables(0, 2, "localhost", 29500)
@@ -42,7 +40,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NONSENSE.items() for value in values])
-def test_nonsense_is_named(job: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_nonsense_is_named(job, name, value):
     with pytest.raises(EvenloadError) as caught:
         read_with(job, **{name: value})
     named = "RANK" if (name, value) == ("WORLD_SIZE", "1") else name  # rank 1 of 1

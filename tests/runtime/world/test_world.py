@@ -61,13 +61,13 @@ def test_a_group_of_ranks_that_do_not_exist_is_refused(no_job):
         close_world(world)
 
 
-def joins_twice() -> tuple[int, int, bool, bool]:
+def joins_twice():
     world = init_world()
     close_world(world)
     return world.rank, world.size, world.owned, dist.is_initialized()
 
 
-def watches_twice() -> int:
+def watches_twice():
     """A second watchdog must not read what the first one left."""
     for step in range(2):
         with Watchdog(every_s=0.05, gone_s=60) as dog:
@@ -87,7 +87,7 @@ def test_watchdogs_one_after_the_other(world):
     assert world(2).run(watches_twice) == [1, 1]
 
 
-def fails_on(bad: int) -> int:
+def fails_on(bad):
     if dist.get_rank() == bad:
         raise ValueError("planted")
     dist.barrier()
