@@ -14,8 +14,7 @@ import hypothesis
 import pytest
 from evenload.api import load_recipe
 from harness import costs
-from harness.forge import Done, Forge
-from harness.references import FOLDER
+from harness.forge import REFERENCES, Done, Forge
 from harness.world import World, WorldPool
 
 # A busy machine is no failure: nothing here is timed. The Makefile seeds draws by the number of commits, so that a tree
@@ -137,7 +136,7 @@ def forge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     shared = base.parent if hasattr(request.config, "workerinput") else base
     references = shared / "references"
     references.mkdir(exist_ok=True)
-    os.environ.setdefault(FOLDER, str(references))
+    os.environ.setdefault(REFERENCES, str(references))
 
     def get(trainer: str) -> Forge:
         if trainer not in forges:

@@ -33,6 +33,10 @@ def free_port() -> int:
             return port
 
 
+REFERENCES = "EVENLOAD_REFERENCES"
+"""Variable that names the folder of references for ranks; without it none are kept (see references.py)."""
+
+
 class Forge:
     """A fork of the process that has imported one trainer; forks the ranks of jobs and of worlds itself.
 

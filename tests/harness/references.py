@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FOLDER = "EVENLOAD_REFERENCES"
-"""Variable that names the folder; without it nothing is kept."""
+from .forge import REFERENCES
 
 Reference = tuple[float, dict[str, Any]]
 
@@ -26,7 +25,7 @@ def kept(
 ) -> Reference:
     """What ``compute(recipe, host, tokens_of, lengths, labels)`` gives, from the folder where all ranks find it there.
     Collective."""
-    if FOLDER not in os.environ or (labels is not None and labels.reference is not None):
+    if REFERENCES not in os.environ or (labels is not None and labels.reference is not None):
         return compute(recipe, host, tokens_of, lengths, labels)
     trainer = getattr(recipe, recipe.trainer)
     parts = [compute.__module__, recipe.model, recipe.train.dtype, trainer, recipe.parallel.tp, sorted(host.frozen)]
@@ -36,7 +35,7 @@ def kept(
     if labels is not None:
         weights = labels.weights
         parts += [[labels.of(i) for i in samples], weights and [weights.sums, [weights.of(i) for i in samples]]]
-    file = Path(os.environ[FOLDER]) / digest(parts)
+    file = Path(os.environ[REFERENCES]) / digest(parts)
     found = torch.tensor([int(file.exists())])
     dist.all_reduce(found, dist.ReduceOp.MIN)
     if found:
