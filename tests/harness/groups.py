@@ -2,8 +2,8 @@
 
 Making and destroying a gloo group takes some 6 CPU ms, and a host makes more than forty. Each also listens on a device
 of its own, whose thread polls a hundred times a second for as long as the group is there. Here all groups of a process
-share one device, and `GroupPool` keeps those that a case has destroyed for the next one. They are gloo's own groups, and
-no two users have the same group at a time.
+share one device, and `GroupPool` keeps those that a case has destroyed for the next one. They are gloo's own groups,
+and no two users have the same group at a time.
 """
 
 from __future__ import annotations
