@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from harness.forge import free_port
 
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
-def load(name: str) -> ModuleType:
-    """A module of this folder: there is no package to find it in."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-launching = load("launching")
+import launching  # noqa: E402
 
 
 def ends(ranks: Sequence[Any], limit_s: float = 120.0, grace_s: float = 20.0) -> list[int]:
@@ -46,13 +36,14 @@ def ends(ranks: Sequence[Any], limit_s: float = 120.0, grace_s: float = 20.0) ->
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tiny models and ragged data."""
     folder = tmp_path_factory.mktemp("assets")
-    load("assets").make(folder)
+    import_module("assets").make(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
-def forged_launch(forge: Callable[[str], Any]) -> Callable[..., Any]:
+def forged_launch(forge: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`launching.launch` by torchrun with the imports done already; rank 1 may be left without evenload."""
+    home = {"HF_HOME": str(tmp_path_factory.mktemp("huggingface"))}  # data that one script has read are read
 
     def launch(
         script: Path,
@@ -64,12 +55,10 @@ def forged_launch(forge: Callable[[str], Any]) -> Callable[..., Any]:
         one_sided: bool = False,
     ) -> Any:
         folder.mkdir(exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        shared = launching.environment(folder) | group | (variables or {})
-        start, rank_script = forge("huggingface").start, Path(__file__).with_name("forged_rank.py")
+        door = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **door}
+        shared = launching.environment(folder) | home | group | (variables or {})
+        start, rank_script = forge("huggingface").start, HERE / "forged_rank.py"
         ranks = [
             start(rank_script, planned, script, *arguments, environment={**shared, "RANK": k, "LOCAL_RANK": k})
             for k, planned in (("0", recipe or ""), ("1", "" if recipe is None or one_sided else recipe))
@@ -83,17 +72,16 @@ def forged_launch(forge: Callable[[str], Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def forged_run(forged_launch: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """``forged_run(script, words, recipe=None, variables={})``: a script of this folder, each time in a new folder."""
+    """``forged_run(script, words, recipe=None, variables={})``: a script of this folder, each time in a new folder.
+
+    `recipe`: its text, under which the script is planned.
+    """
     numbers = itertools.count()
 
-    def run(
-        script: str,
-        words: Sequence[object],
-        recipe: Path | None = None,
-        variables: dict[str, str] | None = None,
-        **more: Any,
-    ) -> Any:
+    def run(script: str, words: Sequence[object], recipe: str = "", variables: Any = None, **more: Any) -> Any:
         place = tmp_path / f"run{next(numbers)}"
-        return forged_launch(launching.SCRIPTS / script, words, place, recipe, variables, **more)
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        planned = tmp_path / "recipe.yaml" if recipe else None
+        return forged_launch(launching.SCRIPTS / script, words, place, planned, variables, **more)
 
     return run

@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import evenload
 import torch
+from evenload.integrations.unmodified import roll_call
 
 torch.set_num_threads(1)
 # What is read from the environment at the import, which was the forge's.
@@ -22,6 +23,7 @@ os.chdir(Path(os.environ["HOSTS_OUT"]).parent)
 recipe, script = sys.argv[1:3]
 sys.argv = sys.argv[2:]
 if recipe:
+    roll_call._WAIT_S = float(os.environ.get("HOSTS_WAIT_S", roll_call._WAIT_S))
     evenload.enable(recipe)
 runpy.run_path(script, run_name="__main__")
 if measured := sys.modules.get("measured"):

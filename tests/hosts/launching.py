@@ -1,6 +1,6 @@
 """Runs a training script on two CPU ranks, in a layout of Transformers and Accelerate, and reads what it logged.
 
-`launch` starts it as a user does, by torchrun or by ``accelerate launch``, and with a recipe through ``evenload run``.
+`launch` starts it as a user does, by torchrun, and with a recipe through ``evenload run``.
 The script knows nothing of that: a layout is arguments of `TrainingArguments` (`trainer_arguments`), or what
 Accelerate's launcher puts into the environment (`accelerate_environment`).
 """
@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SCRIPTS, STARTUP = HERE / "scripts", HERE / "startup"
 LAYOUTS = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
 RANKS = 2
+RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 1024}\n"
 COMMON = [
     *("--use_cpu", "--seed", "1", "--disable_tqdm", "True", "--report_to", "none", "--save_strategy", "no"),
     *("--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4"),
@@ -114,19 +115,10 @@ def megatron_environment(folder: Path, script: Path, float64: bool = False) -> d
 
 
 def launcher(name: str, ranks: int = RANKS) -> list[str]:
-    """What stands before a script: torchrun, ``accelerate launch`` or `forked` starts its ranks, Python one."""
-    if name == "python":
-        return [sys.executable]
-    if name == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    if name == "forks":
-        return [sys.executable, str(HERE / "forked.py"), str(ranks)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    main = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
-    plain = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    return [*main, *plain, "--num_processes", str(RANKS), "--main_process_port", port]
+    """What stands before a script: torchrun or `forked` starts its ranks, Python one."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    words = {"python": [], "torchrun": torchrun, "forks": [str(HERE / "forked.py"), str(ranks)]}
+    return [sys.executable, *words[name]]
 
 
 def launch(

@@ -6,17 +6,17 @@ Ranks are started by a forge (see tests/README.md); `test_benchmarks.py` starts 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import launching
 import pytest
+from harness.cases import only_full
+from launching import RECIPE
 
-launching = sys.modules["launching"]
 pytestmark = pytest.mark.slow
 
-RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 1024}\n"
 STEPS = 10
 FLOAT32, NORM32, NORM64 = 1e-5, 5e-5, 1e-9
 """Largest relative difference of a loss in float32, of a norm in float32 and in float64. Adam's first steps divide by
@@ -43,21 +43,27 @@ TWICE = "--gradient_accumulation_steps 2"
 CHECKPOINTING = "--gradient_checkpointing True"
 LORA = "--use_peft --lora_r 4 --lora_dropout 0 --lora_target_modules q_proj v_proj"
 FULL = "--bf16 False"
+TRAINER, PEFT, SFT = "trainer_script.py", "peft_script.py", "trl_sft_script.py"
 CASES = (
-    Case("trainer_script.py", "ddp", EVERY_5),
-    Case("trainer_script.py", "ddp", f"{TWICE} {CHECKPOINTING}"),
-    Case("trainer_script.py", "ddp", TWICE, model="gpt2"),
-    Case("trainer_script.py", "zero0", TWICE),
-    Case("trainer_script.py", "zero1", TWICE),
-    Case("trainer_script.py", "zero2", f"{TWICE} {EVERY_5}"),
-    Case("trainer_script.py", "zero3", f"{TWICE} {CHECKPOINTING} {EVERY_5}"),
-    Case("trainer_script.py", "fsdp", f"{TWICE} {CHECKPOINTING} {EVERY_5}"),
-    Case("peft_script.py", "ddp", TWICE),
-    Case("peft_script.py", "zero3"),
-    Case("trl_sft_script.py", "ddp", f"{FULL} {TWICE}", data="completions"),
-    Case("trl_sft_script.py", "zero2", f"{FULL} {EVERY_5}", data="completions"),
-    Case("trl_sft_script.py", "fsdp", FULL, data="completions"),
-    Case("trl_sft_script.py", "ddp", f"{FULL} {LORA}", data="chat"),
+    Case(TRAINER, "zero0", TWICE),
+    Case(TRAINER, "zero3", f"{TWICE} {CHECKPOINTING} {EVERY_5}"),
+    Case(PEFT, "zero3"),
+    Case(SFT, "ddp", f"{FULL} {LORA}", data="chat"),
+    Case(SFT, "fsdp", f"{FULL} {TWICE} {EVERY_5}", data="completions"),
+)
+OTHERS = (
+    Case(TRAINER, "ddp", EVERY_5),
+    Case(TRAINER, "ddp", TWICE, model="gpt2"),
+    Case(TRAINER, "zero1", TWICE),
+    Case(PEFT, "ddp", TWICE),
+    Case(SFT, "ddp", f"{FULL} {TWICE}", data="completions"),
+    Case(SFT, "zero2", f"{FULL} {EVERY_5}", data="completions"),
+    Case(SFT, "fsdp", FULL, data="completions"),
+)
+RESUMED = (
+    Case(TRAINER, "ddp", f"{TWICE} {CHECKPOINTING}"),
+    Case(TRAINER, "zero2", f"{TWICE} {EVERY_5}"),
+    Case(TRAINER, "fsdp", f"{TWICE} {CHECKPOINTING} {EVERY_5}"),
 )
 WRAPPED = {"ddp": "DistributedDataParallel", "fsdp": "FSDPLlamaForCausalLM"}
 """What a layout makes of a Llama; ZeRO makes a DeepSpeedEngine."""
@@ -72,14 +78,10 @@ def trained(forged_run: Trained, assets: Path, tmp_path: Path) -> Trained:
     def train(case: Case, *words: object, recipe: str = "", steps: int = STEPS) -> Any:
         names = ("--model_name_or_path", "--dataset_name") if "trl" in case.script else ("--model", "--data")
         given = [names[0], assets / "models" / case.model, names[1], assets / "data" / case.data]
+        given += ["--output_dir", tmp_path / "out", "--max_steps", steps]
         layout = launching.trainer_arguments(case.layout, tmp_path)
-        (tmp_path / "recipe.yaml").write_text(recipe)
-        ended = forged_run(
-            case.script,
-            [*launching.COMMON, *given, "--output_dir", tmp_path / "out", "--max_steps", steps]
-            + [*layout, *case.arguments.split(), *words],
-            recipe=tmp_path / "recipe.yaml" if recipe else None,
-        )
+        added = [*layout, *case.arguments.split(), *words]
+        ended = forged_run(case.script, [*launching.COMMON, *given, *added], recipe)
         assert ended.code == 0, ended.output[-4000:]
         return ended
 
@@ -93,59 +95,58 @@ def compare(stock: Any, other: Any) -> None:
         assert difference <= bar, f"{name} differs by {difference:.1e}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_step_is_equal(case: Case, trained: Trained) -> None:
-    stock = trained(case)
-    if case.script == "trainer_script.py":
+def compared(case: Case, trained: Trained, *words: str) -> Any:
+    """The stock run of a case, to which a planned one is equal."""
+    stock = trained(case, *words)
+    if case.script == TRAINER:
         assert f"trained a {WRAPPED.get(case.layout, 'DeepSpeedEngine')} on 2 ranks" in stock.output
     losses = stock.logged("loss")
     assert list(losses) == list(range(1, STEPS + 1))
     assert min(losses.values()) < losses[1]
     assert len(stock.logged("eval_loss")) == (STEPS // 5 if EVERY_5 in case.arguments else 0)
-    compare(stock, trained(case, recipe=RECIPE))
+    compare(stock, trained(case, *words, recipe=RECIPE))
+    return stock
 
 
-def test_norms_are_equal_in_double_precision(trained: Trained) -> None:
-    case = Case("trainer_script.py", "ddp", f"--dtype float64 {TWICE}")
-    stock = trained(case)
-    single = trained(Case("trainer_script.py", "ddp", TWICE), steps=1)
-    assert stock.logged("grad_norm")[1] != single.logged("grad_norm")[1]
-    norms = trained(case, recipe=RECIPE).logged("grad_norm")
-    assert launching.largest_difference(stock.logged("grad_norm"), norms) <= NORM64
+@pytest.mark.parametrize("case", [*CASES, *map(only_full, OTHERS)], ids=str)
+def test_every_step_is_equal(case: Case, trained: Trained) -> None:
+    compared(case, trained)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("case", RESUMED, ids=str)
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_as_if_never_stopped(
-    layout: str, trained: Trained, tmp_path: Path
+    case: Case, trained: Trained, tmp_path: Path
 ) -> None:
-    case = Case("trainer_script.py", layout, f"{TWICE} --save_strategy steps --save_steps 7")
-    whole = trained(case, steps=10)
-    assert (tmp_path / "out" / "checkpoint-7").is_dir()
-    compare(whole, trained(case, steps=10, recipe=RECIPE))
-    resumed = trained(case, "--resume_from_checkpoint", tmp_path / "out" / "checkpoint-7", steps=10, recipe=RECIPE)
+    saving = ("--save_strategy", "steps", "--save_steps", "7")
+    whole, checkpoint = compared(case, trained, *saving), tmp_path / "out" / "checkpoint-7"
+    assert checkpoint.is_dir()
+    resumed = trained(case, *saving, "--resume_from_checkpoint", checkpoint, recipe=RECIPE)
     last = [whole.logged("loss")[step] for step in (8, 9, 10)]
     assert resumed.history[-1]["train_loss"] == pytest.approx(sum(last) / 3, rel=1e-5), "it did not start at step 8"
     compare(whole, resumed)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp"])
+def test_norms_are_equal_in_double_precision(trained: Trained) -> None:
+    double, single = (Case(TRAINER, "ddp", f"--dtype {dtype} {TWICE}") for dtype in ("float64", "float32"))
+    stock, norms = (trained(double, recipe=recipe, steps=4).logged("grad_norm") for recipe in ("", RECIPE))
+    assert stock[1] != trained(single, steps=1).logged("grad_norm")[1]
+    assert launching.largest_difference(stock, norms) <= NORM64
+
+
+@pytest.mark.parametrize("layout", ["ddp", only_full("zero2"), "zero3", "fsdp"])
 def test_a_loop_of_accelerate_is_equal(layout: str, forged_run: Trained, assets: Path, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    words = ["--model", assets / "models" / "llama", "--data", assets / "data" / "text", "--max-steps", 10]
+    words = ["--model", assets / "models" / "llama", "--data", assets / "data" / "text", "--max-steps", STEPS]
     words += ["--gradient-accumulation-steps", 2] if layout in ("ddp", "fsdp") else []
     variables = launching.accelerate_environment(layout, tmp_path)
-    stock, own = (
-        forged_run("accelerate_script.py", words, recipe, variables) for recipe in (None, tmp_path / "recipe.yaml")
-    )
+    stock, own = (forged_run("accelerate_script.py", words, recipe, variables) for recipe in ("", RECIPE))
     assert stock.code == own.code == 0, own.output[-4000:]
-    assert list(stock.logged("loss")) == list(range(1, 11))
-    assert list(stock.logged("eval_loss")) == [10]
+    assert list(stock.logged("loss")) == list(range(1, STEPS + 1))
+    assert list(stock.logged("eval_loss")) == [STEPS]
     compare(stock, own)
 
 
 def test_runs_of_other_samples_are_not_equal(trained: Trained) -> None:
-    one = trained(Case("trainer_script.py", "ddp"), steps=2)
-    other = trained(Case("trainer_script.py", "ddp", "--data_seed 2"), steps=2)
+    one, other = (trained(Case(TRAINER, "ddp", f"--data_seed {seed}"), steps=2) for seed in (1, 2))
     with pytest.raises(AssertionError, match="differs by"):
         compare(one, other)
 
@@ -155,13 +156,12 @@ def test_methods_that_a_program_assigns_anew_are_planned_all_the_same(
     model: str, forged_run: Trained, assets: Path, tmp_path: Path
 ) -> None:
     """As Unsloth does when it loads a model; the script says what is rebuilt."""
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    data = ["--model", assets / "models" / model, "--data", assets / "data" / "text", "--max_steps", 4]
+    words = [*launching.COMMON, "--model", assets / "models" / model, "--data", assets / "data" / "text"]
+    words += ["--max_steps", 4, *TWICE.split(), "--output_dir", tmp_path / "out"]
     runs, tokens = [], []
-    for number, recipe in enumerate((None, tmp_path / "recipe.yaml")):
-        measured = tmp_path / f"measured{number}"
+    for recipe in ("", RECIPE):
+        measured = tmp_path / f"measured{len(runs)}"
         measured.mkdir()
-        words = [*launching.COMMON, *data, *TWICE.split(), "--output_dir", tmp_path / "out"]
         runs.append(forged_run("unsloth_script.py", words, recipe, {"HOSTS_MEASURED": str(measured)}))
         assert runs[-1].code == 0, runs[-1].output[-4000:]
         tokens.append(sum(json.loads(path.read_text())["tokens"] for path in measured.iterdir()))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import launching
 import pytest
+from harness.cases import full, only_full
+from launching import RECIPE
 
-launching = sys.modules["launching"]
 pytestmark = pytest.mark.slow
-
-RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 1024}\n"
 
 
 class Case(NamedTuple):
@@ -25,17 +24,16 @@ class Case(NamedTuple):
     model: str = "llama"
     data: str = "text"
 
+    def __str__(self) -> str:
+        return f"{self.script} {self.model}"
 
-ROUTER = Case(
-    "trainer_script.py",
-    "packed causal attention cannot run the model 'qwen3_moe'",
-    "the script runs as it is",
-    0,
-    "qwen3_moe",
-)
+
+UNPLANNED = "packed causal attention cannot run the model 'qwen3_moe'"
+ROUTER = Case("trainer_script.py", UNPLANNED, "the script runs as it is", 0, "qwen3_moe")
 NOISE = Case("dpo_script.py", "NEFTune's noise depends", "leave neftune_noise_alpha out", 1, data="preferences")
 LOOP = Case("accelerate_script.py", "in a loop of Accelerate", "give a Hugging Face causal language model", 0, "gpt2")
 NO_STEP = Case("no_step_script.py", "no loop that evenload knows reached a step", "train by transformers.Trainer", 0)
+RAISING = Case("raising_loss_script.py", "the script's loss raises on two short samples", "", 2)
 
 
 def arguments(case: Case, assets: Path, folder: Path) -> list[object]:
@@ -43,32 +41,30 @@ def arguments(case: Case, assets: Path, folder: Path) -> list[object]:
     trl = case.script == "dpo_script.py"
     model, data = ("--model_name_or_path", "--dataset_name") if trl else ("--model", "--data")
     words: list[object] = [model, assets / "models" / case.model, data, assets / "data" / case.data]
-    if case is LOOP:
+    if case.script == "accelerate_script.py":
         return [*words, "--max-steps", 2]
     precision = ["--bf16", "False"] if trl else []
     precision += ["--neftune_noise_alpha", 5] if case is NOISE else []
     return [*words, *launching.COMMON, "--output_dir", folder / "out", "--max_steps", 2, *precision]
 
 
-@pytest.mark.parametrize("case", [NOISE], ids=lambda case: f"{case.script} {case.model}")
+@pytest.mark.parametrize("case", [NOISE, RAISING], ids=str)
 def test_every_rank_refuses_before_the_first_step(
     case: Case, forged_run: Callable[..., Any], assets: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    ended = forged_run(case.script, arguments(case, assets, tmp_path), tmp_path / "recipe.yaml")
-    assert ended.code == case.code, ended.output[-3000:]
+    ended = forged_run(case.script, arguments(case, assets, tmp_path), RECIPE)
+    assert ended.code == 1, ended.output[-3000:]
     assert "grad_norm" not in ended.output
     # A forge's ranks end with the traceback, where those of a launcher print the message alone.
-    assert ended.output.count(f"EvenloadError: {case.message}") == launching.RANKS
+    assert ended.output.count(f"Error: {case.message}") == launching.RANKS
     assert case.do in ended.output
 
 
 def test_a_script_that_nothing_is_exact_for_stays_as_it_is_and_says_so(
     forged_run: Callable[..., Any], assets: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
     words = arguments(ROUTER, assets, tmp_path)
-    stock, ended = (forged_run(ROUTER.script, words, recipe) for recipe in (None, tmp_path / "recipe.yaml"))
+    stock, ended = (forged_run(ROUTER.script, words, recipe) for recipe in ("", RECIPE))
     assert (stock.code, ended.code) == (0, 0), ended.output[-3000:]
     assert ROUTER.message in ended.output
     assert ROUTER.do in ended.output
@@ -76,48 +72,45 @@ def test_a_script_that_nothing_is_exact_for_stays_as_it_is_and_says_so(
     assert figures[0] == figures[1] != []
 
 
-@pytest.mark.parametrize("script", ["trainer_script.py", "accelerate_script.py"])
+@pytest.mark.parametrize("case", [ROUTER._replace(model="llama"), LOOP._replace(model="llama")], ids=str)
 def test_a_rank_without_evenload_is_named_and_not_waited_for(
-    script: str, forged_run: Callable[..., Any], assets: Path, tmp_path: Path
+    case: Case, forged_run: Callable[..., Any], assets: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    model, data = assets / "models" / "llama", assets / "data" / "text"
-    words = {"trainer_script.py": arguments(ROUTER._replace(model="llama"), assets, tmp_path)}.get(
-        script, ["--model", model, "--data", data, "--max-steps", 2]
-    )
-    ended = forged_run(script, words, tmp_path / "recipe.yaml", one_sided=True)
+    words, waits = arguments(case, assets, tmp_path), {"HOSTS_WAIT_S": "1"}
+    ended = forged_run(case.script, words, RECIPE, waits, one_sided=True)
     assert ended.code == 1, ended.output[-3000:]
     assert ended.output.count("RankError: rank 1 of 2 runs without evenload") == 1, ended.output[-3000:]
     assert "where one launcher starts all nodes, let it carry PYTHONPATH and PYTHON_EVENLOAD" in ended.output
 
 
-@pytest.mark.parametrize("case", [LOOP, NO_STEP], ids=lambda case: f"{case.script} {case.model}")
-def test_the_command_says_it_once_and_in_its_last_line(case: Case, assets: Path, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    words = arguments(case, assets, tmp_path)
-    started_by = "python" if case is NO_STEP else "torchrun"
-    script = launching.SCRIPTS / case.script
-    ended = launching.launch(script, words, tmp_path / "run", tmp_path / "recipe.yaml", started_by)
+def launched(case: Case, started_by: str, assets: Path, folder: Path) -> Any:
+    """How the case ends by ``evenload run`` and a launcher."""
+    (folder / "recipe.yaml").write_text(RECIPE)
+    words, script = arguments(case, assets, folder), launching.SCRIPTS / case.script
+    return launching.launch(script, words, folder / "run", folder / "recipe.yaml", started_by)
+
+
+@pytest.mark.parametrize(("case", "started_by"), [only_full(LOOP, "torchrun"), (NO_STEP, "python")], ids=str)
+def test_the_command_says_it_once_and_in_its_last_line(
+    case: Case, started_by: str, assets: Path, tmp_path: Path
+) -> None:
+    ended = launched(case, started_by, assets, tmp_path)
     assert ended.code == case.code, ended.output[-3000:]
     assert "EvenloadError" not in ended.output
-    assert ("exitcode  : 2" in ended.output) == (case.code == 1), "torchrun gives 1 for ranks that end with 2"
-    *before, last = [line for line in ended.output.splitlines() if line.startswith("evenload: ")]
-    assert ended.output.rstrip().endswith(last)
-    assert last.startswith("evenload: warning: nothing was planned: ")
-    assert case.message in last
-    assert case.do in last
-    assert len(before) == case.code, "a refusal is printed once by all ranks together, a warning in the last line alone"
+    said = [line for line in ended.output.splitlines() if line.startswith("evenload: ")]
+    assert said == [ended.output.rstrip().splitlines()[-1]], "a warning is given in the last line alone"
+    assert said[0].startswith("evenload: warning: nothing was planned: ")
+    assert case.message in said[0]
+    assert case.do in said[0]
     assert ("grad_norm" in ended.output) == (case is not NO_STEP)
 
 
+@full
 def test_a_loss_that_raises_on_what_it_is_measured_by_ends_all_ranks_with_code_2(assets: Path, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    words = arguments(ROUTER._replace(model="llama"), assets, tmp_path)
-    script = launching.SCRIPTS / "raising_loss_script.py"
-    ended = launching.launch(script, words, tmp_path / "run", tmp_path / "recipe.yaml")
+    ended = launched(RAISING, "torchrun", assets, tmp_path)
     assert ended.code == 1, "torchrun gives 1 for ranks that end with 2"
-    assert "exitcode  : 2" in ended.output, ended.output[-3000:]
-    printed = [line for line in ended.output.splitlines() if "the script's loss raises on two short samples" in line]
+    assert f"exitcode  : {RAISING.code}" in ended.output, ended.output[-3000:]
+    printed = [line for line in ended.output.splitlines() if RAISING.message in line]
     assert len(printed) == 2, "once by all ranks together, and in the last line of the command"
     assert "ValueError: batches of 16 tokens and more" in ended.output
     assert "grad_norm" not in ended.output

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -15,20 +15,25 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "hosts"
 
 
 @pytest.fixture
-def survey(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))  # it imports its neighbours
-    spec = importlib.util.spec_from_file_location("survey", BENCHMARKS / "survey.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["survey"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["survey"])
-    yield sys.modules["survey"]
-    del sys.modules["survey"]
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """``benchmark("survey")``: a module of that folder, which imports its neighbours."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    before = set(sys.modules)
+    yield import_module
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == BENCHMARKS:
+            del sys.modules[name]
 
 
 @pytest.fixture
-def functional_tests(survey: ModuleType) -> ModuleType:
-    return sys.modules["functional_tests"]
+def survey(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("survey")
+
+
+@pytest.fixture
+def functional_tests(benchmark: Callable[[str], ModuleType]) -> ModuleType:
+    return benchmark("functional_tests")
 
 
 def write(checkout: Path, kind: str, name: str, **content: object) -> None:
@@ -91,31 +96,21 @@ def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
     assert [int(word) for word in last.split()[1:]] == [1, 0, 0, 0, 2, 0, 0, 3]
 
 
-def test_outcomes_of_upstreams_tests_are_compared_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["unit_tests.py"])
-    spec = importlib.util.spec_from_file_location("unit_tests", BENCHMARKS / "unit_tests.py")
-    assert spec is not None
-    assert spec.loader is not None
-    unit_tests = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(unit_tests)
-    cases = '<testcase classname="t" name="a"/><testcase classname="t" name="b"><failure/></testcase>'
-    (tmp_path / "one.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    cases = (
-        '<testcase classname="t" name="a"><skipped/></testcase><testcase classname="t" name="b"><failure/></testcase>'
-    )
-    (tmp_path / "other.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    one, other = (unit_tests.outcomes(tmp_path / name) for name in ("one.xml", "other.xml"))
-    assert one == {"t::a": "passed", "t::b": "failure"}
-    assert unit_tests.differing(one, other) == ["t::a: passed, skipped"]
-    assert unit_tests.differing(one, {}) == ["t::a: passed, missing", "t::b: failure, missing"]
+def test_outcomes_of_upstreams_tests_are_compared_by_name(
+    tmp_path: Path, benchmark: Callable[[str], ModuleType]
+) -> None:
+    unit_tests, found = benchmark("unit_tests"), []
+    for of_first in ("", "<skipped/>"):
+        cases = f'<testcase classname="t" name="a">{of_first}</testcase>'
+        cases += '<testcase classname="t" name="b"><failure/></testcase>'
+        (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+        found.append(unit_tests.outcomes(tmp_path / "report.xml"))
+    assert found[0] == {"t::a": "passed", "t::b": "failure"}
+    assert unit_tests.differing(*found) == ["t::a: passed, skipped"]
+    assert unit_tests.differing(found[0], {}) == ["t::a: passed, missing", "t::b: failure, missing"]
 
 
-def test_rows_of_packed_conversations_hold_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("sft_packs", BENCHMARKS / "sft_packs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sft_packs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sft_packs)
-    rows = sft_packs.best_fit([700, 400, 300, 600, 20])
+def test_rows_of_packed_conversations_hold_each_once(benchmark: Callable[[str], ModuleType]) -> None:
+    rows = benchmark("sft_packs").best_fit([700, 400, 300, 600, 20])
     assert sorted(length for row in rows for length in row) == [20, 300, 400, 600, 700]
     assert max(sum(row) for row in rows) <= 1024

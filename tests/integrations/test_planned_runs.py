@@ -174,15 +174,23 @@ def test_a_check_ends_before_any_optimizer_of_torch_updates(tmp_path):
     assert "updated" in run(code).stdout
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [("EvenloadError('odd', '9', 'even it')", 2), ("RankError('odd', '9', 'even it')", 1)]
-)
+ERROR = "('odd', '9', 'even it')"
+
+
+@pytest.mark.parametrize(("error", "code"), [("EvenloadError", 2), ("RankError", 1)])
 def test_an_error_of_evenload_ends_a_process_with_its_message_alone(tmp_path, error, code):
-    ended = run(f"p.watch_process()\nraise {error}", **{VARIABLE: str(tmp_path)})
+    ended = run(f"p.watch_process()\nraise {error}{ERROR}", **{VARIABLE: str(tmp_path)})
     assert (ended.returncode, ended.stdout) == (code, "at exit\n")
     assert ended.stderr == f"evenload: {RankError('odd', '9', 'even it')}\n"
-    again = run(f"p.watch_process()\nraise {error}", **{VARIABLE: str(tmp_path)})
-    assert (again.returncode, again.stderr) == (code, "")
+
+
+def test_an_error_that_another_process_has_printed_is_not_printed_again(tmp_path):
+    RunFolder(tmp_path).write_refusal(EvenloadError("odd", "9", "even it"))
+    again = run(f"p.watch_process()\nraise EvenloadError{ERROR}", **{VARIABLE: str(tmp_path)})
+    assert (again.returncode, again.stderr) == (2, "")
+
+
+def test_an_error_of_anybody_else_ends_a_process_as_ever(tmp_path):
     other = run("p.watch_process()\n1 / 0", **{VARIABLE: str(tmp_path)})
     assert other.returncode == 1
     assert "ZeroDivisionError" in other.stderr

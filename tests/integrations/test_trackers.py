@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,15 +65,14 @@ def test_megatron_s_writers_get_them_as_often_as_its_own(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_trainer_s_tensorboard_gets_them_and_its_own_logs_stay(tmp_path: Path) -> None:
+def test_a_trainer_s_tensorboard_gets_them_and_its_own_logs_stay(scripted: Callable[..., Any], tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     script, printed, scalars = tmp_path / "train.py", [], []
     script.write_text(SCRIPT.read_text().replace('report_to="none"', 'report_to="tensorboard", logging_steps=1'))
-    for words in ([], ["-m", "evenload", "run", "hf-trainer", "--", sys.executable]):
-        folder = tmp_path / str(len(words))
-        environment = {**os.environ, "TENSORBOARD_LOGGING_DIR": str(folder / "board")}
-        command = [sys.executable, *words, str(script), str(folder)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    for switched_on in ("", "import evenload; evenload.enable('hf-trainer')"):
+        folder = tmp_path / ("planned" if switched_on else "stock")
+        board = f"import os; os.environ['TENSORBOARD_LOGGING_DIR'] = {str(folder / 'board')!r}\n"
+        done = scripted("huggingface", tmp_path, script, folder, planted=board + switched_on)
         assert done.returncode == 0, done.stderr[-2000:]
         logs = [re.sub(r"'(train_\w+|grad_norm)': [^,}]+", "", row) for row in done.stdout.splitlines()]
         printed.append([row for row in logs if "'loss'" in row or "evenload" in row])
