@@ -45,7 +45,13 @@ GRACE_S = 30.0
 
 
 MODULES = {
-    "megatron": ("evenload.integrations.megatron.host", "evenload.integrations.megatron.plain"),
+    "megatron": (
+        "evenload.integrations.megatron.host",
+        "evenload.integrations.megatron.plain",
+        "safetensors.torch",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.auto.tokenization_auto",
+    ),
     "deepspeed": (
         "evenload.integrations.deepspeed.engine.host",
         "evenload.integrations.deepspeed.plain",
