@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from evenload.api import load_recipe
-
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "costs" / "predicted.py"
-
-
-@pytest.fixture(scope="module")
-def predicted() -> Any:
-    spec = importlib.util.spec_from_file_location("predicted", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["predicted"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from evenload.benchmarks.costs import predicted
 
 
 def bench(factor: float) -> dict[str, Any]:
@@ -33,7 +20,7 @@ def bench(factor: float) -> dict[str, Any]:
     }
 
 
-def test_there_are_enough_plans_of_both_trainers_and_their_recipes_are_valid(predicted: Any) -> None:
+def test_there_are_enough_plans_of_both_trainers_and_their_recipes_are_valid() -> None:
     count = {"megatron": 0, "deepspeed": 0}
     for scenario in predicted.SCENARIOS:
         count[scenario.trainer] += 2 * len({*scenario.against.split(","), "evenload"})
@@ -46,7 +33,7 @@ def test_there_are_enough_plans_of_both_trainers_and_their_recipes_are_valid(pre
     assert sum(count.values()) >= 20
 
 
-def test_errors_are_those_of_the_steps(predicted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_those_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[str]]] = []
 
     def run(verb: str, recipe: str, overrides: list[str], options: list[str]) -> dict[str, Any]:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from evenload.benchmarks.costs import refit
 from evenload.commands.tables.show import emit
-
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "costs" / "refit.py"
-
-
-@pytest.fixture
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("refit_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["refit_benchmark"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_three_runs_are_averaged_after_learning_and_shown(
-    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[list[str]] = []
 
@@ -37,12 +23,12 @@ def test_three_runs_are_averaged_after_learning_and_shown(
         ]
         return {"steps": steps, "refit": None, "host": {"trainer": "megatron", "device": "cpu"}}
 
-    monkeypatch.setattr(script, "train", train)
-    result = script.benchmark("r.yaml", ["train.steps=10"], "wrong", "right")
+    monkeypatch.setattr(refit, "train", train)
+    result = refit.benchmark("r.yaml", ["train.steps=10"], "wrong", "right")
     assert [run["imbalance_mean"] for run in result["runs"].values()] == [1.5, 1.25, 1.5]
     assert result["runs"]["wrong, refit"]["predicted_over_measured"] == [0.5] * 10
     assert [a[-1] for a in asked] == ["costs=wrong", "planner.refit=true", "costs=right"]
-    emit(result, False, script.table)
+    emit(result, False, refit.table)
     shown = capsys.readouterr().out
     assert "wrong, refit" in shown
     assert "1.25" in shown

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 from evenload.api import load_plugins
-
-PATH = Path(__file__).parents[3] / "benchmarks" / "experts" / "between_nodes.py"
-_spec = importlib.util.spec_from_file_location("benchmark_between_nodes", PATH)
-assert _spec
-assert _spec.loader
-between_nodes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(between_nodes)
+from evenload.benchmarks.experts import between_nodes
 
 
 def test_copies_and_tokens_that_go_once_to_a_node_are_ahead_of_even_routing() -> None:

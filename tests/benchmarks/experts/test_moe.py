@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-PATH = Path(__file__).parents[3] / "benchmarks" / "experts" / "moe.py"
-_spec = importlib.util.spec_from_file_location("benchmark_moe", PATH)
-assert _spec
-assert _spec.loader
-moe = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(moe)
+from evenload.benchmarks.experts import moe
 
 
 @pytest.mark.parametrize("number", range(8))

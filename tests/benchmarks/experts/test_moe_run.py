@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
+from evenload.benchmarks.experts import moe_run
 from rich.console import Console
-
-PATH = Path(__file__).parents[3] / "benchmarks" / "experts" / "moe_run.py"
-_spec = importlib.util.spec_from_file_location("benchmark_moe_run", PATH)
-assert _spec
-assert _spec.loader
-moe_run = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(moe_run)
 
 
 @pytest.mark.parametrize(("workload", "hot"), [("W0", []), ("W1", [5]), ("W2", list(range(8)))])

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "faults" / "checkpoints.py"
-RECIPE = SCRIPT.parents[2] / "recipes" / "quickstart.yaml"
+FAULTS = Path(__file__).parents[3] / "benchmarks" / "faults"
+RECIPE = FAULTS.parents[1] / "recipes" / "quickstart.yaml"
 SIZES = ("model.num_layers=1", "model.hidden_size=64", "data.max_length=256", "train.global_batch_size=2")
 
 
@@ -23,13 +20,12 @@ SIZES = ("model.num_layers=1", "model.hidden_size=64", "data.max_length=256", "t
         (("--background",), {"step", "save, foreground", "save, background"}),
     ],
 )
-def test_every_row_is_a_time(options: tuple[str, ...], rows: set[str], tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    words = [str(SCRIPT), str(RECIPE), *SIZES, *options, "--repeats", "1", "--json", str(out)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=250)
+def test_every_row_is_a_time(options, rows, scripted, tmp_path):
+    words = (RECIPE, *SIZES, *options, "--repeats", 1, "--json", "result.json")
+    here = f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}\n"
+    done = scripted("megatron", tmp_path, FAULTS / "checkpoints.py", *words, planted=here)
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(out.read_text())
+    result = json.loads((tmp_path / "result.json").read_text())
     assert result["seconds"].keys() == rows
     assert all(len(times) == 1 or name == "step" for name, times in result["all"].items())
     assert 0 < min(result["seconds"].values()) <= max(result["seconds"].values()) < 60

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.cases import only_full
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -109,19 +110,27 @@ def test_cases_have_names_of_their_own_and_every_quick_one_is_one_of_all(drill: 
     assert {case.name for case in quick_cases()} <= set(names)
 
 
+def rows_of(script: str, *words: str, place: Path) -> list[dict[str, Any]]:
+    """The cases of a drill, by its command."""
+    command = [sys.executable, str(BENCHMARKS / "faults" / script), *words, "--json"]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, cwd=place, env=clean, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["cases"]
+    return rows
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_jobs_that_fail_end_with_one_message_and_lose_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "faults" / "faults.py"), "--quick", "--json"]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["cases"]
-    assert len(rows) == 7
+@pytest.mark.parametrize(("only", "cases"), [("packing, forward, stop", 1), only_full("", 7, id="all")])
+def test_jobs_that_fail_end_with_one_message_and_lose_nothing(only: str, cases: int, tmp_path: Path) -> None:
+    rows = rows_of("faults.py", "--quick", "--only", only, place=tmp_path)
+    assert len(rows) == cases
     assert [row for row in rows if row["faults"]] == []
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_job_whose_second_host_is_lost_says_so_and_goes_on_with_the_first(tmp_path: Path) -> None:
     sys.path.append(str(BENCHMARKS / "faults" / "hosts"))
@@ -129,11 +138,7 @@ def test_a_job_whose_second_host_is_lost_says_so_and_goes_on_with_the_first(tmp_
 
     if not is_possible():
         pytest.skip("network namespaces and TUN devices need root on Linux")
-    command = [sys.executable, str(BENCHMARKS / "faults" / "two_hosts.py"), "--only", "for good", "--json"]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["cases"]
+    rows = rows_of("two_hosts.py", "--only", "for good", place=tmp_path)
     assert [row["case"] for row in rows] == ["nothing", "the second host loses power for good"]
     assert [row["faults"] for row in rows] == [[], []]
     assert "rank 1 of 2 (node-1) is gone" in rows[1]["messages"][0]

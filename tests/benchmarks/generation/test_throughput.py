@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "generation" / "th
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_every_variant_makes_the_samples_that_are_asked_for(tmp_path: Path) -> None:
     words = ["--quick", "--trainers", "deepspeed", "--json"]
     done = subprocess.run(

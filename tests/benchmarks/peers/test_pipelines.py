@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "peers"
+pytestmark = pytest.mark.slow
 
 
-def run(script: str, folder: Path) -> Any:
-    command = [sys.executable, "-P", str(FOLDER / script), "--quick", "--json", "--out", "result.json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result == json.loads((folder / "result.json").read_text())
-    return result
-
-
-@pytest.mark.slow
-def test_no_schedule_is_ahead_at_the_memory_of_a_device(tmp_path: Path) -> None:
-    result = run("pipelines.py", tmp_path)
+def test_no_schedule_is_ahead_at_the_memory_of_a_device(benchmark):
+    result = benchmark("peers/pipelines.py", "--quick")
     assert len(result["uniform"]) == 2
     for row in result["uniform"]:
         bubbles = {name: one["bubble"] for name, one in row["bubbles"].items()}
@@ -42,9 +26,8 @@ def test_no_schedule_is_ahead_at_the_memory_of_a_device(tmp_path: Path) -> None:
     assert ragged["step_s"] < min(one for one in ragged["peers"].values() if one)
 
 
-@pytest.mark.slow
-def test_two_stages_on_each_device_are_planned_at_equal_memory(tmp_path: Path) -> None:
-    (row,) = run("v_shape.py", tmp_path)["rows"]
+def test_two_stages_on_each_device_are_planned_at_equal_memory(benchmark):
+    (row,) = benchmark("peers/v_shape.py", "--quick")["rows"]
     for name in ("plain", "whole", "half"):
         assert row[name]["held_bytes"] <= row["cap_gib"] * 2**30
     assert row["half"]["step_s"] < row["whole"]["step_s"] < row["plain"]["step_s"]

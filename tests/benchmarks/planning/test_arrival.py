@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "planning" / "arrival.py"
 
-
-def test_a_step_is_its_wait_and_its_passes(tmp_path: Path) -> None:
-    sizes = ["--layout", "1x4x1:32", "--max-length", "8192", "--steps", "3", "--local-ranks", "1", "2"]
-    command = [sys.executable, "-P", str(SCRIPT), *sizes, "--out", "arrival.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "predicted" in done.stdout
+def test_a_step_is_its_wait_and_its_passes(ran, tmp_path):
+    sizes = ("--layout", "1x4x1:32", "--max-length", "8192", "--steps", "3", "--local-ranks", "1", "2")
+    assert "predicted" in ran("planning/arrival.py", *sizes, "--out", "arrival.json", folder=tmp_path).stdout
     (result,) = json.loads((tmp_path / "arrival.json").read_text())
     assert [run["local_ranks"] for run in result["runs"]] == [1, 2]
     for run in result["runs"]:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "planning" / "padded.py"
 
 
 @pytest.mark.slow
-def test_plans_are_over_their_bounds_and_near_the_best(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", str(SCRIPT), "--quick", "--json", "--out", "padded.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result == json.loads((tmp_path / "padded.json").read_text())
+def test_plans_are_over_their_bounds_and_near_the_best(benchmark):
+    result = benchmark("planning/padded.py", "--quick")
     small, large = result["rows"]
     assert 1.0 - 1e-9 <= small["best"][0] <= small["best"][1] < 1.05
     for row in (small, large):

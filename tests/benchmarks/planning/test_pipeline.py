@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "planning" / "pipeline.py"
 
 
 @pytest.mark.slow
-def test_chunks_of_equal_time_are_ahead_of_every_other_way(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", str(SCRIPT), "--quick", "--json", "--out", "pipeline.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result == json.loads((tmp_path / "pipeline.json").read_text())
+def test_chunks_of_equal_time_are_ahead_of_every_other_way(benchmark):
+    result = benchmark("planning/pipeline.py", "--quick")
     assert result["predicted"] is True
     rows = {row["way"]: row for row in result["rows"]}
     assert set(rows) == {"evenload", "no W", "algorithm 1", "fixed", "whole", "packed", "balanced"}

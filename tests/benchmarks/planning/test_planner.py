@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "planning" / "planner.py"
-
-
-def planner(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", str(SCRIPT), "--sizes", "64x4,32x2", "--runs", "2", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+SIZES = ("planning/planner.py", "--sizes", "64x4,32x2", "--runs", "2")
 
 
 @pytest.mark.parametrize("source", ["synthetic", "lengths.txt"])
-def test_every_planner_is_measured_on_the_same_batches(tmp_path: Path, source: str) -> None:
+def test_every_planner_is_measured_on_the_same_batches(benchmark, tmp_path, source):
     (tmp_path / "lengths.txt").write_text("\n".join(str(20 + 37 * i % 900) for i in range(50)))
-    given = ["--lengths", source] if source != "synthetic" else []
-    done = planner(*given, "--json", "--out", "planner.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result == json.loads((tmp_path / "planner.json").read_text())
+    given = ("--lengths", source) if source != "synthetic" else ()
+    result = benchmark(*SIZES, *given, folder=tmp_path)
     assert result["lengths"] == source
     names = ["evenload", "padded", "whole", "chunks", "in_order", "dp_balanced", "best_fit", "karmarkar_karp"]
     names += ["group_by_length", "token_budget"]
@@ -39,8 +26,7 @@ def test_every_planner_is_measured_on_the_same_batches(tmp_path: Path, source: s
         assert len({r["longest_over_mean"] for r in rows.values()}) == 1
 
 
-def test_the_table_says_what_is_predicted(tmp_path: Path) -> None:
-    done = planner(cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "predicted" in done.stdout
-    assert "64 x 4" in done.stdout
+def test_the_table_says_what_is_predicted(ran):
+    said = ran(*SIZES).stdout
+    assert "predicted" in said
+    assert "64 x 4" in said

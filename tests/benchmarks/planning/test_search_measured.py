@@ -1,31 +1,17 @@
 """What `benchmarks/planning/search_measured.py` says of two orders; its runs train for minutes."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
-
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "planning" / "search_measured.py"
-
-
-@pytest.fixture(scope="module")
-def search_measured() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("search_measured", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from evenload.api import load_recipe
+from evenload.benchmarks.planning import search_measured
 
 
-def test_tau_b_counts_pairs_and_leaves_ties_out(search_measured: ModuleType) -> None:
+def test_tau_b_counts_pairs_and_leaves_ties_out():
     assert search_measured.tau_b([1, 2, 3, 4], [10, 20, 30, 40]) == 1.0
     assert search_measured.tau_b([1, 2, 3, 4], [4, 3, 2, 1]) == -1.0
     assert search_measured.tau_b([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 6**0.5)
 
 
-def test_an_inversion_is_a_pair_far_apart_that_is_predicted_the_other_way_round(search_measured: ModuleType) -> None:
+def test_an_inversion_is_a_pair_far_apart_that_is_predicted_the_other_way_round():
     rows = [
         {"setting": name, "experts": False, "measured_s": measured, "predicted_s": predicted}
         for name, measured, predicted in (("a", 1.0, 2.0), ("b", 1.1, 1.0), ("c", 1.3, 1.5))
@@ -37,9 +23,7 @@ def test_an_inversion_is_a_pair_far_apart_that_is_predicted_the_other_way_round(
     assert said["tau_b"] == pytest.approx(-1 / 3)
 
 
-def test_every_setting_is_a_recipe(search_measured: ModuleType) -> None:
-    from evenload.api import load_recipe
-
+def test_every_setting_is_a_recipe():
     for setting in search_measured.SETTINGS:
         words = search_measured.words_of(setting, 2)
         assert load_recipe(words[0], words[1:]).trainer == setting.trainer

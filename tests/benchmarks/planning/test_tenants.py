@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "planning" / "tenants.py"
 
-
-def test_company_pays_most_where_tenants_are_small(tmp_path: Path) -> None:
-    sizes = ["--samples", "2,16", "--ranks", "2", "--draws", "4", "--out", "tenants.json"]
-    command = [sys.executable, "-P", str(SCRIPT), *sizes]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "predicted" in done.stdout
+def test_company_pays_most_where_tenants_are_small(ran, tmp_path):
+    sizes = ("--samples", "2,16", "--ranks", "2", "--draws", "4", "--out", "tenants.json")
+    assert "predicted" in ran("planning/tenants.py", *sizes, folder=tmp_path).stdout
     result = json.loads((tmp_path / "tenants.json").read_text())
     rows = {(r["planner"], r["lengths"], r["costs"], r["samples"]): r for r in result["rows"]}
     assert len(rows) == len(result["rows"]) == 6 * 2

@@ -2,56 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from evenload.benchmarks.published import lengths
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "published"
 SLACK = 1.03
 """evenload's planner weighs compute alone, the steps here hold communication too."""
 Run = Callable[[str], dict[str, Any]]
 
 
-def quick(name: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--quick", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
-
-
 @pytest.fixture(scope="module")
-def result_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+def result_of(benchmark: Callable[..., Any]) -> Run:
     """The JSON of a script, run once."""
-    folder = tmp_path_factory.mktemp("published")
 
     @cache
     def run(name: str) -> dict[str, Any]:
-        done = quick(name, "--json", "--out", f"{name}.json", cwd=folder)
-        assert done.returncode == 0, done.stderr
-        result = json.loads(done.stdout)
-        assert result == json.loads((folder / f"{name}.json").read_text())
+        result: dict[str, Any] = benchmark(f"published/{name}.py", "--quick")
         assert result["predicted"] is True
-        return dict(result)
+        return result
 
     return run
-
-
-@pytest.fixture(scope="module")
-def lengths() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published_lengths", FOLDER / "lengths.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", ["slimpack", "hydraulis", "chunkflow"])
@@ -194,24 +171,19 @@ def test_laer_is_not_ahead_under_the_same_costs(result_of: Run) -> None:
     assert rows[0]["even_s"] == pytest.approx(3 * 32 * 16 * 6.1e-3 + 0.3, abs=0.1)
 
 
-def test_the_table_says_what_is_predicted_and_where_lengths_are_from(tmp_path: Path) -> None:
-    done = quick("chunkflow", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "predicted" in done.stdout
-    assert "4.53x" in done.stdout
-    assert "sft-like" in done.stdout
-    assert "guessed" in done.stdout
+def test_the_table_says_what_is_predicted_and_where_lengths_are_from(ran: Callable[..., Any]) -> None:
+    said = ran("published/chunkflow.py", "--quick").stdout
+    assert all(word in said for word in ("predicted", "4.53x", "sft-like", "guessed"))
 
 
-def test_a_file_of_lengths_takes_the_place_of_the_stand_in(tmp_path: Path) -> None:
+def test_a_file_of_lengths_takes_the_place_of_the_stand_in(ran: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "wikipedia.txt").write_text("\n".join(str(40 + 37 * i % 4000) for i in range(600)))
-    done = quick("flexsp", "--wikipedia", "wikipedia.txt", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = ran("published/flexsp.py", "--quick", "--wikipedia", "wikipedia.txt", "--json", folder=tmp_path)
     (row,) = json.loads(done.stdout)["rows"]
     assert row["lengths"] == "Wikipedia (real)"
 
 
-def test_stand_ins_meet_the_published_fractions(lengths: ModuleType) -> None:
+def test_stand_ins_meet_the_published_fractions() -> None:
     k = 1024
 
     def below(name: str, tokens: float) -> float:
@@ -234,7 +206,7 @@ def test_stand_ins_meet_the_published_fractions(lengths: ModuleType) -> None:
     assert lengths.drawn("wikipedia-like", 400_000).mean() == pytest.approx(1004, rel=0.05)
 
 
-def test_draws_are_a_function_of_their_arguments(lengths: ModuleType) -> None:
+def test_draws_are_a_function_of_their_arguments() -> None:
     first = lengths.drawn("github-like", 100)
     assert (first == lengths.drawn("github-like", 100)).all()
     assert (first != lengths.drawn("github-like", 100, seed=5)).any()
@@ -244,7 +216,7 @@ def test_draws_are_a_function_of_their_arguments(lengths: ModuleType) -> None:
     assert kept.max() <= 16384
 
 
-def test_shares_of_tokens_agree_with_draws(lengths: ModuleType) -> None:
+def test_shares_of_tokens_agree_with_draws() -> None:
     drawn = lengths.drawn("commoncrawl-like", 2_000_000)
     for threshold in (8192, 32768, 131072):
         share = drawn[drawn > threshold].sum() / drawn.sum()
