@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from harness.cases import full
+from harness.commands import TORCHRUN, command
+
+pytestmark = pytest.mark.usefixtures("on_cpus")
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LOOP = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,14 +29,6 @@ print("updated")
 """
 
 
-def evenload(*words: object) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    command = [sys.executable, "-m", "evenload", *map(str, words)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
-
-
 @pytest.fixture
 def recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
@@ -44,9 +36,10 @@ def recipe(tmp_path):
     return path
 
 
+@full
 @pytest.mark.slow
 def test_a_right_script_of_two_ranks_is_right_and_nothing_is_trained(tmp_path, recipe):
-    done = evenload("audit", recipe, "--json", "--", *TORCHRUN, SCRIPTS / "trainer_script.py", tmp_path)
+    done = command(tmp_path, "audit", recipe, "--json", "--", *TORCHRUN, SCRIPTS / "trainer_script.py", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     step = result["step"]
@@ -60,7 +53,7 @@ def test_a_right_script_of_two_ranks_is_right_and_nothing_is_trained(tmp_path, r
 @pytest.mark.slow
 def test_a_wrong_script_is_wrong_before_its_update(tmp_path, recipe):
     (tmp_path / "loop.py").write_text(LOOP)
-    done = evenload("audit", recipe, "--", sys.executable, tmp_path / "loop.py")
+    done = command(tmp_path, "audit", recipe, "--", sys.executable, tmp_path / "loop.py")
     assert done.returncode == 1, done.stderr[-3000:]
     said = " ".join(done.stdout.split())
     assert (
@@ -70,12 +63,12 @@ def test_a_wrong_script_is_wrong_before_its_update(tmp_path, recipe):
 
 
 def test_what_cannot_be_judged_is_a_wrong_request(tmp_path, recipe):
-    done = evenload("audit", recipe, "--", sys.executable, "-c", "1 / 0")
+    done = command(tmp_path, "audit", recipe, "--", sys.executable, "-c", "1 / 0")
     assert done.returncode == 2
     assert "nothing judged: the command ended with exit code 1 before its first update" in done.stdout
-    done = evenload("audit", "quickstart", "--", sys.executable, "-c", "pass")
+    done = command(tmp_path, "audit", "quickstart", "--", sys.executable, "-c", "pass")
     assert done.returncode == 2
     assert "do: write trainer: deepspeed or transformers" in done.stderr
-    done = evenload("audit", recipe, "--border", "x", "--", sys.executable, "-c", "pass")
+    done = command(tmp_path, "audit", recipe, "--border", "x", "--", sys.executable, "-c", "pass")
     assert done.returncode == 2
     assert "--border" in done.stderr

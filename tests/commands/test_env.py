@@ -20,6 +20,7 @@ from evenload.core.recipe.carried import CHECK, VARIABLE, carried
 from evenload.core.recipe.recipe import Recipe, shipped
 from evenload.core.recipe.rules import refuse_in_loops
 from evenload.integrations.unmodified.roll_call import _how_to_carry
+from harness.cases import full
 
 RECIPE = load_recipe("deepspeed")
 ASK = """
@@ -133,6 +134,7 @@ def test_a_script_under_run_gives_ray_s_workers_its_variables_beside_their_own(m
     assert own == {"pip": ["mine"], "env_vars": {"PYTHONPATH": "/mine", "A": "1"}}
 
 
+@full
 @pytest.mark.slow
 def test_deepspeeds_launcher_switches_it_on_on_all_hosts(tmp_path: Path) -> None:
     for name, text in {"pdsh": PDSH, "ssh": "#!/bin/sh\necho 127.0.0.1\n"}.items():

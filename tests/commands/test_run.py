@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import zlib
@@ -16,6 +15,11 @@ import pytest
 from evenload.commands.env import STARTUP
 from evenload.commands.run import run as run_command
 from evenload.core.errors import EvenloadError
+from harness.cases import full
+from harness.commands import ACCELERATE, TORCHRUN, Done, command
+from harness.forge import free_port
+
+pytestmark = pytest.mark.usefixtures("on_cpus")
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 QUIET = (
@@ -35,10 +39,8 @@ def text_of(content: dict[str, object]) -> str:
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(content).encode())).decode()
 
 
-def start(recipe: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "evenload", "run", str(recipe), "--", *command]
-    env = {**os.environ, **environment}
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=250, check=False)
+def start(recipe: Path, *words: object) -> Done:
+    return command(recipe.parent, "run", recipe, "--", *words)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +84,12 @@ def test_a_process_that_does_not_import_the_trainer_is_left_alone(recipe):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_users_own_sitecustomize_runs_in_every_process(recipe, tmp_path):
+def test_the_users_own_sitecustomize_runs_in_every_process(recipe, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.users_own = __file__\n")
     look = f"import sys; print(sys.users_own, {str(STARTUP)!r} in sys.path)"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {look!r}], check=True); {look}"
-    done = start(recipe, sys.executable, "-c", child, PYTHONPATH=str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = start(recipe, sys.executable, "-c", child)
     assert done.stdout.split() == [str(tmp_path / "sitecustomize.py"), "False"] * 2, done.stderr
 
 
@@ -118,28 +121,17 @@ def test_the_trainers_import_switches_on_and_is_asked_once(recipe, tmp_path):
     assert [path for path in tmp_path.iterdir() if path.name.isdigit()]
 
 
+@full
 @pytest.mark.slow
 def test_an_unmodified_deepspeed_script_runs_on_packs(tmp_path):
     import torch
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("trainer: deepspeed\nplugins: {packing: {enabled: true, max_tokens: 160}}\n")
-    (tmp_path / "ds.json").write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": 2,
-                "gradient_clipping": 0.0,
-                "zero_allow_untested_optimizer": True,
-            }
-        )
-    )
-    environment = {"OMP_NUM_THREADS": "1"}
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    words = ("--ds-config", str(tmp_path / "ds.json"), "--out", str(tmp_path))
-    done = start(recipe, *torchrun, str(SCRIPTS / "deepspeed_script.py"), *words, **environment)
+    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+    (tmp_path / "ds.json").write_text(json.dumps({**settings, "zero_allow_untested_optimizer": True}))
+    words = (SCRIPTS / "deepspeed_script.py", "--ds-config", tmp_path / "ds.json", "--out", tmp_path)
+    done = start(recipe, *TORCHRUN, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = len(torch.load(tmp_path / "stage1.rank0.pt")["losses"]) // 2
     assert done.stderr.splitlines()[-1] == f"evenload: planned {steps} steps of DeepSpeed with packing"
@@ -152,16 +144,8 @@ def test_an_unmodified_deepspeed_script_runs_on_packs(tmp_path):
 def test_an_unmodified_script_of_the_trainer_is_planned_to_its_end_under_accelerate(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("trainer: transformers\nplugins: {packing: {enabled: true, max_tokens: 64}}\n")
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launcher = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu")
-    launcher += ("--num_machines", "1", "--num_processes", "2", "--main_process_port", port)
-    launcher += ("--mixed_precision", "no", "--dynamo_backend", "no")
-    done = start(recipe, *launcher, str(SCRIPTS / "trainer_script.py"), str(tmp_path), **environment)
+    script = (SCRIPTS / "trainer_script.py", tmp_path)
+    done = start(recipe, *ACCELERATE, "--main_process_port", free_port(), *script)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("came to its end") == 2
     assert done.stderr.splitlines()[-1] == "evenload: planned 2 steps of Transformers' Trainer with packing"
@@ -172,5 +156,5 @@ def test_an_unmodified_script_of_the_trainer_is_planned_to_its_end_under_acceler
 def test_a_failing_script_under_torchrun_gives_1(recipe, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(7)\n")
-    done = start(recipe, sys.executable, "-m", "torch.distributed.run", "--standalone", str(script))
+    done = start(recipe, *TORCHRUN[:-1], "1", script)
     assert done.returncode == 1

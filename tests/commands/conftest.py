@@ -1,0 +1,28 @@
+"""What tests of commands share: verbs on warm ranks, and a machine without GPUs for processes that are started."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from harness.forge import Forge
+from harness.verbs import Verbs
+
+
+@pytest.fixture(scope="session")
+def verbs(forge: Callable[[str], Forge], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verbs]:
+    """``verbs(place, "verify", "recipe.yaml", "key=value", ..., steps=1)`` on ranks that serve all such tests."""
+    found = Verbs(forge, partial(tmp_path_factory.mktemp, numbered=True))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of this case see no GPU, have a thread each, and meet on this machine alone."""
+    for name, value in {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
