@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
+from unittest.mock import patch
 
 import evenload
 import torch
@@ -25,8 +26,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_tests.float64 import all_in_float64
 from megatron_tests.mesh_jobs import planned_by
 from megatron_tests.objective_jobs import PACKED, Fed
-from megatron_tests.telling import told
-from megatron_tests.user_jobs import Loop, compared, planning, planted, recipe, user_loop
+from megatron_tests.telling import planted, told
+from megatron_tests.user_jobs import Loop, compared, planning, recipe, user_loop
 
 
 class _Gathered(torch.autograd.Function):
@@ -159,10 +160,8 @@ def _in_a_row(cp_shards: Any, piece: Any) -> Any:
 
 
 FAULTS = {
-    "one mean for all context ranks": (
-        batches,
-        "targets_of_columns",
-        lambda mask, ranks: [float(mask.sum())] * ranks,
+    "one mean for all context ranks": lambda: patch.object(
+        batches, "targets_of_columns", lambda mask, ranks: [float(mask.sum())] * ranks
     ),
-    "halves in a row": (CpShards, "of", _in_a_row),
+    "halves in a row": lambda: patch.object(CpShards, "of", _in_a_row),
 }

@@ -22,7 +22,7 @@ from harness.proof import LENGTHS, VOCABULARY, labels_in_turn, tokens
 from harness.proof.experts import layer_planner_of, with_drawn_copies
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron_tests.jobs import hosted, recipe
+from megatron_tests.jobs import hosted, recipe, save_new
 from megatron_tests.telling import told
 
 EXPERTS = {"num_experts": 4, "topk": 2, "ffn_hidden_size": 24}
@@ -126,10 +126,7 @@ def expert_steps(
         plan = planned(host)
         results = [host.train_step(plan, tokens(seed=step), lr=1e-2) for step in range(first, first + steps)]
         if write:
-            if world.rank == 0:
-                Path(write).mkdir(parents=True)
-            torch.distributed.barrier()
-            host.save(Path(write))
+            save_new(world, host, Path(write))
         return {
             "start": start,
             "losses": [r.loss for r in results],
@@ -195,10 +192,7 @@ def sharded_beside_home(world: Any, *, folder: str, **changes: Any) -> dict[str,
             target.train_step(planned(home), tokens(seed=9), lr=1e-2)
             rows[f"before {target is home}"] = unequal(source, target)
             there = Path(folder) / str(target is home)
-            if world.rank == 0:
-                there.mkdir(parents=True)
-            torch.distributed.barrier()
-            source.save(there)
+            save_new(world, source, there)
             target.load(there)
             rows[f"behind {target is home}"] = unequal(source, target)
         step(3)

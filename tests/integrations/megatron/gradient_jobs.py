@@ -87,7 +87,7 @@ def by_sample(world: Any, *, plans: list[str | int], **changes: Any) -> dict[str
     what has changed of the host."""
     out: dict[str, Any] = {"rows": [], "changed": [], "refused": ""}
     with hosted(world, **changes) as host:
-        data, lengths = tokens(LENGTHS), np.array(LENGTHS)
+        data, lengths = tokens(), np.array(LENGTHS)
         host.train_step(planned(host, "packs"), data, lr=1e-3)
         host.gradients(planned(host, "packs"), data)
         base, plain = host.weights(), PlainModel(host.recipe, host)
@@ -114,7 +114,7 @@ def _errors(host: Any, state: AdapterState, samples: PlannedSamples, plain: Any,
         adam = None if fresh else scores.projected(samples, adam=True)[0]
         direction = scores.direction([samples])
         backward = scores.along(direction, [samples], "backward")
-        forwards = scores.along(direction, [samples], "forwards")
+        forwards = scores.along(direction, [samples], "forwards") if fresh else None
     flat = np.array([np.concatenate([g.double().numpy().ravel() for g in one.values()]) for one in whole])
     norms = np.linalg.norm(flat, axis=1)
     mean = (flat / np.where(norms > 0, norms, 1.0)[:, None]).mean(axis=0)
@@ -127,10 +127,11 @@ def _errors(host: Any, state: AdapterState, samples: PlannedSamples, plain: Any,
         errors["adam"] = _off(adam, np.array([projected(one) for one in turned]))
     wanted = flat @ mean
     errors["backward"] = float(np.linalg.norm(backward.products - wanted) / np.linalg.norm(wanted))
-    errors["forwards"] = float(np.linalg.norm(forwards.products - wanted) / np.linalg.norm(wanted))
+    if forwards:
+        errors["forwards"] = float(np.linalg.norm(forwards.products - wanted) / np.linalg.norm(wanted))
     scored = host.score(samples.plan, samples.tokens_of, labels=samples.labels)
     errors["losses"] = float(np.abs(losses.losses - scored.losses).max()) if fresh else 0.0
-    return {**errors, "step": forwards.step, "differs": forwards.differs}
+    return errors
 
 
 def selected(world: Any, **changes: Any) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def selected(world: Any, **changes: Any) -> dict[str, Any]:
         parts = [np.arange(count)[turn::2] for turn in range(2)]
         batches = [
             PlannedSamples(
-                planned(host, turn, tuple(lengths[own].tolist())),
+                planned(host, (0, 11)[turn], tuple(lengths[own].tolist())),
                 lambda i, own=own: tokens_of(int(own[i]))[: lengths[own[i]]],
             )
             for turn, own in enumerate(parts)
@@ -167,11 +168,11 @@ def selected(world: Any, **changes: Any) -> dict[str, Any]:
 def ways(world: Any, **changes: Any) -> dict[str, Any]:
     """Products of four batches with a direction, where both ways are tried, and by each."""
     with hosted(world, **changes) as host:
-        batches = [PlannedSamples(planned(host, turn), tokens(LENGTHS, turn)) for turn in range(4)]
+        plans = ("packs", 5, "whole", 2)
+        batches = [PlannedSamples(planned(host, which), tokens(seed=turn)) for turn, which in enumerate(plans)]
         with host.gradient_scores(GradientSettings(ADAPTER, COLUMNS)) as scores:
             direction = scores.direction(batches[:1])
             each = [scores.along(direction, batches, method) for method in (None, "backward", "forwards")]
-            random = torch.get_rng_state()
     cheaper, backward, forwards = each
     norm = np.linalg.norm(backward.products)
     return {
@@ -182,7 +183,6 @@ def ways(world: Any, **changes: Any) -> dict[str, Any]:
         "ranks": float(np.corrcoef(forwards.products.argsort().argsort(), backward.products.argsort().argsort())[0, 1]),
         "differs": forwards.differs,
         "number": len(cheaper.products),
-        "random": bool(torch.equal(random, torch.get_rng_state())),
     }
 
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from evenload.runtime.attention.labels import Labels, TargetWeights, weighed
 from evenload.runtime.measure.busy import BusyClock
 from evenload.training.proof.masking import half_masked
 from harness.proof import LENGTHS, VOCABULARY, Found, errors_of_plans, planned, tokens
-from harness.proof.faults import fault
+from harness.proof.faults import around, fault
 from harness.references import kept
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
@@ -72,7 +71,7 @@ def masked(lengths: Any = LENGTHS, seed: int = 0) -> Labels:
     return half_masked(None, tokens(lengths, seed + 100), np.arange(len(lengths)), as_lengths(lengths), seed)
 
 
-def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = False) -> StepPlan:
+def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None) -> StepPlan:
     """Whole sequences; ``packs`` lists (rank, sequence indices), by default unequal numbers on the ranks."""
     if packs is None:
         packs = {
@@ -80,22 +79,15 @@ def plan(num_ranks: int, lengths: Any = LENGTHS, packs: Any = None, pad: bool = 
             2: [(0, (2, 1)), (1, (0, 3)), (0, (4, 6)), (0, (5,)), (1, (7,))],
             4: [(0, (2, 1)), (1, (0, 3)), (2, (4, 6)), (0, (5,)), (3, (7,))],
         }[num_ranks]
-    micro_batches = tuple(
-        MicroBatch(
-            tuple(Slice(i, 0, lengths[i]) for i in indices),
-            (rank,),
-            max((lengths[i] for i in indices), default=0) * pad,
-        )
-        for rank, indices in packs
-    )
+    micro_batches = tuple(MicroBatch(tuple(Slice(i, 0, lengths[i]) for i in own), (rank,)) for rank, own in packs)
     return check(StepPlan(as_lengths(lengths), micro_batches, Limits(num_ranks, 4096)))
 
 
-def plan_of(host: Any, which: Any = None, **drawn: Any) -> StepPlan:
+def plan_of(host: Any, which: Any = None, lengths: Any = LENGTHS, **drawn: Any) -> StepPlan:
     """A plan by the name or seed that `planned` knows, of listed packs, or the default one of `plan`."""
     if isinstance(which, str | int):
-        return planned(host, which, **drawn)
-    return plan(host.layout.dp_cp_size, packs=which)
+        return planned(host, which, lengths, **drawn)
+    return plan(host.layout.dp_cp_size, lengths, which)
 
 
 @contextmanager
@@ -110,73 +102,45 @@ def hosted(world: Any, **changes: Any) -> Any:
 def proven(
     world: Any,
     *,
-    plans: list[str | int],
+    plans: Any = (None,),
     lengths: Any = LENGTHS,
     drawn: dict[str, Any] | None = None,
     mutant: str = "",
     **changes: Any,
 ) -> list[Found]:
-    """Errors of plans against plain training, one reference for all of them."""
+    """Errors of plans against plain training, one reference for all of them; see `plan_of`."""
     with hosted(world, **changes) as host:
-        named = ((which, planned(host, which, lengths, **(drawn or {}))) for which in plans)
-        return errors_of_plans(host, named, lengths, fault(mutant))
+        named = ((str(which), plan_of(host, which, lengths, **(drawn or {}))) for which in plans)
+        return errors_of_plans(host, named, lengths, lambda: mutation(mutant))
 
 
-def exactness(world: Any, *, pad: bool = False, packs: Any = None, **changes: Any) -> dict[str, float]:
-    """Errors of loss and gradients against plain training."""
-    with hosted(world, **changes) as host:
-        data = tokens()
-        the_plan = plan(host.layout.dp_cp_size, packs=packs, pad=pad)
-        expected_loss, expected = kept(reference, host.recipe, host, data, the_plan.lengths)
-        result, gradients = host.gradients(the_plan, data)
-        return {
-            "loss": abs(result.loss - expected_loss) / expected_loss,
-            "grad": grad_rel_err(gradients, expected),
-            "targets": result.num_targets,
-            "names": sorted(gradients),
-            "executed": sorted(result.executed),
-            "norm": result.grad_norm,
-            "busy_s": result.busy_s,
-        }
-
-
-def errors_under_faults(world: Any, *, mutants: list[str]) -> list[float]:
-    """Errors of the gradients of one plan under each of some planted faults."""
-    with hosted(world) as host:
-        data, the_plan, errors = tokens(), plan(host.layout.dp_cp_size), []
-        _, expected = kept(reference, host.recipe, host, data, the_plan.lengths)
-        for mutant in mutants:
-            with mutation(mutant):
-                errors.append(grad_rel_err(host.gradients(the_plan, data)[1], expected))
-        return errors
-
-
-@contextmanager
 def mutation(name: str) -> Any:
     """Plant a fault in the planned path; "": none."""
-    total, init, load = reduction_module._sum_over_world, Reduction.__init__, checkpoint_module.load_optimizer
+    return FAULTS[name]() if name in FAULTS else fault(name)()
 
-    def one_more(loss: Any, count: int, device: Any) -> Any:
-        loss, count = total(loss, count, device)
-        return loss, count + 1
 
-    def naive(self: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, ddp, *args, **kwargs)
-        self.quiet, ddp.config.no_sync_func = False, None
+def _one_target_more(total: Any, *args: Any) -> Any:
+    loss, count = total(*args)
+    return loss, count + 1
 
-    def load_as_upstream(optimizer: Any, state: Any) -> None:
-        load(optimizer, state)
-        states = [state for one in torch_optimizers(optimizer) for state in one.state.values()]
-        for one in states:
-            one["step"] = states[0]["step"]
 
-    own = {
-        "wrong scale": (reduction_module, "_sum_over_world", one_more),
-        "naive overlap": (Reduction, "__init__", naive),
-        "shared step": (checkpoint_module, "load_optimizer", load_as_upstream),
-    }
-    with patch.object(*own[name]) if name in own else fault(name)():
-        yield
+def _naive_overlap(init: Any, reduction: Any, ddp: Any, *args: Any, **named: Any) -> None:
+    init(reduction, ddp, *args, **named)
+    reduction.quiet, ddp.config.no_sync_func = False, None
+
+
+def _load_as_upstream(load: Any, optimizer: Any, state: Any) -> None:
+    load(optimizer, state)
+    states = [state for one in torch_optimizers(optimizer) for state in one.state.values()]
+    for one in states:
+        one["step"] = states[0]["step"]
+
+
+FAULTS = {
+    "wrong scale": lambda: around(reduction_module, "_sum_over_world", _one_target_more),
+    "naive overlap": lambda: around(Reduction, "__init__", _naive_overlap),
+    "shared step": lambda: around(checkpoint_module, "load_optimizer", _load_as_upstream),
+}
 
 
 def train(
@@ -209,10 +173,7 @@ def train(
             passes.append(passes_here(host, the_plan))
             results.append(host.train_step(the_plan, tokens(seed=step), lr=1e-2, record=record))
         if write:
-            if world.rank == 0:
-                Path(write).mkdir(parents=True)
-            torch.distributed.barrier()
-            host.save(Path(write))
+            save_new(world, host, Path(write))
         weights = {name: p.detach().double().norm().item() for name, p in global_parameters(host.model)}
         return {
             "losses": [r.loss for r in results],
@@ -223,6 +184,14 @@ def train(
             "weights": weights,
             "draws": draws,
         }
+
+
+def save_new(world: Any, host: Any, folder: Path) -> None:
+    """Save into a folder that is made for it."""
+    if world.rank == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    host.save(folder)
 
 
 def passes_here(host: Any, the_plan: Any) -> list[tuple[str, int]]:

@@ -8,19 +8,18 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
-from unittest.mock import patch
 
 import evenload
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.integrations.megatron.unmodified.planning import call_plan
 from evenload.integrations.megatron.unmodified.planning.sharing import meeting
 from harness.proof import faults, random_shared_plan
 from megatron_tests.float64 import all_in_float64
 from megatron_tests.objective_jobs import Fed
-from megatron_tests.user_jobs import compared, loss_and_tokens, planning, recipe, user_loop, worst
+from megatron_tests.telling import planted
+from megatron_tests.user_jobs import changed_parts, compared, loss_and_tokens, planning, recipe, user_loop, worst
 
 WHOLE = {"pieces": (1,), "replay": "none", "asymmetric": False}
 OURS = ("instead", "seed", "cut", "mutant")
@@ -68,8 +67,7 @@ def shared_steps(
             with ExitStack() as stack:
                 stack.enter_context(evenload.enabled(recipe(mesh={"enabled": True, **settings})))
                 made = stack.enter_context(planning(planned_by(case, heads)))
-                if "mutant" in case:
-                    stack.enter_context(FAULTS[case["mutant"]]())
+                stack.enter_context(planted(FAULTS, case.get("mutant", "")))
                 try:
                     planned = user.step()
                 except EvenloadError as error:
@@ -88,18 +86,9 @@ def shared_steps(
     return results
 
 
-def _lost_parts() -> Any:
-    """The parts of shared samples that do not begin them bring no loss."""
-    lay = call_plan.lay_out
-
-    def lost(micro_batch: Any, prefix: Any = None, **rest: Any) -> Any:
-        packed = lay(micro_batch, prefix, **rest)
-        for piece, first in zip(packed.pack.slices, packed.pack.segments, strict=False):
-            if packed.pack.shared and piece.start:
-                packed.fields["loss_mask"][0, first : first + piece.length] = 0.0
-        return packed
-
-    return patch.object(call_plan, "lay_out", lost)
+def _lost(packed: Any, piece: Any, first: int) -> None:
+    if packed.pack.shared:
+        packed.fields["loss_mask"][0, first : first + piece.length] = 0.0
 
 
-FAULTS = {**faults.FAULTS, "a part without loss": _lost_parts}
+FAULTS = {**faults.FAULTS, "a part without loss": changed_parts(_lost)}

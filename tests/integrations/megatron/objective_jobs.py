@@ -21,8 +21,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron_tests.float64 import all_in_float64
-from megatron_tests.telling import told
-from megatron_tests.user_jobs import Loop, compared, drawn, planning, planted, recipe, user_loop, worst
+from megatron_tests.telling import planted, told
+from megatron_tests.user_jobs import Loop, compared, drawn, planning, recipe, user_loop, worst
 
 PACKED = {"packing": {"enabled": True, "max_tokens": 128, "slices": "off"}}
 
@@ -73,11 +73,9 @@ def objectives(
 
 
 FAULTS = {
-    "as if packs were micro-batches": (MeanOfMeans, "weigh", lambda self, output, packed: output),
-    "one count for all": (
-        call_plan,
-        "weights_of",
-        lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order),
+    "as if packs were micro-batches": lambda: patch.object(MeanOfMeans, "weigh", lambda self, output, packed: output),
+    "one count for all": lambda: patch.object(
+        call_plan, "weights_of", lambda targets, order: [1.0 / (len(targets[0]) * targets[0][0][0])] * len(order)
     ),
 }
 

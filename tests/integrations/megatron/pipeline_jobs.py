@@ -29,6 +29,7 @@ from evenload.runtime.stage.deferred import WgradStore
 from evenload.runtime.stage.executor import Executor
 from evenload.runtime.stage.stage_links import StageLinks
 from harness.proof import Found, errors_of_plans, faults, tokens
+from harness.proof.faults import around
 from megatron_tests.jobs import CPU, hosted
 from megatron_tests.telling import told
 
@@ -179,7 +180,7 @@ def fault(name: str) -> Any:
 
     @contextmanager
     def planted() -> Iterator[None]:
-        with FAULTS[name]() if name in FAULTS else faults.fault(name)():
+        with FAULTS[name]():
             try:
                 yield
             except RuntimeError as error:
@@ -188,71 +189,58 @@ def fault(name: str) -> Any:
     return planted if name else nullcontext
 
 
-def _empty_pass() -> Any:
-    return patch.object(WgradStore, "run", lambda self, number: self._left.pop(number))
-
-
-def _computed_twice() -> Any:
-    run = WgradStore.run
-
-    def twice(self: Any, number: int) -> None:
-        left = list(self._left[number])
-        run(self, number)
-        self._left[number] = left
-        run(self, number)
-
-    return patch.object(WgradStore, "run", twice)
+def _computed_twice(run: Any, store: Any, number: int) -> None:
+    left = list(store._left[number])
+    run(store, number)
+    store._left[number] = left
+    run(store, number)
 
 
 def _inputs_of_another() -> Any:
     """Products of the output gradients of one micro-batch and the inputs that the one before had."""
-    product, last = deferred.weight_gradient, {}
+    last: dict[Any, Any] = {}
 
-    def mixed(x: Any, dy: Any) -> Any:
+    def mixed(product: Any, x: Any, dy: Any) -> Any:
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
         key = (x.shape[-1], dy.shape[-1])
         other, last[key] = last.get(key, x), x
         tokens = min(len(other), len(dy))
         return product(other[:tokens], dy[:tokens])
 
-    return patch.object(deferred, "weight_gradient", mixed)
+    return around(deferred, "weight_gradient", mixed)
 
 
 @contextmanager
 def _recomputed_under_another_plan() -> Iterator[None]:
     """As if the pack were in a global: a layer that is recomputed sees the one of the latest forward."""
-    attend, step, latest, replays = PackedCoreAttention.forward, stage_module.backward_step, [], []
+    latest, replays = [], []
 
-    def attending(self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+    def attending(attend: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         if not replays:
             latest[:] = [packed_seq_params]
-        return attend(self, *args, packed_seq_params=latest[0], **kwargs)
+        return attend(*args, packed_seq_params=latest[0], **kwargs)
 
-    def stepping(*args: Any) -> Any:
+    def stepping(step: Any, *args: Any) -> Any:
         replays.append(1)
         try:
             return step(*args)
         finally:
             replays.clear()
 
-    with patch.object(PackedCoreAttention, "forward", attending), patch.object(stage_module, "backward_step", stepping):
+    with around(PackedCoreAttention, "forward", attending), around(stage_module, "backward_step", stepping):
         yield
 
 
-def _dx_of_one_rank() -> Any:
-    linear = WgradStore.linear
-
-    def alone(self: Any, x: Any, weight: Any, bias: Any, sum_over: Any = None) -> Any:
-        return linear(self, x, weight, bias)
-
-    return patch.object(WgradStore, "linear", alone)
+def _dx_of_one_rank(linear: Any, store: Any, x: Any, weight: Any, bias: Any, sum_over: Any = None) -> Any:
+    return linear(store, x, weight, bias)
 
 
 FAULTS: dict[str, Any] = {
+    **faults.FAULTS,
     "no weight gradients": lambda: patch.object(Executor, "_weight_grads", lambda *_: None),
-    "empty W": _empty_pass,
-    "W twice": _computed_twice,
+    "empty W": lambda: patch.object(WgradStore, "run", lambda self, number: self._left.pop(number)),
+    "W twice": lambda: around(WgradStore, "run", _computed_twice),
     "inputs of another micro-batch": _inputs_of_another,
     "recomputed under another plan": _recomputed_under_another_plan,
-    "dx of one rank": _dx_of_one_rank,
+    "dx of one rank": lambda: around(WgradStore, "linear", _dx_of_one_rank),
 }

@@ -12,6 +12,7 @@ from evenload.integrations.huggingface.folders.reading import WeightFolder
 from evenload.integrations.megatron import open_host
 from evenload.integrations.megatron.model.gpt import DTYPES
 from harness.proof import LENGTHS, planned
+from megatron_tests.jobs import save_new
 from megatron_tests.telling import told
 
 
@@ -65,11 +66,8 @@ def stepped(world: Any, *, folder: str, write: str = "", read: str = "", **asked
         host.load(Path(read))
     else:
         host.train_step(planned(host, "packs"), lambda index: samples[index].numpy(), lr=1e-2)
-    if write and world.rank == 0:
-        Path(write).mkdir()
-    torch.distributed.barrier()
     if write:
-        host.save(Path(write))
+        save_new(world, host, Path(write))
     states = host.of_all_stages({name: state.exp_avg_sq for name, state in host.optimizer_states().items()})
     left = _left(host)
     host.close()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,8 +13,10 @@ from evenload.runtime.attention.labels import Labels
 from evenload.runtime.attention.pack import IGNORE
 from evenload.training.proof.weighing import drawn_weights
 from harness.proof import LENGTHS, planned, tokens
+from harness.proof.faults import around
 from megatron_tests.expert_jobs import small
 from megatron_tests.jobs import hosted
+from megatron_tests.telling import planted
 
 Plain = dict[int, tuple[torch.Tensor, np.ndarray]]
 
@@ -33,7 +32,7 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
         before = state_of(host)
         for which in plans:
             plan = planned(host, which)
-            with fault(mutant):
+            with planted(FAULTS, mutant):
                 whole, masked = host.score(plan, data), host.score(plan, data, labels=labels)
                 pointed = host.score(plan, data, labels=labels, vectors=True)
             by_token = host.token_losses(plan, data, labels=labels)
@@ -53,7 +52,7 @@ def scored(world: Any, *, plans: list[str | int], mutant: str = "", experts: boo
         changed = differing(before, state_of(host))
         how: Any = {"lr": 0.0, "labels": labels._replace(reference=_reference)}
         host.scores_steps = True
-        with fault(mutant):
+        with planted(FAULTS, mutant):
             steps = [host.train_step(planned(host, which), data, **how) for which in plans]
         trained = [_errors(step.scores, expected, labels) for step in steps]
         sums = [abs(step.scores.loss - step.loss) for step in steps]
@@ -150,17 +149,9 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
-@contextmanager
-def fault(name: str) -> Iterator[None]:
-    """Plant a fault in what scores a plan."""
-    add = scoring.LossCollector.add
-
-    def twice(collector: Any, values: Any, pack: Any) -> None:
+def _twice(add: Any, collector: Any, values: Any, pack: Any) -> None:
+    for _ in range(1 + any(s.start for s in pack.slices)):
         add(collector, values, pack)
-        if any(s.start for s in pack.slices):
-            add(collector, values, pack)
 
-    with ExitStack() as planted:
-        if name == "a slice counted twice":
-            planted.enter_context(patch.object(scoring.LossCollector, "add", twice))
-        yield
+
+FAULTS = {"a slice counted twice": lambda: around(scoring.LossCollector, "add", _twice)}

@@ -1,4 +1,4 @@
-"""What evenload says of what it refuses."""
+"""What evenload says of what it refuses, and where faults are planted."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def told(act: Callable[[], Any], inside: AbstractContextManager[Any] | None = No
     except EvenloadError as error:
         return str(error)
     return ""
+
+
+def planted(faults: dict[str, Callable[[], AbstractContextManager[Any]]], name: str) -> AbstractContextManager[Any]:
+    """The fault of this name is planted inside; "": none."""
+    return faults[name]() if name else nullcontext()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from harness.cases import only_full
-from harness.proof import LENGTHS
+from harness.proof import caught
+from megatron_tests.exact import exact
 
 pytestmark = pytest.mark.slow
 
@@ -15,8 +16,8 @@ LAYOUTS = [
     pytest.param(2, TP2, id="tp2"),
     pytest.param(2, PP2, id="pp2"),
     pytest.param(4, {**TP2, **PP2}, id="tp2pp2"),
-    only_full(4, PP2, id="dp2pp2"),
     pytest.param(4, TP2, id="dp2tp2"),
+    only_full(4, PP2, id="dp2pp2"),
 ]
 IDLE = [[0, [2, 1]], [0, [0, 3, 6]], [0, [4, 5, 7]]]
 DUMMY = [*IDLE, [1, []], [1, []]]
@@ -24,15 +25,9 @@ DUMMY = [*IDLE, [1, []], [1, []]]
 
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS)
 def test_float64_gradients_are_those_of_plain_training(on_ranks, size, layout):
-    results = on_ranks(size, "exactness", **layout)
-    for result in results:
-        assert result["loss"] < 1e-12
-        assert result["grad"] < 1e-9
-        assert result["targets"] == sum(LENGTHS) - len(LENGTHS)
-    model_ranks = layout.get("parallel__tp", 1) * layout.get("parallel__pp", 1)
-    ran = [piece for result in results for piece in result["executed"]]
-    assert sorted(ran) == sorted((i, 0, n) for i, n in enumerate(LENGTHS) for _ in range(model_ranks))
-    names = {name for result in results for name in result["names"]}
+    results = on_ranks(size, "proven", **layout)
+    exact(results, layout)
+    names = {name for (found,) in results for name in found["names"]}
     assert {f"decoder.layers.{i}.mlp.linear_fc1.weight" for i in range(4)} < names
     assert {"embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"} < names
 
@@ -40,20 +35,17 @@ def test_float64_gradients_are_those_of_plain_training(on_ranks, size, layout):
 @pytest.mark.parametrize("family", ["gpt", "qwen2", "qwen3"])
 @pytest.mark.parametrize("layout", [pytest.param(TP2, id="tp2"), only_full(PP2, id="pp2")])
 def test_every_family(on_ranks, family, layout):
-    for result in on_ranks(2, "exactness", model__family=family, **layout):
-        assert result["grad"] < 1e-9
+    exact(on_ranks(2, "proven", model__family=family, **layout), layout)
 
 
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [only_full(2, PP2, id="pp2"), pytest.param(4, {**TP2, **PP2}, id="tp2pp2"), only_full(2, {}, id="dp2")],
+    [pytest.param(2, PP2, id="pp2"), only_full(4, {**TP2, **PP2}, id="tp2pp2"), only_full(2, {}, id="dp2")],
 )
 def test_a_tied_embedding_gets_the_gradients_of_both_ends(on_ranks, size, layout):
-    results = on_ranks(size, "exactness", model__tied_embeddings=True, model__head_dim=12, **layout)
-    for result in results:
-        assert result["grad"] < 1e-9
-        assert result["norm"] == pytest.approx(results[0]["norm"], rel=1e-12)
-        assert "output_layer.weight" not in result["names"]
+    results = on_ranks(size, "proven", model__tied_embeddings=True, model__head_dim=12, **layout)
+    exact(results, layout)
+    assert not any("output_layer.weight" in found["names"] for (found,) in results)
 
 
 @pytest.mark.parametrize(
@@ -66,20 +58,16 @@ def test_a_tied_embedding_gets_the_gradients_of_both_ends(on_ranks, size, layout
     ],
 )
 def test_a_rank_without_data(on_ranks, packs, overlap):
-    for result in on_ranks(2, "exactness", packs=packs, megatron__overlap_grad_reduce=overlap):
-        assert result["grad"] < 1e-9
+    exact(on_ranks(2, "proven", plans=[packs], megatron__overlap_grad_reduce=overlap), {})
 
 
 @pytest.mark.parametrize("packs", [pytest.param(IDLE, id="idle rank"), only_full(DUMMY, id="rank of dummies")])
 def test_a_pipeline_without_data(on_ranks, packs):
-    for result in on_ranks(4, "exactness", packs=packs, parallel__pp=2):
-        assert result["grad"] < 1e-9
+    exact(on_ranks(4, "proven", plans=[packs], **PP2), PP2)
 
 
 def test_padded_plans_take_the_same_path(on_ranks):
-    for result in on_ranks(2, "exactness", pad=True):
-        assert result["grad"] < 1e-9
-        assert result["targets"] == sum(LENGTHS) - len(LENGTHS)
+    exact(on_ranks(2, "proven", plans=["packs, padded"]), {})
 
 
 @pytest.mark.parametrize(
@@ -94,14 +82,13 @@ def test_padded_plans_take_the_same_path(on_ranks):
     ],
 )
 def test_training_dtypes_are_right_to_their_rounding(on_ranks, dtype, bound, layout):
-    for result in on_ranks(2, "exactness", train__dtype=dtype, **layout):
-        assert result["grad"] < bound
+    for (found,) in on_ranks(2, "proven", train__dtype=dtype, **layout):
+        assert found["grad"] < bound
 
 
-def test_the_proof_catches_planted_faults(on_ranks):
-    mutants = ["restarted position", "moved border", "dropped token", "wrong scale"]
-    for errors in on_ranks(2, "errors_under_faults", mutants=mutants):
-        assert all(error > 1e-4 for error in errors), dict(zip(mutants, errors, strict=True))
+@pytest.mark.parametrize("mutant", ["restarted position", "moved border", "dropped token", "wrong scale"])
+def test_the_proof_catches_planted_faults(on_ranks, mutant):
+    assert caught(on_ranks(2, "proven", mutant=mutant))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from harness.cases import only_full
 
@@ -26,9 +23,7 @@ TP2, PP2 = {"parallel__tp": 2}, {"parallel__pp": 2}
         only_full(4, {**PP2, **TP2}, [{"slots": 5}], id="stages of tensor-parallel ranks"),
     ],
 )
-def test_samples_are_those_of_plain_generation(
-    on_ranks: Callable[..., list[Any]], size: int, changes: dict[str, Any], ways: list[dict[str, Any]]
-) -> None:
+def test_samples_are_those_of_plain_generation(on_ranks, size, changes, ways):
     results = on_ranks(size, "generated", ways=ways, **changes)
     for result in results:
         assert not result["changed"]
@@ -43,7 +38,7 @@ def test_samples_are_those_of_plain_generation(
         assert sorted(seen) == sorted((prompt, sample) for prompt in range(4) for sample in (0, 1))
 
 
-def test_moves_between_two_ranks_change_no_token(on_ranks: Callable[..., list[Any]]) -> None:
+def test_moves_between_two_ranks_change_no_token(on_ranks):
     ways = [{"moves": 5}, {"slots": 3, "moves": 6}]
     for result in on_ranks(2, "generated", ways=ways):
         assert [(row["keys"], row["other"], row["moved"] > 2) for row in result["ways"]] == [(True, 0, True)] * 2
@@ -60,7 +55,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_generated_is_said_before_the_first_token(on_ranks: Callable[..., list[Any]]) -> None:
+def test_what_cannot_be_generated_is_said_before_the_first_token(on_ranks):
     (said,) = on_ranks(1, "generation_refused", cases=list(REFUSED.values()))
     assert all(text in words for text, words in zip(REFUSED, said, strict=True)), said
 
@@ -77,7 +72,5 @@ EXPERTS = {"model__family": "mixtral", "model__moe": {"num_experts": 4}, "parall
         pytest.param(2, EXPERTS, "parallel.ep 2", id="experts"),
     ],
 )
-def test_so_is_what_a_model_cannot_generate(
-    on_ranks: Callable[..., list[Any]], size: int, changes: dict[str, Any], text: str
-) -> None:
+def test_so_is_what_a_model_cannot_generate(on_ranks, size, changes, text):
     assert all(text in said for (said,) in on_ranks(size, "generation_refused", cases=[{"requests": LONG}], **changes))

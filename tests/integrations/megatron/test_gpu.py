@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -26,7 +23,7 @@ WIDE = {"model__hidden_size": 256, "model__num_attention_heads": 4, "data__max_l
 
 
 @pytest.fixture(scope="module")
-def card() -> Iterator[tuple[Any, Any]]:
+def card():
     """The jobs of the CPU tests, and a world of one on the card."""
     pytest.importorskip("megatron.core")
     from evenload.runtime.world.world import close_world, init_world
@@ -37,7 +34,7 @@ def card() -> Iterator[tuple[Any, Any]]:
     close_world(world)
 
 
-def errors(jobs: Any, world: Any, dtype: str, packs: Any) -> tuple[float, float, Any]:
+def errors(jobs, world, dtype, packs):
     """Relative errors of loss and worst gradient against the reference, and the step's result."""
     from evenload.integrations.megatron.plain import grad_rel_err, reference
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 TWO = {"model__num_layers": 2}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS = {
     "alone": (1, TWO),
     "dp2": (2, TWO),
     "tp2": (2, {"parallel__tp": 2, **TWO}),
@@ -29,9 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         *(only_full(layout, [1, 2], id=f"{layout}, all") for layout in LAYOUTS),
     ],
 )
-def test_rows_are_those_of_one_backward_a_sample(
-    on_ranks: Callable[..., list[Any]], layout: str, plans: list[str | int]
-) -> None:
+def test_rows_are_those_of_one_backward_a_sample(on_ranks, layout, plans):
     size, changes = LAYOUTS[layout]
     for result in on_ranks(size, "by_sample", plans=plans, **changes):
         assert result["changed"] == []
@@ -40,16 +35,14 @@ def test_rows_are_those_of_one_backward_a_sample(
             assert row["rows"] < 1e-9, row
             assert row.get("adam", 0.0) < 1e-9, row
             assert row["backward"] < 1e-9, row
-            assert row["forwards"] < 1e-3, row
+            assert row.get("forwards", 0.0) < 1e-3, row
             assert row["losses"] < 1e-9, row
 
 
 @pytest.mark.parametrize(
     ("size", "layout"), [pytest.param(*LAYOUTS["alone"], id="alone"), only_full(*LAYOUTS["pp2"], id="pp2")]
 )
-def test_less_takes_what_is_like_the_validation(
-    on_ranks: Callable[..., list[Any]], size: int, layout: dict[str, Any]
-) -> None:
+def test_less_takes_what_is_like_the_validation(on_ranks, size, layout):
     for result in on_ranks(size, "selected", **layout):
         assert result["taken"] == list(range(0, 24, 3))
         assert result["along"] == result["taken"]
@@ -57,9 +50,7 @@ def test_less_takes_what_is_like_the_validation(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", only_full("fp64")])
-def test_two_forwards_give_products_at_the_step_that_they_choose(
-    on_ranks: Callable[..., list[Any]], dtype: str
-) -> None:
+def test_two_forwards_give_products_at_the_step_that_they_choose(on_ranks, dtype):
     results = on_ranks(2, "ways", train__dtype=dtype, **TWO)
     for result in results:
         assert result["forwards"] < 1e-3

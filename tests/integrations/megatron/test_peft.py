@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from harness.cases import only_full
@@ -32,7 +29,7 @@ TENANTS = (
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: Any, all_in_float64: Any) -> tuple[str, str]:
+def trained(tmp_path_factory, all_in_float64):
     """A folder with a model, and a file with what peft made of each tenant."""
     import torch
     import transformers
@@ -56,7 +53,7 @@ def trained(tmp_path_factory: Any, all_in_float64: Any) -> tuple[str, str]:
     return str(root / "base"), str(root / "tenants.pt")
 
 
-def trained_by_peft(base: Path, number: int) -> dict[str, Any]:
+def trained_by_peft(base, number):
     """A tenant's start and end, and samples, loss, norm and gradients of each of its steps, in float64."""
     import peft
     import torch
@@ -91,7 +88,7 @@ def trained_by_peft(base: Path, number: int) -> dict[str, Any]:
     return {"adapter": adapter, "train": train, "rate": rate, "start": start, "end": end, "steps": steps}
 
 
-def _short(name: str) -> str:
+def _short(name):
     return name.removeprefix("base_model.model.").replace(".default.weight", "")
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from harness.cases import only_full
+from harness.proof import LENGTHS
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,7 @@ LLAMA3 = {
 }
 WHOLE_HEADS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES = {
     "llama": ("LlamaConfig", {**GROUPS, "rope_parameters": LLAMA3}),
     "tied llama": ("LlamaConfig", {**GROUPS, "tie_word_embeddings": True, "rms_norm_eps": 1e-4}),
     "deep tied llama": ("LlamaConfig", {**GROUPS, "num_hidden_layers": 4, "tie_word_embeddings": True}),
@@ -50,14 +49,14 @@ DENSE = [name for name in FAMILIES if "moe" not in name and name != "mixtral"]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any, all_in_float64: Any) -> Path:
+def folders(tmp_path_factory, all_in_float64):
     """A folder of each family as Transformers saves it, with samples and the logits that Transformers gives for them in
     float64."""
     import torch
     import transformers
 
     generator = np.random.default_rng(1)
-    samples = [torch.from_numpy(generator.integers(0, VOCABULARY, length)) for length in _lengths()]
+    samples = [torch.from_numpy(generator.integers(0, VOCABULARY, length)) for length in LENGTHS]
     root = tmp_path_factory.mktemp("families")
     for family, (config, fields) in FAMILIES.items():
         torch.manual_seed(1)
@@ -73,14 +72,10 @@ def folders(tmp_path_factory: Any, all_in_float64: Any) -> Path:
     return root
 
 
-def _lengths() -> tuple[int, ...]:
-    return (37, 64, 26, 29, 41, 9, 5, 2)
-
-
 V_SHAPE = {"pipeline": {"enabled": True, "v_shape": True}}
 CUT = {"plugins": {"moe": {"enabled": True, "owners": "sharded"}}}
 UNEQUAL = {"folder": "deep tied llama", "pp": 2, "layers": [1, 3], "plans": [6]}
-CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
+CASES = {
     "tp2": (2, [{"folder": name, "tp": 2, "plans": [5]} for name in ("tied llama", "qwen3", "gpt_neox")]),
     "pp2": (2, [UNEQUAL, *({"folder": name, "pp": 2, "plans": [6]} for name in ("llama", "qwen3_moe"))]),
     "dp2": (
@@ -93,7 +88,7 @@ CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
     ),
 }
 """Each family once."""
-FULL: dict[str, tuple[int, list[dict[str, Any]]]] = {
+FULL = {
     "tp2, all": (2, [{"folder": name, "tp": 2, "plans": [5]} for name in DENSE]),
     "pp2, all": (2, [{"folder": name, "pp": 2, "plans": [6]} for name in FAMILIES]),
     "dp2, all": (2, [{"folder": name, "plans": [3, "shared 101"]} for name in DENSE]),
@@ -110,9 +105,7 @@ FULL: dict[str, tuple[int, list[dict[str, Any]]]] = {
         *(only_full(*case, id=name) for name, case in FULL.items()),
     ],
 )
-def test_logits_are_those_of_transformers_and_what_came_leaves(
-    on_ranks: Any, folders: Path, size: int, cases: list[dict[str, Any]]
-) -> None:
+def test_logits_are_those_of_transformers_and_what_came_leaves(on_ranks, folders, size, cases):
     asked = [{**case, "folder": str(folders / case["folder"])} for case in cases]
     for results in on_ranks(size, "came_and_went", cases=asked):
         for case, result in zip(cases, results, strict=True):
@@ -121,7 +114,7 @@ def test_logits_are_those_of_transformers_and_what_came_leaves(
 
 
 @pytest.mark.parametrize("family", ["tied llama", only_full("mixtral")])
-def test_what_was_read_reshards(on_ranks: Any, folders: Path, tmp_path: Path, family: str) -> None:
+def test_what_was_read_reshards(on_ranks, folders, tmp_path, family):
     """A padded vocabulary and a tied embedding, too."""
     folder, there = str(folders / family), str(tmp_path / "c")
     dense = "llama" in family
@@ -138,7 +131,7 @@ def test_what_was_read_reshards(on_ranks: Any, folders: Path, tmp_path: Path, fa
         assert np.linalg.norm(tensor - alone[name]) < 1e-3 * np.linalg.norm(tensor), name
 
 
-def test_a_v_of_stages_reads_and_writes_what_others_do(on_ranks: Any, folders: Path, tmp_path: Path) -> None:
+def test_a_v_of_stages_reads_and_writes_what_others_do(on_ranks, folders, tmp_path):
     """With the moments of a distributed optimizer: there and back again."""
     folder, there, back = str(folders / "deep tied llama"), str(tmp_path / "there"), str(tmp_path / "back")
     came = on_ranks(2, "came_and_went", cases=[{"folder": folder, "pp": 2, "plugins": V_SHAPE}])
@@ -152,35 +145,16 @@ def test_a_v_of_stages_reads_and_writes_what_others_do(on_ranks: Any, folders: P
         assert all(np.array_equal(tensor, other["left"][name]) for name, tensor in saved["left"].items())
 
 
-def test_folders_that_do_not_fit_are_refused_on_every_rank(on_ranks: Any, folders: Path, tmp_path: Path) -> None:
+def test_folders_that_do_not_fit_are_refused_on_every_rank(on_ranks, folders, tmp_path):
     """Also by the rank whose stage has what is wrong nothing of."""
-    bad = [
-        _without_a_shard(folders, tmp_path / "shard"),
-        _with_more_heads(folders, tmp_path / "shape"),
-        _tied_by_its_config_alone(folders, tmp_path / "tied"),
-    ]
-    for shard, shape, tied in on_ranks(2, "unreadable", folders=bad, pp=2):
+    names = ("shard", "shape", "tied")
+    bad = [shutil.copytree(folders / "llama", tmp_path / name) for name in names]
+    next(bad[0].glob("model-00001-of*")).unlink()
+    for folder, change in zip(bad[1:], ({"num_key_value_heads": 4}, {"tie_word_embeddings": True}), strict=True):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+    for shard, shape, tied in on_ranks(2, "unreadable", folders=list(map(str, bad)), pp=2):
         assert "has one weight where its folder has two" in tied
         assert "model-00001-of" in shard
         words = "self_attn.k_proj.weight has another shape", "[16, 32]", "[32, 32]"
         assert all(word in shape for word in words), shape
-
-
-def _tied_by_its_config_alone(folders: Path, out: Path) -> str:
-    shutil.copytree(folders / "llama", out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    return str(out)
-
-
-def _without_a_shard(folders: Path, out: Path) -> str:
-    shutil.copytree(folders / "llama", out)
-    next(out.glob("model-00001-of*")).unlink()
-    return str(out)
-
-
-def _with_more_heads(folders: Path, out: Path) -> str:
-    shutil.copytree(folders / "llama", out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
-    return str(out)

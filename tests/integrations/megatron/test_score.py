@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 V = {"parallel__pp": 2, "plugins__pipeline": {"enabled": True, "v_shape": True}}
-CASES: dict[str, tuple[dict[str, Any], list[str | int], list[str | int]]] = {
+CASES = {
     "packs, slices and shared ones": ({}, [2, "pairs"], [3, "all_gather", "chain", "shared 101"]),
     "tensor parallelism": ({"parallel__tp": 2}, [11], [5, "shared 102"]),
     "a pipeline": ({"parallel__pp": 2}, [0], [6, 9, "shared 103"]),
@@ -27,9 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str | int], list[str | int]]] = {
         *(only_full(4, changes, more, id=f"{name}, more") for name, (changes, _, more) in CASES.items()),
     ],
 )
-def test_forwards_alone_give_what_plain_ones_give(
-    on_ranks: Callable[..., list[Any]], size: int, changes: dict[str, Any], plans: list[str | int]
-) -> None:
+def test_forwards_alone_give_what_plain_ones_give(on_ranks, size, changes, plans):
     results = on_ranks(size, "scored", plans=plans, **changes)
     for result in results:
         assert not result["changed"]
@@ -46,7 +41,7 @@ def test_forwards_alone_give_what_plain_ones_give(
     assert all(row["num_logits"] == 8 and row["logits"] < 1e-9 for row in results[0]["plans"])
 
 
-def test_a_slice_whose_loss_counts_twice_is_noticed(on_ranks: Callable[..., list[Any]]) -> None:
+def test_a_slice_whose_loss_counts_twice_is_noticed(on_ranks):
     results = on_ranks(2, "scored", plans=[2], mutant="a slice counted twice")
     assert any(row["losses"] > 1e-6 for row in results[0]["plans"])
     assert max(results[0]["trained"]) > 1e-6

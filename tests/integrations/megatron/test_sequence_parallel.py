@@ -14,15 +14,13 @@ TWO = {"model__num_layers": 2, **DIVIDED}
 STAGES = {"parallel__pp": 2, **DIVIDED}
 BIASED = {"score": "sigmoid", "bias_rate": 0.01, "z_loss": 0.02, "sequence_aux_loss": 0.05}
 PACKS = {"packing": {"enabled": True, "max_tokens": 96}}
-SLICES = {"packing": {"enabled": True, "max_tokens": 24}}
+SLICES = {"packing": {"enabled": True, "max_tokens": 40}}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt", "qwen3"])
 def test_whole_samples(on_ranks, family):
     """Packs of odd lengths; with biases, and with norms of queries and keys."""
-    for result in on_ranks(2, "exactness", model__family=family, **DIVIDED):
-        assert result["loss"] < 1e-12
-        assert result["grad"] < 1e-9
+    exact(on_ranks(2, "proven", model__family=family, **DIVIDED), DIVIDED)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +82,11 @@ def test_the_loss_is_that_of_one_rank(on_ranks):
 def test_a_checkpoint_does_not_know_of_it(on_ranks, tmp_path):
     folder = str(tmp_path / "saved")
     experts = {"moe": BIASED, "plugins": PACKS}
-    on_ranks(4, "expert_steps", steps=2, write=folder, parallel__ep=2, **experts, **DIVIDED)
-    whole = on_ranks(4, "expert_steps", steps=4, parallel__ep=2, **experts, **DIVIDED)[0]["losses"]
+    on_ranks(4, "expert_steps", steps=1, write=folder, parallel__ep=2, **experts, **DIVIDED)
+    whole = on_ranks(4, "expert_steps", steps=2, parallel__ep=2, **experts, **DIVIDED)[0]["losses"]
     for size, layout in ((4, {"parallel__ep": 2, **DIVIDED}), (2, {"parallel__ep": 2})):
-        resumed = on_ranks(size, "expert_steps", steps=2, first=2, read=folder, **experts, **layout)[0]["losses"]
-        assert resumed == pytest.approx(whole[2:], rel=1e-6)
+        resumed = on_ranks(size, "expert_steps", steps=1, first=1, read=folder, **experts, **layout)[0]["losses"]
+        assert resumed == pytest.approx(whole[1:], rel=1e-6)
 
 
 @pytest.mark.parametrize("divided", [only_full(False, id="whole"), pytest.param(True, id="divided")])

@@ -110,10 +110,11 @@ def test_tenants_come_and_go_for_long_and_leave_nothing_behind(on_ranks, size, s
         assert result["worst"] < 1e-9
 
 
-def test_a_tenant_may_adapt_layers_of_one_stage_alone(on_ranks):
+@pytest.mark.parametrize("size", [2, only_full(4)])
+def test_a_tenant_may_adapt_layers_of_one_stage_alone(on_ranks, size):
     whole = on_ranks(1, "on_one_stage")[0]
     assert len(whole["weights"]) == 2
-    for part in on_ranks(4, "on_one_stage", parallel__pp=2):
+    for part in on_ranks(size, "on_one_stage", parallel__pp=2):
         assert part["losses"] == pytest.approx(whole["losses"], rel=1e-12)
         assert part["norms"] == pytest.approx(whole["norms"], rel=1e-9)
         for name, weight in whole["weights"].items():

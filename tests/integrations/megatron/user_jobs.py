@@ -53,7 +53,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_tests.float64 import all_in_float64
 from megatron_tests.hybrid_model import hybrid_model
-from megatron_tests.telling import told
+from megatron_tests.telling import planted, told
 from torch.distributed import distributed_c10d
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -256,11 +256,6 @@ def compared(planned: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def planted(faults: dict[str, tuple[Any, str, Any]], name: str) -> Any:
-    """Plant a fault, (place, attribute, what stands there instead); "": none."""
-    return patch.object(*faults[name]) if name else nullcontext()
-
-
 def loss_and_tokens(found: dict[str, Any]) -> torch.Tensor:
     """(loss sum, tokens) over the reports of this data-parallel rank's last stage and those of its peers."""
     total = sum(found["reports"], torch.zeros(2, dtype=torch.float64))
@@ -353,7 +348,7 @@ def user_plans(
                 with (
                     evenload.enabled(recipe()),
                     planning(drawn(seed, **(how or {}))) as made,
-                    fault(mutant),
+                    planted(FAULTS, mutant),
                     quotas,
                     links(),
                 ):
@@ -605,74 +600,54 @@ def left_behind(world: Any) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def fault(name: str) -> Iterator[None]:
-    """Plant a fault on the way of a user's batch."""
-    with ExitStack() as stack:
-        if name:
-            stack.enter_context(_FAULTS[name]())
-        yield
+def changed_parts(change: Callable[[Any, Any, int], None]) -> Callable[[], Any]:
+    """Plants ``change(packed, part, its first token)`` for the parts of samples, those that begin them left out."""
 
-
-def _restarted_positions() -> Any:
-    lay = call_plan.lay_out
-
-    def restarted(micro_batch: Any, prefix: Any = None, **rest: Any) -> Any:
-        packed = lay(micro_batch, prefix, **rest)
-        positions = packed.pack.positions_T.clone()
-        for piece, first in zip(packed.pack.slices, packed.pack.segments, strict=False):
-            positions[first : first + piece.length] -= piece.start
-        return replace(packed, pack=replace(packed.pack, positions_T=positions))
-
-    return patch.object(call_plan, "lay_out", restarted)
-
-
-def _shifted_labels() -> Any:
-    """As if the labels of a part were not shifted already: its last one is lost."""
-    lay = call_plan.lay_out
-
-    def shifted(micro_batch: Any, prefix: Any = None, **rest: Any) -> Any:
-        packed = lay(micro_batch, prefix, **rest)
+    def changed(lay: Any, *args: Any, **named: Any) -> Any:
+        packed = lay(*args, **named)
         for piece, first in zip(packed.pack.slices, packed.pack.segments, strict=False):
             if piece.start:
-                packed.fields["labels"][0, first] = packed.fields["tokens"][0, first]
+                change(packed, piece, first)
         return packed
 
-    return patch.object(call_plan, "lay_out", shifted)
+    return lambda: faults.around(call_plan, "lay_out", changed)
 
 
-def _plan_of_the_latest() -> Any:
+def _restarted_positions(packed: Any, piece: Any, first: int) -> None:
+    packed.pack.positions_T[first : first + piece.length] -= piece.start
+
+
+def _shifted_labels(packed: Any, piece: Any, first: int) -> None:
+    """As if the labels of a part were not shifted already: its last one is lost."""
+    packed.fields["labels"][0, first] = packed.fields["tokens"][0, first]
+
+
+@contextmanager
+def _plan_of_the_latest() -> Iterator[None]:
     """Recomputed layers see the pack that ran last instead of their own."""
-    run, attend, latest = UserStep.run, users_attention.packed_attention, []
+    latest = []
 
-    def noting(self: Any, packed: Any, *rest: Any) -> Any:
+    def noting(run: Any, step: Any, packed: Any, *rest: Any) -> Any:
         latest[:] = [packed.pack]
-        return run(self, packed, *rest)
+        return run(step, packed, *rest)
 
-    def misled(q: Any, k: Any, v: Any, pack: Any, *rest: Any, **more: Any) -> Any:
+    def misled(attend: Any, q: Any, k: Any, v: Any, pack: Any, *rest: Any, **more: Any) -> Any:
         wrong = latest[0] if latest[0].num_padded_tokens == pack.num_padded_tokens else pack
         return attend(q, k, v, wrong, *rest, **more)
 
-    stack = ExitStack()
-    stack.enter_context(patch.object(UserStep, "run", noting))
-    stack.enter_context(patch.object(users_attention, "packed_attention", misled))
-    return stack
+    with faults.around(UserStep, "run", noting), faults.around(users_attention, "packed_attention", misled):
+        yield
 
 
-def _uncounted_tokens() -> Any:
-    init = order._Forward.__init__
-
-    def more(self: Any, *rest: Any) -> None:
-        init(self, *rest)
-        self.num_tokens += 1
-
-    return patch.object(order._Forward, "__init__", more)
+def _uncounted_tokens(init: Any, forward: Any, *rest: Any) -> None:
+    init(forward, *rest)
+    forward.num_tokens += 1
 
 
-_FAULTS = {
-    "restarted positions": _restarted_positions,
-    "shifted labels": _shifted_labels,
+FAULTS = {
+    "restarted positions": changed_parts(_restarted_positions),
+    "shifted labels": changed_parts(_shifted_labels),
     "dropped accumulator": faults.FAULTS["dropped accumulator"],
     "plan of the latest": _plan_of_the_latest,
-    "uncounted tokens": _uncounted_tokens,
+    "uncounted tokens": lambda: faults.around(order._Forward, "__init__", _uncounted_tokens),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
-def packed(rows: list[list[tuple[int, int, str]]]) -> dict[str, torch.Tensor]:
+def packed(rows):
     """`FIELDS` of rows of samples, each (first token, padding behind it, loss mask)."""
     built: dict[str, list[list[int]]] = {name: [] for name in FIELDS}
     for row in rows:
@@ -31,17 +30,17 @@ def packed(rows: list[list[tuple[int, int, str]]]) -> dict[str, torch.Tensor]:
     return {**batch, "loss_mask": batch["loss_mask"].float()}
 
 
-def borders(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def borders(lengths, dtype=torch.int32):
     return torch.tensor([list(accumulate(lengths, initial=0))], dtype=dtype)
 
 
-def sft(*masks: str) -> dict[str, Any]:
+def sft(*masks):
     """One row of `--sft`."""
     row = packed([[(10 * i + 10, 0, mask) for i, mask in enumerate(masks)]])
     return {**row, "cu_seqlens": borders(list(map(len, masks))), "max_seqlen": torch.tensor([max(map(len, masks))])}
 
 
-def tokens_of(batch: Any) -> list[list[int]]:
+def tokens_of(batch):
     return [sample["tokens"].tolist() for sample in split(batch)]
 
 
@@ -68,7 +67,7 @@ def test_rows_of_a_micro_batch_have_borders_of_their_own():
     ]
 
 
-def bridge(two: bool, filled: bool) -> dict[str, Any]:
+def bridge(two, filled):
     """A row of Megatron-Bridge: three samples, the second with padding behind it; ``two`` lists of borders."""
     row = packed([[(10, 0, "011"), (20, 2, "01"), (30, 1, "1")]])
     if not filled:

@@ -17,7 +17,7 @@ LOSSES = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]], dtype=torch.float64)
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def elsewhere(monkeypatch):
     """What the other rank says of its kinds, if it says something else."""
     others: list[Any] = []
     monkeypatch.setattr(reports_module, "everyone", lambda own, _: [own, others[0] if others else own])
@@ -25,7 +25,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return others
 
 
-def of_loop(report: Any, answer: Any = None) -> Any:
+def of_loop(report, answer=None):
     """The reports of the loop's two micro-batches, a sample each, where a pack of both has this report."""
     reports = Reports(CpShards(1, [3, 3]))
     pack = SimpleNamespace(slices=(Slice(0, 0, 2), Slice(1, 0, 3)), segments=(0, 2, 5))
@@ -34,7 +34,7 @@ def of_loop(report: Any, answer: Any = None) -> Any:
     return reports.of_loop([report], [[0], [1]], [2.0, 3.0], None)
 
 
-def test_sums_and_means_are_those_of_the_loops_own_micro_batches(elsewhere: list[Any]) -> None:
+def test_sums_and_means_are_those_of_the_loops_own_micro_batches(elsewhere):
     both = torch.tensor([31.0, 5.0])
     first, second = of_loop({"lm loss": both, "mean": torch.tensor(6.2)})
     assert first["lm loss"].tolist() == [3.0, 2.0]
@@ -42,13 +42,13 @@ def test_sums_and_means_are_those_of_the_loops_own_micro_batches(elsewhere: list
     assert (first["mean"].item(), second["mean"].item()) == pytest.approx((1.5, 28 / 3))
 
 
-def test_a_loss_that_is_its_own_report_is_divided_as_the_schedule_divides_it(elsewhere: list[Any]) -> None:
+def test_a_loss_that_is_its_own_report_is_divided_as_the_schedule_divides_it(elsewhere):
     mean = LOSSES.mean()
     first, second = of_loop({"lm loss": mean}, mean)
     assert (first["lm loss"].item(), second["lm loss"].item()) == pytest.approx((1.5 / 2, 28 / 3 / 2))
 
 
-def test_a_value_that_is_not_known_on_every_rank_stays_the_packs_own(elsewhere: list[Any]) -> None:
+def test_a_value_that_is_not_known_on_every_rank_stays_the_packs_own(elsewhere):
     report = {"lm loss": torch.tensor([31.0, 5.0])}
     elsewhere.append({})
     assert of_loop(report) == [report]
@@ -57,5 +57,5 @@ def test_a_value_that_is_not_known_on_every_rank_stays_the_packs_own(elsewhere: 
 
 
 @pytest.mark.parametrize("odd", [{"lm loss": torch.tensor([30.0, 5.0])}, {"lm loss": 6.2}, [1.0]])
-def test_another_value_stays_the_packs_own(odd: Any, elsewhere: list[Any]) -> None:
+def test_another_value_stays_the_packs_own(odd, elsewhere):
     assert of_loop(odd) == [odd]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from evenload.core.errors import EvenloadError
@@ -21,11 +19,11 @@ NonTensorData = tensordict.NonTensorData
 NonTensorStack = tensordict.NonTensorStack
 
 
-def nested(*rows: list[int]) -> torch.Tensor:
+def nested(*rows):
     return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
 
-def batch(first: int = 10, **more: Any) -> Any:
+def batch(first=10, **more):
     ids = nested([first, first + 1, first + 2], [first + 3], [first + 4, first + 5])
     made = tensordict.TensorDict({"gain": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]) + first}, batch_size=[3])
     made["input_ids"] = ids
@@ -120,7 +118,7 @@ def test_what_is_the_batchs_must_be_the_same_everywhere():
             refuse_uncommon([*alike, odd])
 
 
-def step(per_token: bool, own: int, answer: Any, real: bool = True) -> Any:
+def step(per_token, own, answer, real=True):
     """What the schedule gets from a loss function's answer."""
     batches = [batch(), batch()]
     function = lambda data, _: (next(data), lambda output: answer)  # noqa: E731

@@ -11,7 +11,7 @@ from evenload.integrations.megatron.unmodified.reading.samples import PackForm, 
 from evenload.runtime.attention.pack import IGNORE
 
 
-def batch(masks: list[str], dtype=torch.float32) -> dict[str, torch.Tensor]:
+def batch(masks, dtype=torch.float32):
     rows, length = len(masks), len(masks[0])
     tokens = torch.arange(1, rows * length + 1).view(rows, length)
     return {
@@ -98,7 +98,7 @@ def test_another_structure_is_refused(spoil):
         split({**batch(["1111"]), **spoil})
 
 
-def moved() -> list[tuple[int, str, list[float]]]:
+def moved():
     import torch.distributed as dist
 
     me, lengths, source, target = dist.get_rank(), [3, 1, 4, 2], [0, 0, 1, 1], [{1}, {0}, {0, 1}, {1}]
@@ -111,7 +111,7 @@ def moved() -> list[tuple[int, str, list[float]]]:
     return [(i, name, got[i][name].tolist() == whole[i][name].tolist()) for i in sorted(got) for name in FIELDS]
 
 
-def all_to_one() -> list[int]:
+def all_to_one():
     import torch.distributed as dist
 
     me = dist.get_rank()

@@ -6,12 +6,8 @@ benchmarks/gpu/transformer_engine.py holds the real one to the same.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 from harness.cases import only_full
@@ -21,23 +17,34 @@ from megatron_tests.settings import SHARES
 pytestmark = pytest.mark.slow
 
 
-def call(job: str, arguments: dict[str, Any]) -> Any:
+def call(job, arguments):
     """Runs on a rank: a job over the stand-in, and the formats of its attention's calls."""
     from megatron_tests import calling, te_standin
 
-    if "transformer_engine" not in sys.modules:
-        te_standin.install()
     te_standin.calls.clear()
     return calling.call(job, arguments), sorted(set(te_standin.calls))
 
 
+def install():
+    """Runs on a rank, before Megatron is imported there."""
+    from megatron_tests import te_standin
+
+    te_standin.install()
+
+
 @pytest.fixture(scope="module")
-def over(forge: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Two ranks of their own, which import Megatron after the stand-in."""
+def standing_in(forge, tmp_path_factory):
+    """Two ranks of their own, which import Megatron over the stand-in."""
     world = World(forge("torch"), 2, tmp_path_factory.mktemp("world"))
-    yield lambda job, **arguments: world.run(call, job, arguments)
+    world.run(install)
+    yield world
     if world.active:
         world.close()
+
+
+@pytest.fixture
+def over(standing_in):
+    return lambda job, **arguments: standing_in.run(call, job, arguments)
 
 
 MLA = {
@@ -86,17 +93,25 @@ def test_shared_samples_give_the_gradients_of_the_stock_loop(over, loop):
         assert "sbhd" in called
 
 
-def test_the_script_for_a_gpu_compares_every_case() -> None:
+def rows_of_the_script():
+    """Runs on a rank: what benchmarks/gpu/transformer_engine.py measures, tried out on a CPU."""
+    import torch
+    from evenload.integrations.megatron.base.plane import leave_groups
+    from evenload.patches import bridge_cpu
+    from harness.rank import load
+
+    bridge_cpu()
+    script = load(str(Path(__file__).parents[4] / "benchmarks" / "gpu" / "transformer_engine.py"))
+    with patch.object(script, "close_world", lambda _: leave_groups()):
+        shape = script.Shape(64, hidden=32, heads=4, dtype=torch.float64)
+        return script.benchmark(shape, float("inf"))["rows"]
+
+
+def test_the_script_for_a_gpu_compares_every_case(standing_in):
     """Over the stand-in, which has no fp8; that case is recorded as failed."""
-    root = Path(__file__).parents[4]
-    planted = f"import runpy, sys; sys.path.insert(0, {str(root / 'tests/integrations/megatron')!r}); "
-    planted += "import te_standin; te_standin.install(); sys.argv = ['script', '--tiny', '--json']; "
-    planted += f"runpy.run_path({str(root / 'benchmarks/gpu/transformer_engine.py')!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", planted], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    *rows, fp8 = json.loads(done.stdout)["rows"]
-    assert [row["case"] for row in rows] == ["plain", "fused rotary", "window", "latent"]
-    for row in rows:
-        assert max(row["whole"]["error"], row["slices"]["error"]) < 1e-12
-        assert row["whole"]["thd"] > 0 == row["whole"]["sbhd"] == row["slices"]["sbhd"]
-    assert "failed" in fp8
+    for *rows, fp8 in standing_in.run(rows_of_the_script):
+        assert [row["case"] for row in rows] == ["plain", "fused rotary", "window", "latent"]
+        for row in rows:
+            assert max(row["whole"]["error"], row["slices"]["error"]) < 1e-12
+            assert row["whole"]["thd"] > 0 == row["whole"]["sbhd"] == row["slices"]["sbhd"]
+        assert "failed" in fp8
