@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from evenload.benchmarks.finetuning import pretrained
 from rich.console import Console
-
-PATH = Path(__file__).parents[3] / "benchmarks" / "finetuning" / "pretrained.py"
-_spec = importlib.util.spec_from_file_location("benchmark_pretrained", PATH)
-assert _spec
-assert _spec.loader
-pretrained = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pretrained)
 
 
 def test_the_table_sets_a_peak_beside_the_share_of_its_rank() -> None:
@@ -33,13 +22,17 @@ def test_the_table_sets_a_peak_beside_the_share_of_its_rank() -> None:
     assert "500 ms" in console.file.getvalue()
 
 
+FORKED = """
+import torch.multiprocessing as mp
+mp.spawn = lambda function, arguments, ranks: mp.start_processes(function, arguments, ranks, start_method="fork")
+"""
+
+
 @pytest.mark.slow
-def test_every_rank_says_what_it_keeps() -> None:
+def test_every_rank_says_what_it_keeps(ran):
     num_ranks = part = 2
-    words = [sys.executable, str(PATH), "--quick", "--layout", "zero3", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = ("--quick", "--layout", "zero3", "--json")
+    done = ran("finetuning/pretrained.py", *words, trainer="deepspeed", planted=FORKED)
     ranks = json.loads(done.stdout)["ranks"]
     assert len(ranks) == num_ranks
     # An embedding and an output layer of 512 x 64, two layers of four projections and an MLP, five norms.

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
-from pathlib import Path
 
 import numpy as np
 from evenload.api import load_plugins
+from evenload.benchmarks.finetuning import validation
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.forward_only import forward_only
 from evenload.core.recipe.recipe import load
 from rich.console import Console
-
-PATH = Path(__file__).parents[3] / "benchmarks" / "finetuning" / "validation.py"
-_spec = importlib.util.spec_from_file_location("benchmark_validation", PATH)
-assert _spec
-assert _spec.loader
-validation = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(validation)
 
 
 def test_padded_batches_of_sorted_samples_hold_the_same_tokens_with_less_padding() -> None:

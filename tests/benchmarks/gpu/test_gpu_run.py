@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,44 +9,28 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 from evenload.api import load_recipe
+from evenload.benchmarks.gpu import stages
 from evenload.core.errors import EvenloadError
 
-Done = subprocess.CompletedProcess[str]
-GPU = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu"
-
+GPU = Path(stages.__file__).parent
 SCRIPTS = ("attention", "slices", "chunks", "ring", "offload", "experts", "adapters", "decode", "transformer_engine")
+Measured = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def stages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_stages", GPU / "stages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_dry_run_prints_every_stage_and_does_nothing(stages: ModuleType, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [GPU / "run.sh", "--dry-run"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_a_dry_run_prints_every_stage_and_does_nothing(tmp_path: Path) -> None:
+    command, environment = [GPU / "run.sh", "--dry-run"], {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     for stage in stages.stages():
         assert f"{stage.name}, at most" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
+def test_every_stage_asks_for_something_that_exists() -> None:
     """Recipes and overrides are accepted, scripts are there, and the GPU tests are found."""
     asked = set()
     for stage in stages.stages():
@@ -75,7 +58,7 @@ def test_every_stage_asks_for_something_that_exists(stages: ModuleType) -> None:
     assert "tests/integrations/megatron/test_gpu.py" in stages.gpu_tests()
 
 
-def test_a_stage_keeps_its_json_or_its_text(stages: ModuleType, tmp_path: Path) -> None:
+def test_a_stage_keeps_its_json_or_its_text(tmp_path: Path) -> None:
     row = stages.run(stages.Stage("good", ("-c", "print('{\"a\": 1}')"), 20), 20, tmp_path)
     assert (row["exit_code"], row["result"], row["timed_out"]) == (0, {"a": 1}, False)
     row = stages.run(stages.Stage("bad", ("-c", "print('some text'); raise SystemExit('why')"), 20), 20, tmp_path)
@@ -85,7 +68,7 @@ def test_a_stage_keeps_its_json_or_its_text(stages: ModuleType, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_stage_that_hangs_ends_with_all_it_started(stages: ModuleType, tmp_path: Path) -> None:
+def test_a_stage_that_hangs_ends_with_all_it_started(tmp_path: Path) -> None:
     child = "import subprocess, sys; c = subprocess.Popen(['sleep', '60']); print(c.pid, flush=True); c.wait()"
     began = time.monotonic()
     row = stages.run(stages.Stage("hangs", ("-c", child), 3), 3, tmp_path)
@@ -108,19 +91,13 @@ def dies_within(seconds: float, process: int) -> bool:
     return False
 
 
-def test_only_lacking_wheels_are_installed(stages: ModuleType, tmp_path: Path) -> None:
-    for name in (
-        "numpy-99.0-py3-none-any.whl",
-        "pydantic_core-9.0-py3-none-any.whl",
-        "nosuch_thing-1.0-py3-none-any.whl",
-    ):
-        (tmp_path / name).touch()
+def test_only_lacking_wheels_are_installed(tmp_path: Path) -> None:
+    for name in ("numpy-99.0", "pydantic_core-9.0", "nosuch_thing-1.0"):
+        (tmp_path / f"{name}-py3-none-any.whl").touch()
     assert [wheel.name for wheel in stages.lacking(tmp_path)] == ["nosuch_thing-1.0-py3-none-any.whl"]
 
 
-def test_the_page_and_the_costs_of_the_card_are_kept(
-    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_and_the_costs_of_the_card_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages.costs_name("NVIDIA H200") == "h200"
     assert stages.costs_name("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
     (tmp_path / "recipes" / "costs").mkdir(parents=True)
@@ -137,16 +114,14 @@ def test_the_page_and_the_costs_of_the_card_are_kept(
 
 
 @pytest.fixture
-def script(scripted: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
-    """A script of this folder, run on the CPU by a fork that has Megatron-Core already."""
-    return lambda name, *arguments: scripted("megatron", tmp_path, GPU / name, *arguments)
+def measured(ran: Callable[..., Any]) -> Measured:
+    """What a script of this folder prints on the CPU."""
+    return lambda name, *words: json.loads(ran(f"gpu/{name}.py", *words, "--json").stdout)
 
 
 @pytest.mark.slow
-def test_attention_is_measured_against_float64(script: Callable[..., Done]) -> None:
-    done = script("attention.py", "--json", "--device", "cpu", "--tokens", "128")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_attention_is_measured_against_float64(measured: Measured) -> None:
+    result = measured("attention", "--device", "cpu", "--tokens", "128")
     assert {row["kernel"] for row in result["rows"]} == {"sdpa"}
     assert len(result["rows"]) == 4
     for row in result["rows"]:
@@ -156,10 +131,8 @@ def test_attention_is_measured_against_float64(script: Callable[..., Done]) -> N
 
 
 @pytest.mark.slow
-def test_slices_are_measured_with_every_kernel_there_is(script: Callable[..., Done]) -> None:
-    done = script("slices.py", "--tiny", "--tokens", "320", "--slices", "4", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def test_slices_are_measured_with_every_kernel_there_is(measured: Measured) -> None:
+    result = measured("slices", "--tiny", "--tokens", "320", "--slices", "4")
     ran = {row["kernel"] for row in result["attention"] if "error" in row}
     assert ran >= {"torch_cpu", "plain"}
     assert {row["kernel"] for row in result["attention"] if "unavailable" in row} == {"flash_attn", "torch_flash"}
@@ -170,18 +143,14 @@ def test_slices_are_measured_with_every_kernel_there_is(script: Callable[..., Do
 
 
 @pytest.mark.slow
-def test_slices_start_nothing_when_time_is_up(script: Callable[..., Done]) -> None:
-    done = script("slices.py", "--tiny", "--tokens", "320", "--limit", "0", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    (run,) = json.loads(done.stdout)["sequences"]
+def test_slices_start_nothing_when_time_is_up(measured: Measured) -> None:
+    (run,) = measured("slices", "--tiny", "--tokens", "320", "--limit", "0")["sequences"]
     assert {row["failed"] for row in run["rows"]} == {"no time left"}
 
 
 @pytest.mark.slow
-def test_the_places_of_a_ring_are_measured_with_every_engine(script: Callable[..., Done]) -> None:
-    done = script("ring.py", "--tiny", "--tokens", "128", "--places", "3", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def test_the_places_of_a_ring_are_measured_with_every_engine(measured: Measured) -> None:
+    result = measured("ring", "--tiny", "--tokens", "128", "--places", "3")
     shared = {(row["engine"], row["places"]) for row in result["errors"]}
     assert {engine for engine, _ in shared} == {"ring", "all_gather", "all_to_all", "hybrid"}
     limits = {"float64": 1e-12, "float32": 1e-5}
@@ -197,10 +166,8 @@ def test_the_places_of_a_ring_are_measured_with_every_engine(script: Callable[..
 
 
 @pytest.mark.slow
-def test_offload_is_measured_share_by_share(script: Callable[..., Done]) -> None:
-    done = script("offload.py", "--tiny", "--tokens", "128", "--shares", "0.5,1", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def test_offload_is_measured_share_by_share(measured: Measured) -> None:
+    result = measured("offload", "--tiny", "--tokens", "128", "--shares", "0.5,1")
     first, *rows, last = result["rows"]
     assert (first["out_bytes"], last["out_bytes"], last["error"]) == (0, 0, 0)
     assert {row["share"] for row in rows} >= {0.5, 1.0}
@@ -214,10 +181,8 @@ def test_offload_is_measured_share_by_share(script: Callable[..., Done]) -> None
 
 
 @pytest.mark.slow
-def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(script: Callable[..., Done]) -> None:
-    done = script("chunks.py", "--tiny", "--tokens", "512", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["rows"]
+def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(measured: Measured) -> None:
+    rows = measured("chunks", "--tiny", "--tokens", "512")["rows"]
     assert [row["recomputed"] for row in rows] == ["0 of 2", "1 of 2", "2 of 2", "graded"]
     assert all(row["grad_norm_rel_diff"] < 1e-6 and row["measured_s"] > 0 for row in rows)
     assert max(abs(row["bytes_error"]) for row in rows) < 0.15
@@ -231,10 +196,8 @@ def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(script: Call
 
 
 @pytest.mark.slow
-def test_experts_are_planned_alike_on_a_device_and_multiplied_with_copies(script: Callable[..., Done]) -> None:
-    done = script("experts.py", "--tiny", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def test_experts_are_planned_alike_on_a_device_and_multiplied_with_copies(measured: Measured) -> None:
+    result = measured("experts", "--tiny")
     assert [row["equal"] for row in result["planning"]] == [True] * 3
     assert all(row["each_error"] < 1e-6 and row["grouped_error"] < 1e-6 for row in result["products"])
     assert "fetch" not in result
@@ -242,10 +205,8 @@ def test_experts_are_planned_alike_on_a_device_and_multiplied_with_copies(script
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rounds"), [("fp32", 1e-6), ("bf16", 1e-2)])
-def test_adapters_are_as_exact_as_a_textbook_has_them(script: Callable[..., Done], dtype: str, rounds: float) -> None:
-    done = script("adapters.py", "--tiny", "--dtype", dtype, "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["rows"]
+def test_adapters_are_as_exact_as_a_textbook_has_them(measured: Measured, dtype: str, rounds: float) -> None:
+    rows = measured("adapters", "--tiny", "--dtype", dtype)["rows"]
     assert [row["tenants"] for row in rows] == [1, 8, 64]
     for row in rows:
         assert row["ms"].keys() == {"bare", "evenload", "loop", *(["grouped"] if dtype == "bf16" else [])}
@@ -255,30 +216,24 @@ def test_adapters_are_as_exact_as_a_textbook_has_them(script: Callable[..., Done
 
 
 @pytest.mark.slow
-def test_decode_kernels_are_measured_against_float64(script: Callable[..., Done]) -> None:
-    done = script("decode.py", "--tiny", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def test_decode_kernels_are_measured_against_float64(measured: Measured) -> None:
+    result = measured("decode", "--tiny")
     assert [(row["kernel"], row["rows"]) for row in result["rows"]] == [("torch", "even"), ("torch", "heavy tail")]
     assert all(row["error"] < 1e-5 and row["ms"] > 0 for row in result["rows"])
     assert result["tokens_per_s"].keys() == {"evenload"}
     assert result["tokens_per_s"]["evenload"] > 0
 
 
-def test_halves_that_take_turns_give_the_norm_of_one_pass(script: Callable[..., Done]) -> None:
-    done = script("turns.py", "--tiny", "--tokens", "256", "--layers", "2", "--json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = json.loads(done.stdout)["rows"]
+def test_halves_that_take_turns_give_the_norm_of_one_pass(measured: Measured) -> None:
+    rows = measured("turns", "--tiny", "--tokens", "256", "--layers", "2")["rows"]
     assert [row["name"] for row in rows] == ["whole", "cut"]
     assert max(row["grad_norm_rel_diff"] for row in rows) < 1e-5
     assert all(row["at_once_s"] > 0 and row["halves_s"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize(
-    "name", ["slices.py", "chunks.py", "ring.py", "offload.py", "experts.py", "adapters.py", "decode.py", "turns.py"]
-)
-def test_what_needs_a_card_says_so(name: str, script: Callable[..., Done]) -> None:
-    done = script(name)
+@pytest.mark.parametrize("name", ["slices", "chunks", "ring", "offload", "experts", "adapters", "decode", "turns"])
+def test_what_needs_a_card_says_so(name: str, scripted: Callable[..., Any], tmp_path: Path) -> None:
+    done = scripted("megatron", tmp_path, GPU / f"{name}.py")
     assert done.returncode == 1
     assert "no CUDA device" in done.stderr
     assert done.stdout == ""

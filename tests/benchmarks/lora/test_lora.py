@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from evenload.benchmarks.lora import at_once, bare, lora_ranks, sweep, together
 from rich.console import Console
 
-FOLDER = Path(__file__).parents[3] / "benchmarks" / "lora"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmark_lora_{name}", FOLDER / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-lora_ranks, together, at_once, bare, sweep = map(script, ("lora_ranks", "together", "at_once", "bare", "sweep"))
-
-
-def run(name: str, *words: str) -> dict[str, Any]:
-    """What the script prints as JSON."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *words, "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def shown(table: Any) -> str:
@@ -62,9 +38,9 @@ def test_a_tenant_has_the_same_samples_alone_and_in_company() -> None:
 
 
 @pytest.mark.slow
-def test_tenants_together_lose_what_each_loses_alone() -> None:
-    words = ("--samples", "2", "--tenants", "3", "--steps", "2", "--longest", "64")
-    (case,) = run("together", "--layout", "pp2", *words)["cases"]
+def test_tenants_together_lose_what_each_loses_alone(ran: Any) -> None:
+    words = ("--layout", "pp2", "--samples", "2", "--tenants", "3", "--steps", "2", "--longest", "64")
+    (case,) = json.loads(ran("lora/together.py", *words, ranks=2).stdout)["cases"]
     assert case["apart"] < 1e-5
     assert min(case["tokens_per_s"].values()) > 0
     assert [row["step"] for row in case["rows"]] == [1, 2]
@@ -76,8 +52,14 @@ def test_tenants_together_lose_what_each_loses_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_job_each_takes_a_base_each() -> None:
-    result = run("at_once", "--samples", "2", "--tenants", "2", "--steps", "2", "--repeats", "1", "--longest", "64")
+@pytest.mark.full
+def test_a_job_each_takes_a_base_each(tmp_path: Path) -> None:
+    """By torchrun, three times."""
+    words = ("--samples", "2", "--tenants", "2", "--steps", "2", "--repeats", "1", "--longest", "64", "--json")
+    command = [sys.executable, at_once.__file__, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
     one, each = result["variants"]["one job"], result["variants"]["a job each"]
     assert result["apart"] < 1e-5
     assert 1.5 < each["own_bytes"] / one["own_bytes"] < 2.5
@@ -86,8 +68,8 @@ def test_a_job_each_takes_a_base_each() -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_timed_over_the_bare_base() -> None:
-    result = run("bare", "--tenants", "1,2", "--samples", "4", "--steps", "6", "--longest", "64")
+def test_adapters_are_timed_over_the_bare_base(benchmark: Any) -> None:
+    result = benchmark("lora/bare.py", "--tenants", "1,2", "--samples", "4", "--steps", "6", "--longest", "64")
     assert list(result["variants"]) == ["bare", "1", "2"]
     for name, own in result["variants"].items():
         assert own["passes"]["median"] > 0
@@ -96,7 +78,9 @@ def test_adapters_are_timed_over_the_bare_base() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_less_than_all_of_its_trials(tmp_path: Path) -> None:
+def test_a_sweep_trains_less_than_all_of_its_trials(
+    forged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     samples = [json.dumps({"prompt": "a" * k, "completion": " b" * k}) for k in range(3, 23)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(samples) + "\n")
     data = {"source": str(tmp_path / "pairs.jsonl"), "max_length": 64}
@@ -107,7 +91,15 @@ def test_a_sweep_trains_less_than_all_of_its_trials(tmp_path: Path) -> None:
         "sweep": {"train.lr": [1e-9, 1e-2], "halve_every": 2},
     }
     (tmp_path / "swept.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
-    (one,) = run("sweep", str(tmp_path / "swept.yaml"), "adapter.r=4")["runs"]
+
+    def run(folder: Path) -> Any:
+        words = (f"plugins.lora.tenants={folder / 'tenants'}", f"plugins.lora.out={folder / 'out'}", "--json")
+        done = forged(RECIPES, "train", "lora.yaml", "parallel.dp=1", *words)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return {**json.loads(done.stdout), "all_s": 1.0}
+
+    monkeypatch.setattr(sweep, "run", run)
+    (one,) = sweep.benchmark(tmp_path / "swept.yaml", ["adapter.r=4"], repeats=1)["runs"]
     assert one["halving"]["winner"] == one["full"]["winner"] == "swept.lr=0.01"
     assert one["halving"]["loss"] == pytest.approx(one["full"]["loss"], rel=1e-5)
     assert (one["halving"]["steps"], one["full"]["steps"]) == (2 + 4, 4 + 4)

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from evenload.benchmarks.memory import allocator
 from hypothesis import given
 from hypothesis import strategies as st
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks" / "memory"
 MIB = 1 << 20
-
-
 SMALL = (
     "--steps", "8", "--layers", "2", "--hidden", "1024", "--ffn", "2048", "--vocabulary", "1024", "--max-tokens", "8192"
 )  # fmt: skip
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-allocator = script("allocator")
 
 
 @pytest.mark.parametrize(
@@ -115,10 +99,8 @@ def test_no_block_lies_on_another_and_all_that_is_freed_comes_back(
 
 
 @pytest.mark.slow
-def test_packs_leave_fewer_holes_than_ragged_samples(scripted: Callable[..., Any], tmp_path: Path) -> None:
-    done = scripted("torch", tmp_path, FOLDER / "fragmentation.py", *SMALL, "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def test_packs_leave_fewer_holes_than_ragged_samples(ran: Callable[..., Any]) -> None:
+    result = json.loads(ran("memory/fragmentation.py", *SMALL, "--json").stdout)
     rows = result["rows"]
     over = {}
     for row in rows:

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-Done = subprocess.CompletedProcess[str]
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "memory" / "memory.py"
+pytestmark = pytest.mark.slow
+SCRIPT = ("memory/memory.py", "--tokens", "1024")
 
 
-@pytest.fixture
-def memory(scripted: Callable[..., Done], tmp_path: Path) -> Callable[..., Done]:
-    return lambda *arguments: scripted("megatron", tmp_path, SCRIPT, "--tokens", "1024", *arguments)
-
-
-@pytest.mark.slow
-def test_slices_hold_a_fraction_at_equal_gradients(tmp_path: Path, memory: Callable[..., Done]) -> None:
-    done = memory("--out", str(tmp_path / "memory.json"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "of whole" in done.stdout
+def test_slices_hold_a_fraction_at_equal_gradients(ran, tmp_path):
+    assert "of whole" in ran(*SCRIPT, "--out", "memory.json", folder=tmp_path).stdout
     result = json.loads((tmp_path / "memory.json").read_text())
-    rows: dict[str, dict[str, Any]] = {r["variant"]: r for r in result["rows"]}
+    rows = {r["variant"]: r for r in result["rows"]}
     assert list(rows) == ["whole", "recomputed", "sliced", "sliced, replayed"]
     assert all(row["grad_rel_err"] < 1e-5 and row["loss_rel_err"] < 1e-6 for row in rows.values())
     assert result["whole_over_replayed"] == rows["whole"]["peak_bytes"] / rows["sliced, replayed"]["peak_bytes"]
@@ -37,11 +25,8 @@ def test_slices_hold_a_fraction_at_equal_gradients(tmp_path: Path, memory: Calla
         assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.06), row["variant"]
 
 
-@pytest.mark.slow
-def test_more_slices_kept_hold_more(memory: Callable[..., Done]) -> None:
-    done = memory("--slices", "8", "--keep", "4", "--dtype", "fp64", "--json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def test_more_slices_kept_hold_more(ran):
+    result = json.loads(ran(*SCRIPT, "--slices", "8", "--keep", "4", "--dtype", "fp64", "--json").stdout)
     rows = {r["variant"]: r for r in result["rows"]}
     assert 0.4 < rows["sliced, replayed"]["peak_bytes"] / rows["sliced"]["peak_bytes"] < 0.7
     assert max(row["grad_rel_err"] for row in rows.values()) < 1e-9

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "planning" / "drawn_plans.py"
 NEXT_TO_BOUND_WITH_COMMUNICATION = 969
 CHOSEN_FOR_ITS_MEMORY = 1654
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [NEXT_TO_BOUND_WITH_COMMUNICATION, CHOSEN_FOR_ITS_MEMORY])
-def test_no_plan_is_slower_than_a_lawful_row(number: int) -> None:
-    words = [sys.executable, "-P", str(BENCHMARK), "--settings", "1", "--first", str(number), "--json"]
-    result = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+def test_no_plan_is_slower_than_a_lawful_row(ran, number):
+    result = json.loads(ran("planning/drawn_plans.py", "--settings", 1, "--first", number, "--json").stdout)
     assert result["planned"] == 1
     assert result["lawful_rows"] >= 2
     assert result["slower"] == []

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "rollouts" / "dealings.py"
 COSTS = """
 source: a test
 forward: {token_s: 1.0e-6}
@@ -19,15 +15,11 @@ decode: {step_s: 1.0e-2, row_s: 1.0e-3, key_s: 1.0e-5, prompt_s: 1.0e-6}
 
 
 @pytest.mark.slow
-def test_every_dealing_computes_the_same_samples(tmp_path: Path) -> None:
+def test_every_dealing_computes_the_same_samples(ran, tmp_path):
     (tmp_path / "c.yaml").write_text(COSTS)
-    words = ["--costs", "c.yaml", "--prompts", "3", "--samples", "3", "--limit", "24", "--every", "4", "--draws", "1"]
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), *words, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert [*result["means"]] == ["groups", "spread", "tie", "spread, moved", "tie, moved"]
+    words = ("--costs", "c.yaml", "--prompts", 3, "--samples", 3, "--limit", 24, "--every", 4, "--draws", 1)
+    result = json.loads(ran("rollouts/dealings.py", *words, ranks=2, folder=tmp_path).stdout)
+    assert [row["name"] for row in result["rows"]] == ["groups", "spread", "tie", "spread, moved", "tie, moved"]
     tokens = {sum(row["tokens"]) + row["moved"] for row in result["rows"]}
     assert len(tokens) == 1, "the pass that computes a moved sample again gives its next token"
     for row in result["rows"]:

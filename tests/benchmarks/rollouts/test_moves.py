@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import numpy as np
+from evenload.benchmarks.rollouts.moves import play_moved
 from evenload.plugins.rollout import H100_7B, LengthDistributions, Rollout, RolloutRequest, spread
-
-MOVES = runpy.run_path(str(Path(__file__).resolve().parents[3] / "benchmarks" / "rollouts" / "moves.py"))
-play_moved = MOVES["play_moved"]
 
 
 def test_moves_bring_a_lonely_tail_to_idle_ranks() -> None:

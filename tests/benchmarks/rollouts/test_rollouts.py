@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 
-
-def quick(script: str) -> dict[str, Any]:
-    command = [sys.executable, str(FOLDER / script), "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["predicted"] is True
-    return result
-
-
-def test_orders_that_know_lengths_wait_less_than_first_come() -> None:
-    online, offline = quick("published/tie.py")["rows"]
+def test_orders_that_know_lengths_wait_less_than_first_come(benchmark):
+    online, offline = benchmark("published/tie.py", "--quick")["rows"]
     for row in (online, offline):
         seconds = row["seconds"]
         assert seconds["oracle"] < min(seconds["E"], seconds["TIE"]) < seconds["fcfs"]
@@ -34,8 +17,8 @@ def test_orders_that_know_lengths_wait_less_than_first_come() -> None:
     assert 0.3 < online["share_of_longest_tenth"] < 0.45
 
 
-def test_fewer_samples_are_as_right_and_shorter() -> None:
-    result = quick("rollouts/sart.py")
+def test_fewer_samples_are_as_right_and_shorter(benchmark):
+    result = benchmark("rollouts/sart.py", "--quick")
     rows = {(row["kind"], row["by"]): row for row in result["rows"]}
     whole, some = rows["all of N", "wait"], rows["M of N", "wait"]
     assert whole["work_gain"] == whole["wait_gain"] == 1
@@ -49,8 +32,8 @@ def test_fewer_samples_are_as_right_and_shorter() -> None:
     assert result["order_statistics"]["one_fewer"] < 0.9 <= result["order_statistics"]["chance"]
 
 
-def test_spreading_gains_over_groups_and_moving_more() -> None:
-    result = quick("rollouts/ranks.py")
+def test_spreading_gains_over_groups_and_moving_more(benchmark):
+    result = benchmark("rollouts/ranks.py", "--quick")
     (row,) = result["rows"]
     seconds = row["rollout_s"]
     assert seconds["bound"] < seconds["moved"] <= seconds["sent"] < seconds["groups"]

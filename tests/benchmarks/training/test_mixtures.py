@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-import evenload
 import pytest
-
-SCRIPT = Path(evenload.__file__).parent / "benchmarks" / "training" / "mixtures.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> Any:
-    spec = spec_from_file_location("benchmark_of_policies_of_shares", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import yaml
+from evenload.benchmarks.training import mixtures
 
 
 def rows(**policies: list[tuple[float, float]]) -> list[dict[str, Any]]:
@@ -34,11 +20,11 @@ def rows(**policies: list[tuple[float, float]]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_gain_within_the_spread_of_seeds_or_of_some_seeds_alone_is_none(script: Any) -> None:
+def test_a_gain_within_the_spread_of_seeds_or_of_some_seeds_alone_is_none() -> None:
     default = [(2.0, 3.0), (2.1, 3.1), (1.9, 2.9)]
     within = [(a - 0.05, b - 0.3) for a, b in default]
     unsteady = [(2.6, 2.0), (2.7, 2.1), (1.7, 3.0)]
-    rows_of = script.summary(rows(default=default, within=within, unsteady=unsteady))
+    rows_of = mixtures.summary(rows(default=default, within=within, unsteady=unsteady))
     assert {row["policy"] for row in rows_of} == {"default", "within", "unsteady"}
     by = {row["policy"]: row for row in rows_of}
     assert by["within"]["difference"]["a"] == pytest.approx(-0.05)
@@ -50,11 +36,18 @@ def test_a_gain_within_the_spread_of_seeds_or_of_some_seeds_alone_is_none(script
 
 
 @pytest.mark.slow
-def test_a_short_run_has_every_domain_and_equal_tokens() -> None:
-    command = [sys.executable, str(SCRIPT), "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout)
+def test_a_short_run_has_every_domain_and_equal_tokens(forged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own command in a fork."""
+
+    def trained(folder: Path, recipe: dict[str, Any]) -> Any:
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        done = forged(folder, "train", "recipe.yaml", "--json")
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    monkeypatch.setattr(mixtures, "trained", trained)
+    monkeypatch.setattr(mixtures, "MOST_HELD_OUT", 4)
+    result = mixtures.benchmark(seeds=1, steps=4, names=["odm"])
     assert [row["policy"] for row in result["rows"]] == ["default", "odm"]
     assert {row["tokens"] for row in result["rows"]} == {4 * 16 * 256}
     for row in result["rows"]:
