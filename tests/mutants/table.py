@@ -429,7 +429,7 @@ fault("ranks with other plugins pass for ranks with the same", "if set(words) !=
 
 killer = cases(
     "integrations/deepspeed/test_experts.py",
-    k="divided_experts and 1-more1 or loop_of_others and 2-4-None or change_no_count",
+    k="divided_experts_are and zero1 or loop_of_others and 2-4-None or change_no_count",
 )
 fault = of("runtime/experts/owners.py", killer)
 fault(
@@ -448,7 +448,7 @@ fault = of("integrations/deepspeed/engine/frozen.py", killer)
 fault("a recomputed layer of ZeRO 3 is replayed when an adapter asks for it", "_marked, layer.", "layer.")
 fault = of("integrations/deepspeed/engine/frozen.py", cases("integrations/deepspeed/test_tenants.py", k="in_a_row"))
 fault("backwards in a row keep the frozen weights that they gathered", "self._releases.before_backward()", "pass")
-killer = cases("integrations/deepspeed/test_tenants.py", k="three_steps and 3-more")
+killer = cases("integrations/deepspeed/test_tenants.py", k="three_steps and zero3")
 fault = of("integrations/deepspeed/engine/frozen.py", killer)
 fault(
     "a pack of no tenant has no backward beside a frozen model",

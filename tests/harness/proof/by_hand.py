@@ -33,7 +33,10 @@ def by_hand(
     base, *changes = name.split(", ")
     whole = [Slice(i, 0, n) for i, n in enumerate(LENGTHS)]
     groups, order, *backward = _PLANS[base](whole)
-    groups = [m._replace(ranks=(m.ranks[0] % num_ranks,)) if len(m.ranks) == 1 else m for m in groups]
+    groups, *backward = (
+        [m._replace(ranks=(m.ranks[0] % num_ranks,)) if len(m.ranks) == 1 else m for m in row]
+        for row in (groups, *backward)
+    )
     limits = Limits(num_ranks, 1 << 20, num_stages, layers_per_stage, heads=heads, **more)
     bare = StepPlan(as_lengths(LENGTHS), tuple(groups), limits, made_by=name)
     if backward:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -123,7 +123,11 @@ def _error(value: torch.Tensor, wanted: torch.Tensor, whole: float) -> float:
 
 
 def steps_in_company(
-    host: Any, starts: Sequence[AdapterState], alone: Sequence[Alone], plans: Sequence[StepPlan]
+    host: Any,
+    starts: Sequence[AdapterState],
+    alone: Sequence[Alone],
+    plans: Sequence[StepPlan],
+    rates: Mapping[int, float] = RATES,
 ) -> dict[str, Any]:
     """How far adapters, moments, losses and norms are from a textbook's after a step of each plan, and whether a tenant
     without data in one of them keeps every bit."""
@@ -136,10 +140,10 @@ def steps_in_company(
     for number, plan in enumerate(plans):
         data, present = tokens(LENGTHS, seed=number), sorted(set(plan.tenants.tolist()))
         resting = {one: host.adapters.state(one) for one in range(len(alone)) if one not in present}
-        result = host.train_step(plan, data, lr={tenant: RATES[tenant] for tenant in present})
+        result = host.train_step(plan, data, lr={tenant: rates[tenant] for tenant in present})
         for tenant in present:
             loss, gradients = alone[tenant].gradients(*own_batch(plan, tenant, data, None))
-            norm = alone[tenant].step(gradients, RATES[tenant])
+            norm = alone[tenant].step(gradients, rates[tenant])
             note("loss", abs(result.tenants[tenant].loss / loss - 1))
             note("norm", abs(result.tenants[tenant].grad_norm / norm - 1))
         kept &= all(equal_states(state, host.adapters.state(one)) for one, state in resting.items())

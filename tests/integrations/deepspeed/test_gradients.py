@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from harness.cases import only_full
+from harness.proof import ROUNDING
 
 pytestmark = pytest.mark.slow
-ROUNDING = 2e-6
-CHAINS = ["chains none", "chains some", "random 2"]
-EQUAL = ["chains none equal", "chains some equal", "random 2"]
-CASES: dict[str, dict[str, Any]] = {
-    "ZeRO 0": {"stage": 0, "names": CHAINS},
-    "ZeRO 1": {"stage": 1, "names": CHAINS, "recompute": True},
-    "ZeRO 2": {"stage": 2, "names": CHAINS},
-    "ZeRO 3": {"stage": 3, "names": EQUAL},
-    "ZeRO 3, recomputed": {"stage": 3, "names": EQUAL, "recompute": True},
-    "stages": {"stage": 1, "names": ["whole", "1", "2"], "pp": 2},
-}
+CHAINS = ["slices", "slices, half replayed", "2"]
+EQUAL = ["slices, in step", "slices, in step, half replayed", "2"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rows_are_those_of_one_backward_a_sample(on_ranks: Callable[..., list[Any]], name: str) -> None:
-    case = CASES[name]
-    for result in on_ranks(2, "rank_gradients.by_sample", **case):
+@pytest.mark.parametrize(
+    "asked",
+    [
+        only_full({"stage": 0, "names": CHAINS}, id="ZeRO 0"),
+        only_full({"stage": 1, "names": CHAINS, "recompute": True}, id="ZeRO 1, recomputed"),
+        pytest.param({"stage": 2, "names": ["5", "slices, half replayed"]}, id="ZeRO 2"),
+        only_full({"stage": 3, "names": EQUAL}, id="ZeRO 3"),
+        pytest.param({"stage": 3, "names": ["5"], "recompute": True}, id="ZeRO 3, recomputed"),
+        only_full({"stage": 3, "names": EQUAL, "recompute": True}, id="ZeRO 3, recomputed, slices"),
+        pytest.param({"stage": 1, "names": ["packs", "2"], "pp": 2}, id="stages"),
+    ],
+)
+def test_rows_are_those_of_one_backward_a_sample(on_ranks, asked):
+    for result in on_ranks(2, "gradient_jobs.by_sample", **asked):
         assert result["changed"] == []
         assert result["gathered"] == 0
-        for plan in case["names"]:
+        for plan in asked["names"]:
             assert result[plan]["rows"] < ROUNDING, plan
             assert result[plan]["backward"] < ROUNDING, plan
             assert result[plan]["forwards"] < 1e-3, plan

@@ -15,17 +15,26 @@ from evenload.integrations.host.scoring import token_losses
 from evenload.runtime.attention.labels import loss_divisor, readers_of
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
+from harness.cases import only_full
+from harness.proof import LENGTHS, ROUNDING, exact, labels_in_turn, tokens
+from harness.proof.by_hand import by_hand
+from harness.proof.drawn import random_plan
 
-ROUNDING = 2e-6
-HAND = ("chains none", "chains some", "chains all", "regrouped")
-EQUAL = ("chains none equal", "chains some equal", "chains all equal")
-RANDOM = tuple(f"random {seed}" for seed in range(12))
+HAND = ("slices", "slices, half replayed", "slices, all replayed", "regrouped")
+EQUAL = ("slices, in step", "slices, in step, half replayed", "slices, in step, all replayed")
+ODD = (30, 1, 64, 2, 17, 1)
+"""Lengths, of which some have no target."""
+
+
+def _plan(name, lengths=LENGTHS):
+    sizes = {"num_ranks": 2, "num_stages": 1, "layers_per_stage": 2}
+    return random_plan(int(name), lengths, recompute=False, **sizes) if name.isdigit() else by_hand(name, **sizes)
 
 
 def _model(family, plain=False):
     groups = {} if family == "gpt" else {"num_query_groups": 2}
     model = {"family": family, "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
-    recipe = recipes.parse({"trainer": "deepspeed", "model": {**model, **groups}, "data": {"max_length": 200}})
+    recipe = recipes.parse({"trainer": "deepspeed", "model": {**model, **groups}, "data": {"max_length": 64}})
     return build_model(recipe, **({"attn_implementation": "sdpa"} if plain else {})).double()
 
 
@@ -55,49 +64,31 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def _not_recomputed(passes):
-    """The graphs of replays and of dummies."""
-    return {
-        one.graph
-        for one in passes
-        if one.kind == "recompute_forward" or (one.kind == "forward" and not one.micro_batch.slices)
-    }
-
-
-def _by_name(slice_plans, name):
-    """``random 7``, or a function of slice_plans with its arguments: ``chains some equal``."""
-    kind, *words = name.split()
-    if kind == "random":
-        return slice_plans.random_plan(int(words[0]))
-    return getattr(slice_plans, kind)(*words[:1], **dict.fromkeys(words[1:], True))
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "family", ["llama", "gpt", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))]
 )
-def test_every_plan_is_exact_in_float64(slice_plans, family, recompute):
+def test_every_plan_is_exact_in_float64(family, recompute):
     model, plain = _model(family), _model(family, plain=True)
     if recompute:
         recompute_layers(model)
-    names = (*HAND, *RANDOM[:6]) if family == "llama" else ("chains some", "regrouped", *RANDOM[3:5])
+    names = (*HAND, "0", "2", "3", "7") if family == "llama" else ("slices, half replayed", "regrouped", "3")
     for number, name in enumerate(names):
-        plan = _by_name(slice_plans, name)
-        labels = slice_plans.labels_of(plan, number)
-        loss, wanted = plain_gradients(plain, slice_plans.tokens_of(plan), plan.lengths, labels)
-        found_loss, found = _run(model, plan, slice_plans.tokens_of(plan), labels=labels, equal=recompute)
+        lengths = ODD if name.isdigit() else LENGTHS
+        plan, data, labels = _plan(name, lengths), tokens(lengths), labels_in_turn(number, lengths)
+        loss, wanted = plain_gradients(plain, data, plan.lengths, labels)
+        found_loss, found = _run(model, plan, data, labels=labels, equal=recompute)
         assert found_loss == pytest.approx(loss, rel=1e-12), name
         assert relative_error(found, wanted) < 1e-9, name
 
 
-def test_plain_training_takes_labels_as_transformers_does(slice_plans):
-    plan = slice_plans.whole_sequences()
-    model, tokens_of, labels = _model("llama", plain=True), slice_plans.tokens_of(plan), slice_plans.labels_of(plan, 1)
-    loss, gradients = plain_gradients(model, tokens_of, plan.lengths, labels)
+def test_plain_training_takes_labels_as_transformers_does():
+    model, data, labels = _model("llama", plain=True), tokens(), labels_in_turn(1)
+    loss, gradients = plain_gradients(model, data, np.array(LENGTHS), labels)
     model.zero_grad()
     total = 0.0
     for i in np.flatnonzero(labels.targets):
-        batch = {"input_ids": torch.tensor(tokens_of(i))[None], "labels": torch.tensor(labels.of(i))[None]}
+        batch = {"input_ids": torch.tensor(data(i))[None], "labels": torch.tensor(labels.of(i))[None]}
         own = model(**batch, num_items_in_batch=labels.targets.sum()).loss
         own.backward()
         total += float(own.detach())
@@ -106,30 +97,20 @@ def test_plain_training_takes_labels_as_transformers_does(slice_plans):
     assert relative_error(gradients, {name: p.grad for name, p in model.named_parameters()}) < 1e-6
 
 
-def test_random_plans_are_of_every_kind(slice_plans):
-    plans = [slice_plans.random_plan(int(name.split()[1])) for name in RANDOM]
-    assert any(plan.cut and plan.backward for plan in plans)
-    assert any(plan.cut and plan.kept and plan.replayed for plan in plans)
-    assert any(plan.cut and not plan.replayed for plan in plans)
-    kinds = [tuple(op.kind for op in plan.order[0]) for plan in plans]
-    assert any(row != tuple(sorted(row, reverse=True)) for row in kinds)
-    assert max(len(plan.micro_batches) for plan in plans) >= 16
-
-
-def test_a_replay_needs_no_more_than_its_prefix(slice_plans):
+def test_a_replay_needs_no_more_than_its_prefix():
     """Of micro-batches without gradients only slices that a replay reads and does not write run."""
-    for name in ("chains all", "regrouped"):
-        for rank in (0, 1):
-            ran = lower(_by_name(slice_plans, name), 0, rank, "idle")
+    for name, stops in (("slices, all replayed", (60, 32)), ("regrouped", (64, 41))):
+        for rank, sequence in enumerate((1, 4)):
+            ran = lower(_plan(name), 0, rank, "idle")
             pieces = [s for one in ran if one.kind == "forward_kv" for s in one.micro_batch.slices]
-            assert {s.sequence for s in pieces} == {rank}
+            assert {s.sequence for s in pieces} == {sequence}
             # Regrouped, no forward slice starts where the backward does: all of the sequence runs.
-            assert max(s.stop for s in pieces) == ((160, 75) if name == "regrouped" else (150, 60))[rank]
+            assert max(s.stop for s in pieces) == stops[rank], name
 
 
-def test_ranks_out_of_step_are_brought_into_step(slice_plans):
-    for name in (*HAND, *EQUAL, *(f"random {seed}" for seed in range(100))):
-        plan = _by_name(slice_plans, name)
+def test_ranks_out_of_step_are_brought_into_step():
+    for name in (*HAND, *EQUAL, *map(str, range(50))):
+        plan = _plan(name)
         rows = [lower(plan, 0, rank, "in step") for rank in (0, 1)]
         assert [one.kind == "backward" for one in rows[0]] == [one.kind == "backward" for one in rows[1]], name
         for rank, row in enumerate(rows):
@@ -141,8 +122,8 @@ def test_ranks_out_of_step_are_brought_into_step(slice_plans):
             assert sorted(started) == sorted(ended) == sorted(set(ended)), name
 
 
-def test_ranks_in_step_get_no_dummies(slice_plans):
-    rows = [lower(slice_plans.chains("none", equal=True), 0, rank, "in step") for rank in (0, 1)]
+def test_ranks_in_step_get_no_dummies():
+    rows = [lower(_plan("slices, in step"), 0, rank, "in step") for rank in (0, 1)]
     assert [len(row) for row in rows] == [32, 32]
     assert sum(not one.micro_batch.slices for one in rows[0]) == 0
 
@@ -151,99 +132,65 @@ def test_ranks_in_step_get_no_dummies(slice_plans):
 @pytest.mark.parametrize(
     ("stage", "recompute", "names"),
     [
-        (0, False, (*HAND, *RANDOM[:4])),
-        (1, True, (*HAND, *RANDOM[4:8])),
-        (2, False, (*HAND, *RANDOM[8:])),
-        (2, True, HAND),
-        (3, False, (*EQUAL[:2], "regrouped", *RANDOM[:2])),
-        (3, True, ("chains some equal", "chains all equal", "regrouped", *RANDOM[3:5])),
+        only_full(0, False, (*HAND, "0", "1", "2", "3")),
+        (0, True, (*HAND[1:], "2", "8")),
+        (1, False, (*HAND[:2], "3", "14")),
+        only_full(1, True, (*HAND, "4", "5", "6", "7")),
+        only_full(2, False, (*HAND, "8", "9", "10", "11")),
+        (2, True, (*HAND[1:], "4", "5")),
+        only_full(3, False, (*EQUAL[:2], "regrouped", "2", "8")),
+        (3, True, (EQUAL[1], "5", "14")),
+        only_full(3, True, (EQUAL[2], "regrouped", "2", "8")),
     ],
 )
-def test_gradients_are_those_of_plain_training(on_ranks, slice_plans, stage, recompute, names):
-    results = on_ranks(2, "rank_slices.exactness", stage=stage, names=list(names), recompute=recompute)
-    for name in names:
-        for result in results:
-            assert result[name]["grad"] <= ROUNDING, name
-            assert result[name]["loss"] <= ROUNDING, name
-            # Under ZeRO 3 nothing stays gathered; before it nothing is.
-            assert result[name]["gathered"] == 0, name
-        plan = _by_name(slice_plans, name)
+def test_gradients_are_those_of_plain_training(on_ranks, stage, recompute, names):
+    results = on_ranks(2, "exactness", stage=stage, names=list(names), recompute=recompute)
+    exact([result["found"][0] for result in results], ROUNDING)
+    for result in results:
+        # Under ZeRO 3 nothing stays gathered; before it nothing is.
+        assert result["gathered"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "recompute", "names"),
+    [(1, False, HAND[1:]), (1, True, HAND[1:]), (3, True, ("packs", HAND[1])), only_full(3, True, (*HAND, EQUAL[1]))],
+)
+def test_layers_run_no_more_often_than_passes_need(on_ranks, stage, recompute, names):
+    results = on_ranks(2, "exactness", stage=stage, names=list(names), recompute=recompute)
+    for number, name in enumerate(names):
+        plan = _plan(name)
         for rank, result in enumerate(results):
-            ran = [tuple(piece) for j in plan.of_rank(rank, "B") for piece in plan.passes("B")[j].slices]
-            assert sorted(result[name]["executed"]) == sorted(ran), name
             passes = lower(plan, 0, rank, "in step" if stage == 3 else "idle")
-            backwards = sum(one.kind == "backward" for one in passes)
+            backwards = [one for one in passes if one.kind == "backward"]
             # A backward runs the layers once more, unless it has just been replayed (ZeRO 3: if all have).
             mixed = stage == 3 and any(plan.micro_batches[i].slices for i in plan.kept)
-            whole = [one for one in passes if one.kind == "backward" and one.graph in _not_recomputed(passes)]
-            again = recompute * (backwards - (0 if mixed else len(whole)))
-            assert result[name]["forwards"] == len(passes) - backwards + again, name
+            replayed = [one for one in backwards if one.graph in _not_recomputed(passes)]
+            again = recompute * (len(backwards) - (0 if mixed else len(replayed)))
+            assert result["layers"][number] == len(passes) - len(backwards) + again, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "recompute"), [(0, False), (1, False), (2, True), (3, True)])
-def test_bf16_within_its_rounding(on_ranks, stage, recompute):
-    names = ["whole_sequences", "chains some", "regrouped"]
-    for result in on_ranks(2, "rank_slices.exactness", stage=stage, names=names, recompute=recompute, dtype="bf16"):
-        for name in names:
-            assert result[name]["grad"] <= 3e-2, name
-            assert result[name]["loss"] <= 1e-2, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "recompute"), [(0, True), (2, False), (3, False)])
-def test_slices_train_like_whole_sequences(on_ranks, slice_plans, stage, recompute):
-    wanted, start, weights, _ = on_ranks(2, "rank_slices.trained", stage=1, name="whole_sequences")[0]
-    plan = slice_plans.chains("some")
-    ranks = on_ranks(2, "rank_slices.trained", stage=stage, name="chains some", recompute=recompute)
-    for rank, (losses, _, found, spans) in enumerate(ranks):
-        for kind in ("F", "B"):
-            numbers = [span.micro_batch for span in spans if span.kind == kind and span.micro_batch >= 0]
-            assert set(numbers) <= set(plan.of_rank(rank, kind))
-            assert len(numbers) == len(set(numbers))
-        backwards = [span.micro_batch for span in spans if span.kind == "B" and span.micro_batch >= 0]
-        assert sorted(backwards) == sorted(plan.of_rank(rank, "B"))
-        assert {s.micro_batch for s in spans if s.kind == "R"} == {j for j in backwards if plan.forward_of[j] is None}
-        assert [s.kind for s in spans if s.kind in "GU"] == (["U"] if stage == 3 else ["G", "U"])
-        assert losses == pytest.approx(wanted, rel=2e-6)
-        for name, weight in weights.items():
-            moved = (weight - start[name]).norm()
-            assert (found[name] - weight).norm() <= 1e-3 * moved, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_mutants_are_caught(on_ranks, stage):
-    for found in on_ranks(2, "rank_slices.mutants", stage=stage):
-        sound = {name: errors for name, errors in found.items() if name.startswith("sound")}
-        assert sound
-        assert all(max(errors) <= ROUNDING for errors in sound.values()), sound
-        broken = {name: errors for name, errors in found.items() if name not in sound}
-        assert len(broken) == (1 if stage == 3 else 3)
-        assert all(max(errors) > 1e-3 for errors in broken.values()), broken
+def _not_recomputed(passes):
+    """The graphs of replays and of dummies."""
+    return {
+        one.graph
+        for one in passes
+        if one.kind == "recompute_forward" or (one.kind == "forward" and not one.micro_batch.slices)
+    }
 
 
 @pytest.mark.slow
 def test_backwards_in_a_row_release_what_they_gathered(on_ranks):
-    for seen in on_ranks(2, "rank_slices.gathered_while_backward_ends", counted=True):
-        assert len(seen) == 16
-        assert max(seen) <= seen[0] < 10
-    for seen in on_ranks(2, "rank_slices.gathered_while_backward_ends", counted=False):
-        assert seen[0] < 10 < min(seen[1:])
+    for counted, uncounted in on_ranks(2, "tenant_jobs.gathered_while_backward_ends", tenants=False):
+        assert len(counted) == 16
+        assert max(counted) <= counted[0] < 10
+        assert uncounted[0] < 10 < min(uncounted[1:])
 
 
-@pytest.mark.slow
-def test_what_would_not_be_exact_is_refused(on_ranks):
-    for told in on_ranks(2, "rank_slices.refused"):
-        assert "act_fn drops 0.1" in told[0]
-        assert "names no cp_comm" in told[1]
-
-
-def test_a_model_without_layer_numbers_runs_no_slices(slice_plans):
+def test_a_model_without_layer_numbers_runs_no_slices():
     model = _model("llama")
     for layer in model.model.layers:
         del layer.self_attn.layer_idx
-    cut, whole = slice_plans.chains("none"), slice_plans.whole_sequences()
     with pytest.raises(EvenloadError, match="no layer_idx"):
-        _run(model, cut, slice_plans.tokens_of(cut))
-    _run(model, whole, slice_plans.tokens_of(whole))
+        _run(model, _plan("slices"), tokens())
+    _run(model, _plan("packs"), tokens())

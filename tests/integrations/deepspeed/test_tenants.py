@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from deepspeed_tests import other_trainer
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.model import build_model, recompute_layers
 from evenload.integrations.deepspeed.tenants import blocks_of, linear_names, need_gradient, replay_first
 from evenload.runtime.stage.offload import layers_of
+from harness.cases import only_full
+from harness.proof import ROUNDING
+from harness.world import World
 
-ROUNDING = 2e-6
-HAND = ("chains none", "chains some", "regrouped")
-EQUAL = ("chains none equal", "chains some equal", "chains all equal", "regrouped")
-RANDOM = tuple(f"random {seed}" for seed in range(8))
-GPT = {"family": "gpt", "num_query_groups": 4}
+HAND = ("slices", "slices, half replayed", "regrouped")
+EQUAL = ("slices, in step, half replayed", "slices, in step, all replayed", "regrouped")
 
 
 def _layer(**options):
@@ -65,81 +63,92 @@ def test_a_backward_begins_with_its_replay_whoever_asks_first(marked):
     assert events == (["forward", "forward", "backward"] if marked else ["forward", "backward", "forward"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "more"), [(0, {}), (3, {"recompute": True}), (1, {"pp": 2})])
-def test_bf16_within_its_rounding(on_ranks, stage, more):
-    names = ["whole", "1"] if "pp" in more else ["whole_sequences", "chains some"]
-    for result in on_ranks(2, "rank_tenants.exactness", stage=stage, names=names, dtype="bf16", **more):
-        for name in names:
-            assert result[name]["grad"] <= 3e-2, name
-            assert result[name]["loss"] <= 1e-3, name
+def _exact(results, rounding=ROUNDING, loss=ROUNDING):
+    for result in results:
+        assert result["moved"] == []
+        assert result["gathered"] == 0
+        for found in result["found"]:
+            assert found["loss"] <= loss, found
+            assert max(found["grad"], found["norm"]) <= rounding, found
+            assert not found["missing"], found
+            assert not found["failed"], found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "more", "names"),
+    ("asked", "names"),
     [
-        (0, {}, (*HAND, *RANDOM[:4])),
-        (1, {"recompute": True}, (*HAND, *RANDOM[4:8])),
-        (2, {}, RANDOM[8:]),
-        (3, {}, (*EQUAL, *RANDOM[:3])),
-        (3, {"recompute": True}, (*EQUAL, *RANDOM[3:6])),
-        (3, {"recompute": True, **GPT}, ("chains some", "random 7")),
+        only_full({"stage": 0}, ["packs", "slices, half replayed"]),
+        ({"stage": 3, "recompute": True}, ["packs", "5"]),
+        ({"stage": 1, "pp": 2}, ["packs", "2"]),
     ],
 )
-def test_gradients_are_those_of_each_tenant_alone(on_ranks, stage, more, names):
-    results = on_ranks(2, "rank_tenants.exactness", stage=stage, names=list(names), **more)
-    for name in names:
-        for result in results:
-            assert result[name]["tenants"] >= 2, name
-            assert max(result[name][error] for error in ("loss", "grad", "norm")) <= ROUNDING, name
-            assert result[name]["gathered"] == 0, name
+def test_bf16_within_its_rounding(on_ranks, asked, names):
+    _exact(on_ranks(2, "tenant_jobs.exactness", dtype="bf16", names=names, **asked), 3e-2, 1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "more", "names"),
+    ("asked", "names"),
     [
-        (0, {}, ("chains some", "random 2", "random 1")),
-        (2, {"recompute": True}, ("chains some", "random 2", "random 1")),
-        (3, {"recompute": True}, ("chains some", "random 2", "random 1")),
-        (1, {"pp": 2}, ("1", "2 W", "3 recompute")),
+        ({"stage": 0}, ("packs", *HAND[1:], "8")),
+        only_full({"stage": 0}, (*HAND, "0", "1", "2", "3")),
+        ({"stage": 1, "recompute": True}, (*HAND[1:], "5")),
+        only_full({"stage": 2}, ("4", "5", "6", "7")),
+        only_full({"stage": 3}, (*EQUAL, "slices, in step", "2", "5", "8")),
+        ({"stage": 3, "recompute": True}, (EQUAL[0], "5", "14")),
+        only_full({"stage": 3, "recompute": True}, (*EQUAL[1:], "8")),
+        ({"stage": 3, "recompute": True, "family": "gpt"}, ("slices, half replayed",)),
     ],
 )
-def test_adapters_after_three_steps_are_those_of_each_tenant_alone(on_ranks, stage, more, names):
-    for told in on_ranks(2, "rank_tenants.trained", stage=stage, names=list(names), **more):
-        assert told["absent"] == [True, True]
-        assert told["base"]
-        assert told["steps"] == [3, 2, 3]
-        assert max(told[error] for error in ("loss", "norm", "score", "logits")) <= ROUNDING
-        assert max(told["apart"]) <= ROUNDING
+def test_gradients_are_those_of_each_tenant_alone(on_ranks, asked, names):
+    _exact(on_ranks(2, "tenant_jobs.exactness", names=names, **asked))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "recompute"), [(1, False), (3, True)])
-def test_ranks_share_micro_batches_of_tenants(on_ranks, stage, recompute):
-    names = ["mixed ring equal", "cp_groups all_to_all", "chains some", "random 3"]
-    for result in on_ranks(4, "rank_tenants.exactness", stage=stage, names=names, recompute=recompute):
-        for name in names:
-            assert max(result[name][error] for error in ("loss", "grad", "norm")) <= ROUNDING, name
-            assert result[name]["gathered"] == 0, name
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        only_full({"stage": 0}, ("slices, half replayed", "2", "8"), id="zero0"),
+        pytest.param({"stage": 2, "recompute": True}, ("slices, half replayed", "2", "8"), id="zero2"),
+        pytest.param({"stage": 3, "recompute": True}, ("packs, idle", "packs", "5"), id="zero3"),
+        pytest.param({"stage": 1, "pp": 2}, ("2", "pipeline 3", "recomputed 16"), id="stages"),
+    ],
+)
+def test_adapters_after_three_steps_are_those_of_each_tenant_alone(on_ranks, asked, names):
+    for said in on_ranks(2, "tenant_jobs.three_steps", names=list(names), **asked):
+        assert said["kept"]
+        assert said["moved"] == []
+        assert said["steps"] == [3, 2, 3]
+        assert max(said[error] for error in ("loss", "norm", "score", "logits")) <= ROUNDING
+        assert max(said[error] for error in ("weights", "first", "second")) <= 1e-3  # of how far they moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "recompute", "names"),
+    [
+        (1, False, ["zones, all_to_all", "chain, half replayed"]),
+        (3, True, ["ring, in step", "shared 5"]),
+        only_full(1, False, ["ring", "growth", "shared 3"]),
+        only_full(3, True, ["zones, all_to_all", "chain, half replayed", "shared 3"]),
+    ],
+)
+def test_ranks_share_micro_batches_of_tenants(on_ranks, stage, recompute, names):
+    _exact(on_ranks(4, "tenant_jobs.exactness", stage=stage, names=names, recompute=recompute))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "recompute", "names"),
     [
-        (2, False, ("whole", *(str(seed) for seed in range(4)), "5 W")),
-        (2, True, ("whole", "4", "6 recompute")),
-        (4, False, ("whole", "1", "2 idle", "3 shared", "4 shared", "7 W")),
+        only_full(2, False, ("packs", "0", "1", "2", "3", "pipeline 5")),
+        (2, True, ("packs", "2", "recomputed 16")),
+        (4, False, ("packs", "2", "idle 0", "shared 3", "pipeline 3")),
     ],
 )
 def test_pipelines_train_each_tenant_as_if_alone(on_ranks, size, recompute, names):
-    results = on_ranks(size, "rank_tenants.exactness", stage=1, names=list(names), pp=2, recompute=recompute)
-    for name in names:
-        for result in results:
-            assert result[name]["tenants"] == 3, name
-            assert max(result[name][error] for error in ("loss", "grad", "norm")) <= ROUNDING, name
+    _exact(on_ranks(size, "tenant_jobs.exactness", stage=1, names=list(names), pp=2, recompute=recompute))
 
 
 @pytest.mark.slow
@@ -147,14 +156,11 @@ def test_pipelines_train_each_tenant_as_if_alone(on_ranks, size, recompute, name
     ("first", "then"),
     [
         ({"trainer": "megatron", "parallel": {"tp": 2}}, {"trainer": "deepspeed", "deepspeed": {"zero_stage": 3}}),
-        ({"trainer": "deepspeed", "parallel": {"pp": 2}}, {"trainer": "megatron"}),
+        only_full({"trainer": "deepspeed", "parallel": {"pp": 2}}, {"trainer": "megatron"}),
     ],
 )
-def test_a_tenant_goes_on_under_the_other_trainer(world, forge, tmp_path, first, then):
-    spec = importlib.util.spec_from_file_location("other_trainer", Path(__file__).with_name("rank_other_trainer.py"))
-    ranks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ranks)
-    ranks.wrote_folder(tmp_path / "base")
+def test_a_tenant_goes_on_under_the_other_trainer(forge, tmp_path, first, then):
+    other_trainer.wrote_folder(tmp_path / "base")
     losses = []
     for asked in (
         {**first, "steps": 4, "write": str(tmp_path / "half")},
@@ -162,8 +168,8 @@ def test_a_tenant_goes_on_under_the_other_trainer(world, forge, tmp_path, first,
     ):
         folder = tmp_path / asked["trainer"]
         folder.mkdir()
-        of_trainer = type(world(2))(forge(asked["trainer"]), 2, folder)
-        losses.append(of_trainer.run(ranks.call, {"folder": str(tmp_path / "base"), **asked})[0])
+        of_trainer = World(forge(asked["trainer"]), 2, folder)
+        losses.append(of_trainer.run(other_trainer.call, {"folder": str(tmp_path / "base"), **asked})[0])
         of_trainer.close()
     whole, resumed = losses
     assert resumed == [pytest.approx(of_step, rel=ROUNDING) for of_step in whole[2:]]
@@ -171,10 +177,11 @@ def test_a_tenant_goes_on_under_the_other_trainer(world, forge, tmp_path, first,
 
 @pytest.mark.slow
 def test_backwards_in_a_row_release_the_frozen_weights_that_they_gathered(on_ranks):
-    for seen in on_ranks(2, "rank_tenants.gathered_while_backward_ends", counted=True, recompute=False):
-        assert len(seen) == 16
-        assert max(seen) <= seen[0] < 10
-    for seen in on_ranks(2, "rank_tenants.gathered_while_backward_ends", counted=False, recompute=False):
-        assert seen[0] < 10 < min(seen[1:])
-    for seen in on_ranks(2, "rank_tenants.gathered_while_backward_ends", counted=True, recompute=True):
-        assert max(seen) <= 9, "a replay keeps the weights of one layer for its backward"
+    for counted, uncounted in on_ranks(2, "tenant_jobs.gathered_while_backward_ends", tenants=True):
+        assert len(counted) == 16
+        assert max(counted) <= counted[0] < 10
+        assert uncounted[0] < 10 < min(uncounted[1:])
+    for (counted,) in on_ranks(
+        2, "tenant_jobs.gathered_while_backward_ends", tenants=True, recompute=True, ways=[True]
+    ):
+        assert max(counted) <= 9, "a replay keeps the weights of one layer for its backward"

@@ -13,8 +13,8 @@ from evenload.core.recipe import recipe as recipes
 from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.pipeline.model import _borders, _take_apart
 from evenload.runtime.stage.executor import StageTrainer
-
-ROUNDING = 2e-6
+from harness.cases import only_full
+from harness.proof import ROUNDING, caught, exact
 
 
 def test_stages_have_equally_many_layers_or_as_many_as_are_said():
@@ -96,123 +96,101 @@ def test_a_stage_is_its_part_of_the_whole_and_has_memory_for_no_more(tmp_path, c
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def _assert_exact(results, names, rounding=ROUNDING, loss=ROUNDING, norm=ROUNDING):
-    for name in names:
-        for result in results:
-            assert result[name]["grad"] <= rounding, name
-            assert result[name]["loss"] <= loss, name
-            assert result[name]["norm"] <= norm, name
-            assert result[name]["executed"], name
-        assert sorted({n for r in results for n in r[name]["names"]}) == results[0]["all"]
-    for result in results:
-        assert result["moved"] == 0.0
-        assert result["parameters"][0] == result["parameters"][1]
+def _exact(on_ranks, ranks, names, rounding=ROUNDING, **asked):
+    asked = {"pp": 2, "stage": 1, **asked}
+    results = on_ranks(ranks, "exactness", names=names, **asked)
+    exact([result["found"][0] for result in results], rounding, copies=asked["pp"])
+    assert all(result["moved"] == 0 for result in results)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "names", "more"),
     [
-        (0, ["whole", "0", "3", "4", "5 W", "6 W"], {}),
-        (1, ["whole", "7", "1 W", "2 W"], {}),
-        (1, ["whole", "3 W"], {"family": "qwen2", "recompute": True}),
-        (0, ["2 W"], {"family": "gpt"}),
-        (1, ["whole", "3", "1 W", "7 recompute"], {"layers": [1, 3]}),
+        only_full(0, ["packs", "0", "3", "4", "pipeline 5", "pipeline 6"], {}),
+        (1, ["packs", "2", "14", "pipeline 3"], {}),
+        (1, ["pipeline 3"], {"family": "qwen2", "recompute": True}),
+        (0, ["pipeline 3"], {"family": "gpt"}),
+        (1, ["packs", "pipeline 3", "recomputed 16"], {"layers": [1, 3]}),
     ],
 )
 def test_two_stages_give_the_gradients_of_plain_training(on_ranks, stage, names, more):
-    _assert_exact(on_ranks(2, "rank_pipeline.exactness", pp=2, stage=stage, names=names, **more), names)
+    _exact(on_ranks, 2, names, stage=stage, **more)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [only_full(1), 3])
 def test_one_stage_recomputes_by_the_plan(on_ranks, stage):
-    names = ["7 recompute", "14 recompute"]
-    _assert_exact(on_ranks(2, "rank_pipeline.exactness", pp=1, stage=stage, names=names), names)
+    _exact(on_ranks, 1, ["recomputed 2", "recomputed 11"], stage=stage, pp=1)
 
 
 @pytest.mark.slow
-def test_bf16_within_its_rounding(on_ranks):
-    for names, v_shape in ((["whole", "2 W"], False), (["2 drawn"], True)):
-        results = on_ranks(2, "rank_pipeline.exactness", pp=2, stage=1, names=names, dtype="bf16", v_shape=v_shape)
-        _assert_exact(results, names, rounding=3e-2, loss=1e-3, norm=1e-2)
+@pytest.mark.parametrize("v_shape", [only_full(False), True])
+def test_bf16_within_its_rounding(on_ranks, v_shape):
+    _exact(on_ranks, 2, ["packs", "pipeline 3"], 3e-2, dtype="bf16", v_shape=v_shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pp", "stage", "names"),
     [
-        (2, 0, ["whole", "0", "5 W", "6 idle", "5 shared"]),
-        (2, 1, ["whole", "2", "1 W", "8 idle", "1 shared"]),
-        (4, 1, ["3", "5 W"]),
+        only_full(2, 0, ["packs", "0", "pipeline 5", "idle 6", "shared 5"]),
+        (2, 1, ["packs", "2", "idle 0", "shared 1"]),
+        (4, 1, ["pipeline 3"]),
     ],
 )
 def test_four_ranks_with_different_numbers_of_micro_batches(on_ranks, pp, stage, names):
-    _assert_exact(on_ranks(4, "rank_pipeline.exactness", pp=pp, stage=stage, names=names), names)
+    _exact(on_ranks, 4, names, pp=pp, stage=stage)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "pp", "stage", "names", "more"),
     [
-        (2, 2, 0, ["7", "1 drawn", "2 drawn"], {"recompute": True}),
-        (4, 2, 1, ["3", "1 drawn", "2 drawn"], {"family": "qwen2"}),
-        (4, 4, 1, ["1 drawn"], {"num_layers": 8}),
+        (2, 2, 0, ["11", "pipeline 13"], {"recompute": True}),
+        (4, 2, 1, ["packs", "pipeline 3"], {"family": "qwen2"}),
+        only_full(4, 4, 1, ["pipeline 1"], {"num_layers": 8}),
     ],
 )
 def test_two_stages_on_each_device_give_the_gradients_of_plain_training(on_ranks, ranks, pp, stage, names, more):
-    call = "rank_pipeline.exactness"
-    _assert_exact(on_ranks(ranks, call, pp=pp, stage=stage, names=names, v_shape=True, **more), names)
+    _exact(on_ranks, ranks, names, pp=pp, stage=stage, v_shape=True, **more)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1])
-def test_clipped_steps_of_a_v_are_those_of_plain_torch(on_ranks, stage):
-    for told in on_ranks(2, "rank_pipeline.trained", pp=2, stage=stage, names=["1 drawn", "2"], v_shape=True):
-        assert told["clipped"]
-        assert max(told["loss"]) <= ROUNDING
-        assert max(told["norm"]) <= ROUNDING
-        assert told["apart"] <= 1e-4
-
-
-@pytest.mark.slow
-def test_a_v_resumes_on_other_ranks_and_is_not_taken_for_a_pipeline_without(on_ranks, tmp_path):
-    arguments = {"pp": 2, "stage": 1, "dtype": "bf16", "folder": str(tmp_path), "v_shape": True}
-    went_on = on_ranks(4, "rank_pipeline.save_and_go_on", **arguments)
-    assert went_on == on_ranks(4, "rank_pipeline.resume", **arguments)
-    for told in on_ranks(4, "rank_pipeline.resume", **{**arguments, "v_shape": False}):
-        assert "another number of pipeline stages on each device" in told[0]
-    for resumed in on_ranks(2, "rank_pipeline.resume", **arguments):
-        for wanted, found in zip(went_on[0], resumed, strict=True):
-            assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1])
-def test_clipped_steps_are_those_of_plain_torch(on_ranks, stage):
-    for told in on_ranks(2, "rank_pipeline.trained", pp=2, stage=stage, names=["1 W", "2"]):
-        assert told["clipped"]  # by the norm over both stages
-        assert max(told["loss"]) <= ROUNDING
-        assert max(told["norm"]) <= ROUNDING
-        assert told["apart"] <= 1e-4
-        for (passes, spans), marks in zip(told["passes"], told["marks"], strict=True):
-            assert spans == [*passes, ("G", -1), ("U", -1)]
-            words = Counter(mark.split(" of ")[0] for mark in marks)
-            assert words["forward"] >= sum(kind == "F" for kind, _ in passes)  # some only take their input
-            assert words["weight gradients"] == sum(kind == "W" for kind, _ in passes)
-            assert words["backward"] >= sum(kind == "B" for kind, _ in passes)
-            assert marks[-1] == "update"
+@pytest.mark.parametrize(
+    ("stage", "v_shape"), [(0, False), only_full(1, False), only_full(0, True), (1, True)], ids=lambda value: str(value)
+)
+def test_clipped_steps_are_those_of_plain_torch(on_ranks, stage, v_shape):
+    names = ["pipeline 3", "2"]
+    for said in on_ranks(2, "pipeline_jobs.beside_plain_torch", stage=stage, names=names, v_shape=v_shape):
+        assert said["clipped"]  # by the norm over both stages
+        assert max(said["loss"]) <= ROUNDING
+        assert max(said["norm"]) <= ROUNDING
+        assert said["apart"] <= 1e-4
 
 
 @pytest.mark.slow
 def test_stock_clipping_forgets_the_gradients_of_later_stages(on_ranks):
-    for told in on_ranks(2, "rank_pipeline.trained", pp=2, stage=0, names=["1 W", "2"], unmarked=True):
-        assert told["apart"] > 5e-3
+    names = ["pipeline 3", "2"]
+    for said in on_ranks(2, "pipeline_jobs.beside_plain_torch", stage=0, names=names, unmarked=True):
+        assert said["apart"] > 5e-3
+
+
+@pytest.mark.slow
+def test_every_pass_of_a_stage_is_marked_and_recorded(on_ranks):
+    for said in on_ranks(2, "trained", stage=1, pp=2, name="pipeline 3", steps=1):
+        assert said["spans"] == [*said["passes"], ("G", -1), ("U", -1)]
+        kinds = Counter(kind for kind, _ in said["passes"])
+        words = Counter(mark.split(" of ")[0] for mark in said["marks"])
+        assert words["forward"] >= kinds["F"]  # some only take their input
+        assert words["weight gradients"] == kinds["W"] > 0
+        assert words["backward"] >= kinds["B"]
+        assert said["marks"][-1] == "update"
 
 
 @pytest.mark.slow
 def test_recomputed_layers_keep_their_inputs_alone(on_ranks):
-    for kept in on_ranks(2, "rank_pipeline.memory", pp=2):
+    for kept in on_ranks(2, "pipeline_jobs.memory"):
         whole, half, none = (kept[layers] for layers in range(3))
         assert whole - half == pytest.approx(half - none, rel=0.8)
         assert none < 0.4 * whole
@@ -220,51 +198,39 @@ def test_recomputed_layers_keep_their_inputs_alone(on_ranks):
 
 @pytest.mark.slow
 def test_what_was_sent_is_not_kept(on_ranks):
-    assert on_ranks(2, "rank_pipeline.alive_after_sending", pp=2) == [0, 0]
+    assert on_ranks(2, "pipeline_jobs.alive_after_sending") == [0, 0]
+
+
+FAULTS = {
+    "pipeline 3": ["dropped accumulator", "restarted positions", "weights of nothing", "loss per micro-batch"],
+    "slices, all replayed": ["shifted tape"],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16")])
-def test_resume_is_bit_equal(on_ranks, tmp_path, stage, dtype):
-    arguments = {"pp": 2, "stage": stage, "dtype": dtype, "folder": str(tmp_path)}
-    went_on = on_ranks(2, "rank_pipeline.save_and_go_on", **arguments)
-    assert went_on == on_ranks(2, "rank_pipeline.resume", **arguments)
-    assert len(set(went_on[0])) == 2
-    assert len(set(map(tuple, went_on))) == 1
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_caught(on_ranks, name):
+    results = on_ranks(2, "exactness", stage=1, pp=2, names=[name], faults=["", *FAULTS[name], ""])
+    sound, *broken, again = ([result["found"][i] for result in results] for i in range(len(FAULTS[name]) + 2))
+    exact(sound, ROUNDING, copies=2)
+    exact(again, ROUNDING, copies=2)
+    assert [fault for fault, found in zip(FAULTS[name], broken, strict=True) if not caught(found)] == []
 
 
 @pytest.mark.slow
-def test_other_ranks_go_on_and_other_stages_are_refused(on_ranks, tmp_path):
-    arguments = {"pp": 2, "stage": 1, "dtype": "fp32", "folder": str(tmp_path)}
-    went_on = on_ranks(4, "rank_pipeline.save_and_go_on", **arguments)
-    assert went_on == on_ranks(4, "rank_pipeline.resume", **arguments)
-    for told in on_ranks(4, "rank_pipeline.resume", **{**arguments, "pp": 4}):
-        assert "written under another pp" in told[0]
-    for told in on_ranks(4, "rank_pipeline.resume", **{**arguments, "layers": [1, 3]}):
-        assert "another number of layers of each stage" in told[0]
-    for resumed in on_ranks(2, "rank_pipeline.resume", **arguments):
-        for wanted, found in zip(went_on[0], resumed, strict=True):
-            assert float.fromhex(found) == pytest.approx(float.fromhex(wanted), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_mutants_are_caught(on_ranks):
-    for found in on_ranks(2, "rank_pipeline.mutants", pp=2):
-        sound = {name: errors for name, errors in found.items() if name.startswith("sound")}
-        assert len(sound) == 4
-        assert all(max(errors) <= ROUNDING for errors in sound.values()), sound
-        broken = {name: errors for name, errors in found.items() if name not in sound}
-        assert len(broken) == 6
-        assert all(max(errors) > 1e-3 for errors in broken.values()), broken
+def test_a_backward_that_takes_the_loss_of_another_micro_batch_is_caught(on_ranks):
+    for errors in on_ranks(2, "pipeline_jobs.crossed_losses"):
+        assert errors["sound"] <= ROUNDING
+        assert errors["crossed"] > 1e-3
 
 
 @pytest.mark.slow
 def test_foreign_plans_and_unequal_replays_are_refused(on_ranks):
-    for told in on_ranks(2, "rank_pipeline.refused", pp=2):
-        assert "a plan for 2 ranks, 1 in the job" in told["ranks"]
-        assert "a plan for 1 stages, 2 in the job" in told["stages"]
-        assert "no complete DeepSpeed checkpoint" in told["load"]
-        assert "act_fn drops 0.1" in told["dropout"]
+    for said in on_ranks(2, "pipeline_jobs.refused"):
+        assert "a plan for 2 ranks, 1 in the job" in said["ranks"]
+        assert "a plan for 1 stages, 2 in the job" in said["stages"]
+        assert "no complete DeepSpeed checkpoint" in said["load"]
+        assert "act_fn drops 0.1" in said["dropout"]
 
 
 def test_a_stage_output_that_was_sent_holds_no_memory():

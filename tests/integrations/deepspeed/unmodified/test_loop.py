@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_misuse_is_refused_and_nothing_is_left(on_ranks):
-    (told,) = on_ranks(1, "misuse")
+    (told,) = on_ranks(1, "script_jobs.misuse")
     wanted = {
         "unknown key": "did you mean 'packing'",
         "unmanaged": "managed_gradient_accumulation",

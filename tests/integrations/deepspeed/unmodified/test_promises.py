@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_what_cannot_be_regrouped_is_refused_on_all_ranks_with_one_message(on_ranks):
-    first, second = on_ranks(2, "rank_scripts.refusals")
+    first, second = on_ranks(2, "script_jobs.refusals")
     parts = {
         "labels on padding": ("3 labels of 1 samples", "labels[attention_mask == 0] = -100"),
         "chunks": (
@@ -35,7 +35,7 @@ ROWS = [list(range(1 + 13 * place, n + 1 + 13 * place)) for place, n in enumerat
 
 @pytest.mark.parametrize("kind", ["right", "left", "flattened"])
 def test_every_sample_with_a_target_is_handed_out_once(on_ranks, kind):
-    of_ranks = on_ranks(2, "rank_scripts.batches", kind=kind)
+    of_ranks = on_ranks(2, "script_jobs.batches", kind=kind)
     assert [len(batches) for batches in of_ranks] == [2, 2]
     samples = sorted(sample for batches in of_ranks for batch in batches for sample in batch)
     assert samples == sorted((row, [-100, *row[1:]]) for row in ROWS if len(row) > 1)
@@ -43,7 +43,7 @@ def test_every_sample_with_a_target_is_handed_out_once(on_ranks, kind):
 
 @pytest.mark.parametrize("kind", ["", "experts", "window"])
 def test_a_dummy_shows_the_loss_of_its_rank_and_changes_nothing(on_ranks, kind):
-    of_ranks = on_ranks(2, "rank_scripts.losses_of_dummies", kind=kind)
+    of_ranks = on_ranks(2, "script_jobs.losses_of_dummies", kind=kind)
     assert sorted(result["real"] for result in of_ranks) == [[True, False], [True, True]]
     for result in of_ranks:
         assert result["error"] < 3e-7
@@ -54,6 +54,6 @@ def test_a_dummy_shows_the_loss_of_its_rank_and_changes_nothing(on_ranks, kind):
 
 
 def test_ranks_with_unlike_plans_read_the_same_before_a_batch_is_handed_out(on_ranks):
-    first, second = on_ranks(2, "rank_scripts.unlike_plans")
+    first, second = on_ranks(2, "script_jobs.unlike_plans")
     assert first == second
     assert first.startswith("step 1: the ranks hold different plans: no side has a majority")

@@ -1,38 +1,25 @@
-"""What the ranks of a test world run: every function here is a case of test_generate.py."""
+"""Generation on ranks, against a whole forward of Transformers' own model for each token."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from deepspeed_tests.jobs import hosted, recipe
 from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.engine.stage import call_of
 from evenload.runtime.generate.engine import Decoder, generate
 from evenload.runtime.generate.noise import gumbel, stream_of
 from evenload.runtime.generate.request import Generation, Request, Sampling
 from evenload.runtime.generate.sampling import allowed
+from harness.rank import load
+from megatron_tests.float64 import all_in_float64
 
-_TESTS = Path(__file__).parents[2]
-
-
-def _load(name: str, file: Path) -> ModuleType:
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-pipelines = _load("generate_pipelines", Path(__file__).with_name("rank_pipeline.py"))
-tiny = _load("generate_tiny", _TESTS / "runtime" / "generate" / "tiny.py")
-shuffled = _load("generate_shuffled", _TESTS / "runtime" / "generate" / "shuffled.py")
-float64 = _load("generate_float64", _TESTS / "integrations" / "megatron" / "float64.py")
+GENERATE = Path(__file__).parents[2] / "runtime" / "generate"
+one_by_one, Shuffled = load(str(GENERATE / "tiny.py")).one_by_one, load(str(GENERATE / "shuffled.py")).Shuffled
 
 _DRAW = np.random.default_rng(4)
 REQUESTS = [
@@ -46,7 +33,7 @@ def generated(pp: int, stage: int, ways: list[dict[str, Any]], **more: Any) -> d
     """Of each way the samples that differ from those of Transformers' own model, a whole forward a token, beyond a tie
     within rounding, how many have such a tie, and the largest error of a log-probability before it."""
     rows = []
-    with pipelines.hosted(pp, stage, **more) as host:
+    with hosted(stage, pp=pp, **more) as host:
         model = build_model(host.recipe, attn_implementation="sdpa").eval()
         model.load_state_dict(host.weights())
 
@@ -55,11 +42,11 @@ def generated(pp: int, stage: int, ways: list[dict[str, Any]], **more: Any) -> d
             logits: torch.Tensor = model(torch.tensor(row)[None]).logits[0]
             return logits
 
-        want = tiny.one_by_one(whole, REQUESTS, SETTINGS)
+        want = one_by_one(whole, REQUESTS, SETTINGS)
         before = host.weights(), torch.get_rng_state()
         for way in ways:
             own = {key: value for key, value in way.items() if key != "moves"}
-            dealer = shuffled.Shuffled(way["moves"]) if "moves" in way else None
+            dealer = Shuffled(way["moves"]) if "moves" in way else None
             samples = host.generate(REQUESTS, replace(SETTINGS, **own), dealer=dealer)
             faults = [_fault(sample, want[sample[:2]], whole) for sample in samples]
             rows.append(
@@ -97,15 +84,15 @@ def _error(got: Any, want: Any) -> float:
 
 def in_float64() -> dict[str, Any]:
     """The model without DeepSpeed's engine, which has no float64, against Transformers' own attention."""
-    recipe = pipelines.recipe(1, 0)
-    with float64.all_in_float64(), torch.no_grad():
-        plain = build_model(recipe, attn_implementation="sdpa").double().eval()
-        model = build_model(recipe).double().eval()
+    made = recipe(0)
+    with all_in_float64(), torch.no_grad():
+        plain = build_model(made, attn_implementation="sdpa").double().eval()
+        model = build_model(made).double().eval()
         for one in (plain, model):
             for parameter in one.parameters():
                 if parameter.ndim > 1:
                     parameter.mul_(6.0)
-        want = tiny.one_by_one(lambda row: plain(torch.tensor(row)[None]).logits[0], REQUESTS, SETTINGS)
+        want = one_by_one(lambda row: plain(torch.tensor(row)[None]).logits[0], REQUESTS, SETTINGS)
         decoder = Decoder(
             torch.device("cpu"), lambda pack, slots: model(**call_of(pack), logits_to_keep=slots).logits[0]
         )

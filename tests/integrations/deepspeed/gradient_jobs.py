@@ -1,88 +1,71 @@
-"""What the ranks of a test world run: every function here is a case of test_gradients.py."""
+"""Gradients of samples from one backward of packs, against one backward a sample."""
 
 from __future__ import annotations
 
-import importlib.util
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from evenload.core.plan.step_plan import as_lengths
+from deepspeed_tests.jobs import gathered, hosted
 from evenload.core.recipe.adapter import Adapter
+from evenload.core.recipe.tenant import TenantTrain
+from evenload.integrations.deepspeed.plain import PlainModel
 from evenload.integrations.host.gradients import GradientSettings, PlannedSamples
+from evenload.integrations.reference.textbook import AdamW
+from evenload.integrations.reference.textbook_adapter import Alone
 from evenload.runtime.adapters.places import AdapterState
 from evenload.runtime.adapters.projection import projection
+from evenload.runtime.attention.labels import part_of
 from evenload.training.proof.weighing import drawn_weights
+from harness.proof import planned, tokens
 
-
-def _load(file: str) -> Any:
-    spec = importlib.util.spec_from_file_location(file, Path(__file__).with_name(f"{file}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-alone, slices, pipelines = (_load(f) for f in ("alone", "rank_slices", "rank_pipeline"))
 COLUMNS, SEED = 100, 5
 ADAPTER = Adapter(r=4, lora_alpha=8)
 
 
-@contextmanager
-def hosted(stage: int, pp: int = 1, **more: Any) -> Any:
-    if pp > 1:
-        with pipelines.hosted(pp, stage, **more) as host:
-            yield host
-        return
-    host = slices.open_host(slices.recipe(stage, **more), slices.init_world())
-    try:
-        yield host
-    finally:
-        host.close()
-
-
 def _case(host: Any, name: str, number: int) -> PlannedSamples:
-    if host.layout.pp > 1:
-        plan, tokens_of = pipelines.planned(host, name), pipelines.tokens_of
-        labels = drawn_weights(None, tokens_of, plan.lengths, "token", [0]) if number % 2 else None
-        return PlannedSamples(plan, tokens_of, labels)
-    plan = slices.plan_named(name)
-    tokens_of = slices.plans.tokens_of(plan)
-    labels = drawn_weights(None, tokens_of, plan.lengths, "token", [0]) if number % 2 else None
-    return PlannedSamples(plan, tokens_of, labels)
+    plan, data = planned(host, name), tokens()
+    return PlannedSamples(plan, data, drawn_weights(None, data, plan.lengths, "token", [0]) if number % 2 else None)
 
 
-def by_sample(stage: int, names: list[str], **more: Any) -> dict[str, Any]:
+def by_sample(names: list[str], **asked: Any) -> dict[str, Any]:
     """Errors of rows and products of each plan, and what has changed of the host."""
     found: dict[str, Any] = {}
-    with hosted(stage, **more) as host:
+    with hosted(**asked) as host:
         samples = [_case(host, name, number) for number, name in enumerate(names)]
         how: Any = {"labels": samples[0].labels}
         host.train_step(*samples[0][:2], lr=1e-3, **how)
         before, base = _state(host, samples[0]), host.weights()
-        (state,) = alone.drawn_states([ADAPTER], base)
+        state = _matrices(base)
+        one = Alone(PlainModel(host.recipe, host, "fp64"), base, ADAPTER, AdamW.of(state.weights, TenantTrain()))
         settings = GradientSettings(ADAPTER, COLUMNS, SEED, state=state)
         with host.gradient_scores(settings) as scores:
             for name, own in zip(names, samples, strict=True):
-                found[name] = _errors(host, scores, own, state, base)
+                found[name] = _errors(one, scores, own)
         found["changed"] = [n for n, t in _state(host, samples[0]).items() if not torch.equal(t, before[n])]
-        found["gathered"] = slices._gathered(host) if more.get("pp", 1) == 1 else 0
+        found["gathered"] = gathered(host) if host.layout.pp == 1 else 0
     return found
 
 
-def _errors(host: Any, scores: Any, samples: PlannedSamples, state: AdapterState, base: Any) -> dict[str, float]:
+def _matrices(weights: Any) -> AdapterState:
+    """Of an adapter of a model with these weights; none is zero."""
+    generator, matrices = torch.Generator().manual_seed(1), {}
+    for name in [n.removesuffix(".weight") for n, w in weights.items() if ".layers." in n and w.ndim == 2]:
+        outputs, inputs = weights[f"{name}.weight"].shape
+        matrices[f"{name}.lora_A"] = torch.randn(ADAPTER.r, inputs, generator=generator) * 0.03
+        matrices[f"{name}.lora_B"] = torch.randn(outputs, ADAPTER.r, generator=generator) * 0.03
+    return AdapterState(matrices, {}, {}, 0)
+
+
+def _errors(one: Alone, scores: Any, samples: PlannedSamples) -> dict[str, float]:
     rows, _ = scores.projected(samples)
     direction = scores.direction([samples])
     backward, forwards = (scores.along(direction, [samples], method).products for method in ("backward", "forwards"))
-    one = alone.Alone(host.recipe, base, 0, ADAPTER, state)
-    whole = []
-    for n in range(len(samples.plan.lengths)):
-        if int(samples.plan.lengths[n]) < 2:
-            whole.append({name: torch.zeros_like(m).double() for name, m in one.matrices.items()})
-            continue
-        own = samples.plan.revised(tenants=as_lengths(np.where(np.arange(len(samples.plan.lengths)) == n, 0, 1)))
-        whole.append(one.gradients(own, samples.tokens_of, samples.labels)[1])
+    plan, data, labels = samples
+    whole = [
+        one.gradients(lambda _, n=n: data(n), plan.lengths[[n]], part_of(labels, [n]))[1]
+        for n in range(len(plan.lengths))
+    ]
     expected = np.array(
         [
             sum(projection(n, g.flatten(), torch.arange(g.numel()), COLUMNS, SEED).numpy() for n, g in row.items())

@@ -1,4 +1,4 @@
-"""What the ranks of a test world run: every function here is a case of test_pretrained.py."""
+"""Hosts whose model comes from a Hugging Face folder and leaves as one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from deepspeed_tests.jobs import giving_groups_back
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
@@ -37,6 +38,7 @@ def _write_family(folder: str, config: str, fields: dict[str, Any]) -> None:
     model.save_pretrained(folder, max_shard_size="20KB")
 
 
+@giving_groups_back()
 def _case(family: tuple[str, dict[str, Any]], folder: str, out: str, stage: int, **parallel: int) -> dict[str, Any]:
     world = init_world()
     if world.rank == 0:

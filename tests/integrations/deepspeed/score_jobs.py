@@ -1,36 +1,33 @@
-"""What the ranks of a test world run: every function here is a case of test_score.py."""
+"""Plans that run forward only, against whole sequences one by one."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from deepspeed_tests.jobs import hosted
 from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.plain import relative_error
 from evenload.runtime.attention.labels import Labels
 from evenload.runtime.attention.pack import IGNORE
 from evenload.training.proof.weighing import drawn_weights
+from harness.proof import LENGTHS, planned, tokens
 from torch.nn.functional import cross_entropy
 
-_spec = importlib.util.spec_from_file_location("score_pipelines", Path(__file__).with_name("rank_pipeline.py"))
-pipelines = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pipelines)
-LENGTHS, tokens_of = pipelines.LENGTHS, pipelines.tokens_of
+tokens_of = tokens()
 
 
 def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]:
     """Of each plan the largest errors of losses and logits against plain forwards, with half of all tokens masked the
     second time, and whether weights, random states or the gradients of a step behind it have changed."""
     rows = []
-    with pipelines.hosted(pp, stage, **more) as host:
+    with hosted(stage, pp=pp, **more) as host:
         expected, vectors = _one_by_one(host), _vectors(host)
         labels = _masked()
         before = _state(host)
         for name in plans:
-            plan = pipelines.planned(host, name)
+            plan = planned(host, name)
             whole, masked = host.score(plan, tokens_of), host.score(plan, tokens_of, labels=labels)
             pointed = host.score(plan, tokens_of, labels=labels, vectors=True)
             by_token = host.token_losses(plan, tokens_of, labels=labels)
@@ -49,7 +46,7 @@ def scored(pp: int, stage: int, plans: list[str], **more: Any) -> dict[str, Any]
         changed = [n for n, state in _state(host).items() if not torch.equal(state, before[n])]
         how: Any = {"lr": 0.0, "labels": labels._replace(reference=_reference)}
         host.scores_steps = True
-        steps = [host.train_step(pipelines.planned(host, name), tokens_of, **how) for name in plans]
+        steps = [host.train_step(planned(host, name), tokens_of, **how) for name in plans]
         trained = [_error(step.scores, expected, labels) for step in steps]
         excess = [_off_in_excess(step.scores, expected, labels) for step in steps]
         return {"plans": rows, "changed": changed, "trained": trained, "excess": excess}
@@ -139,7 +136,7 @@ def _off(values: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _state(host: Any) -> dict[str, torch.Tensor]:
     """All that a step goes by, but for the plan, and what a step gives."""
-    result, gradients = host.gradients(pipelines.planned(host, "whole"), tokens_of)
+    result, gradients = host.gradients(planned(host, "packs"), tokens_of)
     kept = {f"weight {name}": weight for name, weight in host.weights().items()}
     kept |= {f"gradient {name}": gradient for name, gradient in gradients.items()}
     training = torch.tensor([module.training for module in host.engine.module.modules()])

@@ -6,10 +6,15 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed_tests.jobs import recipe, told
 from evenload.core.errors import EvenloadError, RankError
 from evenload.integrations.deepspeed.engine.engine import prepare_deepspeed
+from evenload.integrations.deepspeed.engine.model import build_model
 from evenload.integrations.deepspeed.unmodified import loop
 from evenload.patches import deepspeed as patch
 from evenload.patches import transformers
@@ -28,6 +33,7 @@ SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 Rows = list[torch.Tensor]
+SAMPLES = [np.random.default_rng(i).integers(0, 97, n) for i, n in enumerate((40, 9, 13, 22, 5))]
 
 
 def rows_of(*lengths: int) -> Rows:
@@ -61,8 +67,6 @@ def start(
     data: Any, collate_fn: Callable[..., Any], config: Any = None, *, size: int = 2, gas: int = 1, cap: int = 64
 ) -> Any:
     """(engine, loader) of ``deepspeed.initialize`` in a script with an evenload section; size: rows a micro-batch."""
-    import deepspeed
-
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config or LlamaConfig(**SMALL), attn_implementation="sdpa")
     ds_config = {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": gas, "gradient_clipping": 0.0}
@@ -173,3 +177,56 @@ def losses_of_dummies(kind: str) -> dict[str, Any]:
         (plain(**collate([row])).loss * (len(row) - 1) / targets).backward()
     error = max(float((moved[name] - (p - 0.5 * p.grad)).abs().max()) for name, p in plain.named_parameters())
     return {"rank": dist.get_rank(), "losses": losses, "real": real, "error": error}
+
+
+def misuse() -> dict[str, Any]:
+    """A script's engine in one process, used as a script should not; messages of the errors, and what is left after."""
+    prepare_deepspeed()
+    init_world()
+    ledger, said = Ledger(), {}
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        (row,) = rows
+        return {"input_ids": row[None], "labels": row[None]}
+
+    def make(section: Any, collate_fn: Any = collate, **more: Any) -> Any:
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, **more, "evenload": section}
+        model = build_model(recipe(1), attn_implementation="sdpa")
+        data = [torch.from_numpy(tokens) for tokens in SAMPLES]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, _, loader, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, training_data=data, collate_fn=collate_fn
+        )
+        return engine, loader
+
+    section = {"packing": {"enabled": True, "max_tokens": 64}}
+    with ledger:
+        ledger.apply(patch.rows())
+        said["unknown key"] = told(lambda: make({"packin": {}}))
+        said["unmanaged"] = told(lambda: make(section, managed_gradient_accumulation=False))
+        engine, loader = make(section, collate_fn=lambda rows: {"x": rows[0][None]})
+        said["other keys"] = told(lambda: next(iter(loader)))
+        engine, loader = make({"packing": {"enabled": True, "max_tokens": 30}})
+        said["too long"] = told(lambda: list(loader))
+
+        engine, loader = make(section)
+        said["micro-batches"] = [len(loader), len(list(loader))]
+        engine, loader = make({**section, "mesh": {"enabled": True}})
+        said["with mesh"] = len(list(loader))
+        engine, loader = make(section)
+        batches = iter(loader)
+        first = next(batches)
+        said["other tokens"] = told(lambda: engine(input_ids=first["input_ids"] + 1, labels=first["labels"]))
+        loss = engine(first["input_ids"], labels=first["labels"]).loss
+        said["two forwards"] = told(lambda: engine(**next(batches)))
+        said["step without backward"] = told(lambda: engine.step())
+        returned = engine.backward(loss)
+        said["returned"] = [float(loss.detach()), float(returned)]
+        engine.step()
+        said["attention"] = [engine.module.config._attn_implementation]
+    loop.release()
+    said["attention"].append(engine.module.config._attn_implementation)
+    said["disabled inside an epoch"] = told(lambda: next(batches) and next(batches))
+    said["stock again"] = type(iter(loader)).__name__
+    said["methods"] = [type(vars(DeepSpeedEngine)[n]).__name__ for n in ("deepspeed_io", "forward", "backward", "step")]
+    return said
