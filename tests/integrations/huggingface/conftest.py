@@ -2,40 +2,64 @@
 
 from __future__ import annotations
 
-import importlib.util
+import gc
+import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-PLANS = Path(__file__).parent.parent / "deepspeed"
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.with_name("deepspeed"))]  # where the job files lie, and plans of 2 and of 4 ranks
 
-
-def load(file: str) -> Any:
-    """A module of this folder or of that with the plans, under a name of its own: there is no package to find it in."""
-    name = f"huggingface_{file}"
-    if name not in sys.modules:
-        here = Path(__file__).with_name(f"{file}.py")
-        spec = importlib.util.spec_from_file_location(name, here if here.exists() else PLANS / f"{file}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+LAUNCHED = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+"""Accelerate takes the process group that is there, but asks for what its launcher sets."""
 
 
 def call(job: str, arguments: dict[str, Any]) -> Any:
-    """Runs on a rank: ``<file>.<job>(**arguments)``."""
+    """Runs on a rank: ``<file>.<job>(**arguments)``. Planes that Trainers keep as long as they live are closed."""
     import torch
+    from evenload.runtime.world.plane import Plane
 
     torch.set_num_threads(1)
     file, name = job.split(".")
-    return getattr(load(file), name)(load, **arguments)
+    planes, make = [], Plane.make
+
+    def kept(*words: Any) -> Plane:
+        planes.append(make(*words))
+        return planes[-1]
+
+    with patch.dict(os.environ, LAUNCHED), patch.object(Plane, "make", kept):
+        result = getattr(import_module(file), name)(**arguments)
+    for plane in planes:
+        plane.close()
+    return result
+
+
+@pytest.fixture(autouse=True)
+def frozen(request: pytest.FixtureRequest) -> None:
+    """Each run of a Trainer collects garbage, which takes a quarter of a second where imports are not frozen."""
+    if request.node.get_closest_marker("slow"):
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def families() -> Any:
+    """The module families.py, with all plugins."""
+    from evenload.api import load_plugins
+
+    load_plugins()
+    return import_module("families")
 
 
 @pytest.fixture(scope="session")
 def trainer() -> str:
-    return "deepspeed"
+    return "huggingface"
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from textwrap import fill
@@ -18,19 +17,13 @@ from typing import Any
 
 import torch
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import recipe as recipes
 from evenload.integrations.huggingface.models import refuse_unsupported
 from evenload.integrations.unmodified import planned_loop, planned_runs
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
 from torch.overrides import TorchFunctionMode
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from trainer_runs import Gradients, Keep, arguments, collate, error_of, recipe
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 FAMILIES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -42,12 +35,13 @@ _SIZES = {
     "expert_ffn_hidden_size shared_expert_intermediate_size",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
     "num_encoder_layers num_experts_per_tok moe_topk moe_k num_key_value_heads eos_token_id linear_num_key_heads "
-    "linear_num_value_heads",
+    "linear_num_value_heads full_attention_interval",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
     "num_local_experts n_routed_experts moe_num_experts rotary_dim linear_conv_kernel_dim mamba_n_heads",
     256: "max_position_embeddings n_positions n_ctx max_seq_len",
     8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim ssm_state_size "
     "state_size sliding_window window_size",
+    16: "chunk_size mamba_chunk_size",
     1: "n_group topk_group n_shared_experts bos_token_id first_k_dense_replace",
     0: "pad_token_id",
 }
@@ -59,6 +53,11 @@ _OFF = (
 )
 _SETTINGS = {name: size for size, names in _SIZES.items() for name in names.split()}
 _SETTINGS |= dict.fromkeys(_OFF.split(), 0.0) | {"is_decoder": True, "initializer_range": 0.25, "init_std": 0.25}
+_OF_FAMILIES = {
+    "zamba": {"num_hidden_layers": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+}
+"""Fields of some alone, whose layers come in turns: with 2 layers there would be one kind of them, or none."""
 
 
 def tiny(family: str, **own: Any) -> Any:
@@ -70,7 +69,7 @@ def tiny(family: str, **own: Any) -> Any:
         raise ValueError("a config of several models")
     wanted = {name: value for name, value in _SETTINGS.items() if getattr(base, name, None) is not None}
     wanted |= {name: _SETTINGS[name] for name in ("pad_token_id", "eos_token_id", "is_decoder") if hasattr(base, name)}
-    wanted |= own
+    wanted |= _OF_FAMILIES.get(family, {}) | own
     errors: list[Exception] = []
     layers = ("num_layers", "num_hidden_layers", "n_layer", "n_layers")
     changes: list[dict[str, Any]] = [{}, {"num_key_value_heads": 4}]
@@ -123,16 +122,10 @@ def _built(config: Any) -> Any:
 _LENGTHS = (5, 40, 9, 23, 60, 7, 31, 14)
 
 
-def _rows() -> list[dict[str, list[int]]]:
+def rows() -> list[dict[str, list[int]]]:
     draw = torch.Generator().manual_seed(3)
     drawn = [torch.randint(3, 96, (length,), generator=draw).tolist() for length in _LENGTHS]
-    return [{"input_ids": one, "labels": one, "attention_mask": [1] * len(one)} for one in drawn]
-
-
-def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-    most = max(len(row["input_ids"]) for row in rows)
-    pads = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    return {k: torch.tensor([row[k] + [pad] * (most - len(row[k])) for row in rows]) for k, pad in pads.items()}
+    return [{"input_ids": one, "labels": one} for one in drawn]
 
 
 class Wide(TorchFunctionMode):
@@ -150,29 +143,19 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Keep(TrainerCallback):
-    def __init__(self) -> None:
-        self.gradients: dict[str, torch.Tensor] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+TWO_MICRO_BATCHES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+def gradients_of(model: Any) -> Gradients:
     """Those of one step of the real Trainer: two micro-batches of four padded rows."""
-    keep = _Keep()
-    with tempfile.TemporaryDirectory() as folder:
-        own = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1, "seed": 1}
-        quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
-        arguments = TrainingArguments(folder, use_cpu=True, max_grad_norm=0.0, **own, **quiet)
-        Trainer(model, arguments, train_dataset=_rows(), data_collator=collate, callbacks=[keep]).train()
-    return keep.gradients
+    own, keep = arguments(**TWO_MICRO_BATCHES, logging_strategy="no"), Keep()
+    Trainer(model, TrainingArguments(**own), train_dataset=rows(), data_collator=collate, callbacks=[keep]).train()
+    return keep.updates[-1]
 
 
 def planned() -> Any:
     """A session of evenload that packs."""
-    plugins = {"packing": {"enabled": True, "max_tokens": 8192}}
-    return enabled(recipes.parse({"trainer": "transformers", "plugins": plugins}))
+    return enabled(recipe(packing={"max_tokens": 8192}))
 
 
 def outcome(family: str) -> tuple[str, float]:
@@ -198,9 +181,9 @@ def outcome(family: str) -> tuple[str, float]:
         return f"refused: {error.found}", 0.0
     if planned_runs._idle:
         (idle,) = planned_runs._idle
-        return f"stock: {idle.why.split(' (')[0]}", _error(own, stock)
+        return f"stock: {idle.why.split(' (')[0]}", difference(own, stock)
     assert planned_runs._steps != before, "neither planned nor a word"
-    error_of_step, said = _error(own, stock), "padded groups" if plans[-1].limits.padded else "planned"
+    error_of_step, said = difference(own, stock), "padded groups" if plans[-1].limits.padded else "planned"
     return said, error_of_step
 
 
@@ -269,13 +252,10 @@ def by_config(family: str) -> str:
     return "yes"
 
 
-def _error(own: Any, stock: Any) -> float:
-    assert own.keys() == stock.keys()
-    if all(torch.equal(own[n].nan_to_num(), w.nan_to_num()) for n, w in stock.items()):
-        return 0.0  # also where a model's own numbers are none
-    largest = max(float(w.norm()) for w in stock.values())
-    # Some weights have no gradient but for rounding: biases that a softmax or a norm takes out again.
-    return max(float((own[n] - w).norm() / max(float(w.norm()), 1e-6 * largest)) for n, w in stock.items())
+def difference(own: Gradients, stock: Gradients) -> float:
+    """`error_of`, and 0 where all is equal, also where a model's own numbers are none."""
+    is_equal = all(torch.equal(own[name].nan_to_num(), w.nan_to_num()) for name, w in stock.items())
+    return 0.0 if is_equal and own.keys() == stock.keys() else error_of(own, stock)
 
 
 def _first_line(error: Exception) -> str:

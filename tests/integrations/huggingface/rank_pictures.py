@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import rank_accelerate
 import torch
-from accelerate.state import AcceleratorState
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import recipe as recipes
 from evenload.integrations.transformers import trainer as planned_trainer
 from evenload.integrations.unmodified import planned_loop
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
-from transformers import AutoModelForImageTextToText, TrainingArguments
+from evenload.runtime.world.agreement import rank_and_size
+from rank_trainer import double_loss, step_of
+from trainer_runs import Gradients, error_of, recipe
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 IMAGE = 90
@@ -30,54 +30,42 @@ TEXT = {
     "max_position_embeddings": 512,
     "pad_token_id": 0,
 }
-_QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
-_TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 2}
-_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+CLIP = {"model_type": "clip_vision_model", **TOWER, "patch_size": 2, "image_size": 8, "projection_dim": 16}
+OF_QWEN = {"depth": 2, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
+OF_QWEN |= {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "in_channels": 3}
+MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+LLAVA = {
+    "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": CLIP,
+    "vision_feature_layer": -2,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
-        "text_config": {**TEXT, "rope_parameters": _MROPE},
-        "vision_config": {
-            **_QWEN_TOWER,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "intermediate_size": 24,
-            "window_size": 8,
-            "fullatt_block_indexes": [1],
-            "in_channels": 3,
-        },
+        "text_config": {**TEXT, "rope_parameters": MROPE},
+        "vision_config": {**OF_QWEN, "window_size": 8, "fullatt_block_indexes": [1]},
     },
-    "qwen2_vl": {
-        "text_config": {**TEXT, "rope_parameters": _MROPE},
-        "vision_config": {**_QWEN_TOWER, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
-    },
-    "llava": {
-        "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {"model_type": "clip_vision_model", **_TOWER, "image_size": 8, "projection_dim": 16},
-        "vision_feature_layer": -2,
-    },
-    "llava with windows": {
-        "text_config": {"model_type": "mistral", **TEXT, "sliding_window": 16},
-        "vision_config": {"model_type": "clip_vision_model", **_TOWER, "image_size": 8, "projection_dim": 16},
-        "vision_feature_layer": -2,
-    },
+    "llava": LLAVA,
+    "llava in rows": LLAVA,
+    "llava across pictures": LLAVA,
+    "llava with windows": {**LLAVA, "text_config": {"model_type": "mistral", **TEXT, "sliding_window": 16}},
     "smolvlm": {
         "text_config": {"model_type": "llama", **TEXT},
-        "vision_config": {**_TOWER, "image_size": 8},
+        "vision_config": {**TOWER, "patch_size": 2, "image_size": 8},
         "scale_factor": 2,
     },
 }
-CONFIGS["llava across pictures"] = CONFIGS["llava in rows"] = CONFIGS["llava"]
-RECIPE = {"trainer": "transformers", "plugins": {"packing": {"enabled": True, "max_tokens": 160}}}
+PACKING = {"max_tokens": 160}
 
 
-def build_model(load: Any, name: str) -> Any:
+def build_model(name: str) -> Any:
     torch.manual_seed(0)
     kind = name.split()[0]
     config = CONFIG_MAPPING[kind](**CONFIGS[name], image_token_id=IMAGE, tie_word_embeddings=False)
     if kind.startswith("qwen"):
         config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = 91, 92, 93
     model = AutoModelForImageTextToText.from_config(config).double()
-    model.loss_function = load("rank_trainer").double_loss
+    model.loss_function = double_loss
     if "across" in name:
         projector = model.model.multi_modal_projector
         projector.register_forward_hook(lambda module, args, output: output * args[0].mean().exp())
@@ -134,78 +122,50 @@ def collator(name: str) -> Any:
     return collate
 
 
-def train(load: Any, name: str, rows: Any, size: int, zero: int | None = None, **more: Any) -> Any:
-    """One optimizer step over all rows, two in a micro-batch: its loss and gradients; as `rank_trainer.train`."""
-    other = load("rank_trainer")
-    if zero is not None:
-        more |= {"deepspeed": other._ds_config(zero), "learning_rate": other.RATE, "lr_scheduler_type": "constant"}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
-    keep, count = other.Keep(), len(rows) // 2 // size
-    arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0, "seed": 1}
-    arguments |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": count, "logging_steps": 1}
-    arguments |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "optim": "sgd", **more}
-    arguments |= {"remove_unused_columns": False}
-    model = build_model(load, name)
-    model = model if zero is None else model.float()
-    before = {key: p.detach().clone() for key, p in model.named_parameters()}
-    trainer = other.InOrder(
-        model,
-        TrainingArguments(**arguments),
-        train_dataset=rows,
-        data_collator=collator(name),
-        callbacks=[keep] * (zero is None),
-    )
-    trainer.train()
-    if zero is not None:
-        with other.deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=zero == 3):
-            keep.gradients = {key: (before[key] - p.detach()) / other.RATE for key, p in model.named_parameters()}
-    return trainer.state.log_history[0]["loss"], keep.gradients
+def train(name: str, rows: Any, zero: int | None = None) -> tuple[float, Gradients]:
+    """One optimizer step over all rows, two in a micro-batch: its loss and gradients; `zero` as in `step_of`."""
+    own = {"per_device_train_batch_size": 2, "remove_unused_columns": False}
+    own |= {"gradient_accumulation_steps": len(rows) // 2 // rank_and_size()[1]}
+    return step_of(partial(build_model, name), zero, own, train_dataset=rows, data_collator=collator(name))
 
 
-def exact(load: Any, name: str, rows: Any = None, **more: Any) -> dict[str, Any]:
+def exact(name: str, rows: Any = None, zero: int | None = None) -> dict[str, Any]:
     """Errors of a planned step against the same Trainer without evenload, and what was planned."""
-    size = load("rank_trainer")._join()
-    rows = samples_of(name, count=6 * size) if rows is None else rows
-    loss, wanted = train(load, name, rows, size, **more)
+    rows = samples_of(name, count=6 * rank_and_size()[1]) if rows is None else rows
+    loss, wanted = train(name, rows, zero)
+    assert any("vis" in key and float(one.norm()) > 0 for key, one in wanted.items()), "no tower was trained"
     plans, idle = [], []
     no_packs = {"packs_fault": lambda _: EvenloadError("no packs", "here", "")} if "in rows" in name else {}
     with (
         with_attributes(planned_trainer, **no_packs),
         with_attributes(planned_loop, report_step=lambda _, chain, plan, **__: plans.append((chain, plan))),
         with_attributes(planned_trainer, report_idle=lambda _, why, __: idle.append(why)),
-        enabled(recipes.parse(RECIPE)),
+        enabled(recipe(packing=PACKING)),
     ):
-        own_loss, gradients = train(load, name, rows, size, **more)
-    assert gradients.keys() == wanted.keys()
-    assert any("vis" in key and float(one.norm()) > 0 for key, one in wanted.items()), "no tower was trained"
-    # Of a bias whose gradient is 0 but for rounding, the size of the largest counts.
-    least = 1e-6 * max(float(one.norm()) for one in wanted.values())
-    error = max(float((gradients[key] - one).norm()) / max(float(one.norm()), least) for key, one in wanted.items())
+        own_loss, gradients = train(name, rows, zero)
     rows_moved = any(m.pad_to for _, plan in plans for m in plan.micro_batches)
     beside = [chain.context.costs.beside for chain, _ in plans]
     slices = [(s.sequence, m.ranks[0]) for _, plan in plans for m in plan.micro_batches for s in m.slices]
     planned = {"beside": beside, "padded": rows_moved, "ranks": {rank for i, rank in slices if beside[0][i][0]}}
-    return {"loss": abs(own_loss - loss) / loss, "grad": error, "idle": idle, **planned}
+    return {"loss": abs(own_loss - loss) / loss, "grad": error_of(gradients, wanted), "idle": idle, **planned}
 
 
-def each(load: Any, names: list[str], **more: Any) -> dict[str, Any]:
+def each(names: list[str], **more: Any) -> dict[str, Any]:
     """`exact` of several models."""
-    return {name: exact(load, name, **more) for name in names}
+    return {name: exact(name, **more) for name in names}
 
 
-def one_sided(load: Any, name: str) -> dict[str, Any]:
+def one_sided(name: str) -> dict[str, Any]:
     """`exact` where the batches of the first rank have pictures, and those of the others none."""
-    size, rows = load("rank_trainer")._join(), samples_of(name, count=48)
+    size, rows = rank_and_size()[1], samples_of(name, count=48)
     own = [row for row in rows if row["pictures"]], [row for row in rows if not row["pictures"]]
     mixed = [own[min(place % size, 1)].pop() for _ in range(2) for place in range(size) for _ in range(2)]
-    return exact(load, name, mixed)
+    return exact(name, mixed)
 
 
-def refused(load: Any, name: str, fault: str) -> str:
+def refused(name: str, fault: str) -> str:
     """What a planned run says of samples in which a picture lacks a token, or a token its picture."""
-    size = load("rank_trainer")._join()
-    rows = samples_of(name, count=2 * size)
+    rows = samples_of(name, count=2 * rank_and_size()[1])
     row = rows[2]
     if fault == "token":
         place = row["tokens"].index(IMAGE)
@@ -213,17 +173,26 @@ def refused(load: Any, name: str, fault: str) -> str:
     else:
         row["pictures"], row["grids"], row["patches"] = [], [], []
     try:
-        with enabled(recipes.parse(RECIPE)):
-            train(load, name, rows, size)
+        with enabled(recipe(packing=PACKING)):
+            train(name, rows)
     except EvenloadError as error:
         return str(error)
     return "no error"
 
 
-def loop(load: Any, name: str) -> dict[str, Any]:
-    """What a plain loop of Accelerate over samples with pictures comes to, planned and as it is."""
-    load("rank_trainer")._join()
-    loops = load("rank_accelerate")
-    own = {"build_model": lambda: build_model(load, name), "samples_of": lambda *_, **__: samples_of(name, count=16)}
-    compared: dict[str, Any] = loops._compared(lambda: loops.Loop(SimpleNamespace(**own, collate=collator(name))).run())
-    return compared
+class Loop(rank_accelerate.Loop):
+    """A plain loop of Accelerate over samples with pictures."""
+
+    def build(self) -> Any:
+        return build_model("qwen2_5_vl")
+
+    def samples(self) -> list[Any]:
+        return samples_of("qwen2_5_vl", count=16)
+
+    def collate(self, rows: list[Any]) -> Any:
+        return collator("qwen2_5_vl")(rows)
+
+
+def loop() -> dict[str, Any]:
+    """What it comes to, planned and as it is."""
+    return rank_accelerate.script.compared(Loop)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import families
 import torch
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from evenload.core.errors import EvenloadError
-from evenload.core.recipe import recipe as recipes
 from evenload.integrations.transformers import pack_call
 from evenload.integrations.unmodified import planned_loop, planned_runs
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
+from evenload.runtime.world.agreement import rank_and_size
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer_runs import Gradients, Keep, arguments, error_of, forget_layout, recipe
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import (
     DistillationConfig,
@@ -37,11 +37,6 @@ from trl.kernels import chunked_logprob
 
 ANSWERS = ((61, 5), (3, 17), (33, 40), (9, 2), (90, 70), (3, 4), (40, 11), (26, 61))
 ANSWERS = (*ANSWERS, (7, 8), (72, 9), (2, 2), (14, 55), (1, 31), (21, 20), (12, 1), (5, 48))
-
-
-def recipe(max_tokens: int) -> Any:
-    plugins = {"packing": {"enabled": True, "max_tokens": max_tokens}}
-    return recipes.parse({"trainer": "transformers", "plugins": plugins})
 
 
 class Penalized(DPOTrainer):
@@ -116,45 +111,35 @@ def _many_unlike_words(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(one.split()))) for one in completions]
 
 
-def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int = 1, **own: Any) -> Any:
+def adapted(net: Any, kind: str) -> Any:
+    torch.manual_seed(1)
+    task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type=task)
+    return get_peft_model(net, lora).double()
+
+
+def trained(
+    kind: str, *, lora: bool = False, steps: int = 1, accumulate: int = 2, penalty: str = "", **own: Any
+) -> tuple[Any, Gradients]:
     """A Trainer that has run, and the gradients of its last step."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = os.environ["ACCELERATE_USE_FSDP"] = "false"
+    forget_layout()
     of_kind, of_config = KINDS[kind]
-    accumulate, penalty = own.pop("accumulate", 2), own.pop("penalty", "")
-    keep, net = load("rank_rows").Gradients(), model(kind)
-    more: dict[str, Any] = {}
+    net, keep, more = model(kind), Keep(), {}
     if kind in GENERATING:
+        more = {"teacher_model": model(kind)} if kind == "distillation" else {"reward_funcs": _many_unlike_words}
         own = {"max_completion_length": 6} | own
         own |= {} if kind == "distillation" else {"num_generations": 2}
         own |= {"beta": 0.0} if kind == "rloo" else {}
-        more |= {"teacher_model": model(kind)} if kind == "distillation" else {"reward_funcs": _many_unlike_words}
-    if kind != "reward" and kind not in ("grpo", "rloo") and not lora:
+    if kind not in ("reward", "grpo", "rloo") and not lora:
         more |= {} if kind == "distillation" else {"ref_model": model(kind)}
         with torch.no_grad():  # another policy than the reference from the first step on
             for parameter in net.parameters():
                 parameter.mul_(1.0 if penalty else 1.01)
-    if lora:
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(1)
-        task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
-        parts = ["q_proj", "v_proj", "down_proj"]
-        net = get_peft_model(net, LoraConfig(r=4, target_modules=parts, task_type=task)).double()
-    arguments = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "max_steps": steps, "max_grad_norm": 0.0, "seed": 1}
-    arguments |= {"per_device_train_batch_size": 8 // size // accumulate, "gradient_accumulation_steps": accumulate}
-    arguments |= {
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "optim": "sgd",
-        "bf16": False,
-    }
-    arguments |= {"learning_rate": 0.1, "gradient_checkpointing": False} | own
+    own |= {"per_device_train_batch_size": 8 // rank_and_size()[1] // accumulate, "max_steps": steps}
+    settings = {"bf16": False, "learning_rate": 0.1, "gradient_checkpointing": False} | own
     trainer = (Penalized if penalty else of_kind)(
-        net,
-        args=of_config(**arguments),
+        adapted(net, kind) if lora else net,
+        args=of_config(**arguments(gradient_accumulation_steps=accumulate, **settings)),
         train_dataset=data(kind),
         processing_class=tokenizer(),
         callbacks=[keep],
@@ -162,74 +147,59 @@ def trained(load: Any, kind: str, size: int, *, lora: bool = False, steps: int =
     )
     trainer.penalty = penalty
     trainer.train()
-    return trainer, keep.kept
+    return trainer, keep.updates[-1]
 
 
-def errors(load: Any, kinds: list[str], **more: Any) -> dict[str, Any]:
-    """Of each kind the largest error of a gradient and of each logged figure against the stock Trainer's."""
-    rank_trainer = load("rank_trainer")
-    size, found = rank_trainer._join(), {}
-    for kind in kinds:
-        found[kind] = compared(load, kind, size, **more)
-    return found
+def errors(kinds: list[str], **more: Any) -> dict[str, Any]:
+    """`compared` of several kinds."""
+    return {kind: compared(kind, **more) for kind in kinds}
 
 
-def with_pairs_of_one(load: Any) -> dict[str, Any]:
+def with_pairs_of_one() -> dict[str, Any]:
     """What a rank reads whose neighbour's collate function loses the last rejected answer, and updates until then."""
-    rank_trainer = load("rank_trainer")
-    size, updates = rank_trainer._join(), []
-    step = torch.optim.SGD.step
+    updates, step = [], torch.optim.SGD.step
 
     class Losing(DPOTrainer):
         def get_train_dataloader(self) -> Any:
             collate = self.data_collator
-            if torch.distributed.get_rank():
+            if rank_and_size()[0]:
                 self.data_collator = lambda rows: {key: value[:-1] for key, value in collate(rows).items()}
             return super().get_train_dataloader()
 
     counting = {"step": lambda *args, **kwargs: updates.append(1) or step(*args, **kwargs)}
-    with with_attributes(torch.optim.SGD, **counting), patch.dict(KINDS, dpo=(Losing, DPOConfig)), enabled(recipe(512)):
+    own, losing = recipe(packing={"max_tokens": 512}), {"dpo": (Losing, DPOConfig)}
+    with with_attributes(torch.optim.SGD, **counting), patch.dict(KINDS, losing), enabled(own):
         try:
-            trained(load, "dpo", size)
+            trained("dpo")
         except EvenloadError as error:
             return {"message": str(error), "updates": len(updates)}
     return {"message": "no error", "updates": len(updates)}
 
 
-def compared(load: Any, kind: str, size: int = 1, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
+def compared(kind: str, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
+    """The largest error of a gradient and of each logged figure against the stock Trainer's, and what was planned."""
     planned_runs._idle.clear()
     plans: list[Any] = []
     calls: list[Any] = []
     packs_of = pack_call._pack
     report = {"report_step": lambda _, chain, plan, **__: plans.append(plan)}
+    pack = {"_pack": lambda kwargs: calls.append(kwargs) or packs_of(kwargs)}
     if kind == "kto":
         more = {"loss_type": "apo_zero_unpaired", **more}
     with ExitStack() as stack:
         if kind != "distillation":  # whose kernel writes into float32 of its own
-            stack.enter_context(load("families").Wide())
+            stack.enter_context(families.Wide())
             stack.enter_context(with_attributes(chunked_logprob, torch=WideHead()))
             stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
-        stock, wanted = trained(load, kind, size, **more)
-        pack = {"_pack": lambda kwargs: calls.append(kwargs) or packs_of(kwargs)}
-        with (
-            with_attributes(planned_loop, **report),
-            with_attributes(pack_call, **pack),
-            enabled(recipe(max_tokens)),
-        ):
-            own, gradients = trained(load, kind, size, **more)
-    assert wanted.keys() == gradients.keys()
-    largest = max(float(w.norm()) for w in wanted.values())
-    logs = zip(stock.state.log_history, own.state.log_history, strict=True)
-    apart: dict[str, float] = {}
-    for wanted_log, own_log in logs:
-        for key in {*wanted_log, *own_log} - {"train_runtime", "total_flos", "step_time"}:
-            if "per_second" not in key:
-                a, b = own_log.get(key, float("nan")), wanted_log.get(key, float("nan"))
-                apart[key] = max(apart.get(key, 0.0), abs(a - b) / max(abs(b), 1e-12) if a == a and b == b else 9.0)
+        stock, wanted = trained(kind, **more)
+        stack.enter_context(with_attributes(planned_loop, **report))
+        stack.enter_context(with_attributes(pack_call, **pack))
+        stack.enter_context(enabled(recipe(packing={"max_tokens": max_tokens})))
+        own, gradients = trained(kind, **more)
     return {
-        "grad": max(float((gradients[n] - w).norm()) / max(float(w.norm()), 1e-6 * largest) for n, w in wanted.items()),
-        "size": largest,
-        "apart": apart,
+        "grad": error_of(gradients, wanted),
+        "size": max(float(w.norm()) for w in wanted.values()),
+        "apart": _apart(own.state.log_history, stock.state.log_history),
         "planned": len(plans),
         "micro_batches": [len(plan.micro_batches) for plan in plans],
         "most_slots": max((m.num_padded_tokens for plan in plans for m in plan.micro_batches), default=0),
@@ -238,13 +208,23 @@ def compared(load: Any, kind: str, size: int = 1, max_tokens: int = 512, **more:
     }
 
 
+def _apart(own: list[dict[str, float]], stock: list[dict[str, float]]) -> dict[str, float]:
+    """The largest relative difference of each logged figure; much of one that is no number, or that one run lacks."""
+    apart: dict[str, float] = {}
+    for wanted_log, own_log in zip(stock, own, strict=True):
+        for key in {*wanted_log, *own_log} - {"train_runtime", "total_flos", "step_time"}:
+            if "per_second" not in key:
+                a, b = own_log.get(key, float("nan")), wanted_log.get(key, float("nan"))
+                apart[key] = max(apart.get(key, 0.0), abs(a - b) / max(abs(b), 1e-12) if a == a and b == b else 9.0)
+    return apart
+
+
 if __name__ == "__main__":
-    import importlib
     import sys
 
     from evenload.api import load_plugins
 
     load_plugins()
     for name in sys.argv[1:]:
-        for key, value in compared(importlib.import_module, name, steps=2).items():
+        for key, value in compared(name, steps=2).items():
             print(name, key, value)

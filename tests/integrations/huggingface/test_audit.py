@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,27 +65,13 @@ def rows() -> list[dict[str, list[int]]]:
     return [{"input_ids": one, "labels": list(one)} for one in tokens]
 
 
-def padded(samples: Any, *, side: str = "right") -> dict[str, Any]:
-    import torch
-
-    most = max(len(one["input_ids"]) for one in samples)
-    fills = {"input_ids": 0, "labels": IGNORE}
-    batch = {}
-    for key, fill in fills.items():
-        gaps = [[fill] * (most - len(one[key])) for one in samples]
-        both = zip(gaps, samples, strict=True)
-        batch[key] = torch.tensor([gap + one[key] if side == "left" else one[key] + gap for gap, one in both])
-    batch["attention_mask"] = torch.tensor(
-        [[0] * (most - n) + [1] * n if side == "left" else [1] * n + [0] * (most - n) for n in map(len_of, samples)]
-    )
-    if side == "left":
-        for row, n in enumerate(map(len_of, samples)):
-            batch["labels"][row, most - n] = IGNORE
-    return batch
+def padded(samples: Any) -> dict[str, Any]:
+    return import_module("trainer_runs").collate(samples)
 
 
-def len_of(sample: Any) -> int:
-    return len(sample["input_ids"])
+def left(samples: Any) -> dict[str, Any]:
+    unasked = [{**one, "labels": [IGNORE, *one["labels"][1:]]} for one in samples]
+    return import_module("trainer_runs").collate(unasked, left=True)
 
 
 def flat(samples: Any) -> dict[str, Any]:
@@ -93,7 +79,7 @@ def flat(samples: Any) -> dict[str, Any]:
     import torch
 
     labels = [label for one in samples for label in (IGNORE, *one["labels"][1:])]
-    positions = [place for one in samples for place in range(len_of(one))]
+    positions = [place for one in samples for place in range(len(one["input_ids"]))]
     tokens = [token for one in samples for token in one["input_ids"]]
     return {k: torch.tensor([v]) for k, v in (("input_ids", tokens), ("labels", labels), ("position_ids", positions))}
 
@@ -105,8 +91,7 @@ def one_label_shifted(samples: Any) -> dict[str, Any]:
 
 
 def all_labels_shifted(samples: Any) -> dict[str, Any]:
-    shifted = [{**one, "labels": [*one["labels"][1:], IGNORE]} for one in samples]
-    return padded(shifted)
+    return padded([{**one, "labels": [*one["labels"][1:], IGNORE]} for one in samples])
 
 
 def crossing_labels(samples: Any) -> dict[str, Any]:
@@ -137,25 +122,12 @@ def without_borders(samples: Any) -> dict[str, Any]:
     return {key: batch[key] for key in ("input_ids", "labels")}
 
 
-def train_by_trainer(collate: Any, folder: Path, kind: str = "llama", **more: Any) -> None:
+def train_by_trainer(collate: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
-    own: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 1,
-        "seed": 1,
-    }
-    own |= {
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "remove_unused_columns": False,
-    }
-    Trainer(
-        model(kind), TrainingArguments(str(folder), **own | more), train_dataset=rows(), data_collator=collate
-    ).train()
+    own = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
+    arguments = TrainingArguments(**import_module("trainer_runs").arguments(**own))
+    Trainer(model(), arguments, train_dataset=rows(), data_collator=collate).train()
 
 
 def train_by_hand(
@@ -190,9 +162,9 @@ def said(verdict: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("collate", [padded, flat])
-def test_right_batches_are_right(collate, audited, tmp_path):
+def test_right_batches_are_right(collate, audited):
     """Micro-batches of unlike targets, whose losses Trainer divides by those of all."""
-    verdict = audited(lambda: train_by_trainer(collate, tmp_path))
+    verdict = audited(lambda: train_by_trainer(collate))
     assert verdict["wrong"] == []
     assert verdict["judged"] == {"states": True, "targets": True, "divisor": True}
     assert (verdict["samples"], verdict["targets"]) == (8, sum(LENGTHS) - 8)
@@ -204,10 +176,6 @@ def test_right_batches_are_right(collate, audited, tmp_path):
 def test_a_loop_of_its_authors_own_is_judged(loss, audited):
     assert audited(lambda: train_by_hand(padded, loss))["wrong"] == []
     assert audited(lambda: train_by_hand(left, loss))["wrong"] == []
-
-
-def left(samples: Any) -> Any:
-    return padded(samples, side="left")
 
 
 def test_one_shifted_label_is_found(audited):

@@ -3,25 +3,30 @@ gets alone, also where it is cut, or a layer is recomputed; what cannot keep sam
 
 from __future__ import annotations
 
-import importlib
-import sys
 from contextlib import nullcontext
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from evenload.core.errors import EvenloadError
+from harness.cases import only_full
 
-sys.path.insert(0, str(Path(__file__).parent))
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
-PACKED = ["gemma3_text", "gemma2", "gpt_oss", "mistral", "nemotron_h", "mamba", "bamba"]
 DOUBLE, SINGLE = 1e-9, 2e-6
 
 
 @pytest.fixture(scope="module")
 def torch() -> Any:
     return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def mixers() -> Any:
+    from evenload.integrations.huggingface import mixers
+
+    return mixers
 
 
 def pack_of(*lengths: int) -> Any:
@@ -32,46 +37,59 @@ def pack_of(*lengths: int) -> Any:
     return build_pack(MicroBatch(slices, (0,)), lambda i: np.zeros(lengths[i], dtype=np.int64))
 
 
-def test_packs_are_exact_in_double_and_single_precision(on_ranks):
-    for families, dtype, most in ((PACKED, "float64", DOUBLE), (["gemma3_text", "gemma2"], "float32", SINGLE)):
-        for found in on_ranks(2, "rank_rows.errors", families=families, dtype=dtype):
-            for family, one in found.items():
-                assert one["padded"] == [False], (family, one)
-                assert one["grad"] < most, (family, one)
-                assert one["loss"] < 1e-6, (family, one)
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [
+        ("float64", ["gemma3_text", "gpt_oss", "nemotron_h", "mamba"]),
+        ("float32", ["gemma2"]),
+        only_full("float64", ["gemma2", "mistral", "bamba"]),
+        only_full("float32", ["gemma3_text"]),
+    ],
+    ids=str,
+)
+def test_packs_are_exact_in_double_and_single_precision(on_ranks, dtype, names):
+    for found in on_ranks(2, "rank_rows.errors", names=names, dtype=dtype):
+        for family, one in found.items():
+            assert one["padded"] == [False], (family, one)
+            assert one["grad"] < (DOUBLE if dtype == "float64" else SINGLE), (family, one)
+            assert one["loss"] < 1e-6, (family, one)
 
 
-def test_samples_that_are_cut_in_a_window_are_exact_beside_checkpointing(on_ranks):
-    plugins = {"packing": {"enabled": True, "max_tokens": 48, "slices": "auto"}}
-    # What is float64 throughout in a forward is not in a layer that is recomputed.
-    recomputed = {"gradient_checkpointing": True, "dtype": "float32"}
-    for families, more, most in ((["mistral", "gpt_oss", "gemma2"], {}, DOUBLE), (["mistral"], recomputed, SINGLE)):
-        for found in on_ranks(2, "rank_rows.errors", families=families, plugins=plugins, **more):
-            for family, one in found.items():
-                assert one["cut"] > 0, (family, one)
-                assert one["grad"] < most, (family, one)
+RECOMPUTED = {"gradient_checkpointing": True, "dtype": "float32"}
+"""What is float64 throughout in a forward is not in a layer that is recomputed."""
+
+
+@pytest.mark.parametrize(
+    ("names", "more"),
+    [(["gemma2"], {}), (["mistral"], RECOMPUTED), only_full(["mistral", "gpt_oss"], {})],
+    ids=str,
+)
+def test_samples_that_are_cut_in_a_window_are_exact_beside_checkpointing(on_ranks, names, more):
+    plugins = {"packing": {"max_tokens": 48, "slices": "auto"}}
+    for found in on_ranks(2, "rank_rows.errors", names=names, plugins=plugins, **more):
+        for family, one in found.items():
+            assert one["cut"] > 0, (family, one)
+            assert one["grad"] < (SINGLE if more else DOUBLE), (family, one)
 
 
 def test_parts_that_mix_tokens_keep_samples_apart_where_layers_are_recomputed(on_ranks):
-    families = ["nemotron_h", "mamba"]  # mamba's model hands its layers no arguments
-    for found in on_ranks(2, "rank_rows.errors", families=families, dtype="float32", gradient_checkpointing=True):
-        assert [found[name]["padded"] for name in families] == [[False], [False]], found
+    names = ["nemotron_h", "mamba"]  # mamba's model hands its layers no arguments
+    for found in on_ranks(2, "rank_rows.errors", names=names, **RECOMPUTED):
+        assert [found[name]["padded"] for name in names] == [[False], [False]], found
         assert all(one["grad"] < SINGLE for one in found.values()), found
 
 
 def test_ranks_share_no_window(on_ranks):
-    plugins = {"packing": {"enabled": True, "max_tokens": 128}, "mesh": {"enabled": True}}
-    for found in on_ranks(2, "rank_rows.errors", families=["mistral"], plugins=plugins):
+    plugins = {"packing": {"max_tokens": 128}, "mesh": {}}
+    for found in on_ranks(2, "rank_rows.errors", names=["mistral"], plugins=plugins):
         assert found["mistral"]["shared"] == 0, found
         assert found["mistral"]["padded"] == [False], found
         assert found["mistral"]["grad"] < DOUBLE, found
 
 
-def test_rows_of_like_length_waste_at_most_half():
-    from evenload.integrations.huggingface.mixers import like_lengths
-
+def test_rows_of_like_length_waste_at_most_half(mixers):
     sizes = [3, 100, 51, 7, 50, 1, 99, 2, 49]
-    rows = like_lengths(sizes)
+    rows = mixers.like_lengths(sizes)
     assert sorted(place for row in rows for place in row) == list(range(len(sizes)))
     assert all(2 * sizes[place] >= sizes[row[0]] for row in rows for place in row)
     assert [len(row) for row in rows] == [4, 1, 1, 2, 1]
@@ -114,8 +132,7 @@ def decay(torch: Any, knows_borders: bool) -> Any:
 
 
 @pytest.mark.parametrize("knows_borders", [False, True])
-def test_a_state_does_not_run_over_the_border_of_two_samples(torch, knows_borders):
-    from evenload.integrations.huggingface import mixers
+def test_a_state_does_not_run_over_the_border_of_two_samples(torch, mixers, knows_borders):
     from evenload.integrations.transformers.proof import difference
 
     model = decay(torch, knows_borders)
@@ -138,13 +155,9 @@ def test_a_state_does_not_run_over_the_border_of_two_samples(torch, knows_border
     assert difference(across[0], alone[0]) > 1e-2
 
 
-def test_a_state_that_would_run_over_a_border_is_measured_before_the_first_step(torch):
-    from evenload.api import load_plugins
-    from evenload.integrations.huggingface import mixers
+def test_a_state_that_would_run_over_a_border_is_measured_before_the_first_step(mixers, families):
     from evenload.runtime.attributes import with_attributes
 
-    load_plugins()
-    families = importlib.import_module("families")
     with with_attributes(mixers.MixerSearch, watching=nullcontext):
         assert families.outcome("nemotron_h") == ("padded groups", pytest.approx(0, abs=DOUBLE))
     assert families.outcome("nemotron_h") == ("planned", pytest.approx(0, abs=DOUBLE))
@@ -152,10 +165,7 @@ def test_a_state_that_would_run_over_a_border_is_measured_before_the_first_step(
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("hooks_run_again", [False, True])
-def test_a_layer_that_is_recomputed_has_its_pack_again(torch, reentrant, hooks_run_again):
-    from functools import partial
-
-    from evenload.integrations.huggingface import mixers
+def test_a_layer_that_is_recomputed_has_its_pack_again(torch, mixers, reentrant, hooks_run_again):
     from torch.utils.checkpoint import checkpoint
 
     model = decay(torch, knows_borders=False)
@@ -190,20 +200,14 @@ def test_a_layer_that_is_recomputed_has_its_pack_again(torch, reentrant, hooks_r
     assert torch.equal(gradient(recomputed), wanted)
 
 
-def test_a_layer_that_is_recomputed_without_its_pack_raises(torch):
-    from evenload.core.errors import EvenloadError
-    from evenload.integrations.huggingface import mixers
-
+def test_a_layer_that_is_recomputed_without_its_pack_raises(torch, mixers):
     model = decay(torch, knows_borders=False)
     part = mixers.Mixer(model.layers[0], model.layers[0].decay, mixers.in_rows)
     with mixers.apart([part]), pytest.raises(EvenloadError, match="gradient_checkpointing=True"):
         model.layers[0].decay(torch.zeros(1, 3, 4, dtype=torch.float64))
 
 
-def test_weights_that_each_call_gathers_are_not_called_by_lengths(torch):
-    from evenload.core.errors import EvenloadError
-    from evenload.integrations.huggingface import mixers
-
+def test_weights_that_each_call_gathers_are_not_called_by_lengths(torch, mixers):
     module = torch.nn.Linear(2, 2)
     mixers.Mixer(module, module, mixers.in_rows).refuse_divided()
     module.weight.ds_id = 0  # as under ZeRO 3

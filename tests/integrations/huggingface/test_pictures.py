@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 1e-9
 MODELS = ["qwen2_5_vl", "llava", "llava with windows", "llava in rows", "smolvlm"]
 
 
-@pytest.mark.slow
 def test_rows_change_ranks_with_their_pictures_exactly(on_ranks):
     """Patches by grid, a picture an entry, pictures of a row; in packs, and in padded groups as if none were exact."""
     for found in on_ranks(2, "rank_pictures.each", names=MODELS):
@@ -20,7 +21,6 @@ def test_rows_change_ranks_with_their_pictures_exactly(on_ranks):
             assert all(any(back for _, back in beside) for beside in one["beside"]), (name, one)
 
 
-@pytest.mark.slow
 def test_a_tower_that_looks_across_pictures_leaves_the_script_as_it_is(on_ranks):
     for found in on_ranks(2, "rank_pictures.exact", name="llava across pictures"):
         assert found["grad"] == 0, found
@@ -28,7 +28,6 @@ def test_a_tower_that_looks_across_pictures_leaves_the_script_as_it_is(on_ranks)
         assert "off by" in line, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, 3])
 def test_the_same_under_zero(on_ranks, zero):
     """In float32; every rank runs the tower in every pass."""
@@ -38,7 +37,6 @@ def test_the_same_under_zero(on_ranks, zero):
             assert not one["idle"], one
 
 
-@pytest.mark.slow
 def test_a_rank_whose_batches_have_no_pictures_computes_those_of_others(on_ranks):
     for found in on_ranks(2, "rank_pictures.one_sided", name="qwen2_5_vl"):
         assert found["grad"] < ROUNDING, found
@@ -46,7 +44,6 @@ def test_a_rank_whose_batches_have_no_pictures_computes_those_of_others(on_ranks
         assert found["ranks"] == {0, 1}, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["token", "picture"])
 def test_pictures_and_tokens_that_disagree_end_all_ranks_by_one_message(on_ranks, fault):
     first, second = on_ranks(2, "rank_pictures.refused", name="qwen2_5_vl", fault=fault)
@@ -55,9 +52,8 @@ def test_pictures_and_tokens_that_disagree_end_all_ranks_by_one_message(on_ranks
     assert "image_grid_thw does not fit rows with" in first
 
 
-@pytest.mark.slow
 def test_a_loop_of_accelerate_trains_as_without_evenload(on_ranks):
-    for ended in on_ranks(2, "rank_pictures.loop", name="qwen2_5_vl"):
+    for ended in on_ranks(2, "rank_pictures.loop"):
         assert not ended["refused"], ended
         assert not ended["said"], ended
         assert ended["grad"] < ROUNDING, ended

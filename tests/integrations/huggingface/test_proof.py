@@ -3,135 +3,42 @@
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import pytest
+from evenload.integrations.unmodified import planned_runs
 
-sys.path.insert(0, str(Path(__file__).parent))
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
 DIVISOR, LOSS = "a loss with another divisor", "a loss that is not the sum of its samples'"
 
 
 @pytest.fixture(scope="module")
-def families() -> Any:
-    import families
-    from evenload.api import load_plugins
-
-    load_plugins()
-    return families
+def trainer(families: Any) -> Any:
+    """`own_trainers.trainer`."""
+    return import_module("own_trainers").trainer
 
 
-def shapes() -> dict[str, Any]:
-    common = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-    return {**common, "max_position_embeddings": 256, "initializer_range": 0.25}
-
-
-def model(kind: str = "") -> Any:
-    import torch
-    from torch.nn.functional import cross_entropy
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
-
-    config = LlamaConfig(intermediate_size=48, num_labels=96, classifier_dropout=0.0, **shapes())
-
-    class Changed(LlamaForCausalLM):
-        """A user's own class of model."""
-
-        def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **more):  # type: ignore[no-untyped-def]
-            where = {"attention_mask": attention_mask, "position_ids": position_ids}
-            if kind == "positions of its own":
-                where["position_ids"] = torch.arange(input_ids.shape[1])[None] ** 2
-            if kind == "means of rows":
-                more.pop("shift_labels", None)
-                num_items = more.pop("num_items_in_batch")
-                out = super().forward(input_ids=input_ids, **where, **more)
-                targets = labels[:, 1:].reshape(-1)
-                out.loss = cross_entropy(out.logits[:, :-1].flatten(0, 1), targets, ignore_index=-100)
-                out.loss = out.loss * labels.shape[0] / num_items
-                return out
-            out = super().forward(input_ids=input_ids, labels=labels, **where, **more)
-            if kind == "weight penalty":
-                out.loss = out.loss + 1e-2 * sum(p.pow(2).sum() for p in self.parameters())
-            if kind == "penalty of scores":
-                out.loss = out.loss + 1e-2 * out.logits.logsumexp(-1).pow(2).mean()
-            return out
-
-    torch.manual_seed(0)
-    if kind == "classes of tokens":
-        return LlamaForTokenClassification(config).double()
-    return (Changed if kind else LlamaForCausalLM)(config).double()
-
-
-def trainer(kind: str, folder: Any, families: Any) -> Any:
-    """A Trainer of one step of which `kind` is the user's own."""
-    from torch.nn.functional import cross_entropy
-    from transformers import Trainer, TrainingArguments
-
-    def sum_of_tokens(logits: Any, labels: Any, num_items: Any) -> Any:
-        targets = labels[:, 1:].flatten()
-        return cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum") / num_items
-
-    class Logs(Trainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.counted, self.seen = 0, []
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            self.counted += 1
-            self.seen.append(1)
-            self.log({"calls": float(self.counted)})
-            return super().compute_loss(*args, **kwargs)
-
-    class Means(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            labels = inputs.pop("labels")
-            out = model(**inputs)
-            return cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-
-    class Masks(Trainer):
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            inputs = super()._prepare_inputs(inputs)
-            labels = inputs["labels"].clone()
-            labels[:, :4] = -100
-            return {**inputs, "labels": labels}
-
-    own: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 1,
-        "seed": 1,
-    }
-    own |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1, "max_grad_norm": 0.0}
-    if kind == "older checkpoints":
-        own |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    more: dict[str, Any] = {}
-    if kind == "loss function":
-        more["compute_loss_func"] = lambda out, labels, num_items_in_batch=None: sum_of_tokens(
-            out.logits, labels, num_items_in_batch
-        )
-    named = {"logs": Logs, "means": Means, "masks": Masks}
-    of_model = kind if kind not in (*named, "loss function", "older checkpoints") else ""
-    keep = families._Keep()
-    data = {"train_dataset": families._rows(), "data_collator": families.collate, "callbacks": [keep]}
-    arguments = TrainingArguments(str(folder), use_cpu=True, **own)
-    made = named.get(kind, Trainer)(model(of_model), arguments, **data, **more)
-    made.kept = keep
-    return made
-
-
-def both(kind: str, folder: Any, families: Any, caplog: Any) -> tuple[Any, Any, str]:
-    """The Trainer stock, and under evenload, and what was said of what is not planned."""
-    from evenload.integrations.unmodified import planned_runs
-
+def both(kind: str, trainer: Any, families: Any, caplog: Any) -> tuple[float, str]:
+    """How far apart the gradients of a Trainer are with evenload and without, and why it is not planned."""
     planned_runs._idle.clear()
-    stock, own = trainer(kind, folder, families), trainer(kind, folder, families)
+    stock, own = trainer(kind), trainer(kind)
     stock.train()
     with caplog.at_level(logging.WARNING, "evenload"), families.planned():
         own.train()
     (said,) = [idle.why for idle in planned_runs._idle] or [""]
-    return stock, own, said
+    return families.difference(own.kept.updates[0], stock.kept.updates[0]), said
+
+
+@pytest.fixture
+def sampled(families: Any) -> tuple[Any, ...]:
+    """What a Trainer is measured by: two short samples, a batch, and its number of targets."""
+    import torch
+    from evenload.integrations.transformers import proof
+
+    samples = proof.windows([torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[9, 10, 11]] * 2)])
+    return samples, families.collate(families.rows()[:2]), torch.tensor(5)
 
 
 STAYS = {
@@ -144,22 +51,23 @@ STAYS = {
 
 
 @pytest.mark.parametrize("kind", STAYS)
-def test_what_is_not_exact_in_packs_stays_as_it_is_and_is_named(kind, tmp_path, families, caplog):
-    stock, own, said = both(kind, tmp_path, families, caplog)
+def test_what_is_not_exact_in_packs_stays_as_it_is_and_is_named(kind, trainer, families, caplog):
+    error, said = both(kind, trainer, families, caplog)
     assert said.startswith(STAYS[kind])
-    assert families._error(own.kept.gradients, stock.kept.gradients) == 0.0
+    assert error == 0.0
 
 
 @pytest.mark.parametrize("kind", ["", "positions of its own", "logs", "loss function", "older checkpoints", "masks"])
-def test_what_is_exact_is_planned_whoever_wrote_it(kind, tmp_path, families, caplog):
-    stock, own, said = both(kind, tmp_path, families, caplog)
+def test_what_is_exact_is_planned_whoever_wrote_it(kind, trainer, families, caplog):
+    error, said = both(kind, trainer, families, caplog)
     assert said == ""
-    assert families._error(own.kept.gradients, stock.kept.gradients) < 1e-9
+    assert error < 1e-9
 
 
-def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
+def test_nothing_of_a_measurement_is_left(trainer, sampled):
     """Counters, logs, random numbers, modes: the first step finds them as a stock run does."""
     import torch
+    from evenload.integrations.transformers import proof
     from transformers import TrainerCallback
 
     class Tracker(TrainerCallback):
@@ -167,17 +75,12 @@ def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
             logged.append(logs)
 
     logged: list[dict[str, float]] = []
-    own = trainer("logs", tmp_path, families)
-    own.add_callback(Tracker())
+    own = trainer("logs", Tracker())
     own.model.eval()
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
-    from evenload.integrations.transformers import proof
-
-    samples = proof.windows([torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[9, 10, 11]] * 2)])
-    row = families.collate(families._rows()[:2])
-    assert proof.prove_trainer(own, samples, row, torch.tensor(5)) == proof.Proof(None, may_cut=True, windows=True)
+    assert proof.prove_trainer(own, *sampled) == proof.Proof(None, may_cut=True, windows=True)
     assert torch.equal(torch.rand(3), wanted)
     assert (own.counted, own.seen, own.state.log_history, logged) == (0, [], [], [])
     assert not any(module.training for module in own.model.modules())
@@ -185,16 +88,12 @@ def test_nothing_of_a_measurement_is_left(tmp_path, families, caplog):
     assert own.model.config._attn_implementation != "evenload"
 
 
-def test_a_sample_is_cut_only_where_the_loss_goes_by_shifted_labels(tmp_path, families):
+@pytest.mark.parametrize(("kind", "may_cut"), [("", True), ("loss function", False), ("older checkpoints", True)])
+def test_a_sample_is_cut_only_where_the_loss_goes_by_shifted_labels(kind, may_cut, trainer, sampled):
     """The target of a slice's last token lies in the next slice: a loss that shifts labels itself would lose it."""
-    import torch
     from evenload.integrations.transformers import proof
 
-    samples = proof.windows([torch.tensor([[5, 6, 7, 8]] * 2), torch.tensor([[9, 10, 11]] * 2)])
-    row = families.collate(families._rows()[:2])
-    for kind, may_cut in (("", True), ("loss function", False), ("older checkpoints", True)):
-        found = proof.prove_trainer(trainer(kind, tmp_path, families), samples, row, torch.tensor(5))
-        assert found == proof.Proof(None, may_cut=may_cut, windows=True), kind
+    assert proof.prove_trainer(trainer(kind), *sampled) == proof.Proof(None, may_cut=may_cut, windows=True)
 
 
 def test_two_samples_are_made_of_one(families):
@@ -219,12 +118,12 @@ def test_what_is_no_number_is_no_rounding():
         assert not difference(wanted, torch.tensor([[1.0, number], [2.0, 3.1]])) <= 1.0
 
 
-def test_attention_is_counted(families):
+@pytest.mark.parametrize(
+    ("family", "wanted"), [("bloom", "padded groups"), ("gpt2", "planned"), ("roberta", "padded groups")]
+)
+def test_attention_is_counted(family, wanted, families):
     """BLOOM attends by code of its own, and RoBERTa has positions of its own; what a layer hands on is one call."""
-    from evenload.integrations.unmodified import planned_runs
-
-    for family, wanted in (("bloom", "padded groups"), ("gpt2", "planned"), ("roberta", "padded groups")):
-        said, error = families.outcome(family)
-        assert said.startswith(wanted), (family, said)
-        assert error < 1e-6
+    said, error = families.outcome(family)
+    assert said.startswith(wanted)
+    assert error < 1e-6
     planned_runs._idle.clear()

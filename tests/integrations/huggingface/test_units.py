@@ -3,11 +3,11 @@ so is what keeps its rows in place and loses their padding."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from importlib import import_module
+from typing import Any
 
-import hypothesis
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow  # imports Transformers' Trainer
 
@@ -29,14 +29,24 @@ def check(kind: str, one: dict, named: tuple[str, ...] = ()) -> None:
     assert not apart, (kind, apart)
 
 
+@pytest.fixture(scope="module")
+def compared() -> Any:
+    """`rank_units.compared`, of one rank."""
+    from evenload.api import load_plugins
+
+    load_plugins()
+    return import_module("rank_units").compared
+
+
 def test_units_change_ranks_and_gradients_and_figures_stay(on_ranks):
     for found in on_ranks(2, "rank_units.errors", kinds=PLANNED, accumulate=1):
         for kind, one in found.items():
             check(kind, one)
 
 
-def test_adapters_and_several_batches_a_step_are_exact_too(on_ranks):
-    for found in on_ranks(2, "rank_units.errors", kinds=PLANNED, lora=True, steps=2):
+@pytest.mark.parametrize("kinds", [["kto", "grpo"], only_full(["dpo", "reward", "rloo"])], ids=" ".join)
+def test_adapters_and_several_batches_a_step_are_exact_too(kinds, on_ranks):
+    for found in on_ranks(2, "rank_units.errors", kinds=kinds, lora=True, steps=2):
         for kind, one in found.items():
             check(kind, one, OF_SIDES if kind == "kto" else OF_STEP)
 
@@ -56,31 +66,23 @@ def test_a_pair_of_one_answer_is_refused_on_all_ranks_before_an_update(on_ranks)
     assert own["updates"] == 0
 
 
-def test_values_of_units_travel_with_them():
-    check("dpo", loaded().compared(load, "dpo", precompute_ref_log_probs=True), OF_STEP)
+def test_values_of_units_travel_with_them(compared):
+    check("dpo", compared("dpo", precompute_ref_log_probs=True), OF_STEP)
 
 
 OF_ROWS = [
     ("grpo", {"max_tokens": 24}),
-    ("grpo", {"loss_type": "dr_grpo"}),
     ("grpo", {"loss_type": "sapo", "lora": True, "beta": 0.1, "num_iterations": 2, "steps": 2}),
     ("rloo", {"num_iterations": 2, "steps": 2}),
+    *(only_full("grpo", {"loss_type": kind}) for kind in ("dr_grpo", "grpo", "cispo", "vespo", "luspo")),
 ]
 """The first is a sum over the step's tokens, in micro-batches of unlike counts of rows; the others are means over rows.
 References and log-probabilities of the step before travel with them."""
-MORE_OF_ROWS = [("grpo", {"loss_type": kind}) for kind in ("grpo", "cispo", "vespo", "luspo")]
 
 
-def drawn(cases: list) -> list:
-    """Those that every run has, and the others, which `make explore` has."""
-    if hypothesis.settings.get_current_profile_name() == "explore":
-        return cases + MORE_OF_ROWS
-    return cases
-
-
-def test_answers_change_places_with_their_log_probabilities_whatever_loss_sums_over_them():
-    for kind, more in drawn(OF_ROWS):
-        check(kind, loaded().compared(load, kind, **more), (*OF_STEP, "kl", "clip_ratio"))
+@pytest.mark.parametrize(("kind", "more"), OF_ROWS, ids=str)
+def test_answers_change_places_with_their_log_probabilities_whatever_loss_sums_over_them(kind, more, compared):
+    check(kind, compared(kind, **more), (*OF_STEP, "kl", "clip_ratio"))
 
 
 STAYS = [
@@ -94,9 +96,8 @@ STAYS = [
 
 
 @pytest.mark.parametrize(("kind", "more", "why"), STAYS, ids=str)
-def test_what_is_no_mean_of_units_stays_in_place_without_padding_and_says_so(kind, more, why):
-    rank_units = loaded()
-    one = rank_units.compared(load, kind, **more)
+def test_what_is_no_mean_of_units_stays_in_place_without_padding_and_says_so(kind, more, why, compared):
+    one = compared(kind, **more)
     assert one["planned"] == 0
     assert why in one["idle"][0]
     assert "their padding is not computed" in one["idle"][0]
@@ -106,23 +107,8 @@ def test_what_is_no_mean_of_units_stays_in_place_without_padding_and_says_so(kin
 
 
 @pytest.mark.parametrize("batch_term", ["mean of the batch", "mean of the gaps, squared"])
-def test_a_term_of_the_whole_batch_is_measured_where_a_run_begins_with_its_own_reference(batch_term):
-    rank_units = loaded()
-    one = rank_units.compared(load, "dpo", penalty=batch_term)
+def test_a_term_of_the_whole_batch_is_measured_where_a_run_begins_with_its_own_reference(batch_term, compared):
+    one = compared("dpo", penalty=batch_term)
     assert one["planned"] == 0
     assert "sum of its samples" in one["idle"][0] or "mean of its units" in one["idle"][0]
     assert one["grad"] < DOUBLE
-
-
-def load(name: str):
-    import importlib
-
-    return importlib.import_module(name)
-
-
-def loaded():
-    from evenload.api import load_plugins
-
-    sys.path.insert(0, str(Path(__file__).parent))
-    load_plugins()
-    return load("rank_units")

@@ -1,0 +1,111 @@
+"""Models, losses and Trainers of a script's own, of which the first step measures whether packs are exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from families import TWO_MICRO_BATCHES, rows
+from torch.nn.functional import cross_entropy
+from trainer_runs import Keep, arguments, collate
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, Trainer, TrainingArguments
+
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    num_labels=96,
+    classifier_dropout=0.0,
+    initializer_range=0.25,
+)
+
+
+def loss_of(logits: Any, labels: Any, **more: Any) -> Any:
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, **more)
+
+
+class OwnPositions(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **more):  # type: ignore[no-untyped-def]
+        position_ids = torch.arange(input_ids.shape[1])[None] ** 2
+        return super().forward(input_ids, attention_mask, position_ids, labels=labels, **more)
+
+
+class MeansOfRows(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **more):  # type: ignore[no-untyped-def]
+        more.pop("shift_labels", None)
+        num_items = more.pop("num_items_in_batch")
+        out = super().forward(input_ids, attention_mask, position_ids, **more)
+        out.loss = loss_of(out.logits, labels) * labels.shape[0] / num_items
+        return out
+
+
+class WeightPenalty(LlamaForCausalLM):
+    def penalty(self, out: Any) -> Any:
+        return sum(p.pow(2).sum() for p in self.parameters())
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **more):  # type: ignore[no-untyped-def]
+        out = super().forward(input_ids, attention_mask, position_ids, labels=labels, **more)
+        out.loss = out.loss + 1e-2 * self.penalty(out)
+        return out
+
+
+class PenaltyOfScores(WeightPenalty):
+    def penalty(self, out: Any) -> Any:
+        return out.logits.logsumexp(-1).pow(2).mean()
+
+
+class Logs(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counted, self.seen = 0, []
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.counted += 1
+        self.seen.append(1)
+        self.log({"calls": float(self.counted)})
+        return super().compute_loss(*args, **kwargs)
+
+
+class Means(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        return loss_of(model(**inputs).logits, labels)
+
+
+class Masks(Trainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        labels = inputs["labels"].clone()
+        labels[:, :4] = -100
+        return {**inputs, "labels": labels}
+
+
+def sum_of_tokens(out: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return loss_of(out.logits, labels, reduction="sum") / num_items_in_batch
+
+
+MODELS = {
+    "classes of tokens": LlamaForTokenClassification,
+    "positions of its own": OwnPositions,
+    "means of rows": MeansOfRows,
+    "weight penalty": WeightPenalty,
+    "penalty of scores": PenaltyOfScores,
+}
+TRAINERS = {"logs": Logs, "means": Means, "masks": Masks}
+OLDER = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+
+def trainer(kind: str = "", *callbacks: Any) -> Any:
+    """A Trainer of one step, stock but for `kind`, whose gradients its `kept` has."""
+    torch.manual_seed(0)
+    model, keep = MODELS.get(kind, LlamaForCausalLM)(CONFIG).double(), Keep()
+    own = TrainingArguments(**arguments(**TWO_MICRO_BATCHES, **(OLDER if kind == "older checkpoints" else {})))
+    loss = sum_of_tokens if kind == "loss function" else None
+    data = {"train_dataset": rows(), "data_collator": collate, "callbacks": [keep, *callbacks]}
+    made = TRAINERS.get(kind, Trainer)(model, own, compute_loss_func=loss, **data)
+    made.kept = keep
+    return made

@@ -1,0 +1,73 @@
+"""Short runs of the real Trainer: arguments of one that leaves nothing behind, its batches, the gradients before its
+updates, and how far those of two runs are apart."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from evenload.core.recipe import recipe as recipes
+from transformers import TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+Gradients = dict[str, torch.Tensor]
+
+
+def recipe(**plugins: dict[str, Any]) -> Any:
+    """A recipe of these plugins with these settings."""
+    on = {name: {"enabled": True, **settings} for name, settings in plugins.items()}
+    return recipes.parse({"trainer": "transformers", "plugins": on})
+
+
+def arguments(**own: Any) -> dict[str, Any]:
+    """Of a Trainer that makes one update on CPUs, and neither writes nor draws anything."""
+    quiet = {"output_dir": tempfile.mkdtemp(), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    one_step = {"use_cpu": True, "max_steps": 1, "logging_steps": 1, "max_grad_norm": 0.0, "seed": 1, "optim": "sgd"}
+    return quiet | one_step | own
+
+
+def forget_layout() -> None:
+    """The next model, Trainer or Accelerator of this process takes its layout as the first one of a process does."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    os.environ |= {"ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "false"}
+
+
+class Keep(TrainerCallback):
+    """The gradients right before each update, whole, of all parameters that have one."""
+
+    def __init__(self) -> None:
+        self.updates: list[Gradients] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        named = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+        whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in named.items()}
+        self.updates.append({name: gradient.detach().clone() for name, gradient in whole.items()})
+
+
+def error_of(own: Gradients, wanted: Gradients) -> float:
+    """The largest ||own - wanted|| / ||wanted|| of a parameter; not a number where a gradient is none.
+
+    Some gradients are nothing but rounding: of biases that a softmax or a norm takes out again. Theirs are held against
+    a millionth of the largest.
+    """
+    assert own.keys() == wanted.keys()
+    assert wanted
+    norms = torch.stack([w.double().norm() for w in wanted.values()])
+    errors = torch.stack([(own[name] - w).double().norm() for name, w in wanted.items()])
+    return float((errors / norms.clamp(min=1e-6 * float(norms.max()))).max())
+
+
+def collate(rows: list[dict[str, list[int]]], left: bool = False) -> dict[str, torch.Tensor]:
+    """Rows of tokens and labels as a padded batch."""
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    batch = {}
+    for key, fill in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
+        most = max(len(row[key]) for row in rows)
+        gaps = [[fill] * (most - len(row[key])) for row in rows]
+        parts = zip(gaps, (row[key] for row in rows), strict=True)
+        batch[key] = torch.tensor([gap + own if left else own + gap for gap, own in parts])
+    return batch
