@@ -95,11 +95,12 @@ def _border_labels(pack: Pack, *_: Any) -> Pack:
 
 
 def _wrong_place(pack: Pack, micro_batch: Any, build: Any) -> Pack:
-    """Two ranks that share have each other's tokens."""
+    """The last two ranks that share have each other's tokens, where they have equally many."""
     if pack.shared is None:
         return pack
-    second, first, *others = micro_batch.ranks
-    return replace(build(micro_batch._replace(ranks=(first, second, *others))), shared=pack.shared)
+    *others, first, second = micro_batch.ranks
+    other = build(micro_batch._replace(ranks=(*others, second, first)))
+    return replace(other, shared=pack.shared) if other.segments == pack.segments else pack
 
 
 def _settle_own_only(settle: Any, store: Any, layer: int, piece: Any, dk: Any, dv: Any) -> Any:
