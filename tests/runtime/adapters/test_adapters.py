@@ -1,10 +1,7 @@
 """Tenants on one rank and divided over several: what they hold, what is refused, and what is left behind."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -29,33 +26,33 @@ TRAIN = TenantTrain(weight_decay=0.1, clip_grad=0.5)
 class Layer(nn.Module):
     """A layer with two linear ones; the pack is an argument of its call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(4, 6, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)
 
-    def forward(self, x_TC: torch.Tensor, *, pack: Any) -> torch.Tensor:
+    def forward(self, x_TC, *, pack):
         return x_TC + self.down(self.up(x_TC).tanh())
 
 
-def site(module: nn.Linear, name: str) -> Site:
+def site(module, name):
     return Site(
         module,
         (Place(name, module.out_features, module.in_features, (0, module.out_features), (0, module.in_features)),),
     )
 
 
-def adapters_of(layer: Layer) -> Adapters:
+def adapters_of(layer):
     sites = (site(layer.up, "layers.0.up"), site(layer.down, "layers.0.down"))
     block = AdaptedBlock(layer, lambda _, words: words["pack"], sites)
     return Adapters([block], ["layers.0.up", "layers.0.down"], AdapterPeers(), torch.float64, CPU)
 
 
-def pack(lengths: list[int]) -> Any:
+def pack(lengths):
     pieces = tuple(Slice(i, 0, n) for i, n in enumerate(lengths))
     return build_pack(MicroBatch(pieces, (0,)), lambda i: np.zeros(lengths[i], dtype=np.int64))
 
 
-def state_of(adapter: Adapter, steps: int = 0) -> AdapterState:
+def state_of(adapter, steps=0):
     """Any values."""
     shapes = {}
     for name, (outputs, inputs) in {"layers.0.up": (6, 4), "layers.0.down": (4, 6)}.items():
@@ -71,7 +68,7 @@ def state_of(adapter: Adapter, steps: int = 0) -> AdapterState:
 
 
 @pytest.mark.parametrize("steps", [0, 7])
-def test_a_state_goes_in_and_comes_out(steps: int) -> None:
+def test_a_state_goes_in_and_comes_out(steps):
     adapters, adapter = adapters_of(Layer()), Adapter(r=3, rank_pattern={"down": 2})
     state = state_of(adapter, steps)
     adapters.join(4, adapter, TRAIN, state)
@@ -84,13 +81,13 @@ def test_a_state_goes_in_and_comes_out(steps: int) -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
-def test_owners_together_update_as_one_alone(owners: int, rank: int, steps: int) -> None:
+def test_owners_together_update_as_one_alone(owners, rank, steps):
     layer, adapter = Layer(), Adapter(r=rank)
     sites = [site(layer.up, "layers.0.up"), site(layer.down, "layers.0.down")]
     state, gradient = state_of(adapter, steps), torch.rand(2 * rank * 10 + owners, dtype=torch.float64)
 
-    def updated(owner: int, owners: int) -> TenantAdapter:
-        of: Any = {"owner": owner, "owners": owners, "dtype": torch.float64, "device": CPU, "state": state}
+    def updated(owner, owners):
+        of = {"owner": owner, "owners": owners, "dtype": torch.float64, "device": CPU, "state": state}
         tenant = TenantAdapter(adapter, TRAIN, sites, **of)
         tenant.gradients[: tenant.size] = gradient[: tenant.size]
         tenant.update(1e-2, norm=2.0)
@@ -104,22 +101,22 @@ def test_owners_together_update_as_one_alone(owners: int, rank: int, steps: int)
 
 
 @pytest.mark.parametrize(("norm", "scale"), [(0.4, 1.0), (0.5, 1.0), (2.0, 0.25)])
-def test_a_gradient_is_clipped_where_its_norm_is_over_the_limit(norm: float, scale: float) -> None:
+def test_a_gradient_is_clipped_where_its_norm_is_over_the_limit(norm, scale):
     layer, adapter = Layer(), Adapter(r=2)
-    of: Any = {"owner": 0, "owners": 1, "dtype": torch.float64, "device": CPU, "state": state_of(adapter)}
+    of = {"owner": 0, "owners": 1, "dtype": torch.float64, "device": CPU, "state": state_of(adapter)}
     tenant = TenantAdapter(adapter, TRAIN, [site(layer.up, "layers.0.up")], **of)
     tenant.gradients.fill_(0.1)
     tenant.update(1e-2, norm=norm)
     assert tenant.gradients[tenant.run].numpy() == pytest.approx(0.1 * scale, rel=1e-5)
 
 
-def test_an_adapter_that_goes_on_moves_as_one_that_was_never_put_away() -> None:
+def test_an_adapter_that_goes_on_moves_as_one_that_was_never_put_away():
     """Adam's own count of steps, which corrects its moments, is part of that."""
     adapters, adapter = adapters_of(Layer()), Adapter(r=2)
     adapters.join(0, adapter, TRAIN, state_of(adapter))
     draw = torch.Generator().manual_seed(2)
 
-    def step(*numbers: int) -> None:
+    def step(*numbers):
         gradient = torch.rand(adapters._tenants[0].size, generator=draw, dtype=torch.float64)
         for number in numbers:
             adapters._tenants[number].gradients[: len(gradient)] = gradient
@@ -137,7 +134,7 @@ def test_an_adapter_that_goes_on_moves_as_one_that_was_never_put_away() -> None:
     adapters.close()
 
 
-def test_gradients_of_a_step_are_its_own_and_a_tenant_without_data_keeps_its_moments() -> None:
+def test_gradients_of_a_step_are_its_own_and_a_tenant_without_data_keeps_its_moments():
     layer = Layer()
     adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
     adapter = Adapter(r=2)
@@ -156,7 +153,7 @@ def test_gradients_of_a_step_are_its_own_and_a_tenant_without_data_keeps_its_mom
 
 
 @given(st.sampled_from([1, 2, 3, 6]), st.integers(1, 3))
-def test_parts_of_tensor_parallel_ranks_tile_a_matrix(parts: int, rank: int) -> None:
+def test_parts_of_tensor_parallel_ranks_tile_a_matrix(parts, rank):
     a, b = torch.rand(rank, 12), torch.rand(12, rank)
     size = 12 // parts
     runs = [(i * size, (i + 1) * size) for i in range(parts)]
@@ -166,7 +163,7 @@ def test_parts_of_tensor_parallel_ranks_tile_a_matrix(parts: int, rank: int) -> 
     assert torch.equal(torch.cat([place.part_of(b, "lora_B") for place in by_rows]), b)
 
 
-def test_who_joins_begins_as_the_base_alone_and_another_seed_begins_elsewhere() -> None:
+def test_who_joins_begins_as_the_base_alone_and_another_seed_begins_elsewhere():
     layer = Layer()
     adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
     bare = layer(x_TC, pack=pack([2, 3]))
@@ -180,7 +177,7 @@ def test_who_joins_begins_as_the_base_alone_and_another_seed_begins_elsewhere() 
     adapters.close()
 
 
-def test_who_left_is_held_by_nobody_and_closing_takes_all_hooks_off() -> None:
+def test_who_left_is_held_by_nobody_and_closing_takes_all_hooks_off():
     layer = Layer()
     adapters, x_TC = adapters_of(layer), torch.rand(5, 4, dtype=torch.float64)
     for number in (0, 1):
@@ -196,7 +193,7 @@ def test_who_left_is_held_by_nobody_and_closing_takes_all_hooks_off() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
 
 
-def test_a_plan_with_a_stranger_is_refused() -> None:
+def test_a_plan_with_a_stranger_is_refused():
     adapters = adapters_of(Layer())
     adapters.join(2, Adapter(), TRAIN)
     with pytest.raises(EvenloadError, match="tenants that have no adapter here"):
@@ -212,7 +209,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_an_adapter_that_does_not_fit_is_refused_by_name(case: str) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_by_name(case):
     adapter, state, words = REFUSED[case]
     adapters = adapters_of(Layer())
     with pytest.raises(EvenloadError) as caught:
@@ -225,7 +222,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(case: str) -> None:
 
 
 @pytest.mark.parametrize("owners", [1, 2, 3])
-def test_bytes_of_a_tenant_are_those_that_it_takes(owners: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_a_tenant_are_those_that_it_takes(owners, monkeypatch):
     monkeypatch.setattr(AdapterPeers, "num_owners", owners)
     adapters, adapter = adapters_of(Layer()), Adapter(r=3)
     adapters.join(0, adapter, TRAIN)

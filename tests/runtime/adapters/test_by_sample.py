@@ -1,9 +1,5 @@
 """Rows of gradients by sample, of packs with slices and with padding, against autograd on each sample alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -33,22 +29,22 @@ PACKS = (
 class Layer(nn.Module):
     """A layer without attention: a token's output depends on that token alone, so slices can be cut anywhere."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(4, 6, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)
         self.requires_grad_(False)
 
-    def forward(self, x_TC: torch.Tensor, *, pack: Any = None) -> torch.Tensor:
+    def forward(self, x_TC, *, pack=None):
         return x_TC + self.down(self.up(x_TC).tanh())
 
 
 @pytest.fixture
-def layer() -> Layer:
+def layer():
     torch.manual_seed(1)
     return Layer()
 
 
-def rows_of(layer: Layer) -> SampleGradients:
+def rows_of(layer):
     sites = []
     for name, module in zip(NAMES, (layer.up, layer.down), strict=True):
         outputs, inputs = module.weight.shape
@@ -57,7 +53,7 @@ def rows_of(layer: Layer) -> SampleGradients:
     return SampleGradients([block], NAMES, AdapterPeers(), torch.float64, CPU)
 
 
-def state() -> AdapterState:
+def state():
     shapes = {"up.lora_A": (2, 4), "up.lora_B": (6, 2), "down.lora_A": (3, 6), "down.lora_B": (4, 3)}
     draw = torch.Generator().manual_seed(3)
     weights, first = (
@@ -66,12 +62,12 @@ def state() -> AdapterState:
     return AdapterState(weights, first, {n: m.square() for n, m in first.items()}, 4)
 
 
-def inputs() -> list[torch.Tensor]:
+def inputs():
     draw = torch.Generator().manual_seed(5)
     return [torch.randn(n, 4, generator=draw, dtype=torch.float64) for n in LENGTHS]
 
 
-def alone(layer: Layer, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def alone(layer, weights):
     """Gradients of the sum of squares of each sample's outputs, from a forward of it alone."""
     rows = []
     for x in inputs():
@@ -86,12 +82,12 @@ def alone(layer: Layer, weights: dict[str, torch.Tensor]) -> list[dict[str, torc
     return rows
 
 
-def plan_of(packs: Any) -> StepPlan:
+def plan_of(packs):
     micro_batches = tuple(MicroBatch(tuple(Slice(*piece) for piece in pack), (0,)) for pack in packs)
     return StepPlan(as_lengths(LENGTHS), micro_batches, Limits(1, 64))
 
 
-def run(layer: Layer, rows: SampleGradients, plan: StepPlan, multiple: int = 1) -> None:
+def run(layer, rows, plan, multiple=1):
     rows.begin_rows(plan, 0)
     whole = inputs()
     for micro_batch in plan.micro_batches:
@@ -104,13 +100,13 @@ def run(layer: Layer, rows: SampleGradients, plan: StepPlan, multiple: int = 1) 
         (layer(x, pack=pack).square() * real).sum().backward()
 
 
-def flat(one: dict[str, torch.Tensor]) -> torch.Tensor:
+def flat(one):
     return torch.cat([one[f"layers.0.{part}.lora_{kind}"].flatten() for part in ("up", "down") for kind in "AB"])
 
 
 @pytest.mark.parametrize("packs", [PACKS[:1], PACKS[1:]], ids=["whole", "slices"])
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_every_sequence_of_a_pack_has_its_own_gradient(layer: Layer, packs: Any, multiple: int) -> None:
+def test_every_sequence_of_a_pack_has_its_own_gradient(layer, packs, multiple):
     rows, start = rows_of(layer), state()
     rows.take(ADAPTER, TenantTrain(), start)
     plan, expected = plan_of(packs), alone(layer, dict(start.weights))
@@ -133,7 +129,7 @@ def test_every_sequence_of_a_pack_has_its_own_gradient(layer: Layer, packs: Any,
     rows.close()
 
 
-def test_fresh_matrices_have_gradients_of_b_alone_and_change_no_output(layer: Layer) -> None:
+def test_fresh_matrices_have_gradients_of_b_alone_and_change_no_output(layer):
     x = inputs()[2]
     before, rows = layer(x), rows_of(layer)
     rows.take(ADAPTER, TenantTrain(seed=4), None)
@@ -147,7 +143,7 @@ def test_fresh_matrices_have_gradients_of_b_alone_and_change_no_output(layer: La
     assert torch.equal(layer(x, pack=pack), before)
 
 
-def test_adam_turns_whole_rows(layer: Layer) -> None:
+def test_adam_turns_whole_rows(layer):
     rows, start, train = rows_of(layer), state(), TenantTrain(betas=(0.8, 0.9), eps=1e-3)
     rows.take(ADAPTER, train, start)
     expected = torch.stack([flat(one) for one in alone(layer, dict(start.weights))])  # before spans are known to hooks

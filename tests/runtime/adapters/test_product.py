@@ -1,9 +1,5 @@
 """What adapters add, tenant by tenant, against autograd through y + s (x A^T) B^T of each tenant alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -19,7 +15,7 @@ RUNS = {"q": 3, "k": 2, "v": 2}
 """Outputs of each layer in each of the groups of a fused module."""
 
 
-def fused_site() -> Site:
+def fused_site():
     places, first = [], 0
     for name, run in RUNS.items():
         places.append(Place(name, GROUPS * run, INPUTS, (0, GROUPS * run), (0, INPUTS), GROUPS, first))
@@ -36,7 +32,7 @@ ADAPTERS = (
 )
 
 
-def tenant(number: int) -> TenantAdapter:
+def tenant(number):
     """With matrices that are not zero."""
     generator = torch.Generator().manual_seed(number)
     adapter = ADAPTERS[number]
@@ -47,11 +43,11 @@ def tenant(number: int) -> TenantAdapter:
             weights[f"{place.name}.lora_A"] = torch.randn(rank, INPUTS, generator=generator, dtype=torch.float64)
             weights[f"{place.name}.lora_B"] = torch.randn(place.outputs, rank, generator=generator, dtype=torch.float64)
     state = AdapterState(weights, {}, {}, 0)
-    where: Any = {"owner": 0, "owners": 1, "dtype": torch.float64, "device": torch.device("cpu")}
+    where = {"owner": 0, "owners": 1, "dtype": torch.float64, "device": torch.device("cpu")}
     return TenantAdapter(adapter, TenantTrain(), [SITE], **where, state=state)
 
 
-def run(spans: list[TenantSpan], y_TD: torch.Tensor, x_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def run(spans, y_TD, x_TC):
     """Output, and the gradient of the inputs where that of the outputs is a cosine of them."""
     x_TC = x_TC.clone().requires_grad_()
     output_TD = added(y_TD, x_TC, SITE, spans, None)
@@ -60,7 +56,7 @@ def run(spans: list[TenantSpan], y_TD: torch.Tensor, x_TC: torch.Tensor) -> tupl
     return output_TD.detach(), torch.zeros_like(x_TC) if x_TC.grad is None else x_TC.grad
 
 
-def textbook(one: TenantAdapter | None, y_tD: torch.Tensor, x_tC: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
+def textbook(one, y_tD, x_tC):
     """Output, gradient of the inputs, gradients of the matrices."""
     x_tC = x_tC.clone().requires_grad_()
     leaves = {m.name: m.value.clone().requires_grad_() for m in one.matrices} if one else {}
@@ -76,7 +72,7 @@ def textbook(one: TenantAdapter | None, y_tD: torch.Tensor, x_tC: torch.Tensor) 
     return output_tD.detach(), x_tC.grad, {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def inputs(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(size):
     generator = torch.Generator().manual_seed(size)
     outputs = GROUPS * sum(RUNS.values())
     return tuple(torch.randn(size, n, generator=generator, dtype=torch.float64) for n in (outputs, INPUTS))
@@ -86,7 +82,7 @@ SPANS = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([None, 0, 1, 2, 3]
 
 
 @given(SPANS)
-def test_each_tenant_gets_what_autograd_gives_it_alone(drawn: list[tuple[int, int | None]]) -> None:
+def test_each_tenant_gets_what_autograd_gives_it_alone(drawn):
     tenants = [tenant(number) for number in range(len(ADAPTERS))]
     sizes = [size for size, _ in drawn]
     y_TD, x_TC = inputs(sum(sizes))
@@ -106,7 +102,7 @@ def test_each_tenant_gets_what_autograd_gives_it_alone(drawn: list[tuple[int, in
 
 
 @given(SPANS)
-def test_company_changes_no_bit_of_a_span(drawn: list[tuple[int, int | None]]) -> None:
+def test_company_changes_no_bit_of_a_span(drawn):
     sizes = [size for size, _ in drawn]
     y_TD, x_TC = inputs(sum(sizes))
     spans = [TenantSpan(size, None if who is None else tenant(who)) for size, who in drawn]
@@ -119,7 +115,7 @@ def test_company_changes_no_bit_of_a_span(drawn: list[tuple[int, int | None]]) -
 
 
 @pytest.mark.parametrize("where", ["inputs", "matrices"])
-def test_what_is_not_a_number_stays_with_its_tenant(where: str) -> None:
+def test_what_is_not_a_number_stays_with_its_tenant(where):
     y_TD, x_TC = inputs(9)
     good, tenants = [tenant(number) for number in range(3)], [tenant(number) for number in range(3)]
     expected = run([TenantSpan(3, one) for one in good], y_TD, x_TC)
@@ -138,6 +134,6 @@ def test_what_is_not_a_number_stays_with_its_tenant(where: str) -> None:
     assert not tenants[1].gradients.isfinite().all()
 
 
-def test_where_nobody_has_an_adapter_the_output_is_the_same_tensor() -> None:
+def test_where_nobody_has_an_adapter_the_output_is_the_same_tensor():
     y_TD, x_TC = inputs(4)
     assert added(y_TD, x_TC, SITE, [TenantSpan(3, None), TenantSpan(1, tenant(3))], None) is y_TD

@@ -1,7 +1,5 @@
 """Projections by hashed signs: those of their equation, sums over shards, inner products kept."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 
@@ -14,12 +12,12 @@ from evenload.runtime.adapters.projection import preconditioned, projection
 RNG = np.random.default_rng(7)
 
 
-def ours(name: str, values: np.ndarray, places: np.ndarray, columns: int, seed: int = 0) -> np.ndarray:
+def ours(name, values, places, columns, seed=0):
     return projection(name, torch.tensor(values), torch.tensor(places), columns, seed).numpy()
 
 
 @pytest.mark.parametrize("columns", [1, 64, 100])
-def test_signs_are_bits_of_the_hash(columns: int) -> None:
+def test_signs_are_bits_of_the_hash(columns):
     """By numpy's unsigned integers, one word a place and 64 columns."""
     places = RNG.permutation(5000)[:2500]
     key = np.frombuffer(hashlib.blake2b(b"3 layer.weight", digest_size=8).digest(), np.uint64)
@@ -35,7 +33,7 @@ def test_signs_are_bits_of_the_hash(columns: int) -> None:
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 4])
-def test_projections_of_shards_add_up_to_that_of_the_whole(cuts: int) -> None:
+def test_projections_of_shards_add_up_to_that_of_the_whole(cuts):
     gradient = RNG.normal(size=(40, 20))
     whole = ours("layer.weight", gradient.ravel(), np.arange(800), 100, seed=3)
     places = np.arange(800).reshape(40, 20)
@@ -46,7 +44,7 @@ def test_projections_of_shards_add_up_to_that_of_the_whole(cuts: int) -> None:
     assert abs(np.corrcoef(other, whole)[0, 1]) < 0.4
 
 
-def test_projections_keep_inner_products_in_the_mean() -> None:
+def test_projections_keep_inner_products_in_the_mean():
     one, other = RNG.normal(size=(2, 500))
     other = one + 0.3 * other
     places = np.arange(500)
@@ -55,7 +53,7 @@ def test_projections_keep_inner_products_in_the_mean() -> None:
     assert abs(np.mean(products) - one @ other) < 4 * error
 
 
-def test_the_direction_of_adam_is_that_of_its_equation() -> None:
+def test_the_direction_of_adam_is_that_of_its_equation():
     g, m, v = RNG.normal(size=(3, 10))
     direction = preconditioned(*map(torch.tensor, (g, m, v**2)), (0.9, 0.99), 1e-8)
     for i in range(10):

@@ -10,8 +10,11 @@ import pytest
 import torch
 from evenload.runtime.attention import blocks
 from evenload.runtime.attention.blocks import BLOCKS, Inputs, choose_block, merge
+from harness.cases import pairs
 from hypothesis import given
 from hypothesis import strategies as st
+
+from .definition import attention, error
 
 ROWS = {row.name: row for row in BLOCKS}
 ON_CPU = [row for row in BLOCKS if row.name in ("torch_cpu", "plain")]
@@ -31,31 +34,20 @@ def tensors(queries, keys, heads, groups, dtype=torch.float64, device="cpu", dim
 
 
 def dense(q, k, v, dout, causal, scale=SCALE):
-    """out, lse, dq, dK, dV of an explicit softmax in float64; query i of N sees the keys up to M - N + i."""
-    q, k, v, dout = (t.detach().double() for t in (q, k, v, dout))
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    place_q = torch.arange(len(q), device=q.device) + len(k) - len(q)
-    seen = place_q[:, None] >= torch.arange(len(k), device=q.device)[None, :] if causal else torch.tensor(True)
-    repeat = q.shape[1] // k.shape[1]
-    outs, lses = [], []
-    for head in range(q.shape[1]):
-        scores = (q[:, head] @ k[:, head // repeat].T * scale).masked_fill(~seen.to(q.device), -torch.inf)
-        outs.append(scores.softmax(-1) @ v[:, head // repeat])
-        lses.append(scores.logsumexp(-1))
-    out = torch.stack(outs, dim=1)
-    return [out, torch.stack(lses), *torch.autograd.grad((out * dout).sum(), leaves)]
+    """out, lse, dq, dk, dv by the definition, in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves, scale, causal=causal)
+    return [out, lse, *torch.autograd.grad((out * dout.double()).sum(), leaves)]
 
 
-def error(got, want):
-    """Largest relative error; absolute below a norm of 1, since the gradient of a score that is alone is zero."""
-    return max(((a.double() - b).norm() / b.norm().clamp(min=1)).item() for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("row", ON_CPU, ids=lambda row: row.name)
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize(("heads", "groups"), HEADS)
-@pytest.mark.parametrize(("queries", "keys", "causal"), SHAPES)
-def test_a_block_alone(row, dtype, heads, groups, queries, keys, causal):
+@pairs(
+    ("name", [row.name for row in ON_CPU]),
+    ("dtype", LIMITS),
+    ("heads, groups", HEADS),
+    ("queries, keys, causal", SHAPES),
+)
+def test_a_block_alone(name, dtype, heads, groups, queries, keys, causal):
+    row = ROWS[name]
     assert row.supports(dtype, torch.device("cpu"), DIM)
     q, k, v, dout = tensors(queries, keys, heads, groups, dtype)
     x = Inputs(q, k, v, causal, SCALE)
@@ -112,26 +104,18 @@ def test_blocks_of_different_rows_fit_together():
     assert error([out, lse, dq + more, torch.cat([dk, dk_last]), torch.cat([dv, dv_last])], want) < 1e-13
 
 
-def unscaled(out, lse, more, more_lse):
-    return out + more, torch.logaddexp(lse, more_lse)
+WRONG_MERGES = {
+    "unscaled": lambda out, lse, more, last: (out + more, torch.logaddexp(lse, last)),
+    "averaged": lambda out, lse, more, last: ((out + more) / 2, torch.logaddexp(lse, last)),
+    "first lse": lambda out, lse, more, last: (merge(out, lse, more, last)[0], lse),
+    "last lse": lambda out, lse, more, last: (merge(out, lse, more, last)[0], last),
+}
 
 
-def averaged(out, lse, more, more_lse):
-    return (out + more) / 2, torch.logaddexp(lse, more_lse)
-
-
-def first_lse(out, lse, more, more_lse):
-    return merge(out, lse, more, more_lse)[0], lse
-
-
-def last_lse(out, lse, more, more_lse):
-    return merge(out, lse, more, more_lse)[0], more_lse
-
-
-@pytest.mark.parametrize("mutant", [unscaled, averaged, first_lse, last_lse])
-def test_wrong_merges_are_caught(mutant):
+@pytest.mark.parametrize("name", WRONG_MERGES)
+def test_wrong_merges_are_caught(name):
     q, k, v, dout = tensors(6, 20, 4, 2)
-    found = in_blocks(ROWS["torch_cpu"], Inputs(q, k, v, True, SCALE), [14, 6], mutant)(dout)
+    found = in_blocks(ROWS["torch_cpu"], Inputs(q, k, v, True, SCALE), [14, 6], WRONG_MERGES[name])(dout)
     assert error([found[0], *found[2:]], dense(q, k, v, dout, causal=True)[:1] + dense(q, k, v, dout, True)[2:]) > 1e-2
 
 

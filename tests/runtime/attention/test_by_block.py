@@ -1,22 +1,22 @@
 """Rows of one token over blocks of a cache, against attention by its definition."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 import torch
 from evenload.core.plan.step_plan import Slice
 from evenload.runtime.attention.block_tables import BlockTables
 from evenload.runtime.attention.by_block import attend_rows
-from evenload.runtime.attention.kv_cache import CachedRows, KvCache, Pools
+from evenload.runtime.attention.kv_cache import CachedRows, KvCache
 from evenload.runtime.attention.scores import ScoreForm
 from hypothesis import given
+
+from .definition import attention
 
 HEADS, GROUPS, DIM, BLOCK = 6, 2, 4, 4
 CPU = torch.device("cpu")
 
 
-def rows_of(lengths: list[int], prompt: int, ended: int) -> tuple[CachedRows, Pools]:
+def rows_of(lengths, prompt, ended):
     """Rows that share a prompt as far as it is whole, in a pool where others have ended; random keys and values."""
     cache = KvCache(BlockTables(BLOCK))
     tables = cache.tables
@@ -36,23 +36,18 @@ def rows_of(lengths: list[int], prompt: int, ended: int) -> tuple[CachedRows, Po
     return rows, pools
 
 
-def by_definition(q_BHD: torch.Tensor, pools: Pools, rows: CachedRows, scores: ScoreForm) -> torch.Tensor:
+def by_definition(q_BHD, pools, rows, scores):
     out = []
     for q_HD, piece in zip(q_BHD, rows.slices, strict=True):
         blocks = rows.cache.tables[piece.sequence][: -(-piece.stop // BLOCK)]
-        k, v = (pool[blocks].flatten(0, 1)[: piece.stop].repeat_interleave(HEADS // GROUPS, 1) for pool in pools)
-        k, v = (x if scores.window is None else x[-scores.window - 1 :] for x in (k, v))
-        s_HM = torch.einsum("hd,mhd->hm", q_HD, k) * scores.scale
-        if scores.softcap is not None:
-            s_HM = scores.softcap * torch.tanh(s_HM / scores.softcap)
-        if scores.sinks_H is not None:
-            s_HM = torch.cat([s_HM, scores.sinks_H[:, None]], 1)
-        out.append(torch.einsum("hm,mhd->hd", s_HM.softmax(-1)[:, : len(k)], v))
+        k, v = (pool[blocks].flatten(0, 1)[: piece.stop] for pool in pools)
+        own = {"window": scores.window, "softcap": scores.softcap, "sinks_H": scores.sinks_H}
+        out.append(attention(q_HD[None], k, v, scores.scale, **own)[0][0])
     return torch.stack(out)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(0, 20), st.integers(0, 120))
-def test_rows_of_all_lengths_shared_prompts_and_free_blocks(lengths: list[int], prompt: int, ended: int) -> None:
+def test_rows_of_all_lengths_shared_prompts_and_free_blocks(lengths, prompt, ended):
     rows, pools = rows_of(lengths, prompt, ended)
     q_BHD = torch.randn(len(lengths), HEADS, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for window in (None, 5):
@@ -64,7 +59,7 @@ def test_rows_of_all_lengths_shared_prompts_and_free_blocks(lengths: list[int], 
 
 
 @pytest.mark.parametrize("lengths", [[9, 9, 10], [1, 50, 3, 17]], ids=["even", "uneven"])
-def test_caps_and_sinks_of_scores(lengths: list[int]) -> None:
+def test_caps_and_sinks_of_scores(lengths):
     rows, pools = rows_of(lengths, 8, 0)
     q_BHD = torch.randn(len(lengths), HEADS, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for more in ({"softcap": 1.5}, {"sinks_H": torch.linspace(-2, 2, HEADS).double()}, {"softcap": 1.0, "window": 3}):
@@ -73,7 +68,7 @@ def test_caps_and_sinks_of_scores(lengths: list[int]) -> None:
         torch.testing.assert_close(attend_rows(q_BHD, pools, rows, scores), want, rtol=0, atol=1e-12)
 
 
-def test_half_precision_sums_in_float32() -> None:
+def test_half_precision_sums_in_float32():
     rows, pools = rows_of([1, 60, 3, 57, 20], 8, 0)
     q_BHD = torch.randn(5, HEADS, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64).bfloat16()
     halves = tuple(pool.bfloat16() for pool in pools)

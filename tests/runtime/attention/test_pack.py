@@ -124,7 +124,7 @@ def test_weights_that_a_loss_cannot_be_divided_by_are_refused():
 
 
 @given(cut_batches())
-def test_segments_and_positions(batch):
+def test_segments_positions_and_sequence_ids(batch):
     lengths, micro_batches = batch
     for micro_batch in micro_batches:
         pack = build_pack(micro_batch, tokens_of(lengths))
@@ -133,6 +133,9 @@ def test_segments_and_positions(batch):
         assert pack.num_padded_tokens == micro_batch.num_padded_tokens == len(pack.tokens_T) == len(pack.labels_T)
         assert pack.max_seqlen == int(pack.cu_seqlens.diff().max())
         assert pack.slices == micro_batch.slices
+        real_T = pack.sequence_ids_T != PADDING
+        assert torch.equal(real_T, pack.tokens_T > 0)
+        assert torch.equal(pack.sequence_ids_T[real_T], (pack.tokens_T[real_T] - 1) // 1000)
         for piece, (first, end) in zip(pack.slices, pairwise(pack.segments), strict=False):
             real = first + piece.length
             assert pack.positions_T[first:real].tolist() == list(range(piece.start, piece.stop))
@@ -167,10 +170,7 @@ def test_padding_to_multiples_moves_tokens_and_changes_none(batch, wanted):
         assert tuple(pack.cu_seqlens_padded.tolist()) == pack.segments
         assert torch.equal(pack.cu_seqlens, bare.cu_seqlens)
         assert (pack.lengths, pack.max_seqlen, pack.num_targets) == (bare.lengths, bare.max_seqlen, bare.num_targets)
-        assert (
-            pack.num_padded_tokens % wanted["segment_multiple"],
-            pack.num_padded_tokens % wanted["pack_multiple"],
-        ) == (0, 0)
+        assert all(pack.num_padded_tokens % multiple == 0 for multiple in wanted.values())
         assert len(pack.tokens_T) == len(pack.labels_T) == len(pack.positions_T) == pack.num_padded_tokens
         there = torch.cat([torch.arange(a, a + n) for a, n in zip(pack.segments, pack.lengths, strict=False)])
         for name in ("tokens_T", "labels_T", "positions_T", "sequence_ids_T"):
@@ -179,16 +179,6 @@ def test_padding_to_multiples_moves_tokens_and_changes_none(batch, wanted):
         assert (pack.tokens_T[padding] == 0).all()
         assert (pack.labels_T[padding] == IGNORE).all()
         assert (pack.sequence_ids_T[padding] == PADDING).all()
-
-
-@given(cut_batches())
-def test_sequence_ids(batch):
-    lengths, micro_batches = batch
-    for micro_batch in micro_batches:
-        pack = build_pack(micro_batch, tokens_of(lengths))
-        real = pack.sequence_ids_T != PADDING
-        assert torch.equal(real, pack.tokens_T > 0)
-        assert torch.equal(pack.sequence_ids_T[real], (pack.tokens_T[real] - 1) // 1000)
 
 
 @given(cut_batches(), multiples)

@@ -1,6 +1,7 @@
 """Slices against whole sequences: a small float64 model, its loss and gradients, over random cuts, packs and orders."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -14,9 +15,12 @@ from evenload.runtime.attention import blocks
 from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
+from harness.proof.faults import around, fault
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
+
+from .definition import attention
 
 DIM, WIDTH, VOCABULARY, LAYERS = 4, 12, 50, 3
 HEADS = [(2, 2), (4, 2), (4, 1)]
@@ -61,12 +65,7 @@ def tokens_of(lengths):
 
 
 def dense(q, k, v, _):
-    """Explicit causal softmax of one whole sequence."""
-    n, repeat = len(q), q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * DIM**-0.5
-    unseen = torch.ones(n, n, dtype=torch.bool).triu(1)
-    return torch.einsum("hnm,mhd->nhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v)
+    return attention(q, k, v, DIM**-0.5)[0]
 
 
 def plain(model, lengths):
@@ -84,15 +83,11 @@ def attend(pack):
     return lambda q, k, v, layer: packed_attention(q, k, v, pack, layer, DIM**-0.5)
 
 
-def reentrant(function, *inputs):
-    return checkpoint(function, *inputs, use_reentrant=True)
-
-
-def non_reentrant(function, *inputs):
-    return checkpoint(function, *inputs, use_reentrant=False)
-
-
-WRAPS = {"plain": None, "reentrant": reentrant, "non-reentrant": non_reentrant}
+WRAPS = {
+    "plain": None,
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+}
 
 
 def execute(model, plan, wrap=None, change=lambda pack: pack, **layout):
@@ -226,89 +221,63 @@ SLICED = chain(LENGTHS, CUTS)
 REPLAYED = chain(LENGTHS, CUTS, range(5))
 
 
-def dropped_accumulator(monkeypatch):
-    settle = PrefixStore.settle
-
-    def forgets(self, layer, piece, dk, dv):
-        own = settle(self, layer, piece, dk, dv)
-        for entry in self._entries.values():
-            entry.dk_PGD = entry.dv_PGD = None
-        return own
-
-    monkeypatch.setattr(PrefixStore, "settle", forgets)
-
-
-def shorter_prefix(monkeypatch):
+def shorter_prefix(write, store, layer, piece, k, v, **more):
     """The oldest token is not seen; its place takes the one behind it."""
-    write = PrefixStore.write
-
-    def cuts(self, layer, piece, k, v, **more):
-        keys, values = write(self, layer, piece, k, v, **more)
-        return (torch.cat([t[1:2], t[1:]]) if piece.start else t for t in (keys, values))
-
-    monkeypatch.setattr(PrefixStore, "write", cuts)
+    keys, values = write(store, layer, piece, k, v, **more)
+    return (torch.cat([t[1:2], t[1:]]) if piece.start else t for t in (keys, values))
 
 
-def restarted_positions(pack):
-    starts = torch.cat([torch.full((p.length,), p.start) for p in pack.slices])
-    return replace(pack, positions_T=pack.positions_T - starts)
-
-
-def shifted_positions(pack):
-    later = torch.cat([torch.full((p.length,), int(p.start > 0)) for p in pack.slices])
-    return replace(pack, positions_T=pack.positions_T - later)
-
-
-def unscaled_merge(monkeypatch):
-    merge = blocks.merge
-    monkeypatch.setattr(blocks, "merge", lambda out, lse, more, last: (out + more, merge(out, lse, more, last)[1]))
-
-
-def own_log_sum_exp(monkeypatch):
-    """The backward of a slice takes the log-sum-exp of its own tokens only."""
-    merge = blocks.merge
-    monkeypatch.setattr(blocks, "merge", lambda out, lse, more, last: (merge(out, lse, more, last)[0], last))
-
-
-def double_write(monkeypatch):
+def double_write(write, store, layer, piece, k, v, **more):
     """A forward that runs again adds its keys and values to those that are there."""
-    write = PrefixStore.write
+    there = (layer, piece.sequence) in store._entries
+    again = there and piece.stop <= store._entries[layer, piece.sequence].written
+    keys, values = write(store, layer, piece, k, v, **more)
+    if again:
+        keys[piece.start :] += k
+        values[piece.start :] += v
+    return keys, values
 
-    def adds(self, layer, piece, k, v, **more):
-        there = (layer, piece.sequence) in self._entries
-        again = there and piece.stop <= self._entries[layer, piece.sequence].written
-        keys, values = write(self, layer, piece, k, v, **more)
-        if again:
-            keys[piece.start :] += k
-            values[piece.start :] += v
-        return keys, values
 
-    monkeypatch.setattr(PrefixStore, "write", adds)
+def unscaled_merge(merge, out, lse, more, last):
+    return out + more, merge(out, lse, more, last)[1]
+
+
+MUTANTS = {
+    "dropped accumulator": fault("dropped accumulator"),
+    "shorter prefix": lambda: around(PrefixStore, "write", shorter_prefix),
+    "unscaled merge": lambda: around(blocks, "merge", unscaled_merge),
+    # The backward of a slice takes the log-sum-exp of its own tokens only.
+    "own log-sum-exp": lambda: around(blocks, "merge", lambda merge, *of: (merge(*of)[0], of[3])),
+}
 
 
 @pytest.mark.parametrize("plan", [SLICED, REPLAYED], ids=["kept", "replayed"])
-@pytest.mark.parametrize("mutant", [dropped_accumulator, shorter_prefix, unscaled_merge, own_log_sum_exp])
-def test_mutants_are_caught(monkeypatch, plan, mutant):
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(plan, name):
     model = Model(4, 2)
     wanted = plain(model, LENGTHS)
     assert error(execute(model, plan), wanted) < 1e-12
-    mutant(monkeypatch)
-    assert error(execute(model, plan), wanted) > 1e-4
+    with MUTANTS[name]():
+        assert error(execute(model, plan), wanted) > 1e-4
 
 
-@pytest.mark.parametrize("mutant", [restarted_positions, shifted_positions])
-def test_wrong_positions_are_caught(mutant):
+@pytest.mark.parametrize("less", [lambda start: start, lambda start: int(start > 0)], ids=["restarted", "one early"])
+def test_wrong_positions_are_caught(less):
+    def changed(pack):
+        starts = torch.cat([torch.full((p.length,), less(p.start)) for p in pack.slices])
+        return replace(pack, positions_T=pack.positions_T - starts)
+
     model = Model(4, 2)
-    assert error(execute(model, SLICED, change=mutant), plain(model, LENGTHS)) > 1e-4
+    assert error(execute(model, SLICED, change=changed), plain(model, LENGTHS)) > 1e-4
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_store_that_writes_twice_is_caught(monkeypatch):
+def test_a_store_that_writes_twice_is_caught():
     model = Model(4, 2)
     wanted = plain(model, LENGTHS)
-    double_write(monkeypatch)
-    assert error(execute(model, REPLAYED), wanted) > 1e-4
-    assert error(execute(model, SLICED, reentrant), wanted) > 1e-4
+    with around(PrefixStore, "write", double_write):
+        assert error(execute(model, REPLAYED), wanted) > 1e-4
+        assert error(execute(model, SLICED, WRAPS["reentrant"]), wanted) > 1e-4
 
 
 def test_a_loss_that_is_not_connected_is_told():
@@ -326,6 +295,7 @@ def test_a_loss_that_is_not_connected_is_told():
 
 
 A, B, C = Slice(0, 0, 8), Slice(0, 8, 14), Slice(0, 14, 20)
+ALL = [("F", A), ("F", B), ("F", C)]
 
 
 def kv(piece, value=1.0, dtype=torch.float64):
@@ -351,14 +321,11 @@ def acts(store, *steps):
         ([("F", A), ("F", B), ("F", Slice(0, 14, 21))], "a slice is longer than its sequence"),
         ([("F", A), ("B", A)], "a slice runs backward out of order"),
         ([("F", A), ("F", B), ("B", C)], "before all slices of its sequence ran forward"),
-        ([("F", A), ("F", B), ("F", C), ("B", B)], "a slice runs backward out of order"),
-        ([("F", A), ("F", B), ("F", C), ("B", C), ("B", C)], "a slice runs backward out of order"),
-        ([("F", A), ("F", B), ("F", C), ("B", C), ("F", C)], "a slice runs forward after its backward"),
-        ([("F", A), ("F", B), ("F", C), ("B", C), ("B", B), ("B", A), ("B", A)], "a slice runs backward out of order"),
-        (
-            [("F", A), ("F", B), ("F", C), ("B", C), ("B", B), ("B", A), ("F", A)],
-            "a slice runs forward after its backward",
-        ),
+        ([*ALL, ("B", B)], "a slice runs backward out of order"),
+        ([*ALL, ("B", C), ("B", C)], "a slice runs backward out of order"),
+        ([*ALL, ("B", C), ("F", C)], "a slice runs forward after its backward"),
+        ([*ALL, ("B", C), ("B", B), ("B", A), ("B", A)], "a slice runs backward out of order"),
+        ([*ALL, ("B", C), ("B", B), ("B", A), ("F", A)], "a slice runs forward after its backward"),
     ],
 )
 def test_illegal_orders_are_refused(steps, told):
@@ -368,7 +335,7 @@ def test_illegal_orders_are_refused(steps, told):
         acts(store, steps[-1])
 
 
-def kept_bytes(store: PrefixStore) -> int:
+def kept_bytes(store):
     tensors = [(e.k_LGD, e.v_LGD, e.dk_PGD, e.dv_PGD) for e in store._entries.values()]
     return sum(t.untyped_storage().nbytes() for row in tensors for t in row if t is not None)
 

@@ -1,7 +1,5 @@
 """Slots instead of experts: every token of a rank goes to one slot of its expert, as all ranks expect it."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np
@@ -18,11 +16,11 @@ QUOTAS_ER = np.array([[1, 3], [4, 0], [2, 0], [0, 1]])
 POLICY = ExpertPolicy("drawn", slots=2)
 
 
-def shares_of(place: int) -> Shares:
+def shares_of(place):
     return Shares(COUNTS_RE, QUOTAS_ER, copies_of(QUOTAS_ER), place, POLICY)
 
 
-def test_slots_of_copies_stand_behind_the_experts_of_their_rank() -> None:
+def test_slots_of_copies_stand_behind_the_experts_of_their_rank():
     assert copies_of(QUOTAS_ER) == ((2,), (0,))
     first, second = shares_of(0), shares_of(1)
     assert first.slots == 3
@@ -32,7 +30,7 @@ def test_slots_of_copies_stand_behind_the_experts_of_their_rank() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_tokens_go_to_the_slots_that_the_others_expect_them_in(place: int) -> None:
+def test_tokens_go_to_the_slots_that_the_others_expect_them_in(place):
     rows = [expert for expert, count in enumerate(COUNTS_RE[place]) for _ in range(count)]
     chosen_TE = torch.nn.functional.one_hot(torch.tensor(rows), 4).bool()
     probs_TE = torch.rand(len(rows), 4, dtype=torch.float64, requires_grad=True)
@@ -48,7 +46,7 @@ def test_tokens_go_to_the_slots_that_the_others_expect_them_in(place: int) -> No
     assert torch.equal(probs_TE.grad, chosen_TE.double())
 
 
-def test_a_planner_that_fails_or_breaks_a_law_leaves_experts_at_home(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_planner_that_fails_or_breaks_a_law_leaves_experts_at_home(caplog):
     balance = ExpertBalance(0)
     for planner in (lambda *_: QUOTAS_ER + 1, lambda *_: 1 // 0):
         balance.begin(POLICY, planner)
@@ -60,25 +58,24 @@ def test_a_planner_that_fails_or_breaks_a_law_leaves_experts_at_home(caplog: pyt
     assert "lose tokens of an expert" in warning
 
 
-def test_quotas_without_copies_leave_a_layer_as_it_is_and_still_check_its_counts() -> None:
+def test_quotas_without_copies_leave_a_layer_as_it_is_and_still_check_its_counts():
     balance = ExpertBalance(0)
     balance.begin(POLICY, lambda counts_RE, *_: np.array([[4, 0], [4, 0], [0, 2], [0, 1]]))
     assert balance.shares(0, COUNTS_RE) is None
     assert balance.checksum != 0
 
 
-def test_cut_experts_are_fetched_without_copies_and_behind_a_planner_that_fails_too() -> None:
+def test_cut_experts_are_fetched_without_copies_and_behind_a_planner_that_fails_too():
     balance = ExpertBalance(0, sharded=True)
     for planner in (at_home, lambda *_: 1 // 0):
         balance.begin(EXPERTS_AT_HOME, planner)
         assert not balance.at_home
         shares = balance.shares(0, COUNTS_RE)
-        assert shares is not None
         assert (shares.slots, shares.copies, shares.keep) == (2, ((), ()), False)
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_ranks_of_several_nodes_expect_what_others_send_into_their_slots(seed: int) -> None:
+def test_ranks_of_several_nodes_expect_what_others_send_into_their_slots(seed):
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 9, (8, 8)) * rng.integers(0, 2, 8)
     policy = ExpertPolicy("drawn", slots=7, node_ranks=2)

@@ -1,7 +1,5 @@
 """The header that rides on the counts of a layer: who runs another pass is named, and loads leave dummies out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -13,15 +11,15 @@ from evenload.runtime.experts.gate import ExpertGate
 SENT, COUNTED = torch.tensor([4, 1, 0, 3]), torch.tensor([4, 0, 0, 2])
 
 
-def gates(digests: tuple[bytes, bytes] = (b"a" * 16, b"a" * 16)) -> tuple[ExpertGate, ExpertGate, list[str]]:
-    marks: list[str] = []
+def gates(digests=(b"a" * 16, b"a" * 16)):
+    marks = []
     pair = ExpertGate((4, 7), 0), ExpertGate((4, 7), 1)
     for gate, digest in zip(pair, digests, strict=True):
         gate.begin(digest, marks.append, EXPERTS_AT_HOME, at_home)
     return *pair, marks
 
 
-def test_ranks_that_agree_get_what_all_of_them_send_and_the_imbalance_without_dummies() -> None:
+def test_ranks_that_agree_get_what_all_of_them_send_and_the_imbalance_without_dummies():
     first, second, _ = gates()
     for gate in (first, second):
         gate.enter("forward of micro-batch 0")
@@ -38,7 +36,7 @@ def test_ranks_that_agree_get_what_all_of_them_send_and_the_imbalance_without_du
     assert not first.loads
 
 
-def test_a_load_says_why_its_layer_was_not_planned_whatever_the_layers_around_it_are() -> None:
+def test_a_load_says_why_its_layer_was_not_planned_whatever_the_layers_around_it_are():
     gate, planners = ExpertGate((4, 7), 0), iter([at_home, lambda *_: np.zeros((4, 2), dtype=np.int64), at_home])
     gate.begin(b"a" * 16, lambda _: None, ExpertPolicy("drawn", slots=2), lambda *of_layer: next(planners)(*of_layer))
     gate.enter("forward of micro-batch 0")
@@ -52,7 +50,7 @@ def test_a_load_says_why_its_layer_was_not_planned_whatever_the_layers_around_it
 
 
 @pytest.mark.parametrize("what", ["pass", "plan", "layer", "quotas"])
-def test_a_rank_that_runs_another_pass_plan_layer_or_quotas_is_named(what: str) -> None:
+def test_a_rank_that_runs_another_pass_plan_layer_or_quotas_is_named(what):
     first, second, _ = gates((b"a" * 16, b"b" * 16) if what == "plan" else (b"a" * 16, b"a" * 16))
     first.enter("forward of micro-batch 0")
     second.enter("forward of micro-batch 0")
@@ -76,7 +74,7 @@ def test_a_rank_that_runs_another_pass_plan_layer_or_quotas_is_named(what: str) 
     assert not second.loads
 
 
-def test_marks_name_the_layer_and_go_back_behind_it() -> None:
+def test_marks_name_the_layer_and_go_back_behind_it():
     first, _, marks = gates()
     first.enter("backward of micro-batch 5")
     first.at_layer(3)

@@ -1,26 +1,21 @@
 """Tokens that go once to a node: float64 on four gloo ranks, against experts that every rank has."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from evenload.runtime.experts.once import counts_in_node, sent_once
-from torch import Tensor
 
 SIZE, SLOTS, HIDDEN = 2, 8, 3
 WEIGHTS_SH = torch.linspace(-1, 1, SLOTS * HIDDEN, dtype=torch.float64).view(SLOTS, HIDDEN)
 
 
-def experts(hidden_TH: Tensor, chosen_TS: Tensor, probs_TS: Tensor) -> Tensor:
+def experts(hidden_TH, chosen_TS, probs_TS):
     """What the chosen experts make of tokens, each by its probability, added up."""
     outputs_TSH = torch.tanh(hidden_TH[:, None] * WEIGHTS_SH)
     return torch.einsum("tsh,ts->th", outputs_TSH, probs_TS * chosen_TS)
 
 
-def drawn(rank: int, num_tokens: int, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(rank, num_tokens, topk):
     generator = torch.Generator().manual_seed(rank)
     scores_TS = torch.rand(num_tokens, SLOTS, dtype=torch.float64, generator=generator)
     chosen_TS = torch.zeros(num_tokens, SLOTS, dtype=torch.bool).scatter(1, scores_TS.topk(topk).indices, True)
@@ -29,7 +24,7 @@ def drawn(rank: int, num_tokens: int, topk: int) -> tuple[Tensor, Tensor, Tensor
     return hidden_TH.requires_grad_(), chosen_TS, probs_TS.requires_grad_()
 
 
-def of_rank(tokens: list[int], topk: int) -> dict[str, Any]:
+def of_rank(tokens, topk):
     rank = dist.get_rank()
     hidden, chosen, probs = drawn(rank, tokens[rank], topk)
     rows, hidden_WH, chosen_WS, probs_WS = sent_once(dist.group.WORLD, SIZE, hidden, chosen, probs)
@@ -56,7 +51,7 @@ def of_rank(tokens: list[int], topk: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tokens", "topk"), [([9, 4, 0, 17], 3), ([5, 5, 5, 5], 1), ([0, 0, 6, 0], 8)], ids=["some", "one", "all"]
 )
-def test_sums_and_gradients_are_those_of_experts_at_hand(world: Any, tokens: list[int], topk: int) -> None:
+def test_sums_and_gradients_are_those_of_experts_at_hand(world, tokens, topk):
     for rank, result in enumerate(world(4).run(of_rank, tokens, topk)):
         assert max(result["errors"]) < 1e-12
         place = rank % SIZE

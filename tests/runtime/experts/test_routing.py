@@ -1,9 +1,6 @@
 """What the balance loss of a sequence needs of ranks that share it: counts of all its tokens, and not of some."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +19,10 @@ class Peer:
 
     rank = 0
 
-    def __init__(self, theirs: list[list[int]]) -> None:
+    def __init__(self, theirs):
         self.theirs, self.sent = theirs, []
 
-    def post(self, sends: list[Any], receives: list[Any], tag: int) -> Any:
+    def post(self, sends, receives, tag):
         assert tag == COUNTS_TAG
         ((receiver, own_SE),) = sends
         assert [rank for rank, _ in receives] == [receiver] == [1]
@@ -33,7 +30,7 @@ class Peer:
         return SimpleNamespace(wait=lambda: {1: torch.tensor(self.theirs)})
 
 
-def routed(start: int, stop: int, choices: list[int], theirs: int, *more: Slice) -> Routed:
+def routed(start, stop, choices, theirs, *more):
     """Rank 0's part of the first sequence and what lies behind it; of its peer's part `theirs` tokens took expert 2."""
     micro_batch = MicroBatch((Slice(0, start, stop), *more), (0, 1))
     plane = Peer([[0, 0, theirs], *([0, 0, 0] for _ in more)])
@@ -53,12 +50,12 @@ def routed(start: int, stop: int, choices: list[int], theirs: int, *more: Slice)
     return Routed(pack, 0, torch.tensor(choices)[:, None], EXPERTS)
 
 
-def forward(step: StepRouting, one: Routed) -> None:
+def forward(step, one):
     scores = torch.ones(len(one.choices_TK), EXPERTS, requires_grad=True)
     step.sequence_loss(torch.zeros(()), scores, one, 1.0)
 
 
-def test_counts_of_a_shared_sequence_are_taken_when_all_its_tokens_are_counted() -> None:
+def test_counts_of_a_shared_sequence_are_taken_when_all_its_tokens_are_counted():
     step = StepRouting(np.array([LENGTH, OTHER]))
     begun, rest = routed(0, 4, [0, 1], theirs=2), routed(4, 6, [1], theirs=3)
     forward(step, begun)
@@ -73,7 +70,7 @@ def test_counts_of_a_shared_sequence_are_taken_when_all_its_tokens_are_counted()
         assert torch.allclose(step.gradient(part, 1.0), expected.expand(len(part.choices_TK), EXPERTS))
 
 
-def test_a_sequence_that_lies_beside_it_is_complete_by_itself() -> None:
+def test_a_sequence_that_lies_beside_it_is_complete_by_itself():
     step = StepRouting(np.array([LENGTH, OTHER]))
     one = routed(0, 6, [0, 0, 0, 2, 2, 2, 1], 3, Slice(1, 0, OTHER))
     forward(step, one)

@@ -1,7 +1,5 @@
 """A dealer that moves samples at random, after few forwards: alike on every rank, and of no use but to tests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,9 +1,6 @@
 """Samples are dealt once each, alike on every rank; what fails or is late is spread, and said."""
 
-from __future__ import annotations
-
 import logging
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ DEALING = Dealing.of_requests(REQUESTS, Generation(slots=3), 2)
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 4)), max_size=12), st.integers(1, 7))
-def test_samples_are_spread_once_each_longest_limit_first(prompts: list[tuple[int, int]], ranks: int) -> None:
+def test_samples_are_spread_once_each_longest_limit_first(prompts, ranks):
     requests = [Request(i, (1,), limit, tuple(range(count))) for i, (limit, count) in enumerate(prompts)]
     dealing = Dealing.of_requests(requests, Generation(), ranks)
     dealt = Dealer().deal(dealing)
@@ -37,17 +34,17 @@ def test_samples_are_spread_once_each_longest_limit_first(prompts: list[tuple[in
 class Odd(Dealer):
     """Deals as it is told to."""
 
-    def __init__(self, ranks: Any) -> None:
+    def __init__(self, ranks):
         self._ranks = ranks
 
-    def deal(self, dealing: Dealing) -> Dealt:
+    def deal(self, dealing):
         if isinstance(self._ranks, Exception):
             raise self._ranks
         return Dealt(tuple(np.array(own, dtype=np.int64) for own in self._ranks), "odd")
 
 
 @pytest.mark.parametrize("ranks", [((0, 1), (1, 3)), ((0, 1), (2,)), ((0, 1, 2, 3),), ValueError("no plan")], ids=str)
-def test_a_dealing_that_fails_is_spread_and_under_way_left_as_it_is(ranks: Any, caplog: Any) -> None:
+def test_a_dealing_that_fails_is_spread_and_under_way_left_as_it_is(ranks, caplog):
     with caplog.at_level(logging.WARNING, "evenload"):
         dealt = agreed(Odd(ranks), DEALING)
     assert (dealt.dealer, dealt.digest) == ("spread", Dealer().deal(DEALING).digest)
@@ -58,11 +55,11 @@ def test_a_dealing_that_fails_is_spread_and_under_way_left_as_it_is(ranks: Any, 
     assert "samples stay on their ranks" in caplog.text
 
 
-def test_a_dealing_that_is_late_is_spread(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_dealing_that_is_late_is_spread(monkeypatch, caplog):
     monkeypatch.setattr(dealings, "LATE_S", 0.0)
 
     class Slow(Dealer):
-        def deal(self, dealing: Dealing) -> Dealt:
+        def deal(self, dealing):
             never.wait(20)
             raise AssertionError
 
@@ -73,10 +70,10 @@ def test_a_dealing_that_is_late_is_spread(monkeypatch: pytest.MonkeyPatch, caplo
     assert "nothing within 0 s" in caplog.text
 
 
-def test_ranks_that_are_told_different_things_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_told_different_things_end_together(monkeypatch):
     other = Dealer().deal(DEALING)._replace(forwards=np.array([3, 4])).digest
 
-    def gather(payload: bytes, group: Any = None) -> list[bytes]:
+    def gather(payload, group=None):
         return [payload, payload if len(payload) == 1 else other]
 
     monkeypatch.setattr(dealings, "gather_bytes", gather)
@@ -85,6 +82,6 @@ def test_ranks_that_are_told_different_things_end_together(monkeypatch: pytest.M
         agreed(Dealer(), DEALING)
 
 
-def test_forwards_count_tokens_of_samples_and_of_prompts() -> None:
+def test_forwards_count_tokens_of_samples_and_of_prompts():
     work = Forwards().plus([Slice(0, 0, 12), Slice(1, 7, 8), Slice(2, 3, 4)]).plus([Slice(1, 8, 9)]).plus([])
     assert work == Forwards(forwards=3, samples=3, keys=8 + 4 + 9, prompt_tokens=12)

@@ -1,30 +1,24 @@
 """Which samples are kept is a function of the samples: it is that of plain generation, whatever is computed beside."""
 
-from __future__ import annotations
-
-import importlib.util
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import cache
 
 import hypothesis.strategies as st
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.plugins.rollout import Collect, Collected, Prune
 from evenload.runtime.generate.engine import generate
-from evenload.runtime.generate.request import Completion, Generation, Request
-from hypothesis import given
+from evenload.runtime.generate.request import Generation, Request
+from harness.cases import full
+from hypothesis import given, settings
 
-_spec = importlib.util.spec_from_file_location("tiny_kept", Path(__file__).with_name("tiny.py"))
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+from ...plugins.rollout.plain_rule import plain
+from . import tiny
 
 MODEL = tiny.Tiny()
 PLAIN = Generation(seed=3, end_tokens=frozenset({5, 17}))
 OF = 5
 REQUESTS = [Request(number, tuple(range(1, 2 + 5 * number)), 26 - number, tuple(range(OF))) for number in range(5)]
-WHOLE = tiny.one_by_one(MODEL.whole, REQUESTS, PLAIN)
 NEVER = 1 << 40
 RULES = {
     "the first two": Collect(2, OF, NEVER),
@@ -35,38 +29,20 @@ RULES = {
 }
 
 
-def score(tokens: Sequence[int]) -> float:
+@cache
+def whole_samples():
+    return tiny.one_by_one(MODEL.whole, REQUESTS, PLAIN)
+
+
+def score(tokens):
     return sum((place + 1) * token for place, token in enumerate(tokens)) * 37 % 101 / 101
 
 
-def scores(samples: Sequence[Completion]) -> list[float]:
+def scores(samples):
     return [score(sample.tokens) for sample in samples]
 
 
-def plain(rule: Collect, samples: Sequence[Completion]) -> tuple[set[int], set[int]]:
-    """What is kept of whole samples of a prompt, and what is pruned, border by border."""
-    lengths, pruned, border = [len(sample.tokens) for sample in samples], set(), 0
-    while True:
-        border += rule.every
-        ended = sorted((n, i) for i, n in enumerate(lengths) if n <= border and i not in pruned)
-        if len(ended) >= rule.keep:
-            return {i for _, i in ended[: rule.keep]}, pruned
-        live = [i for i, n in enumerate(lengths) if n > border and i not in pruned]
-        if rule.prune:
-            bar, most = rule.prune.below, rule.prune.most - len(pruned)
-            if ended:
-                n, first = ended[0]
-                bar, most = first_score(samples[first], n), rule.of
-            spare = len(ended) + len(live) - rule.keep
-            bad = sorted((score(samples[i].tokens[:border]), i) for i in live)
-            pruned |= {i for value, i in bad[: max(0, min(most, spare))] if value < bar}
-
-
-def first_score(sample: Completion, length: int) -> float:
-    return score(sample.tokens[:length])
-
-
-def made(rule: Collect, requests: Sequence[Request], **more: Any) -> dict[tuple[int, int], Completion]:
+def made(rule, requests, **more):
     wants = rule.prune is not None
     how = replace(PLAIN, collect=Collected(rule), scores=scores if wants else None, **more)
     model = Watched()
@@ -79,18 +55,21 @@ def made(rule: Collect, requests: Sequence[Request], **more: Any) -> dict[tuple[
 class Watched(tiny.Tiny):
     """Sees the blocks of the cache."""
 
-    def logits(self, pack: Any, slots_R: Any = None) -> Any:
+    def logits(self, pack, slots_R=None):
         self.tables = pack.cached.cache.tables
         return super().logits(pack, slots_R)
 
 
-def refuse_other(got: dict[tuple[int, int], Completion], rule: Collect) -> None:
+def refuse_other(got, rule):
     for request in REQUESTS:
-        samples = [WHOLE[request.number, i] for i in range(OF)]
-        kept, pruned = plain(rule, samples)
+        samples = [whole_samples()[request.number, i] for i in range(OF)]
+        lengths = [len(sample.tokens) for sample in samples]
+        borders = range(max(lengths) // rule.every + 2)
+        at = {(i, b): score(one.tokens[: b * rule.every]) for i, one in enumerate(samples) for b in borders}
+        kept, pruned = plain(rule, lengths, at)
         own = [got[request.number, i] for i in range(OF)]
-        assert {one.sample for one in own if one.kept} == kept
-        assert {one.sample for one in own if one.ended == "pruned"} == pruned
+        assert {one.sample for one in own if one.kept} == set(kept)
+        assert {one.sample for one in own if one.ended == "pruned"} == set(pruned)
         for one, whole in zip(own, samples, strict=True):
             assert one.tokens == whole.tokens[: len(one.tokens)]
             if one.kept or one.ended not in ("pruned", "left"):
@@ -99,17 +78,28 @@ def refuse_other(got: dict[tuple[int, int], Completion], rule: Collect) -> None:
                 assert one.score == score(whole.tokens)
 
 
-@pytest.mark.parametrize("name", RULES)
+MORE = [
+    {"slots": 1},
+    {"slots": 3, "step_tokens": 5},
+    {"slots": 64},
+    {"slots": 7, "cache_tokens": 80},
+]
+
+
 @pytest.mark.parametrize(
-    "more",
-    [{"slots": 1}, {"slots": 3, "step_tokens": 5}, {"slots": 64}, {"slots": 7, "cache_tokens": 80}],
+    ("name", "more"),
+    [
+        pytest.param(name, more, marks=() if name == "pruned" or at == own % len(MORE) else full)
+        for own, name in enumerate(RULES)
+        for at, more in enumerate(MORE)
+    ],
     ids=str,
 )
-def test_what_is_kept_is_that_of_plain_samples(name: str, more: dict[str, Any]) -> None:
+def test_what_is_kept_is_that_of_plain_samples(name, more):
     refuse_other(made(RULES[name], REQUESTS, **more), RULES[name])
 
 
-def test_every_order_and_every_number_of_ranks_keeps_the_same() -> None:
+def test_every_order_and_every_number_of_ranks_keeps_the_same():
     rule = RULES["pruned"]
     for slots in (1, 4):
         refuse_other(made(rule, REQUESTS[::-1], slots=slots), rule)
@@ -118,6 +108,7 @@ def test_every_order_and_every_number_of_ranks_keeps_the_same() -> None:
         refuse_other({key: one for part in parts for key, one in part.items()}, rule)
 
 
+@settings(max_examples=settings.default.max_examples // 4)
 @given(
     st.integers(1, OF),
     st.integers(1, 9),
@@ -125,19 +116,19 @@ def test_every_order_and_every_number_of_ranks_keeps_the_same() -> None:
     st.integers(1, 9),
     st.integers(0, 5),
 )
-def test_no_slots_and_no_cap_change_what_is_kept(keep: int, every: int, prune: Any, slots: int, spare: int) -> None:
+def test_no_slots_and_no_cap_change_what_is_kept(keep, every, prune, slots, spare):
     rule = Collect(keep, OF, every if prune else NEVER, prune)
     largest = max(len(request.tokens) + request.limit for request in REQUESTS)
     refuse_other(made(rule, REQUESTS, slots=slots, cache_tokens=(-(-largest // 16) + 1 + spare) * 16), rule)
 
 
-def test_less_is_computed_than_all_samples_have() -> None:
+def test_less_is_computed_than_all_samples_have():
     spent = {name: sum(len(one.tokens) for one in made(rule, REQUESTS).values()) for name, rule in RULES.items()}
-    assert spent["all"] == sum(len(one.tokens) for one in WHOLE.values())
+    assert spent["all"] == sum(len(one.tokens) for one in whole_samples().values())
     assert spent["the first two"] < 0.7 * spent["all"]
     assert spent["pruned"] < spent["the first two"]
 
 
-def test_a_rank_that_has_some_of_the_samples_refuses_to_choose() -> None:
+def test_a_rank_that_has_some_of_the_samples_refuses_to_choose():
     with pytest.raises(EvenloadError, match="of which it has not all"):
         made(RULES["pruned"], [request._replace(samples=(0, 2)) for request in REQUESTS])

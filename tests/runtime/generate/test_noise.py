@@ -1,10 +1,5 @@
 """Noise is a pure function of what it is for, and draws what a softmax says."""
 
-from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,12 +7,10 @@ from evenload.runtime.generate.noise import gumbel, stream_of
 from evenload.runtime.generate.request import Sampling
 from evenload.runtime.generate.sampling import allowed, pick
 
-_spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+from . import tiny
 
 
-def test_bits_are_those_of_splitmix_and_the_same_in_numpy_and_torch() -> None:
+def test_bits_are_those_of_splitmix_and_the_same_in_numpy_and_torch():
     assert [tiny.splitmix(1234567 + i * tiny.GOLDEN) for i in (1, 2)] == [6457827717110365317, 3203168211198807973]
     keys = [(3, 0, 0), (3, 1, 0), (3, 0, 1), (2**40, 7, 11)]
     streams = np.array([stream_of(*key) for key in keys])
@@ -28,7 +21,7 @@ def test_bits_are_those_of_splitmix_and_the_same_in_numpy_and_torch() -> None:
     np.testing.assert_allclose(of_torch.numpy(), want, rtol=0, atol=1e-13)
 
 
-def test_a_row_of_a_batch_has_the_noise_that_it_has_alone() -> None:
+def test_a_row_of_a_batch_has_the_noise_that_it_has_alone():
     streams, places, tokens = torch.tensor([5, -9, 5]), torch.tensor([2, 2, 3]), torch.arange(1000)
     together = gumbel(streams, places, tokens)
     for row in range(3):
@@ -36,7 +29,7 @@ def test_a_row_of_a_batch_has_the_noise_that_it_has_alone() -> None:
     assert len({tuple(row[:4].tolist()) for row in together}) == 3
 
 
-def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
+def test_tokens_are_drawn_as_often_as_they_are_probable():
     draws = 40_000
     logits = torch.tensor([2.0, 0.5, 0.0, -1.0, -3.0], dtype=torch.float64)
     streams = torch.tensor([stream_of(1, prompt, 0) for prompt in range(200)]).repeat_interleave(200)
@@ -60,7 +53,7 @@ def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
         (Sampling(top_k=3, top_p=0.85), [0, 3]),
     ],
 )
-def test_what_may_be_drawn(sampling: Sampling, kept: list[int]) -> None:
+def test_what_may_be_drawn(sampling, kept):
     shares = torch.tensor([[0.6, 0.05, 0.1, 0.2, 0.05]], dtype=torch.float64)
     shares[0, 4] += 1e-9
     left = allowed(shares.log(), sampling)[0]
@@ -68,7 +61,7 @@ def test_what_may_be_drawn(sampling: Sampling, kept: list[int]) -> None:
     torch.testing.assert_close(left[kept], (shares.log() / sampling.temperature)[0, kept])
 
 
-def test_without_temperature_the_most_probable_token_is_taken() -> None:
+def test_without_temperature_the_most_probable_token_is_taken():
     logits = torch.tensor([[0.1, 0.9, 0.3], [4.0, 1.0, 2.0]])
     tokens, log_probs = pick(logits, None, Sampling(temperature=0.0))
     assert tokens.tolist() == [1, 0]

@@ -1,16 +1,13 @@
 """Laws of the schedule alone, without a model: what is written into blocks is followed token by token."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
 from evenload.runtime.attention.block_tables import BlockTables
 from evenload.runtime.attention.kv_cache import KvCache
 from evenload.runtime.generate.request import Generation, Request
-from evenload.runtime.generate.schedule import Running, Schedule
+from evenload.runtime.generate.schedule import Schedule
 from hypothesis import given
 
 BLOCK = 4
@@ -21,31 +18,31 @@ Context = tuple[int, ...]
 class Followed(KvCache):
     """A cache that holds, in place of keys and values, the tokens that they were computed from."""
 
-    def __init__(self, cap: int | None) -> None:
+    def __init__(self, cap):
         super().__init__(BlockTables(BLOCK, cap))
-        self.held: dict[tuple[int, int], Context] = {}
+        self.held = {}
 
-    def copy_block(self, source: int, target: int) -> None:
+    def copy_block(self, source, target):
         for place in range(BLOCK):
             self.held[target, place] = self.held.get((source, place), ())
 
-    def place(self, key: int, token: int) -> tuple[int, int]:
+    def place(self, key, token):
         return self.tables[key][token // BLOCK], token % BLOCK
 
 
 class Play:
     """Runs a schedule as the engine does, with tokens that are a function of what stands before them."""
 
-    def __init__(self, requests: Sequence[Request], how: Generation, ends: int) -> None:
+    def __init__(self, requests, how, ends):
         self.cache = Followed(how.cache_tokens)
         self.schedule = Schedule(requests, how, self.cache)
         self.how, self.ends = how, ends
         self.order = [(request.number, sample) for request in requests for sample in request.samples]
         self.requests = {request.number: request for request in requests}
-        self.done: dict[tuple[int, int], Context] = {}
+        self.done = {}
         self.computed = Counter[Any]()
 
-    def steps(self) -> Iterator[None]:
+    def steps(self):
         while self.schedule.busy:
             before = self._head()
             slices, samples, tokens = self.schedule.next()
@@ -58,7 +55,7 @@ class Play:
                 self._take(sample)
             yield
 
-    def _head(self) -> tuple[Any, int]:
+    def _head(self):
         """The first sample of all that has not ended, and how far it is."""
         first = next(key for key in self.order if key not in self.done)
         for sample in self.schedule.live:
@@ -67,7 +64,7 @@ class Play:
                 return first, sample.kept if waits is None else waits.kept
         return first, -1
 
-    def _refuse_beyond_caps(self, slices: Any, samples: Sequence[Running]) -> None:
+    def _refuse_beyond_caps(self, slices, samples):
         tables, how = self.cache.tables, self.how
         assert how.cache_tokens is None or tables.num_taken * BLOCK <= how.cache_tokens
         assert len(self.schedule.live) <= how.slots
@@ -75,7 +72,7 @@ class Play:
         assert sum(piece.length for piece in slices if piece.length > 1) <= how.step_tokens
         assert len({piece.sequence for piece in slices}) == len(slices) > 0
 
-    def _write(self, piece: Any, tokens: Sequence[int]) -> None:
+    def _write(self, piece, tokens):
         """Whoever has the blocks, behind this each holds its own tokens up to here."""
         key = piece.sequence
         part = next(one for one in self._parts() if one.key == key)
@@ -86,10 +83,10 @@ class Play:
                 self.cache.held[self.cache.place(key, place)] = tuple(own[: place + 1])
             assert self.cache.held[self.cache.place(key, place)] == tuple(own[: place + 1])
 
-    def _parts(self) -> list[Any]:
+    def _parts(self):
         return [*self.schedule.live, *self.schedule._prefills.values()]
 
-    def _take(self, sample: Running) -> None:
+    def _take(self, sample):
         own = (*sample.request.tokens, *sample.new)
         for one in self._parts():  # nobody's tokens were written over by a step
             kept = [*one.request.tokens, *getattr(one, "new", ())][
@@ -105,15 +102,15 @@ class Play:
             self.schedule.end(sample)
 
 
-def plain(request: Request, ends: int) -> Context:
-    own: list[int] = []
+def plain(request, ends):
+    own = []
     while len(own) < request.limit and (not own or own[-1]):
         own.append(hash((*request.tokens, *own)) % ends)
     return tuple(own)
 
 
 @st.composite
-def plays(draw: st.DrawFn) -> Play:
+def plays(draw):
     sizes = draw(st.lists(st.tuples(st.integers(1, 14), st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=6))
     requests = [
         Request(number, tuple(range(100 * number, 100 * number + length)), limit, tuple(range(samples)))
@@ -126,7 +123,7 @@ def plays(draw: st.DrawFn) -> Play:
 
 
 @given(plays())
-def test_every_sample_ends_once_with_its_own_tokens_and_nothing_is_left_behind(play: Play) -> None:
+def test_every_sample_ends_once_with_its_own_tokens_and_nothing_is_left_behind(play):
     steps = sum(1 for _ in play.steps())
     assert play.done == {
         (number, sample): plain(request, play.ends)
@@ -139,7 +136,7 @@ def test_every_sample_ends_once_with_its_own_tokens_and_nothing_is_left_behind(p
 
 
 @given(plays(), st.integers(1, 30))
-def test_what_an_interruption_meets_has_ended_or_is_carried(play: Play, most: int) -> None:
+def test_what_an_interruption_meets_has_ended_or_is_carried(play, most):
     for step, _ in enumerate(play.steps(), 1):
         left = [(one.request.number, one.number) for one in (*play.schedule.live, *play.schedule.waiting)]
         assert sorted([*left, *play.done]) == sorted(play.order)

@@ -1,13 +1,7 @@
 """Samples of many tenants in the same forwards are those of models with each adapter in their weights."""
 
-from __future__ import annotations
-
 import copy
-import importlib.util
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from evenload.core.recipe.adapter import Adapter
@@ -15,14 +9,11 @@ from evenload.core.recipe.tenant import TenantTrain
 from evenload.runtime.adapters.adapters import Adapters
 from evenload.runtime.adapters.peers import AdapterPeers
 from evenload.runtime.adapters.places import AdaptedBlock, AdapterState, Place, Site
-from evenload.runtime.attention.pack import Pack
 from evenload.runtime.generate.engine import generate
 from evenload.runtime.generate.request import Generation, Request
-from torch import Tensor, nn
+from torch import nn
 
-_spec = importlib.util.spec_from_file_location("tenant_tiny", Path(__file__).with_name("tiny.py"))
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+from . import tiny
 
 WIDTH = tiny.HEADS * tiny.DIM
 SETTINGS = Generation(seed=3, end_tokens=frozenset({5}))
@@ -36,23 +27,23 @@ REQUESTS = [
 class Head(nn.Module):
     """What a linear layer makes of the last hidden states, beside the tiny model's own; the pack is in its call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
 
-    def forward(self, x_TC: Tensor, *, pack: Pack) -> Tensor:
+    def forward(self, x_TC, *, pack):
         return self.linear(x_TC)
 
 
 class Adapted(tiny.Tiny):
     """The tiny model with such a layer between embedding and attention."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(4)
         torch.manual_seed(1)
         self.first = Head()
 
-    def logits(self, pack: Pack, slots_R: Tensor | None = None) -> Tensor:
+    def logits(self, pack, slots_R=None):
         embedding = self.embedding
         try:
             rows = self.first(embedding[pack.tokens_T], pack=pack).detach()
@@ -65,14 +56,14 @@ class Adapted(tiny.Tiny):
 class _Rows:
     """Embeddings that were looked up already."""
 
-    def __init__(self, rows_TC: Tensor) -> None:
+    def __init__(self, rows_TC):
         self._rows_TC = rows_TC
 
-    def __getitem__(self, _: Tensor) -> Tensor:
+    def __getitem__(self, _):
         return self._rows_TC
 
 
-def state(rank: int, seed: int) -> AdapterState:
+def state(rank, seed):
     draw = torch.Generator().manual_seed(seed)
     shapes = {"first.lora_A": (rank, WIDTH), "first.lora_B": (WIDTH, rank)}
     return AdapterState(
@@ -86,7 +77,7 @@ ADAPTERS = {
 }
 
 
-def joined(model: Adapted) -> Adapters:
+def joined(model):
     place = Place("first", WIDTH, WIDTH, (0, WIDTH), (0, WIDTH))
     block = AdaptedBlock(model.first, lambda _, words: words["pack"], (Site(model.first.linear, (place,)),))
     adapters = Adapters([block], ["first"], AdapterPeers(), torch.float64, torch.device("cpu"))
@@ -95,7 +86,7 @@ def joined(model: Adapted) -> Adapters:
     return adapters
 
 
-def merged(model: Adapted, number: int | None) -> Adapted:
+def merged(model, number):
     out = copy.deepcopy(model)
     if number is not None:
         adapter, own = ADAPTERS[number]
@@ -105,7 +96,7 @@ def merged(model: Adapted, number: int | None) -> Adapted:
     return out
 
 
-def made(model: Adapted, requests: Sequence[Request], **how: Any) -> dict[Any, Any]:
+def made(model, requests, **how):
     adapters = joined(model)
     model.first.eval()
     with adapters.serving() as serves:
@@ -115,7 +106,7 @@ def made(model: Adapted, requests: Sequence[Request], **how: Any) -> dict[Any, A
     return samples
 
 
-def test_each_sample_goes_through_its_own_adapter() -> None:
+def test_each_sample_goes_through_its_own_adapter():
     model = Adapted()
     want = {}
     for request in REQUESTS:
@@ -133,11 +124,11 @@ def test_each_sample_goes_through_its_own_adapter() -> None:
             )
 
 
-def test_rows_of_a_tenant_lie_together_and_nothing_is_held_afterwards() -> None:
+def test_rows_of_a_tenant_lie_together_and_nothing_is_held_afterwards():
     model = Adapted()
     model.packs.clear()
     adapters = joined(model)
-    known: list[Any] = []
+    known = []
     with adapters.serving() as serves:
         decoder = replace(model.decoder(), serves=lambda tenants: (known.append(tenants), serves(tenants)))
         assert len(list(generate(REQUESTS, SETTINGS, decoder))) == 10

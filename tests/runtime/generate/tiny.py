@@ -1,7 +1,5 @@
 """A tiny attention model in float64, and what it says one by one: a whole forward for each token of each sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

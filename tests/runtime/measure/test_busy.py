@@ -1,7 +1,5 @@
 """What the busy clock counts: its own work, forward and backward apart, and no waiting."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -15,7 +13,7 @@ CPU = torch.device("cpu")
 class Noted(torch.autograd.Function):
     """Identity that notes the threads of its backward."""
 
-    threads: set[int] = set()  # noqa: RUF012
+    threads = set()  # noqa: RUF012
 
     @staticmethod
     def forward(ctx, x):

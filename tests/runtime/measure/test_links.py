@@ -1,8 +1,6 @@
 """Timing of collectives among real ranks, and the link fitted to it."""
 
-from __future__ import annotations
-
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ FORMULAS = {
 }
 
 
-def timings(num_ranks: int, slower: dict[str, float] | None = None) -> list[Timing]:
+def timings(num_ranks, slower=None):
     """What a machine with the planted link would show over buffers of `SIZES`."""
     return [
         Timing(name, COLLECTIVES[name].counted(size, num_ranks), num_ranks, by * formula(PLANTED, size, num_ranks))
@@ -32,7 +30,7 @@ def timings(num_ranks: int, slower: dict[str, float] | None = None) -> list[Timi
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_the_planted_link_is_found(num_ranks: int) -> None:
+def test_the_planted_link_is_found(num_ranks):
     assert set(FORMULAS) == set(COLLECTIVES)
     found = fit_link(timings(num_ranks))
     assert found.link.latency_s == pytest.approx(PLANTED.latency_s, rel=1e-6)
@@ -40,7 +38,7 @@ def test_the_planted_link_is_found(num_ranks: int) -> None:
     assert found.errors == pytest.approx(dict.fromkeys(COLLECTIVES, 0.0), abs=1e-6)
 
 
-def test_a_collective_that_does_not_follow_its_formula_is_named() -> None:
+def test_a_collective_that_does_not_follow_its_formula_is_named():
     found = fit_link(timings(4, {"all_reduce": 4.0}))
     assert max(found.errors, key=lambda name: found.errors[name]) == "all_reduce"
     assert found.errors["all_reduce"] > 0.5
@@ -48,19 +46,19 @@ def test_a_collective_that_does_not_follow_its_formula_is_named() -> None:
     assert PLANTED.bytes_per_s / 4**0.25 < found.link.bytes_per_s < PLANTED.bytes_per_s
 
 
-def test_a_wrong_formula_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_formula_is_noticed(monkeypatch):
     right = timings(4)
     monkeypatch.setattr(Link, "all_reduce_s", lambda self, size, n: (n - 1) * self.send_s(size))
     assert fit_link(right).errors["all_reduce"] > 0.3
 
 
-def measures(ranks_per_node: int) -> dict[str, Any]:
-    links.SIZES, links.ROW_S = (4, 1024, 16384), 1e-4
-    found = measure_links(torch.device("cpu"), ranks_per_node, budget_s=20.0)
+def measures(ranks_per_node):
+    with patch.multiple(links, SIZES=(4, 1024, 16384), ROW_S=1e-4):
+        found = measure_links(torch.device("cpu"), ranks_per_node, budget_s=20.0)
     return {name: (fit.link.model_dump(), fit.errors, fit.timings) for name, fit in found.items()}
 
 
-def moves() -> dict[str, list[float]]:
+def moves():
     """What is in a buffer of each collective that works in place, having held the rank's number."""
     rank, found = dist.get_rank(), {}
     for name in ("all_reduce", "all_gather", "send"):
@@ -71,7 +69,7 @@ def moves() -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_real_ranks_time_what_their_backend_has(world: Any) -> None:
+def test_real_ranks_time_what_their_backend_has(world):
     ranks = world(4).run(measures, 2)
     assert all(rank["inter"] == ranks[0]["inter"] for rank in ranks)
     assert ranks[0]["intra"] == ranks[1]["intra"]
@@ -87,7 +85,7 @@ def test_real_ranks_time_what_their_backend_has(world: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_calls_move_what_they_are_named_for(world: Any) -> None:
+def test_the_calls_move_what_they_are_named_for(world):
     for rank, found in enumerate(world(4).run(moves)):
         assert found["all_reduce"] == [6.0] * 4
         assert found["all_gather"] == [0.0, 1.0, 2.0, 3.0]

@@ -1,15 +1,10 @@
 """Tracked memory against cases that can be counted by hand. One float32 tensor of N values has 4 N bytes."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from evenload.runtime.measure.memory import Levels, StorageTracker
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CPU = torch.device("cpu")
@@ -18,25 +13,24 @@ ONE = 4 * N
 SCALAR = 4
 
 
-def peak_of(work: Callable[[], Any]) -> int:
+def peak_of(work):
     with Levels(CPU) as levels:
         work()
-    peak = levels.read()[1]
-    return peak
+    return levels.read()[1]
 
 
-def leaf() -> Tensor:
+def leaf():
     return torch.linspace(0.0, 1.0, N).requires_grad_()
 
 
-def chain(x: Tensor, layers: int) -> Tensor:
+def chain(x, layers):
     for _ in range(layers):
         x = x.exp()  # saves its result
     return x
 
 
-def test_what_was_freed_before_the_peak_does_not_count() -> None:
-    def work() -> None:
+def test_what_was_freed_before_the_peak_does_not_count():
+    def work():
         a = torch.ones(N)
         del a
         b = torch.ones(N // 2)
@@ -46,16 +40,16 @@ def test_what_was_freed_before_the_peak_does_not_count() -> None:
     assert peak_of(work) == ONE
 
 
-def test_temporaries_count_while_they_live() -> None:
+def test_temporaries_count_while_they_live():
     a = torch.ones(N)
     assert peak_of(lambda: (a + 1) * 2) == 2 * ONE
     assert peak_of(lambda: (a + 1).mul_(2)) == ONE
 
 
-def test_views_and_what_was_there_before_count_nothing() -> None:
+def test_views_and_what_was_there_before_count_nothing():
     before = torch.ones(10, N // 10)
 
-    def work() -> None:
+    def work():
         views = [before.t(), before[3:], before.view(-1), before.detach()]
         before.add_(1)
         new = before + 0
@@ -64,8 +58,8 @@ def test_views_and_what_was_there_before_count_nothing() -> None:
     assert peak_of(work) == ONE
 
 
-def test_a_view_keeps_its_whole_storage() -> None:
-    def work() -> None:
+def test_a_view_keeps_its_whole_storage():
+    def work():
         part = torch.ones(N)[:1]
         torch.ones(N)
         del part
@@ -73,10 +67,10 @@ def test_a_view_keeps_its_whole_storage() -> None:
     assert peak_of(work) == 2 * ONE
 
 
-def test_a_resized_storage_is_followed() -> None:
+def test_a_resized_storage_is_followed():
     source = torch.ones(N)
 
-    def work() -> None:
+    def work():
         a = torch.empty(0)
         torch.add(source, 1.0, out=a)
         a.resize_(2 * N)
@@ -87,7 +81,7 @@ def test_a_resized_storage_is_followed() -> None:
     assert peak_of(work) == 2 * ONE
 
 
-def test_what_autograd_saved_counts_until_its_backward() -> None:
+def test_what_autograd_saved_counts_until_its_backward():
     x = leaf()
     with StorageTracker(CPU) as tracker:
         y = chain(x, 5)
@@ -102,16 +96,16 @@ def test_what_autograd_saved_counts_until_its_backward() -> None:
     assert tracker.peak == 5 * ONE + 2 * SCALAR + ONE
 
 
-def test_no_grad_keeps_nothing() -> None:
+def test_no_grad_keeps_nothing():
     x = leaf()
     with torch.no_grad():
         assert peak_of(lambda: chain(x, 5)) == 2 * ONE
 
 
-def test_a_checkpoint_holds_one_part_at_a_time() -> None:
+def test_a_checkpoint_holds_one_part_at_a_time():
     x = leaf()
 
-    def work() -> None:
+    def work():
         y = x
         for _ in range(4):
             y = checkpoint(chain, y, 5, use_reentrant=False)
@@ -127,19 +121,19 @@ class Hungry(torch.autograd.Function):
     """Takes buffers of its own in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         torch.zeros(3 * N)
         ctx.kept = torch.zeros(2 * N)
         return x + 1
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx, *grads):
         torch.zeros(7 * N)
         del ctx.kept
         return grads[0] * 2
 
 
-def test_buffers_of_an_autograd_function_count_in_both_directions() -> None:
+def test_buffers_of_an_autograd_function_count_in_both_directions():
     x = leaf()
     assert peak_of(lambda: Hungry.apply(x)) == 3 * ONE
     x.grad = None
@@ -150,7 +144,7 @@ def test_buffers_of_an_autograd_function_count_in_both_directions() -> None:
     assert tracker.peak == (2 + 1 + 7) * ONE + 2 * SCALAR
 
 
-def test_attention_is_counted_with_its_saved_statistics() -> None:
+def test_attention_is_counted_with_its_saved_statistics():
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     one, statistics = q.numel() * 4, 2 * 64 * 4
     with StorageTracker(CPU) as tracker:
@@ -160,7 +154,7 @@ def test_attention_is_counted_with_its_saved_statistics() -> None:
     assert tracker.peak == one + statistics + 2 * SCALAR + 3 * one
 
 
-def test_nothing_is_left_of_a_tracker() -> None:
+def test_nothing_is_left_of_a_tracker():
     kept = []
     with StorageTracker(CPU) as tracker:
         kept.append(torch.ones(N))
@@ -173,7 +167,7 @@ def test_nothing_is_left_of_a_tracker() -> None:
 
 
 @pytest.mark.gpu
-def test_the_allocator_keeps_the_books_on_cuda() -> None:
+def test_the_allocator_keeps_the_books_on_cuda():
     device = torch.device("cuda")
     held = torch.ones(1 << 20, device=device)
     with Levels(device) as levels:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import pytest
 import torch
 from evenload.runtime.stage.copier import Copier, HostMemory, StreamCopier, pieces
 from hypothesis import given
@@ -16,12 +13,11 @@ CPU = torch.device("cpu")
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(100, 1000), st.randoms())
-def test_what_is_stored_comes_back_whatever_is_given_back_between(sizes: list[int], block: int, random: Any) -> None:
+def test_what_is_stored_comes_back_whatever_is_given_back_between(sizes, block, random):
     copier, held = Copier(), []
     host = HostMemory(copier, block, 4 * block)
     for size in sizes:
         taken = host.take(size)
-        assert taken is not None
         blocks, after = taken
         assert (len(blocks), after) == (-(-size // block), [])
         data = torch.randint(0, 256, (size,), dtype=torch.uint8)
@@ -39,21 +35,20 @@ def test_what_is_stored_comes_back_whatever_is_given_back_between(sizes: list[in
     assert host.num_bytes <= 4 * block * (1 + sum(-(-size // block) for size in sizes) // 4)
 
 
-def test_pieces_cover_a_tensor_in_order() -> None:
+def test_pieces_cover_a_tensor_in_order():
     flat, blocks = torch.arange(10), [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
     parts = list(pieces(blocks, flat))
     assert [len(block) for block, _ in parts] == [4, 4, 2]
     assert torch.equal(torch.cat([piece for _, piece in parts]), flat)
 
 
-def test_only_moments_to_come_are_waited_for() -> None:
+def test_only_moments_to_come_are_waited_for():
     class Half(Copier):
-        def done(self, moment: Any) -> bool:
+        def done(self, moment):
             return bool(moment == "passed")
 
     host = HostMemory(Half(), 10, 40)
     taken = host.take(40)
-    assert taken is not None
     blocks, _ = taken
     to_come = "to come"
     for block, moment in zip(blocks, (to_come, "passed", to_come, None), strict=True):
@@ -64,35 +59,35 @@ def test_only_moments_to_come_are_waited_for() -> None:
 class FakeStream:
     """Writes down what is asked of it."""
 
-    def __init__(self, log: list[str], name: str) -> None:
+    def __init__(self, log, name):
         self._log, self.name = log, name
 
-    def wait_stream(self, other: FakeStream) -> None:
+    def wait_stream(self, other):
         self._log.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event):
         self._log.append(f"{self.name} waits for the end of {event}")
 
 
-def test_streams_wait_before_they_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_wait_before_they_copy(monkeypatch):
     """CUDA's calls replaced by ones that write down their order."""
-    log: list[str] = []
+    log = []
     names = iter(["out", "back"])
     main = FakeStream(log, "main")
 
     class Event:
-        def record(self, stream: FakeStream) -> None:
+        def record(self, stream):
             self.name = f"copy {stream.name}"
             log.append(f"end of {self.name}")
 
-        def query(self) -> bool:
+        def query(self):
             return False
 
-        def __str__(self) -> str:
+        def __str__(self):
             return self.name
 
     @contextmanager
-    def on(stream: FakeStream) -> Iterator[None]:
+    def on(stream):
         log.append(f"on {stream.name}")
         yield
 

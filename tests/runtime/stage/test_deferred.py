@@ -1,7 +1,5 @@
 """Weight gradients that come later, against torch's own backward."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext

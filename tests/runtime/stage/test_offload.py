@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from evenload.runtime.stage.copier import Copier, HostMemory, StreamCopier, piec
 from evenload.runtime.stage.offload import Moved, layers_of, offloading
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -31,11 +29,11 @@ LEAST = BLOCK // 4
 class Job:
     """A copy that was asked for; ``run`` does it, and what must come before it."""
 
-    def __init__(self, num_bytes: int, work: Callable[[], None], after: Sequence[Job]) -> None:
+    def __init__(self, num_bytes, work, after):
         self.num_bytes, self._work, self._after = num_bytes, work, tuple(after)
         self.ran = False
 
-    def run(self) -> None:
+    def run(self):
         if not self.ran:
             self.ran = True
             for job in self._after:
@@ -47,17 +45,16 @@ class Job:
 class LateCopier:
     """Copies as late as it may: when somebody waits. Until then a target is full of NaN, and a source must be there."""
 
-    def __init__(self) -> None:
-        self.outs: list[Job] = []
-        self.backs: list[Job] = []
+    def __init__(self):
+        self.outs, self.backs = [], []
 
-    def host_memory(self, num_bytes: int) -> Tensor:
+    def host_memory(self, num_bytes):
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
-    def out(self, source: Tensor, blocks: Sequence[Tensor], after: Sequence[Any]) -> Any:
+    def out(self, source, blocks, after):
         storage = weakref.ref(source.untyped_storage())
 
-        def work() -> None:
+        def work():
             there = storage()
             assert there is not None, "memory was freed before it was copied"
             flat = torch.empty(0, dtype=torch.uint8).set_(there)
@@ -67,33 +64,33 @@ class LateCopier:
         self.outs.append(Job(len(source), work, after))
         return self.outs[-1]
 
-    def back(self, blocks: Sequence[Tensor], target: Tensor, after: Sequence[Any]) -> Any:
+    def back(self, blocks, target, after):
         target.fill_(255)
 
-        def work() -> None:
+        def work():
             for block, piece in pieces(blocks, target):
                 piece.copy_(block)
 
         self.backs.append(Job(len(target), work, after))
         return self.backs[-1]
 
-    def wait(self, moment: Any) -> None:
+    def wait(self, moment):
         moment.run()
 
-    def done(self, moment: Any) -> bool:
+    def done(self, moment):
         return bool(moment.ran)
 
 
 class Layer(nn.Module):
     """A transformer layer that saves views of one storage, one tensor in two nodes, and a parameter transposed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
-    def forward(self, x_TX: Tensor) -> Tensor:
+    def forward(self, x_TX):
         q, k, v = self.qkv(self.norm1(x_TX)).view(len(x_TX), 3, HEADS, -1).permute(1, 2, 0, 3)
         attended = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
         x_TX = x_TX + self.out(attended.transpose(0, 1).flatten(1))
@@ -102,7 +99,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, layers: int = LAYERS, wrap: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, layers=LAYERS, wrap=None):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(64, HIDDEN)
@@ -111,61 +108,61 @@ class Decoder(nn.Module):
         self._wrap = wrap
         self.double()
 
-    def forward(self, tokens_T: Tensor) -> Tensor:
+    def forward(self, tokens_T):
         x = self.embedding(tokens_T)
         for layer in self.layers:
             x = self._wrap(layer, x) if self._wrap else layer(x)
         return self.head(x).logsumexp(-1).sum()
 
 
-def tokens(count: int = 40) -> Tensor:
+def tokens(count=40):
     return torch.arange(count) * 7 % 64
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
+def gradients(model):
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return found
 
 
-def plain(model: nn.Module, *counts: int) -> list[Tensor]:
+def plain(model, *counts):
     for count in counts or (40,):
         model(tokens(count)).backward()
     return gradients(model)
 
 
-def make_host(copier: Copier | None = None) -> HostMemory:
+def make_host(copier=None):
     return HostMemory(copier or LateCopier(), block_bytes=BLOCK, slab_bytes=50_000)
 
 
-def all_is_free(host: HostMemory) -> bool:
+def all_is_free(host):
     return len(host._free) * BLOCK == host.num_bytes // 50_000 * (50_000 // BLOCK * BLOCK)
 
 
-def forward(model: Decoder, share: float, host: HostMemory, count: int = 40) -> tuple[Tensor, Moved]:
+def forward(model, share, host, count=40):
     with offloading(share, layers_of(model), CPU, host=host) as moved:
         loss = model(tokens(count))
     return loss, moved
 
 
-def offloaded(model: Decoder, share: float, host: HostMemory, count: int = 40) -> tuple[list[Tensor], Moved]:
+def offloaded(model, share, host, count=40):
     loss, moved = forward(model, share, host, count)
     loss.backward()
     return gradients(model), moved
 
 
-def equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def equal(ones, others):
     return len(ones) == len(others) and all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
 
 
-def outs_of(host: HostMemory) -> list[Job]:
+def outs_of(host):
     assert isinstance(host.copier, LateCopier)
     return host.copier.outs
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize("copier", [LateCopier, Copier])
-def test_gradients_are_the_same_to_the_last_bit(share: float, copier: type) -> None:
+def test_gradients_are_the_same_to_the_last_bit(share, copier):
     model, host = Decoder(), make_host(copier())
     for _ in range(3):
         found, moved = offloaded(model, share, host)
@@ -175,14 +172,14 @@ def test_gradients_are_the_same_to_the_last_bit(share: float, copier: type) -> N
 
 
 class NeverWaits(LateCopier):
-    def wait(self, moment: Any) -> None:
+    def wait(self, moment):
         pass
 
 
 class WritesTooEarly(LateCopier):
     """Forgets that a block may still be read."""
 
-    def out(self, source: Tensor, blocks: Sequence[Tensor], after: Sequence[Any]) -> Any:
+    def out(self, source, blocks, after):
         job = super().out(source, blocks, [])
         job.run()
         return job
@@ -191,11 +188,11 @@ class WritesTooEarly(LateCopier):
 class FreesTooEarly(LateCopier):
     """Says that every copy has ended already."""
 
-    def done(self, moment: Any) -> bool:
+    def done(self, moment):
         return True
 
 
-def interrupted(model: Decoder, host: HostMemory) -> list[Tensor]:
+def interrupted(model, host):
     """Gradients of a pass whose backward stops while a layer is on its way back, and others take its host memory."""
     loss, _ = forward(model, 1.0, host)
     loss.backward(inputs=list(model.layers[4].parameters()), retain_graph=True)
@@ -207,14 +204,14 @@ def interrupted(model: Decoder, host: HostMemory) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("copier", [LateCopier, NeverWaits, WritesTooEarly])
-def test_a_copy_that_comes_too_late_or_too_early_would_be_seen(copier: type) -> None:
+def test_a_copy_that_comes_too_late_or_too_early_would_be_seen(copier):
     model, host = Decoder(), make_host(copier())
     assert equal(interrupted(model, host), plain(model)) == (copier is LateCopier)
 
 
-def test_memory_that_is_freed_too_early_would_be_seen() -> None:
+def test_memory_that_is_freed_too_early_would_be_seen():
     model, host = Decoder(), make_host(FreesTooEarly())
-    host.copier.wait = lambda moment: None  # type: ignore[method-assign]
+    host.copier.wait = lambda moment: None
     loss, _ = forward(model, 1.0, host)
     with pytest.raises(AssertionError, match="freed before it was copied"):
         outs_of(host)[0].run()
@@ -222,7 +219,7 @@ def test_memory_that_is_freed_too_early_would_be_seen() -> None:
 
 
 @given(st.floats(0.01, 1.0), st.integers(3, 8), st.lists(st.integers(20, 70), min_size=1, max_size=3))
-def test_the_bytes_moved_are_the_share_of_those_seen(share: float, layers: int, counts: list[int]) -> None:
+def test_the_bytes_moved_are_the_share_of_those_seen(share, layers, counts):
     model, host = Decoder(layers), make_host()
     for count in counts:
         found, moved = offloaded(model, share, host, count)
@@ -233,13 +230,12 @@ def test_the_bytes_moved_are_the_share_of_those_seen(share: float, layers: int, 
         host = make_host()
 
 
-def saved_storages(model: Decoder, count: int) -> list[set[int]]:
+def saved_storages(model, count):
     """Sizes and identities of what each layer saves, by hooks of the test's own: storages that are not weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    groups: list[dict[int, int]] = []
-    kept: list[Tensor] = []
+    groups, kept = [], []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights and storage.nbytes() >= LEAST:
             kept.append(tensor.detach())
@@ -257,7 +253,7 @@ def saved_storages(model: Decoder, count: int) -> list[set[int]]:
     return [set(group.items()) for group in groups]
 
 
-def test_all_of_the_inner_layers_and_nothing_else_moves_once() -> None:
+def test_all_of_the_inner_layers_and_nothing_else_moves_once():
     model, host = Decoder(), make_host()
     groups = saved_storages(model, 40)
     inner = [sum(size for _, size in group) for group in groups[2:LAYERS]]
@@ -268,28 +264,24 @@ def test_all_of_the_inner_layers_and_nothing_else_moves_once() -> None:
     assert len(outs_of(host)) == sum(len(group) for group in groups[2:LAYERS])
 
 
-def test_what_left_last_comes_back_first_one_layer_ahead() -> None:
+def test_what_left_last_comes_back_first_one_layer_ahead():
     model, host = Decoder(), make_host()
-    began: list[tuple[str, int]] = []
-
-    def note(number: int, layer: nn.Module) -> None:
-        layer.register_full_backward_pre_hook(lambda *_: began.append(("layer", number)))
-
+    began = []
     per_layer = len(saved_storages(model, 40)[2])
     for number, layer in enumerate(model.layers):
-        note(number, layer)
+        layer.register_full_backward_pre_hook(lambda *_, number=number: began.append(("layer", number)))
     loss, _ = forward(model, 1.0, host)
     outs = outs_of(host)
     assert len(outs) == per_layer * (LAYERS - 2)
     assert all(job.ran for job in outs)
     copier, ask = host.copier, type(host.copier).back
 
-    def noted(blocks: Sequence[Tensor], target: Tensor, after: Sequence[Any]) -> Any:
-        job = ask(copier, blocks, target, after)  # type: ignore[arg-type]
+    def noted(blocks, target, after):
+        job = ask(copier, blocks, target, after)
         began.append(("back", outs.index(after[0])))
         return job
 
-    copier.back = noted  # type: ignore[method-assign]
+    copier.back = noted
     loss.backward()
     order = [number for what, number in began if what == "back"]
     assert sorted(order) == list(range(len(outs)))
@@ -303,7 +295,7 @@ def test_what_left_last_comes_back_first_one_layer_ahead() -> None:
             assert began.index(("back", (inner + 1) * per_layer - 1)) < began.index(("layer", inner + 1))
 
 
-def test_host_memory_is_reused_whatever_the_lengths() -> None:
+def test_host_memory_is_reused_whatever_the_lengths():
     model, host = Decoder(), make_host()
     offloaded(model, 1.0, host, 64)
     had = host.num_bytes
@@ -313,7 +305,7 @@ def test_host_memory_is_reused_whatever_the_lengths() -> None:
     assert host.num_bytes == had
 
 
-def held_after_forward(model: Decoder, share: float, host: HostMemory) -> tuple[int, int, int]:
+def held_after_forward(model, share, host):
     """(Bytes held between forward and backward, highest in the forward, highest in the backward)."""
     with Levels(CPU) as levels:
         loss, _ = forward(model, share, host, 64)
@@ -325,34 +317,23 @@ def held_after_forward(model: Decoder, share: float, host: HostMemory) -> tuple[
     return held, top_forward, top_backward
 
 
-def test_the_device_is_rid_of_what_waits() -> None:
+def test_the_device_is_rid_of_what_waits_and_gets_it_back_two_layers_at_a_time():
     layers = 9
     model, host = Decoder(layers), make_host()
     for _ in range(2):  # gradients and host memory are there from the second time on
         offloaded(model, 1.0, host, 64)
-    none, top, _ = held_after_forward(model, 0.0, host)
+    none, top, back = held_after_forward(model, 0.0, host)
     half, _, _ = held_after_forward(model, 0.5, host)
-    full, top_full, _ = held_after_forward(model, 1.0, host)
+    full, top_full, back_full = held_after_forward(model, 1.0, host)
     groups = [sum(size for _, size in group) for group in saved_storages(model, 64)]
-    inner = sum(groups[2:layers])
+    inner, a_layer = sum(groups[2:layers]), groups[2]
     assert none - full == pytest.approx(inner, rel=0.02)
     assert none - half == pytest.approx(inner / 2, rel=0.05)
-    assert top_full <= top - inner + 2.5 * groups[2]  # one layer computes, one is on its way
+    assert top_full <= top - inner + 2.5 * a_layer  # one layer computes, one is on its way
+    assert back_full < full + 4 * a_layer < back
 
 
-def test_backward_brings_back_two_layers_at_a_time() -> None:
-    layers = 9
-    model, host = Decoder(layers), make_host()
-    for _ in range(2):
-        offloaded(model, 1.0, host, 64)
-    held, _, top_backward = held_after_forward(model, 1.0, host)
-    _, _, top_without = held_after_forward(model, 0.0, host)
-    a_layer = sum(size for _, size in saved_storages(model, 64)[2])
-    assert top_backward < held + 4 * a_layer
-    assert top_without > top_backward + 4 * a_layer
-
-
-def test_weights_never_move_wherever_their_memory_is() -> None:
+def test_weights_never_move_wherever_their_memory_is():
     """Also as views of one flat buffer, as trainers keep them, and through views that forget the parameter."""
     model, host = Decoder(), make_host()
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -362,7 +343,7 @@ def test_weights_never_move_wherever_their_memory_is() -> None:
         at += p.numel()
     weight = model.layers[2].up.weight
 
-    def forgetful(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+    def forgetful(module, args, output):
         return output + linear(args[0], weight.data) * 0 + linear(args[0], weight.detach().clone().t().t()) * 0
 
     model.layers[2].up.register_forward_hook(forgetful)
@@ -373,12 +354,10 @@ def test_weights_never_move_wherever_their_memory_is() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("which", ["all", "some"])
-def test_layers_may_be_recomputed(reentrant: bool, which: str) -> None:
-    def wrap(layer: nn.Module, x: Tensor) -> Tensor:
-        if which == "some" and layer is not model.layers[2]:
-            out: Tensor = layer(x)
-            return out
-        return checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+def test_layers_may_be_recomputed(reentrant, which):
+    def wrap(layer, x):
+        again = which == "all" or layer is model.layers[2]
+        return checkpoint(layer, x, use_reentrant=reentrant) if again else layer(x)
 
     model, host = Decoder(wrap=wrap), make_host()
     want = plain(model)
@@ -390,7 +369,7 @@ def test_layers_may_be_recomputed(reentrant: bool, which: str) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_several_passes_wait_at_once(order: tuple[int, ...]) -> None:
+def test_several_passes_wait_at_once(order):
     model, host = Decoder(), make_host()
     counts, shares = (40, 23, 57), (1.0, 0.4, 0.0)
     losses = [forward(model, share, host, count)[0] for count, share in zip(counts, shares, strict=True)]
@@ -403,7 +382,7 @@ def test_several_passes_wait_at_once(order: tuple[int, ...]) -> None:
     assert all_is_free(host)
 
 
-def test_a_graph_without_a_backward_gives_its_memory_back() -> None:
+def test_a_graph_without_a_backward_gives_its_memory_back():
     model, host = Decoder(), make_host()
     for _ in range(4):
         forward(model, 1.0, host)
@@ -417,11 +396,11 @@ def test_a_graph_without_a_backward_gives_its_memory_back() -> None:
     assert equal(offloaded(model, 1.0, host)[0], plain(model))
 
 
-def test_a_graph_may_run_backward_twice_and_be_differentiated_itself() -> None:
+def test_a_graph_may_run_backward_twice_and_be_differentiated_itself():
     model, host = Decoder(), make_host()
     weights = [model.layers[2].up.weight, model.layers[0].up.weight]
 
-    def second(loss: Tensor) -> list[Tensor]:
+    def second(loss):
         first = torch.autograd.grad(loss, weights, create_graph=True)
         more = torch.autograd.grad(sum((g**2).sum() for g in first), weights, retain_graph=True)
         return [*first, *more, *torch.autograd.grad(loss, weights)]
@@ -434,9 +413,9 @@ def test_a_graph_may_run_backward_twice_and_be_differentiated_itself() -> None:
     assert moved.back_bytes == moved.out_bytes
 
 
-def test_what_something_else_keeps_need_not_come_back() -> None:
+def test_what_something_else_keeps_need_not_come_back():
     model, host = Decoder(), make_host()
-    keep: list[Tensor] = []
+    keep = []
     model.layers[2].qkv.register_forward_hook(lambda module, args, output: keep.append(output))
     found, moved = offloaded(model, 1.0, host)
     assert equal(found, plain(model))
@@ -447,24 +426,24 @@ class Emptied(torch.autograd.Function):
     """A module whose output is discarded when its reader has read it, and made again before the reader's backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.exp()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         return gradient * x.exp()
 
 
-def test_memory_that_the_trainer_empties_and_fills_again_stays_its_own() -> None:
-    def discarding(layer: nn.Module, x: Tensor) -> Tensor:
+def test_memory_that_the_trainer_empties_and_fills_again_stays_its_own():
+    def discarding(layer, x):
         x = layer(x)
-        made = Emptied.apply(x / x.norm())  # type: ignore[no-untyped-call]
+        made = Emptied.apply(x / x.norm())
         read = made * made.detach().sum(-1, keepdim=True)
         storage, size, values = made.untyped_storage(), made.untyped_storage().nbytes(), made.detach().clone()
 
-        def fill(gradient: Tensor) -> None:
+        def fill(gradient):
             storage.resize_(size)
             made.data.copy_(values)
 
@@ -478,9 +457,9 @@ def test_memory_that_the_trainer_empties_and_fills_again_stays_its_own() -> None
         assert equal(offloaded(model, 1.0, make_host(copier))[0], want)
 
 
-def test_a_tensor_changed_and_saved_again_travels_again() -> None:
+def test_a_tensor_changed_and_saved_again_travels_again():
     class Adds(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = x + 1
             y.detach_().requires_grad_()  # its own root, so that its first reader's gradient is not wanted
             with torch.no_grad():
@@ -495,9 +474,9 @@ def test_a_tensor_changed_and_saved_again_travels_again() -> None:
     assert torch.equal(torch.autograd.grad(loss, x)[0], want)
 
 
-def test_without_room_on_the_host_activations_stay(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_room_on_the_host_activations_stay(caplog):
     class Small(LateCopier):
-        def host_memory(self, num_bytes: int) -> Tensor:
+        def host_memory(self, num_bytes):
             if host.num_bytes >= 100_000:
                 raise RuntimeError("out of memory (planted)")
             return super().host_memory(num_bytes)
@@ -512,7 +491,7 @@ def test_without_room_on_the_host_activations_stay(caplog: pytest.LogCaptureFixt
     assert "planted" in caplog.text
 
 
-def test_on_a_cpu_nothing_moves_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_nothing_moves_and_that_is_said_once(caplog):
     offload._tell_of_cpu.cache_clear()
     model = Decoder()
     with caplog.at_level(logging.WARNING, "evenload"):
@@ -525,7 +504,7 @@ def test_on_a_cpu_nothing_moves_and_that_is_said_once(caplog: pytest.LogCaptureF
     assert len(caplog.records) == 1
 
 
-def test_no_share_and_two_layers_are_nothing_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_share_and_two_layers_are_nothing_to_do(caplog):
     for model, share in ((Decoder(), 0.0), (Decoder(2), 1.0)):
         with offloading(share, layers_of(model), CPU) as moved:
             model(tokens()).backward()
@@ -535,7 +514,7 @@ def test_no_share_and_two_layers_are_nothing_to_do(caplog: pytest.LogCaptureFixt
         pass
 
 
-def test_layers_of_a_model_are_its_longest_list() -> None:
+def test_layers_of_a_model_are_its_longest_list():
     model = Decoder()
     assert list(layers_of(model)) == list(model.layers)
     model.layers[1].experts = nn.ModuleList(nn.Linear(1, 1) for _ in range(99))
@@ -547,7 +526,7 @@ def test_layers_of_a_model_are_its_longest_list() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_gradients_are_the_same_to_the_last_bit() -> None:
+def test_on_a_gpu_gradients_are_the_same_to_the_last_bit():
     device = torch.device("cuda", torch.cuda.current_device())
     model = Decoder(8).to(device)
     host = HostMemory(StreamCopier(device), block_bytes=BLOCK, slab_bytes=1 << 20)

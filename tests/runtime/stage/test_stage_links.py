@@ -1,7 +1,5 @@
 """Links between pipeline stages, as far as one process can tell."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import pytest

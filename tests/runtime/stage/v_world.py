@@ -1,17 +1,14 @@
 """A little causal transformer in float64 on devices that have two stages each, for the executor: what ranks do."""
 
-from __future__ import annotations
-
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from evenload.core.laws import check
 from evenload.core.plan.forwards import lower_forwards
 from evenload.core.plan.program import lower
 from evenload.core.plan.step_plan import StepPlan
@@ -22,22 +19,11 @@ from evenload.runtime.stage import stage_links
 from evenload.runtime.stage.deferred import WgradStore, deferring
 from evenload.runtime.stage.executor import Executor, LoadedPack, StageTrainer, run_stages
 from evenload.runtime.stage.stage_links import v_links
+from harness.proof.drawn import random_plan
+from harness.proof.pipelines import in_v, random_pipeline
 from torch import Tensor, nn
 
 CPU, WORDS, WIDTH, HEADS, LAYERS = torch.device("cpu"), 50, 8, 2, 2
-_FOLDER = Path(__file__).parents[2] / "integrations" / "megatron"
-
-
-def module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"v_world_{name}", _FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
-pipelines, plans = module("random_pipelines"), module("random_plans")
 
 
 class Layer(nn.Module):
@@ -105,8 +91,8 @@ def plan_of(seed: int, lengths: list[int], num_ranks: int, num_devices: int, kin
     sizes = {"num_ranks": num_ranks, "num_stages": 2 * num_devices, "layers_per_stage": LAYERS}
     draw = Random(seed)
     if kind == "weights":
-        return pipelines.random_pipeline(draw, lengths, **sizes, recompute="none", replay="", v_shape=True)
-    return pipelines.check(pipelines.in_v(draw, plans.random_plan(seed, lengths, **sizes, recompute=False)))
+        return random_pipeline(draw, lengths, **sizes, recompute="none", replay="", v_shape=True)
+    return check(in_v(draw, random_plan(seed, lengths, **sizes, recompute=False)))
 
 
 def reference(plan: StepPlan) -> tuple[float, dict[str, Tensor]]:

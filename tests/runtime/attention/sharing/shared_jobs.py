@@ -1,30 +1,59 @@
 """What the ranks of test_shared.py do: run a plan, or many, and compare with explicit softmax over whole sequences."""
 
-from __future__ import annotations
-
-import importlib.util
 import random
 import time
-from pathlib import Path
-from unittest.mock import patch
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from evenload.core.errors import RankError
+from evenload.core.laws import check
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
 from evenload.runtime.attention.attention import packed_attention
 from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.prefix import PrefixStore
 from evenload.runtime.attention.sharing import gather, relayout, ring, running_job
 from evenload.runtime.world.plane import Plane
+from harness.proof.drawn import random_shared_plan
+from harness.proof.faults import around, fault
 from torch.utils.checkpoint import checkpoint
 
-_spec = importlib.util.spec_from_file_location("shared_plans", Path(__file__).with_name("shared_plans.py"))
-plans = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(plans)
-
 DIM, LAYERS = 4, 2
+
+
+def plan_of(lengths, rows, num_ranks, heads, node_ranks=0):
+    """The plan of `micro_batch` rows: all forwards, then all backwards."""
+    tuples = [{name: tuple(map(tuple, row.get(name, ()))) for name in ("slices", "cp_groups")} for row in rows]
+    micro_batches = tuple(
+        MicroBatch(**row | of | {"slices": tuple(Slice(*s) for s in of["slices"]), "ranks": tuple(row["ranks"])})
+        for row, of in zip(rows, tuples, strict=True)
+    )
+    count = len(rows)
+    ops = (*(Op("F", i) for i in range(count)), *(Op("B", i) for i in reversed(range(count))))
+    limits = Limits(num_ranks, 10_000, heads=heads, node_ranks=node_ranks)
+    return check(StepPlan(as_lengths(lengths), micro_batches, limits, (ops,)))
+
+
+def micro_batch(slices, ranks, cp_comm="ring", **more):
+    """As JSON takes it."""
+    return {"slices": slices, "ranks": ranks, "cp_comm": cp_comm if len(ranks) > 1 else "", **more}
+
+
+def drawn(seed, num_ranks):
+    """A random plan in which some micro-batch is shared, and its heads of queries and keys."""
+    chance = random.Random(seed)
+    heads = chance.choice([[8, 2], [4, 4], [6, 3], [5, 1]])
+    while True:
+        lengths = [chance.randint(1, 60) for _ in range(chance.randint(1, 5))]
+        sizes = {"num_ranks": num_ranks, "num_stages": 1, "layers_per_stage": 1, "heads": heads[0]}
+        bare = {"asymmetric": False, "replay": "none", "recompute": False}
+        plan = random_shared_plan(chance.randrange(1 << 30), lengths, **sizes, **bare)
+        if plan.shared and plan.order:
+            return plan, heads
 
 
 def tensors_of(sequence, length, layer, heads):
@@ -58,28 +87,25 @@ def plain(q, k, v, pack, layer):
     return packed_attention(q, k, v, pack, layer, DIM**-0.5, sinks_H=None if sinks is None else sinks.to(q.dtype))
 
 
-def reentrant(*arguments):
-    return checkpoint(plain, *arguments, use_reentrant=True)
+WRAPS = {
+    "plain": plain,
+    "reentrant": partial(checkpoint, plain, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, plain, use_reentrant=False),
+    "replayed": plain,
+}
 
 
-def non_reentrant(*arguments):
-    return checkpoint(plain, *arguments, use_reentrant=False)
+def run_rows(lengths, rows, num_ranks, heads, node_ranks, how):
+    return run(plan_of(lengths, rows, num_ranks, heads[0], node_ranks), heads, **how)
 
 
-WRAPS = {"plain": plain, "reentrant": reentrant, "non-reentrant": non_reentrant, "replayed": plain}
-
-
-def run_plan(arguments, how=None):
+def run(plan, heads, mode="plain", delay_s=0.0, dtype="float64", layout=MappingProxyType({})):
     """(worst relative error of out, dq, dk and dv; tokens that ran backward here).
 
     Args:
-        arguments: of `plans.plan_of`, with both head counts in place of one.
-        how: mode (of `WRAPS`), delay_s, dtype, layout (of `build_pack`).
+        mode: of `WRAPS`.
+        layout: of `build_pack`.
     """
-    mode, delay_s, dtype, layout = (
-        {"mode": "plain", "delay_s": 0.0, "dtype": "float64", "layout": {}} | (how or {})
-    ).values()
-    plan, heads = plans.plan_of(*arguments[:3], arguments[3][0], *arguments[4:]), arguments[3]
     rank, lengths = dist.get_rank(), plan.lengths.tolist()
     plane = Plane.make([tuple(range(plan.limits.num_ranks))], plan.limits.node_ranks)
     store = PrefixStore.of_plan(plan, rank)
@@ -142,78 +168,51 @@ def errors(found, pack, layer, lengths, heads):
     return worst
 
 
-def run_plans(seeds, num_ranks, modes):
-    """Random plans, each in the next of the modes and with ranks that are late by chance."""
+def run_drawn(seeds, num_ranks):
+    """What `run` found for each seed and mode, and the lengths: ranks are late by chance."""
     found = {}
     for number, seed in enumerate(seeds):
-        arguments, mode = plans.drawn(seed, num_ranks), modes[number % len(modes)]
-        found[f"seed {seed}, {mode}"] = run_plan(
-            arguments, {"mode": mode, "delay_s": 0.003, "layout": {"segment_multiple": 1 + seed % 3}}
-        )
+        plan, heads = drawn(seed, num_ranks)
+        mode, layout = sorted(WRAPS)[number % len(WRAPS)], {"segment_multiple": 1 + seed % 3}
+        found[f"seed {seed}, {mode}"] = run(plan, heads, mode, 0.003, layout=layout), plan.lengths.tolist()
     return found
 
 
-def lost_hop():
-    tiles = ring.tiles
-    return patch.object(
-        ring, "tiles", lambda group, visitor, held: tiles(group, visitor, held) * (visitor != 0 or group == 0)
-    )
+def drops(exchange, job, rows, sends, hop, kind):
+    coming = exchange(job, rows, sends, hop, kind)
+    if kind == 1 and (hop == job.groups - 1 or job.call.cp_comm == "all_gather"):
+        for tensor in coming().values():
+            tensor.zero_()
+    return coming
 
 
-def gradients_that_stay_away():
-    """What other ranks found for the keys of this one does not come CP group."""
-    exchange = running_job.RunningJob.exchange
-
-    def drops(self, rows, sends, hop, kind):
-        coming = exchange(self, rows, sends, hop, kind)
-        if kind == 1 and (hop == self.groups - 1 or self.call.cp_comm == "all_gather"):
-            for tensor in coming().values():
-                tensor.zero_()
-        return coming
-
-    return patch.object(running_job.RunningJob, "exchange", drops)
+def heads_of_another(heads_of, share, shares, *counts):
+    return heads_of(share, shares, *counts)._replace(keys=heads_of(shares - 1 - share, shares, *counts).keys)
 
 
-def other_heads():
-    """Keys and values of the heads of another rank."""
-    heads_of = relayout.heads_of
-
-    def wrong(share, shares, *counts):
-        return heads_of(share, shares, *counts)._replace(keys=heads_of(shares - 1 - share, shares, *counts).keys)
-
-    return patch.object(relayout, "heads_of", wrong)
+def in_disorder(in_order, brought, part):
+    return in_order(brought[::-1], part._replace(group_tokens=part.group_tokens[::-1]))
 
 
-def dropped_prefix():
-    """Later chunks do not see what visitors hold of earlier slices."""
-    tiles = ring.tiles
-    return patch.object(ring, "tiles", lambda *at: [t for t in tiles(*at) if t.causal or t.first or at[1] < at[0]])
+FAULTS = {
+    "lost hop": lambda: around(
+        ring, "tiles", lambda tiles, group, visitor, held: tiles(group, visitor, held) * (visitor != 0 or group == 0)
+    ),
+    # What other ranks found for the keys of this one does not come back.
+    "gradients that stay away": lambda: around(running_job.RunningJob, "exchange", drops),
+    "other heads": lambda: around(relayout, "heads_of", heads_of_another),
+    # Later chunks do not see what visitors hold of earlier slices.
+    "dropped prefix": lambda: around(
+        ring, "tiles", lambda tiles, *at: [t for t in tiles(*at) if t.causal or t.first or at[1] < at[0]]
+    ),
+    "unsettled prefix": fault("dropped accumulator"),
+    "chunks in disorder": lambda: around(gather, "_in_order", in_disorder),
+}
 
 
-def unsettled_prefix():
-    settle = PrefixStore.settle
-
-    def forgets(self, layer, piece, dk, dv):
-        own = settle(self, layer, piece, dk, dv)
-        for entry in self._entries.values():
-            entry.dk_PGD = entry.dv_PGD = None
-        return own
-
-    return patch.object(PrefixStore, "settle", forgets)
-
-
-def chunks_in_disorder():
-    in_order = gather._in_order
-    return patch.object(
-        gather,
-        "_in_order",
-        lambda brought, part: in_order(brought[::-1], part._replace(group_tokens=part.group_tokens[::-1])),
-    )
-
-
-def run_mutant(name, arguments):
-    with globals()[name]():
-        return run_plan(arguments)[0]
+def run_mutant(name, *arguments):
+    with FAULTS[name]():
+        return run_rows(*arguments, {})[0]
 
 
 def meets(numbers, kinds):

@@ -1,18 +1,12 @@
 """Attention that ranks share against explicit softmax over whole sequences: float64, real gloo ranks, any plan."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-import torch
-from evenload.core.errors import EvenloadError
-from evenload.core.plan.step_plan import MicroBatch, Slice
-from evenload.runtime.attention.pack import build_pack
+from harness.cases import full, only_full
 
-_spec = importlib.util.spec_from_file_location("shared_jobs", Path(__file__).with_name("shared_jobs.py"))
-jobs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(jobs)
-micro_batch = jobs.plans.micro_batch
+from . import shared_jobs as jobs
+
+pytestmark = pytest.mark.slow
+micro_batch = jobs.micro_batch
 
 LENGTHS = [61, 8, 5, 17]
 A, B, C = [0, 0, 20], [0, 20, 33], [0, 33, 61]
@@ -30,14 +24,12 @@ def judged(results, lengths):
 
 
 def check(world, lengths, rows, num_ranks, heads=(4, 2), node_ranks=0, bound=1e-12, **how):
-    arguments = [lengths, rows, num_ranks, list(heads), node_ranks, None]
-    worst = judged(world(num_ranks).run(jobs.run_plan, arguments, how), lengths)
+    worst = judged(world(num_ranks).run(jobs.run_rows, lengths, rows, num_ranks, heads, node_ranks, how), lengths)
     assert max(worst.values()) < bound, worst
 
 
 def sliced(cp_comm, cp_groups, ranks, **more):
-    """Three micro-batches: slices of sequence 0 in each, on CP groups[0]; sequences 1 to 3 beside them on the
-    others."""
+    """Three micro-batches: slices of sequence 0 in each, on the first CP group; the other sequences beside them."""
     own = {"cp_groups": cp_groups, **more}
     return [
         micro_batch([A, [1, 0, 8], [3, 0, 17]], ranks, cp_comm, **own),
@@ -46,7 +38,6 @@ def sliced(cp_comm, cp_groups, ranks, **more):
     ]
 
 
-@pytest.mark.slow
 def test_a_ring_of_any_ranks(world):
     lengths = [37, 5, 24, 9, 11]
     rows = [
@@ -57,7 +48,6 @@ def test_a_ring_of_any_ranks(world):
     check(world, lengths, rows, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cp_comm", ["ring", "all_gather", "all_to_all"])
 def test_homes_of_different_sizes(world, cp_comm):
     lengths = [40, 12, 9, 30, 3]
@@ -65,22 +55,22 @@ def test_homes_of_different_sizes(world, cp_comm):
     check(world, lengths, rows, 4, (8, 2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("heads", "ranks"), [((8, 2), 3), ((8, 2), 4), ((6, 3), 4), ((4, 4), 3), ((5, 1), 3)])
+@pytest.mark.parametrize(
+    ("heads", "ranks"), [((8, 2), 3), only_full((8, 2), 4), ((6, 3), 4), only_full((4, 4), 3), ((5, 1), 3)]
+)
 def test_heads_are_shared(world, heads, ranks):
     lengths = [37, 5, 24, 2]
     check(world, lengths, [micro_batch(whole(lengths), list(range(ranks)), "all_to_all")], ranks, heads)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remap", [False, True], ids=["", "evened"])
-@pytest.mark.parametrize("cp_comm", ENGINES)
+@pytest.mark.parametrize(
+    ("cp_comm", "remap"), [(engine, True) for engine in ENGINES] + [only_full(engine, False) for engine in ENGINES]
+)
 def test_slices_of_a_shared_sequence(world, cp_comm, remap):
     more = {"ulysses_degree": 2 if cp_comm == "hybrid" else 0, "remap": remap}
     check(world, LENGTHS, sliced(cp_comm, [[1, 0, 3, 2], [1], [3, 2]], [0, 1, 2, 3], **more), 4, (6, 2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cp_comm", ["ring", "all_gather"])
 def test_a_home_that_grows(world, cp_comm):
     rows = [
@@ -91,7 +81,6 @@ def test_a_home_that_grows(world, cp_comm):
     check(world, LENGTHS, rows, 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cp_comm", ["ring", "all_gather", "hybrid"])
 def test_messages_between_nodes_are_spread(world, cp_comm):
     more = {"routed": True, "ulysses_degree": 2 if cp_comm == "hybrid" else 0}
@@ -100,56 +89,54 @@ def test_messages_between_nodes_are_spread(world, cp_comm):
         check(world, [41], [micro_batch(whole([41]), [2, 0, 3], cp_comm, **more)], 4, node_ranks=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant", "replayed"])
-@pytest.mark.parametrize("cp_comm", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize(
+    ("cp_comm", "mode"),
+    [
+        pytest.param(cp_comm, mode, marks=() if row == column else full)
+        for row, cp_comm in enumerate(ENGINES[:3])
+        for column, mode in enumerate(("reentrant", "non-reentrant", "replayed"))
+    ],
+)
 def test_a_forward_that_runs_again(world, cp_comm, mode):
     check(world, LENGTHS, sliced(cp_comm, [[1, 0, 2], [1], [0, 2]], [0, 1, 2]), 3, (8, 2), mode=mode)
 
 
-@pytest.mark.slow
 def test_half_precision(world):
     rows = sliced("ring", [[1, 0, 3, 2], [1], [3, 2]], [0, 1, 2, 3])
     check(world, LENGTHS, rows, 4, bound=2.5e-2, dtype="bfloat16")
 
 
-@pytest.mark.slow
 def test_padding_is_left_alone(world):
     rows = sliced("ring", [[1, 0, 2], [1], [0, 2]], [0, 1, 2])
     check(world, LENGTHS, rows, 3, layout={"segment_multiple": 4, "pack_multiple": 3})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_random_plans_on_ranks_that_are_late_by_chance(world, num_ranks):
-    seeds, modes = list(range(100 * num_ranks, 100 * num_ranks + 16)), sorted(jobs.WRAPS)
-    results = world(num_ranks).run(jobs.run_plans, seeds, num_ranks, modes)
-    for name in results[0]:
-        lengths = jobs.plans.drawn(int(name.split(",")[0].split()[1]), num_ranks)[0]
-        worst = judged([result[name] for result in results], lengths)
+    results = world(num_ranks).run(jobs.run_drawn, list(range(16)), num_ranks)
+    for name, (_, lengths) in results[0].items():
+        worst = judged([result[name][0] for result in results], lengths)
         assert max(worst.values()) < 1e-12, (name, worst)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "cp_comm"),
     [
-        ("lost_hop", "ring"),
-        ("gradients_that_stay_away", "ring"),
-        ("gradients_that_stay_away", "all_gather"),
-        ("other_heads", "all_to_all"),
-        ("dropped_prefix", "ring"),
-        ("unsettled_prefix", "ring"),
-        ("chunks_in_disorder", "all_gather"),
+        ("lost hop", "ring"),
+        ("gradients that stay away", "ring"),
+        ("gradients that stay away", "all_gather"),
+        ("other heads", "all_to_all"),
+        ("dropped prefix", "ring"),
+        ("unsettled prefix", "ring"),
+        ("chunks in disorder", "all_gather"),
     ],
 )
 def test_mutants_are_caught(world, mutant, cp_comm):
     rows = sliced(cp_comm, [[1, 0, 2], [1], [0, 2]], [0, 1, 2])
-    found = world(3).run(jobs.run_mutant, mutant, [LENGTHS, rows, 3, [6, 6], 0, None])
+    found = world(3).run(jobs.run_mutant, mutant, LENGTHS, rows, 3, [6, 6], 0)
     assert max(map(max, found)) > 1e-4
 
 
-@pytest.mark.slow
 def test_ranks_meet_before_a_pass(world):
     assert world(3).run(jobs.meets, [4, 4, 4], "BBB") == ["", "", ""]
     told = world(3).run(jobs.meets, [4, 4, 7], "FFF")
@@ -157,27 +144,3 @@ def test_ranks_meet_before_a_pass(world):
     assert "rank 0: F4 of plan 303132333435; rank 2: F7 of plan 303132333435" in told[0]
     told = world(3).run(jobs.meets, [4, 4, 4], "FBF")
     assert "rank 1: B4 of plan 303132333435; rank 0: F4 of plan 303132333435" in told[1]
-
-
-@pytest.mark.parametrize(
-    ("cp_comm", "plane", "told"),
-    [
-        ("ring", None, r"ranks \(0, 1\) share a micro-batch, and this host gives them no plane"),
-        ("", jobs.Plane(None, (0, 1), 0), "the static context parallelism that only predictions know"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(cp_comm, plane, told):
-    with pytest.raises(EvenloadError, match=told):
-        build_pack(
-            MicroBatch((Slice(0, 0, 9),), (0, 1), cp_comm=cp_comm), lambda i: torch.zeros(9).numpy(), plane=plane
-        )
-
-
-def test_a_pack_holds_what_its_rank_has_of_the_token_layout():
-    plane = jobs.Plane(None, (0, 1), 1)
-    shared = MicroBatch((Slice(0, 4, 16), Slice(1, 0, 3)), (1, 0), cp_comm="ring", cp_groups=((1, 0), (1,)))
-    pack = build_pack(shared, lambda i: torch.arange(20).numpy() + 100 * i, plane=plane)
-    assert pack.slices == (Slice(0, 4, 7), Slice(0, 13, 16), Slice(1, 0, 3))
-    assert pack.positions_T.tolist() == [4, 5, 6, 13, 14, 15, 0, 1, 2]
-    assert pack.tokens_T.tolist() == [4, 5, 6, 13, 14, 15, 100, 101, 102]
-    assert pack.labels_T.tolist() == [5, 6, 7, 14, 15, 16, 101, 102, 103]

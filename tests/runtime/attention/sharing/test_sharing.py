@@ -7,6 +7,7 @@ import torch
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.core.plan.token_layout import CpGroup, attended
+from evenload.runtime.attention.pack import build_pack
 from evenload.runtime.attention.sharing import gather, ring
 from evenload.runtime.attention.sharing.jobs import heads_of, jobs_of
 from evenload.runtime.attention.sharing.routing import RankMessage, legs_of
@@ -111,3 +112,27 @@ def test_a_plane_needs_every_rank_in_one_row(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 2)
     with pytest.raises(EvenloadError, match="a rank does not know its plane"):
         Plane.make([(0, 1)])
+
+
+@pytest.mark.parametrize(
+    ("cp_comm", "plane", "told"),
+    [
+        ("ring", None, r"ranks \(0, 1\) share a micro-batch, and this host gives them no plane"),
+        ("", Plane(None, (0, 1), 0), "the static context parallelism that only predictions know"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(cp_comm, plane, told):
+    with pytest.raises(EvenloadError, match=told):
+        build_pack(
+            MicroBatch((Slice(0, 0, 9),), (0, 1), cp_comm=cp_comm), lambda i: torch.zeros(9).numpy(), plane=plane
+        )
+
+
+def test_a_pack_holds_what_its_rank_has_of_the_token_layout():
+    plane = Plane(None, (0, 1), 1)
+    shared = MicroBatch((Slice(0, 4, 16), Slice(1, 0, 3)), (1, 0), cp_comm="ring", cp_groups=((1, 0), (1,)))
+    pack = build_pack(shared, lambda i: torch.arange(20).numpy() + 100 * i, plane=plane)
+    assert pack.slices == (Slice(0, 4, 7), Slice(0, 13, 16), Slice(1, 0, 3))
+    assert pack.positions_T.tolist() == [4, 5, 6, 13, 14, 15, 0, 1, 2]
+    assert pack.tokens_T.tolist() == [4, 5, 6, 13, 14, 15, 100, 101, 102]
+    assert pack.labels_T.tolist() == [5, 6, 7, 14, 15, 16, 101, 102, 103]
