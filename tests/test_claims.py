@@ -27,7 +27,7 @@ def text_of(page: str) -> str:
 
 
 @cache
-def tests_in(file: str) -> set[str]:
+def names_of_tests(file: str) -> set[str]:
     """Names of the test functions of a file below ``tests``, those of its classes as ``Class::test``."""
     found: set[str] = set()
     for node in ast.parse((TESTS / file).read_text()).body:
@@ -59,7 +59,7 @@ def test_tests_of_claims_exist() -> None:
     lost = []
     for claim in CLAIMS:
         file, _, name = claim.test.partition("[")[0].partition("::")
-        if not (TESTS / file).is_file() or name not in tests_in(file):
+        if not (TESTS / file).is_file() or name not in names_of_tests(file):
             lost.append(claim)
     assert not lost, "renamed or merged: name the test that holds the words now"
 
