@@ -95,11 +95,11 @@ def _border_labels(pack: Pack, *_: Any) -> Pack:
 
 
 def _wrong_place(pack: Pack, micro_batch: Any, build: Any) -> Pack:
-    """The last two ranks that share have each other's tokens, where they have equally many."""
+    """The first two ranks that share have each other's tokens, where their pieces are as long."""
     if pack.shared is None:
         return pack
-    *others, first, second = micro_batch.ranks
-    other = build(micro_batch._replace(ranks=(*others, second, first)))
+    first, second, *others = micro_batch.ranks
+    other = build(micro_batch._replace(ranks=(second, first, *others)))
     return replace(other, shared=pack.shared) if other.segments == pack.segments else pack
 
 

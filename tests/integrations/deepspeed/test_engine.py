@@ -73,7 +73,7 @@ RUNS = {
     0: {"name": "packs"},
     1: {"name": "packs, idle"},
     2: {"name": "slices, half replayed"},
-    3: {"name": "slices, half replayed", "recompute": True},
+    3: {"name": "5", "recompute": True},
 }
 
 
@@ -91,7 +91,7 @@ def test_every_stage_and_plan_trains_alike(on_ranks, clip_grad):
                 assert (result["weights"][name] - weight).norm() <= 1e-3 * moved, name
             # ZeRO 3 reduces in the passes.
             assert result["spans"] == [*result["passes"], *([("G", -1)] if stage < 3 else []), ("U", -1)]
-            assert result["marks"][0].startswith("forward")
+            assert result["marks"][0].startswith(("forward of", "backward of"))
             assert result["marks"][-1] == "update"
 
 

@@ -78,8 +78,8 @@ def _exact(results, rounding=ROUNDING, loss=ROUNDING):
 @pytest.mark.parametrize(
     ("asked", "names"),
     [
-        only_full({"stage": 0}, ["packs", "slices, half replayed"]),
-        ({"stage": 3, "recompute": True}, ["packs", "5"]),
+        ({"stage": 0}, ["packs", "slices, half replayed"]),
+        only_full({"stage": 3, "recompute": True}, ["packs", "5"]),
         ({"stage": 1, "pp": 2}, ["packs", "2"]),
     ],
 )
@@ -129,9 +129,9 @@ def test_adapters_after_three_steps_are_those_of_each_tenant_alone(on_ranks, ask
     ("stage", "recompute", "names"),
     [
         (1, False, ["zones, all_to_all", "chain, half replayed"]),
-        (3, True, ["ring, in step", "shared 5"]),
+        (3, True, ["shared 5"]),
         only_full(1, False, ["ring", "growth", "shared 3"]),
-        only_full(3, True, ["zones, all_to_all", "chain, half replayed", "shared 3"]),
+        only_full(3, True, ["ring, in step", "zones, all_to_all", "chain, half replayed", "shared 3"]),
     ],
 )
 def test_ranks_share_micro_batches_of_tenants(on_ranks, stage, recompute, names):
