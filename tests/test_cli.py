@@ -348,22 +348,3 @@ def test_the_packages_listed_are_the_packages_there_are() -> None:
         if not any(part.startswith(hidden) for part in path.relative_to(ROOT).parts)
     }
     assert set(listed) == found
-
-
-def test_third_parties_register_through_entry_points(place: Path) -> None:
-    """A package with an entry point in the current folder: its plugin is listed, and recipes know its section."""
-    (place / "theirs.py").write_text(
-        "from evenload import Plugin, register\nfrom evenload.core.registry import PluginConfig\n"
-        "register(Plugin('theirs', 'leaves plans alone', (), 90, PluginConfig, lambda plan, context, config: plan))\n"
-    )
-    theirs = place / "theirs-1.0.dist-info"
-    theirs.mkdir()
-    (theirs / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (theirs / "entry_points.txt").write_text("[evenload.plugins]\ntheirs = theirs\n")
-    commands = Commands("import sys; sys.path.insert(0, '')")
-    rows = json.loads(commands(place, "plugins", "--json").stdout)["plugins"]
-    assert [row["name"] for row in rows] == ["data", "packing", "mesh", "pipeline", "lora", "moe", "theirs"]
-    words = ("--lengths", "lengths.txt", "plugins.theirs.enabled=true", "--json")
-    done = commands(place, "plan", "recipe.yaml", *words)
-    assert json.loads(done.stdout)["plugins"] == ["packing", "theirs"], done.stderr
-    commands.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grimp
 import pytest
+from harness.product import ROOT, trees
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,6 @@ def test_imports_for_types_are_counted(imports: dict[str, set[str]]) -> None:
     assert "evenload.core.simulate.step" in imports["evenload.core.simulate"]
 
 
-ROOT = Path(__file__).parents[1]
 OF_TRAINERS = {
     "megatron": {"megatron"},
     "deepspeed": {"deepspeed", "transformers"},
@@ -43,40 +43,22 @@ OF_TRAINERS = {
 PACKAGES = {"PyYAML": "yaml", "megatron-core": "megatron"}
 
 
-def imported_at_once(path: Path) -> set[str]:
+def imported_at_once(tree: ast.Module) -> set[str]:
     """Packages that a module imports as soon as it is imported itself."""
-    nodes = ast.parse(path.read_text()).body
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level}
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"evenload"}
 
 
 def test_no_module_needs_a_package_that_its_users_need_not_have() -> None:
     """Else a command ends in a traceback of an import where only the base and a trainer are installed."""
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    base = {PACKAGES.get(name, name) for line in lines if (name := re.split(r"[<>=]", line)[0])}
-    rooms = (
-        "api.py",
-        "cli.py",
-        "core",
-        "data",
-        "plugins",
-        "runtime",
-        "integrations",
-        "patches",
-        "training",
-        "commands",
-    )
-    paths = [path for room in rooms for path in ([ROOT / room] if room.endswith("py") else (ROOT / room).rglob("*.py"))]
+    base = {PACKAGES.get(re.split(r"[<>=]", line)[0], re.split(r"[<>=]", line)[0]) for line in lines}
     wrong = {}
-    for path in paths:
-        room = path.relative_to(ROOT).parts
-        known = (
-            base
-            | {"torch", "pydantic_core"}
-            | (OF_TRAINERS.get(room[1], set()) if room[0] == "integrations" else set())
-        )
-        if more := imported_at_once(path) - known:
-            wrong[str(path.relative_to(ROOT))] = sorted(more)
-    assert len(paths) > 300
+    for path, tree in trees().items():
+        room, *below = Path(path).parts
+        of_trainer = OF_TRAINERS.get(below[0], set()) if room == "integrations" else set()
+        if more := imported_at_once(tree) - base - of_trainer - {"torch", "pydantic_core"}:
+            wrong[path] = sorted(more)
+    assert len(trees()) > 300
     assert wrong == {}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "recipes", "runtime", "training")
+from harness.product import trees
 
 CALLED_FROM_OUTSIDE = {
     "repr_int": "reprlib calls it",
@@ -24,12 +22,6 @@ CALLED_FROM_OUTSIDE = {
 CALLING_DECORATORS = ("field_validator", "model_validator", "field_serializer")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def trees() -> dict[str, ast.Module]:
-    """The product's modules by their paths."""
-    paths = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
 
 
 def referred(tree: ast.Module) -> Iterator[str]:

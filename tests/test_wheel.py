@@ -23,9 +23,8 @@ import yaml
 from evenload import cli
 from evenload.core.recipe.traits import TRAINERS
 from harness.commands import Commands
+from harness.product import ROOMS, ROOT, trees
 
-ROOT = Path(evenload.__file__).parent
-ROOMS = ("commands", "core", "data", "integrations", "patches", "plugins", "recipes", "runtime", "training")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = set(PROJECT["optional-dependencies"])
 LISTENING = """
@@ -109,9 +108,9 @@ def test_a_command_of_the_wheel_opens_nothing_of_a_checkout(
 def messages() -> list[tuple[str, str]]:
     """Every string of the product, where it stands; what an f-string fills in is left out."""
     return [
-        (f"{path.relative_to(ROOT)}:{node.lineno}", node.value)
-        for path in [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
-        for node in ast.walk(ast.parse(path.read_text()))
+        (f"{path}:{node.lineno}", node.value)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
 

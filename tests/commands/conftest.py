@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 import pytest
-from harness.forge import Forge
 from harness.verbs import Verbs
+from harness.world import World
 
 
 @pytest.fixture(scope="session")
-def verbs(forge: Callable[[str], Forge], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verbs]:
-    """``verbs(place, "verify", "recipe.yaml", "key=value", ..., steps=1)`` on ranks that serve all such tests."""
-    found = Verbs(forge, partial(tmp_path_factory.mktemp, numbered=True))
-    yield found
-    found.close()
+def verbs(worlds: Callable[[str, int], World]) -> Verbs:
+    """``verbs(place, "verify", "recipe.yaml", "key=value", ..., steps=1)`` on ranks that serve all tests."""
+    return Verbs(worlds)
 
 
 @pytest.fixture

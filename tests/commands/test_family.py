@@ -68,7 +68,7 @@ transformers.AutoModelForCausalLM.register(ToyConfig, ToyForCausalLM)
 RECIPE = """
 model: {model}
 data: {{source: python-stdlib, max_length: 64}}
-parallel: {{dp: 2}}
+parallel: {{dp: 1}}
 train: {{steps: {steps}, global_batch_size: 8, export: {out}, export_prompts: 4}}
 checkpoint: {{dir: kept}}
 plugins: {{packing: {{enabled: true, max_tokens: 256}}}}
@@ -99,14 +99,13 @@ def test_a_toy_family_trains_leaves_and_comes_back(
     """What leaves is what Transformers' class computes, and is read again as the same model."""
 
     def run(*words: str) -> Any:
-        done = forge(trainer).run(tmp_path, (*words, "--json"), 2, ROW + CLASSES)
+        done = forge(trainer).run(tmp_path, (*words, "--json"), 1, ROW + CLASSES)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    (tmp_path / "r.yaml").write_text(f"trainer: {trainer}" + RECIPE.format(model=SIZES, steps=1, out="out"))
-    (tmp_path / "again.yaml").write_text(
-        f"trainer: {trainer}" + RECIPE.format(model="{weights: out}", steps=1, out="again")
-    )
+    for file, model, out in (("r", SIZES, "out"), ("again", "{weights: out}", "again")):
+        text = RECIPE.format(model=model, steps=1, out=out)
+        (tmp_path / f"{file}.yaml").write_text(f"trainer: {trainer}{text}")
     trained = run("train", "r.yaml")
     agreement = trained["export"]["agreement"]
     assert (agreement["equal"], agreement["largest_difference"] < 1e-4) == (4, True)

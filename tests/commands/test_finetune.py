@@ -19,12 +19,13 @@ pytestmark = pytest.mark.slow
 def test_a_tiny_model_learns_is_validated_and_leaves_alike_by_both_trainers(
     tmp_path: Path, forged: Callable[..., Any]
 ) -> None:
-    changes = ("train.steps=6", "train.global_batch_size=16", "data.validation.every=3", "data.validation.batches=1")
+    changes = ("train.steps=4", "train.warmup_steps=1", "train.global_batch_size=16")
+    changes += ("data.validation.every=2", "data.validation.batches=1")
     shutil.copy(file_of("finetune"), tmp_path / "r.yaml")
     done = forged(tmp_path, "train", "r.yaml", *changes, "train.export=out", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert [row["step"] for row in result["validation"]] == [0, 3, 6]
+    assert [row["step"] for row in result["validation"]] == [0, 2, 4]
     losses = [row["loss"] for row in result["validation"]]
     assert losses[2] < losses[1] < losses[0]
     assert 0.5 < result["data"]["targets"] / result["data"]["tokens"] < 0.8  # prompts carry no loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import gzip
 import json
 import os
@@ -12,15 +13,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from evenload.training.checkpoint.checkpoints import newest_whole
 from evenload.training.checkpoint.manifest import read as load_manifest
-from transformers import LlamaConfig, LlamaForCausalLM
+from harness.cases import full, only_full
+from harness.commands import OF_A_JOB, TORCHRUN, Done
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.slow
 
@@ -33,28 +36,37 @@ train: {{steps: 4, global_batch_size: 6, lr: 1.0e-2}}
 checkpoint: {{every: 2, keep: 2}}
 plugins: {{packing: {{enabled: true, max_tokens: 512}}}}
 """
+TRAINERS = ("megatron", "deepspeed")
+EVENLOAD = ("-m", "evenload")
+KEPT = ("checkpoint.dir=kept", "log.jsonl=log.jsonl")
 
 
-def environment() -> dict[str, str]:
-    """As that of the forged ranks: results are compared with theirs."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return {**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def evenload(place: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """The command itself; ``more``: of its environment."""
-    command = [sys.executable, "-m", "evenload", *arguments]
-    env = environment() | more
+def started(place: Path, *command: str, **more: str) -> Done:
+    """In the environment of the forged ranks, with whose results its own are compared, and `more`."""
+    clean = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
+    env = {**clean, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=280, env=env)
 
 
-Forged = Callable[..., subprocess.CompletedProcess[str]]
+Forged = Callable[..., Done]
 
 
-def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
+def losses(done: Done) -> list[str]:
     """Losses bit for bit."""
     assert done.returncode == 0, done.stderr[-3000:]
     return [row["loss"].hex() for row in json.loads(done.stdout)["steps"]]
+
+
+def steps_of(done: Done) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)["steps"]  # type: ignore[no-any-return]
+
+
+def ended(done: Done, code: int, *texts: str) -> None:
+    """With messages that hold these texts, and without a traceback."""
+    assert done.returncode == code, done.stderr[-3000:]
+    assert [text for text in texts if text not in done.stderr] == [], done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
 
 
 def samples(log: Path) -> list[list[int]]:
@@ -67,38 +79,89 @@ def chosen(root: Path) -> str | None:
     return newest[0].name if newest else None
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a recipe for each trainer."""
+    return written(tmp_path)
+
+
 def written(folder: Path) -> Path:
-    """The folder with a recipe for each trainer."""
-    for trainer in ("megatron", "deepspeed"):
+    for trainer in TRAINERS:
         (folder / f"{trainer}.yaml").write_text(RECIPE.format(trainer=trainer))
     return folder
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return written(tmp_path)
+@dataclass(frozen=True)
+class Whole:
+    """A run of four steps that nothing disturbed, recorded in the second and third one."""
+
+    folder: Path
+    done: Done
+
+    @property
+    def samples(self) -> list[list[int]]:
+        return samples(self.folder / "log.jsonl")
+
+    def begun(self, place: Path, step: int = 2) -> Path:
+        """Its checkpoints up to a step and its log, in another folder."""
+        shutil.copytree(self.folder / "kept", place / "kept")
+        shutil.copy(self.folder / "log.jsonl", place)
+        for later in range(step + 2, 5, 2):
+            shutil.rmtree(place / "kept" / f"step0000000{later}")
+        (place / "kept" / "latest").write_text(f"step0000000{step}")
+        return place / "kept"
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_resume_is_bit_equal_and_no_sample_is_lost_or_repeated(trainer: str, place: Path, forged: Forged) -> None:
-    recipe = f"{trainer}.yaml"
-    run = evenload if trainer == "megatron" else forged  # once through the launcher
-    traced = run(place, "train", recipe, "log.jsonl=whole.jsonl", "log.trace_steps=2", "--trace", "t.json", "--json")
-    whole = losses(traced)
-    assert len(whole) == 4
-    refuse_wrong_trace(json.loads((place / "t.json").read_text()), json.loads(traced.stdout))
-    common = ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
-    first = losses(forged(place, "train", recipe, "train.steps=2", *common))
-    resumed = forged(place, "train", recipe, "--against", "stock", *common)
-    assert first + losses(resumed) == whole, "neither a resume nor recording nor a baseline in turn changes a loss"
+Wholes = Callable[[str], Whole]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, forged: Forged) -> Wholes:
+    """By trainer; Megatron-Core's is started by torchrun."""
+
+    @functools.cache
+    def run(trainer: str) -> Whole:
+        folder = written(tmp_path_factory.mktemp(trainer))
+        words = ("train", f"{trainer}.yaml", *KEPT, "log.trace_steps=2", "--trace", "t.json", "--json")
+        by_torchrun = trainer == "megatron"
+        return Whole(folder, started(folder, *TORCHRUN, *EVENLOAD, *words) if by_torchrun else forged(folder, *words))
+
+    return run
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_resume_is_bit_equal_and_passes_over_a_checkpoint_with_one_flipped_bit(
+    trainer: str, place: Path, forged: Forged, whole: Wholes
+) -> None:
+    """No sample is lost or repeated, and neither recording nor a baseline in turn changes a loss."""
+    undisturbed = whole(trainer)
+    assert len(losses(undisturbed.done)) == 4
+    refuse_wrong_trace(json.loads((undisturbed.folder / "t.json").read_text()), json.loads(undisturbed.done.stdout))
+    kept = undisturbed.begun(place, 4)
+    newest = kept / "step00000004"
+    sizes = load_manifest(newest).files
+    for file in sorted(p for p in (newest / "trainer").rglob("*") if p.is_file() and p.stat().st_size)[1::2]:
+        content = file.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        file.write_bytes(flipped)
+        assert sizes[str(file.relative_to(newest))].size == len(content)
+        assert chosen(kept) == "step00000002", file
+        file.write_bytes(content)
+    assert chosen(kept) == "step00000004"
+    file.write_bytes(flipped)
+    resumed = forged(place, "train", f"{trainer}.yaml", "--against", "stock", *KEPT, "--json")
+    assert losses(resumed) == losses(undisturbed.done)[2:]
+    assert f"{file.name} has other content than was written" in resumed.stderr
+    assert "going on from the older checkpoint step00000002" in resumed.stderr
     stock = json.loads(resumed.stdout)["comparison"]["stock"]
     assert stock["loss_rel_diff"] < 1e-4, "the baseline goes on from the same checkpoint"
     assert (stock["steps"], stock["interval"], stock["same_plans"]) == (1, None, False)
-    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
-    assert (place / "kept" / "latest").read_text() == "step00000004"
+    assert samples(place / "log.jsonl") == undisturbed.samples, "steps that were trained again stand there once"
+    assert chosen(kept) == "step00000004"
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_loads_are_written_of_every_token_in_every_layer(trainer: str, place: Path, forged: Forged) -> None:
     moe = ("model.family=mixtral", "model.moe={num_experts: 4, topk: 2}", "parallel.ep=2", "train.recompute=true")
     logs = ("log.jsonl=steps.jsonl", "log.loads=loads.jsonl")
@@ -132,24 +195,21 @@ storage.InProcessWriter._write = slowly
 
 
 def test_a_checkpoint_in_the_background_is_of_its_step_and_fails_with_one_message(place: Path, forged: Forged) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str) -> Done:
         # A distributed optimizer gathers its states, weights among them, into tensors of their own.
         whole = ("megatron.distributed_optimizer=false", *words)
         kept = ("checkpoint.dir=kept", "checkpoint.background=true", *whole, "--json")
         return forged(place, "train", "megatron.yaml", *kept, planted=SLOW)
 
-    whole = losses(run("train.steps=6", "checkpoint.keep=9"))
-    assert sorted(p.name for p in (place / "kept").glob("step*")) == [f"step0000000{step}" for step in (2, 4, 6)]
-    shutil.rmtree(place / "kept" / "step00000006")
+    whole = losses(run())
+    assert sorted(p.name for p in (place / "kept").glob("step*")) == ["step00000002", "step00000004"]
     shutil.rmtree(place / "kept" / "step00000004")
     (place / "kept" / "latest").write_text("step00000002")
-    assert losses(run("train.steps=4")) == whole[2:4], "later steps did not change what was being written"
+    assert losses(run()) == whole[2:], "later steps did not change what was being written"
     (place / "full").touch()
-    done = run("train.steps=8")
-    assert done.returncode == 1
+    done = run("train.steps=6")
+    ended(done, 1, "found: rank 0: ")
     assert done.stderr.count("the checkpoint step00000006 was not written") == 1, done.stderr
-    assert "found: rank 0: " in done.stderr
-    assert "Traceback" not in done.stderr
     assert (place / "kept" / "latest").read_text() == "step00000004"
 
 
@@ -177,60 +237,35 @@ def refuse_wrong_trace(trace: dict[str, Any], result: dict[str, Any]) -> None:
     assert all(row["predicted_s"] > 0 and 0 <= row["bubble_frac"] <= row["bubble_worst"] for row in result["steps"])
 
 
-def test_a_run_goes_on_with_another_layout(place: Path, forged: Forged) -> None:
+def test_a_run_goes_on_with_another_layout(place: Path, forged: Forged, whole: Wholes) -> None:
     """Same batches in the same order, losses equal to rounding: a plan never changes the mathematics."""
-    whole = json.loads(forged(place, "train", "megatron.yaml", "log.jsonl=whole.jsonl", "--json").stdout)["steps"]
-    save = ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
-    losses(forged(place, "train", "megatron.yaml", "train.steps=2", *save))
-    moved = forged(place, "train", "megatron.yaml", "parallel.dp=1", "parallel.tp=2", *save)
-    assert moved.returncode == 0, moved.stderr[-3000:]
-    rest = json.loads(moved.stdout)["steps"]
+    undisturbed = whole("megatron")
+    undisturbed.begun(place)
+    rest = steps_of(forged(place, "train", "megatron.yaml", "parallel.dp=1", "parallel.tp=2", *KEPT, "--json"))
     assert [row["step"] for row in rest] == [2, 3]
-    for ours, theirs in zip(rest, whole[2:], strict=True):
+    for ours, theirs in zip(rest, steps_of(undisturbed.done)[2:], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
+    assert samples(place / "log.jsonl") == undisturbed.samples
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_every_sample_is_seen_once_over_changing_numbers_of_ranks(trainer: str, place: Path, forged: Forged) -> None:
-    """4, 2, 1 and 4 ranks, two steps each, beside an undisturbed run of 2."""
-    recipe, common = f"{trainer}.yaml", ("checkpoint.dir=kept", "log.jsonl=parts.jsonl", "--json")
-    whole = json.loads(forged(place, "train", recipe, "train.steps=8", "log.jsonl=whole.jsonl", "--json").stdout)
-    rows = []
-    for number, ranks in enumerate((4, 2, 1, 4)):
-        done = forged(place, "train", recipe, f"parallel.dp={ranks}", f"train.steps={2 * number + 2}", *common)
-        assert done.returncode == 0, done.stderr[-3000:]
-        rows += json.loads(done.stdout)["steps"]
-    assert [row["step"] for row in rows] == list(range(8))
-    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
-    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole["steps"]], rel=1e-5)
-
-
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_one_flipped_bit_is_passed_over_and_the_older_checkpoint_goes_on(
-    trainer: str, place: Path, forged: Forged
+@pytest.mark.parametrize(
+    ("trainer", "begun", "sizes"),
+    [(trainer, 2, (4, 1)) for trainer in TRAINERS] + [only_full(trainer, 0, (4, 2, 1, 4)) for trainer in TRAINERS],
+)
+def test_every_sample_is_seen_once_over_changing_numbers_of_ranks(
+    trainer: str, begun: int, sizes: tuple[int, ...], place: Path, forged: Forged, whole: Wholes
 ) -> None:
-    recipe, common = f"{trainer}.yaml", ("checkpoint.dir=kept", "log.jsonl=log.jsonl", "--json")
-    whole = losses(forged(place, "train", recipe, *common))
-    logged = samples(place / "log.jsonl")
-    newest = place / "kept" / "step00000004"
-    for file in sorted(p for p in (newest / "trainer").rglob("*") if p.is_file() and p.stat().st_size)[1::2]:
-        kept = file.read_bytes()
-        flipped = bytearray(kept)
-        flipped[len(kept) // 2] ^= 1
-        file.write_bytes(flipped)
-        known = load_manifest(newest)
-        assert known.files[str(file.relative_to(newest))].size == len(kept)
-        assert chosen(place / "kept") == "step00000002", file
-        file.write_bytes(kept)
-    assert chosen(place / "kept") == "step00000004"
-    file.write_bytes(flipped)
-    done = forged(place, "train", recipe, *common)
-    assert losses(done) == whole[2:]
-    assert f"{file.name} has other content than was written" in done.stderr
-    assert "going on from the older checkpoint step00000002" in done.stderr
-    assert len(logged) == 4
-    assert samples(place / "log.jsonl") == logged, "steps that were trained again stand there once"
+    """So many ranks after each other beside an undisturbed run of 2, which has done the first steps."""
+    undisturbed = whole(trainer)
+    if begun:
+        undisturbed.begun(place, begun)
+    rows = steps_of(undisturbed.done)[:begun]
+    for number, ranks in enumerate(sizes, begun + 1):
+        words = (f"parallel.dp={ranks}", f"train.steps={number}", "checkpoint.every=1", *KEPT, "--json")
+        rows += steps_of(forged(place, "train", f"{trainer}.yaml", *words))
+    assert [row["step"] for row in rows] == list(range(4))
+    assert samples(place / "log.jsonl") == undisturbed.samples
+    assert [row["loss"] for row in rows] == pytest.approx([r["loss"] for r in steps_of(undisturbed.done)], rel=1e-5)
 
 
 def heavy_tail(place: Path) -> tuple[str, ...]:
@@ -258,51 +293,21 @@ def test_outliers_wait_for_each_other_also_across_a_resume(place: Path, forged: 
     first = forged(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept", f"train.steps={cut + 1}")
     waiting = result["steps"][cut]["waiting"]
     assert f"{waiting} samples still wait for a later batch; they are in the checkpoint" in first.stderr
-    shutil.copytree(place / "kept", place / "alone")
-    second = forged(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept")
-    assert losses(first) + losses(second) == losses(whole)
-    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
-    one = ("parallel.dp=1", "log.jsonl=alone.jsonl", "checkpoint.dir=alone")
-    alone = forged(place, "train", "megatron.yaml", *save, *one)
+    alone = forged(place, "train", "megatron.yaml", *save, "checkpoint.dir=kept", "parallel.dp=1")
     assert "as for the 2 ranks that the run began with" in alone.stderr
-    assert samples(place / "alone.jsonl") == samples(place / "whole.jsonl")[cut + 1 :]
+    of_both = [row["loss"] for row in (*steps_of(first), *steps_of(alone))]
+    assert of_both == pytest.approx([row["loss"] for row in result["steps"]], rel=1e-5)
+    assert samples(place / "parts.jsonl") == samples(place / "whole.jsonl")
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
-def test_batches_of_any_size_are_verified_and_benched(trainer: str, place: Path, forged: Forged) -> None:
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_batches_of_any_size_are_verified(trainer: str, place: Path, forged: Forged) -> None:
     """Delay makes the first batch smaller than train.global_batch_size; gradients are still the reference's."""
-    late = heavy_tail(place)
-    done = forged(place, "verify", f"{trainer}.yaml", *late, "--json")
+    done = forged(place, "verify", f"{trainer}.yaml", *heavy_tail(place), "--steps", "1", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["exact"]
     assert result["sequences"] < 6
-    board = ("log.tensorboard=board", "log.wandb=evenly", "planner.refit=true", "--against", "stock")
-    (place / "installed").mkdir()
-    (place / "installed" / "wandb.py").write_text(WANDB)
-    path = "import sys; sys.path.insert(0, 'installed')"
-    trained = forged(place, "train", f"{trainer}.yaml", *late, *board, "--json", planted=path)
-    assert trained.returncode == 0, trained.stderr[-3000:]
-    variants = json.loads(trained.stdout)["variants"]
-    assert all(v["refit"]["prior"] != v["refit"]["newest"] for v in variants.values())
-    assert variants["stock"]["delay_steps"] == variants["evenload"]["delay_steps"] > 0
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(place / "board"))
-    events.Reload()
-    rows = json.loads(trained.stdout)["steps"]
-    wanted = ("imbalance", "tokens_per_s", "padding_frac", "step_s", "predicted_s", "bubble_frac")
-    assert {f"evenload/{name}" for name in wanted} <= set(events.Tags()["scalars"])
-    assert [e.value for e in events.Scalars("evenload/loss")] == pytest.approx([r["loss"] for r in rows])
-    assert [e.value for e in events.Scalars("evenload/delay_steps")] == pytest.approx([r["delay_steps"] for r in rows])
-    assert [e.value for e in events.Scalars("evenload/waiting")] == [r["waiting"] for r in rows]
-    project, *logged, end = [json.loads(line) for line in (place / "wandb.jsonl").read_text().splitlines()]
-    assert (project, end) == ("evenly", None)
-    assert [set(scalars) for _, scalars in logged] == [set(events.Tags()["scalars"])] * len(rows)
-    assert [(step, scalars["evenload/mfu"]) for step, scalars in logged] == [(r["step"], r["mfu"]) for r in rows]
-    done = json.loads(trained.stdout)["summary"]
-    assert (done["steps"], done["targets"]) == (len(rows), sum(r["targets"] for r in rows))
-    assert 0 < done["targets"] < done["tokens"]
 
 
 WANDB = """
@@ -328,23 +333,62 @@ def refuse_wrong_page(page: str, result: dict[str, Any]) -> None:
         value = float(re.search(r'<data value="([^"]+)"', row).group(1))  # type: ignore[union-attr]
         variant = result["variants"][name.replace(" ", "_")]
         assert value == pytest.approx(variant["step_s"] * (1 - variant["plan_share"]), rel=1e-6)
-    assert "(measured, mean of 2 steps)" in page
+    assert "(measured, mean of 4 steps)" in page
     assert "Times are measured where this page was made." in page
 
 
-def test_against_trains_each_variant_on_equal_batches(place: Path, forged: Forged) -> None:
-    asked = ("--against", "stock,in_order", "train.dtype=fp64", "train.steps=3", "--trace", "t.json.gz", "--json")
-    done = forged(place, "train", "megatron.yaml", *asked, "--plot", "p.png", "--report", "r.html")
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+def refuse_wrong_boards(place: Path, rows: list[dict[str, Any]]) -> None:
+    """TensorBoard and Weights & Biases have the numbers of every step."""
+    events = EventAccumulator(str(place / "board"))
+    events.Reload()
+    wanted = ("imbalance", "tokens_per_s", "padding_frac", "step_s", "predicted_s", "bubble_frac")
+    assert {f"evenload/{name}" for name in wanted} <= set(events.Tags()["scalars"])
+    for name in ("loss", "delay_steps", "waiting"):
+        assert [e.value for e in events.Scalars(f"evenload/{name}")] == pytest.approx([row[name] for row in rows])
+    project, *logged, end = [json.loads(line) for line in (place / "wandb.jsonl").read_text().splitlines()]
+    assert (project, end) == ("evenly", None)
+    assert [set(scalars) for _, scalars in logged] == [set(events.Tags()["scalars"])] * len(rows)
+    assert [(step, scalars["evenload/mfu"]) for step, scalars in logged] == [(r["step"], r["mfu"]) for r in rows]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "dtype", "tolerance"), [("megatron", "fp64", 1e-6), only_full("deepspeed", "fp32", 1e-4)]
+)
+def test_against_trains_each_variant_on_equal_batches(
+    trainer: str, dtype: str, tolerance: float, place: Path, forged: Forged
+) -> None:
+    """Of any size, since long samples wait; and all that is asked for is written."""
+    (place / "installed").mkdir()
+    (place / "installed" / "wandb.py").write_text(WANDB)
+    words = (*heavy_tail(place), f"train.dtype={dtype}", "planner.refit=true", "--against", "stock,in_order", "--json")
+    logs = (
+        "log.tensorboard=board",
+        "log.wandb=evenly",
+        "--trace",
+        "t.json.gz",
+        "--plot",
+        "p.png",
+        "--report",
+        "r.html",
+    )
+    path = "import sys; sys.path.insert(0, 'installed')"
+    done = forged(place, "train", f"{trainer}.yaml", *words, *logs, planted=path)
+    rows, result = steps_of(done), json.loads(done.stdout)
+    variants = result["variants"]
+    assert set(variants) == {"stock", "in_order", "evenload"}
+    assert result["comparison"]["in_order"]["loss_rel_diff"] < tolerance
+    for variant in variants.values():
+        assert variant["loss"] == pytest.approx(variants["evenload"]["loss"], rel=tolerance)
+        assert variant["delay_steps"] == variants["evenload"]["delay_steps"] > 0
+        assert variant["refit"]["prior"] != variant["refit"]["newest"]
+    assert variants["evenload"]["padding_frac"] == 0
+    summary = result["summary"]
+    assert (summary["steps"], summary["targets"]) == (len(rows), sum(row["targets"] for row in rows))
+    assert 0 < summary["targets"] < summary["tokens"]
     assert result["pictures"] == {"plot": "p.png", "report": "r.html"}
     refuse_wrong_page((place / "r.html").read_text(), result)
+    refuse_wrong_boards(place, rows)
     assert (place / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert result["comparison"]["in_order"]["loss_rel_diff"] < 1e-6
-    assert set(result["variants"]) == {"stock", "in_order", "evenload"}
-    ours = result["variants"]["evenload"]["loss"]
-    assert all(v["loss"] == pytest.approx(ours, rel=1e-6) for v in result["variants"].values())
-    assert result["variants"]["evenload"]["padding_frac"] == 0
     with gzip.open(place / "t.json.gz") as file:
         events = json.load(file)["traceEvents"]
     shown = [e["args"]["name"] for e in events if e["name"] == "process_name"]
@@ -352,27 +396,24 @@ def test_against_trains_each_variant_on_equal_batches(place: Path, forged: Forge
     assert shown == [f"{name}, {kind}" for name in ("evenload", "stock", "in_order") for kind in kinds]
 
 
-@pytest.mark.parametrize(("trainer", "limited_rank"), [("megatron", "0"), ("deepspeed", "0"), ("deepspeed", "1")])
+@pytest.mark.parametrize(
+    ("trainer", "limited_rank"), [("megatron", "0"), only_full("deepspeed", "0"), ("deepspeed", "1")]
+)
 def test_a_rank_that_cannot_write_ends_all_at_once_and_keeps_the_old_checkpoint(
-    trainer: str, limited_rank: str, place: Path, forged: Forged
+    trainer: str, limited_rank: str, place: Path, forged: Forged, whole: Wholes
 ) -> None:
     """The second save fails half-way on one rank, by a limit on file sizes, while the other one waits for it."""
-    recipe = f"{trainer}.yaml"
-    losses(forged(place, "train", recipe, "train.steps=2", "checkpoint.dir=kept", "--json"))
-    before = sorted(p.name for p in (place / "kept" / "step00000002").rglob("*"))
+    kept = whole(trainer).begun(place)
+    before = sorted(p.name for p in (kept / "step00000002").rglob("*"))
     limited = "import os, resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limited += f"os.environ['RANK'] == '{limited_rank}' and "
     limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
-    done = forged(place, "train", recipe, "checkpoint.dir=kept", "safety.stuck_s=60", planted=limited)
-    assert done.returncode == 1, (done.stdout, done.stderr[-2000:])
-    assert "the checkpoint step00000004 was not written" in done.stderr
-    assert f"found: rank {limited_rank}: " in done.stderr
+    done = forged(place, "train", f"{trainer}.yaml", "checkpoint.dir=kept", "safety.stuck_s=60", planted=limited)
+    ended(done, 1, "the checkpoint step00000004 was not written", f"found: rank {limited_rank}: ")
     assert "the last good checkpoint is step00000002" in done.stderr
     assert "is stuck" not in done.stderr
-    assert "Traceback" not in done.stderr
-    assert sorted(p.name for p in (place / "kept" / "step00000002").rglob("*")) == before
-    resumed = forged(place, "train", recipe, "checkpoint.dir=kept", "--json")
-    assert [row["step"] for row in json.loads(resumed.stdout)["steps"]] == [2, 3]
+    assert sorted(p.name for p in (kept / "step00000002").rglob("*")) == before
+    assert chosen(kept) == "step00000002"
 
 
 PLANTED = """
@@ -398,19 +439,20 @@ if os.path.exists("mutant"):
 def test_costs_follow_the_steps_and_ranks_and_resumes_plan_alike(place: Path, forged: Forged) -> None:
     """Busy seconds are planted, so that two runs measure the same: attention takes 30 times what the costs say."""
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str) -> Done:
         return forged(place, "train", "megatron.yaml", "planner.refit=true", *arguments, "--json", planted=PLANTED)
 
     uneven = heavy_tail(place)[:2]  # samples of one length show nothing but sums
-    done = run(*uneven, "train.steps=9", "checkpoint.every=6", "checkpoint.dir=kept", "checkpoint.keep=9")
+    save = (*uneven, "train.steps=6", "checkpoint.every=4", "checkpoint.dir=kept")
+    done = run(*save)
     whole = losses(done)
     found = json.loads(done.stdout)["refit"]
     assert found["newest"][5] / found["newest"][4] > 5 * found["prior"][5] / found["prior"][4]
-    shutil.rmtree(place / "kept" / "step00000009")
-    (place / "kept" / "latest").write_text("step00000006")
-    assert losses(run(*uneven, "train.steps=9", "checkpoint.every=6", "checkpoint.dir=kept")) == whole[6:]
+    shutil.rmtree(place / "kept" / "step00000006")
+    (place / "kept" / "latest").write_text("step00000004")
+    assert losses(run(*save)) == whole[4:]
     (place / "mutant").touch()
-    mutant = run(*uneven, "train.steps=9")
+    mutant = run(*uneven, "train.steps=6")
     assert mutant.returncode != 0
     assert "ranks planned different steps" in mutant.stderr
 
@@ -429,26 +471,29 @@ if os.environ.get("RANK") == "1":
 """
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+RAISES = "raise ValueError('bad sample 1234')", ("ValueError: bad sample 1234",)
+HANGS = "import time; time.sleep(1000)", ("is stuck in '", "no rank made progress for 6 s", "time.sleep(1000)")
+
+
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("trainer", "fault", "words", "launched"),
     [
-        ("raise ValueError('bad sample 1234')", ("ValueError: bad sample 1234",)),
-        (
-            "import time; time.sleep(1000)",
-            ("is stuck in '", "no rank made progress for 6 s", "time.sleep(1000)"),
-        ),
+        ("megatron", *HANGS, False),
+        ("deepspeed", *RAISES, False),
+        only_full("megatron", *RAISES, True, id="megatron, raises, started by the command itself"),
+        only_full("deepspeed", *HANGS, False),
     ],
 )
 def test_a_rank_that_raises_or_hangs_is_named(
-    trainer: str, fault: str, words: tuple[str, ...], place: Path, forged: Forged
+    trainer: str, fault: str, words: tuple[str, ...], launched: bool, place: Path, forged: Forged
 ) -> None:
     planted = FAULT.replace("FAULT", fault)
-    if trainer == "deepspeed" or "sleep" in fault:
-        done = forged(place, "train", f"{trainer}.yaml", "safety.stuck_s=6", planted=planted)
-    else:  # once through the launcher
+    if launched:
         (place / "sitecustomize.py").write_text(planted)
-        done = evenload(place, "train", "megatron.yaml", "safety.stuck_s=6", PYTHONPATH=str(place))
+        words = (*EVENLOAD, "train", f"{trainer}.yaml", "safety.stuck_s=6")
+        done = started(place, sys.executable, *words, PYTHONPATH=str(place))
+    else:
+        done = forged(place, "train", f"{trainer}.yaml", "safety.stuck_s=6", planted=planted)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stderr.count("evenload: rank 1 of 2") == 1, done.stderr[-3000:]
     assert "evenload: rank 0" not in done.stderr
@@ -456,35 +501,27 @@ def test_a_rank_that_raises_or_hangs_is_named(
         assert word in done.stderr
 
 
-def test_a_checkpoint_of_other_data_and_one_that_another_run_writes_are_refused(place: Path, forged: Forged) -> None:
-    losses(forged(place, "train", "megatron.yaml", "train.steps=2", "checkpoint.dir=kept", "--json"))
-    assert "on " in (place / "kept" / ".lock").read_text()
-    with (place / "kept" / ".lock").open("w") as file:
+def test_a_checkpoint_of_other_data_and_one_that_another_run_writes_are_refused(
+    place: Path, forged: Forged, whole: Wholes
+) -> None:
+    lock = whole("megatron").begun(place) / ".lock"
+    assert "on " in lock.read_text()
+    words = ("train", "megatron.yaml", "checkpoint.dir=kept", "parallel.dp=1")
+    with lock.open("w") as file:
         file.write("process 77 on elsewhere")
         file.flush()
         fcntl.lockf(file, fcntl.LOCK_EX)
         hasty = "import evenload.runtime.world.folder_lock as module; module.WAIT_S = 0.1"
-        done = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", planted=hasty)
-    assert (done.returncode, done.stderr.count("another run writes into kept")) == (2, 1), done.stderr
-    assert "process 77 on elsewhere" in done.stderr
-    done = forged(place, "train", "megatron.yaml", "checkpoint.dir=kept", "data.max_length=200")
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert "the checkpoint was made with other data" in done.stderr
+        done = forged(place, *words, planted=hasty)
+    ended(done, 2, "another run writes into kept", "process 77 on elsewhere")
+    ended(forged(place, *words, "data.max_length=200"), 2, "the checkpoint was made with other data")
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+@full
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_torchrun_starts_the_same_job(trainer: str, place: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*torchrun, "evenload", "train", f"{trainer}.yaml", "train.steps=2", "--json"],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(json.loads(done.stdout)["steps"]) == 2
+    words = (*EVENLOAD, "train", f"{trainer}.yaml", "train.steps=2", "--json")
+    assert losses(started(place, sys.executable, *words)) == losses(started(place, *TORCHRUN, *words))
 
 
 EXCHANGED = """
@@ -508,12 +545,10 @@ def test_data_that_are_exchanged_under_a_run_end_it_with_one_message(place: Path
         (place / f"{name}.jsonl").write_text("\n".join(rows))
     words = ("data.source=data.jsonl", "checkpoint.dir=kept", "train.steps=9")
     done = forged(place, "train", "megatron.yaml", *words, planted=EXCHANGED)
-    assert done.returncode == 1, done.stderr[-2000:]
-    assert "data.jsonl changed while it was in use" in done.stderr
-    assert "Traceback" not in done.stderr
+    ended(done, 1, "data.jsonl changed while it was in use")
     assert chosen(place / "kept") == "step00000002"
-    again = forged(place, "train", "megatron.yaml", *words)
-    assert (again.returncode, "the checkpoint was made with other data" in again.stderr) == (2, True)
+    again = forged(place, "train", "megatron.yaml", *words, "parallel.dp=1")
+    ended(again, 2, "the checkpoint was made with other data")
 
 
 @pytest.fixture
@@ -532,15 +567,12 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     subprocess.run(["umount", str(folder)], capture_output=True, check=False)
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+@pytest.mark.parametrize("trainer", ["megatron", only_full("deepspeed")])
 def test_a_full_disk_is_named(trainer: str, place: Path, forged: Forged, small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(1500)
     save = (f"checkpoint.dir={disk}", "checkpoint.every=1", "checkpoint.keep=9", "train.steps=9", "safety.stuck_s=60")
     done = forged(place, "train", f"{trainer}.yaml", *save)
-    assert done.returncode == 1, done.stderr[-2000:]
-    assert "was not written: the disk is full" in done.stderr
-    assert f"free space on the disk of {disk}" in done.stderr
-    assert "Traceback" not in done.stderr
+    ended(done, 1, "was not written: the disk is full", f"free space on the disk of {disk}")
     assert chosen(disk) is not None
 
 
@@ -550,18 +582,16 @@ def test_a_log_that_fails_is_given_up_and_training_goes_on(
     disk = small_disk(16)
     (disk / "others").write_bytes(bytes(9 << 10))
     logs = (f"log.jsonl={disk}/log.jsonl", f"log.tensorboard={disk}/board", "--trace", f"{disk}/t.json")
-    done = forged(place, "train", "megatron.yaml", *logs, "train.steps=40", "--json")
+    small = ("parallel.dp=1", "train.global_batch_size=1", "train.steps=40")
+    done = forged(place, "train", "megatron.yaml", *logs, *small, "--json")
     assert len(losses(done)) == 40
-    assert "log.jsonl is given up after step" in done.stderr
-    assert "no trace: the file cannot be written" in done.stderr
-    assert "Traceback" not in done.stderr
+    ended(done, 0, "log.jsonl is given up after step", "no trace: the file cannot be written")
 
 
 def test_a_log_that_cannot_be_opened_is_refused(place: Path, forged: Forged) -> None:
     (place / "taken").mkdir()
-    done = forged(place, "train", "megatron.yaml", "log.jsonl=taken")
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert "log.jsonl cannot be written" in done.stderr
+    done = forged(place, "train", "megatron.yaml", "log.jsonl=taken", "parallel.dp=1")
+    ended(done, 2, "log.jsonl cannot be written")
 
 
 ELSEWHERE = """
@@ -578,9 +608,7 @@ def test_ranks_that_would_read_other_samples_of_the_same_lengths_train_nothing(p
         rows = [json.dumps({"text": letters * (20 + number)}) for number in range(60)]
         (folder / "corpus.jsonl").write_text("\n".join(rows) + "\n")
     words = ("train", "megatron.yaml", "data.source=corpus.jsonl", "log.jsonl=log.jsonl")
-    done = forged(place, *words, planted=ELSEWHERE)
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert "the ranks hold different samples of corpus.jsonl" in done.stderr
+    ended(forged(place, *words, planted=ELSEWHERE), 1, "the ranks hold different samples of corpus.jsonl")
     assert not (place / "log.jsonl").exists()
 
 
@@ -596,6 +624,9 @@ if os.environ.get("RANK") == "1":
 
 def test_ranks_that_would_start_from_other_weights_train_nothing(place: Path, forged: Forged) -> None:
     """Their plans and shapes are equal."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     for name, seed in (("here", 1), ("elsewhere", 2)):
         torch.manual_seed(seed)
@@ -606,6 +637,5 @@ def test_ranks_that_would_start_from_other_weights_train_nothing(place: Path, fo
         "plugins: {packing: {enabled: true, max_tokens: 512}}\n"
     )
     done = forged(place, "train", "start.yaml", "log.jsonl=log.jsonl", planted=OTHER_WEIGHTS)
-    assert done.returncode == 1, done.stderr[-3000:]
-    assert "the ranks hold different weights in model.weights" in done.stderr, done.stderr[-2000:]
+    ended(done, 1, "the ranks hold different weights in model.weights")
     assert not (place / "log.jsonl").exists()

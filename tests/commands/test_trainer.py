@@ -14,6 +14,7 @@ from evenload.core.errors import EvenloadError
 from evenload.core.recipe.recipe import json_schema, parse
 from evenload.core.recipe.traits import TRAINERS
 from evenload.training.hosts import require_own_loop
+from harness.commands import command
 
 ROW = """
 from dataclasses import replace
@@ -30,7 +31,7 @@ RECIPE = """
 trainer: toy
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}
 data: {source: python-stdlib, max_length: 64}
-parallel: {dp: 2}
+parallel: {dp: 1}
 train: {steps: 2, global_batch_size: 8}
 plugins: {packing: {enabled: true, max_tokens: 256}}
 """
@@ -63,15 +64,13 @@ def test_without_its_row_it_is_no_trainer() -> None:
 @pytest.mark.slow
 def test_a_toy_trainer_plans_and_trains(tmp_path: Path, toy: None, forge: Callable[[str], Any]) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE)
-
     (tmp_path / "lengths.txt").write_text("64\n17\n30\n5\n" * 4)
+    assert command(tmp_path, "plan", "r.yaml", "--lengths", "lengths.txt").returncode == 0
 
-    def run(verb: str, *words: str, ranks: int = 2) -> Any:
-        done = forge("deepspeed").run(tmp_path, (verb, "r.yaml", *words, "--json"), ranks, ROW)
+    def run(verb: str, *words: str) -> Any:
+        done = forge("deepspeed").run(tmp_path, (verb, "r.yaml", *words, "--json"), 1, ROW)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    assert run("plan", "--lengths", "lengths.txt", ranks=1)
     assert len(run("train")["steps"]) == 2
-    proof = run("verify")
-    assert proof["exact"]
+    assert run("verify", "--steps", "1")["exact"]

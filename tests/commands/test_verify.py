@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.cases import only_full
+from harness.commands import Done
+from harness.verbs import Verbs
 
 pytestmark = pytest.mark.slow
 
-Verify = Callable[..., tuple[int, dict[str, Any]]]
+Verify = Callable[..., dict[str, Any]]
 
 RECIPE = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2}
@@ -21,20 +24,18 @@ train: {global_batch_size: 6, dtype: fp64}
 plugins: {packing: {enabled: true, max_tokens: 256}}
 """
 
-LAYOUTS = {
-    "megatron dp 2": (("parallel.dp=2",), 1e-9),
-    "megatron tp 2": (("parallel.tp=2",), 1e-9),
-    "megatron pp 2, prompts": (("parallel.pp=2", "data.source=python-docstrings"), 1e-9),
-    "megatron bf16": (("parallel.dp=2", "train.dtype=bf16"), 2e-2),
-    "deepspeed zero 0": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=0"), 2e-6),
-    "deepspeed zero 1, prompts": (
-        ("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=1")
-        + ("data.source=python-docstrings",),
-        2e-6,
-    ),
-    "deepspeed zero 2": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=2"), 2e-6),
-    "deepspeed zero 3": (("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32", "deepspeed.zero_stage=3"), 2e-6),
-}
+DEEPSPEED = ("trainer=deepspeed", "parallel.dp=2", "train.dtype=fp32")
+PROMPTS = "data.source=python-docstrings"
+LAYOUTS = [
+    only_full(("parallel.dp=2",), 1e-9, id="megatron dp 2"),
+    pytest.param(("parallel.tp=2",), 1e-9, id="megatron tp 2"),
+    pytest.param(("parallel.pp=2", PROMPTS), 1e-9, id="megatron pp 2, prompts"),
+    pytest.param(("parallel.dp=2", "train.dtype=bf16"), 2e-2, id="megatron bf16"),
+    only_full((*DEEPSPEED, "deepspeed.zero_stage=0"), 2e-6, id="deepspeed zero 0"),
+    pytest.param((*DEEPSPEED, "deepspeed.zero_stage=1", PROMPTS), 2e-6, id="deepspeed zero 1, prompts"),
+    only_full((*DEEPSPEED, "deepspeed.zero_stage=2"), 2e-6, id="deepspeed zero 2"),
+    pytest.param((*DEEPSPEED, "deepspeed.zero_stage=3"), 2e-6, id="deepspeed zero 3"),
+]
 
 FAULTS = {
     "wrong loss scale": """
@@ -65,23 +66,29 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def verify(place: Path, forged: Callable[..., subprocess.CompletedProcess[str]]) -> Verify:
-    """Exit code and result of ``evenload verify`` with these words."""
+def verify(place: Path, verbs: Verbs) -> Verify:
+    """What ``evenload verify`` gives with these words."""
+    return partial(verbs, place, "verify", "recipe.yaml")
 
-    def run(*words: str, fault: str = "") -> tuple[int, dict[str, Any]]:
-        done = forged(place, "verify", "recipe.yaml", *words, "--json", planted=fault)
-        assert done.returncode in (0, 1), done.stderr[-3000:]
-        assert done.stdout, done.stderr[-3000:]
-        return done.returncode, json.loads(done.stdout)
+
+@pytest.fixture
+def verify_with(place: Path, forged: Callable[..., Done]) -> Verify:
+    """What the command gives, in one step, where a fault is planted that it must notice."""
+
+    def run(fault: str, *words: str) -> dict[str, Any]:
+        done = forged(place, "verify", "recipe.yaml", *words, "--steps", "1", "--json", planted=fault)
+        assert done.returncode == 1, done.stderr[-3000:]
+        result: dict[str, Any] = json.loads(done.stdout)
+        assert result["exact"] is False
+        return result
 
     return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_is_exact(name: str, verify: Verify) -> None:
-    words, tolerance = LAYOUTS[name]
-    code, result = verify(*words)
-    assert code == 0
+@pytest.mark.parametrize(("words", "tolerance"), LAYOUTS)
+def test_every_layout_is_exact(words: tuple[str, ...], tolerance: float, verify: Verify) -> None:
+    result = verify(*words)
+    assert result["exact"]
     assert result["grad_rel_err"] <= tolerance
     assert result["loss_rel_err"] <= tolerance
     assert (result["tokens_missing"], result["tokens_repeated"]) == (0, 0)
@@ -92,7 +99,7 @@ def test_every_layout_is_exact(name: str, verify: Verify) -> None:
 ADAM = ("train.weight_decay=0.3", "train.betas=[0.8, 0.9]", "train.eps=1e-4", "train.lr=1e-2", "train.clip_grad=0.3")
 FROZEN = {
     "megatron": ("parallel.dp=2", 'train.freeze=["embedding.*", "decoder.layers.0.*"]'),
-    "deepspeed": ("trainer=deepspeed", "train.dtype=fp32", "parallel.dp=2", 'train.freeze=["*embed*", "*layers.0.*"]'),
+    "deepspeed": (*DEEPSPEED, 'train.freeze=["*embed*", "*layers.0.*"]'),
 }
 
 
@@ -100,8 +107,8 @@ FROZEN = {
 def test_both_trainers_are_one_adam_that_decays_matrices_alone_and_leaves_frozen_weights(
     trainer: str, verify: Verify
 ) -> None:
-    code, result = verify(*FROZEN[trainer], *ADAM, "train.recompute=true", "plugins.packing.max_tokens=100")
-    assert code == 0, result["over"]
+    result = verify(*FROZEN[trainer], *ADAM, "train.recompute=true", "plugins.packing.max_tokens=100")
+    assert result["exact"], result["over"]
     assert result["grad_rel_err"] <= {"megatron": 1e-9, "deepspeed": 2e-6}[trainer]
     assert result["update_rel_err"] <= {"megatron": 1e-9, "deepspeed": 2e-5}[trainer]
     assert result["resumed"]
@@ -109,11 +116,9 @@ def test_both_trainers_are_one_adam_that_decays_matrices_alone_and_leaves_frozen
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault: str, verify: Verify) -> None:
+def test_planted_faults_are_caught(fault: str, verify_with: Verify) -> None:
     # Of a sequence that is cut, a slice that ends early is refused by the next one.
-    code, result = verify("parallel.dp=2", "plugins.packing.slices=off", fault=FAULTS[fault])
-    assert code == 1
-    assert result["exact"] is False
+    result = verify_with(FAULTS[fault], "parallel.dp=2", "plugins.packing.slices=off")
     assert result["grad_rel_err"] > 1e-4
     if fault == "dropped token":
         assert result["tokens_missing"]
@@ -135,8 +140,8 @@ adapters.Adapters.sum_gradients = together
 
 
 def test_tenants_are_exact_beside_each_alone(place: Path, verify: Verify) -> None:
-    code, result = verify(*LORA)
-    assert code == 0, result["over"]
+    result = verify(*LORA)
+    assert result["exact"], result["over"]
     assert result["grad_rel_err"] <= 1e-9
     assert result["update_rel_err"] <= 1e-9
     assert result["resumed"]["pp"] == 2, "the adapters went on in another layout"
@@ -148,26 +153,22 @@ def test_tenants_are_exact_beside_each_alone(place: Path, verify: Verify) -> Non
     (place / "tenants").mkdir()
     for seed, name in enumerate(("acme", "zeta")):
         (place / "tenants" / f"{name}.yaml").write_text(TENANT % seed)
-    code, result = verify(
-        *LORA, "plugins.lora.tenants=tenants", "train.dtype=fp32", "parallel.dp=null", "parallel.pp=2"
-    )
-    assert code == 0, result["over"]
+    words = ("plugins.lora.tenants=tenants", "train.dtype=fp32", "parallel.dp=null", "parallel.pp=2")
+    result = verify(*LORA, *words, steps=1)
+    assert result["exact"], result["over"]
     assert [row["name"] for row in result["tenants"]] == ["acme", "zeta"]
     assert result["grad_rel_err"] <= result["tolerance"]
 
 
 def test_tenants_are_exact_under_deepspeed(verify: Verify) -> None:
-    words = ("trainer=deepspeed", "train.dtype=fp32", "deepspeed.zero_stage=3", "plugins.packing.max_tokens=100")
-    code, result = verify(*LORA, *words)
-    assert code == 0, result["over"]
+    result = verify(*LORA, *DEEPSPEED, "deepspeed.zero_stage=3", "plugins.packing.max_tokens=100", steps=2)
+    assert result["exact"], result["over"]
     assert result["grad_rel_err"] <= result["tolerance"] <= 1e-5
     assert result["branches"]["cut sequences"]
 
 
-def test_a_divisor_that_tenants_share_is_caught(verify: Verify) -> None:
-    code, result = verify(*LORA, "--steps", "1", fault=SHARED_DIVISOR)
-    assert code == 1
-    assert result["exact"] is False
+def test_a_divisor_that_tenants_share_is_caught(verify_with: Verify) -> None:
+    result = verify_with(SHARED_DIVISOR, *LORA)
     assert any("gradient of" in text for text in result["over"])
     assert not all(row["exact"] for row in result["tenants"])
 
@@ -194,24 +195,20 @@ registry.get("moe").layers["clone"] = lambda counts, *_: np.zeros(counts.shape[:
 EXPERTS = ("parallel.ep=2", "model.family=mixtral", "model.moe.num_experts=4", "plugins.moe.enabled=true")
 
 
-def test_planners_that_failed_are_not_exact_however_well_the_simpler_plan_ran(verify: Verify) -> None:
-    code, result = verify("parallel.dp=2", "--steps", "1", fault=FAILING_STEPS)
-    assert code == 1
+def test_planners_that_failed_are_not_exact_however_well_the_simpler_plan_ran(verify_with: Verify) -> None:
+    result = verify_with(FAILING_STEPS, "parallel.dp=2")
     assert result["over"] == []
     assert result["planners_failed"][0].startswith("step 0: planning failed on ranks [0, 1]: PlanError: ")
     assert result["planners_failed"][0].endswith("the simpler plan 'chunks' ran")
     assert result["not_exercised"].keys() == {"packing"}
-    words = ("plugins.packing.enabled=false", *EXPERTS, "plugins.moe.tolerance=1", "--steps", "1")
-    code, result = verify(*words, fault=LOST_TOKENS)
-    assert code == 1
-    assert result["exact"] is False
+    result = verify_with(LOST_TOKENS, "plugins.packing.enabled=false", *EXPERTS, "plugins.moe.tolerance=1")
     assert result["over"] == []
     assert "experts of layer 0 stay at home, as 'clone' failed: quotas lose tokens" in result["planners_failed"][0]
     assert result["not_exercised"] == {"moe": "no copies of experts or tokens once to a node"}
 
 
 def test_a_plugin_that_did_nothing_is_named_and_the_rest_is_exact(verify: Verify) -> None:
-    code, result = verify("parallel.dp=2", "plugins.mesh.enabled=true", "plugins.mesh.max_degree=1", "--steps", "1")
-    assert code == 0, result["over"]
+    result = verify("parallel.dp=2", "plugins.mesh.enabled=true", "plugins.mesh.max_degree=1", steps=1)
+    assert result["exact"], result["over"]
     assert result["planners_failed"] == []
     assert result["not_exercised"] == {"mesh": "no shared micro-batches or halves that take turns"}

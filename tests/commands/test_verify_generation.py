@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,39 +17,46 @@ from evenload.cli import app
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.adapter import Adapter
 from evenload.training.verbs.generate import asked, prompting, without_divided_tokens
+from harness.cases import only_full
+from harness.commands import Done
+from harness.verbs import Verbs
 
 RECIPE = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4, num_query_groups: 2, vocab_size: 256}
 data: {max_length: 200, long_samples: truncate}
 train: {global_batch_size: 6, dtype: fp64}
 plugins: {packing: {enabled: true, max_tokens: 256}}
-generate: {max_new_tokens: 20, temperature: 0.9, top_k: 60, top_p: 0.95, slots: 8, stop: ["e"]}
+generate: {max_new_tokens: 10, temperature: 0.9, top_k: 60, top_p: 0.95, slots: 8, stop: ["e"]}
 """
 DEEPSPEED = ("trainer=deepspeed", "train.dtype=fp32")
 EXPERTS = ("model.family=mixtral", "model.moe.num_experts=4")
 LORA = "plugins.lora.enabled=true"
 LAYOUTS: dict[str, tuple[str, ...]] = {
+    "megatron dp 2, greedy": ("parallel.dp=2", "generate.temperature=0"),
+    "megatron tp 2": ("parallel.tp=2", "megatron.sequence_parallel=true"),
+    "deepspeed zero 3": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
+    "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
+    "experts, megatron pp 2": (*EXPERTS, "parallel.pp=2", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01"),
+    "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
+    "tenants, megatron dp 2": (LORA, "parallel.dp=2"),
+    "tenants, zero 1": (LORA, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),
+}
+FURTHER: dict[str, tuple[str, ...]] = {
     "megatron": (),
     "megatron dp 2": ("parallel.dp=2",),
     "megatron dp 4, greedy": ("parallel.dp=4", "generate.temperature=0"),
-    "megatron tp 2": ("parallel.tp=2", "megatron.sequence_parallel=true"),
     "megatron pp 2": ("parallel.pp=2",),
     "megatron tp 2, pp 2": ("parallel.tp=2", "parallel.pp=2"),
     "megatron fp32": ("parallel.dp=2", "train.dtype=fp32"),
     "deepspeed zero 0": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=0"),
     "deepspeed zero 1": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),
     "deepspeed zero 2": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=2"),
-    "deepspeed zero 3": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
-    "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
     "experts, megatron dp 2": (*EXPERTS, "parallel.dp=2", "model.moe.sequence_aux_loss=0.01", "model.moe.z_loss=0.01"),
-    "experts, megatron pp 2": (*EXPERTS, "parallel.pp=2", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01"),
-    "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
-    "tenants, megatron dp 2": (LORA, "parallel.dp=2"),
     "tenants, megatron tp 2, pp 2": (LORA, "parallel.tp=2", "parallel.pp=2"),
-    "tenants, zero 1": (LORA, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),
     "tenants, zero 3": (LORA, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
     "tenants, deepspeed pp 2": (LORA, *DEEPSPEED, "parallel.pp=2"),
 }
+"""Whose trainer, layout and model are each in another row above."""
 FAULTS = {
     "the noise of a row of the batch": """
 import evenload.runtime.generate.schedule as schedule
@@ -83,25 +89,17 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def verify(place: Path, forged: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., Any]:
-    """Exit code and result of ``evenload verify --generate`` with these words."""
-
-    def run(*words: str, fault: str = "") -> tuple[int, dict[str, Any]]:
-        done = forged(place, "verify", "recipe.yaml", *words, "--generate", "--json", planted=fault)
-        assert done.returncode in (0, 1), done.stderr[-3000:]
-        assert done.stdout, done.stderr[-3000:]
-        return done.returncode, json.loads(done.stdout)
-
-    return run
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_generates_what_plain_generation_does(name: str, verify: Callable[..., Any]) -> None:
-    words = LAYOUTS[name]
-    code, result = verify(*words)
-    assert (code, result["over"]) == (0, [])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(pytest.param(LAYOUTS[name], id=name) for name in LAYOUTS),
+        *(only_full(FURTHER[name], id=name) for name in FURTHER),
+    ],
+)
+def test_every_layout_generates_what_plain_generation_does(words: tuple[str, ...], place: Path, verbs: Verbs) -> None:
+    result = verbs(place, "verify", "recipe.yaml", *words, generation=True)
+    assert (result["exact"], result["over"]) == (True, [])
     in_float32 = "train.dtype=fp32" in words
     assert max(result["log_prob_err"], result["training_log_prob_err"]) <= (1e-5 if in_float32 else 1e-9)
     assert (result["samples_wrong"], result["samples_missing"], result["samples_repeated"]) == (0, 0, 0)
@@ -118,21 +116,25 @@ def test_every_layout_generates_what_plain_generation_does(name: str, verify: Ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_caught(fault: str, verify: Callable[..., Any]) -> None:
-    code, result = verify(fault=FAULTS[fault])
-    assert (code, result["exact"]) == (1, False)
+def test_planted_faults_are_caught(fault: str, place: Path, forged: Callable[..., Done]) -> None:
+    done = forged(place, "verify", "recipe.yaml", "--generate", "--json", planted=FAULTS[fault])
+    assert done.returncode == 1, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert not result["exact"]
     assert result["over"]
     assert bool(result["samples_missing"]) == ("never told" in fault)
     assert bool(result["samples_wrong"]) == ("noise" in fault)
 
 
 @pytest.mark.slow
-def test_a_file_of_prompts_is_continued_to_its_own_limits(place: Path, verify: Callable[..., Any]) -> None:
+def test_a_file_of_prompts_is_continued_to_its_own_limits(place: Path, forged: Callable[..., Done]) -> None:
     rows = [{"prompt": "def f(", "max_new_tokens": 3}, {"prompt": [7, 8, 9]}]
     (place / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, result = verify("--prompts", str(place / "p.jsonl"), "generate.stop=[]")
-    assert (code, result["prompts"], result["samples"]) == (0, 2, 6)
-    assert result["tokens"] <= 3 * (3 + 20)
+    done = forged(place, "verify", "recipe.yaml", "generate.stop=[]", "--generate", "--prompts", "p.jsonl", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert (result["prompts"], result["samples"]) == (2, 6)
+    assert result["tokens"] <= 3 * (3 + 10)
 
 
 def test_options_of_the_other_proof_are_refused(place: Path) -> None:
@@ -149,7 +151,7 @@ def test_prompts_that_cannot_be_are_refused_before_a_rank_starts(place: Path) ->
         prompting(recipe, place / "p.jsonl")
     (place / "p.jsonl").write_text('{"prompt": "a", "tenant": "acme"}\n')
     assert [prompt.tenant for prompt in prompting(recipe, place / "p.jsonl").prompts or ()] == ["acme"]
-    assert prompting(recipe, None).limit == 20
+    assert prompting(recipe, None).limit == 10
     recipe = recipe.changed({"generate.end_tokens": []})
     with pytest.raises(EvenloadError, match="the recipe has no tenants"):
         asked(recipe, place / "p.jsonl", place / "o.jsonl", 1)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -144,3 +146,23 @@ def _groups_in(value: Any) -> Iterator[dist.ProcessGroup]:
     elif isinstance(value, (dict, list, tuple, set)):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from _groups_in(entry)
+
+
+@contextmanager
+def giving_groups_back() -> Iterator[None]:
+    """Destroy the process groups that DeepSpeed makes inside and leaves, but for those that its modules keep."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    new, made = dist.new_group, list[Any]()
+
+    def recorded(*how: Any, **named: Any) -> Any:
+        made.append(new(*how, **named))
+        return made[-1]
+
+    with patch.object(dist, "new_group", recorded):
+        yield
+    kept = {id(group) for module in (groups, comm) for value in vars(module).values() for group in _groups_in(value)}
+    for group in made:
+        if id(group) not in kept and group in distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)

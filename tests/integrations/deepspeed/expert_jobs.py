@@ -11,7 +11,7 @@ import torch
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.module_inject.auto_ep_comm import DEEPEP_BACKEND
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed_tests.jobs import giving_groups_back, hosted, recipe, told
+from deepspeed_tests.jobs import hosted, recipe, told
 from deepspeed_tests.script_jobs import SMALL, collate, rows_of
 from evenload.core.errors import RankError
 from evenload.integrations.deepspeed.engine.engine import full_weights, prepare_deepspeed
@@ -24,6 +24,7 @@ from evenload.patches.ledger import Ledger
 from evenload.runtime.attributes import with_attributes
 from evenload.runtime.experts import copies
 from evenload.runtime.world.world import init_world
+from harness.groups import giving_groups_back
 from harness.proof import planned, tokens
 from harness.proof.experts import quotas_now_and_then, with_drawn_copies
 from transformers import MixtralConfig, MixtralForCausalLM

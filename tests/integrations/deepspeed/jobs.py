@@ -12,10 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from deepspeed.comm import comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import groups
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.action import LETTERS
 from evenload.core.plan.program import lower
@@ -25,11 +22,11 @@ from evenload.integrations.deepspeed import open_host
 from evenload.integrations.deepspeed.engine import engine as engine_module
 from evenload.integrations.deepspeed.engine import stage as stage_module
 from evenload.runtime.world.world import init_world
+from harness.groups import giving_groups_back
 from harness.proof import LENGTHS, errors_of_plans, labels_in_turn, planned, tokens
 from harness.proof.experts import layer_planner_of, with_drawn_copies
 from harness.proof.faults import Planted, around
 from harness.proof.faults import fault as shared_fault
-from torch.distributed import distributed_c10d
 
 MODEL = {"hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 97}
 OF_FAMILY = {
@@ -83,24 +80,6 @@ def hosted(stage: int = 1, **asked: Any) -> Iterator[Any]:
                 yield host
         finally:
             host.close()
-
-
-@contextmanager
-def giving_groups_back() -> Iterator[None]:
-    """Destroy the process groups that are made inside and that no later engine will take, which DeepSpeed leaves."""
-    new, made = dist.new_group, list[Any]()
-
-    def recorded(*how: Any, **named: Any) -> Any:
-        made.append(new(*how, **named))
-        return made[-1]
-
-    with patch.object(dist, "new_group", recorded):
-        yield
-    values = [value for module in (groups, comm) for value in vars(module).values()]
-    kept = {id(one) for value in values for one in (value.values() if isinstance(value, dict) else [value])}
-    for group in made:
-        if id(group) not in kept and group in distributed_c10d._world.pg_map:
-            dist.destroy_process_group(group)
 
 
 def gathered(host: Any) -> int:

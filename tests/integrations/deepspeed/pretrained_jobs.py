@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from deepspeed_tests.jobs import giving_groups_back
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
@@ -18,6 +17,7 @@ from evenload.integrations.deepspeed.plain import plain_gradients, relative_erro
 from evenload.integrations.huggingface.folders.reading import WeightFolder
 from evenload.integrations.huggingface.folders.writing import FolderWriter
 from evenload.runtime.world.world import init_world
+from harness.groups import giving_groups_back
 
 LENGTHS = (21, 9, 13, 5)
 TOKENS = [np.random.default_rng(i).integers(0, 64, n) for i, n in enumerate(LENGTHS)]
