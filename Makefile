@@ -54,18 +54,18 @@ NEWEST := integrations/megatron training/proof/test_compare.py commands/test_tra
 OLDER := integrations/deepspeed/test_engine.py integrations/deepspeed/unmodified
 
 test-newest: .venv-newest/ready
-	.venv-newest/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(NEWEST))
+	.venv-newest/bin/python -m pytest $(SPREAD) -m "not gpu and not full" $(addprefix tests/,$(NEWEST))
 
 # What CI runs of them: a proof, a script and hybrid models; and recipes and loops on a rehearsed GPU.
 check-newest: .venv-newest/ready
 	.venv-newest/bin/python -m evenload verify recipes/slices.yaml model.num_layers=2 model.hidden_size=32 \
 	    model.num_attention_heads=4 model.num_query_groups=2 data.max_length=512 train.global_batch_size=8 train.dtype=fp64
-	.venv-newest/bin/python -m pytest -q -m "not gpu" tests/integrations/megatron/unmodified/test_hybrid.py \
+	.venv-newest/bin/python -m pytest -q -m "not gpu and not full" tests/integrations/megatron/unmodified/test_hybrid.py \
 	    tests/integrations/megatron/unmodified/test_script.py::test_in_float64_the_same_gradients_and_weights
 	.venv-newest/bin/python -m pytest -q tests/rehearsal -k "loop_of_megatron or (a_gpu and (moe or slices or pipeline))"
 
 test-older: .venv-older/ready
-	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu" $(addprefix tests/,$(OLDER))
+	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu and not full" $(addprefix tests/,$(OLDER))
 
 # Programs that people fine-tune with, each by its own command in an environment of its own.
 PROGRAMS := llamafactory axolotl swift ray
