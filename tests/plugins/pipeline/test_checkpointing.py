@@ -165,7 +165,7 @@ def test_rows_hold_what_the_walk_through_memory_finds(data):
     walked = levels_of(plan.revised(recompute=chosen))
     for stage in range(plan.limits.num_stages):
         for rank, ops in enumerate(orders_of_stage(plan, stage)):
-            rows = Probes(plan).rows(stage, [rank], columns, 0.0)
+            rows = Probes(plan).rows(stage, [rank], columns, -1.0)  # so that no pass fits, not one that holds nothing
             found = rows.held(np.array(chosen[stage]))
             levels = zip(ops, walked[stage][rank], strict=True)
             wanted = [level for op, level in levels if op.kind != "F" or op.micro_batch not in plan.kept]
