@@ -1,6 +1,7 @@
 # make train   a small GPT on this machine, stock and evenly, in one run            make check     quick feedback
-# make test    every test that needs no GPU (PART=2/4: of the slow ones a quarter)   make explore   its drawn tests, drawn anew
-# make check-cuda    more of them on a GPU that is rehearsed
+# make test    the tests of every change    make test-all   every case (PART=3/10: a tenth of what `make test` leaves out)
+# make test-changed  of these what a change can break       make test-costs   what each case costs
+# make check-cuda    more of them on a GPU that is rehearsed                   make explore   drawn tests, drawn anew
 # make mutants faults planted one by one, each to be noticed (PART=3/40: a part)    make docs      generated pages
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
 # make test-hosts    LLaMA-Factory, Axolotl, ms-swift and Ray Train, each in an environment of its own

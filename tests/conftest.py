@@ -34,8 +34,6 @@ LONGEST = (
     "integrations/deepspeed/test_experts.py",
     "integrations/megatron/test_experts.py",
     "integrations/megatron/unmodified/test_order.py",
-    "benchmarks/faults/test_faults.py",
-    "benchmarks/lora/test_lora.py",
     "commands/test_check.py",
     "commands/test_verify_generation.py",
     "integrations/deepspeed/test_slices.py",

@@ -24,6 +24,9 @@ COUNTS = ("groups", "hosts", "references", "interpreters", "forks", "examples")
 """Of ranks: process groups, hosts and references; Python processes started anew, or forked from a forge; examples of
 hypothesis."""
 
+SCRIPTS = Path(sys.executable).parent
+"""Where commands of packages are, each of which starts an interpreter."""
+
 _case: Counter[str] = Counter()
 
 
@@ -49,7 +52,7 @@ def _count_interpreters() -> None:
 
     def counting(self: Any, args: Any, *rest: Any, **named: Any) -> None:
         words = [args] if isinstance(args, (str, bytes)) else list(args)
-        if any(str(word) == sys.executable or "/bin/" in str(word) for word in words[:3]):
+        if any("python" in Path(str(word)).name or Path(str(word)).parent == SCRIPTS for word in words[:3]):
             add({"interpreters": 1})
         init(self, args, *rest, **named)
 
