@@ -92,8 +92,13 @@ def _deselect_other_parts(config: pytest.Config, items: list[pytest.Item]) -> No
     items[:] = [item for item in items if item not in left]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where workers share the files, those that take long come first: short ones fill the end."""
+    """What starts ranks is slow. Where workers share the files, those that take long come first: short ones fill the
+    end."""
+    for item in items:
+        if "forge" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
     _deselect_other_parts(config, items)
     if seed := config.getoption("--shuffle"):
         drawn = random.Random(seed)

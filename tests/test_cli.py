@@ -339,6 +339,7 @@ for name in sys.argv[1:]:
     assert [f"import this package as evenload.{name}" in done.stdout for name in folders] == [True] * len(folders)
 
 
+@pytest.mark.slow
 def test_the_packages_listed_are_the_packages_there_are() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     hidden = (".", "tests", "build", "docs", "benchmarks")

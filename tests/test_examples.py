@@ -49,6 +49,7 @@ def test_the_example_is_listed(command: Commands, tmp_path: Path) -> None:
     assert own == ["data", "packing", "mesh", "pipeline", "lora", "moe"]
 
 
+@pytest.mark.slow
 def test_the_example_plans_and_its_section_is_checked(command: Commands, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     lengths = (100, 900, 300, 700, 200, 650, 80, 500, 40, 1000, 10, 60)

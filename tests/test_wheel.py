@@ -121,6 +121,7 @@ def documents() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(ROOT)), path.read_text()
 
 
+@pytest.mark.slow
 def test_extras_that_are_named_exist() -> None:
     named = {
         (extra, place)
@@ -133,6 +134,7 @@ def test_extras_that_are_named_exist() -> None:
     assert set(TRAINERS) <= EXTRAS  # `training.hosts` names the extra of a trainer
 
 
+@pytest.mark.slow
 def test_commands_that_are_named_exist() -> None:
     import typer
 
@@ -179,6 +181,7 @@ def test_what_is_ignored_by_git_and_large_stays_out_of_the_image() -> None:
     assert {".git", ".venv*", "build", "dist"} <= set((ROOT / ".dockerignore").read_text().split())
 
 
+@pytest.mark.slow
 def test_a_tag_releases_its_own_version_and_nothing_untried() -> None:
     flow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     assert flow[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key `on` so

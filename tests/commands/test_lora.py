@@ -13,6 +13,7 @@ import torch
 from evenload.commands.lora import lora
 from evenload.core.recipe.pretrained import folder_of
 from evenload.core.recipe.recipe import RECIPES, file_of
+from harness.cases import full
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +29,7 @@ loop.TenantLoop._train = train
 """
 
 
+@full
 def test_one_joins_one_stops_early_and_peft_opens_all_of_them(tmp_path: Path, forged: Callable[..., Any]) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

@@ -32,6 +32,7 @@ from evenload.training.profiling.cases import Case, cases
 from evenload.training.profiling.degrees import sharded_otherwise
 from evenload.training.verbs import profile
 from evenload.training.verbs.profile import MeasuredCase, fit_samples, measure, write_costs
+from harness.cases import only_full
 from harness.commands import Done, command
 
 load_plugins()
@@ -317,7 +318,7 @@ def test_free_bytes_is_a_plausible_number() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "num_ranks", "more"),
-    [("megatron", 2, "train.recompute=true"), ("deepspeed", 1, "--also deepspeed.zero_stage=3")],
+    [("megatron", 2, "train.recompute=true"), only_full("deepspeed", 1, "--also deepspeed.zero_stage=3")],
 )
 def test_profile_measures_a_real_trainer(
     tmp_path: Path, trainer: str, num_ranks: int, more: str, forged: Forged

@@ -140,6 +140,7 @@ def test_an_unmodified_deepspeed_script_runs_on_packs(tmp_path):
         assert all(rows == 1 and tokens <= 160 for rows, tokens in shapes)
 
 
+@full
 @pytest.mark.slow
 def test_an_unmodified_script_of_the_trainer_is_planned_to_its_end_under_accelerate(tmp_path):
     recipe = tmp_path / "recipe.yaml"

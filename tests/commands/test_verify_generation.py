@@ -32,16 +32,16 @@ DEEPSPEED = ("trainer=deepspeed", "train.dtype=fp32")
 EXPERTS = ("model.family=mixtral", "model.moe.num_experts=4")
 LORA = "plugins.lora.enabled=true"
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "megatron dp 2, greedy": ("parallel.dp=2", "generate.temperature=0"),
     "megatron tp 2": ("parallel.tp=2", "megatron.sequence_parallel=true"),
     "deepspeed zero 3": (*DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=3"),
-    "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
     "experts, megatron pp 2": (*EXPERTS, "parallel.pp=2", "model.moe.score=sigmoid", "model.moe.bias_rate=0.01"),
-    "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
     "tenants, megatron dp 2": (LORA, "parallel.dp=2"),
-    "tenants, zero 1": (LORA, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),
 }
 FURTHER: dict[str, tuple[str, ...]] = {
+    "tenants, zero 1": (LORA, *DEEPSPEED, "parallel.dp=2", "deepspeed.zero_stage=1"),
+    "experts, deepspeed": (*EXPERTS, *DEEPSPEED, "parallel.dp=2"),
+    "deepspeed pp 2": (*DEEPSPEED, "parallel.pp=2"),
+    "megatron dp 2, greedy": ("parallel.dp=2", "generate.temperature=0"),
     "megatron": (),
     "megatron dp 2": ("parallel.dp=2",),
     "megatron dp 4, greedy": ("parallel.dp=4", "generate.temperature=0"),

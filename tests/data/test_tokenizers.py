@@ -40,6 +40,7 @@ def test_tokens_become_text_again(tokenizer_file):
     assert tokenizer.end_token is None
 
 
+@pytest.mark.slow
 def test_a_folder_names_the_token_that_ends_a_text():
     tokenizer = open_tokenizer(str(folder_of(Path("tiny-llama"))))
     assert tokenizer.decode([*tokenizer.encode("two words").tolist(), tokenizer.end_token]) == "two words"

@@ -46,6 +46,7 @@ GRACE_S = 30.0
 
 MODULES = {
     "megatron": (
+        "harness.proof",
         "evenload.integrations.megatron.host",
         "evenload.integrations.megatron.plain",
         "safetensors.torch",
@@ -53,6 +54,7 @@ MODULES = {
         "transformers.models.auto.tokenization_auto",
     ),
     "deepspeed": (
+        "harness.proof",
         "evenload.integrations.deepspeed.engine.host",
         "evenload.integrations.deepspeed.plain",
         "transformers.models.llama.modeling_llama",

@@ -48,7 +48,7 @@ def test_rows_of_missing_checkouts_say_so(result: Result) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launched", [False, only_full(True)], ids=["forged", "launched"])
+@pytest.mark.parametrize("launched", [only_full(False), only_full(True)], ids=["forged", "launched"])
 def test_a_script_of_a_checkout_is_run_stock_and_with_evenload(
     launched: bool, result: Result, forged_launch: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,14 +15,11 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "trainer_script.py"
 FP64 = (*SMALL[:-1], "train.dtype=fp64", "costs=cpu")
-QUICK = ("pipeline",)
 PLANNED = "trainer: transformers\nplugins: {packing: {enabled: true, max_tokens: 128}}\n"
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.cuda) for name in ("slices", "mesh", "pipeline")],
-)
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", ["slices", "mesh", "pipeline"])
 def test_a_recipe_has_the_numbers_of_the_cpu_in_float64(
     recipe: str, forge: Callable[[str], Any], tmp_path: Path
 ) -> None:

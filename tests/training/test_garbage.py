@@ -7,6 +7,9 @@ from evenload.api import load_recipe
 from evenload.training.garbage import PAUSES, collected
 from evenload.training.job import Job
 
+pytestmark = pytest.mark.slow
+"""In a process of so many tests a collection takes a second."""
+
 
 class Knot:
     """Held by itself alone."""

@@ -5,6 +5,7 @@ import json
 import pytest
 from evenload.commands.tables.train import table
 from evenload.training.checkpoint.manifest import read as load_manifest
+from harness.cases import full
 
 pytestmark = pytest.mark.slow
 RECIPE = """
@@ -90,6 +91,7 @@ def refuse_other_best(place, lines):
     assert "evenload/domains/long/loss" in board.Tags()["scalars"]
 
 
+@full
 def test_a_domain_joins_and_another_leaves_on_another_trainer_too(place, ran):
     first = ran(place, "train", "deepspeed.yaml", "parallel.dp=2", "train.steps=2")
     refuse_other_losses(first)

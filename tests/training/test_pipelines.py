@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +19,7 @@ RANKS = [(0, 0), (1, 0)]
 """(stage, plane rank)."""
 
 
-@pytest.mark.parametrize("trainer", ["megatron", "deepspeed"])
+@pytest.mark.parametrize("trainer", ["megatron", only_full("deepspeed")])
 def test_bench_has_a_bubble_and_peaks_of_every_stage(trainer, tmp_path, forged):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(trainer=trainer))
     against = ("--against", "fixed_chunks", "log.trace=t.json")

@@ -82,6 +82,7 @@ def ran(recipe, saved, first, stop=STEPS):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "unit"), [*((policy, "targets") for policy in POLICIES), ("odm", "samples")])
 def test_draws_shares_and_states_are_the_same_to_the_last_bit(policy, unit):
     whole = ran(recipe_of("4 ranks", POLICIES[policy], unit), None, 0)

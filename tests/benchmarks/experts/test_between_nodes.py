@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from evenload.api import load_plugins
 from evenload.benchmarks.experts import between_nodes
 
 
+@pytest.mark.slow
 def test_copies_and_tokens_that_go_once_to_a_node_are_ahead_of_even_routing() -> None:
     load_plugins()
     for row in between_nodes.rows_of(64, 1, [0, 4, 12]):

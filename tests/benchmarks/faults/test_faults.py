@@ -122,7 +122,7 @@ def rows_of(script: str, *words: str, place: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("only", "cases"), [("packing, forward, stop", 1), only_full("", 7, id="all")])
+@pytest.mark.parametrize(("only", "cases"), [only_full("packing, forward, stop", 1), only_full("", 7, id="all")])
 def test_jobs_that_fail_end_with_one_message_and_lose_nothing(only: str, cases: int, tmp_path: Path) -> None:
     rows = rows_of("faults.py", "--quick", "--only", only, place=tmp_path)
     assert len(rows) == cases

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 from evenload.benchmarks.generation import collect
+from harness.cases import full
 
 
+@full
 @pytest.mark.slow
 def test_a_row_for_each_rule_and_less_work_where_the_first_is_kept(forged, monkeypatch, tmp_path, capsys):
     """Its commands are run in forks."""

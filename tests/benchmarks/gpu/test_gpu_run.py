@@ -15,6 +15,7 @@ import pytest
 from evenload.api import load_recipe
 from evenload.benchmarks.gpu import stages
 from evenload.core.errors import EvenloadError
+from harness.cases import full
 
 GPU = Path(stages.__file__).parent
 SCRIPTS = ("attention", "slices", "chunks", "ring", "offload", "experts", "adapters", "decode", "transformer_engine")
@@ -180,6 +181,7 @@ def test_offload_is_measured_share_by_share(measured: Measured) -> None:
     assert result["layer_bytes"] == rows[0]["seen_bytes"] / 3
 
 
+@full
 @pytest.mark.slow
 def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(measured: Measured) -> None:
     rows = measured("chunks", "--tiny", "--tokens", "512")["rows"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import full
 
 pytestmark = pytest.mark.slow
 
 
+@full
 def test_no_schedule_is_ahead_at_the_memory_of_a_device(benchmark):
     result = benchmark("peers/pipelines.py", "--quick")
     assert len(result["uniform"]) == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import full
 
 
+@full
 @pytest.mark.slow
 def test_every_way_is_above_its_bound_and_mixing_degrees_pays(benchmark):
     result = benchmark("planning/mesh.py", "--quick")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from evenload.benchmarks.training import mixture
 
 
+@pytest.mark.slow
 def test_one_order_and_mixtures_of_many_have_a_row_each(monkeypatch):
     monkeypatch.setattr(mixture, "SAMPLES", 2000)
     rows = mixture.drawn()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from evenload.benchmarks.training import mixtures
+from harness.cases import full
 
 
 def rows(**policies: list[tuple[float, float]]) -> list[dict[str, Any]]:
@@ -35,6 +36,7 @@ def test_a_gain_within_the_spread_of_seeds_or_of_some_seeds_alone_is_none() -> N
     assert by["default"]["spread"]["a"] == pytest.approx(0.1)
 
 
+@full
 @pytest.mark.slow
 def test_a_short_run_has_every_domain_and_equal_tokens(forged, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own command in a fork."""

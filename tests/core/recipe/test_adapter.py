@@ -44,6 +44,7 @@ def test_names_are_matched_here_and_programs_elsewhere(monkeypatch):
     assert len(asked) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [

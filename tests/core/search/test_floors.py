@@ -31,6 +31,7 @@ def draws():
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 @pytest.mark.timeout(900)
 def test_no_plan_of_a_drawn_setting_is_below_its_floor(draws):

@@ -64,6 +64,7 @@ def drawn(count=2):
     return [as_lengths(np.minimum(4096, rng.lognormal(6.0, 1.2, 12).astype(int) + 2)) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_is_that_of_all_plans_and_what_is_excluded_is_slower_or_too_large(name):
     case, batches = CASES[name], drawn()

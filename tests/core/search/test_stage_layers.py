@@ -28,6 +28,7 @@ def planned(one, ranks, lengths=LENGTHS):
     return outcome_of(judge(chain.plan(lengths), chain.context).plan, chain.context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [256, 1024])
 def test_no_other_numbers_end_a_step_sooner(vocab_size):
     chosen = settled(recipe(vocab_size), 3, LENGTHS).parallel.layers

@@ -46,6 +46,7 @@ def equal(plan, context, stage):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_seconds_of_a_stage_are_those_of_its_layers(recompute):
     for seed in SEEDS:

@@ -185,6 +185,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "words"), HOSTILE.values(), ids=HOSTILE)
 def test_a_template_without_end_is_refused_with_its_folder_and_row(tmp_path, folder_with, template, words, monkeypatch):
     monkeypatch.setattr("evenload.data.rows.chats.Budget", partial(Budget, left_s=1.0))

@@ -30,7 +30,7 @@ def test_resume_is_bit_equal_and_goes_on_to_rounding_on_another_number_of_ranks(
             assert "no complete DeepSpeed checkpoint" in said
 
 
-@pytest.mark.parametrize("stage", [0, only_full(1), only_full(2), 3])
+@pytest.mark.parametrize("stage", [only_full(0), only_full(1), only_full(2), 3])
 def test_divided_experts_resume_bit_equal_and_go_on_on_other_ranks(on_ranks, tmp_path, stage):
     arguments = {"stage": stage, "ep": 2, "family": "mixtral", "folder": str(tmp_path)}
     went_on = on_ranks(2, "save_and_go_on", **arguments)

@@ -64,6 +64,7 @@ def _run(model, plan, tokens_of, *, labels=None, equal=False):
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "family", ["llama", "gpt", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))]

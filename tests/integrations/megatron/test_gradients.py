@@ -20,7 +20,7 @@ LAYOUTS = {
     [
         pytest.param("alone", [11], id="alone"),
         pytest.param("tp2", [0], id="tp2"),
-        pytest.param("pp2", [11], id="pp2"),
+        only_full("pp2", [11], id="pp2"),
         pytest.param("dp2", ["pairs"], id="shared by two"),
         only_full("dp2", ["pairs", "shared 100"], id="shared by two, all"),
         *(only_full(layout, [1, 2], id=f"{layout}, all") for layout in LAYOUTS),

@@ -61,6 +61,7 @@ def unordered(micro_batch):
     return sorted(pairs), micro_batch._replace(slices=(), cp_groups=())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 @settings(max_examples=settings.default.max_examples // 2)
 @given(batch=BATCHES)

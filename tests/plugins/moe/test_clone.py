@@ -57,6 +57,7 @@ def test_one_slot_is_enough_for_exact_loads(size, exponent):
     assert busiest_over_mean(clone(counts_RE, ExpertPolicy("clone", 1), ())) < 1.0001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exponent", "tolerance"), [(0.6, 1.01), (0.9, 1.01), (1.2, 1.01), (1.2, 1.0)])
 def test_copies_are_as_few_as_an_integer_program_finds(exponent, tolerance):
     counts_RE = zipf(5, exponent, 8, 16, topk=4)

@@ -329,6 +329,7 @@ def test_sequences_that_stay_whole_here_may_be_cut_or_shared_by_the_plan_that_ca
     assert any("pipeline: no chunks of its own: a sequence is longer" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["packing", "mesh"])
 def test_what_a_recipe_recomputes_for_nothing_is_kept_in_plans_that_came_in_too(before):
     plugins = {before: {"enabled": True, "max_tokens": CAP}}

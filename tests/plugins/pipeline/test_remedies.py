@@ -47,6 +47,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_said_to_fit_does(name):
     setting = SETTINGS[name]

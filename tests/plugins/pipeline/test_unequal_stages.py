@@ -27,6 +27,7 @@ def chain_of(layers, activation_gib=None, **train):
     return PlanChain.of_recipe(recipe, recipe.layout(6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "recompute"), [([6, 4, 2], False), ([1, 4, 7], True)])
 def test_plans_keep_laws_memory_and_bounds(layers, recompute):
     ample = chain_of(layers, recompute=recompute)

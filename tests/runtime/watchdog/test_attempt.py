@@ -33,6 +33,7 @@ def test_every_attempt_has_one_name_which_none_before_had(store):
     assert len({names[0] for names in attempts}) == 4
 
 
+@pytest.mark.slow
 def test_ranks_that_came_and_died_before_all_agreed_are_not_waited_for_in_vain(store):
     with ThreadPoolExecutor(2) as pool:  # their words stay
         for dead in [pool.submit(agree_on_attempt, store, rank, 3, 0.3, 5.0) for rank in (0, 1)]:
@@ -42,6 +43,7 @@ def test_ranks_that_came_and_died_before_all_agreed_are_not_waited_for_in_vain(s
     assert len(set(meet(store, range(3), late=(1,)))) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_asked_after_and_named_by_rank_0(store, monkeypatch, capsys):
     monkeypatch.setattr(attempt, "_ASK_S", 0.15)
     meet(store, range(3))  # the attempt before, in which it was there

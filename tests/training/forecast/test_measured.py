@@ -79,6 +79,7 @@ def true_s(hidden, row):
     return float(best_of(recipe_of(hidden), pins)["rows"][0]["step_s"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "name", "times", "loss"), [(512, "launch_s", 0.0, 1.5), only_full(1024, "token_s", 50.0, 1.05)]
 )

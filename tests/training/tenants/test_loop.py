@@ -137,7 +137,7 @@ def test_each_trains_as_it_does_alone(job, whole):
         ("parallel.dp=2",),
         only_full(("parallel.tp=2", "parallel.dp=null")),
         only_full(("parallel.pp=3", "parallel.dp=null", "plugins.pipeline.enabled=true")),
-        ("trainer=deepspeed", "parallel.dp=2", "deepspeed.zero_stage=3"),
+        only_full(("trainer=deepspeed", "parallel.dp=2", "deepspeed.zero_stage=3")),
     ],
 )
 def test_a_job_that_is_killed_goes_on_with_every_tenant_on_another_layout(tmp_path, killed, whole, layout):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ METRICS = "metrics.jsonl"
 LAST, BEST = "last", "best"
 _FINAL = ("done", "stopped", "dropped", "failed")
 _STATUS_EVERY_S = 1.0
+_MOST_LINE = 1 << 20
+"""Characters; no row of ours is as long, and a file may be one line without end."""
 
 
 class Output:
@@ -122,8 +125,10 @@ class Output:
 def _cut(path: Path, step: int) -> None:
     """Keep the rows of the steps before this one: later ones are of a run that was killed behind its checkpoint."""
     if reading.is_file(path):
-        lines = path.read_text(errors="replace").splitlines()
-        write_whole(path, "".join(f"{line}\n" for line in lines if _is_behind(line, step)))
+        with path.open(errors="replace") as file:
+            lines = takewhile(lambda line: len(line) < _MOST_LINE, iter(lambda: file.readline(_MOST_LINE), ""))
+            kept = [line.rstrip("\n") for line in lines if _is_behind(line, step)]
+        write_whole(path, "".join(f"{line}\n" for line in kept))
 
 
 def _open(path: str, flags: int) -> int:

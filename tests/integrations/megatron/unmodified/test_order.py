@@ -42,7 +42,7 @@ FEW_SLICES = {"pieces": (1, 1, 2, 5)}
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        pytest.param(2, {"ep": 2, **WITHOUT_LOSSES}, id="ep2, padded"),
+        only_full(2, {"ep": 2, **WITHOUT_LOSSES}, id="ep2, padded"),
         pytest.param(2, {"ep": 2, **LOSSES}, id="ep2, losses"),
         only_full(4, {"ep": 2, "pp": 2, **LOSSES}, id="ep2pp2, losses"),
         only_full(4, {"ep": 2, "overlap": True, **WITHOUT_LOSSES}, id="ep2dp2, padded"),

@@ -65,6 +65,7 @@ def test_in_a_pipeline_only_what_is_more_than_a_ranks_share_is_shared():
     assert wide in shared
 
 
+@pytest.mark.slow
 @settings(max_examples=settings.default.max_examples // 2)
 @given(
     st.lists(st.integers(2, 6000), min_size=2, max_size=12),

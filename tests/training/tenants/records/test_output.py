@@ -78,6 +78,15 @@ def test_rows_that_are_none_are_dropped_and_the_others_stay(tmp_path):
     assert steps(tmp_path) == [0, 1]
 
 
+def test_a_line_without_an_end_is_not_read_into_memory(tmp_path):
+    (tmp_path / "acme").mkdir()
+    with open(tmp_path / "acme" / "metrics.jsonl", "wb") as file:
+        file.write(b'{"step": 0}\n')
+        file.truncate(1 << 40)  # of which the disk holds nothing
+    output(tmp_path).begin(Tenant(2))
+    assert steps(tmp_path) == [0]
+
+
 def test_a_pipe_a_folder_or_a_link_where_a_file_shall_be_stops_nobody(tmp_path):
     folder, elsewhere = tmp_path / "acme", tmp_path / "elsewhere"
     folder.mkdir()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from harness.cases import only_full
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -164,7 +165,7 @@ def test_trials_that_do_not_fit_at_once_take_turns_and_the_same_one_wins(new_job
 KILLED = "    if step == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
 
 
-@pytest.mark.parametrize("checkpoint", ["checkpoint.dir=checkpoints", "checkpoint.dir=null"])
+@pytest.mark.parametrize("checkpoint", ["checkpoint.dir=checkpoints", only_full("checkpoint.dir=null")])
 def test_a_sweep_that_is_killed_between_rungs_comes_to_the_same_end(checkpoint, new_job, swept):
     """With a checkpoint behind step 2, at the first rung; and without, where those who were not dropped begin anew."""
     job = new_job("job", acme=SWEPT)
