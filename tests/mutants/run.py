@@ -1,4 +1,4 @@
-"""Plant every fault of `table` in a copy of the code, one after the other, and see whether its killer notices.
+"""Plant every fault of `table` in a copy of the code, two at a time, and see whether its killer notices.
 
     python tests/mutants/run.py                  all of them, each killer first without a fault
     python tests/mutants/run.py --part 3/10      every tenth from the third on, faults alone
@@ -18,7 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import NamedTuple
 
 from rich.console import Console
@@ -104,26 +107,40 @@ def chosen(names: list[str], part: str) -> list[Mutant]:
     return mutants
 
 
+def judged(killer: Killer, mutant: Mutant | None = None, *, copies: Queue[Path], full: bool) -> Outcome:
+    """Run a killer on one of the copies that nobody uses, with a fault planted or none."""
+    code = copies.get()
+    kept = (code / mutant.file).read_text() if mutant else ""
+    try:
+        if mutant:
+            plant(mutant, code)
+        return run(killer, code, full)
+    finally:
+        if mutant:
+            (code / mutant.file).write_text(kept)
+        copies.put(code)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--part", default="", help="K/N: every N-th fault from the K-th on")
     parser.add_argument("--full", action="store_true", help="killers may use cases that `make test` leaves out")
+    parser.add_argument("--workers", type=int, default=2, help="so many at a time, each on a copy of its own")
     arguments = parser.parse_args()
     mutants, console = chosen(arguments.names, arguments.part), Console(stderr=True)
     table = Table("fault", "killer", "what it said", "seconds")
     bad = 0
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        code = copy_of_the_code(Path(folder))
-        for killer in () if arguments.part else dict.fromkeys(one.killer for one in mutants):
-            outcome = run(killer, code, arguments.full)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(arguments.workers) as pool:
+        copies: Queue[Path] = Queue()
+        for number in range(arguments.workers):
+            copies.put(copy_of_the_code(Path(folder) / str(number)))
+        judge = partial(judged, copies=copies, full=arguments.full)
+        killers = () if arguments.part else dict.fromkeys(one.killer for one in mutants)
+        for killer, outcome in zip(killers, pool.map(judge, killers), strict=True):
             bad += outcome.failed is not False
             console.print(f"[dim]nothing planted[/] {killer}: {outcome.said[:100]} ({outcome.seconds:.0f} s)")
-        for mutant in mutants:
-            kept = (code / mutant.file).read_text()
-            plant(mutant, code)
-            outcome = run(mutant.killer, code, arguments.full)
-            (code / mutant.file).write_text(kept)
+        for mutant, outcome in zip(mutants, pool.map(judge, (one.killer for one in mutants), mutants), strict=True):
             bad += outcome.failed is not True
             word = "killed" if outcome.failed else "SURVIVED"
             console.print(f"{word} by {mutant.killer} in {outcome.seconds:.0f} s: {mutant.name}: {outcome.said[:100]}")

@@ -47,7 +47,7 @@ def cases(*places: str, k: str = "", m: str = "") -> Killer:
 
 
 def compared(run: str) -> Killer:
-    """One of the short trainings of `make check`."""
+    """One of the short trainings that are compared with plain ones."""
     return cases(f"training/proof/test_compare.py::test_a_small_run_is_exact[{run}]")
 
 

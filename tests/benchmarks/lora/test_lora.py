@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from evenload.benchmarks.lora import at_once, bare, lora_ranks, sweep, together
+from harness.cases import full
 from rich.console import Console
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -77,6 +78,7 @@ def test_adapters_are_timed_over_the_bare_base(benchmark: Any) -> None:
         assert (own["passes"]["over"]["median"] > 1.0) is (name != "bare")
 
 
+@full
 @pytest.mark.slow
 def test_a_sweep_trains_less_than_all_of_its_trials(
     forged: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -28,6 +28,7 @@ def test_no_schedule_is_ahead_at_the_memory_of_a_device(benchmark):
     assert ragged["step_s"] < min(one for one in ragged["peers"].values() if one)
 
 
+@full
 def test_two_stages_on_each_device_are_planned_at_equal_memory(benchmark):
     (row,) = benchmark("peers/v_shape.py", "--quick")["rows"]
     for name in ("plain", "whole", "half"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import full
 
 
+@full
 @pytest.mark.slow
 def test_chunks_of_equal_time_are_ahead_of_every_other_way(benchmark):
     result = benchmark("planning/pipeline.py", "--quick")

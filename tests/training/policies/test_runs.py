@@ -113,6 +113,7 @@ def sums(place, monkeypatch):
     return Sums()
 
 
+@full
 def test_doremi_weighs_domains_by_their_excess_over_a_reference(place, trained, resumed, losses_of, sums):
     trained("reference", "parallel.dp=1", "train.steps=3")
     reference = losses_of("reference", "losses")

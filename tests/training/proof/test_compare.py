@@ -22,7 +22,7 @@ from evenload.training.proof.compare import (
     compare_update,
 )
 from evenload.training.proof.proven_steps import other_layout
-from harness.cases import full
+from harness.cases import only_full
 
 TOLERANCE = Tolerance.of("megatron", "fp32")
 
@@ -184,14 +184,11 @@ RUNS = {
 }
 
 
-QUICK = ("megatron, stages, recompute", "megatron, shared slices")
-"""Runs of `make check`; what DeepSpeed runs is compared there by tests/integrations/deepspeed."""
+FURTHER = ("megatron, two of a V", "megatron, a V of stages", "megatron, halves in turn")
+"""Of the full run."""
 
 
-MARKS = dict.fromkeys(QUICK, ()) | {"megatron, two of a V": full}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in RUNS])
+@pytest.mark.parametrize("name", [only_full(name) if name in FURTHER else name for name in RUNS])
 def test_a_small_run_is_exact(name, tmp_path, forged):
     words, reached = RUNS[name]
     (tmp_path / "tiny.yaml").write_text(TINY)

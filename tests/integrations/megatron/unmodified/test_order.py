@@ -17,7 +17,7 @@ LAYOUTS = [
     pytest.param(2, {"pp": 2, "num_layers_in_first_pipeline_stage": 1}, id="pp2, a first stage of one layer"),
     only_full(2, {"pp": 2, "pipeline_model_parallel_layout": "Ettt|tL"}, id="pp2, a layout"),
     pytest.param(2, {"pp": 2, **WINDOWS}, id="pp2, windows"),
-    pytest.param(4, {"pp": 2, "overlap": True, "queued": True}, id="dp2pp2, one queue"),
+    only_full(4, {"pp": 2, "overlap": True, "queued": True}, id="dp2pp2, one queue"),
     pytest.param(4, {"pp": 2, **SHARES, "queued": True}, id="tp2pp2 in shares, one queue"),
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from harness.cases import only_full
+from harness.cases import full, only_full
 from harness.world import World
 from megatron_tests.settings import SHARES
 
@@ -107,6 +107,7 @@ def rows_of_the_script():
         return script.benchmark(shape, float("inf"))["rows"]
 
 
+@full
 def test_the_script_for_a_gpu_compares_every_case(standing_in):
     """Over the stand-in, which has no fp8; that case is recorded as failed."""
     for *rows, fp8 in standing_in.run(rows_of_the_script):
