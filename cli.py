@@ -35,6 +35,7 @@ _LONGEST_WORD = 8192
 """Characters; no path is longer, and no list of values to sweep."""
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, or a name of `evenload recipes`.")]
+Command = Annotated[list[str], typer.Argument(metavar="[KEY=VALUE]... -- COMMAND ...")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="e.g. train.steps=100")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 # Integers come as text, so that `bounds` reads them all and says what is wrong with one.
@@ -359,11 +360,17 @@ def watch(
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
-def run(recipe: RecipePath, command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...")]) -> None:
+def run(
+    recipe: RecipePath,
+    command: Command,
+    require: Annotated[
+        bool, typer.Option("--require", help="End what cannot be planned; else it runs as it is.")
+    ] = False,
+) -> None:
     """Run an unmodified training script with the recipe's plugins switched on."""
     from .commands.run import run as work
 
-    raise SystemExit(work(recipe, command))
+    raise SystemExit(work(recipe, command, required=require))
 
 
 @app.command("env")
@@ -381,7 +388,7 @@ def env(
 @app.command(context_settings={"ignore_unknown_options": True})
 def check(
     recipe: RecipePath,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...")],
+    command: Command,
     as_json: AsJson = False,
 ) -> None:
     """One step of an unmodified training script with the plugins on, without an update: what is on, refused, gained."""
@@ -398,7 +405,7 @@ def check(
 @app.command(context_settings={"ignore_unknown_options": True})
 def audit(
     recipe: RecipePath,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...")],
+    command: Command,
     border: Annotated[str | None, typer.Option("--border", metavar="ID", help="The token that ends a sample.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -17,21 +17,23 @@ from ..core.recipe.carried import AUDIT
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.traits import trainer_called, trainers_with
 from ..integrations.unmodified.run_folder import RunFolder
-from .run import run_in
+from .run import divided, run_in
 
 EXIT_CODES = {"right": 0, "wrong": 1, "nothing judged": 2}
 """By the verdict."""
 
 
-def audit(recipe: str | Path, command: Sequence[str], border: int | None = None) -> dict[str, Any]:
+def audit(recipe: str | Path, words: Sequence[str], border: int | None = None) -> dict[str, Any]:
     """The documented result of ``audit --json``; what the command prints goes on.
 
     Args:
+        words: ``key=value`` changes of the recipe, then the command.
         border: the token that ends a sample; None: none does by itself.
 
     Raises EvenloadError as `run.run`, and where batches of the recipe's trainer cannot be judged.
     """
-    chosen = load_recipe(recipe)
+    overrides, command = divided(words)
+    chosen = load_recipe(recipe, overrides)
     if not trainer_called(chosen.trainer).audits:
         do = f"write trainer: {' or '.join(trainers_with(lambda one: one.audits))} for a script of Hugging Face models"
         raise EvenloadError("no batches of this trainer's loops can be judged", f"trainer: {chosen.trainer}", do)

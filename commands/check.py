@@ -15,15 +15,20 @@ from ..api import load_recipe
 from ..core.recipe.carried import CHECK
 from ..core.recipe.recipe import Recipe
 from ..integrations.unmodified.run_folder import RunFolder
-from .run import planned_steps, run_in, why_nothing
+from .run import divided, planned_steps, run_in, why_nothing
 
 EXIT_CODES = {"planned": 0, "nothing planned": 1, "failed": 1, "refused": 2}
 """By the verdict; ``failed``: the command ended with an error of its own."""
 
 
-def check(recipe: str | Path, command: Sequence[str]) -> dict[str, Any]:
-    """The documented result of ``check --json``. Raises EvenloadError as `run.run`; what the command prints goes on."""
-    chosen = load_recipe(recipe)
+def check(recipe: str | Path, words: Sequence[str]) -> dict[str, Any]:
+    """The documented result of ``check --json``. Raises EvenloadError as `run.run`; what the command prints goes on.
+
+    Args:
+        words: ``key=value`` changes of the recipe, then the command.
+    """
+    overrides, command = divided(words)
+    chosen = load_recipe(recipe, overrides)
     with tempfile.TemporaryDirectory(prefix="evenload-") as path:
         folder = RunFolder(Path(path))
         code = run_in(folder, chosen, command, **{CHECK: "1"})

@@ -12,6 +12,7 @@ The last line on stderr says what was planned; where nothing was, why, and which
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -19,11 +20,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
 from ..api import load_recipe
 from ..core.errors import EvenloadError
+from ..core.recipe.carried import REQUIRE
 from ..core.recipe.recipe import Recipe
 from ..core.recipe.traits import trainer_called
 from ..integrations.unmodified.run_folder import VARIABLE, RunFolder
@@ -37,22 +41,35 @@ _RAY_HOOK = "RAY_RUNTIME_ENV_HOOK"
 """Names what a script that starts or joins a cluster of Ray asks for the variables of its workers."""
 _SHOWN = 6
 """Keys that a warning names."""
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_TELL_OF_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
 
 
-def run(recipe: str | Path, command: Sequence[str]) -> int:
+def run(recipe: str | Path, words: Sequence[str], *, required: bool = False) -> int:
     """Run the command to its end; its exit code, or 128 + the signal that ended it.
+
+    Args:
+        words: ``key=value`` changes of the recipe, then the command.
+        required: a loop that cannot be planned ends with exit code 2, and so does a command that has planned nothing.
 
     Raises EvenloadError if the recipe is wrong, its trainer is missing, or there is no such command.
     """
-    chosen = load_recipe(recipe)
+    overrides, command = divided(words)
+    chosen = load_recipe(recipe, overrides)
     with tempfile.TemporaryDirectory(prefix="evenload-") as path:
         folder = RunFolder(Path(path))
-        code = run_in(folder, chosen, command)
+        code = run_in(folder, chosen, command, **({REQUIRE: "1"} if required else {}))
         planned = f"planned {planned_steps(folder)}"
         nothing = f"warning: nothing was planned: {why_nothing(folder, chosen, code)}"
         print(f"evenload: {planned if folder.steps else nothing}", file=sys.stderr)
-    return code
+        return 2 if required and not code and not folder.steps else code
+
+
+def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The ``key=value`` words in front of a command, and the command."""
+    overrides = list(takewhile(lambda word: "=" in word, words))
+    return overrides, list(words[len(overrides) :])
 
 
 def run_in(folder: RunFolder, recipe: Recipe, command: Sequence[str], **more: str) -> int:
@@ -66,7 +83,9 @@ def run_in(folder: RunFolder, recipe: Recipe, command: Sequence[str], **more: st
         why = "the script says what is trained, on what and how; `evenload train` honours them"
         print(f"evenload: warning: the recipe's {keys} have no effect here: {why}", file=sys.stderr)
     environment = {_RAY_HOOK: f"{ray_runtime_env.__module__}.{ray_runtime_env.__name__}", **os.environ, **own, **more}
-    return _wait(subprocess.Popen(list(command), env={**environment, VARIABLE: str(folder.path)}))
+    tied = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
+    environment[VARIABLE] = str(folder.path)
+    return _wait(subprocess.Popen(list(command), env=environment, preexec_fn=tied))
 
 
 def without_effect(recipe: Recipe) -> list[str]:
@@ -106,16 +125,32 @@ def why_nothing(folder: RunFolder, recipe: Recipe, code: int) -> str:
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """The child's exit code as a shell gives it. SIGTERM and SIGHUP are passed on; Ctrl-C reaches it by itself."""
+    """The child's exit code as a shell gives it. Signals are passed on; Ctrl-C of a terminal reaches it by itself."""
 
     def forward(number: int, _: FrameType | None) -> None:
-        child.send_signal(number)
+        if number != signal.SIGINT or not _has_terminal():
+            child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         code = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+def _has_terminal() -> bool:
+    """Whether this process is in the foreground of a terminal, which sends its Ctrl-C to the child too."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def _end_with(parent: int) -> None:
+    """Have this child told to end when its parent is killed, before it becomes the command."""
+    ctypes.CDLL(None).prctl(_TELL_OF_PARENT, signal.SIGTERM)
+    if os.getppid() != parent:  # killed before it could be told
+        os._exit(128 + signal.SIGTERM)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SHOWN = 200
@@ -49,6 +50,19 @@ class PlanError(EvenloadError):
 
 class RankError(EvenloadError):
     """A rank failed, hung or disagreed while the job ran (the work failed: exit code 1, not 2)."""
+
+
+class RequestError(EvenloadError):
+    """What is wrong in what was asked for, whatever the script does: it does not run on as if nothing had been."""
+
+
+@contextmanager
+def of_request() -> Iterator[None]:
+    """Inside, an EvenloadError is a `RequestError`."""
+    try:
+        yield
+    except EvenloadError as error:
+        raise RequestError(error.what, error.found, error.do) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

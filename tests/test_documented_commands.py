@@ -148,7 +148,7 @@ def test_a_command_that_trains_is_a_right_request(command: str, place: Path, mon
 
     started: list[Any] = []
     monkeypatch.setattr(launcher, "launch", lambda *words: started.append(words))
-    monkeypatch.setattr(runner, "run", lambda *words: started.append(words) or 0)
+    monkeypatch.setattr(runner, "run", lambda *words, **_: started.append(words) or 0)
     right = {"verdict": "right", "says": "", "step": None}
     monkeypatch.setattr(auditor, "audit", lambda *words: started.append(words) or right)
     monkeypatch.setattr(checker, "check", lambda *words: started.append(words) or planned)

@@ -19,6 +19,10 @@ def test_every_fault_has_a_name_of_its_own_and_replaces_one_place() -> None:
     assert not {one.name: one.file for one in MUTANTS if (ROOT / one.file).read_text().count(one.old) != 1}
 
 
+def test_the_page_counts_them() -> None:
+    assert f"plants {len(MUTANTS)} faults" in (ROOT / "docs" / "proof.md").read_text()
+
+
 def test_every_killer_runs_under_make_test(request: pytest.FixtureRequest) -> None:
     """Of the files that this run has collected; those of `make check-cuda` aside."""
     config = request.config

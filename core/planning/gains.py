@@ -22,6 +22,13 @@ def stock_as_good(chain: PlanChain, plan: StepPlan) -> StepPlan | None:
     return stock if stock_s <= (1 + NOTHING) * plan_s else None
 
 
+def beside_stock(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None) -> tuple[StepPlan, float, float]:
+    """The stock plan of a plan's batch, and the predicted seconds of both; `gains` has the arguments."""
+    stock = replace(chain, micro_batch_size=micro_batch_size or chain.micro_batch_size).stock(plan.lengths)
+    stock_s, plan_s = (judge(one, chain.context).step_s for one in (stock, plan))
+    return stock, stock_s, plan_s
+
+
 def gains(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None) -> dict[str, Any]:
     """A plan beside the stock plan of its batch, as JSON; all seconds are predicted by the simulator.
 
@@ -32,9 +39,7 @@ def gains(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None)
         chain: what made the plan.
         micro_batch_size: samples of a stock micro-batch, padded to its longest; None: the chain's.
     """
-    size = micro_batch_size or chain.micro_batch_size
-    stock = replace(chain, micro_batch_size=size).stock(plan.lengths)
-    stock_s, plan_s = (judge(one, chain.context).step_s for one in (stock, plan))
+    stock, stock_s, plan_s = beside_stock(chain, plan, micro_batch_size)
     return {
         "predicted": True,
         "made_by": plan.made_by,

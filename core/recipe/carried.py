@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import zlib
 
 from .recipe import Recipe, parse
@@ -17,6 +18,8 @@ from .traits import trainer_called
 VARIABLE = "PYTHON_EVENLOAD"
 CHECK = "PYTHON_EVENLOAD_CHECK"
 """Set where one step is checked and nothing updated (`integrations.unmodified.planned_runs`)."""
+REQUIRE = "PYTHON_EVENLOAD_REQUIRE"
+"""Set where a loop that cannot be planned is to end, and not to run as it is."""
 AUDIT = "PYTHON_EVENLOAD_AUDIT"
 """Set where a script's own batches are judged and nothing is planned: the token that ends a sample, or nothing."""
 
@@ -28,6 +31,12 @@ def carried(recipe: Recipe) -> str:
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),
     }
     return base64.urlsafe_b64encode(zlib.compress(json.dumps(content).encode(), 9)).decode()
+
+
+def carried_here() -> Recipe | None:
+    """The recipe that this process was started with; None outside ``evenload run`` and its kin."""
+    text = os.environ.get(VARIABLE)
+    return recipe_in(json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))) if text else None
 
 
 def recipe_in(content: dict[str, object]) -> Recipe:

@@ -27,7 +27,7 @@ import torch
 from accelerate.utils import DynamoBackend
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from ...core.errors import EvenloadError, RankError, refuse_first
+from ...core.errors import EvenloadError, refuse_first
 from ...core.recipe.recipe import Recipe
 from ...runtime.attention.pack import build_pack
 from ...runtime.world.agreement import rank_and_size
@@ -35,7 +35,7 @@ from ..deepspeed.unmodified.micro_batches import into_exactly
 from ..huggingface import attention
 from ..huggingface.inputs import without_unread
 from ..huggingface.mixers import apart
-from ..unmodified.planned_loop import PlannedLoop
+from ..unmodified.planned_loop import PlannedLoop, leave
 from ..unmodified.planned_runs import on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
@@ -170,10 +170,8 @@ def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
         _loops[accelerator] = None
         try:
             _loops[accelerator] = _open(accelerator, recipe, batch)
-        except RankError:
-            raise  # nothing about the loop: a rank is missing
         except EvenloadError as error:
-            report_idle(NAME, f"{error.what} ({error.found})", error.do)
+            leave(NAME, None, error)
     return _loops[accelerator]
 
 
@@ -270,23 +268,23 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     try:
         step = _gathered(batch, loop, num_items)
     except EvenloadError as error:
-        _leave(loop, error)
+        leave(NAME, loop.planning, error)
         return None
     if step is None:
         return None
     assert loop.form is not None
     if step.part_form != loop.form.parts:
         keys = ", ".join(key.name for key in step.part_form) or "nothing"
-        _leave(
-            loop,
-            EvenloadError(
-                "other entries than the first batch had", f"{keys} beside tokens", "nothing needs to be done"
-            ),
-        )
+        what, do = "other entries than the first batch had", "nothing needs to be done"
+        leave(NAME, loop.planning, EvenloadError(what, f"{keys} beside tokens", do))
         return None
     loop.hooked = step.hooked
     loop.planning.chain = with_work(loop.planning.chain, loop.model, step)
-    plan = loop.planning.plan(step.samples.lengths)
+    try:
+        plan = loop.planning.plan(step.samples.lengths)
+    except EvenloadError as error:
+        leave(NAME, loop.planning, error)
+        return None
     if stock := loop.planning.stock_instead(step.samples, plan):
         loop.planning.report(stock)
         return None
@@ -309,13 +307,3 @@ def _gathered(batch: Mapping[str, Any], loop: PlannedModel, num_items: Any) -> S
     if step is not None and step.parts and step.parts.fault:
         raise step.parts.fault
     return step
-
-
-def _leave(loop: PlannedModel, error: EvenloadError) -> None:
-    """Say once that a batch runs as it is."""
-    why = f"{error.what} ({error.found})"
-    if not loop.planning.steps:
-        report_idle(NAME, why, error.do)
-    elif error.what not in loop.planning.warned and rank_and_size()[0] == 0:
-        log.warning("a batch of %s runs as it is: %s; %s", NAME, why, error.do)
-    loop.planning.warned.add(error.what)

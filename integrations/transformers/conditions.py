@@ -38,9 +38,10 @@ def embedded(model: Any) -> Iterator[list[Tensor]]:
         return leaves[-1]
 
     table = model.get_input_embeddings()
-    # An encoder and a decoder may have modules of their own for one table.
+    # An encoder and a decoder may have modules of their own for one table, and PEFT puts its own around one.
     others = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.weight is table.weight]
-    hooks = [module.register_forward_hook(cut) for module in {table, *others}]
+    inner = {part for module in {table, *others} for part in module.modules() if part is not module}
+    hooks = [module.register_forward_hook(cut) for module in {table, *others} - inner]
     try:
         yield leaves
     finally:

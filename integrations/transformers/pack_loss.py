@@ -91,15 +91,20 @@ class PackLoss:
             )
 
     @contextmanager
-    def within(self, model: Any) -> Iterator[None]:
-        """Inside, the model's loss function is this one. Raises EvenloadError where a planned forward has not used
-        it."""
+    def in_place(self, model: Any) -> Iterator[None]:
+        """Inside, the model's loss function is this one."""
         model.loss_function = self
         try:
             yield
-            self.refuse_unused()
         finally:
             model.loss_function, self.weights_1T = self.stock, None
+
+    @contextmanager
+    def within(self, model: Any) -> Iterator[None]:
+        """`in_place`; raises EvenloadError where a planned forward has not used it."""
+        with self.in_place(model):
+            yield
+            self.refuse_unused()
 
     def run_backward(self, loss: Tensor, run: Callable[[], Any]) -> tuple[Any, list[WaitingLoss]]:
         """Run the backward of a loss; what it gives, and the planned losses that are in its loss. Collective where some

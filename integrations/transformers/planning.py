@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from ...core.errors import EvenloadError, refuse_first
+from ...core.errors import EvenloadError, of_request, refuse_first
 from ...core.machine.layout import Layout
 from ...core.machine.shape import Shape
 from ...core.plan.step_plan import StepPlan
@@ -290,13 +290,14 @@ def chain_for(
         rows: of padded groups, that a sample is; 0: none.
         micro_batch_size: rows of a stock batch, which plans are compared with.
     """
-    refuse_first(rule_of_layers(recipe))
     half = half or next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
     rank, size = rank_and_size()
     traits = traits_of(zero_stage, "bf16" if half else "fp32")
-    chain = PlanChain.of_model(
-        recipe, _shape(model), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
-    )
+    with of_request():
+        refuse_first(rule_of_layers(recipe))
+        chain = PlanChain.of_model(
+            recipe, _shape(model), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
+        )
     chain = replace(chain, micro_batch_size=micro_batch_size)
     return chain.in_rows(rows) if rows else chain
 

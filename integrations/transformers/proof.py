@@ -13,6 +13,7 @@ Shape legend: T = slots of a row, H = width of the embeddings.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -69,10 +70,6 @@ class Proof(NamedTuple):
     """What keeps the samples of a pack apart in a form of its own."""
 
 
-class LossRaisedError(EvenloadError):
-    """The script's own loss raised on what it is measured by, and not on a batch of the script."""
-
-
 def windows(samples: Sequence[Tensor], *, from_start: bool = False) -> list[list[list[int]]]:
     """Tokens and labels of two short samples with targets, out of those of all ranks. Collective.
 
@@ -109,8 +106,7 @@ def prove(
         entered: the module whose call is the model's forward; None: the model.
         kind: what is measured instead of packs.
 
-    A model or a loss that raises cannot be measured, which is a fault as well: a `LossRaisedError` where it is the loss
-    and it does not raise on the row. On every rank the same fault.
+    A model or a loss that raises cannot be measured, which is a fault as well. On every rank the same fault.
     """
     measurement = (kind or Measurement)(model, samples, row, compute, half, entered)
     proof, of_loss = Proof(None), False
@@ -125,7 +121,7 @@ def prove(
     of_ranks = [(fault, raised) for fault, raised in everyone((proof.fault, of_loss)) if fault is not None]
     raised = next((fault for fault, raised in of_ranks if raised), None)
     if raised is not None and not any(everyone(measurement.raises_on_row())):
-        return Proof(LossRaisedError("the script's loss raises on two short samples of its data", raised.found, _MEND))
+        return Proof(EvenloadError("the script's loss raises on two short samples of its data", raised.found, _MEND))
     return Proof(of_ranks[0][0]) if of_ranks else proof
 
 
@@ -156,14 +152,15 @@ def prove_trainer(
         if loss is not None and is_pack:
             loss.weights_1T = weights_of(samples, times, counted).to(batch["input_ids"].device)
         batch = batch if is_pack else twin._prepare_inputs(batch)
-        with twin.compute_loss_context_manager():
+        with twin.compute_loss_context_manager(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of an argument that is ours and not the script's
             result = twin.compute_loss(model, batch, return_outputs=True, num_items_in_batch=counted)
         if loss is not None:
             loss.refuse_unused()
         return Call(*result) if isinstance(result, tuple) else Call(result, None)
 
     half = trainer.args.bf16 or trainer.args.fp16
-    with nullcontext() if loss is None else loss.within(inner):
+    with nullcontext() if loss is None else loss.in_place(inner):
         entered = entered_module(trainer.accelerator, trainer.model)
         return prove(inner, samples, row, compute, half=half, entered=entered, kind=kind)
 

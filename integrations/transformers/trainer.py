@@ -30,19 +30,20 @@ import torch
 from torch import Tensor
 
 from ...core.errors import EvenloadError
+from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
 from ..huggingface.inputs import without_unread
 from ..huggingface.models import num_windows
-from ..unmodified.planned_loop import PlannedLoop
+from ..unmodified.planned_loop import PlannedLoop, leave
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .inside import inside, is_running
 from .multimodal.measured import short_samples, with_parts
 from .pack_loss import PackLoss
 from .planned import NAME, PlannedTrainer, StepWindow, carried_out, plan_of, stays
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
-from .proof import LossRaisedError, Measurement, Proof, prove_trainer, windows
+from .proof import Measurement, Proof, prove_trainer, windows
 from .proof_rows import rows_like
 from .stage import StepPasses, TakenBatch, attending, run_stock
 from .supported import (
@@ -76,7 +77,11 @@ def get_batch_samples(wrapped: Any, trainer: Any, args: Any, kwargs: Any, recipe
         recipe = recipe_for(trainer, recipe)
         if not recipe.enabled():
             return batches, num_items
-        state = _planned[trainer] = _begun(trainer, recipe, num_items)
+        try:
+            state = _planned[trainer] = _begun(trainer, recipe, num_items)
+        except EvenloadError as error:
+            state = _planned[trainer] = PlannedTrainer(recipe, stays=True)
+            leave(NAME, None, error)
         follow(trainer, partial(_numbers, state))
     if not state.stays:
         _refuse_unfinished(state, trainer)
@@ -149,25 +154,15 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     Args:
         call: the Trainer's own ``training_step`` of a batch and its number of targets.
     """
-    inner = inner_model(trainer)
-    batch = gather([one.reading() for one in reversed(taken)][::-1], inner.config, hooked=state.hooks.watch(inner))
-    if batch is None:
+    try:
+        step = _planned_step(state, trainer, taken)
+    except EvenloadError as error:
+        leave(NAME, state.planning, error)
+        step, state.stays = None, not (state.planning and state.planning.has_run)
+    if step is None:
         return run_stock(trainer, model, taken, call)
-    num_items = taken[-1].num_items
-    if state.loss is None:
-        refuse_divisors(batch, num_items)
-    elif len(set(batch.num_batches)) > 1:  # each rank divides by its own number of batches
-        return run_stock(trainer, model, taken, call)
-    if batch.parts and batch.parts.fault:
-        report_idle(NAME, f"{batch.parts.fault.what} ({batch.parts.fault.found})", batch.parts.fault.do)
-        return run_stock(trainer, model, taken, call)
-    form = _form(state, trainer, batch, taken[-1])
-    if form is None or state.planning is None:
-        return run_stock(trainer, model, taken, call)
-    plan = plan_of(state, batch.samples, taken)
-    if plan is None:
-        return run_stock(trainer, model, taken, call)
-    samples = batch.exchange(plan)
+    batch, form, plan = step
+    inner, num_items, samples = inner_model(trainer), taken[-1].num_items, batch.exchange(plan)
 
     def own_call(inputs: dict[str, Any]) -> Tensor:
         loss: Tensor = call(inputs, num_items)
@@ -177,6 +172,26 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     with attending(inner, state.proof.mixers) if form.packs else nullcontext():
         passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss, parts), batch.hooked)
         return carried_out(state, trainer, model, plan, passes)
+
+
+def _planned_step(
+    state: PlannedTrainer, trainer: Any, taken: list[TakenBatch]
+) -> tuple[StepBatch, StepForm, StepPlan] | None:
+    """The samples of a step, the form of its micro-batches and its plan; None where it runs as it is. Collective.
+    Raises EvenloadError, the same on all ranks, where it cannot be planned exactly."""
+    inner = inner_model(trainer)
+    batch = gather([one.reading() for one in reversed(taken)][::-1], inner.config, hooked=state.hooks.watch(inner))
+    if batch is None:
+        return None
+    if state.loss is None:
+        refuse_divisors(batch, taken[-1].num_items)
+    elif len(set(batch.num_batches)) > 1:  # each rank divides by its own number of batches
+        return None
+    if batch.parts and batch.parts.fault:
+        raise batch.parts.fault
+    form = _form(state, trainer, batch, taken[-1])
+    plan = None if form is None else plan_of(state, batch.samples, taken)
+    return None if form is None or plan is None else (batch, form, plan)
 
 
 def _reading(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -> Callable[[], Read | ReadUnits | None]:
@@ -213,9 +228,6 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
             log.info("samples are regrouped as padded rows: %s (%s)", faults[0].what, faults[0].found)
         state.planning.chain = with_work(chain, inner_model(trainer), batch) if batch.parts else chain
         return form
-    raised = [one for one in faults if isinstance(one, LossRaisedError)]
-    if raised and state.planning is None:  # before the first update
-        raise raised[0]
     state.stays = batch.windows is None and not batch.flattened
     why = "; padded groups: ".join(f"{one.what} ({one.found})" for one in faults)
     report_idle(NAME, why, faults[-1].do)

@@ -7,6 +7,7 @@ over when it trains them, not before. So what a plan gains is weighed against wh
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ...core.errors import EvenloadError, RankError
+from ...core.errors import EvenloadError, RankError, RequestError
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.planning.gains import stock_as_good
@@ -23,7 +24,9 @@ from ...core.planning.notes import warn_once
 from ...core.planning.stages import InLine
 from ...runtime.experts.history import learned
 from ...runtime.world.agreement import agree, everyone, rank_and_size
-from .planned_runs import report_step
+from .planned_runs import report_idle, report_step
+
+log = logging.getLogger("evenload")
 
 Sample = TypeVar("Sample")
 
@@ -83,6 +86,26 @@ class GlobalBatch(Generic[Sample]):
         return numbers
 
 
+def leave(name: str, loop: PlannedLoop | None, error: EvenloadError) -> None:
+    """Say once that a batch of the loop of this name runs as it is; every rank calls it.
+
+    Args:
+        loop: the loop; None before anything of it is planned.
+
+    Raises EvenloadError where plans are required, and where nothing about the batch is wrong: a rank is missing or
+    holds another plan, or the recipe cannot be followed.
+    """
+    if isinstance(error, (RankError, RequestError)):
+        raise error
+    why = f"{error.what} ({error.found})"
+    if loop is None or not loop.has_run:
+        report_idle(name, why, error.do)
+    elif error.what not in loop.warned and rank_and_size()[0] == 0:
+        log.warning("a batch of %s runs as it is: %s; %s", name, why, error.do)
+    if loop is not None:
+        loop.warned.add(error.what)
+
+
 @dataclass(eq=False)
 class PlannedLoop:
     """The planning of one loop from step to step, alike on all ranks."""
@@ -139,6 +162,11 @@ class PlannedLoop:
             warn_once(plan, self.warned)
         self._times_s["plan_s"] = time.perf_counter() - begin_s
         return plan
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a step has run by its plan."""
+        return self._ran is not None
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from ...core.errors import EvenloadError, RankError
+from ...core.errors import EvenloadError, RankError, RequestError
 from ...core.plan.branches import COPIED
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
-from ...core.planning.gains import gains
-from ...core.recipe.carried import CHECK
+from ...core.planning.gains import beside_stock, gains
+from ...core.recipe.carried import CHECK, REQUIRE, carried_here
 from .run_folder import Idle, RunFolder
 
 log = logging.getLogger("evenload")
@@ -75,8 +75,25 @@ def report_step(
     taken = None if loads is None else [COPIED for load in loads if load.copies]
     _exercised.note(chain, plan, taken, micro_batch_size)
     folder.write_steps(_rank(), dict(_steps), _exercised.plugins)
-    if _checking() and _rank() == 0 and _steps.total() == 1:
-        folder.write_check({"loop": loop, **gains(chain, plan, micro_batch_size)})
+    if _rank() == 0 and _steps.total() == 1:
+        if _checking():
+            folder.write_check({"loop": loop, **gains(chain, plan, micro_batch_size)})
+        else:
+            _say_first(loop, chain, plan, micro_batch_size)
+
+
+def _say_first(loop: str, chain: PlanChain, plan: StepPlan, micro_batch_size: int | None) -> None:
+    """Say what is planned, and how to turn it off."""
+    stock, stock_s, plan_s = beside_stock(chain, plan, micro_batch_size)
+    by, recipe = carried_here(), ", ".join(plugin.name for plugin, _ in chain.links)
+    costs = f" by costs={by.costs} on cluster={by.cluster}" if by else ""
+    print(
+        f"evenload: the first step of {loop} is planned with {recipe}: {plan.num_padded_tokens:,} tokens instead of "
+        f"{stock.num_padded_tokens:,}, predicted {stock_s / plan_s:.2f}x as fast{costs}; to turn it off, start the "
+        "command without evenload: checkpoints go on either way",
+        file=sys.__stderr__,
+        flush=True,
+    )
 
 
 def report_refusal(error: EvenloadError) -> None:
@@ -94,7 +111,11 @@ def report_idle(loop: str, why: str, do: str) -> None:
         loop: what its users call it.
         why: what keeps evenload from planning it.
         do: the line to change.
+
+    Raises RequestError where plans are required (``evenload run --require``).
     """
+    if os.environ.get(REQUIRE) == "1":
+        raise RequestError(f"nothing is planned in {loop}, and --require asks for plans", why, do)
     idle = Idle(loop, why, do)
     if idle not in _idle:
         _idle.add(idle)

@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,59 @@ def test_the_exit_code_is_the_commands(recipe, capfd, code, wanted):
     assert last.startswith("evenload: warning: nothing was planned: no process")
     assert "imported megatron.core; nothing was switched on" in last
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+SIGNALLED = """
+import os, signal, sys, time
+def note(number, _):
+    print(signal.Signals(number).name, flush=True)
+    number == signal.SIGTERM and sys.exit(7)
+for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGTERM"):
+    signal.signal(getattr(signal, name), note)
+print(os.getpid(), flush=True)
+while True:
+    time.sleep(0.02)
+"""
+
+
+@contextmanager
+def signalled(recipe):
+    """The command under `evenload run`, and its process id."""
+    words = [sys.executable, "-m", "evenload", "run", recipe, "--", sys.executable, "-c", SIGNALLED]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        yield run, int(run.stdout.readline())
+
+
+def test_signals_reach_the_command(recipe):
+    with signalled(recipe) as (run, _):
+        for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGTERM"):
+            run.send_signal(getattr(signal, name))
+            assert run.stdout.readline().strip() == name
+        assert run.wait(20) == 7
+
+
+def test_a_command_ends_with_a_run_that_is_killed(recipe):
+    with signalled(recipe) as (run, pid):
+        run.kill()
+        assert run.stdout.read() == "SIGTERM\n"
+        while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.05)  # it is about to end
+
+
+def test_keys_in_front_of_the_command_change_the_recipe(recipe):
+    show = (sys.executable, "-c", "import os; print(os.environ['PYTHON_EVENLOAD'])")
+    (line,) = start(recipe, *show).stdout.splitlines()
+    done = command(recipe.parent, "run", recipe, "plugins.packing.max_tokens=77", "--", *show)
+    contents = [json.loads(zlib.decompress(base64.urlsafe_b64decode(one))) for one in (line, done.stdout)]
+    own, changed = (content["recipe"]["plugins"]["packing"] for content in contents)
+    assert changed == {**own, "max_tokens": 77}
+    assert command(recipe.parent, "run", recipe, "plugins.packing.max_token=77", "--", *show).returncode == 2
+
+
+def test_a_run_that_requires_plans_and_has_none_is_no_success(recipe, capfd):
+    assert run_command(recipe, [sys.executable, "-c", "pass"], required=True) == 2
+    assert run_command(recipe, [sys.executable, "-c", "raise SystemExit(3)"], required=True) == 3
+    assert "nothing was planned" in capfd.readouterr().err
 
 
 def test_a_wrong_request_is_refused(recipe):

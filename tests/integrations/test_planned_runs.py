@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from evenload.api import load_plugins
@@ -16,6 +17,7 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.exercised import Exercised
 from evenload.core.planning.gains import gains
 from evenload.core.planning.notes import LEFT_OUT
+from evenload.core.recipe.carried import carried
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.unmodified import planned_runs
 from evenload.integrations.unmodified.run_folder import VARIABLE, Idle, RunFolder
@@ -57,6 +59,17 @@ def test_steps_of_a_process_are_counted_by_loop(folder):
     assert folder.steps == {"Megatron-Core": 2, "DeepSpeed": 1}
     assert folder.plugins == {"packing": ""}
     assert folder.check is None, "no record outside check mode"
+
+
+def test_the_first_step_says_what_is_planned_and_how_to_turn_it_off(folder, capfd, monkeypatch):
+    monkeypatch.setenv("PYTHON_EVENLOAD", carried(parse({"costs": "cpu"})))
+    report()
+    report()
+    (said,) = capfd.readouterr().err.splitlines()
+    planned = packing()
+    plan, stock = planned.plan(as_lengths(LENGTHS)), replace(planned, micro_batch_size=2).stock(as_lengths(LENGTHS))
+    assert f"planned with packing: {plan.num_padded_tokens:,} tokens instead of {stock.num_padded_tokens:,}" in said
+    assert "by costs=cpu on cluster=local; to turn it off, start the command without evenload" in said
 
 
 def test_ranks_of_a_job_count_once_and_jobs_of_a_command_add_up(folder, monkeypatch):

@@ -575,10 +575,16 @@ fault(
     "None and not any(everyone(measurement.raises_on_row()))",
     "None",
 )
+killer = cases("integrations/huggingface/test_supported.py", k="stays_as_it_is")
+fault = of("integrations/unmodified/planned_loop.py", killer)
+fault("a script that cannot be planned ends", "isinstance(error, (RankError, RequestError))", "error")
+killer = cases("integrations/huggingface/test_supported.py", k="required")
+fault = of("integrations/unmodified/planned_runs.py", killer)
+fault("plans that are required are not", "os.environ.get(REQUIRE)", "os.environ.get(CHECK)")
 killer = cases("integrations/huggingface/test_changes.py", k="is_refused")
-fault = of("integrations/transformers/trainer.py", killer)
-fault("a loss that raises where it is measured is passed over", "raised and state.planning is None:", "not trainer:")
-fault = of("integrations/transformers/planning.py", killer)
+fault = of(
+    "integrations/transformers/planning.py", cases("integrations/huggingface/test_changes.py", k="stay_as_they_are")
+)
 fault("batches of one step may be divided by several numbers", "is None or len(divisors) > 1", "is None")
 fault = of("integrations/transformers/stage.py", killer)
 fault(

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +29,13 @@ from ....runtime.world.agreement import everyone
 from ...huggingface.models import LengthWords, is_rotary, refuse_lengths
 from ...huggingface.refusals import raise_together
 from ...huggingface.samples import Sample, reach, split
-from ...unmodified.planned_loop import GlobalBatch, PlannedLoop
+from ...unmodified.planned_loop import GlobalBatch, PlannedLoop, leave
 from .micro_batches import PlannedMicroBatch, build_batch, into_exactly
 
 log = logging.getLogger("evenload")
+
+NAME = "DeepSpeed"
+"""What users call the loop."""
 
 _LENGTHS = LengthWords("the longest sample of the step", "max_length (with truncation=True) in the tokenizer call")
 
@@ -66,6 +69,15 @@ class OwnSamples(NamedTuple):
     """Refusals of its samples, in their order."""
 
 
+class EngineHold(NamedTuple):
+    """What a loader knows of evenload's part in an engine."""
+
+    active: Callable[[], bool]
+    """False once evenload is disabled; the loader is then the stock one again."""
+    release: Callable[[], None]
+    """Gives the engine back to DeepSpeed where its first step cannot be planned; it is not active then."""
+
+
 class PlannedLoader:
     """Stands in for `DeepSpeedDataLoader`; what it does not know itself it asks the stock loader.
 
@@ -73,7 +85,7 @@ class PlannedLoader:
         config: of the Hugging Face model.
         num_micro_batches: of each rank in each step.
         handed_out: receives every micro-batch before the script does.
-        active: false once evenload is disabled; the loader is then the stock one again.
+        hold: on the engine.
         tell: gets the loop with the numbers of every step.
     """
 
@@ -84,13 +96,14 @@ class PlannedLoader:
         config: Any,
         num_micro_batches: int,
         handed_out: deque[PlannedMicroBatch],
-        active: Callable[[], bool],
+        hold: EngineHold,
         tell: Callable[[PlannedLoop], object],
     ) -> None:
         self.stock = stock
-        self._planning = PlannedLoop("DeepSpeed", chain, tell=tell)
+        self._planning = PlannedLoop(NAME, chain, tell=tell)
         self._num_micro_batches = num_micro_batches
-        self._handed_out, self._lives = handed_out, active
+        self._handed_out = handed_out
+        self._hold = hold
         self._has_warned = False
         self._config = config
         self._keys: set[str] = set()
@@ -100,10 +113,10 @@ class PlannedLoader:
 
     def __len__(self) -> int:
         length = len(self.stock)
-        return length - length % self._num_micro_batches if self._lives() else length
+        return length - length % self._num_micro_batches if self._hold.active() else length
 
     def __iter__(self) -> Iterator[Any]:
-        return self._steps() if self._lives() else iter(self.stock)
+        return self._steps() if self._hold.active() else iter(self.stock)
 
     def _steps(self) -> Iterator[Any]:
         # Read step by step: a sampler may draw later steps by what earlier ones have shown.
@@ -121,8 +134,17 @@ class PlannedLoader:
             stock_batches = [list(islice(rows, size)) for _ in range(self._num_micro_batches)]
             if not stock_batches[-1]:
                 return  # a sampler that has gone on from a state since its loader was made has fewer
-            for batch, planned in self._plan_step(stock_batches):
-                if not self._lives():
+            try:
+                step = self._plan_step(stock_batches)
+            except EvenloadError as error:
+                if self._planning.has_run:
+                    raise
+                leave(NAME, self._planning, error)
+                self._hold.release()
+                yield from map(self._stock_batch, chain(stock_batches, iter(lambda: list(islice(rows, size)), [])))
+                return
+            for batch, planned in step:
+                if not self._hold.active():
                     raise EvenloadError(
                         "evenload was disabled inside an epoch",
                         f"a planned loader is at micro-batch {planned.place} of a step",
@@ -200,9 +222,13 @@ class PlannedLoader:
         # Evened by cost, one rank may need a micro-batch more than there are; in rounds all need the same.
         return replace(chain, limits=replace(chain.limits, all_in_step=True)).plan(batch)
 
-    def _collate(self, rows: Iterable[int]) -> Mapping[str, Any]:
+    def _stock_batch(self, rows: Iterable[int]) -> Any:
         """Rows of the dataset, through the script's own collate function."""
-        batch = (self.stock.collate_fn or default_collate)([self.stock.dataset[row] for row in rows])
+        return (self.stock.collate_fn or default_collate)([self.stock.dataset[row] for row in rows])
+
+    def _collate(self, rows: Iterable[int]) -> Mapping[str, Any]:
+        """`_stock_batch`, of which samples can be made. Raises EvenloadError."""
+        batch = self._stock_batch(rows)
         if not isinstance(batch, Mapping):
             raise EvenloadError(
                 "evenload regroups batches of input_ids and labels",

@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 import torch
 from deepspeed.moe.layer import MoE
 
-from ....core.errors import EvenloadError
+from ....core.errors import EvenloadError, of_request
 from ....core.machine.layout import Layout
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
@@ -41,11 +41,12 @@ from ....runtime.attention.copy_rows import ToHost, copy_rows
 from ....runtime.attributes import with_attributes
 from ...huggingface import attention
 from ...huggingface.models import refuse_unsupported, shape_of
+from ...unmodified.planned_loop import leave
 from ...unmodified.planned_runs import end_of_check, on_release
 from ..engine.expert_gate import GatedExperts, gated_experts
 from ..engine.experts import expert_ranks
 from ..engine.traits import traits_of
-from .loader import PlannedLoader
+from .loader import NAME, EngineHold, PlannedLoader
 from .micro_batches import PlannedMicroBatch
 from .monitor import tell_monitor
 from .section import KEY, parse_section, recipe_of
@@ -82,12 +83,17 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     route = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("route", "train")
     if chosen is None or not chosen.enabled() or route != "train":
         return stock
-    _refuse_unsupported(engine, stock)
+    try:
+        _refuse_unsupported(engine, stock)
+    except EvenloadError as error:
+        leave(NAME, None, error)
+        return stock
     dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
     config, traits = engine.module.config, traits_of(int(engine.zero_optimization_stage()), dtype)
     state = _attached.get(engine)
     layout = Layout(ep=expert_ranks(engine.module), dp=torch.distributed.get_world_size())
-    chain = PlanChain.of_model(chosen, shape_of(config), layout, traits, warn=state is None)
+    with of_request():
+        chain = PlanChain.of_model(chosen, shape_of(config), layout, traits, warn=state is None)
     if state is None:
         gated = gated_experts(engine.module, chosen)
         state = _attached[engine] = Attached(config._attn_implementation, gated=gated)
@@ -98,7 +104,7 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
         config,
         engine.gradient_accumulation_steps(),
         state.handed_out,
-        active=lambda: state.active,
+        EngineHold(lambda: state.active, partial(_release, engine, state)),
         tell=partial(tell_monitor, engine),
     )
 
@@ -176,11 +182,16 @@ def step(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:
 def release() -> None:
     """Give every live engine its own attention and experts back and end its loaders; for after the rows are off."""
     for engine, state in list(_attached.items()):
-        state.active = False
-        engine.module.set_attn_implementation(state.stock_attention)
-        if state.gated:
-            state.gated.unbind()
-    _attached.clear()
+        _release(engine, state)
+
+
+def _release(engine: Any, state: Attached) -> None:
+    """Give an engine its own attention and experts back, and end its loaders."""
+    state.active = False
+    engine.module.set_attn_implementation(state.stock_attention)
+    if state.gated:
+        state.gated.unbind()
+    _attached.pop(engine, None)
 
 
 def _backward_arguments(loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:

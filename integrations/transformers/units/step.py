@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....core.errors import EvenloadError
 from ...huggingface.units import BrokenUnitsError
-from ...unmodified.planned_loop import PlannedLoop
+from ...unmodified.planned_loop import PlannedLoop, leave
 from ..pack_call import PackCalls
 from ..planned import NAME, MeasuredUnits, PlannedTrainer, carried_out, plan_of, stays
 from ..planning import chain_of
@@ -41,15 +41,19 @@ def run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken
     read, hooked = [one.reading() for one in taken], state.hooks.watch(inner)
     try:
         batch = gather_units(read, packs=measured.packs is not None, hooked=hooked)
-    except BrokenUnitsError:
-        raise
     except EvenloadError as error:
+        if isinstance(error, BrokenUnitsError):
+            leave(NAME, state.planning, error)
         log.info("step %d runs as it is: %s", trainer.state.global_step + 1, error.found)
         return run_in_place(state, trainer, model, taken, call)
     if (batch.divisor is None and measured.of_mean) or not batch.is_one_step:
         log.info("step %d runs as it is: its batches are not divided alike", trainer.state.global_step + 1)
         return run_in_place(state, trainer, model, taken, call)
-    plan = plan_of(state, batch.samples, taken)
+    try:
+        plan = plan_of(state, batch.samples, taken)
+    except EvenloadError as error:
+        leave(NAME, state.planning, error)
+        plan = None
     if plan is None:
         return run_in_place(state, trainer, model, taken, call)
     units = batch.exchange(plan)
@@ -79,8 +83,10 @@ def _measure(state: PlannedTrainer, trainer: Any, taken: list[TakenBatch]) -> No
             state.units = _measured_units(state, trainer, packs, taken)
             state.packs = state.units.packs
             return
-        except BrokenUnitsError:
-            raise
+        except BrokenUnitsError as error:  # what the script makes of such rows is its own affair
+            state.in_place = True
+            stays(state, error, "not measured")
+            return
         except EvenloadError as error:
             why = error
     state.in_place = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -91,6 +92,7 @@ class Drifting(list[torch.Tensor]):
 
 def refusals() -> dict[str, str]:
     """Messages of what cannot be regrouped, on this rank; the rows at fault are some other rank's alone."""
+    os.environ["PYTHON_EVENLOAD_REQUIRE"] = "1"
     prepare_deepspeed()
     init_world()
     chunked = Llama4TextConfig(**SMALL, attention_chunk_size=16, layer_types=["chunked_attention"] * 2)
@@ -181,6 +183,7 @@ def losses_of_dummies(kind: str) -> dict[str, Any]:
 
 def misuse() -> dict[str, Any]:
     """A script's engine in one process, used as a script should not; messages of the errors, and what is left after."""
+    os.environ["PYTHON_EVENLOAD_REQUIRE"] = "1"
     prepare_deepspeed()
     init_world()
     ledger, said = Ledger(), {}

@@ -106,7 +106,7 @@ class OwnDivisor(Changed):
         return [{key: value[:, :20] for key, value in batch.items()} for batch in batches], num_items * 2
 
 
-@script.refused("the batches of one step are not divided by one number")
+@script.stays("the batches of one step are not divided by one number")
 class DivisorOfEachBatch(Changed):
     def training_step(self, model: Any, inputs: Any, *_: Any) -> Any:
         return super().training_step(model, inputs, (inputs["labels"] != -100).sum() * 4)
@@ -234,7 +234,7 @@ class KeptLogitsOfRows(KeptLogits):
         return inputs | {"labels": labels, "logits_to_keep": pad(is_target[1:], (0, 1), value=True)}
 
 
-@script.refused("ValueError: rows of 13 tokens and more")
+@script.stays("ValueError: rows of 13 tokens and more")
 class RaisesOnShortRows(Changed):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if inputs["input_ids"].shape[1] < 13:
@@ -261,7 +261,7 @@ class RaisesAnyhow(Changed):
             self.train()
 
 
-@script.refused("a batch with return_dict")
+@script.stays("a batch with return_dict")
 class OtherKeysOnARank(Changed):
     """Rank 1 has an entry more, which the model reads."""
 
@@ -382,6 +382,44 @@ def adapted_by_older(model: Any) -> Any:
     model = peft.get_peft_model(model, config).double()
     model.base_model.forward = model.base_model.model.forward
     return model
+
+
+def adapted(**more: Any) -> Any:
+    """What an adapter of these settings makes of a model."""
+
+    def change(model: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **more)).double()
+
+    return staticmethod(change)
+
+
+@script.planned(2)
+class SavedEmbeddings(Changed):
+    """PEFT trains copies of the embeddings and the head, in modules of its own around them."""
+
+    change = adapted(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+
+
+@script.planned(2)
+class AdaptedEmbeddings(Changed):
+    change = adapted(target_modules=["embed_tokens", "v_proj"])
+
+
+def without_words(model: Any) -> Any:
+    """Its forward takes no keyword arguments but these."""
+    own = type(model)
+
+    def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        return own.forward(self, input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+    model.__class__ = type("WithoutWords", (own,), {"forward": forward})
+    return model
+
+
+@script.stays("TypeError")
+class ForwardWithoutWords(Changed):
+    change = staticmethod(without_words)
 
 
 @script.stays("PromptTuningConfig")

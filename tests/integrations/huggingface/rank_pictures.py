@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -163,21 +164,24 @@ def one_sided(name: str) -> dict[str, Any]:
     return exact(name, mixed)
 
 
-def refused(name: str, fault: str) -> str:
-    """What a planned run says of samples in which a picture lacks a token, or a token its picture."""
-    rows = samples_of(name, count=2 * rank_and_size()[1])
+def disagreeing(name: str, fault: str) -> dict[str, str]:
+    """How a run ends by itself and planned, and what is said, where a picture lacks a token, or a token its picture."""
+    rows, said, ends = samples_of(name, count=4), [], {}
     row = rows[2]
     if fault == "token":
         place = row["tokens"].index(IMAGE)
         del row["tokens"][place], row["labels"][place]
     else:
         row["pictures"], row["grids"], row["patches"] = [], [], []
-    try:
-        with enabled(recipe(packing=PACKING)):
-            train(name, rows)
-    except EvenloadError as error:
-        return str(error)
-    return "no error"
+    for own in (nullcontext(), enabled(recipe(packing=PACKING))):
+        with own, with_attributes(planned_loop, report_idle=lambda *words: said.append(" ".join(words))):
+            try:
+                train(name, rows)
+                end = "trained"
+            except Exception as error:
+                end = f"{type(error).__name__}: {error}"
+        ends["stock" if isinstance(own, nullcontext) else "planned"] = end
+    return ends | {"said": " ".join(said)}
 
 
 class Loop(rank_accelerate.Loop):

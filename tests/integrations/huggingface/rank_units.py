@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import families
 import torch
 from datasets import Dataset
-from evenload.core.errors import EvenloadError
-from evenload.integrations.transformers import pack_call
+from evenload.integrations.transformers import pack_call, planned
 from evenload.integrations.unmodified import planned_loop, planned_runs
 from evenload.patches.session import enabled
 from evenload.runtime.attributes import with_attributes
@@ -155,25 +154,26 @@ def errors(kinds: list[str], **more: Any) -> dict[str, Any]:
     return {kind: compared(kind, **more) for kind in kinds}
 
 
-def with_pairs_of_one() -> dict[str, Any]:
-    """What a rank reads whose neighbour's collate function loses the last rejected answer, and updates until then."""
-    updates, step = [], torch.optim.SGD.step
+def with_pairs_of_one() -> dict[str, str]:
+    """How a run ends by itself and planned, and what is said, where collate functions lose the last rejected answer."""
 
     class Losing(DPOTrainer):
         def get_train_dataloader(self) -> Any:
             collate = self.data_collator
-            if rank_and_size()[0]:
-                self.data_collator = lambda rows: {key: value[:-1] for key, value in collate(rows).items()}
+            self.data_collator = lambda rows: {key: value[:-1] for key, value in collate(rows).items()}
             return super().get_train_dataloader()
 
-    counting = {"step": lambda *args, **kwargs: updates.append(1) or step(*args, **kwargs)}
-    own, losing = recipe(packing={"max_tokens": 512}), {"dpo": (Losing, DPOConfig)}
-    with with_attributes(torch.optim.SGD, **counting), patch.dict(KINDS, losing), enabled(own):
-        try:
-            trained("dpo")
-        except EvenloadError as error:
-            return {"message": str(error), "updates": len(updates)}
-    return {"message": "no error", "updates": len(updates)}
+    said: list[str] = []
+    ends, losing = {}, {"dpo": (Losing, DPOConfig)}
+    for name, own in {"stock": nullcontext(), "planned": enabled(recipe(packing={"max_tokens": 512}))}.items():
+        idle = {"report_idle": lambda *words: said.append(" ".join(words))}
+        with patch.dict(KINDS, losing), own, with_attributes(planned, **idle):
+            try:
+                trained("dpo")
+                ends[name] = "trained"
+            except Exception as error:
+                ends[name] = f"{type(error).__name__}: {error}"
+    return ends | {"said": " ".join(said)}
 
 
 def compared(kind: str, max_tokens: int = 512, **more: Any) -> dict[str, Any]:

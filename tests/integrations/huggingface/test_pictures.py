@@ -45,11 +45,11 @@ def test_a_rank_whose_batches_have_no_pictures_computes_those_of_others(on_ranks
 
 
 @pytest.mark.parametrize("fault", ["token", "picture"])
-def test_pictures_and_tokens_that_disagree_end_all_ranks_by_one_message(on_ranks, fault):
-    first, second = on_ranks(2, "rank_pictures.refused", name="qwen2_5_vl", fault=fault)
-    assert first == second
-    assert first.startswith("pictures of a batch and the tokens that stand for them disagree")
-    assert "image_grid_thw does not fit rows with" in first
+def test_pictures_and_tokens_that_disagree_end_as_they_do_by_themselves(on_ranks, fault):
+    (ends,) = on_ranks(1, "rank_pictures.disagreeing", name="qwen2_5_vl", fault=fault)
+    assert ends["stock"] == ends["planned"] != "trained"
+    assert "pictures of a batch and the tokens that stand for them disagree" in ends["said"], ends
+    assert "image_grid_thw does not fit rows with" in ends["said"]
 
 
 def test_a_loop_of_accelerate_trains_as_without_evenload(on_ranks):

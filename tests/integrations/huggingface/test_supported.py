@@ -1,4 +1,4 @@
-"""Trainers that cannot be planned are refused by name, before the first forward; others are left as they are."""
+"""Trainers that cannot be planned stay as they are and say why; where plans are required they end."""
 
 from __future__ import annotations
 
@@ -35,11 +35,20 @@ def train(families: Any, **more: Any) -> Any:
     ],
     ids=str,
 )
-def test_it_is_refused_with_what_to_change(more, found, do, families):
-    with pytest.raises(EvenloadError) as refusal:
-        train(families, **more)
-    assert found in refusal.value.found
-    assert do in refusal.value.do
+def test_it_stays_as_it_is_and_says_what_to_change(more, found, do, families, caplog, monkeypatch):
+    monkeypatch.setattr(planned_runs, "_idle", set())  # said once a process
+    assert train(families, **more).state.global_step == 2
+    (said,) = [record.message for record in caplog.records if "nothing is planned" in record.message]
+    assert found in said
+    assert do in said
+
+
+def test_where_plans_are_required_it_is_refused_with_what_to_change(families, monkeypatch):
+    monkeypatch.setenv("PYTHON_EVENLOAD_REQUIRE", "1")
+    with pytest.raises(EvenloadError, match="--require asks for plans") as refusal:
+        train(families, neftune_noise_alpha=5.0)
+    assert "neftune_noise_alpha = 5.0" in refusal.value.found
+    assert "neftune" in refusal.value.do
 
 
 def test_a_sound_trainer_trains_and_is_as_it_was_afterwards(families):

@@ -65,10 +65,13 @@ class Variants:
         def note(loop: str, chain: Any, *_: Any, **__: Any) -> None:
             planned.append("rows" if chain.caps.padded else "packs")
 
+        def say(*words: str) -> None:
+            said.append(" ".join(words))
+
         try:
             with (
-                with_attributes(planned_loop, report_step=note),
-                with_attributes(self._reporter, report_idle=lambda *words: said.append(" ".join(words))),
+                with_attributes(planned_loop, report_step=note, report_idle=say),
+                with_attributes(self._reporter, report_idle=say),
                 enabled(recipe(packing={"max_tokens": self._max_tokens, **packing})),
             ):
                 own = self._run(variant)

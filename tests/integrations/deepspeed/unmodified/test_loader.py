@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from evenload import MixtureSampler
-from evenload.integrations.deepspeed.unmodified.loader import PlannedLoader
+from evenload.integrations.deepspeed.unmodified.loader import EngineHold, PlannedLoader
 
 
 class Stock(SimpleNamespace):
@@ -22,7 +22,7 @@ def drawn(sampler: Any, num_batches: int, then: Any = None) -> list[list[list[in
     """The stock micro-batches, two a step of three samples each, that a loader plans; ``then``: after each step."""
     stock, steps = Stock(data_sampler=sampler, batch_size=3, num_batches=num_batches, tput_timer=None), []
     nobody: Any = None
-    loader = PlannedLoader(stock, nobody, nobody, 2, deque(), lambda: True, nobody)
+    loader = PlannedLoader(stock, nobody, nobody, 2, deque(), EngineHold(lambda: True, nobody), nobody)
 
     def plan_step(stock_batches: list[list[int]]) -> list[Any]:
         steps.append(stock_batches)
