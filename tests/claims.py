@@ -336,8 +336,8 @@ docs/rollout.md
   TIE's score is behind plain E wherever requests wait
     benchmarks/rollouts/test_rollouts.py::test_orders_that_know_lengths_wait_less_than_first_come
 docs/switching_on.md
-  What cannot be planned exactly is [refused](#what-is-refused) before the first step.
-    integrations/megatron/unmodified/test_script.py::test_a_loop_that_cannot_be_regrouped_exactly_is_told_why
+  A script of Hugging Face's or DeepSpeed's that cannot be planned exactly trains as it would without evenload
+    hosts/test_messages.py::test_a_script_that_nothing_is_exact_for_stays_as_it_is_and_says_so
   0.16.1 and 0.19.2; exactness also on 0.17.1 and 0.18.2
     integrations/test_versions.py::test_extras_and_the_sets_that_are_tested_agree_with_what_is_supported
   1.0e-15 at most, for verl's forms of losses 7e-16
