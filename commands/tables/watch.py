@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,16 +21,23 @@ _QUIET_S = 5.0
 """Without a step for so long, that is said."""
 _LEVELS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _BUSY, _IDLE, _PLAN, _PREDICTED = "\u2588", "\u2591", "\u00b7", "\u2502"
+
+
+def _figure(key: str, show: Callable[[float], str]) -> Callable[[Result], str | None]:
+    """A cell of what not every log says."""
+    return lambda row: None if row.get(key) is None else show(row[key])
+
+
 _STEP: Columns = {
     "step": column("step", str),
     "loss": lambda row: row.get("loss"),
     "tokens/s": lambda row: row["tokens"] / row["step_s"],
     "step time": column("step_s", seconds),
     "predicted": lambda row: seconds(row["predicted_s"]) if row.get("predicted_s") else None,
-    "imbalance": column("imbalance", "{:.3f}".format),
-    "padding": column("padding_frac", percent),
-    "idle": column("bubble_frac", percent),
-    "planning": column("plan_s", seconds),
+    "imbalance": _figure("imbalance", "{:.3f}".format),
+    "padding": _figure("padding_frac", percent),
+    "idle": _figure("bubble_frac", percent),
+    "planning": _figure("plan_s", seconds),
 }
 
 
@@ -53,7 +61,8 @@ def table(result: Result) -> Group:
     title = f"{result['log']}: step {rows[-1]['step'] + 1:,}{of}, {_stands(result)}"
     about = [f"{result['tokens']:,} tokens; means of {len(result['last']):,} steps: {_means(result)}"]
     if best := result["validation"]:
-        sampled = f", {figures_of(best['generate'])}" if best.get("generate") else ""
+        scores = {name: score for name, score in (best.get("generate") or {}).items() if isinstance(score, float)}
+        sampled = f", {figures_of(scores)}" if scores else ""
         about.append(f"validation after {best['step']} steps: loss {best['loss']:.4f}{sampled}")
     if tenants := result["tenants"]:
         about.append("losses: " + ", ".join(f"{name} {loss:.4f}" for name, loss in tenants.items()))
@@ -79,7 +88,8 @@ def _means(result: Result) -> str:
     said = f"{result['tokens_per_s']:,.0f} tokens/s, step {seconds(means['step_s'])}"
     if means["predicted_s"]:
         said += f" (predicted {seconds(means['predicted_s'])})"
-    return f"{said}, imbalance {means['imbalance']:.3f}, idle {percent(means['bubble_frac'])}"
+    said += f", imbalance {means['imbalance']:.3f}" if means["imbalance"] is not None else ""
+    return said + (f", idle {percent(means['bubble_frac'])}" if means["bubble_frac"] is not None else "")
 
 
 def _picture(rows: Sequence[Result]) -> list[Text]:
@@ -88,8 +98,9 @@ def _picture(rows: Sequence[Result]) -> list[Text]:
     lines = [f"{_BUSY} passes  {_IDLE} idle  {_PLAN} waiting for the plan  {_PREDICTED} predicted end; mean of ranks"]
     for row in rows:
         length, total = _WIDTH * row["step_s"] / longest_s, row["step_s"]
-        waits = min(row["bubble_frac"], row["plan_wait_s"] / total)
-        plan, idle = round(length * waits), round(length * (row["bubble_frac"] - waits))
+        bubble = row.get("bubble_frac") or 0.0
+        waits = min(bubble, (row.get("plan_wait_s") or 0.0) / total)
+        plan, idle = round(length * waits), round(length * (bubble - waits))
         bar = list((_BUSY * (round(length) - plan - idle) + _IDLE * idle + _PLAN * plan).ljust(_WIDTH + 1))
         if row.get("predicted_s"):
             bar[round(_WIDTH * row["predicted_s"] / longest_s)] = _PREDICTED
@@ -99,7 +110,7 @@ def _picture(rows: Sequence[Result]) -> list[Text]:
 
 def _curve(rows: Sequence[Result]) -> list[Text]:
     """The losses of the steps that are held, as a line of blocks."""
-    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    losses = [row["loss"] for row in rows if row.get("loss") is not None and math.isfinite(row["loss"])]
     if len(losses) < 2:
         return []
     picked = [losses[place * len(losses) // _WIDTH] for place in range(_WIDTH)] if len(losses) > _WIDTH else losses

@@ -6,18 +6,21 @@ Steps of a run that began anew in the same file count from there.
 
 from __future__ import annotations
 
-import json
+import os
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from ...core.errors import EvenloadError, shorten
 from ...core.input import reading
 
 _KEPT = 200
 """Steps that are held."""
+_MOST_LINE = 1 << 26
+"""Bytes of a line, which may hold the numbers of all samples of a step."""
 _MEANS = ("imbalance", "padding_frac", "bubble_frac", "step_s", "predicted_s", "plan_s", "plan_wait_s")
 Row = dict[str, Any]
 
@@ -34,6 +37,40 @@ def log_of(run: Path) -> Path:
         detail = ", ".join(path.name for path in files) or "no *.jsonl in it"
         raise EvenloadError(f"{shorten(str(run))} has not one log", shorten(detail), do)
     return files[0]
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Tenant(BaseModel, extra="allow", strict=True):
+    loss: float | None = None
+
+
+class _Validation(BaseModel, extra="allow", strict=True):
+    step: Count
+    loss: float
+    generate: dict[str, Any] | None = None
+
+
+class _Line(BaseModel, extra="allow", strict=True):
+    """What is read of a line: of a step, of a validation, or the end of a run."""
+
+    step: Count | None = None
+    step_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tokens: Count | None = None
+    of_steps: Count | None = None
+    loss: float | None = None
+    predicted_s: Figure | None = None
+    plan_s: Figure | None = None
+    plan_wait_s: Figure | None = None
+    imbalance: Figure | None = None
+    padding_frac: Share | None = None
+    bubble_frac: Share | None = None
+    tenants: dict[str, _Tenant] | None = None
+    validation: _Validation | None = None
+    ends: str | None = None
 
 
 class Watched:
@@ -55,22 +92,23 @@ class Watched:
 
     def read(self) -> bool:
         """Take what is new in whole lines; whether there was any. Raises EvenloadError."""
-        try:
-            with open(self.path, "rb") as file:
-                stat = self.path.stat()
-                if self._identity != (stat.st_dev, stat.st_ino) or stat.st_size < self._offset:
-                    self._identity, self._offset = (stat.st_dev, stat.st_ino), 0
-                    self._forget()
-                file.seek(self._offset)
-                text = file.read()
-        except OSError as error:
-            raise EvenloadError(f"the log {shorten(str(self.path))} cannot be read", str(error.strerror)) from error
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            with suppress(ValueError, TypeError, KeyError, AttributeError):  # a line that a disk has spoilt
-                self._take(json.loads(line))
-        return bool(whole)
+        name, do = f"the log {shorten(str(self.path))}", "name the log.jsonl of a run"
+        with reading.open_file(self.path, name, do) as file, reading.failures_of(name, do):
+            stat = os.fstat(file.fileno())
+            if self._identity != (stat.st_dev, stat.st_ino) or stat.st_size < self._offset:
+                self._identity, self._offset = (stat.st_dev, stat.st_ino), 0
+                self._forget()
+            file.seek(self._offset)
+            begin = self._offset
+            while line := file.readline(_MOST_LINE):
+                if not line.endswith(b"\n"):
+                    if len(line) == _MOST_LINE:
+                        raise EvenloadError(f"{name} has a line without end", f"{_MOST_LINE} bytes and more", do)
+                    break  # it is being written
+                self._offset += len(line)
+                with suppress(ValueError, RecursionError):  # a line of something else, or that a disk has spoilt
+                    self._take(_Line.model_validate_json(line))
+        return self._offset > begin
 
     def to_json(self) -> dict[str, Any]:
         """What is known, with means of the steps that are held but for the first of the run, which warms up."""
@@ -97,22 +135,21 @@ class Watched:
         self.validation = self.ends = None
         self.tenants = {}
 
-    def _take(self, row: Mapping[str, Any]) -> None:
-        if "validation" in row:
-            self.validation = dict(row["validation"])
-        elif "ends" in row and "step_s" not in row:
-            self.ends = row["ends"]
-        elif "step_s" in row:
-            if self.rows and row["step"] <= self.rows[-1]["step"]:
+    def _take(self, line: _Line) -> None:
+        if line.validation:
+            self.validation = line.validation.model_dump(exclude_unset=True)
+        elif line.step is None or line.step_s is None or line.tokens is None:
+            self.ends = line.ends or self.ends
+        else:
+            if self.rows and line.step <= self.rows[-1]["step"]:
                 self._forget()
             if not self.rows:
-                self._first = row["step"]
-            self.rows.append(dict(row))
-            self.ends = row.get("ends")
+                self._first = line.step
+            self.rows.append(line.model_dump(exclude_unset=True))
+            self.ends = line.ends
             self.steps += 1
-            self.tokens += row["tokens"]
-            losses = {name: numbers.get("loss") for name, numbers in (row.get("tenants") or {}).items()}
-            self.tenants |= {name: loss for name, loss in losses.items() if loss is not None}
+            self.tokens += line.tokens
+            self.tenants |= {name: one.loss for name, one in (line.tenants or {}).items() if one.loss is not None}
 
 
 def _mean(values: list[float]) -> float | None:

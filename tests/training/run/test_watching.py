@@ -6,6 +6,8 @@ import threading
 import time
 from io import StringIO
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from evenload.commands import watch as verb
 from evenload.commands.tables.watch import table
@@ -110,6 +112,44 @@ def test_it_follows_to_the_end_of_the_run(tmp_path, monkeypatch):
     assert set(seen) >= {1, 3}
     path.write_text(line(0))
     assert verb.watch(path, None)["steps"] == 1, "nothing is shown live: the log as it is"
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["step", "loss", "score"]), inner),
+)
+KEYS = ("step", *NUMBERS, "bubble_frac", "predicted_s", "loss", "of_steps", "ends", "tenants", "validation")
+
+
+@hypothesis.given(st.lists(st.dictionaries(st.sampled_from(KEYS), ODD), max_size=4))
+def test_lines_of_any_kind_are_shown_or_passed_over(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("odd") / "log.jsonl"
+    path.write_text(line(0) + "".join(json.dumps({**json.loads(line(1)), **row}) + "\n" for row in rows) + line(2))
+    watched = Watched(path)
+    watched.read()
+    assert shown(watched.to_json())
+    assert watched.rows[-1]["step"] == 2
+
+
+NO_STEPS = ['{"step": 1, "step_s": 1}', "[" * 99_999, '{"step": "1", "step_s": "1", "tokens": "9"}']
+
+
+@pytest.mark.parametrize("text", NO_STEPS)
+def test_a_line_that_is_no_step_is_passed_over(tmp_path, text):
+    (tmp_path / "log.jsonl").write_text(f"{text}\n{line(0)}{text}\n")
+    watched = Watched(tmp_path / "log.jsonl")
+    watched.read()
+    assert (watched.steps, [row["step"] for row in watched.rows]) == (1, [0])
+
+
+def test_what_is_no_regular_file_or_has_no_end_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    os.symlink("/dev/zero", tmp_path / "zeros")
+    with open(tmp_path / "hole", "wb") as file:
+        file.truncate(1 << 40)
+    for name, why in {"pipe": "a pipe", "zeros": "a device", "hole": "line without end"}.items():
+        with pytest.raises(EvenloadError, match=why):
+            Watched(tmp_path / name).read()
 
 
 def test_a_folder_without_one_log_is_refused(tmp_path):
