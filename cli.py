@@ -230,7 +230,7 @@ def search(
     refuse(report=report)
     chosen = load_recipe(recipe, overrides or ())
     files = _lengths(chosen, lengths or (), tokenizer)
-    ranks = [number_of_word(word, "--nproc", RANKS) for word in _names(nproc)]
+    ranks = [number_of_word(word, "--nproc", RANKS) for word in nproc.split(",")]
     enough, num_steps = Enough(gap / 100, 60 * minutes), number_of_word(steps, "--steps", STEPS)
     memory_gib = None if memory is None else number_of_word(memory, "--memory", SIZE)
     count = 0 if measure is None else number_of_word(measure, "--measure", REPEATS)

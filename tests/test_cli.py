@@ -238,6 +238,7 @@ WRONG = {
     "unknown baseline": ("bench", "recipe.yaml", "--against", "inorder"),
     "data not there": ("train", "recipe.yaml", "data.source=nothing.jsonl"),
     "wrong number of ranks": ("train", "recipe.yaml", "--nproc", "3"),
+    "no number of ranks": ("search", "recipe.yaml", "--lengths", "lengths.txt", "--nproc", ""),
     "no ranks": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "--nproc", "0"),
     "more ranks than samples": ("plan", "recipe.yaml", "--lengths", "lengths.txt", "parallel.dp=null", "--nproc", "65"),
     "more ranks than a machine has": ("train", "recipe.yaml", "parallel.dp=null", "--nproc", "5000"),

@@ -132,7 +132,7 @@ def open_all(data: Data, spec: str | None, domains: Mapping[str, str] | None, we
 def refuse_unscored(recipe: Recipe, source: Source, draws: Sequence[Draw]) -> None:
     """Raise EvenloadError where the domain whose loss tells the best checkpoint has no sample in a validation."""
     best = recipe.checkpoint.best
-    if isinstance(best, str) and isinstance(source, MixedSource):
+    if isinstance(source, MixedSource) and best in source.domains:
         place = source.domains.index(best)
         missing = not any((draw.domain == place).any() for draw in draws if draw.domain is not None)
         what = f"checkpoint.best is by the loss of {best}, and no sample of it is validated"

@@ -187,8 +187,9 @@ def _planned_step(
         refuse_divisors(batch, taken[-1].num_items)
     elif len(set(batch.num_batches)) > 1:  # each rank divides by its own number of batches
         return None
-    if batch.parts and batch.parts.fault:
-        raise batch.parts.fault
+    if batch.parts and batch.parts.fault:  # of this step alone
+        leave(NAME, state.planning, batch.parts.fault)
+        return None
     form = _form(state, trainer, batch, taken[-1])
     plan = None if form is None else plan_of(state, batch.samples, taken)
     return None if form is None or plan is None else (batch, form, plan)

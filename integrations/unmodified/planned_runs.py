@@ -16,6 +16,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -79,7 +80,8 @@ def report_step(
         if _checking():
             folder.write_check({"loop": loop, **gains(chain, plan, micro_batch_size)})
         else:
-            _say_first(loop, chain, plan, micro_batch_size)
+            with suppress(EvenloadError):  # a word about a step ends none
+                _say_first(loop, chain, plan, micro_batch_size)
 
 
 def _say_first(loop: str, chain: PlanChain, plan: StepPlan, micro_batch_size: int | None) -> None:

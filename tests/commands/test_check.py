@@ -58,15 +58,16 @@ def test_a_step_of_megatron_is_checked_and_nothing_is_trained(tmp_path):
 
 
 @full
-def test_a_refusal_is_one_message_for_all_ranks(tmp_path, deepspeed_script):
-    """As that of ``evenload run``: see tests/hosts/test_messages.py."""
-    done = command(tmp_path, "check", recipe(tmp_path, "deepspeed", 8), "--", *deepspeed_script)
-    assert done.returncode == 2
-    message, *_ = [line for line in done.stderr.splitlines() if line.startswith("evenload: ")]
-    assert done.stderr.count(message) == 1
+def test_what_cannot_fit_is_said_and_ends_before_the_update(tmp_path, deepspeed_script):
+    done = command(tmp_path, "check", recipe(tmp_path, "deepspeed", 8), "--json", "--", *deepspeed_script)
+    assert done.returncode == 1
+    result = json.loads(done.stdout)
+    assert (result["verdict"], result["refusals"]) == ("nothing planned", [])
+    (idle,) = result["idle"]
+    assert idle["loop"] == "DeepSpeed"
+    assert "max_tokens" in idle["why"] + idle["do"]
     assert "EvenloadError" not in done.stderr
-    assert "exitcode  : 2" in done.stderr
-    assert "refused: " in done.stdout
+    assert not list(tmp_path.glob("*.pt")), "the script came to its end"
 
 
 OWN_LOOP = """

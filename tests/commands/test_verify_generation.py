@@ -107,7 +107,9 @@ def test_every_layout_generates_what_plain_generation_does(words: tuple[str, ...
     assert (result["prompts"], result["samples"]) == (6, 18)
     own, single, chunks, small, _, cut = result["arrangements"]
     assert single["forwards"] > chunks["forwards"] > own["forwards"]
-    assert 0 < cut["samples_before"] < 18
+    # Four ranks have slots for all samples, of which the greedy ones end together.
+    assert cut["samples_before"] < 18
+    assert cut["samples_before"] > 0 or "parallel.dp=4" in words
     assert cut["tokens_again"] > 0
     assert small["tokens_again"] > 0
     assert result.get("tenants", ["rank-4", "rank-8", "rank-16"]) == ["rank-4", "rank-8", "rank-16"]

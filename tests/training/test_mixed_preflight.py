@@ -65,3 +65,11 @@ def test_a_domain_whose_loss_is_wanted_and_never_scored_is_refused(data):
         outcomes.add("refused")
     assert outcomes == {"1 domains", "refused"}, "one sample of 40 is of either domain"
     preflight(recipe_of(data, "code", validation={"domains": specs}, checkpoint=checkpoint))
+
+
+def test_the_best_by_scores_is_no_domain(data, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
+    scored = {"prompts": str(tmp_path / "prompts.jsonl"), "score": "builtins:len"}
+    validation = {"domains": {name: data[name]["source"] for name in ("code", "web")}, "generate": scored}
+    own = {"checkpoint": {"dir": "kept", "best": "generate.score"}, "generate": {"end_tokens": []}}
+    assert preflight(recipe_of(data, "code", validation=validation, **own)).source.name == "1 domains"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from harness.cases import full, only_full
+from harness.cases import only_full
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -150,7 +150,6 @@ members.Members._missing_bytes = missing
 """
 
 
-@full
 def test_trials_that_do_not_fit_at_once_take_turns_and_the_same_one_wins(new_job, swept):
     job = new_job("job", acme=SWEPT)
     (ranking,) = job.trained(planted=ONE_AT_A_TIME)["sweeps"]
