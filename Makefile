@@ -2,7 +2,7 @@
 # make test    the tests of every change    make test-all   every case (PART=3/10: a tenth of what `make test` leaves out)
 # make test-changed  of these what a change can break       make test-costs   what each case costs
 # make check-cuda    more of them on a GPU that is rehearsed                   make explore   drawn tests, drawn anew
-# make mutants faults planted one by one, each to be noticed (PART=3/40: a part)    make docs      generated pages
+# make mutants planted faults, each to be noticed (PART=3/20: a part)            make docs      generated pages
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
 # make test-hosts    LLaMA-Factory, Axolotl, ms-swift and Ray Train, each in an environment of its own
 # make site    the documents as web pages, into build/site; a warning is an error
@@ -84,7 +84,7 @@ check: lint types contracts
 explore: $(READY)
 	$(PYTEST) -m "(hypothesis or drawn) and not gpu" --hypothesis-profile=explore -q
 
-# Faults planted in copies of the code; each has a command that must notice it.
+# Faults planted in copies of the code, two at a time; each has a command that must notice it.
 mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(if $(PART),--part $(PART))
 

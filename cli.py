@@ -364,7 +364,7 @@ def run(
     recipe: RecipePath,
     command: Command,
     require: Annotated[
-        bool, typer.Option("--require", help="End what cannot be planned; else it runs as it is.")
+        bool, typer.Option("--require", help="Fail if the script cannot be planned, instead of running it unmodified.")
     ] = False,
 ) -> None:
     """Run an unmodified training script with the recipe's plugins switched on."""

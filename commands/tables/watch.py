@@ -63,7 +63,8 @@ def table(result: Result) -> Group:
     if best := result["validation"]:
         scores = {name: score for name, score in (best.get("generate") or {}).items() if isinstance(score, float)}
         sampled = f", {figures_of(scores)}" if scores else ""
-        about.append(f"validation after {best['step']} steps: loss {best['loss']:.4f}{sampled}")
+        loss = "no number" if best.get("loss") is None else f"{best['loss']:.4f}"
+        about.append(f"validation after {best['step']} steps: loss {loss}{sampled}")
     if tenants := result["tenants"]:
         about.append("losses: " + ", ".join(f"{name} {loss:.4f}" for name, loss in tenants.items()))
     columns = {name: cell for name, cell in _STEP.items() if any(cell(row) is not None for row in rows)}

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from ..balance.step_bound import passes_bound_s
 from ..costs.context import PlanningContext
-from ..errors import EvenloadError, nearest, refuse_first
+from ..errors import EvenloadError, nearest, of_request, refuse_first
 from ..experts.history import Loads
 from ..laws import check, check_policy
 from ..machine.layout import Layout
@@ -95,19 +95,20 @@ class PlanChain:
 
         ``warn``: say which settings of the recipe have no effect there. ``whole``: sequences stay whole, each on one
         rank; else the loop runs slices, and its ranks share them. ``orders``: in the order of a plan, with replays and
-        over pipeline stages. Raises EvenloadError.
+        over pipeline stages. Raises EvenloadError; `RequestError` for what is wrong in the recipe, whatever the model.
         """
-        refuse_in_loops(recipe)
-        refuse_first(
-            (
-                recipe.sharded_experts,
-                "experts of a training loop of your own stay whole, where its model has them",
-                "plugins.moe.owners sharded",
-                "set plugins.moe.owners=home, or train with `evenload train`",
+        with of_request():
+            refuse_in_loops(recipe)
+            refuse_first(
+                (
+                    recipe.sharded_experts,
+                    "experts of a training loop of your own stay whole, where its model has them",
+                    "plugins.moe.owners sharded",
+                    "set plugins.moe.owners=home, or train with `evenload train`",
+                )
             )
-        )
-        traits = replace(traits, takes_turns=False)
-        chain = cls._of_setting(recipe, Setting.of_recipe(recipe, shape, traits), layout)
+            setting = Setting.of_recipe(recipe, shape, replace(traits, takes_turns=False))
+        chain = cls._of_setting(recipe, setting, layout)
         if warn:
             warn_of_idle(chain.links, whole=whole, orders=orders)
         if not orders:

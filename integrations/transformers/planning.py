@@ -295,9 +295,9 @@ def chain_for(
     traits = traits_of(zero_stage, "bf16" if half else "fp32")
     with of_request():
         refuse_first(rule_of_layers(recipe))
-        chain = PlanChain.of_model(
-            recipe, _shape(model), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
-        )
+    chain = PlanChain.of_model(
+        recipe, _shape(model), Layout(dp=size), traits, warn=rank == 0, whole=whole, orders=False
+    )
     chain = replace(chain, micro_batch_size=micro_batch_size)
     return chain.in_rows(rows) if rows else chain
 

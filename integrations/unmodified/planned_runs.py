@@ -87,12 +87,12 @@ def report_step(
 def _say_first(loop: str, chain: PlanChain, plan: StepPlan, micro_batch_size: int | None) -> None:
     """Say what is planned, and how to turn it off."""
     stock, stock_s, plan_s = beside_stock(chain, plan, micro_batch_size)
-    by, recipe = carried_here(), ", ".join(plugin.name for plugin, _ in chain.links)
-    costs = f" by costs={by.costs} on cluster={by.cluster}" if by else ""
+    recipe, plugins = carried_here(), ", ".join(plugin.name for plugin, _ in chain.links)
+    costs = f" (costs={recipe.costs}, cluster={recipe.cluster})" if recipe else ""
     print(
-        f"evenload: the first step of {loop} is planned with {recipe}: {plan.num_padded_tokens:,} tokens instead of "
-        f"{stock.num_padded_tokens:,}, predicted {stock_s / plan_s:.2f}x as fast{costs}; to turn it off, start the "
-        "command without evenload: checkpoints go on either way",
+        f"evenload: planned the first step of {loop} with {plugins}: {plan.num_padded_tokens:,} tokens instead of "
+        f"{stock.num_padded_tokens:,}, predicted {stock_s / plan_s:.2f}x as fast{costs}. "
+        "To turn evenload off, run the command without it.",
         file=sys.__stderr__,
         flush=True,
     )

@@ -68,8 +68,8 @@ def test_the_first_step_says_what_is_planned_and_how_to_turn_it_off(folder, capf
     (said,) = capfd.readouterr().err.splitlines()
     planned = packing()
     plan, stock = planned.plan(as_lengths(LENGTHS)), replace(planned, micro_batch_size=2).stock(as_lengths(LENGTHS))
-    assert f"planned with packing: {plan.num_padded_tokens:,} tokens instead of {stock.num_padded_tokens:,}" in said
-    assert "by costs=cpu on cluster=local; to turn it off, start the command without evenload" in said
+    assert f"with packing: {plan.num_padded_tokens:,} tokens instead of {stock.num_padded_tokens:,}" in said
+    assert "(costs=cpu, cluster=local). To turn evenload off, run the command without it." in said
 
 
 def test_ranks_of_a_job_count_once_and_jobs_of_a_command_add_up(folder, monkeypatch):

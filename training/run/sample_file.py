@@ -65,10 +65,10 @@ class SampleFile:
             path.unlink()
 
     def _parts(self) -> list[Path]:
-        """Files of ranks, and no other that is called alike."""
+        """Files that ranks append to; no other whose name begins alike."""
         head = f"{self._out.name}.part-"
-        names = ((path, path.name.removeprefix(head)) for path in self._out.parent.iterdir())
-        return [path for path, rank in names if path.name == f"{head}{rank}" and rank.isdecimal()]
+        named = [path for path in self._out.parent.iterdir() if path.name.startswith(head)]
+        return [path for path in named if path.name.removeprefix(head).isdecimal()]
 
     def _line(self, sample: Completion) -> str:
         row: dict[str, Any] = {"prompt": sample.prompt, "sample": sample.sample, "ended": sample.ended}

@@ -39,9 +39,10 @@ def log_of(run: Path) -> Path:
     return files[0]
 
 
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Figure = Annotated[float, Field(allow_inf_nan=False)]
+_Share = Annotated[float, Field(gt=-1, lt=2)]
+"""Rounding may take a share below 0 or above 1."""
 
 
 class _Tenant(BaseModel, extra="allow", strict=True):
@@ -49,25 +50,26 @@ class _Tenant(BaseModel, extra="allow", strict=True):
 
 
 class _Validation(BaseModel, extra="allow", strict=True):
-    step: Count
-    loss: float
+    step: _Count
+    loss: float | None = None
+    """None: it was no number."""
     generate: dict[str, Any] | None = None
 
 
 class _Line(BaseModel, extra="allow", strict=True):
     """What is read of a line: of a step, of a validation, or the end of a run."""
 
-    step: Count | None = None
+    step: _Count | None = None
     step_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    tokens: Count | None = None
-    of_steps: Count | None = None
+    tokens: _Count | None = None
+    of_steps: _Count | None = None
     loss: float | None = None
-    predicted_s: Figure | None = None
-    plan_s: Figure | None = None
-    plan_wait_s: Figure | None = None
-    imbalance: Figure | None = None
-    padding_frac: Share | None = None
-    bubble_frac: Share | None = None
+    predicted_s: _Figure | None = None
+    plan_s: _Figure | None = None
+    plan_wait_s: _Figure | None = None
+    imbalance: _Figure | None = None
+    padding_frac: _Share | None = None
+    bubble_frac: _Share | None = None
     tenants: dict[str, _Tenant] | None = None
     validation: _Validation | None = None
     ends: str | None = None

@@ -141,7 +141,10 @@ class PlannedLoader:
                     raise
                 leave(NAME, self._planning, error)
                 self._hold.release()
-                yield from map(self._stock_batch, chain(stock_batches, iter(lambda: list(islice(rows, size)), [])))
+                for of_batch in chain(stock_batches, iter(lambda: list(islice(rows, size)), [])):
+                    if self.stock.tput_timer:
+                        self.stock.tput_timer.start()
+                    yield self._stock_batch(of_batch)
                 return
             for batch, planned in step:
                 if not self._hold.active():

@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 import torch
 from deepspeed.moe.layer import MoE
 
-from ....core.errors import EvenloadError, of_request
+from ....core.errors import EvenloadError
 from ....core.machine.layout import Layout
 from ....core.planning.chain import PlanChain
 from ....core.recipe.recipe import Recipe
@@ -83,17 +83,14 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
     route = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("route", "train")
     if chosen is None or not chosen.enabled() or route != "train":
         return stock
+    state = _attached.get(engine)
     try:
         _refuse_unsupported(engine, stock)
+        chain = _chain_of(chosen, engine, warn=state is None)
     except EvenloadError as error:
         leave(NAME, None, error)
         return stock
-    dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
-    config, traits = engine.module.config, traits_of(int(engine.zero_optimization_stage()), dtype)
-    state = _attached.get(engine)
-    layout = Layout(ep=expert_ranks(engine.module), dp=torch.distributed.get_world_size())
-    with of_request():
-        chain = PlanChain.of_model(chosen, shape_of(config), layout, traits, warn=state is None)
+    config = engine.module.config
     if state is None:
         gated = gated_experts(engine.module, chosen)
         state = _attached[engine] = Attached(config._attn_implementation, gated=gated)
@@ -107,6 +104,14 @@ def deepspeed_io(wrapped: Any, engine: Any, args: Any, kwargs: Any, recipe: Reci
         EngineHold(lambda: state.active, partial(_release, engine, state)),
         tell=partial(tell_monitor, engine),
     )
+
+
+def _chain_of(recipe: Recipe, engine: Any, *, warn: bool) -> PlanChain:
+    """The planners of a recipe for the model, the precision and the ranks of an engine. Raises EvenloadError."""
+    dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
+    traits = traits_of(int(engine.zero_optimization_stage()), dtype)
+    layout = Layout(ep=expert_ranks(engine.module), dp=torch.distributed.get_world_size())
+    return PlanChain.of_model(recipe, shape_of(engine.module.config), layout, traits, warn=warn)
 
 
 def forward(wrapped: Any, engine: Any, args: Any, kwargs: Any) -> Any:

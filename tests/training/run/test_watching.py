@@ -131,6 +131,15 @@ def test_lines_of_any_kind_are_shown_or_passed_over(tmp_path_factory, rows):
     assert watched.rows[-1]["step"] == 2
 
 
+def test_shares_off_by_rounding_and_losses_that_are_no_numbers_are_shown(tmp_path):
+    validation = json.dumps({"validation": {"step": 1, "loss": None}})
+    (tmp_path / "log.jsonl").write_text(line(0, bubble_frac=-1e-17, loss=None) + f"{validation}\n")
+    watched = Watched(tmp_path / "log.jsonl")
+    watched.read()
+    assert watched.steps == 1
+    assert "validation after 1 steps: loss no number" in " ".join(shown(watched.to_json()).split())
+
+
 NO_STEPS = ['{"step": 1, "step_s": 1}', "[" * 99_999, '{"step": "1", "step_s": "1", "tokens": "9"}']
 
 
