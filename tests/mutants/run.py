@@ -4,8 +4,8 @@
     python tests/mutants/run.py --part 3/10      every tenth from the third on, faults alone
     python tests/mutants/run.py NAME ...         these
 
-Killers are run as `make test` runs them: what is marked full does not count (``--full``: it does). Exit
-code 1 if a fault survives, or if a killer fails where nothing is planted.
+Killers are run as `make test` runs them: what is marked full does not count (``--full``: it does), and what
+they draw is drawn alike each time. Exit code 1 if a fault survives, or if a killer fails where nothing is planted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def command_of(killer: Killer, full: bool) -> list[str]:
         return [sys.executable, "-m", "evenload", "verify", *killer.words, "--json"]
     marks = " and ".join(f"({mark})" for mark in (killer.m, "" if full else "not full") if mark)
     selected = [word for option in (("-k", killer.k), ("-m", marks)) if option[1] for word in option]
-    return [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *killer.words, *selected]
+    options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+    return [sys.executable, "-m", "pytest", *options, *killer.words, *selected]
 
 
 def run(killer: Killer, code: Path, full: bool) -> Outcome:
@@ -130,7 +131,7 @@ def main() -> int:
     arguments = parser.parse_args()
     mutants, console = chosen(arguments.names, arguments.part), Console(stderr=True)
     table = Table("fault", "killer", "what it said", "seconds")
-    bad = 0
+    bad = list[str]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(arguments.workers) as pool:
         copies: Queue[Path] = Queue()
         for number in range(arguments.workers):
@@ -138,16 +139,18 @@ def main() -> int:
         judge = partial(judged, copies=copies, full=arguments.full)
         killers = () if arguments.part else dict.fromkeys(one.killer for one in mutants)
         for killer, outcome in zip(killers, pool.map(judge, killers), strict=True):
-            bad += outcome.failed is not False
+            if outcome.failed is not False:
+                bad.append(f"fails without a fault: {killer}: {outcome.said[:300]}")
             console.print(f"[dim]nothing planted[/] {killer}: {outcome.said[:100]} ({outcome.seconds:.0f} s)")
         for mutant, outcome in zip(mutants, pool.map(judge, (one.killer for one in mutants), mutants), strict=True):
-            bad += outcome.failed is not True
+            if outcome.failed is not True:
+                bad.append(f"{mutant.name}: {mutant.killer}: {outcome.said[:300]}")
             word = "killed" if outcome.failed else "SURVIVED"
             console.print(f"{word} by {mutant.killer} in {outcome.seconds:.0f} s: {mutant.name}: {outcome.said[:100]}")
             table.add_row(mutant.name, str(mutant.killer), f"{word}: {outcome.said[:80]}", f"{outcome.seconds:.0f}")
     Console(width=180).print(table)
-    print(f"{len(mutants)} faults, {bad} survived or could not be judged")
-    return int(bad > 0)
+    print(f"{len(mutants)} faults, {len(bad)} survived or could not be judged", *bad, sep="\n  ")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":
