@@ -17,6 +17,9 @@ Every rank runs the same number of micro-batches, filled up with dummies of one 
 user's loss function still finds its partners. Planning is in line: to plan ahead, the next step's batches would have to
 be taken from an iterator that the user may share, save or stop.
 
+A call that cannot be planned runs as it would without evenload, which shows before its first micro-batch does; so do
+all calls after it, where none has been planned.
+
 Exact under both objectives of Megatron's: the sum of token losses, and the mean of micro-batch means (`objective`).
 Samples are cut where packed attention can do what the layers' own does (`attention`); else they stay whole.
 """
@@ -25,9 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -37,6 +40,8 @@ from ....core.errors import EvenloadError
 from ....core.recipe.recipe import Recipe
 from ....runtime.experts.gate import ExpertGate
 from ....runtime.experts.routing import StepRouting
+from ....runtime.world.agreement import all_or_none
+from ...unmodified.planned_loop import PlannedLoop, leave
 from ...unmodified.planned_runs import end_of_check, on_release
 from ..base.families import pattern_of, unwrapped_chunk
 from ..base.plane import current_layout
@@ -47,15 +52,17 @@ from .planning.user_loop import UserLoop, chain_of
 from .reading.batches import Batches, BatchSource
 from .reading.context_parallel import data_rank, refuse_form, refuse_together
 from .reading.rows import holds_rows
+from .reading.taken import Taken, given_back, has_any, of_one, taken_from
 from .refusals.layers import refuse_losses_of_rows, refuse_routers, why_together
 from .refusals.supported import bare_model, refuse_loop, refuse_replays, warn_of_dropout
-from .running.chunks import chunks_of, is_interleaved, one_iterator, run_stock
+from .running.chunks import chunks_of, is_interleaved, of_stock, run_stock
 from .running.experts import gate_of, routing_of
 from .running.forward_step import UserStep
 from .running.mtp import next_tokens
 from .running.objective import Losses, MeanOfMeans
 from .running.order import run_order
 from .running.reports import Reports
+from .running.trial import Trial, try_first
 
 
 class PlannedSteps:
@@ -66,6 +73,8 @@ class PlannedSteps:
         self._loops: WeakKeyDictionary[Any, UserLoop] = WeakKeyDictionary()
         self._together: WeakKeyDictionary[Any, Together] = WeakKeyDictionary()
         self._rows: WeakKeyDictionary[Any, RowSteps] = WeakKeyDictionary()
+        self._left: WeakSet[Any] = WeakSet()
+        """Models, by their first chunk, whose loops run as they are."""
         self.active = True
         _all.add(self)
 
@@ -78,9 +87,11 @@ class PlannedSteps:
             if not self.active or call.get("forward_only"):
                 return stock(*args, **call)
             chunks = chunks_of(call["model"])
+            if chunks[0] in self._left:
+                return stock(*args, **call)
             if why := why_together(get_model_config(chunks[0]), pattern_of(unwrapped_chunk(chunks[0]))):
                 return self._run_together(stock, foreign_owner, why, chunks, call)
-            return self._run(stock, foreign_owner, **call)
+            return self._run(stock, foreign_owner, chunks, call)
 
         return forward_backward
 
@@ -98,80 +109,81 @@ class PlannedSteps:
         self, stock: Callable[..., Any], foreign_owner: str, why: str, chunks: list[Any], call: dict[str, Any]
     ) -> Any:
         """A training call whose micro-batches stay as they are."""
-        refuse_together(get_model_config(chunks[0]), why)
-        if chunks[0] not in self._together:
-            self._together[chunks[0]] = Together.of(self._recipe, chunks, foreign_owner, why, call)
-        return self._together[chunks[0]].run(stock, chunks, call)
+        together = self._together.get(chunks[0])
+        try:
+            if together is None:
+                refuse_together(get_model_config(chunks[0]), why)
+                together = Together.of(self._recipe, chunks, foreign_owner, why, call)
+                self._together[chunks[0]] = together
+            plan = together.plan(call)
+        except EvenloadError as error:
+            return self._leave(together.planning if together else None, error, stock, chunks, call)
+        return together.run(stock, plan, chunks, call)
 
-    def _run(
-        self,
-        stock: Callable[..., Any],
-        foreign_owner: str,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        **rest: Any,
-    ) -> Any:
-        data_iterator, chunks = one_iterator(data_iterator), chunks_of(model)
-        refuse_loop(chunks[0], rest)
-        gpts, config = [bare_model(chunk) for chunk in chunks], get_model_config(chunks[0])
-        first = gpts[0] not in self._loops
-        loop = self._loop_of(chunks, gpts, foreign_owner, data_iterator)
-        taken = None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
-        if taken and loop.source.all_have and holds_rows(taken[0]):
-            if loop.one_context:
-                refuse_form("ragged rows")
-            return self._run_rows(stock, forward_step_func, chunks, gpts[0], taken, rest)
-        batches = loop.source.spread(taken)
-        planned = plan_call(batches, loop, gpts[0], is_interleaved(chunks))
-        plan = planned.plan
-        own = plan.of_rank(data_rank())
-        routing, gate = _experts(config, planned, batches)
-        means = not config.calculate_per_token_loss
-        divisor = len(own) if plan.in_host_schedule else 1
-        losses = Losses(
-            checks=first,
-            objective=MeanOfMeans(planned.weights, divisor, planned.cp_shards) if means else None,
-            reports=(reports := Reports(planned.cp_shards, loop.kinds)),
-            further=next_tokens(batches.samples, planned.places, config, divisor) if config.mtp_num_layers else None,
-        )
-        borders = batches.form.has_borders
-        step = UserStep(forward_step_func, gpts, planned.lay, losses, loop.by_token, borders, routing, gate)
-        returned = _run_planned(stock, loop, planned, step, chunks, gpts, {"model": model, **rest})
-        warn_of_differences(loop, config, planned, step, loop.planning.warned)
-        loop.planning.report(plan, micro_batch_size=batches.size, loads=gate.loads if gate else ())
+    def _run(self, stock: Callable[..., Any], foreign_owner: str, chunks: list[Any], call: dict[str, Any]) -> Any:
+        """A training call whose samples are planned. What cannot be is found out before the first micro-batch runs, on
+        all ranks: the loop's own batches run then in its own schedule."""
+        planning: PlannedLoop | None = None
+        taken: Taken | None = None
+        try:
+            loop = self._loop_of(chunks, foreign_owner, call)
+            planning, taken = loop.planning, taken_from(call["data_iterator"], call["num_microbatches"])
+            first = next(iter(taken.values()), [None])[0]
+            if loop.source.all_have and holds_rows(first):
+                if loop.one_context:
+                    refuse_form("ragged rows")
+                rows = self._rows_of(chunks[0])
+                planning = rows.planning
+                run = rows.prepared(stock, chunks, of_one(taken), call)
+            else:
+                run = _prepared(stock, loop, chunks, taken, call)
+        except EvenloadError as error:
+            if taken is not None:
+                call = {**call, "data_iterator": given_back(call["data_iterator"], taken)}
+            return self._leave(planning, error, stock, chunks, call)
+        returned = run()
         end_of_check()
-        if not parallel_state.is_pipeline_last_stage():
-            return returned
-        targets = [of_ranks[parallel_state.get_context_parallel_rank()] for of_ranks in batches.targets]
-        returned = reports.of_loop(returned, planned.own, targets, data_group())
-        loop.kinds = reports.kinds
         return returned
 
-    def _loop_of(self, chunks: list[Any], gpts: list[Any], foreign_owner: str, data_iterator: Any) -> UserLoop:
-        """What is known of a model; in its first call found out. Collective then. Raises EvenloadError."""
-        if gpts[0] not in self._loops:
-            warn_of_dropout(get_model_config(chunks[0]))
-            for gpt in gpts:
-                refuse_routers(gpt)
-            warn = not self._loops and dist.get_rank() == 0
-            self._loops[gpts[0]] = UserLoop.of(
-                self._recipe, chunks, gpts, foreign_owner, warn, BatchSource(data_iterator)
-            )
-        return self._loops[gpts[0]]
+    def _leave(
+        self,
+        planning: PlannedLoop | None,
+        error: EvenloadError,
+        stock: Callable[..., Any],
+        chunks: list[Any],
+        call: dict[str, Any],
+    ) -> Any:
+        """The training call as the loop means it; every one from now on, where none has been planned."""
+        leave("Megatron-Core", planning, error)
+        if planning is None or not planning.has_run:
+            self._left.add(chunks[0])
+        return stock(**call)
 
-    def _run_rows(
-        self, stock: Callable[..., Any], function: Any, chunks: list[Any], gpt: Any, taken: list[Any], rest: Any
-    ) -> list[Any]:
-        """A training call on TensorDicts."""
-        if gpt not in self._rows:
-            chain = chain_of(self._recipe, gpt, current_layout(), warn=dist.get_rank() == 0)
-            self._rows[gpt] = RowSteps(chain)
-        reports = self._rows[gpt].run(stock, function, chunks, taken, **rest)
-        end_of_check()
-        return reports
+    def _loop_of(self, chunks: list[Any], foreign_owner: str, call: dict[str, Any]) -> UserLoop:
+        """What is known of a model; in its first call found out. Collective then. Raises EvenloadError."""
+
+        def check() -> None:
+            refuse_loop(chunks[0], call)
+            for chunk in chunks:
+                refuse_routers(bare_model(chunk))
+
+        if (known := self._loops.get(chunks[0])) is not None:
+            refuse_loop(chunks[0], call)
+            return known
+        all_or_none(check)
+        source = all_or_none(lambda: BatchSource(has_any(call["data_iterator"])))
+        warn = not self._loops and dist.get_rank() == 0
+        loop = all_or_none(lambda: UserLoop.of(self._recipe, chunks, foreign_owner, warn, source))
+        warn_of_dropout(get_model_config(chunks[0]))
+        self._loops[chunks[0]] = loop
+        return loop
+
+    def _rows_of(self, chunk: Any) -> RowSteps:
+        """The planning of a model's calls on TensorDicts."""
+        if chunk not in self._rows:
+            chain = chain_of(self._recipe, bare_model(chunk), current_layout(), warn=dist.get_rank() == 0)
+            self._rows[chunk] = RowSteps(chain)
+        return self._rows[chunk]
 
 
 @on_release
@@ -184,6 +196,56 @@ def release() -> None:
 
 _all: set[PlannedSteps] = set()
 """Those of the session that is on: kept here, for a loop need not keep the functions that it asked for."""
+
+
+def _prepared(
+    stock: Callable[..., Any], loop: UserLoop, chunks: list[Any], taken: Taken, call: dict[str, Any]
+) -> Callable[[], Any]:
+    """Runs a training call by its plan, and gives what the loss functions reported. Collective; raises EvenloadError
+    where the call cannot be planned, on all ranks."""
+    config, gpts = get_model_config(chunks[0]), [bare_model(chunk) for chunk in chunks]
+    batches = loop.source.spread(taken)
+    planned = plan_call(batches, loop, gpts[0], is_interleaved(chunks))
+    if not planned.plan.in_host_schedule:
+        if loop.only_stock is not None:
+            raise EvenloadError(*loop.only_stock)
+        refuse_replays(planned.plan, config)
+    routing, gate = _experts(config, planned, batches)
+    divisor = len(planned.plan.of_rank(data_rank())) if planned.plan.in_host_schedule else 1
+    means = None if config.calculate_per_token_loss else MeanOfMeans(planned.weights, divisor, planned.cp_shards)
+    further = next_tokens(batches.samples, planned.places, config, divisor) if config.mtp_num_layers else None
+    reports, borders = Reports(planned.cp_shards, loop.kinds), batches.form.has_borders
+
+    def step(reports: Reports, gate: ExpertGate | None, *, checks: bool = False) -> UserStep:
+        losses = Losses(checks=checks, objective=means, reports=reports, further=further)
+        return UserStep(call["forward_step_func"], gpts, planned.lay, losses, loop.by_token, borders, routing, gate)
+
+    if not loop.planning.has_run:
+        tried = step(Reports(planned.cp_shards), None, checks=True)
+        try_first(chunks, partial(_run_planned, stock, loop, planned, tried, chunks, call))
+    return partial(_run_reported, stock, loop, planned, batches, step(reports, gate), chunks, call)
+
+
+def _run_reported(
+    stock: Callable[..., Any],
+    loop: UserLoop,
+    planned: CallPlan,
+    batches: Batches,
+    step: UserStep,
+    chunks: list[Any],
+    call: dict[str, Any],
+) -> Any:
+    """A planned training call; its reports are those of the loop's own micro-batches."""
+    returned = _run_planned(stock, loop, planned, step, chunks, call)
+    warn_of_differences(loop, get_model_config(chunks[0]), planned, step, loop.planning.warned)
+    loop.planning.report(planned.plan, micro_batch_size=batches.size, loads=step.gate.loads if step.gate else ())
+    if not parallel_state.is_pipeline_last_stage():
+        return returned
+    targets = [of_ranks[parallel_state.get_context_parallel_rank()] for of_ranks in batches.targets]
+    reports = step.losses.reports
+    returned = reports.of_loop(returned, planned.own, targets, data_group())
+    loop.kinds = reports.kinds
+    return returned
 
 
 def _experts(config: Any, planned: CallPlan, batches: Batches) -> tuple[StepRouting | None, ExpertGate | None]:
@@ -201,18 +263,22 @@ def _run_planned(
     planned: CallPlan,
     step: UserStep,
     chunks: Sequence[Any],
-    gpts: Sequence[Any],
-    rest: dict[str, Any],
+    call: dict[str, Any],
+    trial: Trial | None = None,
 ) -> Any:
-    """The plan of a training call, in Megatron's own schedule or in its own order; what the loss functions reported."""
-    plan, one = planned.plan, loop.one_context
+    """The plan of a training call, in Megatron's own schedule or in its own order, or a pack of it for a ``trial``;
+    what the loss functions reported."""
+    plan, one, config = planned.plan, loop.one_context, get_model_config(chunks[0])
+    own = ("forward_step_func", "data_iterator", "num_microbatches")
+    rest = {name: value for name, value in call.items() if name not in own}
     rest = one.of_schedule(rest) if one else rest
-    with one.inside(gpts, get_model_config(chunks[0])) if one else nullcontext():
+    with one.inside(step.gpts, config) if one else nullcontext():
+        if trial is not None:
+            number = of_stock(is_interleaved(chunks), config, 1)
+            packs = [step.load(planned.two_whole(data_rank())) for _ in range(number)]
+            return run_stock(stock, step, packs, chunks, trial, **rest | {"forward_only": True})
         if plan.in_host_schedule:
             packs = [step.load(plan.micro_batches[index]) for index in plan.of_rank(data_rank())]
             return run_stock(stock, step, packs, chunks, **rest)
-        if loop.only_stock is not None:
-            raise EvenloadError(*loop.only_stock)
-        refuse_replays(plan, get_model_config(chunks[0]))
         plane = loop.plane if plan.shared else None
         return run_order(plan, step, chunk=chunks[0], links=loop.links_for(plan), plane=plane, rest=rest)

@@ -16,7 +16,7 @@ from evenload.core.errors import EvenloadError
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron_tests.float64 import all_in_float64
-from megatron_tests.telling import told
+from megatron_tests.telling import required, told
 from megatron_tests.user_jobs import listening, loaded_script, recipe
 
 
@@ -113,7 +113,7 @@ def tensor_dicts(world: Any, *, tp: int, pp: int, cases: list[tuple[str, bool]],
         for loss, per_token in cases:
             stock = script.train(loss, per_token)
             try:
-                with _enabled(plugins):
+                with required(), _enabled(plugins):
                     planned = script.train(loss, per_token)
             except EvenloadError as error:
                 results.append(str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from evenload.integrations.megatron.unmodified.refusals.supported import why_sto
 from evenload.integrations.unmodified import planned_runs
 from evenload.runtime.experts.balance import Shares
 from evenload.runtime.world import agreement
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron_tests.form_jobs import packed_attention
 from megatron_tests.telling import told
@@ -103,6 +105,103 @@ def refused_hybrids(world: Any, **loop: Any) -> dict[str, str]:
             with change:
                 said[name] = told(user.step, evenload.enabled(recipe()))
         return said
+
+
+def left_as_they_are(world: Any, *, odd: list[str], **loop: Any) -> dict[str, Any]:
+    """Of loops that cannot be planned, by what is odd in them: whether each of two steps is the stock one, bit by bit,
+    and what is said."""
+    with user_loop(**loop) as user:
+        batches, found = user.script.batches, {}
+        for name in odd:
+            user.script.batches = partial(ODD_BATCHES[name], batches) if name in ODD_BATCHES else batches
+            step = partial(ODD.get(name, _of_any_batch), user)
+            stock = user.step(step)
+            planned_runs._idle.clear()
+            with evenload.enabled(recipe()), listening() as lines:
+                steps = [user.step(step), user.step(step)]
+            same = [_is_same(one, stock) for one in steps]
+            found[name] = same, [line for line in lines if "nothing is planned" in line]
+        return found
+
+
+def _odd_on_first(batches: Any) -> Any:
+    """Batches with a mask that is not causal, on the first data-parallel rank alone."""
+    for batch in batches():
+        mask = ~torch.ones(1, 1, *2 * batch["tokens"].shape[1:], dtype=torch.bool).tril()
+        mask[..., 2:, :2] |= parallel_state.get_data_parallel_rank() == 0
+        yield {**batch, "attention_mask": mask}
+
+
+def _is_same(found: dict[str, Any], stock: dict[str, Any]) -> bool:
+    reports = zip(found["reports"], stock["reports"], strict=True)
+    return all(torch.equal(found["gradients"][name], value) for name, value in stock["gradients"].items()) and all(
+        torch.equal(one, other) for one, other in reports
+    )
+
+
+def _fixed_shape(user: Any, data_iterator: Any, model: Any) -> Any:
+    batch = next(data_iterator)
+    assert batch["tokens"].shape == (user.script.MICRO_BATCH, user.script.SEQ_LENGTH), "a batch of another shape"
+    return user.forward_step(iter([batch]), model)
+
+
+def _shortened(user: Any, data_iterator: Any, model: Any) -> Any:
+    keys = ("tokens", "labels", "position_ids", "loss_mask")
+    batch = {key: value[:, :-1].contiguous() if key in keys else value for key, value in next(data_iterator).items()}
+    return user.forward_step(iter([batch]), model)
+
+
+def _of_rows(user: Any, data_iterator: Any, model: Any) -> Any:
+    output, loss_func = user.forward_step(data_iterator, model)
+    return output, lambda losses: loss_func(losses.view(user.script.MICRO_BATCH, user.script.SEQ_LENGTH))
+
+
+def _mean(user: Any, data_iterator: Any, model: Any) -> Any:
+    output, loss_func = user.forward_step(data_iterator, model)
+
+    def mean(losses: Any) -> Any:
+        total, count, report = loss_func(losses)
+        return total / count, count, report
+
+    return output, mean
+
+
+def _of_any_batch(user: Any, data_iterator: Any, model: Any) -> Any:
+    """A function that takes any of `ODD_BATCHES`."""
+    batch = next(data_iterator)
+    if isinstance(batch, tuple):
+        batch = dict(zip(("tokens", "labels", "loss_mask", "position_ids"), batch, strict=True))
+    keys = ("tokens", "labels", "loss_mask", "position_ids")
+    batch = batch.get("inner", batch)
+    batch = {**batch, "tokens": batch.get("input_ids", batch.get("tokens"))}
+    batch = {key: torch.as_tensor(batch[key]) for key in keys if key in batch}
+    batch.setdefault("position_ids", torch.arange(user.script.SEQ_LENGTH).expand_as(batch["tokens"]))
+    mask = batch.get("loss_mask", torch.ones(user.script.SEQ_LENGTH, dtype=torch.float64))
+    return user.forward_step(iter([{**batch, "loss_mask": mask.expand_as(batch["tokens"]).contiguous()}]), model)
+
+
+def _changed(change: Any, batches: Any) -> Any:
+    return map(change, batches())
+
+
+ODD_BATCHES = {
+    "mask": _odd_on_first,
+    "tuple": partial(
+        _changed, lambda batch: tuple(batch[key] for key in ("tokens", "labels", "loss_mask", "position_ids"))
+    ),
+    "no mask": partial(_changed, lambda batch: {key: value for key, value in batch.items() if key != "loss_mask"}),
+    "no positions": partial(
+        _changed, lambda batch: {key: value for key, value in batch.items() if key != "position_ids"}
+    ),
+    "input_ids": partial(_changed, lambda batch: {"input_ids": batch["tokens"], **batch, "tokens": None}),
+    "lists": partial(_changed, lambda batch: {key: value.tolist() for key, value in batch.items()}),
+    "inner": partial(_changed, lambda batch: {"inner": batch}),
+    "numpy": partial(_changed, lambda batch: {key: value.numpy() for key, value in batch.items()}),
+    "text": partial(_changed, lambda batch: {**batch, "text": ["a", "b"]}),
+    "mask of words": partial(_changed, lambda batch: {**batch, "attention_mask": "causal"}),
+    "one row": partial(_changed, lambda batch: {**batch, "loss_mask": batch["loss_mask"][0]}),
+}
+ODD = {"shape": _fixed_shape, "shortened": _shortened, "rows": _of_rows, "mean": _mean}
 
 
 def unlike_in_schedule(world: Any, *, plugins: list[dict[str, Any]], loop: dict[str, Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from .....core.aliases import Floats
 from .....core.errors import EvenloadError, RankError
-from .....core.plan.step_plan import StepPlan
+from .....core.plan.step_plan import MicroBatch, Slice, StepPlan
 from .....core.plan.token_layout import ranks_of_samples, tokens_of_ranks
 from .....runtime.world.agreement import everyone
 from ....unmodified.planned_loop import GlobalBatch, Place
@@ -51,6 +51,13 @@ class CallPlan(NamedTuple):
     """Rows of the loop hold more than the tokens of samples, on some rank, and the model is not told where."""
     several: bool
     """A row of the loop holds several samples, on some rank."""
+
+    def two_whole(self, rank: int) -> MicroBatch:
+        """The two shortest samples of which this rank computes something, whole."""
+        lengths = self.plan.lengths
+        own = [number for number, ranks in enumerate(ranks_of_samples(self.plan)) if rank in ranks]
+        shortest = sorted(own, key=lambda number: (lengths[number], number))[:2]
+        return MicroBatch(tuple(Slice(number, 0, int(lengths[number])) for number in shortest), (rank,))
 
 
 def data_group() -> Any:

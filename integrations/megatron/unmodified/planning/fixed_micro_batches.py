@@ -27,7 +27,7 @@ from .....core.recipe.recipe import Recipe
 from .....runtime.attention.prefix import PrefixStore
 from .....runtime.experts.gate import ExpertGate
 from .....runtime.stage.stage_links import StageLinks
-from .....runtime.world.agreement import everyone
+from .....runtime.world.agreement import all_or_none, everyone
 from ....unmodified.planned_loop import PlannedLoop
 from ....unmodified.planned_runs import end_of_check, report_idle
 from ...base.families import unwrapped_chunk
@@ -35,9 +35,9 @@ from ...base.plane import current_layout, stage_links
 from ...model.expert_gate import bind_gate
 from ...model.linears import why_in_backward
 from ...stage import FixedShape
+from ..reading.taken import of_one, taken_from
 from ..refusals.layers import refuse_experts
 from ..refusals.supported import refuse_groups, why_stock
-from ..running.chunks import one_iterator
 from ..running.experts import gate_of, with_experts_in_step
 from ..running.order import LoopStep, run_order
 from ..writers import tell_writers
@@ -76,9 +76,13 @@ class Together:
         if not copies and not orders:
             return cls(None, why, names)
         gpt = unwrapped_chunk(chunks[0])
-        refuse_groups(call.get("pg_collection"), call.get("p2p_communicator"))
-        if copies:
-            refuse_experts(gpt, len(chunks))
+
+        def check() -> None:
+            refuse_groups(call.get("pg_collection"), call.get("p2p_communicator"))
+            if copies:
+                refuse_experts(gpt, len(chunks))
+
+        all_or_none(check)
         reasons = everyone((why_stock(chunks, foreign_owner), why_in_backward(gpt)))
         orders = orders and not any(stock for stock, _ in reasons)
         if not copies and not orders:
@@ -86,15 +90,20 @@ class Together:
         chain = _chain(recipe, gpt, _tokens(call), orders, splits=not any(late for _, late in reasons))
         return cls(PlannedLoop("Megatron-Core", chain, tell=tell_writers), why, names)
 
-    def run(self, stock: Callable[..., Any], chunks: list[Any], call: dict[str, Any]) -> Any:
-        """Run one training call of the loop. Collective."""
+    def plan(self, call: Mapping[str, Any]) -> StepPlan | None:
+        """The plan of a training call; None where no plugin has anything to do. Collective; raises EvenloadError."""
         if self.planning is None:
+            return None
+        number = self.planning.chain.limits.num_ranks * call["num_microbatches"]
+        return self.planning.plan(as_lengths([_tokens(call)] * number))
+
+    def run(self, stock: Callable[..., Any], plan: StepPlan | None, chunks: list[Any], call: dict[str, Any]) -> Any:
+        """Run one training call of the loop by its plan. Collective."""
+        if self.planning is None or plan is None:
             why = f"{self.why} depends on which samples are in a micro-batch, and {self.plugins} would regroup them"
             report_idle("Megatron-Core", why, _DO)
             return stock(**call)
-        ranks, number = self.planning.chain.limits.num_ranks, call["num_microbatches"]
-        plan = self.planning.plan(as_lengths([_tokens(call)] * (ranks * number)))
-        gate = gate_of(plan)
+        number, gate = call["num_microbatches"], gate_of(plan)
         if plan.in_host_schedule or not _is_even(plan, number):
             result = _run_stock(stock, gate, chunks[0], call)
         else:
@@ -169,8 +178,8 @@ class FixedBatches(LoopStep):
     """
 
     def __init__(self, plan: StepPlan, gpt: Any, gate: ExpertGate, call: Mapping[str, Any]) -> None:
-        iterator, number = one_iterator(call["data_iterator"]), call["num_microbatches"]
-        self._batches = [None if iterator is None else next(iterator) for _ in range(number)]
+        number = call["num_microbatches"]
+        self._batches = of_one(taken_from(call["data_iterator"], number)) or [None] * number
         self._function: Callable[..., Any] = call["forward_step_func"]
         self._gpt = gpt
         self.gate: ExpertGate = gate

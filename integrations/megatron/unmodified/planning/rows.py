@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from ....unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..reading.rows import INPUT, Row, exchange_objects, joined, of_batch, refuse_uncommon, rows_of
 from ..running.objective import RowStep
 from ..running.order import with_dummies
+from ..running.trial import Trial, try_first
 from ..writers import tell_writers
 
 log = logging.getLogger("evenload")
@@ -77,26 +79,24 @@ class RowSteps:
     """The training calls on rows of one model."""
 
     def __init__(self, chain: PlanChain) -> None:
-        self._planning = PlannedLoop("Megatron-Core", chain, tell=tell_writers)
-        self._tried = False
+        self.planning = PlannedLoop("Megatron-Core", chain, tell=tell_writers)
 
-    def run(
-        self, stock: Callable[..., Any], function: Callable[..., Any], chunks: Any, batches: Sequence[Any], **rest: Any
-    ) -> list[Any]:
-        """Reports for the loop's micro-batches. Collective. Raises EvenloadError.
+    def prepared(
+        self, stock: Callable[..., Any], chunks: Sequence[Any], batches: Any, call: Mapping[str, Any]
+    ) -> Callable[[], list[Any]]:
+        """Runs a training call, and gives reports for the loop's micro-batches. Collective; raises EvenloadError where
+        the call cannot be planned, on all ranks.
 
         Args:
-            function: the user's ``forward_step_func``.
             chunks: the model; one chunk.
             batches: TensorDicts, the micro-batches of the loop.
-            rest: further arguments of the schedule.
+            call: the arguments of the schedule.
         """
         refuse_rows(chunks)
-        (chunk,), config = chunks, get_model_config(chunks[0])
+        config, function = get_model_config(chunks[0]), call["forward_step_func"]
         taken = take_rows(batches, bool(config.calculate_per_token_loss))
-        if not self._tried:
-            self._try(stock, function, chunk, taken, **rest)
-            self._tried = True
+        if not self.planning.has_run:
+            _try(stock, chunks, taken, call)
         plan = self._planned(taken)
         group = parallel_state.get_data_parallel_group()
         target = [rank for (rank,) in ranks_of_samples(plan)]
@@ -106,24 +106,24 @@ class RowSteps:
         shortest = min(taken.samples.own.values(), key=lambda row: row.length)
         own = [[rows[piece.sequence] for piece in slices] or [shortest] for slices in packs]
         log.info("%d rows in %d micro-batches on this rank instead of %d", len(rows), len(own), len(batches))
-        step = RowStep(
-            function,
-            all_or_none(lambda: [joined(one, batches[0]) for one in own], group),
-            [bool(slices) for slices in packs],
-            own=len(batches),
-            per_token=bool(config.calculate_per_token_loss),
-        )
-        with with_attributes(config, variable_seq_lengths=True):
-            reports = stock(
-                forward_step_func=step, data_iterator=None, num_microbatches=len(own), **rest | {"model": chunk}
-            )
-        real = [[piece.sequence for piece in slices] for slices in packs if slices]
-        kept = [report for report, slices in zip(reports or packs, packs, strict=True) if slices]
-        self._planning.report(plan, micro_batch_size=len(batches[0]))
-        return _home(kept, real, target, taken, group) if reports else reports
+        joint = all_or_none(lambda: [joined(one, batches[0]) for one in own], group)
+        per_token = bool(config.calculate_per_token_loss)
+        step = RowStep(function, joint, [bool(slices) for slices in packs], own=len(batches), per_token=per_token)
+
+        def run() -> list[Any]:
+            with with_attributes(config, variable_seq_lengths=True):
+                reports = stock(
+                    **{**call, "forward_step_func": step, "data_iterator": None, "num_microbatches": len(own)}
+                )
+            real = [[piece.sequence for piece in slices] for slices in packs if slices]
+            kept = [report for report, slices in zip(reports or packs, packs, strict=True) if slices]
+            self.planning.report(plan, micro_batch_size=len(batches[0]))
+            return _home(kept, real, target, taken, group) if reports else reports
+
+        return run
 
     def _planned(self, taken: RowBatches) -> StepPlan:
-        plan = self._planning.plan(taken.samples.lengths)
+        plan = self.planning.plan(taken.samples.lengths)
         if not plan.in_host_schedule or plan.shared:
             raise EvenloadError(
                 "batches of rows run in Megatron's own schedule, each row whole on one rank",
@@ -132,35 +132,37 @@ class RowSteps:
             )
         return with_dummies(plan)
 
-    def _try(
-        self, stock: Callable[..., Any], function: Callable[..., Any], chunk: Any, taken: RowBatches, **rest: Any
-    ) -> None:
-        """Raise EvenloadError unless the loss of two rows is the sum of their losses. Collective."""
-        rows = list(taken.samples.own.values())
-        first, second = rows[0], rows[-1]
-        tries = ([first, second], [first], [second])
-        group = parallel_state.get_data_parallel_group()
-        tried = all_or_none(lambda: [joined(one, taken.batches[0]) for one in tries], group)
-        config, training = get_model_config(chunk), [module for module in chunk.modules() if module.training]
-        step = RowStep(function, tried, [True] * 3, own=3, per_token=bool(config.calculate_per_token_loss))
-        call = rest | {"model": chunk, "forward_only": True, "data_iterator": None, "num_microbatches": 3}
-        chunk.eval()  # without dropout
-        try:
-            with torch.no_grad(), with_attributes(config, variable_seq_lengths=True):
-                stock(forward_step_func=step, **call)
-        finally:
-            for module in training:
-                module.training = True
-        # All ranks refuse, or none: stages before the last have no losses.
-        for both, one, other in filter(None, everyone([float(loss) for loss in step.losses])):
-            if not abs(both - one - other) > _CLOSE * (abs(one) + abs(other)):
-                continue
-            raise EvenloadError(
-                "the loss of a micro-batch is not the sum of its rows' losses: with other rows beside them it changes",
-                f"{both:g} for two rows, {one:g} and {other:g} for each by itself",
-                "divide by what is the whole step's, as verl does by batch_num_tokens and global_batch_size, and not "
-                "by the tokens or rows of the micro-batch; or disable evenload's plugins",
-            )
+
+def _try(stock: Callable[..., Any], chunks: Sequence[Any], taken: RowBatches, call: Mapping[str, Any]) -> None:
+    """Raise EvenloadError unless the loss of two rows is the sum of their losses. Collective."""
+    rows = list(taken.samples.own.values())
+    first, second = rows[0], rows[-1]
+    tries = ([first, second], [first], [second])
+    joint = all_or_none(
+        lambda: [joined(one, taken.batches[0]) for one in tries], parallel_state.get_data_parallel_group()
+    )
+    config = get_model_config(chunks[0])
+    step = RowStep(call["forward_step_func"], joint, [True] * 3, own=3, per_token=bool(config.calculate_per_token_loss))
+
+    def run(trial: Trial) -> None:
+        def answer(_: Any, chunk: Any, *more: Any) -> Any:
+            return trial.answer(partial(step, _, chunk, *more), 1, config)
+
+        stock(
+            **{**call, "forward_step_func": answer, "data_iterator": None, "num_microbatches": 3, "forward_only": True}
+        )
+
+    try_first(chunks, run)
+    # All ranks refuse, or none: stages before the last have no losses.
+    for both, one, other in filter(None, everyone([float(loss) for loss in step.losses])):
+        if not abs(both - one - other) > _CLOSE * (abs(one) + abs(other)):
+            continue
+        raise EvenloadError(
+            "the loss of a micro-batch is not the sum of its rows' losses: with other rows beside them it changes",
+            f"{both:g} for two rows, {one:g} and {other:g} for each by itself",
+            "divide by what is the whole step's, as verl does by batch_num_tokens and global_batch_size, and not "
+            "by the tokens or rows of the micro-batch; or disable evenload's plugins",
+        )
 
 
 def refuse_rows(chunks: Sequence[Any]) -> None:

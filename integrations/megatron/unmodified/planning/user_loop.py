@@ -26,7 +26,7 @@ from ...model.linears import why_in_backward
 from ..reading.batches import BatchSource
 from ..reading.context_parallel import OneContextRank
 from ..refusals.layers import refuse_experts, why_whole
-from ..refusals.supported import Trouble, why_stock
+from ..refusals.supported import Trouble, bare_model, why_stock
 from ..running.experts import with_experts_in_step
 from ..running.reports import Kinds
 from ..writers import tell_writers
@@ -60,14 +60,13 @@ class UserLoop:
         cls,
         recipe: Recipe,
         chunks: Sequence[Any],
-        gpts: Sequence[Any],
         foreign_owner: str,
         warn: bool,
         source: BatchSource,
     ) -> UserLoop:
         """The loop with these model chunks, which calls for the first time. Collective; raises EvenloadError. ``warn``:
         this rank says what is left out."""
-        stock, gpt, config = current_layout(), gpts[0], get_model_config(chunks[0])
+        stock, gpts, config = current_layout(), [bare_model(chunk) for chunk in chunks], get_model_config(chunks[0])
         layout = replace(stock, cp=1, dp=stock.dp * stock.cp)
         shares = any(plugin.shares for plugin in recipe.enabled())
         # A stage may hold what others do not, and all of them must make one plan.
@@ -79,11 +78,11 @@ class UserLoop:
             why = borders or (only_stock and " ".join(only_stock[:2]))
             log.warning("no sample is cut in this loop: %s", why)
         planned, in_step = with_experts_in_step(layout, config)
-        chain = chain_of(recipe, gpt, planned, warn=warn, whole=whole)
+        chain = chain_of(recipe, gpts[0], planned, warn=warn, whole=whole)
         if together and warn:
             log.info("weight gradients stay in the backward: %s", together)
         if chain.of_layers and layout.ep > 1:
-            refuse_experts(gpt, len(gpts))
+            refuse_experts(gpts[0], len(gpts))
         splits = chain.limits.splits_backward and not together
         chain = replace(chain, limits=replace(chain.limits, splits_backward=splits, in_step=in_step))
         planning = PlannedLoop("Megatron-Core", chain, tell=tell_writers)

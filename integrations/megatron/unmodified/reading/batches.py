@@ -31,6 +31,7 @@ from .context_parallel import refuse_form, targets_of_columns
 from .form import FIELDS, Form, form_of
 from .rows import holds_rows
 from .samples import PLAIN, Sample, pack_bytes, split, unpack_bytes
+from .taken import Taken, of_one
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +64,9 @@ class BatchSource:
     """Where a rank's batches come from; asked in every training call. Collective when it is made and when it is asked,
     over the ranks of one copy of the model."""
 
-    def __init__(self, data_iterator: Any) -> None:
+    def __init__(self, has_iterator: bool) -> None:
         group = parallel_state.get_model_parallel_group()
-        self._has_iterator = data_iterator is not None
+        self._has_iterator = has_iterator
         first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
         ends = everyone((self._has_iterator, first, last), group)
         _refuse_missing(ends)
@@ -80,21 +81,24 @@ class BatchSource:
         # Whether somebody of this stage waits for samples: the holder sends to all of them, or to none.
         self._sends = self._of_stage is not None and not set(peers) <= set(having)
 
-    def spread(self, taken: Sequence[Any] | None) -> Batches:
-        """The batches of a call, of which this rank has ``taken`` its own, None without an iterator; of another form,
-        they are in trouble. Raises EvenloadError where an iterator came or went."""
-        if (taken is not None) != self._has_iterator:
+    def spread(self, taken: Taken) -> Batches:
+        """The batches of a call, of which this rank has ``taken`` its own; of another form, they are in trouble. Raises
+        EvenloadError where an iterator came or went."""
+        if bool(taken) != self._has_iterator:
             raise EvenloadError(
                 "a rank has a data iterator in some training calls, and none in others",
-                f"{'none' if taken is None else 'one'}, other than in the first call",
+                f"{'one' if taken else 'none'}, other than in the first call",
                 "give each rank its iterator in every call, or in none",
             )
         samples: Sequence[Sequence[Sample]] = ()
         head: Batches | EvenloadError | None = None
         try:
-            samples, head = (samples, None) if taken is None else _taken(taken)
+            samples, head = (samples, None) if (own := of_one(taken)) is None else _read(own)
         except EvenloadError as error:
             head = error
+        except Exception as error:  # values that nobody has thought of are no reason to end a script
+            what, do = "a batch cannot be read as samples", "disable evenload's plugins"
+            head = EvenloadError(what, f"{type(error).__name__}: {error}", do)
         heads = [head] if self.all_have else everyone(head, parallel_state.get_model_parallel_group())
         if trouble := next((one for one in heads if isinstance(one, EvenloadError)), None):
             return Batches([], [], {}, 0, 0, 0, PLAIN, False, trouble=trouble)
@@ -127,7 +131,7 @@ def _refuse_missing(ends: Sequence[tuple[bool, bool, bool]]) -> None:
     )
 
 
-def _taken(batches: Sequence[Any]) -> tuple[list[list[Sample]], Batches]:
+def _read(batches: Sequence[Any]) -> tuple[list[list[Sample]], Batches]:
     if holds_rows(batches[0]):
         raise EvenloadError(
             "TensorDicts are given to some ranks of a copy of the model, and not to all",

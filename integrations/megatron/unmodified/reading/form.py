@@ -73,8 +73,9 @@ def form_of(batch: Any) -> Form:
             f"the data iterator gives {f'keys {odd}' if keys is not None else type(batch).__name__}",
             "give batches as Megatron's GPTDataset, its --sft or Megatron-Bridge do, or disable evenload's plugins",
         )
-    shapes = {name: tuple(getattr(batch[name], "shape", ())) for name in FIELDS}
-    if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 2:
+    fields = {name: batch[name] for name in FIELDS}
+    shapes = {name: tuple(f.shape) if isinstance(f, Tensor) else type(f).__name__ for name, f in fields.items()}
+    if len(set(shapes.values())) > 1 or not isinstance(shapes["tokens"], tuple) or len(shapes["tokens"]) != 2:
         detail = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise EvenloadError("the fields of a batch have not all one shape [b, s]", detail, "mend the dataset")
     return Form({key: _look(value) for key, value in batch.items() if key not in FIELDS and key not in _NOT_READ})

@@ -15,21 +15,20 @@ call for a chunk is for the k-th pack. What else changes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.utils import get_model_config
-from torch import Tensor
 
-from .....core.errors import EvenloadError
 from .....runtime.attributes import with_attributes
 from ..reading.samples import UserPack
 from .forward_step import UserStep
+from .trial import Trial
 
 
 def chunks_of(model: Any) -> list[Any]:
@@ -41,33 +40,6 @@ def is_interleaved(chunks: Sequence[Any]) -> bool:
     """Whether Megatron runs its interleaved schedule; with one virtual stage, too."""
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return len(chunks) > 1 or (virtual is not None and parallel_state.get_pipeline_model_parallel_world_size() > 1)
-
-
-def one_iterator(data_iterator: Any) -> Any:
-    """One iterator for those of all chunks, which it moves on together; None where no chunk has any."""
-    each = data_iterator if isinstance(data_iterator, (list, tuple)) else [data_iterator]
-    own = list({id(one): one for one in each if one is not None}.values())
-    return _together(own) if len(own) > 1 else next(iter(own), None)
-
-
-def _together(iterators: Sequence[Iterator[Any]]) -> Iterator[Any]:
-    # Ends with the first iterator that does: the loop is told of the end as ever, by StopIteration.
-    for first, *others in zip(*iterators, strict=False):
-        if any(_unlike(first, other) for other in others):
-            raise EvenloadError(
-                "the chunks of a rank are given other samples",
-                f"{len(iterators)} data iterators whose batches have other tokens",
-                "give each chunk an iterator over the same samples, or None, as Megatron-LM does",
-            )
-        yield first
-
-
-def _unlike(batch: Any, other: Any) -> bool:
-    """Whether two batches have other tokens, where they have some that can be looked at without waiting."""
-    here, there = (one.get("tokens") if hasattr(one, "get") else None for one in (batch, other))
-    if not isinstance(here, Tensor) or not isinstance(there, Tensor):
-        return False
-    return {here.device.type, there.device.type} == {"cpu"} and not torch.equal(here, there)
 
 
 def fitting(num_microbatches: int, group: int, stages: int) -> int:
@@ -99,16 +71,23 @@ def received(number: int, chunks: int, group: int, leading: bool) -> list[int]:
 
 
 def run_stock(
-    stock: Callable[..., Any], step: UserStep, packs: list[UserPack], chunks: Sequence[Any], **rest: Any
+    stock: Callable[..., Any],
+    step: UserStep,
+    packs: list[UserPack],
+    chunks: Sequence[Any],
+    trial: Trial | None = None,
+    **rest: Any,
 ) -> Any:
-    """Megatron's own schedule over packs."""
+    """Megatron's own schedule over packs; what ``step`` raises is kept by a ``trial``, if it is one."""
     config, interleaved = get_model_config(chunks[0]), is_interleaved(chunks)
     coming = {id(chunk): iter(packs) for chunk in chunks}
 
     def forward_step(_: Any, chunk: Any, *more: Any) -> tuple[Any, Any]:
         if step.gate:
             step.gate.enter("a micro-batch")
-        return step.run(next(coming[id(chunk)]), chunk, *more)
+        pack = next(coming[id(chunk)])
+        run = partial(step.run, pack, chunk, *more)
+        return trial.answer(run, pack.pack.num_padded_tokens, config) if trial else run()
 
     shapes = known_shapes(packs, config, len(chunks)) if interleaved else nullcontext()
     iterators = [None] * len(chunks) if interleaved else None
