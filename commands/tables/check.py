@@ -36,7 +36,9 @@ def _checked_step(step: Result) -> list[Table | Text]:
     ]
     remarks = [
         "gain: predicted from the lengths of this step; of a plugin: over the step with the plugins before it alone",
-        "before: micro-batches of the loop's own size, each padded to its longest sample",
+        "before: rows as the script packs them, without padding"
+        if step["packed"]
+        else "before: micro-batches of the loop's own size, each padded to its longest sample",
         *step["notes"][:MOST_FAULTS],
     ]
     step_shown = grid(f"first step, {step['loop']}, {step['ranks']} data-parallel ranks", ("", ""), rows)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 
 from ..plan.branches import signs_of
 from ..plan.step_plan import StepPlan
 from .chain import PlanChain
-from .gains import refused_by
+from .gains import own_step, refused_by
 from .planner import FAILED_ON, FELL_BACK
 
 logger = logging.getLogger("evenload")
@@ -39,10 +38,15 @@ class Exercised:
         return {name: lacking for name, lacking in self.plugins.items() if lacking}
 
     def note(
-        self, chain: PlanChain, plan: StepPlan, taken: Collection[str] | None, micro_batch_size: int | None = None
+        self,
+        chain: PlanChain,
+        plan: StepPlan,
+        taken: Collection[str] | None,
+        micro_batch_size: int | None = None,
+        packed: StepPlan | None = None,
     ) -> None:
         """Take down a step. ``taken``: its branches that the plan does not tell; None: unknown, so that nothing is said
-        of planners of layers. ``micro_batch_size``: of the trainer's own micro-batches; None: the chain's."""
+        of planners of layers. ``micro_batch_size``, ``packed``: of the trainer's own step, as in `gains`."""
         self._steps, self._failed = self._steps + 1, self._failed + bool(failure_of(plan))
         if plan is self._noted and taken is None:
             return  # shows what it has shown before
@@ -52,8 +56,7 @@ class Exercised:
         self.plugins = words | self.plugins
         if not self.idle:
             return
-        stock = replace(chain, micro_batch_size=micro_batch_size or chain.micro_batch_size).stock(plan.lengths)
-        signs = signs_of(plan, stock).union(taken or ())
+        signs = signs_of(plan, own_step(chain, plan, micro_batch_size, packed)).union(taken or ())
         fell_back = any(note.startswith(FELL_BACK) for note in plan.notes)
         for plugin in plugins:
             works = not (fell_back and plugin.place == "steps") and not refused_by(plan, plugin.name)

@@ -22,14 +22,22 @@ def stock_as_good(chain: PlanChain, plan: StepPlan) -> StepPlan | None:
     return stock if stock_s <= (1 + NOTHING) * plan_s else None
 
 
-def beside_stock(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None) -> tuple[StepPlan, float, float]:
-    """The stock plan of a plan's batch, and the predicted seconds of both; `gains` has the arguments."""
-    stock = replace(chain, micro_batch_size=micro_batch_size or chain.micro_batch_size).stock(plan.lengths)
+def own_step(
+    chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None, packed: StepPlan | None = None
+) -> StepPlan:
+    """The step of a plan's batch as the loop itself runs it; `gains` has the arguments."""
+    return packed or replace(chain, micro_batch_size=micro_batch_size or chain.micro_batch_size).stock(plan.lengths)
+
+
+def beside_stock(chain: PlanChain, plan: StepPlan, stock: StepPlan) -> tuple[float, float]:
+    """The predicted seconds of both."""
     stock_s, plan_s = (judge(one, chain.context).step_s for one in (stock, plan))
-    return stock, stock_s, plan_s
+    return stock_s, plan_s
 
 
-def gains(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None) -> dict[str, Any]:
+def gains(
+    chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None, packed: StepPlan | None = None
+) -> dict[str, Any]:
     """A plan beside the stock plan of its batch, as JSON; all seconds are predicted by the simulator.
 
     A plugin's ``gain`` is the step that the plugins before it plan, over the step with it too; null where it or the
@@ -38,8 +46,10 @@ def gains(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None)
     Args:
         chain: what made the plan.
         micro_batch_size: samples of a stock micro-batch, padded to its longest; None: the chain's.
+        packed: the loop's own step, where its rows hold several samples and are not padded; None: it is as above.
     """
-    stock, stock_s, plan_s = beside_stock(chain, plan, micro_batch_size)
+    stock = own_step(chain, plan, micro_batch_size, packed)
+    stock_s, plan_s = beside_stock(chain, plan, stock)
     return {
         "predicted": True,
         "made_by": plan.made_by,
@@ -47,6 +57,7 @@ def gains(chain: PlanChain, plan: StepPlan, micro_batch_size: int | None = None)
         "samples": len(plan.lengths),
         "lengths": plan.lengths.tolist(),
         "tokens": plan.num_tokens,
+        "packed": packed is not None,
         "padded_tokens": plan.num_padded_tokens - plan.num_tokens,
         "stock_padded_tokens": stock.num_padded_tokens - stock.num_tokens,
         "step_s": plan_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..plan.limits import Limits
@@ -27,3 +28,13 @@ def stock_plan(lengths: Lengths, limits: Limits, micro_batch_size: int = 1) -> S
                 slices = tuple(Slice(begin + i, 0, n) for i, n in enumerate(samples))
                 rounds.append(MicroBatch(slices, (rank,), pad_to))
     return StepPlan(lengths, tuple(rounds), replace(limits, max_tokens=UNCAPPED), made_by="stock")
+
+
+def packed_plan(lengths: Lengths, places: Sequence[tuple[int, int]], limits: Limits) -> StepPlan:
+    """The step of a loop whose rows hold samples side by side, without padding. ``places``: (micro-batch, rank) of each
+    sample."""
+    slices: dict[tuple[int, int], list[Slice]] = {}
+    for number, place in enumerate(places):
+        slices.setdefault(place, []).append(Slice(number, 0, int(lengths[number])))
+    own = tuple(MicroBatch(tuple(slices[place]), (place[1],)) for place in sorted(slices))
+    return StepPlan(lengths, own, replace(limits, max_tokens=UNCAPPED), made_by="stock")

@@ -115,7 +115,7 @@ def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Rec
     if loop.hooked:
         loop.hooks.refuse_unlike()
     for one in planned:
-        loop.planning.report(one.plan)
+        loop.planning.report(one.plan, packed=one.packed)
     return result
 
 
@@ -154,7 +154,8 @@ def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwa
     words = {key: value for key, value in call.items() if value is not None and value is not False}
     kept = {key: words.pop(key) for key in ("num_items_in_batch", "return_dict", "use_cache") if key in words}
     batch = without_unread(words, outer)
-    loop = _loop(accelerator, recipe, batch)
+    cache = {} if call.get("use_cache") is None else {"use_cache": call["use_cache"]}
+    loop = _loop(accelerator, recipe, batch, cache)
     planned = None if loop is None else _planned(loop, batch, kept.get("num_items_in_batch"))
     if loop is None or planned is None:
         return None
@@ -163,19 +164,20 @@ def _before_call(accelerator_of: Any, recipe: Recipe, model: Any, args: Any, kwa
     return (), planned | {key: value for key, value in kept.items() if key == "return_dict"}
 
 
-def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> PlannedModel | None:
-    """The loop of an Accelerator; None, once said why, where its model cannot be planned. Collective."""
+def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any], cache: dict[str, Any]) -> PlannedModel | None:
+    """The loop of an Accelerator; None, once said why, where its model cannot be planned. Collective. ``cache``: what
+    it passes of caches, which may decide what the samples of a row see."""
     if accelerator not in _loops:
         # Also while it is measured, which calls the model.
         _loops[accelerator] = None
         try:
-            _loops[accelerator] = _open(accelerator, recipe, batch)
+            _loops[accelerator] = _open(accelerator, recipe, batch, cache)
         except EvenloadError as error:
             leave(NAME, None, error)
     return _loops[accelerator]
 
 
-def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> PlannedModel:
+def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any], cache: dict[str, Any]) -> PlannedModel:
     """The loop of an Accelerator, whose packs are measured on its first batch. Collective."""
     refuse_first(
         (
@@ -219,7 +221,7 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     loop.handles.append(entered.register_forward_pre_hook(partial(_before_forward, loop), with_kwargs=True))
     model.loss_function = loop.loss
     try:
-        _prove(loop, outer, entered, batch, half=half)
+        _prove(loop, outer, entered, batch, cache, half=half)
     except EvenloadError:
         _close(loop)
         raise
@@ -227,7 +229,9 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any]) -> Planned
     return loop
 
 
-def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any], *, half: bool) -> None:
+def _prove(
+    loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any], cache: dict[str, Any], *, half: bool
+) -> None:
     """Raise EvenloadError, the same on all ranks, unless packs give each sample's own loss. Collective."""
     first = _gathered(batch, loop, None)
     if first is None:
@@ -242,10 +246,11 @@ def _prove(loop: PlannedModel, outer: Any, entered: Any, batch: Mapping[str, Any
     def compute(inputs: dict[str, Any], times: float) -> Call:
         if attention.PACK in inputs:
             loop.loss.weights_1T = weights_of(samples, times).to(inputs["input_ids"].device)
-        outputs = outer(**inputs)
+        outputs = outer(**inputs, **({} if attention.PACK in inputs else cache))
         return Call(outputs.loss, outputs)
 
-    proof = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind)
+    flattened = first.flattened and not first.parts
+    proof = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind, flattened=flattened)
     loop.loss.weights_1T = None
     if (fault := proof.fault) is not None:
         raise EvenloadError(fault.what, fault.found, _BY_TRAINER)
@@ -294,6 +299,7 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
     pack = build_pack(micro_batch, lambda i: tokens[i][0], batch["input_ids"].device, labels_of=lambda i: tokens[i][1])
     parts = step.parts_of_rank(loop.model, loop.form, tokens, plan, loop.idles)
     loop.loss.plan = plan
+    loop.loss.packed = step.samples.packed(plan.limits) if step.flattened else None
     # A token's loss counts 1 over the divisor of the stock batch that its sample came in.
     return step.inputs_of(loop.form, loop.loss, parts)(pack)
 

@@ -33,6 +33,8 @@ class WaitingLoss(NamedTuple):
 
     loss: Tensor
     plan: StepPlan
+    packed: StepPlan | None
+    """The loop's own step, where its rows hold several samples."""
 
 
 class PackLoss:
@@ -44,6 +46,8 @@ class PackLoss:
         """What each token's loss counts [1, T] in the planned forward that runs, until its loss is computed."""
         self.plan: StepPlan | None = None
         """Of that forward; None where nothing is trained."""
+        self.packed: StepPlan | None = None
+        """See `WaitingLoss`."""
         self._waiting: deque[WaitingLoss] = deque(maxlen=_MOST_WAITING)
         self._slopes: dict[str | int, Tensor] | None = None
         """Gradients that have come to the loop's loss ("loss") and to planned ones (by their `id`), in a backward."""
@@ -60,7 +64,7 @@ class PackLoss:
         if loss.requires_grad and self.plan is not None:
             number = id(loss)
             loss.register_hook(lambda slope: self._note(number, slope))  # type: ignore[no-untyped-call]
-            self._waiting.append(WaitingLoss(loss, self.plan))
+            self._waiting.append(WaitingLoss(loss, self.plan, self.packed))
         return loss
 
     def weigh(self, pack: Pack, divisors: Sequence[float]) -> None:

@@ -106,8 +106,11 @@ def plan_of(state: PlannedTrainer, samples: GlobalBatch[Any], taken: list[TakenB
     return plan
 
 
-def carried_out(state: PlannedTrainer, trainer: Any, model: Any, plan: StepPlan, passes: StepPasses) -> Tensor:
-    """This rank's loss of a step that runs its plan. Collective."""
+def carried_out(
+    state: PlannedTrainer, trainer: Any, model: Any, plan: StepPlan, passes: StepPasses, packed: StepPlan | None = None
+) -> Tensor:
+    """This rank's loss of a step that runs its plan. Collective. ``packed``: the Trainer's own step, where its rows
+    hold several samples."""
     assert state.planning is not None
     rank, size = rank_and_size()
     if plan.shared and state.plane is None:
@@ -129,7 +132,7 @@ def carried_out(state: PlannedTrainer, trainer: Any, model: Any, plan: StepPlan,
         run_program(plan, program, stage, Position(0, rank, plane=plane), BusyClock(stage.device))
     if passes.hooked:
         state.hooks.refuse_unlike()
-    state.planning.report(plan)
+    state.planning.report(plan, packed=packed)
     return stage.loss
 
 

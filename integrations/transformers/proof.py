@@ -4,9 +4,10 @@ Two short samples of the script's own tokens run as the script runs them, each a
 planned step runs them. Compared are the logits of every token; the loss, which is to be the sum of both and to halve
 where the number of targets doubles; and the gradient of the loss at the input embeddings, which passes backwards
 through every layer, so that no weight can get another one unseen. Calls of packed attention are counted: one a layer.
+Where the script's own rows hold several samples, both run side by side in such a row too, as the script runs it.
 
-Four forwards and three backwards of at most 19 tokens; no gradient of a weight is computed, so neither data parallelism
-nor an optimizer sees them. Every rank runs the same tokens and comes to the same verdict.
+Four or five forwards and three or four backwards of at most 19 tokens; no gradient of a weight is computed, so neither
+data parallelism nor an optimizer sees them. Every rank runs the same tokens and comes to the same verdict.
 
 Shape legend: T = slots of a row, H = width of the embeddings.
 """
@@ -14,7 +15,7 @@ Shape legend: T = slots of a row, H = width of the embeddings.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -94,6 +95,7 @@ def prove(
     half: bool,
     entered: Any = None,
     kind: type[Measurement] | None = None,
+    flattened: bool = False,
 ) -> Proof:
     """Measure packs of these samples against each of them alone. Collective where the model's forward is.
 
@@ -105,15 +107,17 @@ def prove(
         half: passes run in half precision, whatever the weights are kept in.
         entered: the module whose call is the model's forward; None: the model.
         kind: what is measured instead of packs.
+        flattened: rows of the script hold several samples, on some rank; such a row is measured, too.
 
     A model or a loss that raises cannot be measured, which is a fault as well. On every rank the same fault.
     """
     measurement = (kind or Measurement)(model, samples, row, compute, half, entered)
+    measurement.flattened = flattened
     proof, of_loss = Proof(None), False
     try:
         proof = measurement.proof()
     except EvenloadError as error:
-        proof = Proof(EvenloadError(error.what, error.found, _STOCK))
+        proof = Proof(EvenloadError(error.what, error.found, error.do or _STOCK))
     except Exception as error:  # of code that nobody here has seen
         of_loss = not measurement.is_in_model
         detail = f"{type(error).__name__}: {error}"
@@ -133,6 +137,7 @@ def prove_trainer(
     *,
     kind: type[Measurement] | None = None,
     loss: PackLoss | None = None,
+    flattened: bool = False,
 ) -> Proof:
     """Measure packs of a Trainer's model by its ``compute_loss``. Collective.
 
@@ -140,7 +145,7 @@ def prove_trainer(
 
     Args:
         num_items: targets of the step as the Trainer counts them, of the type it does; None: it takes means of batches.
-        kind: what is measured instead of packs.
+        kind, flattened: see `prove`.
         loss: weighs tokens by the batch that they came in; None: one number divides all.
     """
     twin, model = twin_of(trainer), trainer.accelerator.unwrap_model(trainer.model)
@@ -162,7 +167,7 @@ def prove_trainer(
     half = trainer.args.bf16 or trainer.args.fp16
     with nullcontext() if loss is None else loss.in_place(inner):
         entered = entered_module(trainer.accelerator, trainer.model)
-        return prove(inner, samples, row, compute, half=half, entered=entered, kind=kind)
+        return prove(inner, samples, row, compute, half=half, entered=entered, kind=kind, flattened=flattened)
 
 
 def weights_of(samples: list[list[list[int]]], times: float, divisor: Any = None) -> Tensor:
@@ -190,6 +195,8 @@ class Measurement:
 
     noun = "a pack"
     of_rows = False
+    flattened = False
+    """Rows of the script hold several samples."""
 
     def __init__(
         self,
@@ -217,6 +224,8 @@ class Measurement:
         with ExitStack() as stack:
             stack.enter_context(as_if_without_dropout(self._model, self._device))
             alone = [self._run(self._alone(i)) for i in range(2)]
+            if self.flattened:
+                self._refuse_own_rows(alone)
             packed = self._run(self._together(self._samples))
             self._refuse_other_attention(packed)
             self._refuse_other_tokens(alone, packed)
@@ -234,6 +243,25 @@ class Measurement:
             "position_ids": torch.arange(tokens.shape[1], device=self._device)[None],
         }
         return {"input_ids": tokens, "labels": labels, **{k: v for k, v in extra.items() if k in self._row}}
+
+    def _side_by_side(self) -> dict[str, Any]:
+        """Both samples in one row of the script's."""
+        lengths = [len(tokens) for tokens, _ in self._samples]
+        ends = [0, lengths[0], sum(lengths)]
+        values = {
+            "input_ids": [[token for tokens, _ in self._samples for token in tokens]],
+            # The first label of a sample would be a target of the last token before it.
+            "labels": [[label for _, labels in self._samples for label in (IGNORE, *labels[1:])]],
+            "position_ids": [[place for length in lengths for place in range(length)]],
+            "token_type_ids": [[0] * sum(lengths)],
+            "seq_idx": [[number for number, length in enumerate(lengths) for _ in range(length)]],
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+        }
+        most = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
+        row = {"labels": torch.tensor(0), **self._row}
+        made = {k: row[k].new_tensor(v) for k, v in values.items() if isinstance(row.get(k), Tensor)}
+        return made | {k: v for k, v in most.items() if k in self._row}
 
     def _together(self, samples: list[list[list[int]]]) -> dict[str, Any]:
         """Samples as a planned step has them."""
@@ -292,6 +320,24 @@ class Measurement:
             return True
         return False
 
+    def _refuse_own_rows(self, alone: list[ProofRun]) -> None:
+        """Raise EvenloadError where the script's rows compute their samples otherwise than each alone."""
+        row = self._run(self._side_by_side())
+        pairs = [("gradients at the embeddings", together, parts) for together, *parts in _each(row, alone)]
+        logits = [one.logits for one in alone if one.logits is not None]
+        if row.logits is not None and len(logits) == len(alone):
+            pairs.insert(0, ("logits", row.logits, logits))
+        for what, together, parts in pairs:
+            off = difference(together.flatten(0, 1), torch.cat([one.flatten(0, 1) for one in parts]))
+            if not off <= self._tolerance:
+                raise EvenloadError(
+                    "the script's own rows let their samples see each other, and packs do not",
+                    f"{what} of a {type(self._model).__name__} off by {off:.1e} from each sample alone, "
+                    f"{self._tolerance:g} is rounding",
+                    "pass use_cache=False to the model, or use an attention that keeps packed samples apart "
+                    "(`evenload audit` shows which rows); then samples are trained alone, as under packs",
+                )
+
     def _parts(self, together: Tensor, alone: list[Tensor]) -> Tensor:
         """What belongs to the samples, as it lies in both behind each other [T, ...]."""
         return together.flatten(0, 1)
@@ -346,8 +392,7 @@ class Measurement:
                 "a loss that is not the sum of its samples'",
                 f"{packed.loss:.6g} of {self.noun} of two samples of a {name}, {total:.6g} of both alone",
             )
-        each = zip(packed.gradients, *(one.gradients for one in alone), strict=True)
-        off = max(self._off(together, parts) for together, *parts in each)
+        off = max(self._off(together, parts) for together, *parts in _each(packed, alone))
         if not off <= self._tolerance:
             raise self._other_tokens(packed, "gradients at the embeddings", off)
 
@@ -401,6 +446,11 @@ def tolerance_of(model: Any, others: set[torch.dtype]) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | others
     dtypes |= {torch.float16} if torch.backends.cuda.matmul.allow_tf32 else set()
     return max(_TOLERANCE.get(dtype, _TOLERANCE[torch.bfloat16]) for dtype in dtypes)
+
+
+def _each(together: ProofRun, alone: list[ProofRun]) -> Iterable[tuple[Tensor, ...]]:
+    """The gradient at the embeddings in a run of both samples and in those of each, by call of the embeddings."""
+    return zip(together.gradients, *(one.gradients for one in alone), strict=True)
 
 
 def _are_of(logits: Tensor, labels: Tensor | None) -> bool:

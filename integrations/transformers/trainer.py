@@ -171,7 +171,8 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     parts = batch.parts_of_rank(inner, form, samples, plan, state.idles.get(form, ()))
     with attending(inner, state.proof.mixers) if form.packs else nullcontext():
         passes = StepPasses(own_call, samples, batch.inputs_of(form, state.loss, parts), batch.hooked)
-        return carried_out(state, trainer, model, plan, passes)
+        packed = batch.samples.packed(plan.limits) if batch.flattened else None
+        return carried_out(state, trainer, model, plan, passes, packed)
 
 
 def _planned_step(
@@ -248,7 +249,10 @@ def _measured(
             kind = with_parts(kind, parts, form.parts, left=form.left)
         else:
             samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
-        proof = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
+        flattened = batch.flattened and not batch.parts
+        proof = prove_trainer(
+            trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss, flattened=flattened
+        )
         fault = proof.fault
     if fault is not None:
         return fault

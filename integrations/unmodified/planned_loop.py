@@ -16,12 +16,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ...core.errors import EvenloadError, RankError, RequestError
+from ...core.plan.limits import Limits
 from ...core.plan.step_plan import Lengths, StepPlan, as_lengths
 from ...core.planning.chain import PlanChain
 from ...core.planning.gains import stock_as_good
 from ...core.planning.judge import outcome_of
 from ...core.planning.notes import warn_once
 from ...core.planning.stages import InLine
+from ...core.planning.stock import packed_plan
 from ...runtime.experts.history import learned
 from ...runtime.world.agreement import agree, everyone, rank_and_size
 from .planned_runs import report_idle, report_step
@@ -70,6 +72,10 @@ class GlobalBatch(Generic[Sample]):
     def source(self) -> list[int]:
         """The rank that has read each sample."""
         return [rank for rank, _, _ in self.places]
+
+    def packed(self, limits: Limits) -> StepPlan:
+        """The step as the loop's own batches run it, whose rows hold samples side by side, without padding."""
+        return packed_plan(self.lengths, [(place, rank) for rank, place, _ in self.places], limits)
 
     def is_even(self, num_ranks: int) -> bool:
         """Whether all samples are of one length and each rank brings as many: then the stock step pads none of them
@@ -201,13 +207,18 @@ class PlannedLoop:
         return plan
 
     def report(
-        self, plan: StepPlan, *, micro_batch_size: int | None = None, loads: Sequence[Any] | None = None
+        self,
+        plan: StepPlan,
+        *,
+        micro_batch_size: int | None = None,
+        packed: StepPlan | None = None,
+        loads: Sequence[Any] | None = None,
     ) -> None:
         """Leave word of a planned step, and learn from its loads of experts; `report_step` has the arguments.
 
         Collective where plans depend on loads.
         """
-        report_step(self.name, self.chain, plan, micro_batch_size=micro_batch_size, loads=loads)
+        report_step(self.name, self.chain, plan, micro_batch_size=micro_batch_size, packed=packed, loads=loads)
         self._ran = self.chain, plan
         self.tell(self)
         if loads is not None:

@@ -25,7 +25,7 @@ from ...core.plan.branches import COPIED
 from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.planning.exercised import Exercised
-from ...core.planning.gains import beside_stock, gains
+from ...core.planning.gains import beside_stock, gains, own_step
 from ...core.recipe.carried import CHECK, REQUIRE, carried_here
 from .run_folder import Idle, RunFolder
 
@@ -58,6 +58,7 @@ def report_step(
     plan: StepPlan,
     *,
     micro_batch_size: int | None = None,
+    packed: StepPlan | None = None,
     loads: Sequence[Any] | None = None,
 ) -> None:
     """Leave word that this process has planned a step; every rank calls it, for each step.
@@ -67,6 +68,7 @@ def report_step(
         chain: what planned it, with the costs of the live model.
         micro_batch_size: samples of a micro-batch of the loop's own, which the plan is compared with in check mode;
             None: the chain's.
+        packed: the loop's own step, where its rows hold several samples each.
         loads: each `runtime.experts.gate.Load` of the step; None: not known here.
     """
     _steps[loop] += 1
@@ -74,24 +76,25 @@ def report_step(
     if folder is None:
         return
     taken = None if loads is None else [COPIED for load in loads if load.copies]
-    _exercised.note(chain, plan, taken, micro_batch_size)
+    _exercised.note(chain, plan, taken, micro_batch_size, packed)
     folder.write_steps(_rank(), dict(_steps), _exercised.plugins)
     if _rank() == 0 and _steps.total() == 1:
         if _checking():
-            folder.write_check({"loop": loop, **gains(chain, plan, micro_batch_size)})
+            folder.write_check({"loop": loop, **gains(chain, plan, micro_batch_size, packed)})
         else:
             with suppress(EvenloadError):  # a word about a step ends none
-                _say_first(loop, chain, plan, micro_batch_size)
+                stock = own_step(chain, plan, micro_batch_size, packed)
+                _say_first(loop, chain, plan, stock, "in rows that are packed already, " if packed else "")
 
 
-def _say_first(loop: str, chain: PlanChain, plan: StepPlan, micro_batch_size: int | None) -> None:
+def _say_first(loop: str, chain: PlanChain, plan: StepPlan, stock: StepPlan, rows: str) -> None:
     """Say what is planned, and how to turn it off."""
-    stock, stock_s, plan_s = beside_stock(chain, plan, micro_batch_size)
+    stock_s, plan_s = beside_stock(chain, plan, stock)
     recipe, plugins = carried_here(), ", ".join(plugin.name for plugin, _ in chain.links)
     costs = f" (costs={recipe.costs}, cluster={recipe.cluster})" if recipe else ""
     print(
         f"evenload: planned the first step of {loop} with {plugins}: {plan.num_padded_tokens:,} tokens instead of "
-        f"{stock.num_padded_tokens:,}, predicted {stock_s / plan_s:.2f}x as fast{costs}. "
+        f"{stock.num_padded_tokens:,}, {rows}predicted {stock_s / plan_s:.2f}x as fast{costs}. "
         "To turn evenload off, run the command without it.",
         file=sys.__stderr__,
         flush=True,

@@ -238,7 +238,8 @@ def _run_reported(
     """A planned training call; its reports are those of the loop's own micro-batches."""
     returned = _run_planned(stock, loop, planned, step, chunks, call)
     warn_of_differences(loop, get_model_config(chunks[0]), planned, step, loop.planning.warned)
-    loop.planning.report(planned.plan, micro_batch_size=batches.size, loads=step.gate.loads if step.gate else ())
+    loads = step.gate.loads if step.gate else ()
+    loop.planning.report(planned.plan, micro_batch_size=batches.size, packed=planned.packed, loads=loads)
     if not parallel_state.is_pipeline_last_stage():
         return returned
     targets = [of_ranks[parallel_state.get_context_parallel_rank()] for of_ranks in batches.targets]

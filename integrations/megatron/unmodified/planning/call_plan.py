@@ -49,8 +49,8 @@ class CallPlan(NamedTuple):
     came_with: CameWith
     padded: bool
     """Rows of the loop hold more than the tokens of samples, on some rank, and the model is not told where."""
-    several: bool
-    """A row of the loop holds several samples, on some rank."""
+    packed: StepPlan | None
+    """The loop's own step, where a row of it holds several samples on some rank."""
 
     def two_whole(self, rank: int) -> MicroBatch:
         """The two shortest samples of which this rank computes something, whole."""
@@ -128,7 +128,8 @@ def _plan_call(
     came_with = [lengths_of_ranks[rank][place] for rank, place, _ in batch.places]
     padded = sum(slots_of_ranks) > batch.lengths.sum() and "padding_mask" not in batches.form.looks
     weights = weights_of(targets_of_ranks, batch.places)
-    return CallPlan(plan, lay, cp_shards, own, batch.places, weights, came_with, padded, any(several))
+    packed = batch.packed(plan.limits) if any(several) else None
+    return CallPlan(plan, lay, cp_shards, own, batch.places, weights, came_with, padded, packed)
 
 
 def warn_of_differences(loop: UserLoop, config: Any, planned: CallPlan, step: UserStep, said: set[str]) -> None:
@@ -138,12 +139,12 @@ def warn_of_differences(loop: UserLoop, config: Any, planned: CallPlan, step: Us
         step: which has run.
         said: reasons that have been given; grows.
     """
-    if planned.several and loop.mixes_rows is None:
+    if planned.packed and loop.mixes_rows is None:
         loop.mixes_rows = any(everyone(step.left_borders_out))
     reasons = []
     if planned.padded and (counting := _counting_padding(config)):
         reasons.append(f"padding of rows counts in Megatron's routers and not here ({', '.join(counting)})")
-    if planned.several and loop.mixes_rows:
+    if planned.packed and loop.mixes_rows:
         reasons.append(
             "samples of one row see each other in Megatron's pipeline stages that forward_step gives no "
             "packed_seq_params, and not here"
