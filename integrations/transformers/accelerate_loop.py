@@ -10,13 +10,16 @@ counts by the batch that it came from: the model's loss is the sum of its token 
 stock batch, and gradients are those of the stock loop. The loop keeps its own batch; a forward that cannot be planned
 runs as it is, on all ranks, and a warning says why. Of a planned forward the loop gets the loss alone, and may hand any
 constant multiple of it to its backward, which is measured.
+
+Up to its first backward a loop runs as it is and is watched: where it makes something else of the model's loss, or its
+hooks change gradients out of proportion, it stays as it is.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +39,7 @@ from ..huggingface import attention
 from ..huggingface.inputs import without_unread
 from ..huggingface.mixers import apart
 from ..unmodified.planned_loop import PlannedLoop, leave
-from ..unmodified.planned_runs import on_release, report_idle
+from ..unmodified.planned_runs import is_checking, on_release, report_idle
 from .hooks import GradientHooks
 from .inside import is_inside
 from .multimodal.measured import short_samples, with_parts
@@ -111,12 +114,39 @@ def backward(wrapped: Any, accelerator: Any, args: Any, kwargs: Any, recipe: Rec
             report_idle(NAME, why, f"{do}, or train by transformers.Trainer")
         return wrapped(*args, **kwargs)
     loss = args[0] if args else kwargs["loss"]
+    if loop.loss.strayed is not None:
+        return _watched_backward(accelerator, loop, loss, lambda: wrapped(*args, **kwargs))
     result, planned = loop.loss.run_backward(loss, lambda: wrapped(*args, **kwargs))
     if loop.hooked:
         loop.hooks.refuse_unlike()
     for one in planned:
-        loop.planning.report(one.plan, packed=one.packed)
+        if one.plan is not None:
+            loop.planning.report(one.plan, packed=one.packed)
     return result
+
+
+def _watched_backward(accelerator: Any, loop: PlannedModel, loss: Any, run: Callable[[], Any]) -> Any:
+    """A backward of the loop's own batches, before any of its batches is planned: the loop stays as it is where what it
+    makes of the model's loss, or a hook of gradients, would not be exact on packs. Collective."""
+    done: list[Any] = []
+    try:
+        _, seen = loop.loss.run_backward(loss, lambda: done.append(run()))
+        if loop.hooked:
+            loop.hooks.refuse_unlike()
+    except EvenloadError as error:
+        if not done:
+            raise
+        _stay(accelerator, loop, error)
+    else:
+        loop.loss.strayed = None if seen else loop.loss.strayed
+    return done[0]
+
+
+def _stay(accelerator: Any, loop: PlannedModel, error: EvenloadError) -> None:
+    """Leave a loop as it is, of which nothing has been planned."""
+    _close(loop)
+    _loops[accelerator] = None
+    leave(NAME, None, error)
 
 
 @on_release
@@ -171,7 +201,10 @@ def _loop(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any], cache: dic
         # Also while it is measured, which calls the model.
         _loops[accelerator] = None
         try:
-            _loops[accelerator] = _open(accelerator, recipe, batch, cache)
+            _loops[accelerator] = loop = _open(accelerator, recipe, batch, cache)
+            if not is_checking():
+                own = ref(accelerator)
+                loop.loss.strayed = lambda error: _stay(own(), loop, error)
         except EvenloadError as error:
             leave(NAME, None, error)
     return _loops[accelerator]
@@ -284,6 +317,8 @@ def _planned(loop: PlannedModel, batch: Mapping[str, Any], num_items: Any) -> di
         leave(NAME, loop.planning, EvenloadError(what, f"{keys} beside tokens", do))
         return None
     loop.hooked = step.hooked
+    if loop.loss.strayed is not None:
+        return None
     loop.planning.chain = with_work(loop.planning.chain, loop.model, step)
     try:
         plan = loop.planning.plan(step.samples.lengths)

@@ -2,7 +2,8 @@
 
 A hook that is linear (masks, factors) gives the same sum either way, and one that only looks changes nothing. Whether a
 hook is either is measured where it changes a gradient for the first time: it is called again with the gradient in
-another size and with the sum of two. Others are refused before the update.
+another size and with the sum of two. A loop with hooks runs its first step as it is, and stays so where one is not
+linear; a hook that comes later and is not linear is refused before the update.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...core.errors import EvenloadError
 from ...runtime.world.agreement import first_error
+from ..unmodified.planned_runs import is_checking
 
 _OF_FRAMEWORKS = ("torch.", "deepspeed.", "accelerate.")
 """Modules whose hooks reduce or offload gradients, and do not change them."""
@@ -28,6 +30,8 @@ class GradientHooks:
     """The hooks on the parameters of one model, watched while plans run."""
 
     def __init__(self) -> None:
+        self.are_known = is_checking()
+        """They have changed the gradients of a step, and all in proportion; a check takes one step alone."""
         self._fault: str | None = None
         self._watched: dict[Any, tuple[dict[Any, Any], Any, Any]] = {}
         """By the hook that stands in place of a script's: where it stands, and the script's."""
@@ -53,6 +57,7 @@ class GradientHooks:
                 "change gradients once, behind the last backward of a step (Trainer: on_pre_optimizer_step of a "
                 "callback), or leave evenload off",
             )
+        self.are_known = True
 
     def release(self) -> None:
         """Give every hook its place back."""

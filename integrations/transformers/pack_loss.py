@@ -32,7 +32,8 @@ class WaitingLoss(NamedTuple):
     """The loss of a planned forward whose backward is to come."""
 
     loss: Tensor
-    plan: StepPlan
+    plan: StepPlan | None
+    """None: the loop's own batch is watched."""
     packed: StepPlan | None
     """The loop's own step, where its rows hold several samples."""
 
@@ -48,6 +49,9 @@ class PackLoss:
         """Of that forward; None where nothing is trained."""
         self.packed: StepPlan | None = None
         """See `WaitingLoss`."""
+        self.strayed: Callable[[EvenloadError], None] | None = None
+        """Losses of the loop's own batches are watched, and this is called where one comes to a backward that is not
+        the Accelerator's; None: nothing is watched."""
         self._waiting: deque[WaitingLoss] = deque(maxlen=_MOST_WAITING)
         self._slopes: dict[str | int, Tensor] | None = None
         """Gradients that have come to the loop's loss ("loss") and to planned ones (by their `id`), in a backward."""
@@ -55,17 +59,24 @@ class PackLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.weights_1T is None:
             loss: Tensor = self.stock(*args, **kwargs)
+            if self.strayed is not None:
+                self._wait(loss)
             return loss
         weights_T, self.weights_1T = self.weights_1T[0], None
         logits_TV, labels_T = kwargs["logits"][0], kwargs["shift_labels"][0]
         wide = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         losses_T = cross_entropy(wide, labels_T, ignore_index=IGNORE, reduction="none")
         loss = (losses_T * weights_T.to(losses_T.dtype)).sum()
-        if loss.requires_grad and self.plan is not None:
+        if self.plan is not None:
+            self._wait(loss)
+        return loss
+
+    def _wait(self, loss: Tensor) -> None:
+        """Have a backward to come say what of its loss this one is."""
+        if loss.requires_grad:
             number = id(loss)
             loss.register_hook(lambda slope: self._note(number, slope))  # type: ignore[no-untyped-call]
             self._waiting.append(WaitingLoss(loss, self.plan, self.packed))
-        return loss
 
     def weigh(self, pack: Pack, divisors: Sequence[float]) -> None:
         """Have the planned forward that comes divide a token's loss by the divisor of its sample."""
@@ -162,11 +173,15 @@ class PackLoss:
 
     def _note(self, key: str | int, slope: Tensor) -> None:
         if self._slopes is None:
-            raise EvenloadError(
-                "the loss of a planned batch came to another backward than the Accelerator's",
-                "a planned batch",
+            error = EvenloadError(
+                "the loss of a batch came to another backward than the Accelerator's",
+                "a loss of the model's own",
                 "write accelerator.backward(loss) for loss.backward(), or leave evenload off",
             )
+            if self.strayed is None:
+                raise error
+            self.strayed(error)
+            return
         self._slopes[key] = slope.detach()
 
 

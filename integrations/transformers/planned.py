@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from ...runtime.world.agreement import rank_and_size
 from ...runtime.world.plane import Plane
 from ..host.step import Position, run_program
 from ..huggingface.units import Unit, slots_of
-from ..unmodified.planned_loop import GlobalBatch, PlannedLoop
+from ..unmodified.planned_loop import GlobalBatch, PlannedLoop, leave
 from ..unmodified.planned_runs import report_idle
 from .hooks import GradientHooks
 from .multimodal.step import IdleSample
@@ -134,6 +135,18 @@ def carried_out(
         state.hooks.refuse_unlike()
     state.planning.report(plan, packed=packed)
     return stage.loss
+
+
+def watching_hooks(state: PlannedTrainer, run: Callable[[], Tensor]) -> Tensor:
+    """The loss of a step that runs as it is while hooks on parameters are watched; where one is not linear, so do all
+    steps behind it. Collective."""
+    loss = run()
+    try:
+        state.hooks.refuse_unlike()
+    except EvenloadError as error:
+        leave(NAME, None, error)
+        state.stays = True
+    return loss
 
 
 def stays(state: PlannedTrainer, why: EvenloadError, padded: str | None) -> None:

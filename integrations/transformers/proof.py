@@ -328,7 +328,9 @@ class Measurement:
         if row.logits is not None and len(logits) == len(alone):
             pairs.insert(0, ("logits", row.logits, logits))
         for what, together, parts in pairs:
-            off = difference(together.flatten(0, 1), torch.cat([one.flatten(0, 1) for one in parts]))
+            of_row = together.flatten(0, 1).split([one.shape[1] for one in parts])
+            # A loop may divide the loss by the targets of a row: of gradients the direction counts.
+            off = max(difference(_unit(own), _unit(one.flatten(0, 1))) for own, one in zip(of_row, parts, strict=True))
             if not off <= self._tolerance:
                 raise EvenloadError(
                     "the script's own rows let their samples see each other, and packs do not",
@@ -446,6 +448,10 @@ def tolerance_of(model: Any, others: set[torch.dtype]) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | others
     dtypes |= {torch.float16} if torch.backends.cuda.matmul.allow_tf32 else set()
     return max(_TOLERANCE.get(dtype, _TOLERANCE[torch.bfloat16]) for dtype in dtypes)
+
+
+def _unit(values: Tensor) -> Tensor:
+    return values.double() / values.double().norm().clamp(min=1e-300)
 
 
 def _each(together: ProofRun, alone: list[ProofRun]) -> Iterable[tuple[Tensor, ...]]:

@@ -41,7 +41,7 @@ from ..unmodified.planned_runs import end_of_check, on_release, report_idle
 from .inside import inside, is_running
 from .multimodal.measured import short_samples, with_parts
 from .pack_loss import PackLoss
-from .planned import NAME, PlannedTrainer, StepWindow, carried_out, plan_of, stays
+from .planned import NAME, PlannedTrainer, StepWindow, carried_out, plan_of, stays, watching_hooks
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
 from .proof import Measurement, Proof, prove_trainer, windows
 from .proof_rows import rows_like
@@ -162,6 +162,8 @@ def _run(state: PlannedTrainer, trainer: Any, model: Any, taken: list[TakenBatch
     if step is None:
         return run_stock(trainer, model, taken, call)
     batch, form, plan = step
+    if batch.hooked and not state.hooks.are_known:
+        return watching_hooks(state, lambda: run_stock(trainer, model, taken, call))
     inner, num_items, samples = inner_model(trainer), taken[-1].num_items, batch.exchange(plan)
 
     def own_call(inputs: dict[str, Any]) -> Tensor:

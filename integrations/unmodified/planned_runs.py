@@ -79,7 +79,7 @@ def report_step(
     _exercised.note(chain, plan, taken, micro_batch_size, packed)
     folder.write_steps(_rank(), dict(_steps), _exercised.plugins)
     if _rank() == 0 and _steps.total() == 1:
-        if _checking():
+        if is_checking():
             folder.write_check({"loop": loop, **gains(chain, plan, micro_batch_size, packed)})
         else:
             with suppress(EvenloadError):  # a word about a step ends none
@@ -134,7 +134,7 @@ def report_idle(loop: str, why: str, do: str) -> None:
 def end_of_check() -> None:
     """End this process in check mode with exit code 0, and do nothing outside it. Collective: all ranks are here, right
     before the optimizer's update of the first step."""
-    if _checking():
+    if is_checking():
         end_together()
 
 
@@ -150,7 +150,7 @@ def watch_process() -> None:
     """For the startup of `evenload run`'s processes: an `EvenloadError` that ends one is printed as one message for the
     machine, and a check ends before any of torch's optimizers updates a weight, whatever loop calls it."""
     sys.excepthook = partial(_end_with_message, sys.excepthook)
-    if _checking():
+    if is_checking():
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         register_optimizer_step_pre_hook(_end_before_update)
@@ -188,7 +188,8 @@ def _end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _checking() -> bool:
+def is_checking() -> bool:
+    """Whether this process takes one planned step and ends before its update."""
     return os.environ.get(CHECK) == "1"
 
 

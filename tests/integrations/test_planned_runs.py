@@ -20,6 +20,7 @@ from evenload.core.planning.notes import LEFT_OUT
 from evenload.core.recipe.carried import carried
 from evenload.core.recipe.recipe import parse
 from evenload.integrations.unmodified import planned_runs
+from evenload.integrations.unmodified.planned_loop import GlobalBatch
 from evenload.integrations.unmodified.run_folder import VARIABLE, Idle, RunFolder
 from evenload.runtime.experts.gate import Load
 
@@ -135,6 +136,22 @@ def test_the_record_of_a_check_holds_the_first_step(folder, monkeypatch):
     assert (record["stock_padded_tokens"], record["padded_tokens"]) == (1200, 0)
     assert record["gain"] == record["stock_step_s"] / record["step_s"] > 1
     assert record["plugins"] == [{"name": "packing", "refused": None, "gain": record["gain"]}]
+
+
+def test_rows_that_a_script_has_packed_are_compared_with_packed_rows(folder, monkeypatch, capfd):
+    """Four rows of two samples each on two ranks: nothing of them is padding."""
+    one = chain(packing={"max_tokens": 1800})
+    batch = GlobalBatch.of([[[n, n] for n in LENGTHS[:2]], [[n, n] for n in LENGTHS[2:4]]], [[(), ()], [(), ()]], 0)
+    plan, packed = one.plan(batch.lengths), batch.packed(one.limits)
+    assert [sum(piece.length for piece in row.slices) for row in packed.micro_batches] == [
+        2 * LENGTHS[place] for place in (0, 2, 1, 3)
+    ]
+    planned_runs.report_step("Transformers' Trainer", one, plan, packed=packed)
+    assert "in rows that are packed already, predicted" in capfd.readouterr().err
+    planned_runs._steps.clear()
+    monkeypatch.setenv(planned_runs.CHECK, "1")
+    planned_runs.report_step("Transformers' Trainer", one, plan, packed=packed)
+    assert (folder.check["packed"], folder.check["stock_padded_tokens"]) == (True, 0)
 
 
 def test_gains_of_plugins_multiply_to_that_of_the_plan():

@@ -14,7 +14,7 @@ from ....core.errors import EvenloadError
 from ...huggingface.units import BrokenUnitsError
 from ...unmodified.planned_loop import PlannedLoop, leave
 from ..pack_call import PackCalls
-from ..planned import NAME, MeasuredUnits, PlannedTrainer, carried_out, plan_of, stays
+from ..planned import NAME, MeasuredUnits, PlannedTrainer, carried_out, plan_of, stays, watching_hooks
 from ..planning import chain_of
 from ..stage import StepPasses, TakenBatch, run_stock
 from ..supported import inner_model, virtual_tokens, warn_of_dropout
@@ -49,6 +49,8 @@ def run_units(state: PlannedTrainer, trainer: Any, model: Any, taken: list[Taken
     if (batch.divisor is None and measured.of_mean) or not batch.is_one_step:
         log.info("step %d runs as it is: its batches are not divided alike", trainer.state.global_step + 1)
         return run_in_place(state, trainer, model, taken, call)
+    if batch.hooked and not state.hooks.are_known:
+        return watching_hooks(state, lambda: run_in_place(state, trainer, model, taken, call))
     try:
         plan = plan_of(state, batch.samples, taken)
     except EvenloadError as error:

@@ -8,7 +8,14 @@ import torch
 from families import TWO_MICRO_BATCHES, rows
 from torch.nn.functional import cross_entropy
 from trainer_runs import Keep, arguments, collate
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 CONFIG = LlamaConfig(
     vocab_size=96,
@@ -84,6 +91,17 @@ class Masks(Trainer):
         return {**inputs, "labels": labels}
 
 
+class Cached(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "use_cache": True}, *args, **kwargs)
+
+
+def flattened(rows: Any) -> Any:
+    """Rows side by side, with positions that start again."""
+    plain = [{key: torch.as_tensor(row[key]).tolist() for key in ("input_ids", "labels")} for row in rows]
+    return DataCollatorWithFlattening(return_tensors="pt")(plain)
+
+
 def sum_of_tokens(out: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return loss_of(out.logits, labels, reduction="sum") / num_items_in_batch
 
@@ -95,7 +113,7 @@ MODELS = {
     "weight penalty": WeightPenalty,
     "penalty of scores": PenaltyOfScores,
 }
-TRAINERS = {"logs": Logs, "means": Means, "masks": Masks}
+TRAINERS = {"logs": Logs, "means": Means, "masks": Masks, "flattened, cached": Cached}
 OLDER = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 
 
@@ -105,7 +123,11 @@ def trainer(kind: str = "", *callbacks: Any) -> Any:
     model, keep = MODELS.get(kind, LlamaForCausalLM)(CONFIG).double(), Keep()
     own = TrainingArguments(**arguments(**TWO_MICRO_BATCHES, **(OLDER if kind == "older checkpoints" else {})))
     loss = sum_of_tokens if kind == "loss function" else None
-    data = {"train_dataset": rows(), "data_collator": collate, "callbacks": [keep, *callbacks]}
+    data = {
+        "train_dataset": rows(),
+        "data_collator": flattened if "flattened" in kind else collate,
+        "callbacks": [keep, *callbacks],
+    }
     made = TRAINERS.get(kind, Trainer)(model, own, compute_loss_func=loss, **data)
     made.kept = keep
     return made

@@ -18,7 +18,13 @@ from rank_changes import adapted_by_older, clamped, hooked, masked, prompted
 from rank_trainer import build_model, double_loss, samples_of
 from torch.utils.data import DataLoader
 from trainer_runs import collate, forget_layout, recipe
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DataCollatorWithFlattening,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from variants import Ran, Variants
 
 LENGTHS = [61, 5, 17, 33, 9, 50, 3, 40, 26, 11, 44, 7, 12, 30, 21, 8]
@@ -30,7 +36,7 @@ def of_kind(kind: str) -> dict[str, dict[str, Any]]:
     return script.of_kind(kind)
 
 
-@script.planned(4)
+@script.planned(3)
 class Loop:
     """A plain loop over an epoch; the others change how it gets from a batch to a loss, or to an update."""
 
@@ -90,7 +96,7 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-@script.planned(4)
+@script.planned(3)
 class Evaluating(Loop):
     accumulated = 1
 
@@ -115,7 +121,7 @@ class OneLength(Loop):
         return samples_of([24] * 8)
 
 
-@script.planned(3)
+@script.planned(2)
 class Resumed(Loop):
     def epoch(self) -> None:
         self.loader = self.accelerator.skip_first_batches(self.loader, 1)
@@ -129,12 +135,12 @@ class NotTraining(Loop):
         self.model.eval()
 
 
-@script.planned(4)
+@script.planned(3)
 class UnpreparedLoader(Loop):
     prepares_loader = False
 
 
-@script.planned(4)
+@script.planned(2)
 class TwoLossesClipped(Loop):
     """Two batches, one backward."""
 
@@ -146,7 +152,7 @@ class TwoLossesClipped(Loop):
             self.update()
 
 
-@script.planned(4)
+@script.planned(3)
 class ByHand(Loop):
     """Accumulation by hand: a divided loss, no_sync, no accelerator.accumulate."""
 
@@ -162,7 +168,7 @@ class ByHand(Loop):
                 self.update()
 
 
-@script.planned(4)
+@script.planned(3)
 class ByTokens(Loop):
     """Accelerate's own example for autoregressive models: a window of batches over its number of tokens."""
 
@@ -179,7 +185,7 @@ class ByTokens(Loop):
             self.update()
 
 
-@script.planned(4)
+@script.planned(3)
 class Closure(Loop):
     accumulated = 1
 
@@ -195,7 +201,7 @@ class Closure(Loop):
             self.update()
 
 
-@script.planned(4)
+@script.planned(3)
 class NamesOfSamples(Loop):
     """A collate function of the user's own that hands the names of samples on."""
 
@@ -203,12 +209,12 @@ class NamesOfSamples(Loop):
         return super().collate(rows) | {"sample_ids": torch.arange(len(rows)), "sample_names": ["one"] * len(rows)}
 
 
-@script.planned(4)
+@script.planned(3)
 class MaskingHooks(Loop):
     change = hooked(masked)
 
 
-@script.refused("a hook on a parameter changes gradients, and not in proportion to them")
+@script.stays("a hook on a parameter changes gradients, and not in proportion to them")
 class ClampingHooks(Loop):
     change = hooked(clamped)
 
@@ -218,12 +224,12 @@ class PromptTuning(Loop):
     change = staticmethod(prompted)
 
 
-@script.planned(4)
+@script.planned(3)
 class OlderAdapters(Loop):
     change = staticmethod(adapted_by_older)
 
 
-@script.planned(4)
+@script.planned(3)
 class Windowed(Loop):
     """A model that sees less than its longest sample."""
 
@@ -244,18 +250,41 @@ class OwnAttention(Loop):
         return BloomForCausalLM(config).double()
 
 
-@script.planned(4)
+@script.planned(3)
 class ByKeywords(Loop):
     def loss(self, batch: Any) -> Any:
         mask, labels = batch["attention_mask"], batch["labels"]
         return self.model(input_ids=batch["input_ids"], attention_mask=mask, labels=labels).loss
 
 
-@script.planned(4)
+@script.planned(3)
 class WithoutMask(Loop):
     def loss(self, batch: Any) -> Any:
         del batch["attention_mask"]
         return self.model(**batch)[0]
+
+
+class Flattened(Loop):
+    """All samples of a batch in one row."""
+
+    def collate(self, rows: list[Any]) -> dict[str, Any]:
+        return DataCollatorWithFlattening(return_tensors="pt")(
+            [
+                {key: torch.as_tensor(value).tolist() for key, value in row.items() if key != "attention_mask"}
+                for row in rows
+            ]
+        )
+
+
+@script.stays("the script's own rows let their samples see each other")
+class FlattenedUnderACache(Flattened):
+    """The cache is on where nobody turns it off, and masks then go without the borders of samples."""
+
+
+@script.planned(3)
+class FlattenedWithoutCache(Flattened):
+    def loss(self, batch: Any) -> Any:
+        return self.model(**batch, use_cache=False).loss
 
 
 @script.stays("a batch without labels")
@@ -271,7 +300,7 @@ class LabelsAreInputs(Loop):
         return self.model(**batch | {"labels": batch["input_ids"]}).loss
 
 
-@script.planned(4)
+@script.planned(3)
 class OtherLabels(Loop):
     def loss(self, batch: Any) -> Any:
         labels = batch["labels"].clone()
@@ -279,14 +308,14 @@ class OtherLabels(Loop):
         return self.model(**batch | {"labels": labels}).loss
 
 
-@script.planned(4)
+@script.planned(3)
 class WrittenIds(Loop):
     def loss(self, batch: Any) -> Any:
         batch["input_ids"][:, 1] = 7
         return self.model(**batch).loss
 
 
-@script.planned(4)
+@script.planned(3)
 class MovedAutocast(Loop):
     def loss(self, batch: Any) -> Any:
         batch = {key: value.to(self.accelerator.device, copy=True) for key, value in batch.items()}
@@ -294,7 +323,7 @@ class MovedAutocast(Loop):
             return self.model(**batch, return_dict=False)[0].mean()
 
 
-@script.planned(4)
+@script.planned(3)
 class ByRows(Loop):
     """A factor that goes by the shape of the loop's own batch."""
 
@@ -302,7 +331,7 @@ class ByRows(Loop):
         return self.model(**batch, use_cache=False).loss * batch["input_ids"].shape[0] / 8
 
 
-@script.planned(4)
+@script.planned(3)
 class WithFigures(Loop):
     def loss(self, batch: Any) -> Any:
         with torch.no_grad():
@@ -311,32 +340,41 @@ class WithFigures(Loop):
         return self.model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
 
 
-@script.refused("the ranks multiply the model's loss by different numbers")
+@script.stays("the ranks multiply the model's loss by different numbers")
 class OwnTokens(Loop):
     def loss(self, batch: Any) -> Any:
         return self.model(**batch).loss * int((batch["labels"] != -100).sum())
 
 
-@script.refused("is not the model's own, nor a multiple of it")
+@script.stays("is not the model's own, nor a multiple of it")
 class Squared(Loop):
     def loss(self, batch: Any) -> Any:
         return self.model(**batch).loss ** 2
 
 
-@script.refused("a planned forward gives its loss alone")
+@script.stays("is not the model's own, nor a multiple of it")
 class WithLogits(Loop):
     def loss(self, batch: Any) -> Any:
         outputs = self.model(**batch)
         return outputs.loss + 1e-3 * torch.logsumexp(outputs.logits, -1).square().mean()
 
 
-@script.refused("is not the model's own, nor a multiple of it")
+@script.stays("is not the model's own, nor a multiple of it")
 class WithAPenalty(Loop):
     def loss(self, batch: Any) -> Any:
         return self.model(**batch).loss + 1e-2 * next(self.model.parameters()).square().sum()
 
 
-@script.refused("came to another backward than the Accelerator's")
+@script.refused("is not the model's own, nor a multiple of it")
+class SquaredLater(Loop):
+    """From the third batch on."""
+
+    def loss(self, batch: Any) -> Any:
+        loss = self.model(**batch).loss
+        return loss**2 if len(self.losses) > 1 else loss
+
+
+@script.stays("came to another backward than the Accelerator's")
 class WithoutAcceleratorsBackward(Loop):
     def backward(self, loss: Any) -> None:
         loss.backward()

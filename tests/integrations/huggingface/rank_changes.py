@@ -346,17 +346,17 @@ def hooked(hook: Any) -> Any:
     return staticmethod(change)
 
 
-@script.planned(2)
+@script.planned(1)
 class MaskingHooks(Changed):
     change = hooked(masked)
 
 
-@script.refused("a hook on a parameter changes gradients, and not in proportion to them")
+@script.stays("a hook on a parameter changes gradients, and not in proportion to them")
 class ClampingHooks(Changed):
     change = hooked(clamped)
 
 
-@script.refused("a hook on a parameter changes gradients, and not in proportion to them")
+@script.stays("a hook on a parameter changes gradients, and not in proportion to them")
 class HalvingHooks(Changed):
     @staticmethod
     def change(model: Any) -> Any:

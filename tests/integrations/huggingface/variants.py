@@ -78,7 +78,10 @@ class Variants:
         except EvenloadError as error:
             return result | {"refused": str(error)}
         grad = max(error_of(a, b) for a, b in zip(own.gradients, stock.gradients, strict=True))
-        return result | {"grad": grad, "loss": max(abs(a - b) for a, b in zip(own.losses, stock.losses, strict=True))}
+        return result | {
+            "grad": grad,
+            "loss": max((abs(a - b) for a, b in zip(own.losses, stock.losses, strict=True)), default=0.0),
+        }
 
 
 def _words(variant: Any) -> str:
