@@ -336,7 +336,7 @@ docs/rollout.md
   TIE's score is behind plain E wherever requests wait
     benchmarks/rollouts/test_rollouts.py::test_orders_that_know_lengths_wait_less_than_first_come
 docs/switching_on.md
-  A script of Hugging Face's or DeepSpeed's that cannot be planned exactly trains as it would without evenload
+  A script that cannot be planned exactly trains as it would without evenload
     hosts/test_messages.py::test_a_script_that_nothing_is_exact_for_stays_as_it_is_and_says_so
   0.16.1 and 0.19.2; exactness also on 0.17.1 and 0.18.2
     integrations/test_versions.py::test_extras_and_the_sets_that_are_tested_agree_with_what_is_supported

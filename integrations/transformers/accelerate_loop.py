@@ -46,7 +46,7 @@ from .multimodal.measured import short_samples, with_parts
 from .multimodal.step import IdleSample
 from .pack_loss import PackLoss
 from .planning import StepBatch, StepForm, chain_for, gather, reading, with_work, zero_stage_of
-from .proof import Call, Measurement, prove, weights_of, windows
+from .proof import Call, Measurement, of_flattened, prove, weights_of, windows
 from .supported import entered_module, outer_model, packs_fault, unwrapped, virtual_tokens
 
 log = logging.getLogger("evenload")
@@ -275,6 +275,7 @@ def _prove(
         kind = with_parts(kind, parts, first.part_form, left=False)
     else:
         samples = windows([*first.samples.own.values()])
+        kind = of_flattened(kind) if first.flattened else kind
 
     def compute(inputs: dict[str, Any], times: float) -> Call:
         if attention.PACK in inputs:
@@ -282,8 +283,7 @@ def _prove(
         outputs = outer(**inputs, **({} if attention.PACK in inputs else cache))
         return Call(outputs.loss, outputs)
 
-    flattened = first.flattened and not first.parts
-    proof = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind, flattened=flattened)
+    proof = prove(loop.model, samples, batch, compute, half=half, entered=entered, kind=kind)
     loop.loss.weights_1T = None
     if (fault := proof.fault) is not None:
         raise EvenloadError(fault.what, fault.found, _BY_TRAINER)

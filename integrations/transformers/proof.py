@@ -95,7 +95,6 @@ def prove(
     half: bool,
     entered: Any = None,
     kind: type[Measurement] | None = None,
-    flattened: bool = False,
 ) -> Proof:
     """Measure packs of these samples against each of them alone. Collective where the model's forward is.
 
@@ -107,12 +106,10 @@ def prove(
         half: passes run in half precision, whatever the weights are kept in.
         entered: the module whose call is the model's forward; None: the model.
         kind: what is measured instead of packs.
-        flattened: rows of the script hold several samples, on some rank; such a row is measured, too.
 
     A model or a loss that raises cannot be measured, which is a fault as well. On every rank the same fault.
     """
     measurement = (kind or Measurement)(model, samples, row, compute, half, entered)
-    measurement.flattened = flattened
     proof, of_loss = Proof(None), False
     try:
         proof = measurement.proof()
@@ -137,7 +134,6 @@ def prove_trainer(
     *,
     kind: type[Measurement] | None = None,
     loss: PackLoss | None = None,
-    flattened: bool = False,
 ) -> Proof:
     """Measure packs of a Trainer's model by its ``compute_loss``. Collective.
 
@@ -145,7 +141,7 @@ def prove_trainer(
 
     Args:
         num_items: targets of the step as the Trainer counts them, of the type it does; None: it takes means of batches.
-        kind, flattened: see `prove`.
+        kind: what is measured instead of packs.
         loss: weighs tokens by the batch that they came in; None: one number divides all.
     """
     twin, model = twin_of(trainer), trainer.accelerator.unwrap_model(trainer.model)
@@ -167,7 +163,7 @@ def prove_trainer(
     half = trainer.args.bf16 or trainer.args.fp16
     with nullcontext() if loss is None else loss.in_place(inner):
         entered = entered_module(trainer.accelerator, trainer.model)
-        return prove(inner, samples, row, compute, half=half, entered=entered, kind=kind, flattened=flattened)
+        return prove(inner, samples, row, compute, half=half, entered=entered, kind=kind)
 
 
 def weights_of(samples: list[list[list[int]]], times: float, divisor: Any = None) -> Tensor:
@@ -196,7 +192,7 @@ class Measurement:
     noun = "a pack"
     of_rows = False
     flattened = False
-    """Rows of the script hold several samples."""
+    """Rows of the script hold several samples, on some rank: such a row is measured, too."""
 
     def __init__(
         self,
@@ -260,8 +256,8 @@ class Measurement:
         }
         most = dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
         row = {"labels": torch.tensor(0), **self._row}
-        made = {k: row[k].new_tensor(v) for k, v in values.items() if isinstance(row.get(k), Tensor)}
-        return made | {k: v for k, v in most.items() if k in self._row}
+        side_by_side = {k: row[k].new_tensor(v) for k, v in values.items() if isinstance(row.get(k), Tensor)}
+        return side_by_side | {k: v for k, v in most.items() if k in self._row}
 
     def _together(self, samples: list[list[list[int]]]) -> dict[str, Any]:
         """Samples as a planned step has them."""
@@ -328,7 +324,7 @@ class Measurement:
         if row.logits is not None and len(logits) == len(alone):
             pairs.insert(0, ("logits", row.logits, logits))
         for what, together, parts in pairs:
-            of_row = together.flatten(0, 1).split([one.shape[1] for one in parts])
+            of_row = torch.split(together.flatten(0, 1), [one.shape[1] for one in parts])
             # A loop may divide the loss by the targets of a row: of gradients the direction counts.
             off = max(difference(_unit(own), _unit(one.flatten(0, 1))) for own, one in zip(of_row, parts, strict=True))
             if not off <= self._tolerance:
@@ -417,6 +413,15 @@ class Measurement:
         return abs(2 * halved - packed.loss) <= _LINEAR * abs(packed.loss)
 
 
+def of_flattened(kind: type[Measurement]) -> type[Measurement]:
+    """A measurement for a script whose rows hold several samples."""
+
+    class OfFlattened(kind):  # type: ignore[valid-type, misc]
+        flattened = True
+
+    return OfFlattened
+
+
 def _window(sample: Tensor, most: int, which: int) -> Tensor:
     """At most so many tokens of a sample [2, L] around one of its targets."""
     target = int((sample[1, 1:] != IGNORE).nonzero().flatten()[which]) + 1
@@ -451,7 +456,8 @@ def tolerance_of(model: Any, others: set[torch.dtype]) -> float:
 
 
 def _unit(values: Tensor) -> Tensor:
-    return values.double() / values.double().norm().clamp(min=1e-300)
+    unit: Tensor = values.double() / values.double().norm().clamp(min=1e-300)
+    return unit
 
 
 def _each(together: ProofRun, alone: list[ProofRun]) -> Iterable[tuple[Tensor, ...]]:

@@ -43,7 +43,7 @@ from .multimodal.measured import short_samples, with_parts
 from .pack_loss import PackLoss
 from .planned import NAME, PlannedTrainer, StepWindow, carried_out, plan_of, stays, watching_hooks
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
-from .proof import Measurement, Proof, prove_trainer, windows
+from .proof import Measurement, Proof, of_flattened, prove_trainer, windows
 from .proof_rows import rows_like
 from .stage import StepPasses, TakenBatch, attending, run_stock
 from .supported import (
@@ -251,10 +251,8 @@ def _measured(
             kind = with_parts(kind, parts, form.parts, left=form.left)
         else:
             samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
-        flattened = batch.flattened and not batch.parts
-        proof = prove_trainer(
-            trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss, flattened=flattened
-        )
+            kind = of_flattened(kind) if batch.flattened else kind
+        proof = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
         fault = proof.fault
     if fault is not None:
         return fault

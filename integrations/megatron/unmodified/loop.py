@@ -62,7 +62,7 @@ from .running.mtp import next_tokens
 from .running.objective import Losses, MeanOfMeans
 from .running.order import run_order
 from .running.reports import Reports
-from .running.trial import Trial, try_first
+from .running.trial import FunctionTrial, try_first
 
 
 class PlannedSteps:
@@ -265,7 +265,7 @@ def _run_planned(
     step: UserStep,
     chunks: Sequence[Any],
     call: dict[str, Any],
-    trial: Trial | None = None,
+    trial: FunctionTrial | None = None,
 ) -> Any:
     """The plan of a training call, in Megatron's own schedule or in its own order, or a pack of it for a ``trial``;
     what the loss functions reported."""

@@ -36,7 +36,7 @@ from ....unmodified.planned_loop import GlobalBatch, PlannedLoop
 from ..reading.rows import INPUT, Row, exchange_objects, joined, of_batch, refuse_uncommon, rows_of
 from ..running.objective import RowStep
 from ..running.order import with_dummies
-from ..running.trial import Trial, try_first
+from ..running.trial import FunctionTrial, try_first
 from ..writers import tell_writers
 
 log = logging.getLogger("evenload")
@@ -144,7 +144,7 @@ def _try(stock: Callable[..., Any], chunks: Sequence[Any], taken: RowBatches, ca
     config = get_model_config(chunks[0])
     step = RowStep(call["forward_step_func"], joint, [True] * 3, own=3, per_token=bool(config.calculate_per_token_loss))
 
-    def run(trial: Trial) -> None:
+    def run(trial: FunctionTrial) -> None:
         def answer(_: Any, chunk: Any, *more: Any) -> Any:
             return trial.answer(partial(step, _, chunk, *more), 1, config)
 

@@ -28,7 +28,7 @@ from megatron.core.utils import get_model_config
 from .....runtime.attributes import with_attributes
 from ..reading.samples import UserPack
 from .forward_step import UserStep
-from .trial import Trial
+from .trial import FunctionTrial
 
 
 def chunks_of(model: Any) -> list[Any]:
@@ -75,7 +75,7 @@ def run_stock(
     step: UserStep,
     packs: list[UserPack],
     chunks: Sequence[Any],
-    trial: Trial | None = None,
+    trial: FunctionTrial | None = None,
     **rest: Any,
 ) -> Any:
     """Megatron's own schedule over packs; what ``step`` raises is kept by a ``trial``, if it is one."""

@@ -22,7 +22,7 @@ Answer = tuple[Any, Callable[..., Any] | None]
 """What a ``forward_step_func`` returns."""
 
 
-class Trial:
+class FunctionTrial:
     """What the calls of a function, and of its loss function, have raised first."""
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ def _no_loss(output: Any) -> tuple[Any, Any, dict[str, Any]]:
     return output.sum() * 0.0, torch.ones((), dtype=torch.int, device=output.device), {}
 
 
-def try_first(chunks: Sequence[Any], run: Callable[[Trial], object]) -> None:
+def try_first(chunks: Sequence[Any], run: Callable[[FunctionTrial], object]) -> None:
     """Run what a training call would, forward only. Collective; raises EvenloadError on all ranks for one.
 
     Args:
         chunks: of the model on this rank.
         run: runs the schedule, with ``forward_only=True`` and all calls of its function through the trial.
     """
-    trial = Trial()
+    trial = FunctionTrial()
     with _evaluating(chunks):
         run(trial)
     for trouble in filter(None, everyone(trial.trouble)):
