@@ -55,7 +55,8 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             target=f"{_TRAINER}.train",
             supports=TRANSFORMERS,
             why="Unsloth assigns the two methods above anew when it loads a model, from the source of what it finds. "
-            "Before a run they are looked at, and wrapped again where they are others; the run itself is left alone.",
+            "Before a run they are looked at, and wrapped again where they are others; the run itself is left alone. A "
+            "run that planned nothing says why behind it.",
             wrapper=partial(_train, recipe),
         ),
         *_of_accelerate(recipe),
@@ -95,7 +96,12 @@ def _train(recipe: Recipe | None, wrapped: Any, trainer: Any, args: Any, kwargs:
     ]
     for lost in put_back(steps):
         log.info("somebody has assigned a method anew, and evenload is put on again around it: %s", lost)
-    return wrapped(*args, **kwargs)
+    result = wrapped(*args, **kwargs)
+    from ..integrations.transformers.trainer import ended
+
+    if recipe is not None and recipe.enabled():
+        ended(trainer)
+    return result
 
 
 def accelerate_installed() -> bool:

@@ -85,6 +85,8 @@ class PlannedTrainer:
     """What is measured of packs."""
     loss: PackLoss | None = None
     """Where a token's loss depends on the batch or the rank that it came in."""
+    has_targets: bool | None = None
+    """A row of some step has a target; None: no step has been looked at."""
     stays: bool = False
     """Its batches stay as they are: nothing is exact for it."""
     plane: Plane | None = None

@@ -137,6 +137,19 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
     return loss
 
 
+def ended(trainer: Any) -> None:
+    """Say why a run that has ended planned nothing, where nobody has."""
+    state, rows = _planned.get(trainer), getattr(trainer, "train_dataset", None)
+    if state is None:
+        held = f"its train_dataset holds {len(rows)} rows" if hasattr(rows, "__len__") else "its loader gave no batch"
+        done = trainer.state.global_step
+        do = "see what leaves rows out while the dataset is prepared (TRL: max_length), or where a run goes on from"
+        report_idle(NAME, f"its loop ran no step ({held}, {done} steps were done before)", do)
+    elif state.has_targets is False:
+        do = "see what masks the labels: a chat template, completion_only_loss, max_length"
+        report_idle(NAME, "no row of any step has a target: all labels are -100", do)
+
+
 @on_release
 def release() -> None:
     """Forget every Trainer; for after the rows are off."""
@@ -184,6 +197,7 @@ def _planned_step(
     Raises EvenloadError, the same on all ranks, where it cannot be planned exactly."""
     inner = inner_model(trainer)
     batch = gather([one.reading() for one in reversed(taken)][::-1], inner.config, hooked=state.hooks.watch(inner))
+    state.has_targets = batch is not None or bool(state.has_targets)
     if batch is None:
         return None
     if state.loss is None:

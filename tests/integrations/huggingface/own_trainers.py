@@ -96,6 +96,11 @@ class Cached(Trainer):
         return super().compute_loss(model, {**inputs, "use_cache": True}, *args, **kwargs)
 
 
+def without_targets(rows: Any) -> Any:
+    batch = collate(rows)
+    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
 def flattened(rows: Any) -> Any:
     """Rows side by side, with positions that start again."""
     plain = [{key: torch.as_tensor(row[key]).tolist() for key in ("input_ids", "labels")} for row in rows]
@@ -114,6 +119,7 @@ MODELS = {
     "penalty of scores": PenaltyOfScores,
 }
 TRAINERS = {"logs": Logs, "means": Means, "masks": Masks, "flattened, cached": Cached}
+COLLATE = {"flattened": flattened, "no targets": without_targets}
 OLDER = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 
 
@@ -125,7 +131,7 @@ def trainer(kind: str = "", *callbacks: Any) -> Any:
     loss = sum_of_tokens if kind == "loss function" else None
     data = {
         "train_dataset": rows(),
-        "data_collator": flattened if "flattened" in kind else collate,
+        "data_collator": COLLATE.get(kind.split(",")[0], collate),
         "callbacks": [keep, *callbacks],
     }
     made = TRAINERS.get(kind, Trainer)(model, own, compute_loss_func=loss, **data)

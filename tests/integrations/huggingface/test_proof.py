@@ -67,6 +67,23 @@ def test_what_is_exact_is_planned_whoever_wrote_it(kind, trainer, families, capl
     assert error < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows", "why"),
+    [
+        ("no targets", None, "no row of any step has a target: all labels are -100"),
+        ("", 1, "its loop ran no step (its train_dataset holds 1 rows, 0 steps were done before)"),
+    ],
+)
+def test_a_run_without_a_planned_step_says_what_its_script_did(kind, rows, why, trainer, families):
+    planned_runs._idle.clear()
+    own = trainer(kind)
+    if rows is not None:  # too few for a batch
+        own.train_dataset, own.args.dataloader_drop_last = own.train_dataset[:rows], True
+    with families.planned():
+        own.train()
+    assert [idle.why for idle in planned_runs._idle] == [why]
+
+
 def test_nothing_of_a_measurement_is_left(trainer, sampled):
     """Counters, logs, random numbers, modes: the first step finds them as a stock run does."""
     import torch
