@@ -207,7 +207,7 @@ def test_a_checkpoint_in_the_background_is_of_its_step_and_fails_with_one_messag
     (place / "kept" / "latest").write_text("step00000002")
     assert losses(run()) == whole[2:], "later steps did not change what was being written"
     (place / "full").touch()
-    done = run("train.steps=6")
+    done = run("train.steps=8")
     ended(done, 1, "found: rank 0: ")
     assert done.stderr.count("the checkpoint step00000006 was not written") == 1, done.stderr
     assert (place / "kept" / "latest").read_text() == "step00000004"

@@ -153,6 +153,14 @@ def test_groups_stay_whole_and_none_comes_twice_in_its_epoch(sizes, history, siz
         assert len(came) in np.cumsum([0, *map(len, members)]), "whole ones alone"
 
 
+def test_a_group_costs_as_many_as_it_has_samples():
+    """Two domains of one share, one of them in groups of four: 32 samples are 16 of each."""
+    groups = {"chat": np.repeat(np.arange(10), 4), "code": np.arange(40)}
+    mixture = mixed(lengths_of([40, 40]), [[1.0] * 5], BatchSize(32), by_targets=False, groups=groups)
+    ((batch,), _) = drawn(mixture, mixture.begin(3), 1)
+    assert 14 <= sum(name == "chat" for name, _ in batch) <= 18
+
+
 def test_the_seed_of_an_order_is_that_of_the_run_and_of_the_name():
     assert len({seed_of(name, seed) for name in NAMES for seed in range(50)}) == 250
 

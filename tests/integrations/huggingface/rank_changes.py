@@ -242,7 +242,7 @@ class RaisesOnShortRows(Changed):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-@script.stays("LookupError: no loss")
+@script.stays("the model or its loss cannot run a pack (LookupError: no loss")
 class RaisesAnyhow(Changed):
     """A loss that a script mends after it has raised."""
 

@@ -139,10 +139,16 @@ def test_what_is_no_number_is_no_rounding():
 
 
 @pytest.mark.parametrize(
-    ("family", "wanted"), [("bloom", "padded groups"), ("gpt2", "planned"), ("roberta", "padded groups")]
+    ("family", "wanted"),
+    [
+        ("bloom", "padded groups"),
+        ("gpt2", "planned"),
+        ("roberta", "padded groups"),
+        ("xlm", "stock: attention that packs do not reach"),
+    ],
 )
 def test_attention_is_counted(family, wanted, families):
-    """BLOOM attends by code of its own, and RoBERTa has positions of its own; what a layer hands on is one call."""
+    """BLOOM and XLM attend by code of their own, RoBERTa has its own positions; what a layer hands on is one call."""
     said, error = families.outcome(family)
     assert said.startswith(wanted)
     assert error < 1e-6
