@@ -77,7 +77,7 @@ def refuse_other_forms(batch: Mapping[str, Any], *, rotary: bool) -> None:
             len(shape) != 2 or any(other != shape for other in shapes.values()),
             "tensors of a batch are rows of one shape [rows, tokens]",
             ", ".join(f"{key} {list(value)}" for key, value in shapes.items()),
-            "leave position_ids out where the model makes them itself, or give [rows, tokens]",
+            "leave position_ids out of the batch, so that the model makes its own",
         ),
         (
             types is not None and (not rotary or bool(types.any())),

@@ -91,6 +91,15 @@ def with_all_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in batch.items() if key != "logits_to_keep"} | {"labels": labels_BT}
 
 
+def with_plain_positions(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch whose ``position_ids`` [K, B, T] say the same in every plane, as those of text under multimodal rotary
+    embeddings do, with these [B, T]; any other batch as it is."""
+    positions = batch.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 3 or bool((positions != positions[:1]).any()):
+        return batch
+    return {**batch, "position_ids": positions[0]}
+
+
 def reach(batch: Mapping[str, Any]) -> int:
     """Positions that a stock run of the batch has, padding included: some rotary tables follow the largest one."""
     positions_BT = batch.get("position_ids")

@@ -27,7 +27,7 @@ from ..huggingface.inputs import inputs_of
 from ..huggingface.models import LengthWords, is_rotary, refuse_lengths, refuse_reach, shape_near, shape_of
 from ..huggingface.refusals import raise_together
 from ..huggingface.rows import PaddedForm, rows_of, split_pairs
-from ..huggingface.samples import reach, split, with_all_labels
+from ..huggingface.samples import reach, split, with_all_labels, with_plain_positions
 from ..unmodified.planned_loop import GlobalBatch
 from .multimodal.parts import NO_PARTS, PartForm, Parts, split_parts
 from .multimodal.step import BroughtParts, IdleSample, PartsOfRank, StepParts, to_bytes
@@ -150,7 +150,7 @@ def _read(coming: dict[str, Any], config: Any, divisor: Any) -> Read:
     if isinstance(divisor, ToHost):  # the last to leave: the others have come before it
         divisor = divisor.read()
     read = {key: value.read() if isinstance(value, ToHost) else value for key, value in reversed(coming.items())}
-    here = with_all_labels(read)
+    here = with_plain_positions(with_all_labels(read))
     divisor, has_mask = None if divisor is None else float(divisor), "attention_mask" in here
     try:
         pairs = getattr(config, "is_encoder_decoder", False)

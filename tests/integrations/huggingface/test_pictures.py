@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness.cases import only_full
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +20,13 @@ def test_rows_change_ranks_with_their_pictures_exactly(on_ranks):
             assert not one["idle"], (name, one)
             assert one["padded"] == ("in rows" in name), (name, one)
             assert all(any(back for _, back in beside) for beside in one["beside"]), (name, one)
+
+
+@pytest.mark.parametrize("planes", [3, only_full(4)])
+def test_text_whose_positions_come_in_planes_is_planned(on_ranks, planes):
+    for found in on_ranks(2, "rank_pictures.text_in_planes", name="qwen2_5_vl", planes=planes):
+        assert found["grad"] < ROUNDING, found
+        assert not found["idle"], found
 
 
 def test_a_tower_that_looks_across_pictures_leaves_the_script_as_it_is(on_ranks):
