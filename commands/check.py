@@ -51,6 +51,8 @@ def _result(folder: RunFolder, recipe: Recipe, code: int) -> dict[str, Any]:
         "says": says,
         "plugins": [{**row, "on": verdict == "planned" and row["refused"] is None} for row in rows.values()],
         "step": {key: value for key, value in step.items() if key != "plugins"} or None,
+        "costs": recipe.costs,
+        "cluster": recipe.cluster,
         "refusals": refusals,
         "idle": [one._asdict() for one in folder.idle],
     }

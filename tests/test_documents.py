@@ -23,6 +23,11 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def test_no_page_takes_the_place_of_one_of_the_site() -> None:
+    """Sphinx writes these itself, over what is there."""
+    assert not {"search", "genindex", "py-modindex"} & {page.stem for page in PAGES if page.parent.name == "docs"}
+
+
 @pytest.mark.parametrize("page", ALL, ids=name)
 def test_a_page_fits_the_screen(page: Path) -> None:
     assert not [line for line in page.read_text().splitlines() if len(line) > 120]

@@ -70,6 +70,8 @@ def table(result: Result) -> Group:
         about.insert(1, result["costs_differ"])
     if layers := result["layout"].get("layers"):
         about.append(f"layers of the pipeline's stages: {', '.join(map(str, layers))}")
+    if result["layout"].get("cp", 1) > 1:
+        about.append("parallel.cp is predicted only; to train with long sequences on several ranks use plugins.mesh")
     if (ep := result["layout"]["ep"]) > 1:
         about.append(f"experts: groups of {ep} ranks run every pass together; routing is taken to be even")
     pipelines = [step["pipeline"] for step in steps if step["pipeline"]]

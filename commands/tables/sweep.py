@@ -25,7 +25,7 @@ def _words(sizes: Mapping[str, Any]) -> str:
 
 _COMBINATION: Columns = {
     "ranks": column("world_size", str),
-    "layout": column("layout", lambda sizes: _words(sizes) or "dp1"),
+    "layout": lambda row: (_words(row["layout"]) or "dp1") + ("" if row.get("trains", True) else ": predicted only"),
     "step time": column("step_s", seconds),
     "tokens/s": column("tokens_per_s", "{:,.0f}".format),
     "a rank": column("tokens_per_s_per_rank"),
@@ -50,7 +50,7 @@ def table(result: Result) -> Table:
         else:
             cells = [cell(row) for cell in _COMBINATION.values()]
         rows.append(["*" if place == best else "", *(written(row["settings"][key]) for key in keys), *cells])
-    marked = "*: most tokens/s a rank among those that fit" if best is not None else "none fits into memory"
+    marked = "*: most tokens/s a rank among those that fit and train" if best is not None else "none fits into memory"
     about = f"predicted, means of {result['steps']} step(s); {marked}; gain: over the fastest baseline of the row"
     ends = [key.split(".")[-1] for key in keys]
     heads = [end if ends.count(end) == 1 else key for end, key in zip(ends, keys, strict=True)]
@@ -117,7 +117,9 @@ def _degrees(row: Result) -> str:
 def _beside_best(line: Result) -> tuple[str, str]:
     if line["over_best"] is None:
         return "-", ""
-    return f"{line['over_best']:.3f}x", "" if line["is"] == "planned" else "at the least"
+    over = line["over_best"]
+    bound = f"at least {over - 1:.1%} slower" if over >= 1 else f"at most {1 / over - 1:.1%} faster"
+    return f"{over:.3f}x", "" if line["is"] == "planned" else f"by its bound {bound}"
 
 
 def _certificate(result: Result) -> str:

@@ -139,7 +139,7 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
 
 def ended(trainer: Any) -> None:
     """Say why a run that has ended planned nothing, where nobody has."""
-    state, rows = _planned.get(trainer), getattr(trainer, "train_dataset", None)
+    state, rows = _planned.get(trainer), trainer.train_dataset
     if state is None:
         held = f"its train_dataset holds {len(rows)} rows" if hasattr(rows, "__len__") else "its loader gave no batch"
         done = trainer.state.global_step

@@ -28,7 +28,7 @@ _CERTIFIED = (
     "computes less. Communication, the fill of a pipeline, and the update come on top."
 )
 _REMEDY = (
-    "What helps: more sequences a step (train.global_batch_size), fewer ranks, or more ranks a sequence (parallel.cp)."
+    "What helps: more sequences a step (train.global_batch_size), fewer ranks, or more ranks a sequence (plugins.mesh)."
 )
 
 _SHORT = {"of evenload's": "ratio", "of stock's": "ratio", "planning, measured": "planning"}
@@ -120,7 +120,9 @@ def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
         "above the bound": number(over, percent(max(0.0, over))),
     }
     if any(one.plan.bound_s for one in ours.steps):
-        even = "the bound is the mean: all work, spread evenly over all ranks."
+        even = "the bound is all work, spread evenly over all ranks."
+        if facts.context.layout.pp > 1:
+            even = "the bound is the work of the busiest stage behind the first passes that reach it."
         says = [_CERTIFIED, f"Here {f'{_sequence_bound(notes)}. {_REMEDY}' if any(notes) else even}"]
     else:
         says = ["The bound is this plan's own work, padding included, spread evenly over all ranks."]

@@ -7,9 +7,10 @@ import pytest
 from evenload.core.costs.memory import peaks_of_stage
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
-from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.core.plan.limits import Limits
+from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.plan.token_layout import tokens_of_ranks
-from evenload.core.planning.chain import STOCK, PlanChain
+from evenload.core.planning.chain import STOCK, PlanChain, signed
 from evenload.core.planning.notes import LEAST_CAP, LEFT_OUT, NO_EFFECT, warn_once
 from evenload.core.planning.setting import Setting
 from evenload.core.planning.stock import stock_plan
@@ -64,6 +65,17 @@ def test_a_plugin_that_refuses_is_told_of_and_its_caps_still_hold():
     assert any(note.startswith(f"{LEFT_OUT}packing: a sequence is longer than") for note in plan.notes)
     assert (plan.limits.max_tokens, plan.limits.max_activation_bytes) == (400, GIB)
     assert most_tokens(plan) <= 400
+
+
+def test_a_plan_is_signed_by_the_plugin_that_changed_it_last():
+    incoming = StepPlan(as_lengths([3, 4]), (MicroBatch((Slice(0, 0, 3), Slice(1, 0, 4)), (0,)),), Limits(1, 9))
+    whole = replace(incoming, micro_batches=incoming.micro_batches[::-1])
+    parts = replace(incoming, micro_batches=tuple(MicroBatch((s,), (0,)) for s in incoming.micro_batches[0].slices))
+    assert signed("theirs", incoming, whole).made_by == ""
+    assert signed("theirs", incoming, parts).made_by == "theirs"
+    packed = replace(incoming, made_by="packing")
+    assert signed("theirs", packed, replace(parts, made_by="packing")).made_by == "packing, theirs"
+    assert signed("mesh", packed, replace(parts, made_by="mesh (halves)")).made_by == "mesh (halves)"
 
 
 def test_the_plan_that_came_in_stays_where_a_later_plugin_refuses():

@@ -52,8 +52,9 @@ def test_degrees_compare_on_equal_machines(recipe, lengths):
     ]
     assert rows[0]["exposed_frac"] < rows[3]["exposed_frac"]
     assert all(row["strongest_baseline"]["gain"] > 0.98 for row in rows)
-    best = rows[result["best"]]
-    assert best["tokens_per_s_per_rank"] == max(row["tokens_per_s_per_rank"] for row in rows)
+    assert [row["trains"] for row in rows] == [True, False, False, False]
+    assert max(rows, key=lambda row: row["tokens_per_s_per_rank"])["layout"]["cp"] > 1, "it is no example"
+    assert result["best"] == 0, "what `evenload train` refuses is no answer"
 
 
 def test_a_row_says_what_plan_says(recipe, lengths):
@@ -157,11 +158,13 @@ def test_values_are_yaml(recipe):
 
 
 def test_the_best_fits_is_fastest_and_then_holds_least():
-    def row(rate, held, fits=True):
-        return {"tokens_per_s_per_rank": rate, "peak_bytes": held, "fits": fits}
+    def row(rate, held, fits=True, trains=True):
+        return {"tokens_per_s_per_rank": rate, "peak_bytes": held, "fits": fits, "trains": trains}
 
     assert best_of([row(9, 9, fits=False), {"error": {}}, row(5, 3), row(5, 2), row(4, 1)]) == 3
     assert best_of([row(9, 9, fits=False), {"error": {}}]) is None
+    assert best_of([row(9, 1, trains=False), row(5, 1)]) == 1
+    assert best_of([row(9, 1, trains=False)]) == 0
 
 
 def test_what_does_not_fit_is_shown_and_never_best(recipe, lengths, shown):
