@@ -1,9 +1,8 @@
 """``{"messages": [{"role", "content"}, ...]}``: what the assistant says carries loss.
 
 The tokenizer's own template renders a chat. Where it marks the assistant's part with ``{% generation %}``, that is what
-counts. Elsewhere a chat is rendered as far as each answer begins, and as far as it ends: what lies between are targets,
-and a template that renders these beginnings otherwise than the whole chat is refused. Qwen3's, which does, is taken in
-its training form (`qwen3`).
+counts; elsewhere answers are found by differences of renderings (`turns`). Templates known to leave out thoughts are
+taken in their training form (`thoughts`); of others a warning says what of an answer is left out.
 
 A template is a program of whoever made the tokenizer, so it runs in a sandbox; a row brings none of its own.
 
@@ -13,8 +12,9 @@ A row may hold several chats, each of which begins with a system message: Megatr
 from __future__ import annotations
 
 import inspect
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,16 +26,25 @@ from ...core.input.sandbox import Budget, SandboxError, bounded
 from ..samples.cut import IGNORE
 from ..tokenizers import FolderTokenizer, Tokenizer
 from .kinds import OF_TEMPLATE, SETTINGS, TOOLS, Encoded, Encoder, Placed
-from .qwen3 import training_form
+from .thoughts import training_form
+from .turns import ANSWERS, Messages, UnlikeError, end_mark, left_out, marking, spans_of_answers
 
-Messages = Sequence[Mapping[str, Any]]
+log = logging.getLogger(__name__)
+
 Extras = Mapping[str, Any]
 """What a row hands its template beside the messages."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_ANSWERS = "assistant"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DO = "mend the row, or the tokenizer's chat_template.jinja"
+_DO_AS_TEMPLATE = (
+    f'{_DO}; templates differ in what they take: content as text or as [{{"type": "text", "text": ...}}], '
+    "arguments of tool calls as an object or as JSON text, system messages, tools"
+)
+_LEFT_OUT = (
+    "the chat template drops part of an answer of %s, so it carries no loss: %s; if the template has a flag that keeps "
+    "it, set that in chat_template_kwargs (said once)"
+)
 _PER_CALL_S, _PER_BYTE_S = 1e-3, 1e-7
 """CPU seconds that a template may take on average: five times what those of public models do."""
 _OF_ROWS = {"documents", "kwargs"}
@@ -48,6 +57,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._budget = Budget(per_call_s=_PER_CALL_S, per_byte_s=_PER_BYTE_S)
+        self._end_marks: dict[str, str] = {}
+        self._warned = False
 
     @property
     def _folder(self) -> FolderTokenizer:
@@ -71,28 +82,52 @@ class ChatTemplate:
         """A chat and its targets."""
         template = training_form(self._template(extras, place))
         marks = _MARKS.search(template) is not None
-        text, spoken = self._render(messages, extras, place, template, marks=marks)
+        text, spans = self._render(messages, extras, place, template, marks=marks)
+        if not marks:
+            text, spans = self._answers(messages, text, extras, place, template)
+        said = "".join(text[start:stop] for start, stop in spans)
+        for message in messages:
+            if message["role"] == ANSWERS and not self._warned and (part := left_out(message, said)) is not None:
+                self._warned = True
+                log.warning(_LEFT_OUT, place, shown(part))
         marked = self._folder.marked(text)
         tokens, counts = np.array(marked.ids, dtype=np.int64), np.zeros(len(marked.ids), dtype=np.bool_)
-        for start, stop in spoken:  # as transformers counts them
-            first, last = marked.char_to_token(start), marked.char_to_token(stop - 1)
-            counts[len(counts) if first is None else first : last + 1 if last else None] = True
         starts, stops = np.array(marked.offsets, dtype=np.int64).reshape(-1, 2).T
-        for start, stop in () if marks else self._answers(messages, text, extras, place):
-            counts |= (stops > start) & (starts < stop)
+        for start, stop in spans:
+            if marks:  # as transformers counts them
+                first, last = marked.char_to_token(start), marked.char_to_token(stop - 1)
+                counts[len(counts) if first is None else first : last + 1 if last else None] = True
+            else:
+                counts |= (stops > start) & (starts < stop)
         return Encoded(tokens, np.where(counts, tokens, IGNORE))
 
-    def _answers(self, messages: Messages, text: str, extras: Extras, place: str) -> Iterator[tuple[int, int]]:
-        """Where each answer begins and ends in the text of a whole chat."""
-        for number, message in enumerate(messages):
-            if message["role"] == _ANSWERS:
-                before = self._text(messages[:number], extras, place, ask=True)
-                until = self._text(messages[: number + 1], extras, place) if number + 1 < len(messages) else text
-                if not (text.startswith(before) and text.startswith(until)):
-                    what = f"the chat template renders the beginning of {place} otherwise than the whole"
-                    do = "mark by {% generation %} what the assistant says, or train prompts too: data.loss_on=all"
-                    raise EvenloadError(what, f"up to message {number}, {shown(message['content'])}", do)
-                yield len(before), len(until)
+    def _answers(
+        self, messages: Messages, text: str, extras: Extras, place: str, template: str
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat with the end mark of its last answer, and where targets begin and end in it."""
+
+        def render(messages: Messages, *, ask: bool = False, marked: bool = False) -> str:
+            return self._render(messages, extras, place, marking(template) if marked else template, ask=ask)[0]
+
+        def ends(text: str) -> Sequence[int]:
+            return [stop for _, stop in self._folder.marked(text).offsets]
+
+        try:
+            spans = spans_of_answers(messages, text, render, ends)
+        except UnlikeError as error:
+            what = f"the chat template renders the beginning of {place} otherwise than the whole"
+            detail = f"up to message {error}, {shown(messages[error.args[0]].get('content'))}"
+            do = "mark by {% generation %} what the assistant says, or train prompts too: data.loss_on=all"
+            raise EvenloadError(what, detail, do) from error
+        if template not in self._end_marks:
+            try:
+                self._end_marks[template] = end_mark(render, ends)
+            except EvenloadError:  # it takes no chat of two lines
+                self._end_marks[template] = ""
+        if mark := self._end_marks[template]:
+            text += mark if messages[-1]["role"] == ANSWERS and not messages[-1].get("tool_calls") else ""
+            spans = [(start, stop + 1) for start, stop in spans]
+        return text, spans
 
     def _template(self, extras: Extras, place: str) -> str:
         hub = self._folder.hub
@@ -130,7 +165,7 @@ class ChatTemplate:
             texts, spans = bounded(self._budget, render_jinja_template, **named)
         except SandboxError as error:
             what, detail = f"the chat template fails on {place}", f"{error}; of {shorten(str(self._folder.folder))}"
-            raise EvenloadError(what, detail, _DO) from error
+            raise EvenloadError(what, detail, _DO_AS_TEMPLATE) from error
         return texts[0], spans[0] if marks else ()
 
 
@@ -143,7 +178,7 @@ class ChatEncoder(Encoder):
         self._all = all_tokens
         self._tokenizer = tokenizer
         self.fields = (field, *OF_TEMPLATE)
-        self.identity = f"chats-2 {field} {tokenizer.identity} {all_tokens}"
+        self.identity = f"chats-3 {field} {tokenizer.identity} {all_tokens}"
 
     @property
     def vocab_size(self) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.errors import EvenloadError, shorten
+from ...core.input import reading
 from ..arrow import open_table, parquet_schema
 from ..documents import changed, require
 from ..jsonl import read_line, read_objects
 from .kinds import FieldKind, Placed, Row, field_kind
+
+_DO = "store it as text, numbers, lists and structs of them, or as the Json of `datasets`"
 
 
 class Rows(Protocol):
@@ -53,7 +56,11 @@ class JsonlRows(Rows):
 
 
 class ArrowRows(Rows):
-    """One row of the tables; its key is its number. Lists of integers stay arrays, views of the mapped file."""
+    """One row of the tables; its key is its number. Lists of integers stay arrays, views of the mapped file.
+
+    Arrow gives every struct of a column the fields of all, so fields that are null are left out of them; what a Json
+    column holds is what `datasets` gives, with its nulls. Raises EvenloadError for other extension types.
+    """
 
     def __init__(self, name: str, files: Sequence[Path], fields: Collection[str]) -> None:
         self.name, self.files = name, files
@@ -65,13 +72,15 @@ class ArrowRows(Rows):
         except (pa.ArrowException, KeyError) as error:
             raise EvenloadError(f"the files of {name} differ", shorten(str(error)), "save all files alike") from error
         self._num_rows = table.num_rows
-        self._columns = {field: (table.column(field), _holds_ids(table.schema.field(field).type)) for field in used}
+        kinds = {field: table.schema.field(field).type for field in used}
+        parts = {field: _reading(kind, f"column {field!r} of {name}") for field, kind in kinds.items()}
+        self._columns = {field: (table.column(field), _holds_ids(kinds[field]), parts[field]) for field in used}
 
     def read_all(self) -> Iterator[tuple[int, Placed]]:
         return ((key, Placed(self.where(key), self.read(key))) for key in range(self._num_rows))
 
     def read(self, key: int) -> Row:
-        return {field: _value(column[key], ids) for field, (column, ids) in self._columns.items()}
+        return {field: _value(column[key], *form) for field, (column, *form) in self._columns.items()}
 
     def where(self, key: int) -> str:
         return f"row {key} of {self.name}"
@@ -87,7 +96,7 @@ def _column_kind(column: Any) -> FieldKind:
     types = require("pyarrow", "arrow").types
     if not (types.is_list(column) or types.is_large_list(column) or types.is_fixed_size_list(column)):
         return "other"
-    return "messages" if types.is_struct(column.value_type) else "ids"
+    return "messages" if types.is_struct(column.value_type) or _is_json(column.value_type) else "ids"
 
 
 def first_kinds(path: Path) -> dict[str, FieldKind]:
@@ -103,8 +112,36 @@ def _holds_ids(column: Any) -> bool:
     return _column_kind(column) == "ids" and bool(require("pyarrow", "arrow").types.is_integer(column.value_type))
 
 
-def _value(scalar: Any, ids: bool) -> Any:
+def _is_json(column: Any) -> bool:
+    return getattr(column, "extension_name", None) == "arrow.json"
+
+
+Reading = Callable[[Any], Any]
+
+
+def _reading(column: Any, name: str) -> Reading | None:
+    """What makes a value of a column of what arrow gives for it; None for nothing."""
+    pa = require("pyarrow", "arrow")
+    if _is_json(column):
+        return lambda value: None if value is None else reading.parse_json(value, f"a value of {name}", _DO)
+    if isinstance(column, pa.BaseExtensionType):
+        raise EvenloadError(f"{name} has an extension type of arrow", str(column), _DO)
+    if pa.types.is_struct(column):
+        fields = [(field.name, _reading(field.type, name)) for field in column]
+        return lambda value: (
+            value
+            and {
+                field: part(value[field]) if part else value[field]
+                for field, part in fields
+                if value[field] is not None
+            }
+        )
+    each = _reading(column.value_type, name) if pa.types.is_nested(column) and hasattr(column, "value_type") else None
+    return each and (lambda value: value and [each(one) for one in value])
+
+
+def _value(scalar: Any, ids: bool, part: Reading | None) -> Any:
     """A value of a column; a list of token ids without holes as an array."""
     if ids and scalar.is_valid and not scalar.values.null_count:
         return scalar.values.to_numpy()
-    return scalar.as_py()
+    return part(scalar.as_py()) if part else scalar.as_py()

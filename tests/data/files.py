@@ -16,9 +16,9 @@ def jsonl(path: Path, rows: Iterable[Any]) -> str:
     return str(path)
 
 
-def table(folder: Path, kind: str, rows: list[Any]) -> str:
-    """What `datasets` writes of them: a folder of arrow files, or a parquet file."""
-    data = pytest.importorskip("datasets").Dataset.from_list(rows)
+def table(folder: Path, kind: str, rows: Any) -> str:
+    """What `datasets` writes of rows, or of a data set: a folder of arrow files, or a parquet file."""
+    data = pytest.importorskip("datasets").Dataset.from_list(rows) if isinstance(rows, list) else rows
     path = folder / {"arrow": "saved", "parquet": "a.parquet"}[kind]
     data.save_to_disk(path) if kind == "arrow" else data.to_parquet(path)
     return str(path)

@@ -1,6 +1,7 @@
 """A tokenizer's folder as `transformers` writes it, with a chat template that marks the assistant's part or not."""
 
 import json
+import re
 
 import pytest
 
@@ -61,3 +62,27 @@ def plain_folder(folder_with):
 @pytest.fixture(scope="session")
 def marked_folder(folder_with):
     return folder_with(MARKED)
+
+
+@pytest.fixture(scope="session")
+def bytes_folder(tmp_path_factory):
+    """Gives a folder whose tokens are the marks of its template, such as <|end|>, and else single bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    levels = tokenizers.pre_tokenizers.ByteLevel
+    mark = re.compile(r"<[|\uff5c][^<>|\uff5c]+[|\uff5c]?>|</?[a-z_]+[|]?>")
+
+    def make(template, more=""):
+        letters = {letter: number for number, letter in enumerate(sorted(levels.alphabet()))}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+        tokenizer.pre_tokenizer = levels(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        tokenizer.add_special_tokens(sorted({"<s>", "</s>", *mark.findall(template + more)}))
+        folder = tmp_path_factory.mktemp("bytes")
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "chat_template.jinja").write_text(template)
+        return folder
+
+    return make

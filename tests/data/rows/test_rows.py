@@ -217,11 +217,70 @@ def test_a_row_brings_no_template_of_its_own(tmp_path, plain_folder, key):
 
 
 def test_a_template_whose_beginnings_differ_is_refused_with_the_row(tmp_path, folder_with):
-    folder = folder_with("{{ messages | length }}" + PLAIN)
+    """Where no loop over messages tells where they begin."""
+    by_number = PLAIN.replace(
+        "message in messages %}", "i in range(messages | length) %}{% set message = messages[i] %}"
+    )
+    assert by_number != PLAIN
+    folder = folder_with("{{ messages | length }}" + by_number)
     with pytest.raises(EvenloadError, match=r"beginning of line 1 .*\n.*message 2") as caught:
         read(write(tmp_path, [{"messages": CHAT}]), folder)
     assert "{% generation %}" in caught.value.do
     assert read(write(tmp_path, [{"messages": CHAT}]), folder, loss_on="all")[0].targets is None
+
+
+JSON_ROWS = [
+    {
+        "messages": [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "one", "arguments": arguments}}]}],
+        "tools": [{"function": {"name": "one", "parameters": {"properties": properties}}}],
+    }
+    for arguments, properties in (
+        ({"a": 1, "none": None}, {"a": {"type": ["integer", "null"], "default": None}}),
+        ({"b": "x"}, {"b": [1, "x", {}]}),
+    )
+]
+AS_JSON = PLAIN.replace("{{ message.content }}", "{{ message | tojson }}{{ tools | tojson }}{{ chat_template_kwargs }}")
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+@pytest.mark.parametrize("whole", [None, "List", "Json"])
+def test_json_of_datasets_is_what_it_holds(tmp_path, folder_with, kind, whole):
+    """Parts of messages and tools, each message, and the whole list, with their nulls: as JSON Lines of them."""
+    datasets = pytest.importorskip("datasets")
+    json = datasets.Json()
+    features = whole and datasets.Features(
+        messages={"List": datasets.List(json), "Json": json}[whole], tools=datasets.List(json)
+    )
+    data = datasets.Dataset.from_list(JSON_ROWS, features=features, on_mixed_types=None if whole else "use_json")
+    assert data[0] == JSON_ROWS[0]
+    assert "json" in str(data.data.schema)
+    folder = folder_with(AS_JSON)
+    assert read(table(tmp_path, kind, data), folder)[1] == read(write(tmp_path, JSON_ROWS), folder)[1]
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_fields_that_arrow_adds_as_null_are_left_out_at_every_depth(tmp_path, folder_with, kind):
+    """Arrow gives each struct the fields of all; a null in a list is no field."""
+    rows = [
+        {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"function": {"arguments": arguments}}]}]}
+        for arguments in ({"a": 1, "b": {"c": [2, None]}}, {"b": {"d": "x"}}, {"e": [{"f": 1}, {"g": 2}]})
+    ]
+    folder = folder_with(AS_JSON)
+    assert read(table(tmp_path, kind, rows), folder)[1] == read(write(tmp_path, rows), folder)[1]
+
+
+def test_other_extension_types_of_arrow_are_refused(tmp_path, plain_folder):
+    pa = pytest.importorskip("pyarrow")
+    ids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0" * 16], pa.binary(16)))
+    messages = pa.array([[{"role": "user", "content": "the name?"}]])
+    inside = pa.StructArray.from_arrays([ids], ["id"])
+    pa.parquet.write_table(pa.table({"messages": messages, "tools": inside, "id": ids}), tmp_path / "a.parquet")
+    with pytest.raises(EvenloadError, match=r"column 'tools' of .* extension type.*\n.*extension<arrow.uuid>"):
+        read(str(tmp_path / "a.parquet"), plain_folder)
+    broken = pa.array(["{"], pa.json_())
+    pa.parquet.write_table(pa.table({"messages": messages, "tools": broken}), tmp_path / "a.parquet")
+    with pytest.raises(EvenloadError, match=r"column 'tools' of .* is not JSON"):
+        read(str(tmp_path / "a.parquet"), plain_folder)
 
 
 THOUGHT = {**ANSWER, "reasoning_content": "it is returned"}
