@@ -73,14 +73,14 @@ class ArrowRows(Rows):
             raise EvenloadError(f"the files of {name} differ", shorten(str(error)), "save all files alike") from error
         self._num_rows = table.num_rows
         kinds = {field: table.schema.field(field).type for field in used}
-        parts = {field: _reading(kind, f"column {field!r} of {name}") for field, kind in kinds.items()}
-        self._columns = {field: (table.column(field), _holds_ids(kinds[field]), parts[field]) for field in used}
+        values = {field: _value_of(kind, f"column {field!r} of {name}") for field, kind in kinds.items()}
+        self._columns = {field: (table.column(field), _holds_ids(kinds[field]), values[field]) for field in used}
 
     def read_all(self) -> Iterator[tuple[int, Placed]]:
         return ((key, Placed(self.where(key), self.read(key))) for key in range(self._num_rows))
 
     def read(self, key: int) -> Row:
-        return {field: _value(column[key], *form) for field, (column, *form) in self._columns.items()}
+        return {field: _read(column[key], ids, value) for field, (column, ids, value) in self._columns.items()}
 
     def where(self, key: int) -> str:
         return f"row {key} of {self.name}"
@@ -116,32 +116,26 @@ def _is_json(column: Any) -> bool:
     return getattr(column, "extension_name", None) == "arrow.json"
 
 
-Reading = Callable[[Any], Any]
+def _same(value: Any) -> Any:
+    return value
 
 
-def _reading(column: Any, name: str) -> Reading | None:
-    """What makes a value of a column of what arrow gives for it; None for nothing."""
+def _value_of(column: Any, name: str) -> Callable[[Any], Any]:
+    """What makes a value of a column of what arrow gives for it."""
     pa = require("pyarrow", "arrow")
     if _is_json(column):
         return lambda value: None if value is None else reading.parse_json(value, f"a value of {name}", _DO)
     if isinstance(column, pa.BaseExtensionType):
         raise EvenloadError(f"{name} has an extension type of arrow", str(column), _DO)
     if pa.types.is_struct(column):
-        fields = [(field.name, _reading(field.type, name)) for field in column]
-        return lambda value: (
-            value
-            and {
-                field: part(value[field]) if part else value[field]
-                for field, part in fields
-                if value[field] is not None
-            }
-        )
-    each = _reading(column.value_type, name) if pa.types.is_nested(column) and hasattr(column, "value_type") else None
-    return each and (lambda value: value and [each(one) for one in value])
+        fields = [(field.name, _value_of(field.type, name)) for field in column]
+        return lambda row: row and {field: of(row[field]) for field, of in fields if row[field] is not None}
+    each = _value_of(column.value_type, name) if hasattr(column, "value_type") else _same
+    return _same if each is _same else lambda values: values and [each(value) for value in values]
 
 
-def _value(scalar: Any, ids: bool, part: Reading | None) -> Any:
+def _read(scalar: Any, ids: bool, value_of: Callable[[Any], Any]) -> Any:
     """A value of a column; a list of token ids without holes as an array."""
     if ids and scalar.is_valid and not scalar.values.null_count:
         return scalar.values.to_numpy()
-    return part(scalar.as_py()) if part else scalar.as_py()
+    return value_of(scalar.as_py())

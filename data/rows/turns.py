@@ -10,7 +10,7 @@ of the chat are rendered instead, and must be those of the whole.
 |---|---|
 | begin | after what the template adds to the turns before where it asks for an answer, as far as the answer has it |
 | end | where the next message begins; without what that renders inside the answer (results of tools) |
-| end mark | after an answer without any: what begins a user's turn, one token, added after the last (TRL does so for GLM) |
+| end mark | where the template has none: the token that begins a user's turn, added after the last (as TRL for GLM) |
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Chat(NamedTuple):
     def _shared(self, one: str, other: str) -> int:
         """How many characters of whole tokens of one text another begins with."""
         pairs = enumerate(zip(one, other, strict=False))
-        alike = next((place for place, (mine, its) in pairs if mine != its), min(len(one), len(other)))
+        alike = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
         return alike if alike == len(one) else max((end for end in self.ends(one) if end <= alike), default=0)
 
 
