@@ -61,9 +61,7 @@ def spans_of_answers(messages: Messages, text: str, render: Render, ends: TokenE
         if marked == text and [*begins] == sorted(begins) and begins.keys() >= {*numbers}
     ]
     if chats:
-        chat = max(
-            chats, key=lambda chat: sum(left_out(messages[each], chat.turn(each)) is None for each in chat.begins)
-        )
+        chat = max(chats, key=_Chat.num_whole)
         return [span for number in numbers for span in chat.answer(number)]
     return [_by_beginnings(messages, number, text, render) for number in numbers]
 
@@ -115,6 +113,10 @@ class _Chat(NamedTuple):
         first = self._shared(alone, turn)
         rest = len(alone) - first if turn[first:].endswith(alone[first:]) else 0
         return [(start, begin + first), (stop - rest, stop)]
+
+    def num_whole(self) -> int:
+        """How many messages stand whole in their turns."""
+        return sum(left_out(self.messages[number], self.turn(number)) is None for number in self.begins)
 
     def turn(self, number: int) -> str:
         """The text from where this message begins, or the last before it that the loop meets, to the next."""

@@ -255,7 +255,12 @@ def test_json_of_datasets_is_what_it_holds(tmp_path, folder_with, kind, whole):
     assert data[0] == JSON_ROWS[0]
     assert "json" in str(data.data.schema)
     folder = folder_with(AS_JSON)
-    assert read(table(tmp_path, kind, data), folder)[1] == read(write(tmp_path, JSON_ROWS), folder)[1]
+    expected = read(write(tmp_path, JSON_ROWS), folder)[1]
+    assert read(table(tmp_path, kind, data), folder)[1] == expected
+    if whole == "List":
+        (tmp_path / "named").mkdir()
+        turns = table(tmp_path / "named", kind, data.rename_column("messages", "turns"))
+        assert read(turns, folder, text_key="turns")[1] == expected
 
 
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])

@@ -100,9 +100,9 @@ BY_HAND = {
     ),
     "a prompt that opens thoughts nobody had": (
         PREFILLED,
-        [user("q"), said("<b>Yes")],
-        "<|user|>q<|end|><|assistant|>[<b>Yes<|end|>]",
-        5,
+        [user("q"), said("<3")],
+        "<|user|>q<|end|><|assistant|>[<3<|end|>]",
+        3,
     ),
     "a prompt that opens thoughts": (
         PREFILLED,
@@ -134,6 +134,12 @@ BY_HAND = {
         [*ASKED, said("3")],
         "<|user|>1+2?<|end|><|assistant|>[<call>add</call><|end|>]<|tool|>add=3<|end|><|assistant|>[3<|end|>]",
         6 + 2,
+    ),
+    "a loop that shows the fields of messages, marks among them": (
+        PLAIN.replace("m.content", "m | tojson"),
+        THOUGHT[:1] + [said("Yes")],
+        '<|user|>{"role": "user", "content": "q"}<|end|><|assistant|>[{"role": "assistant", "content": "Yes"}<|end|>]',
+        39 + 1,
     ),
     "no loop over messages": (
         BY_NUMBER,
