@@ -15,6 +15,7 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -120,10 +121,9 @@ class ChatTemplate:
             do = "mark by {% generation %} what the assistant says, or train prompts too: data.loss_on=all"
             raise EvenloadError(what, detail, do) from error
         if template not in self._end_marks:
-            try:
+            self._end_marks[template] = ""
+            with suppress(EvenloadError):  # it takes no chat of two lines
                 self._end_marks[template] = end_mark(render, ends)
-            except EvenloadError:  # it takes no chat of two lines
-                self._end_marks[template] = ""
         if mark := self._end_marks[template]:
             text += mark if messages[-1]["role"] == ANSWERS and not messages[-1].get("tool_calls") else ""
             spans = [(start, stop + 1) for start, stop in spans]

@@ -25,7 +25,7 @@ class PromptEncoder(Encoder):
         self._template = ChatTemplate(tokenizer)
         self._all = all_tokens
         self._append_eos = append_eos
-        self.identity = f"prompts-1 {tokenizer.identity} {append_eos} {all_tokens}"
+        self.identity = f"prompts-2 {tokenizer.identity} {append_eos} {all_tokens}"
 
     @property
     def vocab_size(self) -> int:

@@ -4,13 +4,7 @@ A template renders messages in a loop. A copy of it puts a mark at the beginning
 field of the message that the loop is at, empty for what is no message. So all turns at once tell where each begins, and
 the copy counts only if its text without the marks is the template's own. Of loops that meet all answers in their order
 that one counts whose turns hold most of their messages; others look the messages over. Where no loop does, beginnings
-of the chat are rendered instead, and must be those of the whole.
-
-| of an answer | its targets |
-|---|---|
-| begin | after what the template adds to the turns before where it asks for an answer, as far as the answer has it |
-| end | where the next message begins; without what that renders inside the answer (results of tools) |
-| end mark | where the template has none: the token that begins a user's turn, added after the last (as TRL for GLM) |
+of the chat are rendered instead, and must be those of the whole. docs/data.md has the rules of what carries loss.
 """
 
 from __future__ import annotations
@@ -28,7 +22,6 @@ _LOOP = re.compile(r"\{%[-+]?\s*for\s+(\w+)\s+in\b(?!\s*range)(?:[^%]|%(?!\}))*?
 _MARK = re.compile(rf"{_FIELD}(\d+) (\d+){_END}")
 _THOUGHTS, _TAGS = ("reasoning_content", "reasoning", "thinking"), re.compile("</?think>")
 _QUESTION, _ANSWER = {"role": "user", "content": "q"}, {"role": ANSWERS, "content": _END}
-
 
 Render = Callable[..., str]
 """Makes the text of messages; ``ask``: with what makes the assistant answer; ``marked``: by the marking copy."""
@@ -60,7 +53,7 @@ def spans_of_answers(messages: Messages, text: str, render: Render, ends: TokenE
         for loop, begins in reversed(loops.items())
         if marked == text and [*begins] == sorted(begins) and begins.keys() >= {*numbers}
     ]
-    if chats:
+    if chats := [chat for chat in chats if chat.renders()]:
         chat = max(chats, key=_Chat.num_whole)
         return [span for number in numbers for span in chat.answer(number)]
     return [_by_beginnings(messages, number, text, render) for number in numbers]
@@ -113,6 +106,10 @@ class _Chat(NamedTuple):
         first = self._shared(alone, turn)
         rest = len(alone) - first if turn[first:].endswith(alone[first:]) else 0
         return [(start, begin + first), (stop - rest, stop)]
+
+    def renders(self) -> bool:
+        """Whether the loop renders any message before its last; an idle one has all text after its last mark."""
+        return any(self.turn(number).strip() for number in [*self.begins][:-1])
 
     def num_whole(self) -> int:
         """How many messages stand whole in their turns."""

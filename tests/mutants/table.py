@@ -394,7 +394,7 @@ fault("a sampler's numbers are those of domains by name", "samples - own.firsts[
 
 fault = of("data/rows/chats.py", cases("data/rows/test_rows.py", k="brings"))
 fault("a row replaces the template of its tokenizer", "sorted(settings.keys() & self._own):", "[]:")
-killer = cases("data/rows/test_turns.py", k="by_hand or said_once")
+killer = cases("data/rows/test_turns.py", k="by_hand or said_once or renders_nothing")
 fault = of("data/rows/chats.py", killer)
 fault("a template without an end mark teaches none", "(start, stop + 1) for", "(start, stop) for")
 fault("a chat's last answer has no end mark", "text += mark if", 'text += "" if')
@@ -402,6 +402,8 @@ fault("what a template drops is said of each row", "self._warned = True", "pass"
 fault = of("data/rows/turns.py", killer)
 fault("a copy that says something else tells the turns", "if marked == text and", "if")
 fault("turns are those of the last loop around messages", "max(chats, key=_Chat.num_whole)", "chats[0]")
+fault("a loop that renders nothing tells the turns", "if chat.renders()]", "]")
+fault("a loop that renders nothing tells the last answer", "[*self.begins][:-1])", "self.begins)")
 fault("what asks for an answer is a target", "begin + self._shared(self._asked(number), turn)", "begin")
 fault("a character that the prompt has too is no target", "len(one) else max(", "len(one) or alike else max(")
 fault(

@@ -147,6 +147,12 @@ BY_HAND = {
         "<|user|>q<|end|><|assistant|>[Yes<|end|>]<|user|>r<|end|><|assistant|>[No<|end|>]",
         7,
     ),
+    "a loop over messages that renders none": (
+        "{% for m in messages %}{% set last = m %}{% endfor %}" + BY_NUMBER,
+        THOUGHT,
+        "<|user|>q<|end|><|assistant|>[Yes<|end|>]<|user|>r<|end|><|assistant|>[No<|end|>]",
+        7,
+    ),
 }
 
 
@@ -156,6 +162,14 @@ def test_targets_are_those_counted_by_hand(bytes_folder, template, messages, tex
     tokens, labels = encode(folder, messages)
     assert in_brackets(folder, tokens, labels) == text
     assert sum(label != IGNORE for label in labels) == num_targets
+
+
+def test_a_loop_that_renders_nothing_tells_no_turns(bytes_folder):
+    """Where beginnings are unlike the whole, too, nothing of the question becomes a target."""
+    folder = bytes_folder("{{ messages | length }}{% for m in messages %}{% set last = m %}{% endfor %}" + BY_NUMBER)
+    for chat in (THOUGHT[:2], THOUGHT):
+        with pytest.raises(EvenloadError, match=r"beginning of line 1 .*\n.*message 1, 'Yes'"):
+            encode(folder, chat)
 
 
 def test_what_a_template_drops_of_an_answer_is_said_once(bytes_folder, caplog):
