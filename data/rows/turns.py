@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ class UnlikeError(Exception):
     """The chat up to the message of this number is rendered otherwise than as the beginning of the whole."""
 
 
+@cache
 def marking(template: str) -> str:
     """The copy of a template; as blocks do and expressions do not, its marks take the end of their line away."""
     loops = count()
