@@ -50,7 +50,8 @@ def _result(folder: RunFolder, recipe: Recipe, code: int) -> dict[str, Any]:
     if step["num_wrong"]:
         first = step["wrong"][0]
         return {"verdict": "wrong", "says": f"{place(first)}: {first['what']}; {first['found']}", "step": step}
-    return {"verdict": "right", "says": f"{step['samples']} samples are computed as each of them alone", "step": step}
+    says = "; ".join([f"{step['samples']} samples are computed as each of them alone", *step["remarks"]])
+    return {"verdict": "right", "says": says, "step": step}
 
 
 def place(wrong: dict[str, Any]) -> str:

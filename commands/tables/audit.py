@@ -25,6 +25,7 @@ def table(result: Result) -> Group:
         ("targets", _standing(step, "targets")),
         ("divisor", _standing(step, "divisor")),
     ]
+    rows += [("beware", remark) for remark in step["remarks"]]
     if step["not_judged"]:
         rows.append(("batches left out", f"a sample alone cannot be given: {', '.join(step['not_judged'])}"))
     wrongs = [(place(one), one["what"], one["found"]) for one in step["wrong"][:MOST_FAULTS]]

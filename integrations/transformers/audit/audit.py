@@ -30,6 +30,7 @@ from ..proof import tolerance_of
 from . import watched
 from .alone import OFFSETS, Compared, compared
 from .borders import SampleSpan, spans
+from .remarks import HeldSamples, remarks
 from .watched import Seen, causal_model_of, lengths_of, unread_tensors
 
 _MOST_WRONGS = 200
@@ -119,8 +120,16 @@ def audited(recipe: Recipe, border: int = -1) -> dict[str, Any]:
         "judged": {"states": bool(num_samples), "targets": offset is not None, "divisor": offset == 1},
         "wrong": of_all,
         "num_wrong": sum(numbers) + len(unlike),
+        "remarks": remarks(everyone(HeldSamples.of(_tokens(one, calls) for one in judged))),
         "not_judged": sorted({key for own in others for key in own}),
     }
+
+
+def _tokens(one: Judged, calls: Sequence[Seen]) -> tuple[Tensor, Tensor]:
+    """The tokens [L] of a sample, and whether each predicts a target [L]."""
+    row, start, stop = one.span
+    tokens_BT: Tensor = calls[one.micro_batch].arguments["input_ids"]
+    return tokens_BT[row, start:stop].cpu(), one.result.trained_L.cpu()
 
 
 def _odd(one: Seen) -> bool:
