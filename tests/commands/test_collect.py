@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from evenload.api import load_recipe
 from evenload.core.errors import EvenloadError
-from evenload.training.verbs.generate import asked
+from evenload.training.verbs.generate import asked, mark_of
 
 RECIPE = """
 trainer: megatron
@@ -155,8 +155,12 @@ def test_what_is_kept_is_part_of_the_mark_of_a_run(place: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(place))
 
     def run(*words: str, samples: int = 1) -> str:
-        return asked(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o.jsonl", samples).run
+        return mark_of(asked(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o.jsonl", samples))
 
     assert run(samples=5) == run()
     words = "generate.collect.keep=3", "generate.collect.prune.below=0.1", "generate.collect=null"
     assert len({run(), *map(run, words)}) == 4
+    before, free = run(), run("generate.collect.prune=null")
+    rows = [{"prompt": prompt, "judge": "1"} for prompt in PROMPTS]
+    (place / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (run() == before, run("generate.collect.prune=null") == free) == (False, True), "scores may be of the fields"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evenload.api import load_recipe
+from evenload.api import load_plugins, load_recipe
 from evenload.core.costs.decode import DecodeCost
 from evenload.core.errors import EvenloadError
+from evenload.core.recipe.pretrained import folder_of
 from evenload.data.tokenizers import open_tokenizer
+from evenload.runtime import files
 from evenload.runtime.generate.dealing import Dealing
 from evenload.runtime.generate.request import Completion, Generation, Request
+from evenload.training.checkpoint.manifest import Manifest
 from evenload.training.run.dealing import ByLength
 from evenload.training.run.sample_file import SampleFile
 from evenload.training.sampling.prompted import StopStrings
-from evenload.training.verbs.generate import asked
+from evenload.training.verbs.generate import asked, mark_of
 from harness.forge import Done, Forge
 
 RECIPE = """
@@ -180,12 +184,99 @@ def test_what_cannot_be_is_said_before_a_rank_starts(name: str, place: Path) -> 
 
 def test_the_mark_of_a_run_is_that_of_what_decides_tokens(place: Path) -> None:
     def run(*words: str, samples: int = 1) -> str:
-        return asked(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o", samples).run
+        return mark_of(asked(load_recipe(place / "r.yaml", words), place / "p.jsonl", place / "o", samples))
 
     same = [run("generate.slots=9"), run("generate.cache_tokens=640"), run("parallel.tp=2"), run(samples=4)]
     assert {*same} == {run()}
     words = ("train.seed=1", "generate.top_k=3", "model.num_layers=3", "generate.stop=[x]", "train.dtype=fp32")
     assert len({run(), *map(run, words)}) == 6
+
+
+def kept_checkpoint(folder: Path, content: bytes, *, hashed: bool = True) -> Path:
+    """A checkpoint of one file, with the manifest of this version or of the first one, which had no hashes."""
+    (folder / "trainer").mkdir(parents=True, exist_ok=True)
+    (folder / "trainer" / "weights.pt").write_bytes(content)
+    stamps = files.stamp(folder, ["trainer/weights.pt"])
+    text = json.dumps(Manifest({"step": 2}, stamps).to_json())
+    if not hashed:
+        text = json.dumps({"format": 1, "step": 2, "files": {name: file.size for name, file in stamps.items()}})
+    (folder / "evenload.json").write_text(text)
+    return folder
+
+
+def marked(place: Path, words: Sequence[str] = (), checkpoint: Path | None = None, tenant: str = "") -> str:
+    recipe = load_recipe(place / "r.yaml", words)
+    return mark_of(asked(recipe, place / "p.jsonl", place / "o", 1, checkpoint, tenant))
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_the_mark_of_a_checkpoint_is_of_its_content_and_not_of_its_path(place: Path, hashed: bool) -> None:
+    one = marked(place, checkpoint=kept_checkpoint(place / "kept", b"one", hashed=hashed))
+    assert one not in (marked(place), marked(place, checkpoint=kept_checkpoint(place / "kept", b"two", hashed=hashed)))
+    assert one == marked(place, checkpoint=kept_checkpoint(place / "copy", b"one", hashed=hashed))
+
+
+@pytest.mark.slow
+def test_the_mark_of_weights_is_of_every_byte_and_not_of_their_path(place: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = folder_of(Path("tiny-llama"))
+    config, size = json.loads((folder / "config.json").read_text()), (folder / "model.safetensors").stat().st_size
+    marks = {}
+    for name, where in {"same": 0, "copy": 0, "first": size // 8 + 100_000, "last": size - 1}.items():
+        shutil.copytree(folder, place / name)
+        with (place / name / "model.safetensors").open("r+b") as file:
+            byte = file.seek(where) == where and where and file.read(1)[0]
+            file.seek(where)
+            file.write(bytes([byte ^ 1]) if where else b"")
+        marks[name] = marked(place, [f"model={{weights: {place / name}}}"])
+    shutil.copytree(folder, place / "scaled")
+    (place / "scaled" / "config.json").write_text(json.dumps({**config, "rope_theta": 77.0}))
+    marks["scaled"] = marked(place, [f"model={{weights: {place / 'scaled'}}}"])
+    assert marks.pop("copy") == marks["same"]
+    assert len({*marks.values()}) == len(marks) == 4
+
+
+def test_the_mark_of_an_adapter_is_of_what_scales_it_too(place: Path) -> None:
+    words = ["plugins.lora.enabled=true", f"plugins.lora.out={place}"]
+    for name, alpha in {"a": 8, "b": 8, "c": 16}.items():
+        (place / name).mkdir()
+        (place / name / "adapter_model.safetensors").write_bytes(b"tensors")
+        (place / name / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": alpha}))
+    assert marked(place, words, tenant="a") == marked(place, words, tenant="b") != marked(place, words, tenant="c")
+
+
+def digest_on_rank(place: str) -> str:
+    load_plugins()
+    wanted = asked(load_recipe(Path(place) / "r.yaml"), Path(place) / "p.jsonl", Path(place) / "o", 1)
+    return mark_of(wanted._replace(unhashed=[Path(place) / name for name in ("one", "two", "three", "four", "five")]))
+
+
+def test_ranks_share_the_reading_of_files_and_have_the_mark_of_one(place: Path, world: Any) -> None:
+    for number, name in enumerate(("one", "two", "three", "four", "five")):
+        (place / name).write_bytes(bytes([number]) * number)
+    assert {*world(2).run(digest_on_rank, str(place))} == {digest_on_rank(str(place))}
+
+
+@pytest.mark.slow
+def test_samples_of_a_checkpoint_that_was_trained_anew_do_not_go_into_a_file_of_the_one_before(
+    place: Path, generate: Callable[..., Done], forged: Callable[..., Done]
+) -> None:
+    def trained(seed: int) -> None:
+        words = ("train.steps=1", "train.global_batch_size=2", "checkpoint.dir=kept", "checkpoint.resume=false")
+        done = forged(place, "train", "r.yaml", *words, f"train.seed={seed}", ranks=1)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    def sampled(samples: int) -> Done:
+        return generate("o.jsonl", 1, samples, "--checkpoint", "kept")
+
+    trained(1)
+    assert sampled(1).returncode == 0
+    assert json.loads(sampled(2).stdout)["samples_before"] == 4
+    before = (place / "o.jsonl").read_text()
+    trained(2)
+    other = sampled(3)
+    assert (other.returncode, "holds something else than samples of this run" in other.stderr) == (2, True)
+    assert (place / "o.jsonl").read_text() == before
 
 
 def test_a_stop_string_ends_a_sample_wherever_tokens_part_it() -> None:

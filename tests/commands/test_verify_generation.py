@@ -16,7 +16,7 @@ from evenload.api import load_recipe
 from evenload.cli import app
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.adapter import Adapter
-from evenload.training.verbs.generate import asked, prompting, without_divided_tokens
+from evenload.training.verbs.generate import asked, mark_of, prompting, without_divided_tokens
 from harness.cases import only_full
 from harness.commands import Done
 from harness.verbs import Verbs
@@ -191,9 +191,9 @@ def test_adapters_of_tenants_are_those_below_their_folder(place: Path) -> None:
     both = ask("acme/best")
     assert [request.tenant for request in both.requests] == [0, 1]
     assert both.adapters == [place / "acme/best", place / "acme/last"]
-    runs = {ask().run, both.run, ask("acme").run}
+    runs = {*map(mark_of, (ask(), both, ask("acme")))}
     (place / "acme/last/adapter_model.safetensors").write_bytes(b"trained on")
-    assert len({*runs, ask().run}) == 4
+    assert len({*runs, mark_of(ask())}) == 4
     for name, text in {"nobody": "no adapter of tenant nobody", "../acme": "leads out", "/acme": "leads out"}.items():
         with pytest.raises(EvenloadError, match=text):
             ask(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from ...core.input import reading
 from ...core.recipe.recipe import Recipe
 from ...core.recipe.tenant import TenantTrain
 from ...integrations.host.host import Host
+from ...integrations.huggingface.folders.adapter_config import ADAPTER_CONFIG
 from ...integrations.huggingface.folders.adapters import ADAPTER_MODEL, read_adapter
 from ...runtime.adapters.places import AdapterState
 from .arrivals.preflight import out_of
@@ -44,9 +44,10 @@ def _folder(out: Path, name: str) -> Path:
     raise EvenloadError(f"there is no adapter of tenant {shorten(name)}", detail, "name a tenant that has trained")
 
 
-def digests_of(folders: Iterable[Path]) -> list[str]:
-    """What tells adapters from others, as hashes of their tensors' files."""
-    return [hashlib.blake2b((folder / ADAPTER_MODEL).read_bytes(), digest_size=8).hexdigest() for folder in folders]
+def files_of(folders: Iterable[Path]) -> list[Path]:
+    """The files that make adapters what they are: tensors, and the config that scales them."""
+    names = ADAPTER_CONFIG, ADAPTER_MODEL
+    return [folder / name for folder in folders for name in names if reading.is_file(folder / name)]
 
 
 def join(host: Host, folders: Sequence[Path]) -> None:

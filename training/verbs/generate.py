@@ -22,6 +22,8 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...data.prompt_file import read_prompts
 from ...data.tokenizers import open_tokenizer
+from ...runtime.files import stamp
+from ..checkpoint import manifest
 from ..preflight import open_data, refuse_other_tokenizer, runnable, tokenizer_of, with_vocabulary
 from ..progress import Progress, silent
 from ..proof.prompting import MOST_NEW, Prompting
@@ -47,10 +49,12 @@ class Asked(NamedTuple):
     requests: list[Request]
     settings: Generation
     text_of: Callable[[Completion], str]
-    run: str
-    """What decides the tokens, hashed."""
+    decides: dict[str, Any]
+    """What decides the tokens beside the weights."""
     adapters: Sequence[Path] = ()
     """Folders of the tenants' adapters, by the numbers that requests have."""
+    unhashed: Sequence[Path] = ()
+    """Files whose content decides the tokens and is in no manifest; those of ``model.weights`` aside."""
 
 
 def asked(
@@ -58,7 +62,7 @@ def asked(
 ) -> Asked:
     """The prompts of a file and how they are continued, by ``tenant``'s adapter where a line names none. Raises
     EvenloadError for what cannot be; starts nothing."""
-    from ..tenants.serving import adapters_of, digests_of
+    from ..tenants.serving import adapters_of, files_of
 
     recipe = without_divided_tokens(runnable(recipe, None)[0])
     if recipe.model.vocab_size is None and recipe.model.config is None:
@@ -84,19 +88,39 @@ def asked(
     odd = (out.exists() and not out.is_file()) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)
     do = "name a file in a folder that is there and can be written to"
     refuse_first((odd, "--out cannot be written", str(out), do))
+    loaded = checkpoint_in(checkpoint) if checkpoint else None
+    kept = manifest.read(loaded).files if loaded else {}
+    unhashed = files_of(adapters) + ([recipe.model.config] if recipe.model.config else [])
+    unhashed += [loaded / name for name, file in kept.items() if loaded and not file.hash]
     decides: dict[str, Any] = {
-        "recipe": recipe.model_dump(mode="json", include={"trainer", "model"}),
+        "trainer": recipe.trainer,
+        "model": recipe.model.model_dump(mode="json", exclude={"weights", "config"}),
         "train": [recipe.train.seed, recipe.train.dtype],
-        "checkpoint": str(checkpoint_in(checkpoint).absolute()) if checkpoint else "",
+        "checkpoint": kept,
         "generate": section.model_dump(mode="json", exclude=_PLACES if section.collect else {*_PLACES, "collect"}),
         "prompts": [row.tokens for row in rows] + [row.limit for row in rows],
+        "scored": [dict(row.row) for row in rows] if section.collect and section.collect.prune else [],
         "tokenizer": prepared.tokenizer.identity,
+        "tenants": [request.tenant for request in requests],
     }
-    if adapters:
-        decides |= {"tenants": [request.tenant for request in requests], "adapters": digests_of(adapters)}
-    run = hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=8).hexdigest()
     settings = prepared.settings if section.collect is None else collecting(prepared, section.collect)
-    return Asked(recipe, requests, settings, prepared.stops.text_of, run, adapters)
+    return Asked(recipe, requests, settings, prepared.stops.text_of, decides, adapters, unhashed)
+
+
+def mark_of(wanted: Asked) -> str:
+    """What decides the tokens, hashed: settings, and files by their content. Collective.
+
+    Ranks read each file once, as those of a checkpoint: pieces of it would miss the one tensor that was trained.
+    """
+    from ...integrations.huggingface.folders.reading import WeightFolder  # and torch, which the launcher needs not
+    from ...runtime.world.agreement import everyone, rank_and_size
+
+    weights, (rank, size) = wanted.recipe.model.weights, rank_and_size()
+    files = [*map(str, [*wanted.unhashed, *(WeightFolder.open(weights).files if weights else ())])]
+    own = stamp(Path(), files[rank::size])
+    parts = everyone([own[name].hash for name in files[rank::size]])
+    hashes = [parts[place % size][place // size] for place in range(len(files))]
+    return hashlib.blake2b(json.dumps([wanted.decides, hashes], sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def without_divided_tokens(recipe: Recipe) -> Recipe:
@@ -144,8 +168,11 @@ def generate(
     def work(world: World, watchdog: Watchdog) -> dict[str, Any]:
         begin_s = time.perf_counter()
         with watchdog.working("reading the prompts"):
-            wanted = asked(recipe, prompts, out, samples, checkpoint, tenant)
-            file = SampleFile(out, wanted.run, wanted.text_of)
+            loaded = from_first(lambda: checkpoint and checkpoint_in(checkpoint))  # training may save while this runs
+            wanted = asked(recipe, prompts, out, samples, loaded, tenant)
+        with watchdog.working("reading the weights"):
+            run = mark_of(wanted)
+            file = SampleFile(out, run, wanted.text_of)
             there = from_first(file.read)
             there, left = _left(wanted, there)
         total = len(there) + sum(len(request.samples) for request in left)
@@ -153,10 +180,10 @@ def generate(
         dealer = _dealer(wanted.recipe, there)
         if any(request.samples for request in left):
             with host_until_end(wanted.recipe, world, watchdog) as host, file.adding(world.rank) as add:
-                if checkpoint is not None:
+                if loaded is not None:
                     with watchdog.working("loading the checkpoint"):
-                        require_whole(checkpoint_in(checkpoint))
-                        host.load(checkpoint_in(checkpoint) / "trainer")
+                        require_whole(loaded)
+                        host.load(loaded / "trainer")
 
                 with watchdog.working("loading the adapters"):
                     join(host, wanted.adapters)
@@ -170,7 +197,8 @@ def generate(
         with watchdog.working("writing the samples"):
             from_first(lambda: file.finish([*there, *(sample for sample in new if sample.kept)]))
         dealt = dealer.report(left, new, wanted.settings.slots)
-        return {**_result(out, wanted, there, new, time.perf_counter() - begin_s), "dealing": dealt}
+        seconds = time.perf_counter() - begin_s
+        return {**_result(out, wanted, there, new, seconds), "dealing": dealt, "run": run}
 
     return in_world(recipe, work)
 
@@ -209,5 +237,4 @@ def _result(
         "ended": dict(Counter(sample.ended for sample in kept)),
         "collected": beside_all(new, wanted.requests) if collects else None,
         "seconds": seconds,
-        "run": wanted.run,
     }

@@ -80,6 +80,11 @@ class WeightFolder:
         """Names of all tensors, sorted."""
         return tuple(sorted(self._entries))
 
+    @property
+    def files(self) -> list[Path]:
+        """Its config.json, and the files of its tensors, sorted."""
+        return [self.path / CONFIG, *(self.path / file for file in sorted({e.file for e in self._entries.values()}))]
+
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
@@ -126,8 +131,8 @@ class WeightFolder:
         Raises EvenloadError where a file cannot be read.
         """
         digest = hashlib.blake2b(repr(sorted(self._entries.items())).encode(), digest_size=16)
-        for file in sorted({entry.file for entry in self._entries.values()}):
-            with failures_of_file(file), (self.path / file).open("rb") as opened:
+        for file in self.files[1:]:
+            with failures_of_file(file.name), file.open("rb") as opened:
                 size = opened.seek(0, os.SEEK_END)
                 for block in range(_BLOCKS):
                     opened.seek(size * block // _BLOCKS)
