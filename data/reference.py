@@ -1,7 +1,7 @@
 """Losses of every token by another model, on disk: what steps are compared with, without a second model in memory.
 
     FOLDER/DOMAIN.npy        float32 [tokens of the domain's samples, one after the other]; 0 where no target is
-    FOLDER/reference.json    {"data": {DOMAIN: fingerprint}}; written last, so a folder without it is not whole
+    FOLDER/reference.json    {"data": {DOMAIN: fingerprint}}; named unfinished.json until all is written
 
 Data that are no mixture are the one domain ``all``. A reference of more domains than a run has serves it, too.
 """
@@ -9,6 +9,8 @@ Data that are no mixture are the one domain ``all``. A reference of more domains
 from __future__ import annotations
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from .content import are_same
 from .mixed import MixedSource
 from .sources import Source, targets_of
 
-NAME = "reference.json"
+NAME, UNFINISHED = "reference.json", "unfinished.json"
 _DO = "write one with `evenload score RECIPE --out FOLDER`, for the data of this recipe"
 
 
@@ -74,12 +76,24 @@ class ReferenceLosses:
         return means
 
 
+def left_unfinished(folder: Path) -> set[str]:
+    """Names of what a score that was ended has left in a folder."""
+    known: Any = None
+    with suppress(EvenloadError):
+        known = reading.mapping(reading.read_json(folder / UNFINISHED, UNFINISHED, ""), UNFINISHED, "").get("data")
+    return {UNFINISHED, *(f"{name}.npy" for name in known)} if isinstance(known, dict) else set()
+
+
 class LossFiles:
-    """The files of a new folder, to be filled."""
+    """The files of a folder, to be filled; those that are `left_unfinished` there are removed."""
 
     def __init__(self, folder: Path, source: Source) -> None:
         self._folder, self._places = folder, LossPlaces(source)
         folder.mkdir(parents=True, exist_ok=True)
+        for name in left_unfinished(folder).intersection(path.name for path in folder.iterdir()):
+            (folder / name).unlink()
+        data = {name: part.fingerprint for name, part in self._places.parts.items()}
+        (folder / UNFINISHED).write_text(json.dumps({"data": data}, indent=1))
         self._arrays = {
             name: np.lib.format.open_memmap(folder / f"{name}.npy", "w+", np.float32, (tokens,))
             for name, tokens in self._places.tokens.items()
@@ -94,8 +108,7 @@ class LossFiles:
         """Say that all are written, and of which data; bytes of them."""
         for one in self._arrays.values():
             one.flush()
-        data = {name: part.fingerprint for name, part in self._places.parts.items()}
-        (self._folder / NAME).write_text(json.dumps({"data": data}, indent=1))
+        os.replace(self._folder / UNFINISHED, self._folder / NAME)
         return sum(one.nbytes for one in self._arrays.values())
 
 

@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import xxhash
 
-from ..core.errors import EvenloadError
+from ..core.errors import EvenloadError, shorten
 from .attributes import with_attributes
 
+LOCK = ".lock"
+"""The file of a folder that `world.folder_lock` locks."""
 _BLOCK_BYTES = 1 << 22
 _THREADS = 4
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -58,15 +60,16 @@ def quiet_when_full() -> Iterator[None]:
         yield
 
 
-def refuse_taken(out: Path) -> None:
-    """Raise EvenloadError unless a folder can be written there: it is not there or is empty, its parent is writable."""
+def refuse_taken(out: Path, own: Collection[str] = ()) -> None:
+    """Raise EvenloadError unless a folder can be written there: it is not there or is empty, but for entries of these
+    names, and its parent is writable."""
     out = out.expanduser().absolute()
     do = "choose another folder, or empty it"
     try:
         if out.exists() and not out.is_dir():
             raise EvenloadError(f"{out} is no folder", "a file of that name", do)
-        if out.is_dir() and any(out.iterdir()):
-            raise EvenloadError(f"{out} is not empty", f"{sum(1 for _ in out.iterdir())} entries", do)
+        if foreign := [path.name for path in out.iterdir() if path.name not in own] if out.is_dir() else []:
+            raise EvenloadError(f"{out} is not empty", f"{len(foreign)} entries, such as {shorten(foreign[0])}", do)
     except OSError as error:
         raise EvenloadError(f"{out} cannot be written", error.strerror or "", "choose another folder") from error
     above = next(folder for folder in (out, *out.parents) if folder.exists())

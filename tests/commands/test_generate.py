@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -98,6 +99,17 @@ def test_a_killed_generation_goes_on_on_other_ranks_with_the_same_tokens(
     assert (more["samples_before"], more["tokens"]) == (12, 0)
     foreign = generate("out.jsonl", 1, 3, "train.seed=6")
     assert (foreign.returncode, "holds something else than samples of this run" in foreign.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_two_generations_do_not_write_into_one_file(place: Path, generate: Callable[..., Done]) -> None:
+    hasty = "import evenload.runtime.world.folder_lock as module; module.WAIT_S = 0.1"
+    with (place / ".o.jsonl.lock").open("a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        second = generate("o.jsonl", 1, 1, planted=hasty)
+    assert (second.returncode, "another run writes into o.jsonl" in second.stderr) == (2, True)
+    assert generate("o.jsonl", 1, 1).returncode == 0
+    assert {path.name for path in place.iterdir()} == {"r.yaml", "p.jsonl", "o.jsonl"}
 
 
 COSTS = """

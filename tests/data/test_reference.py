@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from evenload.core.errors import EvenloadError
 from evenload.data.mixed import MixedSource
-from evenload.data.reference import NAME, LossFiles, ReferenceLosses
+from evenload.data.reference import NAME, UNFINISHED, LossFiles, ReferenceLosses, left_unfinished
 from evenload.data.sources import open_source, targets_of
 
 from .files import jsonl
@@ -61,3 +61,28 @@ def test_other_data_and_damaged_files_are_refused(tmp_path):
     (tmp_path / "kept" / NAME).write_text("[]")
     with pytest.raises(EvenloadError, match="reference"):
         ReferenceLosses(tmp_path / "kept", MixedSource({"a": a}))
+
+
+def test_files_that_were_left_unfinished_are_begun_anew_and_those_of_others_stay(tmp_path):
+    a, b = opened(tmp_path, "a", 7), opened(tmp_path, "b", 6)
+    kept = tmp_path / "kept"
+    LossFiles(kept, MixedSource({"a": a, "b": b})).write(0, np.ones(a.lengths[0]))
+    assert left_unfinished(kept) == {UNFINISHED, "a.npy", "b.npy"} == {path.name for path in kept.iterdir()}
+    with pytest.raises(EvenloadError, match="not there, or not whole"):
+        ReferenceLosses(kept, MixedSource({"a": a, "b": b}))
+    (kept / "c.npy").write_text("somebody's")
+    losses = written(kept, MixedSource({"b": b}))
+    assert {path.name for path in kept.iterdir()} == {NAME, "b.npy", "c.npy"}
+    assert (ReferenceLosses(kept, MixedSource({"b": b})).of(0) == losses[0]).all()
+    assert left_unfinished(kept) == set()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"data": ["a"]}', '{"data": {"../theirs": ""}}', "[" * 9999])
+def test_names_are_of_entries_of_the_folder_and_nothing_else(tmp_path, text):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (tmp_path / "theirs.npy").write_text("notes")
+    (kept / UNFINISHED).write_text(text)
+    written(kept, opened(tmp_path, "a", 3))
+    assert (tmp_path / "theirs.npy").read_text() == "notes"
+    assert left_unfinished(tmp_path / "nowhere") == set()

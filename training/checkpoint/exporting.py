@@ -25,6 +25,7 @@ from ...integrations.huggingface.folders.reading import WeightFolder
 from ...integrations.huggingface.folders.writing import FolderWriter
 from ...runtime import files
 from ...runtime.world.agreement import first_error, from_first, rank_and_size
+from ...runtime.world.folder_lock import file_lock
 from ..job import Job, logger
 from ..progress import Progress, silent
 
@@ -37,7 +38,7 @@ Agreement = dict[str, Any]
 def write_export(job: Job, out: Path, progress: Progress = silent) -> Exported:
     """Write the model of a job, see `write_folder`; with ``agreement``, where the recipe asks whether Transformers
     says the same."""
-    with job.watchdog.working("exporting the model"):
+    with job.watchdog.working("exporting the model"), file_lock(out.expanduser()):
         exported = write_folder(job.host, job.recipe, out, progress)
     if prompts := job.recipe.train.export_prompts:
         exported["agreement"] = next_token_agreement(job, out, prompts)

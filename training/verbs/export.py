@@ -57,6 +57,7 @@ def checkpoint_in(path: Path) -> Path:
 def export(recipe: Recipe, checkpoint: Path, out: Path, progress: Progress = silent) -> dict[str, Any] | None:
     """Write the model on this rank; the result is that of `write_folder` with the step."""
     # And torch and Transformers, which the launcher needs not.
+    from ...runtime.world.folder_lock import file_lock
     from ..checkpoint.checkpoints import require_whole
     from ..checkpoint.exporting import write_folder
     from ..job import host_until_end, in_world
@@ -67,7 +68,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path, progress: Progress = sil
         with host_until_end(recipe, world, watchdog) as host:
             with watchdog.working("loading the checkpoint"):
                 host.load(checkpoint / "trainer")
-            with watchdog.working("exporting the model"):
+            with watchdog.working("exporting the model"), file_lock(out.expanduser()):
                 written = write_folder(host, recipe, out, progress)
         return {"checkpoint": str(checkpoint), "step": step, **written}
 

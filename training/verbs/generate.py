@@ -160,6 +160,7 @@ def generate(
 ) -> dict[str, Any] | None:
     """Generate on this rank; rank 0 gives how many samples there are, how they ended, and how long it took."""
     from ...runtime.world.agreement import from_first
+    from ...runtime.world.folder_lock import file_lock
     from ..checkpoint.checkpoints import require_whole
     from ..job import host_until_end, in_world
     from ..run.sample_file import SampleFile
@@ -200,7 +201,11 @@ def generate(
         seconds = time.perf_counter() - begin_s
         return {**_result(out, wanted, there, new, seconds), "dealing": dealt, "run": run}
 
-    return in_world(recipe, work)
+    def alone(world: World, watchdog: Watchdog) -> dict[str, Any]:
+        with file_lock(out):
+            return work(world, watchdog)
+
+    return in_world(recipe, alone)
 
 
 def _dealer(recipe: Recipe, there: Sequence[Completion]) -> ByLength:

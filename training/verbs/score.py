@@ -15,8 +15,8 @@ import numpy as np
 
 from ...core.errors import refuse_first
 from ...core.recipe.recipe import Recipe
-from ...data.reference import LossFiles, LossPlaces
-from ...runtime.files import refuse_taken
+from ...data.reference import LossFiles, LossPlaces, left_unfinished
+from ...runtime.files import LOCK, refuse_taken
 from ..progress import Progress, silent
 from .export import checkpoint_in
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def asked(recipe: Recipe, out: Path, checkpoint: Path | None) -> tuple[Recipe, Path | None]:
     """The recipe without policies of data, and the checkpoint to take. Raises EvenloadError; starts nothing."""
-    refuse_taken(out)
+    _refuse_taken(out)
     refuse_first(
         (recipe.adapts, "score scores one model's data, and no tenants'", "plugins.lora", "disable plugins.lora"),
         (
@@ -40,19 +40,26 @@ def asked(recipe: Recipe, out: Path, checkpoint: Path | None) -> tuple[Recipe, P
     return recipe.changed(off) if off else recipe, checkpoint and checkpoint_in(checkpoint)
 
 
+def _refuse_taken(out: Path) -> None:
+    """As `refuse_taken`; what a score that was ended has left is begun anew."""
+    refuse_taken(out, {LOCK, *left_unfinished(out)})
+
+
 def score(recipe: Recipe, checkpoint: Path | None, out: Path, progress: Progress = silent) -> dict[str, Any] | None:
     """Write the losses on this rank; on rank 0 what they come to by domain."""
-    from ..checkpoint.checkpoints import require_whole  # and torch, which the launcher needs not
+    from ...runtime.world.agreement import from_first  # and torch, which the launcher needs not
+    from ..checkpoint.checkpoints import require_whole
     from ..job import run_rank
 
     def work(job: Job) -> dict[str, Any]:
+        from_first(lambda: _refuse_taken(out))  # another one may have ended since
         if checkpoint is not None:
             with job.watchdog.working("loading the checkpoint"):
                 require_whole(checkpoint)
                 job.host.load(checkpoint / "trainer")
         return _write(job, out, progress)
 
-    return run_rank(recipe, work)
+    return run_rank(recipe, work, writes=out)
 
 
 def _write(job: Job, out: Path, progress: Progress) -> dict[str, Any]:

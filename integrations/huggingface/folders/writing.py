@@ -62,7 +62,7 @@ class FolderWriter:
         self._carried_from = carried_from
         self._shard_bytes = shard_bytes
         self._confirm = confirm
-        self._aside = self.out.with_name(f"{self.out.name}.tmp")
+        self._aside = self.out.with_name(f".{self.out.name}.evenload.tmp")
         self._waiting: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
 
