@@ -1,12 +1,21 @@
 """Functions that a recipe names: what cannot be imported, and what they may give."""
 
+import ast
 import math
+import re
 import sys
 
 import numpy as np
 import pytest
+from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError, RankError
 from evenload.core.input.user_function import scored_by, user_function
+from evenload.core.recipe.generated import FunctionName
+from evenload.core.recipe.recipe import schema_type
+from harness.product import ROOT, trees
+from pydantic import TypeAdapter
+
+PATTERN = TypeAdapter(FunctionName).json_schema()["pattern"]
 
 
 @pytest.fixture
@@ -61,3 +70,37 @@ def test_a_function_that_raises_names_the_prompt_and_has_a_line_of_its_own():
     assert row == {"answer": 3}, "what a function does to a line stays with it"
     with pytest.raises(RankError, match=r"key raised KeyError for a sample of prompt 2"):
         scored_by(lambda prompt, text, line: line["nothing"], "key", 2, ("", "", row))
+
+
+def keys_of_functions(schema, node, above=()):
+    """Dotted keys of a recipe whose value names a function, through sections in lists and by name."""
+    if "$ref" in node:
+        yield from keys_of_functions(schema, schema["$defs"][node["$ref"].rpartition("/")[2]], above)
+    if node.get("pattern") == PATTERN:
+        yield ".".join(above)
+    below = [((), one) for one in [*node.get("anyOf", []), *node.get("allOf", []), *node.get("prefixItems", [])]]
+    below += [((), node[name]) for name in ("items", "additionalProperties") if isinstance(node.get(name), dict)]
+    below += [((name,), one) for name, one in node.get("properties", {}).items()]
+    for more, one in below:
+        yield from keys_of_functions(schema, one, (*above, *more))
+
+
+def test_the_security_page_names_every_key_that_takes_a_function():
+    load_plugins()
+    schema = schema_type().model_json_schema()
+    section = (ROOT / "SECURITY.md").read_text().partition("## Functions that a recipe names")[2].partition("\n## ")[0]
+    assert sorted(keys_of_functions(schema, schema)) == sorted(re.findall(r"^- `(\S+)`$", section, re.MULTILINE)) != []
+
+
+def test_nothing_but_these_keys_names_a_function():
+    """Whoever imports what a user says does it here, and is handed a key of the recipe."""
+    calls = {
+        path: [ast.unparse(node.args[0]) for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args
+               and isinstance(node.func, ast.Name) and node.func.id == "user_function"]
+        for path, tree in trees().items()
+    }  # fmt: skip
+    assert {path: words for path, words in calls.items() if words} == {
+        "training/preflight.py": ["word"],
+        "training/sampling/collected.py": ["rule.prune.score"],
+        "training/sampling/scored.py": ["config.score", "config.answer"],
+    }
