@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +77,12 @@ class ReferenceLosses:
 
 def left_unfinished(folder: Path) -> set[str]:
     """Names of what a score that was ended has left in a folder."""
-    known: Any = None
-    with suppress(EvenloadError):
+    try:
         known = reading.mapping(reading.read_json(folder / UNFINISHED, UNFINISHED, ""), UNFINISHED, "").get("data")
-    return {UNFINISHED, *(f"{name}.npy" for name in known)} if isinstance(known, dict) else set()
+    except EvenloadError:
+        return set()
+    names = {UNFINISHED, *(f"{name}.npy" for name in known)} if isinstance(known, dict) else set()
+    return {path.name for path in folder.iterdir() if path.name in names and path.is_file() and not path.is_symlink()}
 
 
 class LossFiles:
@@ -90,7 +91,7 @@ class LossFiles:
     def __init__(self, folder: Path, source: Source) -> None:
         self._folder, self._places = folder, LossPlaces(source)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in left_unfinished(folder).intersection(path.name for path in folder.iterdir()):
+        for name in left_unfinished(folder):
             (folder / name).unlink()
         data = {name: part.fingerprint for name, part in self._places.parts.items()}
         (folder / UNFINISHED).write_text(json.dumps({"data": data}, indent=1))

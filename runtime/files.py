@@ -66,7 +66,7 @@ def refuse_taken(out: Path, own: Collection[str] = ()) -> None:
     out = out.expanduser().absolute()
     do = "choose another folder, or empty it"
     try:
-        if out.exists() and not out.is_dir():
+        if os.path.lexists(out) and not out.is_dir():
             raise EvenloadError(f"{out} is no folder", "a file of that name", do)
         if foreign := [path.name for path in out.iterdir() if path.name not in own] if out.is_dir() else []:
             raise EvenloadError(f"{out} is not empty", f"{len(foreign)} entries, such as {shorten(foreign[0])}", do)

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from ...core.errors import EvenloadError
+from ...core.errors import EvenloadError, shown
 from ..files import LOCK
 from .agreement import from_first, rank_and_size
 
@@ -71,7 +71,7 @@ def _locked(of: Path, lock: Path) -> TextIO | None:
     last_try = time.monotonic() + WAIT_S
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(os.open(lock, _FLAGS, 0o666), "a+")
+        file = os.fdopen(os.open(lock, _FLAGS, 0o666), "a+", errors="replace")
         while not _is_ours(file):
             if time.monotonic() > last_try:
                 file.seek(0)
@@ -83,8 +83,12 @@ def _locked(of: Path, lock: Path) -> TextIO | None:
             file.close()  # whoever had it has just removed it
             return _locked(of, lock)
     except OSError as error:
-        logger.warning("%s cannot be locked (%s): a second run on it would not be noticed", of, error.strerror)
+        logger.warning("%s cannot be locked (%s): a second run on it would not be noticed", of, error.strerror or error)
         return None
+    file.seek(0)
+    text = file.read(_MOST_CHARACTERS)
+    if text and not text.startswith("process "):
+        raise EvenloadError(f"{lock} is a file of something else", shown(text), "move it, or name another place")
     with suppress(OSError):  # of a full disk: the lock holds without its text
         file.truncate(0)
         since = datetime.now().astimezone().isoformat(" ", "seconds")

@@ -304,7 +304,8 @@ def test_a_stop_string_ends_a_sample_wherever_tokens_part_it() -> None:
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
-    for text in ("notes\n", '{"prompt": 1}\n', "[1]\n"):
+    odd = '{"prompt": 1, "sample": 0, "tokens": "5", "log_probs": [0.5], "ended": "end", "run": "run"}\n'
+    for text in ("notes\n", '{"prompt": 1}\n', "[1]\n", '{"prompt": 1, "sample": 0, "run": "run"}\n', odd, "[" * 9999):
         out.write_text(text)
         with pytest.raises(EvenloadError, match="something else than samples"):
             SampleFile(out, "run", lambda _: "").read()

@@ -81,6 +81,9 @@ def test_policies_of_data_have_no_part_in_it(tmp_path: Path) -> None:
         asked(recipe, out, tmp_path / "kept")
     assert caught.value.found == "1 entries, such as b.npy"
     (out / "b.npy").unlink()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(EvenloadError, match="is no folder"):
+        asked(recipe, tmp_path / "loop", tmp_path / "kept")
     scored, folder = asked(recipe, out, tmp_path / "kept")
     assert folder == tmp_path / "kept"
     assert scored.data_policy("mix") is None

@@ -86,3 +86,11 @@ def test_names_are_of_entries_of_the_folder_and_nothing_else(tmp_path, text):
     written(kept, opened(tmp_path, "a", 3))
     assert (tmp_path / "theirs.npy").read_text() == "notes"
     assert left_unfinished(tmp_path / "nowhere") == set()
+
+
+def test_links_and_folders_are_of_others(tmp_path):
+    (tmp_path / "a.npy").symlink_to("theirs")
+    (tmp_path / "b.npy").mkdir()
+    (tmp_path / "c.npy").touch()
+    (tmp_path / UNFINISHED).write_text('{"data": {"a": "", "b": "", "c": ""}}')
+    assert left_unfinished(tmp_path) == {UNFINISHED, "c.npy"}

@@ -313,3 +313,93 @@ def company(draw: st.DrawFn) -> Case:
     more = pick(draw, [[], [], ["--lengths", "a=l.txt"], ["--lengths", "good=nope"], ["--lengths", "=l.txt"]])
     words = ["plan", "r.yaml", "model.vocab_size=300", *more, *draw(cases.json_or_not)]
     return {"argv": words, "files": cases.beside(**files, **{"r.yaml": {"text": recipe}})}
+
+
+STEPS = [
+    '{"step": 1, "step_s": 0.5, "tokens": 90, "loss": 2.5, "of_steps": 9}',
+    '{"step": 2, "step_s": 0.5, "tokens": 80, "loss": null, "imbalance": 1.5, "tenants": {"a": {"loss": 2.5}}}',
+    '{"step": 9, "step_s": 0.25, "tokens": 7, "ends": "done"}',
+    '{"validation": {"step": 2, "loss": 2.5, "generate": {"score": 0.5}}}',
+]
+SAMPLES = [
+    '{"prompt": 0, "sample": 0, "ended": "end", "text": "a", "tokens": [5, 6], "log_probs": [-1.5, -2], "run": "f00d"}',
+    '{"prompt": 1, "sample": 1, "ended": "limit", "tokens": [7], "log_probs": [-0.5], "score": 0.5, "run": "f00d"}',
+    '{"prompt": 0, "sample": 0, "ended": "end", "text": "a", "tokens": [5], "log_probs": [-1.5], "run": "0123"}',
+]
+ASKED = ['{"prompt": "def f"}', '{"prompt": [7, 8, 9], "max_new_tokens": 2}', '{"prompt": "a", "row": {"b": []}}']
+NOTES = {"text": "notes of somebody\n"}
+UNFINISHED = [
+    '{"data": {"all": "f00d"}}',
+    '{"data": {"b": 1}}',
+    '{"data": {"../theirs": ""}}',
+    '{"data": ["all"]}',
+    "[]",
+]
+
+
+@st.composite
+def lines(draw: st.DrawFn, good: list[str]) -> Case:
+    """Lines of JSON: good ones, some with another value or cut, deeply nested ones, others'; ended or not."""
+    texts = []
+    for _ in range(draw(st.integers(0, 5))):
+        row, how = pick(draw, good), pick(draw, ["whole", "whole", "whole", "torn", "value", "other", "deep"])
+        if how == "torn":
+            row = row[: draw(st.integers(1, len(row) - 1))]
+        elif how == "value":
+            fields = {name: json.dumps(value) for name, value in json.loads(row).items()}
+            fields[pick(draw, sorted(fields))] = pick(draw, ODD)
+            row = "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+        elif how == "other":
+            row = pick(draw, [*cases.ROWS, *STEPS, *SAMPLES, *ASKED])
+        elif how == "deep":
+            row = pick(draw, ['{"step": ' + "[" * 100_000, "[" * 300 + "]" * 300, '{"a":' * 9000, "\0" * 5000])
+        texts.append(row)
+    return {"text": "\n".join([*texts, pick(draw, ["", "", "", good[0][:40]])]), "times": pick(draw, [1, 1, 1, 40])}
+
+
+def of_others(draw: st.DrawFn, good: list[str]) -> Case:
+    """A file in a place where one of ours may be."""
+    links = st.sampled_from(["theirs", "empty", "folder", "pipe"]).map(lambda to: {"kind": "link", "to": to})
+    return draw(st.one_of(lines(good), lines(good), cases.raw, cases.special, links, st.just(NOTES)))
+
+
+@st.composite
+def written(draw: st.DrawFn) -> Case:
+    """What `watch` reads, and where `generate` and `score` write, beside files of others, which stay as they are."""
+    what = pick(draw, ["watch", "watch", "sampled", "sampled", "scored", "launch"])
+    files: Case = cases.beside(theirs=NOTES, empty={"text": ""}, **{"r.yaml": {"text": cases.RECIPES["packing"]}})
+    if what == "watch":
+        for name in ("log.jsonl", pick(draw, ["log.jsonl", "steps.jsonl", "notes.txt", ".jsonl"])):
+            files[f"run/{name}"] = of_others(draw, STEPS)
+        run = pick(draw, [*["run", "run/log.jsonl", "run/steps.jsonl"] * 8, *cases.PATHS])
+        return {"argv": ["watch", run, *draw(st.sampled_from([["--json"], ["--once"]]))], "files": files, "ours": []}
+    files["d.jsonl"] = {"text": '{"input_ids": [5, 6, 7, 8]}\n', "times": 30}
+    whole = {
+        "text": json.dumps({**MANIFEST, "files": pick(draw, [{}, {}, {"t": 3}, {"/dev/zero": 0}, {"../pipe": 0}])})
+    }
+    files["kept/evenload.json"] = draw(st.one_of(st.just(whole), st.just(whole), json_file(MANIFEST)))
+    files["kept/t"] = draw(st.one_of(st.just({"text": "abc"}), cases.special))
+    good = {"text": "\n".join(ASKED) + "\n"}
+    files["p.jsonl"] = of_others(draw, ASKED) if draw(st.integers(0, 3)) == 0 else good
+    for name in draw(st.lists(st.sampled_from(["o.jsonl", *OF_OUT]), max_size=3, unique=True)):
+        files[name] = of_others(draw, SAMPLES)
+    for name in draw(st.lists(st.sampled_from(OF_FOLDER), max_size=3, unique=True)):
+        marker = st.sampled_from(UNFINISHED).map(lambda text: {"text": text})
+        files[f"out/{name}"] = draw(marker) if name == "unfinished.json" else of_others(draw, SAMPLES)
+    if not draw(st.integers(0, 4)):
+        files = {name: content for name, content in files.items() if not name.startswith("out/")}
+        files["out"] = of_others(draw, SAMPLES)
+    if what != "launch":
+        return {"call": f"{what}()", "files": files, "ours": OURS}
+    out = pick(draw, [*["o.jsonl", "out", "new"] * 8, *cases.PATHS])
+    more = pick(draw, [[], ["--checkpoint", pick(draw, [*["kept"] * 20, "out", *cases.PATHS])]])
+    verb = pick(draw, [["generate", "--prompts", pick(draw, [*["p.jsonl"] * 20, *cases.PATHS])], ["score"]])
+    settings = ["data.source=d.jsonl", "generate={end_tokens: [10], max_new_tokens: 4}", *draw(cases.json_or_not)]
+    return {"argv": [verb[0], "r.yaml", *verb[1:], "--out", out, *more, *settings], "files": files, "ours": []}
+
+
+OURS = ["work/o.jsonl", "work/o.jsonl.part-0", "work/o.jsonl.part-3", "work/.o.jsonl.lock"]
+OURS += [f"work/out/{name}" for name in (".lock", "unfinished.json", "all.npy", "b.npy")]
+"""What `generate` and `score` may change where they go on; of others' content they are refused."""
+OF_OUT = ["o.jsonl.part-0", "o.jsonl.part-3", "o.jsonl.part-03", "o.jsonl.part-notes", ".o.jsonl.lock", "o.jsonl.bak"]
+OF_FOLDER = [".lock", "unfinished.json", "unfinished.json", "all.npy", "b.npy", "reference.json", "notes.txt"]

@@ -112,7 +112,7 @@ def act(case: dict[str, Any]) -> Any:
         known = {"np": np, "evenload": evenload, "itertools": itertools, "read_plans": read_plans}
         known |= {"parse_section": parse_section, "recipe_of": recipe_of}
         if doors := sys.modules.get("doors"):
-            known |= {"admit": doors.admit, "logged": doors.logged}
+            known |= {"admit": doors.admit, "logged": doors.logged, "sampled": doors.sampled, "scored": doors.scored}
         return eval(case["call"], known)
     from evenload.cli import main
 
@@ -180,13 +180,23 @@ def child(case: dict[str, Any], here: Path, cache: str, answer: int) -> None:
             end, message = "traceback", f"{type(error).__name__} at {at}: {error!s:.300}"
     sys.stdout.flush()
     sys.stderr.flush()
-    written = sorted(set(listing(here)) - set(before))
+    after = listing(here)
+    written = sorted(after.keys() - before.keys())
+    changed = sorted(os.path.relpath(name, here) for name, state in before.items() if after.get(name) != state)
     events = [event for event in events if not event.startswith("/") or os.path.lexists(event)]  # others were tried
-    os.write(answer, json.dumps({"end": end, "message": message, "written": written, "events": events[:20]}).encode())
+    told = {"end": end, "message": message, "written": written, "events": events[:20], "changed": changed}
+    os.write(answer, json.dumps(told).encode())
 
 
-def listing(here: Path) -> list[str]:
-    return [os.path.join(folder, name) for folder, below, names in os.walk(here) for name in (*below, *names)]
+def listing(here: Path) -> dict[str, Any]:
+    """Everything below a folder, and what tells whether it was changed; nothing tells that of folders and of output."""
+    names = [os.path.join(folder, name) for folder, below, names in os.walk(here) for name in (*below, *names)]
+    return {name: None if os.path.isdir(name) or os.path.dirname(name) == str(here) else _state(name) for name in names}
+
+
+def _state(name: str) -> tuple[int, ...]:
+    state = os.lstat(name)
+    return state.st_mode, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -206,7 +216,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         finally:
             os._exit(0)
     os.close(writer)
-    answer = {"end": "hang", "message": "", "written": [], "events": []}
+    answer = {"end": "hang", "message": "", "written": [], "events": [], "changed": []}
     text = b""
     while select.select([reader], [], [], max(0.0, start + HANG_S - time.monotonic()))[0]:
         part = os.read(reader, 1 << 16)

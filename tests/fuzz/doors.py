@@ -34,6 +34,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 NAMES = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 GOOD = "good"
 """The tenant beside those of a case, which must join whatever they are."""
+MARK = "f00d"
+"""Of the run whose samples `sampled` goes on with."""
 _LOOKS = 3
 _BATCHES = 2
 
@@ -86,6 +88,45 @@ def admit() -> dict[str, str]:
         members.end(one, "stopped", "the case is over")
     assert stand.get(GOOD) == "reads", stand
     return stand
+
+
+def sampled() -> int:
+    """Go on with the samples in ``o.jsonl`` as rank 0 of a generation does, one sample more; how many there are."""
+    from evenload.api import load_recipe
+    from evenload.runtime.generate.request import Completion
+    from evenload.runtime.world.folder_lock import file_lock
+    from evenload.training.run.sample_file import SampleFile
+    from evenload.training.verbs.generate import asked, mark_of
+
+    out, recipe = (
+        Path("o.jsonl"),
+        load_recipe("r.yaml", ["data.source=d.jsonl", "generate={end_tokens: [10], max_new_tokens: 4}"]),
+    )
+    mark_of(asked(recipe, Path("p.jsonl"), out, 1, Path("kept")))
+    with file_lock(out):
+        file = SampleFile(out, MARK, str)
+        there, more = file.read(), Completion(0, 7, (5, 6), (-0.5, -0.25), "end")
+        with file.adding(0) as add:
+            add(more)
+        file.finish([*there, more])
+    return len(there)
+
+
+def scored() -> int:
+    """Write losses into ``out`` as rank 0 of a score does; bytes of them."""
+    from evenload.api import load_recipe
+    from evenload.data.reference import LossFiles
+    from evenload.runtime.world.folder_lock import folder_lock
+    from evenload.training.preflight import open_data
+    from evenload.training.verbs.score import asked, refuse_others
+
+    out, recipe = Path("out"), load_recipe("r.yaml", ["data.source=d.jsonl"])
+    recipe, _ = asked(recipe, out, Path("kept"))
+    with folder_lock(out):
+        refuse_others(out)
+        files = LossFiles(out, open_data(recipe))
+        files.write(0, np.ones(4))
+        return files.finish()
 
 
 def admit_once(folder: Path) -> None:

@@ -46,8 +46,9 @@ BROUGHT = {
     "folders": (brought.folders(), 10, 600),
     "records": (brought.records(), 20, 500),
     "company": (brought.company(), 8, 300),
+    "written": (brought.written(), 25, 1000),
 }
-"""Likewise: 60, and 3,000. The process that runs them imports torch and Transformers, in ten seconds."""
+"""Likewise: 85, and 4,000. The process that runs them imports torch and Transformers, in ten seconds."""
 
 
 Ask = Callable[[Any], dict[str, Any]]
@@ -101,6 +102,9 @@ def faults(case, answer):
             wrong.append("a refusal on stdout")
         if not (answer["message"] + out + err).strip() or len(answer["message"]) + len(err) > MOST_MESSAGE:
             wrong.append("no message, or one without end")
+    ours = {name for name in case.get("ours", ()) if end == "done" or name.endswith(".lock")}
+    if others := set(answer["changed"]) - ours if "ours" in case else ():
+        wrong.append(f"touched {others}")
     if end in ("done", "exit 0") and "--json" in case.get("argv", ()) and "--help" not in case["argv"]:
         try:
             json.loads(out, parse_constant=lambda name: pytest.fail(name))
@@ -147,3 +151,4 @@ def _hold(area, ask, record_property):
 
 VERBS = ("train", "plan", "verify", "bench", "profile", "run", "plugins", "schema", "evenload.plan")
 VERBS += ("evenload.load_recipe", "read_plans", "recipe_of", "admit", "logged", "lora", "export")
+VERBS += ("watch", "generate", "score", "sampled", "scored")

@@ -8,16 +8,23 @@ decides the tokens, so that no file holds samples of two models.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import EvenloadError, shorten, shown
+from pydantic import BaseModel
+
+from ...core.errors import EvenloadError, refuse_first, shorten, shown
+from ...core.input import reading
 from ...runtime.generate.request import Completion
 from ..files import refusing_unwritable, whole
 
 _RUN = "run"
+_BEGIN = b'{"prompt": '
+_MOST_LINE = 1 << 28
+"""Bytes of a line, which holds a sample's tokens."""
 _DO = "choose another --out, or remove the file"
 
 
@@ -37,8 +44,10 @@ class SampleFile:
     def read(self) -> list[Completion]:
         """What is there of the run. Raises EvenloadError for a file of another run, or of something else."""
         samples: dict[tuple[int, int], Completion] = {}
-        for path in [self._out, *self._parts()]:
-            for sample in self._read(path) if path.exists() else ():
+        for path in [*([self._out] if self._out.exists() else []), *self._parts()]:
+            link = path.is_symlink() and path != self._out
+            refuse_first((link, f"{shorten(str(path))} is no file of samples", "a link", _DO))
+            for sample in self._read(path):
                 samples[sample.prompt, sample.sample] = sample
         return list(samples.values())
 
@@ -68,7 +77,7 @@ class SampleFile:
         """Files that ranks append to; no other whose name begins alike."""
         head = f"{self._out.name}.part-"
         named = [path for path in self._out.parent.iterdir() if path.name.startswith(head)]
-        return [path for path in named if path.name.removeprefix(head).isdecimal()]
+        return [path for path in named if re.fullmatch(r"0|[1-9][0-9]*", path.name.removeprefix(head))]
 
     def _line(self, sample: Completion) -> str:
         row: dict[str, Any] = {"prompt": sample.prompt, "sample": sample.sample, "ended": sample.ended}
@@ -77,23 +86,32 @@ class SampleFile:
         return json.dumps(row) + "\n"
 
     def _read(self, path: Path) -> Iterator[Completion]:
-        with refusing_unwritable("--out", path):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        for number, line in enumerate(lines, 1):
-            row = _parsed(line)
-            if row is None and path != self._out:
-                continue  # the end of a rank that was killed
-            run = row.get(_RUN) if isinstance(row, dict) else None
-            if not isinstance(row, dict) or run != self._run:
-                what = f"{shorten(str(path))} holds something else than samples of this run"
-                detail = shown(line) if run is None else f"line {number} is of run {shown(run)}, this is {self._run}"
-                raise EvenloadError(what, detail, _DO)
-            lists = tuple(row["tokens"]), tuple(row["log_probs"])
-            yield Completion(row["prompt"], row["sample"], *lists, row["ended"], row.get("score"))
+        name = shorten(str(path))
+        with reading.open_file(path, name, _DO) as file, reading.failures_of(name, _DO):
+            for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE), b""), 1):
+                row = _parsed(line)
+                cut = line.startswith(_BEGIN) or _BEGIN.startswith(line.rstrip(b"\n"))
+                if row is None and cut and path != self._out:
+                    continue  # the end of a rank that was killed
+                if row is None or row.run != self._run:
+                    what = f"{name} holds something else than samples of this run"
+                    other = f"line {number} is of run {shown(row.run)}, this is {self._run}" if row else shown(line)
+                    raise EvenloadError(what, other, _DO)
+                yield Completion(row.prompt, row.sample, row.tokens, row.log_probs, row.ended, row.score)
 
 
-def _parsed(line: str) -> Any:
+class _Line(BaseModel, extra="allow", strict=True):
+    prompt: int
+    sample: int
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    ended: str
+    score: float | None = None
+    run: str
+
+
+def _parsed(line: bytes) -> _Line | None:
     try:
-        return json.loads(line)
+        return _Line.model_validate_json(line)
     except ValueError:
         return None

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 def log_of(run: Path) -> Path:
     """The log of a run: a file, or that of a folder, ``log.jsonl`` or the only one. Raises EvenloadError."""
     do = "train with log.jsonl=RUN/log.jsonl, and name RUN or that file"
-    if not run.is_dir():
+    if not os.path.isdir(run):  # unlike Path.is_dir, which raises for names that no file system can have
         if not reading.is_file(run):
             raise EvenloadError(f"there is no run {shorten(str(run))}", "no file and no folder of that name", do)
         return run

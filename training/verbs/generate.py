@@ -22,7 +22,7 @@ from ...core.recipe.recipe import Recipe
 from ...core.recipe.sizes import shape_of
 from ...data.prompt_file import read_prompts
 from ...data.tokenizers import open_tokenizer
-from ...runtime.files import stamp
+from ...runtime.files import faults, stamp
 from ..checkpoint import manifest
 from ..preflight import open_data, refuse_other_tokenizer, runnable, tokenizer_of, with_vocabulary
 from ..progress import Progress, silent
@@ -85,11 +85,16 @@ def asked(
     do = "ask for fewer --samples"
     refuse_first((len(rows) * begun > SEQUENCES, "these are too many samples", f"{len(rows) * begun}", do))
     folder = out.absolute().parent
-    odd = (out.exists() and not out.is_file()) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)
+    odd = (
+        (os.path.exists(out) and not os.path.isfile(out)) or not os.path.isdir(folder) or not os.access(folder, os.W_OK)
+    )
     do = "name a file in a folder that is there and can be written to"
     refuse_first((odd, "--out cannot be written", str(out), do))
     loaded = checkpoint_in(checkpoint) if checkpoint else None
     kept = manifest.read(loaded).files if loaded else {}
+    broken = faults(loaded, kept, hashes=False) if loaded else []
+    do = "restore it from a copy, or take an older one"
+    refuse_first((bool(broken), f"the checkpoint {loaded} is damaged", "; ".join(broken[:3]), do))
     unhashed = files_of(adapters) + ([recipe.model.config] if recipe.model.config else [])
     unhashed += [loaded / name for name, file in kept.items() if loaded and not file.hash]
     decides: dict[str, Any] = {

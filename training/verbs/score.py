@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def asked(recipe: Recipe, out: Path, checkpoint: Path | None) -> tuple[Recipe, Path | None]:
     """The recipe without policies of data, and the checkpoint to take. Raises EvenloadError; starts nothing."""
-    _refuse_taken(out)
+    refuse_others(out)
     refuse_first(
         (recipe.adapts, "score scores one model's data, and no tenants'", "plugins.lora", "disable plugins.lora"),
         (
@@ -40,7 +40,7 @@ def asked(recipe: Recipe, out: Path, checkpoint: Path | None) -> tuple[Recipe, P
     return recipe.changed(off) if off else recipe, checkpoint and checkpoint_in(checkpoint)
 
 
-def _refuse_taken(out: Path) -> None:
+def refuse_others(out: Path) -> None:
     """As `refuse_taken`; what a score that was ended has left is begun anew."""
     refuse_taken(out, {LOCK, *left_unfinished(out)})
 
@@ -52,7 +52,7 @@ def score(recipe: Recipe, checkpoint: Path | None, out: Path, progress: Progress
     from ..job import run_rank
 
     def work(job: Job) -> dict[str, Any]:
-        from_first(lambda: _refuse_taken(out))  # another one may have ended since
+        from_first(lambda: refuse_others(out))  # another one may have ended since
         if checkpoint is not None:
             with job.watchdog.working("loading the checkpoint"):
                 require_whole(checkpoint)

@@ -137,3 +137,11 @@ def test_no_file_of_others_is_written_through_a_link(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "evenload"), file_lock(tmp_path / "o"):
         assert "cannot be locked" in caplog.text
     assert (tmp_path / "theirs").read_text() == "notes"
+
+
+@pytest.mark.parametrize("content", [b"notes of somebody", b"\xff\xfe\x00", b"\0" * 9])
+def test_a_file_of_that_name_that_is_no_lock_is_refused_and_stays(tmp_path, content):
+    (tmp_path / LOCK).write_bytes(content)
+    with pytest.raises(EvenloadError, match="is a file of something else"), folder_lock(tmp_path):
+        pass
+    assert (tmp_path / LOCK).read_bytes() == content

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+from evenload.core.errors import EvenloadError
 from evenload.runtime.generate.request import Completion
 from evenload.training.run.sample_file import SampleFile
 
@@ -20,3 +25,37 @@ def test_files_of_others_stay_where_a_run_takes_its_own_away(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {out.name, *others}
     assert all((tmp_path / name).read_text() == "of somebody else" for name in others)
     assert file.read() == [sample]
+
+
+LINE = '{"prompt": 0, "sample": 0, "ended": "end", "tokens": [5], "log_probs": [-0.5], "run": "mark"}\n'
+OTHERS: dict[str, Callable[[Path], Any]] = {
+    "text": lambda path: path.write_text("notes\n"),
+    "deep": lambda path: path.write_text('{"a":' * 100_000),
+    "a terabyte": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link": lambda path: path.symlink_to("theirs"),
+    "a folder": lambda path: path.mkdir(),
+}
+"""What else may stand where a rank would write."""
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_part_of_a_run_is_refused_and_stays(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "theirs").write_text("")
+    part = tmp_path / "s.jsonl.part-1"
+    OTHERS[kind](part)
+    with pytest.raises(EvenloadError, match=r"s\.jsonl\.part-1"):
+        SampleFile(tmp_path / "s.jsonl", "mark", str).read()
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", part.name}
+    assert (tmp_path / "theirs").read_text() == ""
+
+
+def test_a_name_that_no_rank_gives_is_no_part_and_a_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:
+    file, part = SampleFile(tmp_path / "s.jsonl", "mark", str), tmp_path / "s.jsonl.part-0"
+    (tmp_path / "s.jsonl.part-00").write_text("as `split -d` names its parts\n")
+    for size in range(len('{"prompt": 0, "sample": 0,')):
+        part.write_text(f"{LINE}{LINE[:size]}\n{LINE}")
+        assert len(file.read()) == 1
+    file.finish(file.read())
+    assert {path.name for path in tmp_path.iterdir()} == {"s.jsonl", "s.jsonl.part-00"}

@@ -168,3 +168,8 @@ def test_a_folder_without_one_log_is_refused(tmp_path):
         assert "log.jsonl=RUN/log.jsonl" in caught.value.do
     (tmp_path / "other.jsonl").write_text(line(0))
     assert log_of(tmp_path).name == "other.jsonl"
+
+
+def test_a_name_that_no_file_system_can_have_is_no_run(tmp_path):
+    with pytest.raises(EvenloadError, match="there is no run"):
+        log_of(tmp_path / ("a" * 300))
