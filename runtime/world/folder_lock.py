@@ -23,7 +23,7 @@ from typing import TextIO
 
 from ...core.errors import EvenloadError, shown
 from ..files import LOCK
-from .agreement import from_first, rank_and_size
+from .agreement import from_first
 
 logger = logging.getLogger("evenload")
 
@@ -46,21 +46,20 @@ def folder_lock(*folders: Path | None) -> Iterator[None]:
 def file_lock(path: Path) -> Iterator[None]:
     """As `folder_lock`, for a file, or a folder that appears whole, by a file next to it that is removed at the end."""
     lock = path.absolute().with_name(f".{path.name}.lock")
-    with _held({path: lock}):
+    with _held({path: lock}) as held:
         try:
             yield
         finally:
-            if rank_and_size()[0] == 0:
-                with suppress(OSError):
-                    lock.unlink()  # while it is held: whoever waits for it sees that it is gone
+            if held:
+                lock.unlink(missing_ok=True)  # whoever waits for it sees that it is gone
 
 
 @contextmanager
-def _held(locks: Mapping[Path, Path]) -> Iterator[None]:
+def _held(locks: Mapping[Path, Path]) -> Iterator[list[TextIO]]:
     held: list[TextIO] = []
     try:
         from_first(lambda: held.extend(filter(None, itertools.starmap(_locked, locks.items()))))
-        yield
+        yield held
     finally:
         for file in held:
             file.close()

@@ -102,7 +102,8 @@ def faults(case, answer):
             wrong.append("a refusal on stdout")
         if not (answer["message"] + out + err).strip() or len(answer["message"]) + len(err) > MOST_MESSAGE:
             wrong.append("no message, or one without end")
-    ours = {name for name in case.get("ours", ()) if end == "done" or name.endswith(".lock")}
+    empty = {f"work/{name}" for name, content in case.get("files", {}).items() if content.get("text") == ""}
+    ours = {name for name in case.get("ours", ()) if end == "done" or (name.endswith(".lock") and name in empty)}
     if others := set(answer["changed"]) - ours if "ours" in case else ():
         wrong.append(f"touched {others}")
     if end in ("done", "exit 0") and "--json" in case.get("argv", ()) and "--help" not in case["argv"]:

@@ -136,6 +136,7 @@ def test_no_file_of_others_is_written_through_a_link(tmp_path, caplog):
     (tmp_path / ".o.lock").symlink_to("theirs")
     with caplog.at_level(logging.WARNING, "evenload"), file_lock(tmp_path / "o"):
         assert "cannot be locked" in caplog.text
+    assert (tmp_path / ".o.lock").is_symlink()
     assert (tmp_path / "theirs").read_text() == "notes"
 
 

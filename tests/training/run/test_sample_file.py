@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_what_is_no_part_of_a_run_is_refused_and_stays(tmp_path: Path, kind: str
         SampleFile(tmp_path / "s.jsonl", "mark", str).read()
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", part.name}
     assert (tmp_path / "theirs").read_text() == ""
+
+
+def test_log_probabilities_and_scores_of_any_value_are_read_again(tmp_path: Path) -> None:
+    file = SampleFile(tmp_path / "s.jsonl", "mark", str)
+    file.finish([Completion(0, 0, (5, 6), (-math.inf, 0.0), "end", -math.inf), Completion(1, 0, (), (), "stop", 1)])
+    assert [sample[3:6] for sample in file.read()] == [((-math.inf, 0.0), "end", -math.inf), ((), "stop", 1)]
 
 
 def test_a_name_that_no_rank_gives_is_no_part_and_a_line_that_was_cut_is_passed_over(tmp_path: Path) -> None:
