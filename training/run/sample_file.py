@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from ...core.errors import EvenloadError, refuse_first, shorten, shown
 from ...core.input import reading
-from ...runtime.generate.request import Completion
+from ...runtime.generate.request import Completion, Ended
 from ..files import refusing_unwritable, whole
 
 _RUN = "run"
@@ -105,7 +105,7 @@ class _Line(BaseModel, extra="allow", strict=True):
     sample: int
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
-    ended: str
+    ended: Ended
     score: float | None = None
     run: str
 
