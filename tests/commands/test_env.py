@@ -101,6 +101,19 @@ def test_every_form_says_the_same() -> None:
         variables_as(RECIPE, "fish")
 
 
+@pytest.mark.parametrize("present", [None, "", "/own/lib", "/own/lib:/more"])
+def test_lines_of_an_environment_file_keep_what_is_on_the_path(
+    present: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the place of the variable, as no other form does."""
+    if present is None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONPATH", present)
+    lines = dict(line.split("=", 1) for line in variables_as(RECIPE, "dotenv").splitlines())
+    assert lines["PYTHONPATH"] == (f"{STARTUP}:{present}" if present else str(STARTUP))
+
+
 def test_a_variable_that_was_damaged_on_the_way_is_named_and_switches_nothing_on() -> None:
     environment = {**os.environ, "PYTHONPATH": str(STARTUP), VARIABLE: carried(RECIPE)[:-20]}
     words = [sys.executable, "-c", "print('goes on')"]

@@ -291,6 +291,61 @@ def test_samples_of_a_checkpoint_that_was_trained_anew_do_not_go_into_a_file_of_
     assert (place / "o.jsonl").read_text() == before
 
 
+def test_the_mark_of_a_run_is_that_of_its_prompts_and_their_limits(place: Path) -> None:
+    def run(*lines: dict[str, Any]) -> str:
+        (place / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return marked(place)
+
+    one, other = {"prompt": "import"}, {"prompt": "import os"}
+    known = [run(one, other), run(other, one), run(one), run({**one, "max_new_tokens": 7}, other)]
+    known += [run({**one, "max_new_tokens": 24}, {**other, "max_new_tokens": 7})]
+    assert len({*known}) == 5
+    assert run({**one, "max_new_tokens": 24, "note": "read by nobody"}, other) == known[0]
+
+
+TENANTS = ("plugins.lora.enabled=true", "plugins.lora.tenants=own", "plugins.lora.out=kept")
+
+
+def test_a_line_goes_through_its_own_tenant_and_others_through_that_of_the_command(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "own").mkdir()
+    for name in ("ann", "bob", "cid"):
+        (place / "kept" / name / "last").mkdir(parents=True)
+        (place / "kept" / name / "last" / "adapter_model.safetensors").write_bytes(name.encode())
+
+    def wanted(tenant: str, *of_lines: str) -> Any:
+        lines = [{"prompt": "a", **({"tenant": own} if own else {})} for own in of_lines]
+        (place / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return asked(load_recipe(place / "r.yaml", TENANTS), place / "p.jsonl", place / "o", 1, tenant=tenant)
+
+    def names(tenant: str, *of_lines: str) -> list[str]:
+        given = wanted(tenant, *of_lines)
+        folders = [folder.parent.name for folder in given.adapters]
+        return [folders[one.tenant] if one.tenant is not None else "" for one in given.requests]
+
+    assert names("bob", "ann", "", "cid", "") == ["ann", "bob", "cid", "bob"]
+    assert names("", "cid", "", "ann") == ["cid", "", "ann"]
+    runs = [
+        mark_of(wanted(*words))
+        for words in (("", "ann", "bob"), ("", "bob", "ann"), ("ann", "", ""), ("bob", "", ""), ("", "", ""))
+    ]
+    assert len({*runs}) == 5
+    (place / "kept" / "bob" / "last" / "adapter_model.safetensors").write_bytes(b"trained on")
+    assert mark_of(wanted("bob", "", "")) != runs[3], "adapters are told by what they hold"
+
+
+def test_the_first_of_several_stop_strings_cuts_a_text_where_it_first_stands() -> None:
+    """Tokens of several characters may bring more than one at once."""
+    words = ("one ", "two;\n; END three END", "END")
+    stops = StopStrings(SimpleNamespace(decode=lambda tokens: "".join(words[token] for token in tokens)), ("END", "\n"))
+    assert [stops(tokens) for tokens in ((0,), (0, 1), (2,))] == [False, True, True]
+    sample = Completion(0, 0, (0, 1), (0.0, 0.0), "stop")
+    assert stops.text_of(sample) == "one two;"
+    assert stops.text_of(sample._replace(tokens=(0, 2, 0, 2))) == "one "
+
+
 def test_a_stop_string_ends_a_sample_wherever_tokens_part_it() -> None:
     stops = StopStrings(open_tokenizer("bytes"), ("\n\n", "END"))
     tokens = list(b"aEN\nDENDx")

@@ -29,6 +29,7 @@ def test_a_schedule_leads_from_point_to_point_in_a_straight_line():
     points = point(10, code=1, web=0), point(20, code=1), point(40, code=30, web=10)
     shares = shares_of(parse({"data": mix(*points)}).data)
     wanted = {0: 1.0, 10: 1.0, 12: 1 - 0.2 * 0.75, 15: 0.625, 20: 0.25, 30: 0.5, 40: 0.75, 10**6: 0.75}
+    wanted |= {9: 1.0, 11: 0.925, 19: 0.325, 21: 0.275, 39: 0.725, 41: 0.75}  # beside the points
     assert {step: shares({}, step)[0] for step in wanted} == pytest.approx(wanted)
     assert all(sum(shares({}, step)) == pytest.approx(1) for step in range(50))
 

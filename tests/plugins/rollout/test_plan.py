@@ -11,6 +11,7 @@ from evenload.plugins.rollout import (
     H100_7B,
     LengthDistributions,
     Rollout,
+    RolloutCosts,
     RolloutPlan,
     RolloutRequest,
     bound_of,
@@ -83,6 +84,37 @@ def test_one_sample_and_full_slots_of_equal_ones_reach_their_bounds(count, which
     bound = bound_of(request, lengths, H100_7B)
     assert bound.bound_s == getattr(bound, which)
     assert Rollout(request, lengths, H100_7B).play(spread(request)).rank_s.max() == pytest.approx(bound.bound_s)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_bound_is_what_its_equations_give_token_by_token(num_ranks):
+    """Of three prompts the first has four samples, whose keys are computed once, and the last one none."""
+    prompts, prompt_tokens, lengths = np.array([0, 0, 0, 1, 0]), np.array([900, 40, 5000]), np.array([3, 40, 7, 90, 12])
+    costs = RolloutCosts(step_s=5e-3, row_s=2e-4, key_s=3e-6, prompt_s=1e-4)
+    request = RolloutRequest(prompts, prompt_tokens, num_ranks, LIMIT, 4, 1 << 20)
+    # [samples][tokens] seconds of a token beside its step: the k-th reads the keys of the prompt and of k before it.
+    of_tokens = [
+        [costs.row_s + costs.key_s * (prompt_tokens[p] + k) for k in range(n)]
+        for p, n in zip(prompts, lengths, strict=True)
+    ]
+    work_s = sum(map(sum, of_tokens)) + costs.prompt_s * (900 + 40)
+    alone_s = [
+        sum(own) + costs.prompt_s * prompt_tokens[p] + costs.step_s * len(own)
+        for p, own in zip(prompts, of_tokens, strict=True)
+    ]
+    bound = bound_of(request, lengths, costs)
+    assert bound.longest_s == pytest.approx(max(alone_s), rel=1e-12)
+    assert bound.shared_s == pytest.approx((work_s + costs.step_s * lengths.sum() / 4) / num_ranks, rel=1e-12)
+    low, high = costs.step_s * lengths.max(), 100.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        crowd_s = sum(
+            costs.step_s * np.sqrt(own).sum() ** 2 / (middle - costs.step_s * len(own))
+            for own in map(np.array, of_tokens)
+        )
+        low, high = (middle, high) if num_ranks * middle < work_s + crowd_s else (low, middle)
+    # The code takes an integral for the sum of square roots, which is less.
+    assert 0.99 * low < bound.crowded_s <= low
 
 
 def test_long_prompts_are_dealt_apart_and_begin_first_where_all_are_waited_for():

@@ -61,6 +61,12 @@ def test_what_may_be_drawn(sampling, kept):
     torch.testing.assert_close(left[kept], (shares.log() / sampling.temperature)[0, kept])
 
 
+@pytest.mark.parametrize(("top_k", "kept"), [(1, [3]), (2, [0, 1, 3, 4]), (3, [0, 1, 3, 4]), (4, [0, 1, 3, 4])])
+def test_what_equals_the_last_of_the_most_probable_tokens_may_be_drawn_too(top_k, kept):
+    logits = torch.tensor([[1.5, 1.5, 0.0, 2.0, 1.5]])
+    assert allowed(logits, Sampling(top_k=top_k))[0].isfinite().nonzero()[:, 0].tolist() == kept
+
+
 def test_without_temperature_the_most_probable_token_is_taken():
     logits = torch.tensor([[0.1, 0.9, 0.3], [4.0, 1.0, 2.0]])
     tokens, log_probs = pick(logits, None, Sampling(temperature=0.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable
@@ -66,3 +67,67 @@ def test_a_name_that_no_rank_gives_is_no_part_and_a_line_that_was_cut_is_passed_
         assert len(file.read()) == 1
     file.finish(file.read())
     assert {path.name for path in tmp_path.iterdir()} == {"s.jsonl", "s.jsonl.part-00"}
+
+
+def made(*places: tuple[int, int], **more: object) -> list[Completion]:
+    return [Completion(p, s, (10 * p + s,), (-0.5,), "end")._replace(**more) for p, s in places]
+
+
+def test_what_ranks_wrote_is_there_until_all_is_in_one_file(tmp_path: Path) -> None:
+    """The end of a generation is a moment in which it may die, too."""
+    out, samples = tmp_path / "s.jsonl", made((0, 0), (0, 1))
+
+    def failing(sample: Completion) -> str:
+        if dies and sample == samples[1]:
+            raise OSError("as if the process was killed")
+        return "text"
+
+    dies = False
+    file = SampleFile(out, "mark", failing)
+    for rank, sample in enumerate(samples):
+        with file.adding(rank) as add:
+            add(sample)
+    dies = True
+    with pytest.raises(Exception, match="as if the process was killed"):
+        file.finish(samples)
+    assert not out.exists()
+    assert sorted(file.read()) == samples
+    dies = False
+    file.finish(samples)
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_samples_lie_by_prompt_and_number_and_come_back_as_they_were(tmp_path: Path) -> None:
+    """Scores of 0, too."""
+    file = SampleFile(tmp_path / "s.jsonl", "mark", str)
+    samples = made((2, 0), (0, 1), (10, 3), (0, 0), (10, 0), score=0.0)
+    file.finish(samples)
+    assert file.read() == sorted(samples)
+    rows = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    found = [(row["prompt"], row["sample"], row["score"]) for row in rows]
+    assert found == [(*one[:2], 0.0) for one in sorted(samples)]
+
+
+def test_a_sample_is_on_disk_when_it_was_added_and_a_torn_line_costs_that_sample_alone(tmp_path: Path) -> None:
+    out, (first, second, third) = tmp_path / "s.jsonl", made((0, 0), (0, 1), (1, 0))
+    file = SampleFile(out, "mark", str)
+    file.finish([first])
+    with file.adding(rank=0) as add:
+        add(second)
+        assert sorted(SampleFile(out, "mark", str).read()) == [first, second], "of the file and of the rank"
+    part = tmp_path / "s.jsonl.part-0"
+    with part.open("a") as cut:
+        cut.write('{"prompt": 1, "sample": 0, "tok')
+    assert sorted(file.read()) == [first, second]
+    with file.adding(rank=0) as add:
+        add(third)
+    assert sorted(file.read()) == [first, second, third]
+
+
+def test_a_torn_line_is_no_sample_where_nobody_appends(tmp_path: Path) -> None:
+    """`finish` writes a file whole, so what is torn there was torn by somebody else."""
+    out = tmp_path / "s.jsonl"
+    SampleFile(out, "mark", str).finish(made((0, 0), (0, 1)))
+    out.write_text(out.read_text()[:-20])
+    with pytest.raises(EvenloadError, match="something else than samples"):
+        SampleFile(out, "mark", str).read()
