@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from evenload.api import load_recipe
 from evenload.core.errors import EvenloadError
+from evenload.runtime.generate.request import Completion
+from evenload.training.verbs import generate as verb
 from evenload.training.verbs.generate import asked, mark_of
 
 RECIPE = """
@@ -164,3 +166,21 @@ def test_what_is_kept_is_part_of_the_mark_of_a_run(place: Path, monkeypatch: pyt
     rows = [{"prompt": prompt, "judge": "1"} for prompt in PROMPTS]
     (place / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert (run() == before, run("generate.collect.prune=null") == free) == (False, True), "scores may be of the fields"
+
+
+def test_of_a_prompt_that_is_not_decided_nothing_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between the lines of a prompt leaves some of its samples: which others are kept was never written."""
+    monkeypatch.syspath_prepend(str(place))
+    wanted = asked(load_recipe(place / "r.yaml"), place / "p.jsonl", place / "o.jsonl", 1)
+
+    def made(*numbers: tuple[int, int]) -> list[Completion]:
+        return [Completion(prompt, sample, (1,), (0.0,), "end", 0.5) for prompt, sample in numbers]
+
+    there = made((0, 4), (1, 2), (2, 0), (0, 1), (3, 3), (3, 0))
+    stay, left = verb._left(wanted, there)
+    assert sorted(stay) == sorted(made((0, 1), (0, 4), (3, 0), (3, 3)))
+    assert [one.samples for one in left] == [(), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4), ()]
+    whole = asked(load_recipe(place / "r.yaml", ["generate.collect=null"]), place / "p.jsonl", place / "o.jsonl", 5)
+    stay, left = verb._left(whole, there)
+    assert stay == there
+    assert [one.samples for one in left] == [(0, 2, 3), (0, 1, 3, 4), (1, 2, 3, 4), (1, 2, 4)]

@@ -17,7 +17,7 @@ from evenload.api import load_plugins, load_recipe
 from evenload.core.costs.decode import DecodeCost
 from evenload.core.errors import EvenloadError
 from evenload.core.recipe.pretrained import folder_of
-from evenload.data.tokenizers import open_tokenizer
+from evenload.data.tokenizers import ByteTokenizer, open_tokenizer
 from evenload.runtime import files
 from evenload.runtime.generate.dealing import Dealing
 from evenload.runtime.generate.request import Completion, Generation, Request
@@ -303,6 +303,15 @@ def test_the_mark_of_a_run_is_that_of_its_prompts_and_their_limits(place: Path) 
     assert run({**one, "max_new_tokens": 24, "note": "read by nobody"}, other) == known[0]
 
 
+def test_the_mark_of_a_run_is_that_of_its_tokenizer_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose texts a file has, though the prompt was given in tokens."""
+    (place / "p.jsonl").write_text('{"prompt": [7, 8, 9]}')
+    runs = [marked(place)]
+    monkeypatch.setattr(ByteTokenizer, "identity", "bytes of another alphabet")
+    runs.append(marked(place))
+    assert len({*runs}) == 2
+
+
 TENANTS = ("plugins.lora.enabled=true", "plugins.lora.tenants=own", "plugins.lora.out=kept")
 
 
@@ -332,6 +341,8 @@ def test_a_line_goes_through_its_own_tenant_and_others_through_that_of_the_comma
         for words in (("", "ann", "bob"), ("", "bob", "ann"), ("ann", "", ""), ("bob", "", ""), ("", "", ""))
     ]
     assert len({*runs}) == 5
+    same = mark_of(wanted("", "ann", "bob", "ann")), mark_of(wanted("", "ann", "bob", "bob"))
+    assert same[0] != same[1], "of the same two adapters"
     (place / "kept" / "bob" / "last" / "adapter_model.safetensors").write_bytes(b"trained on")
     assert mark_of(wanted("bob", "", "")) != runs[3], "adapters are told by what they hold"
 

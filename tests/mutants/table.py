@@ -1774,3 +1774,132 @@ fault(
     'same and are_same(state["data"], source.fingerprint, "data.validation")',
     "True",
 )
+
+killer = cases("training/run/test_sample_file.py")
+fault = of("training/run/sample_file.py", killer)
+fault(
+    "what ranks wrote is removed before all of it is in one file",
+    """        with whole(self._out) as part, part.open("w", encoding="utf-8") as file:
+            file.writelines(map(self._line, sorted(samples)))
+        for path in self._parts():
+            path.unlink()""",
+    """        for path in self._parts():
+            path.unlink()
+        with whole(self._out) as part, part.open("w", encoding="utf-8") as file:
+            file.writelines(map(self._line, sorted(samples)))""",
+)
+fault("a torn line takes the next sample with it", 'file.write("\\n" * cut)', "pass")
+fault("a sample is on disk when its file is closed", "                    file.flush()\n", "")
+killer = cases("commands/test_generate.py", k="mark or tenant or stop_string", m="not slow")
+fault = of("training/verbs/generate.py", killer)
+fault("--tenant overrides a line's own", "[row.tenant or tenant for", "[tenant or row.tenant for")
+fault("samples under another limit stand in one file", " + [row.limit for row in rows]", "")
+fault("samples of two tokenizers stand in one file", "prepared.tokenizer.identity", '""')
+fault = of("training/sampling/prompted.py", killer)
+fault("a text is cut at the last of its stop strings", "min(places, default", "max(places, default")
+fault("a text is cut where a stop string stands last", "text.find(string)", "text.rfind(string)")
+fault = of("training/verbs/generate.py", cases("commands/test_collect.py", k="not_decided"))
+fault(
+    "undecided prompts keep part of what was written",
+    "[sample for sample in there if sample.prompt in decided]",
+    "list(there)",
+)
+
+killer = cases("training/sampling/test_scored.py")
+fault = of("training/sampling/scored.py", killer)
+fault("a sample passes above the least score alone", "scores >= self._config.passes", "scores > self._config.passes")
+fault("scores come back rank by rank", "[parts[i % size][i // size] for i in range(len(samples))]", "sum(parts, [])")
+fault("samples of a prompt are those of every other one", ".reshape(-1, of)", ".reshape(of, -1).T")
+fault("the best is compared by another bar for passing", '{"prompts", "every"}', '{"prompts", "every", "passes"}')
+fault = of("plugins/rollout/plan.py", cases("plugins/rollout/test_plan.py", k="equations"))
+fault("a bound computes a prompt once a sample", "np.unique(request.prompts)", "request.prompts")
+fault = of("runtime/generate/sampling.py", cases("runtime/generate/test_noise.py", k="equals_the_last"))
+fault(
+    "top-k drops what equals its last token",
+    "scores_RV < least_R1, -math.inf",
+    "scores_RV.argsort(-1, True).argsort(-1) >= sampling.top_k, -math.inf",
+)
+fault = of("core/recipe/shares.py", cases("core/recipe/test_shares.py", k="straight"))
+fault("the last share of a schedule comes a step early", "< step < last[0]:", "< step < last[0] - 1:")
+fault = of("commands/env.py", cases("commands/test_env.py", k="keep_what_is_on_the_path"))
+fault("an environment file drops what is on PYTHONPATH", 'if export == "dotenv" else ""', 'if export == "json" else ""')
+fault = of("integrations/huggingface/units.py", cases("integrations/huggingface/test_unit_rows.py"))
+fault("an empty answer keeps its last slot", "mask_RT[empty_R, 0] = 1", "mask_RT[empty_R, -1] = 1")
+killer = cases("integrations/huggingface/test_audit_borders.py")
+fault = of("integrations/transformers/audit/borders.py", killer)
+fault(
+    "an audit misses a first sample of one token",
+    "for place in starts_T.nonzero()",
+    "for place in starts_T.nonzero()[int(starts_T[:1].sum()) :]",
+)
+fault(
+    "an audit misses a last sample of one token",
+    "mask_BT[row, start : stop - 1] != mask_BT[row, start + 1 : stop]",
+    "mask_BT[row, start : stop - 2] != mask_BT[row, start + 1 : stop - 1]",
+)
+fault = of("integrations/transformers/audit/watched.py", killer)
+fault("an audit does not read the lengths that TRL has packed", 'sample.get("seq_lengths")', "None")
+
+fault = of("training/policies/weighing.py", cases("training/policies/test_weighing.py"))
+fault("a policy takes the place of what the data weigh", "weight=draw.weight * weights", "weight=weights")
+killer = cases("plugins/data/test_selects.py")
+fault = of("plugins/data/selects.py", killer)
+fault(
+    "a loss that is a border is in two thirds",
+    "(losses > low) & (losses <= high)",
+    "(losses >= low) & (losses <= high)",
+)
+fault("a sample that stands still is out of the window of progress", "(progress >= 0)", "(progress > 0)")
+fault = of("plugins/data/neighbours.py", killer)
+fault(
+    "a cluster has the score of its best representative",
+    "float(scores[clusters == cluster].mean())",
+    "float(scores[clusters == cluster].max())",
+)
+fault = of("training/policies/selection.py", cases("training/policies/test_selection.py", k="pool_of_all"))
+fault("a pool of all samples has the domains of its update", "self._update * self._chosen.every", "self._update")
+fault = of("core/search/floors.py", cases("core/search/test_search.py", k="just_the_cap"))
+fault("a sequence of just the cap is none for the trainer's own schedule", "(initial=0) > caps", "(initial=0) >= caps")
+fault = of("core/balance/step_bound.py", cases("core/balance/test_step_bound.py", k="others_of_its_group"))
+fault(
+    "a sequence alone has all of its experts on its rank in a bound", "both.at_experts(1.0 / costs.ep).sec", "both.sec"
+)
+fault = of("core/balance/bound.py", cases("core/balance/test_bound.py"))
+fault(
+    "a bound launches on ranks that have nothing to run",
+    "max(min(limits.num_ranks, len(lengths)), -(",
+    "max(limits.num_ranks, -(",
+)
+fault = of("plugins/packing/padded.py", cases("plugins/packing/test_padded.py", k="least_total"))
+fault("a row has all of its experts on its rank in a bound", "price.at_experts(1.0 / costs.ep).sec", "price.sec")
+fault = of("core/plan/limits.py", cases("core/plan/test_limits.py"))
+fault("a rank that has the weights alone holds none whole", "self.gathered_bytes if layout.dp == 1 else 0.0", "0.0")
+fault = of("plugins/lora/plan.py", cases("plugins/lora/test_plan.py", k="go_with_it"))
+fault("slices change places and their ranks do not", "tuple(groups[i] for i in places) if groups else ()", "groups")
+fault = of("core/experts/quotas.py", cases("core/experts/test_quotas.py"))
+fault("a rank computes an expert that another one has a copy of", "- set(copies[rank])", "- set().union(*copies)")
+killer = cases("runtime/adapters/test_by_sample.py")
+fault = of("runtime/adapters/by_sample.py", killer)
+fault(
+    "a mean direction is over the samples of its rank",
+    "[self._sequences()] / count",
+    "[self._sequences()] / max(1, len(self._own.rows))",
+)
+fault = of("runtime/adapters/tenant.py", killer)
+fault("a norm lacks what tensor-parallel ranks hold alike", "shares(matrix.kind) or counts:", "shares(matrix.kind):")
+fault = of("integrations/host/scoring.py", cases("training/test_domain_losses.py"))
+fault(
+    "a weighted loss is over the targets",
+    "if self.weights is None else float(self.weights.sum())",
+    "if self.losses.size else 0.0",
+)
+fault = of("runtime/world/agreement.py", cases("runtime/world/test_agreement.py", k="refusal_ends"))
+fault("a refusal of one group ends all others", "filter(None, everyone(error, group))", "filter(None, everyone(error))")
+fault = of("integrations/huggingface/mixers.py", cases("integrations/huggingface/test_mixers.py", k="reads_none"))
+fault("a part is told borders that it does not read", " and self._difference(bordered, wanted) <= self._tolerance", "")
+fault = of("integrations/transformers/audit/audit.py", cases("integrations/huggingface/test_audit.py", k="over_ranks"))
+fault(
+    "an audit compares what tokens count on its first rank alone",
+    "enumerate(rank_counts) for",
+    "enumerate(rank_counts[:1]) for",
+)

@@ -1,5 +1,7 @@
 """What the samples of each domain came to, of one batch or of several."""
 
+import math
+
 import numpy as np
 import pytest
 from evenload.core.planning.planner import Draw
@@ -39,3 +41,11 @@ def test_targets_have_weights_of_their_own_in_the_loss_of_a_domain():
     assert domain_losses(("code", "web"), [weighted]) == {
         "code": {"loss": pytest.approx(4 / 4), "samples": 2, "tokens": 8, "targets": 6}
     }
+
+
+def test_the_loss_of_all_is_their_mean_by_weights_where_they_have_any():
+    losses, targets = np.array([6.0, 3.0, 0.0]), np.array([4, 2, 3])
+    assert Scores(losses, targets).loss == 9.0 / 9
+    assert Scores(losses, targets, np.array([2.0, 2.5, 0.0])).loss == 9.0 / 4.5
+    assert math.isnan(Scores(losses * 0, targets * 0).loss)
+    assert math.isnan(Scores(losses, targets, np.zeros(3)).loss)

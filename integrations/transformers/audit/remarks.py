@@ -26,7 +26,7 @@ class HeldSamples(NamedTuple):
 
     @classmethod
     def of(cls, samples: Iterable[tuple[Tensor, Tensor]]) -> HeldSamples:
-        """Those of a rank: tokens [L], and whether each predicts a target [L]."""
+        """The samples of a rank: tokens [L], and whether each predicts a target [L]."""
         digests, num_ended, targets = list[bytes](), 0, Counter[int]()
         for tokens_L, trained_L in samples:
             digests.append(blake2b(tokens_L.cpu().numpy().tobytes(), digest_size=16).digest())

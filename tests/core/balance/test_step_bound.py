@@ -99,6 +99,21 @@ def test_growing_micro_batches_come_near_the_bound(stages, count):
     assert least[1.0] > min(least.values()) + 0.02
 
 
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_of_a_sequence_alone_on_a_rank_the_others_of_its_group_have_the_experts(ep):
+    """Four ranks, one sequence: 100 tokens of 1 s and 5,000 pairs of 0.01 s where it lies, and 100 x 3 s at experts."""
+    link = Link(latency_s=0.0, bytes_per_s=1e12)
+    each = PassCost(launch_s=5.0, token_s=0.5, expert_s=1.5, pair_s=0.005)
+    costs = Costs(source="a", forward=each, backward=each, ep=ep)
+    context = PlanningContext(costs, Layout(1, 1, 1, ep, 4), nodes(link=link, flops_per_s=1e12), Traffic())
+    limits = Limits(4, 100, in_step=ep)
+    bound_s = passes_bound_s(np.array([100]), limits, context)
+    assert bound_s == pytest.approx(100 * 1.0 + 5000 * 0.01 + 100 * 3.0 / ep + 2 * 5.0, rel=1e-12)
+    dummies = tuple(MicroBatch((), (rank,)) for rank in range(1, 4))
+    plan = StepPlan(as_lengths([100]), (MicroBatch((Slice(0, 0, 100),), (0,)), *dummies), limits)
+    assert bound_s <= simulate(check(plan), context, record=False).passes_s * (1 + TOLERANCE)
+
+
 SETTINGS = {
     "packing": {"packing": 512},
     "pipeline": {"pipeline": 512},

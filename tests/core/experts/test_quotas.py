@@ -85,3 +85,20 @@ def test_experts_at_home_need_no_copies_and_no_tokens_are_even():
     assert home_ER.tolist() == [[8, 0], [3, 0], [0, 1], [0, 2]]
     assert imbalance_of(home_ER) == 11 / 7
     assert imbalance_of(home_ER * 0) == 1.0
+
+
+def test_a_copy_that_another_rank_has_is_no_copy_of_ones_own():
+    """Three ranks with an expert each; rank 0 has a copy of expert 1, rank 1 one of expert 2."""
+    counts_RE, policy, copies = np.full((3, 3), 4), ExpertPolicy("drawn", 2), ((1,), (2,), ())
+    home_ER = at_home(counts_RE, policy, ())
+    for expert, rank in ((1, 0), (2, 1)):
+        quotas_ER = home_ER.copy()
+        quotas_ER[expert, [expert, rank]] += (-5, 5)
+        assert check_quotas(quotas_ER, counts_RE, policy, copies) is quotas_ER
+    for expert, rank in ((2, 0), (1, 2), (0, 1)):
+        quotas_ER = home_ER.copy()
+        quotas_ER[expert, [expert, rank]] += (-1, 1)
+        with pytest.raises(PlanError, match=UNKNOWN) as caught:
+            check_quotas(quotas_ER, counts_RE, policy, copies)
+        assert caught.value.found == f"rank {rank}: {expert}"
+        check_quotas(quotas_ER, counts_RE, policy, ())

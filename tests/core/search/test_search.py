@@ -150,6 +150,31 @@ def test_the_gradient_sum_overlaps_only_where_the_trainers_own_schedule_can_run_
     assert step_floor_s(overlapping.chain, shorter) < step_floor_s(other.chain, shorter)
 
 
+def test_a_sequence_of_just_the_cap_is_one_that_the_trainers_own_schedule_runs():
+    pins = {"max_tokens": 1024, "parallel.tp": 1, "parallel.pp": 1, "train.recompute": False}
+    choices = space_of(DENSE, 4, {**pins, "plugins.mesh.enabled": True}).choices
+    chain = next(one.chain for one in choices if one.values["megatron.overlap_grad_reduce"])
+    times_s = [in_schedule_s(chain, as_lengths([longest, 300, 200, 100])) for longest in (1023, 1024, 1025)]
+    assert 0 < times_s[0] < times_s[1] < math.inf
+    assert times_s[2] == math.inf
+
+
+def test_what_a_device_lacks_before_there_is_a_plan_is_what_keys_of_a_cut_sequence_take_beyond_its_ranks():
+    """Where ranks share a sequence all of them hold slices of it before any key waits; alone one does."""
+    pins = {"max_tokens": 1024, "parallel.tp": 1, "parallel.pp": 1, "train.recompute": False}
+    lacking = {}
+    for shares in (True, False):
+        choice = space_of(DENSE, 4, {**pins, "plugins.mesh.enabled": shares}).choices[0]
+        kv_bytes = choice.chain.caps.memory.kv_bytes_per_token
+        assert kv_bytes > 0
+        none = choice.lacking_bytes(as_lengths([1024, 7]))
+        lacking[shares] = [
+            (choice.lacking_bytes(as_lengths([7, longest])) - none) / kv_bytes for longest in (1024, 1025, 4096, 5000)
+        ]
+    assert lacking[True] == pytest.approx([0, 0, 0, 5000 - 4 * 1024])
+    assert lacking[False] == pytest.approx([0, 1, 3 * 1024, 5000 - 1024])
+
+
 def test_a_layout_that_is_asked_for_is_planned_beside_the_best_and_changes_no_certificate():
     space, batches = space_of(DENSE, 4, CASES["dense"].pins), [SearchBatch(drawn(1)[0])]
     *_, state = best_first(space.choices, batches)

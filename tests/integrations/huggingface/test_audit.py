@@ -250,3 +250,69 @@ def test_a_token_that_ends_samples_cuts_rows(audited):
     verdict = audited(lambda: train_by_hand(blocks), border="95")
     assert verdict["samples"] == 2
     assert {(one["sample"], one["token"]) for one in verdict["wrong"]} == {(1, 0), (0, 3)}
+
+
+def trl_packed(samples: Any) -> dict[str, Any]:
+    """Rows of several samples, of whose borders the batch says nothing."""
+    return {key: value for key, value in flat(samples).items() if key != "position_ids"}
+
+
+def train_on_packed_rows() -> None:
+    """As TRL's packing leaves rows: their samples' lengths beside them, which its collator does not hand on."""
+    import torch
+
+    kept = [row["input_ids"] for row in rows()]
+    packed = []
+    for own in (kept[:3], kept[3:7]):
+        tokens = [token for one in own for token in one]
+        packed.append({"input_ids": tokens, "labels": tokens, "seq_lengths": [len(one) for one in own]})
+    own = model()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    for batch in torch.utils.data.DataLoader(packed, batch_size=1, collate_fn=trl_packed):
+        (own(**batch, use_cache=False).loss / 2).backward()
+    optimizer.step()
+
+
+def test_rows_that_trl_has_packed_are_the_samples_that_it_packed(audited):
+    verdict = audited(train_on_packed_rows)
+    assert verdict["samples"] == 7
+    looks = [one for one in verdict["wrong"] if one["what"].startswith("attention looks across")]
+    assert [(one["micro_batch"], one["sample"], one["token"]) for one in looks] == [
+        *((0, sample, 0) for sample in (1, 2)),
+        *((1, sample, 0) for sample in (1, 2, 3)),
+    ]
+    assert [one["start"] for one in looks] == [7, 19, 9, 23, 29]
+
+
+def test_what_all_ranks_have_is_in_the_figures(on_ranks, tmp_path):
+    """The mean of all targets, padding and predicted seconds of all ranks: rank 0 has twice the batch of rank 1."""
+    import_module("evenload.api").load_plugins()
+    wanted = on_ranks(2, "rank_audit.losses")[0]
+    (verdict, _) = on_ranks(2, "rank_audit.verdict", folder=str(tmp_path))
+    assert verdict["wrong"] == []
+    assert (verdict["ranks"], verdict["micro_batches"], verdict["samples"]) == (2, [2, 1], 6)
+    assert verdict["targets"] == sum(map(len, wanted)) == 47
+    mean = float(sum(one.sum() for one in wanted) / 47)
+    assert verdict["loss"] == pytest.approx(mean, rel=1e-6)
+    assert verdict["loss_alone"] == pytest.approx(mean, rel=1e-6)
+    twice = (((7, 12), (7, 12)), ((7, 12),))
+    (verdict, _) = on_ranks(2, "rank_audit.verdict", folder=str(tmp_path), batches=twice)
+    assert verdict["busiest_over_mean"] == pytest.approx(2 / 1.5, rel=1e-12)
+
+
+def test_a_wrong_of_another_rank_is_named_with_it(on_ranks, tmp_path):
+    (verdict, _) = on_ranks(2, "rank_audit.verdict", folder=str(tmp_path), leaks_on=1)
+    assert said(verdict) == {"attention looks across samples or padding"}
+    assert {(one["rank"], one["micro_batch"], one["sample"]) for one in verdict["wrong"]} == {(1, 0, 1)}
+
+
+def test_a_mean_of_means_over_ranks_is_found(on_ranks, tmp_path):
+    """The usual count is that of the micro-batch with the most targets: 18 on rank 1; others have 17 and 12."""
+    (verdict, _) = on_ranks(2, "rank_audit.verdict", folder=str(tmp_path), own_means=True)
+    assert {one["what"].partition(":")[0] for one in verdict["wrong"]} == {"a mean of means"}
+    assert [(one["rank"], one["micro_batch"]) for one in verdict["wrong"]] == [(0, 0), (0, 1)]
+    assert [one["found"].partition("targets ")[2] for one in verdict["wrong"]] == ["17 and 18", "12 and 18"]
+    assert "1.059 times" in verdict["wrong"][0]["found"]
+    assert "1.5 times" in verdict["wrong"][1]["found"]
+    # What each token counts makes no difference to the mean that the samples have alone.
+    assert verdict["loss"] != pytest.approx(verdict["loss_alone"], rel=1e-4)

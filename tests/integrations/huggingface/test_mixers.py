@@ -214,3 +214,123 @@ def test_weights_that_each_call_gathers_are_not_called_by_lengths(torch, mixers)
     mixers.Mixer(module, module, mixers.with_borders).refuse_divided()
     with pytest.raises(EvenloadError, match="gathers their weights"):
         mixers.Mixer(module, module, mixers.in_rows).refuse_divided()
+
+
+def test_parts_that_look_at_their_own_token_alone_are_no_mixers_and_numbers_are_not_made_loud(torch, mixers):
+    """The first sample is multiplied by a thousand to be heard; indices of a table are not, or the part would raise and
+    go unnoticed."""
+    from evenload.integrations.transformers.proof import difference
+
+    class ByPlace(torch.nn.Module):
+        """Sums what came before, each weighed by a table of places."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(16, 4)
+
+        def forward(self, x: Any, places: Any) -> Any:
+            return (x * self.table(places)).cumsum(1)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.mixer = torch.nn.Linear(4, 4), ByPlace()
+
+        def forward(self, x: Any, places: Any, **_: Any) -> Any:
+            return x + self.mixer(self.mlp(x), places)
+
+    layers = torch.nn.ModuleList([Layer()]).double()
+    model = torch.nn.Module()
+    model.layers = layers
+    lengths = (7, 3, 12)
+    rows = [torch.randn(1, length, 4, dtype=torch.float64) for length in lengths]
+    places = [torch.arange(length)[None] for length in lengths]
+    search = mixers.MixerSearch(model, lambda: 0, 1e-4, difference)
+    with search.watching():
+        layers[0](torch.cat(rows, 1), torch.cat(places, 1), evenload_pack=pack_of(*lengths))
+    assert [type(mixer.module).__name__ for mixer in search.mixers] == ["ByPlace"]
+    with mixers.apart(search.mixers):
+        packed = layers[0](torch.cat(rows, 1), torch.cat(places, 1), evenload_pack=pack_of(*lengths))
+    alone = [layers[0](row, place) for row, place in zip(rows, places, strict=True)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=0, atol=1e-12)
+
+
+def test_a_call_that_is_told_borders_is_told_all_of_them(torch, mixers):
+    told: dict[str, Any] = {}
+    pack = pack_of(3, 8, 2)
+    mixers.with_borders(lambda x, **words: told.update(words), pack, (torch.zeros(1, 13, 4),), {"scale": 2})
+    assert told.pop("scale") == 2
+    assert told.pop("seq_idx").tolist() == [[0] * 3 + [1] * 8 + [2] * 2]
+    assert (told.pop("max_length_q"), told.pop("max_length_k")) == (8, 8)
+    borders = [0, 3, 11, 13]
+    assert {name: own.tolist() for name, own in told.items()} == {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+
+
+def test_a_part_of_several_layers_has_the_pack_and_the_form_of_the_one_that_calls_it(torch, mixers):
+    model = decay(torch, knows_borders=True)
+    first, second = model.layers
+    second.decay = first.decay
+    forms = []
+
+    def noted(form: Any) -> Any:
+        def run(forward: Any, pack: Any, args: Any, kwargs: Any) -> Any:
+            forms.append((form.__name__, pack.lengths))
+            return form(forward, pack, args, kwargs)
+
+        return run
+
+    parts = [
+        mixers.Mixer(first, first.decay, noted(mixers.in_rows)),
+        mixers.Mixer(second, first.decay, noted(mixers.with_borders)),
+    ]
+    rows = [torch.randn(1, length, 4, dtype=torch.float64) for length in (6, 3)]
+    alone = torch.cat([model(row) for row in rows], dim=1)
+    with mixers.apart(parts):
+        packed = model(torch.cat(rows, dim=1), evenload_pack=pack_of(6, 3))
+    assert forms == [("in_rows", (6, 3)), ("with_borders", (6, 3))]
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)
+
+
+def test_a_layer_that_was_recomputed_leaves_no_pack_behind(torch, mixers):
+    """Or a part that is called out of its layer would take an earlier pack for its own."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = decay(torch, knows_borders=False)
+    layer, plain = model.layers[0], type(model.layers[0]).forward
+    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    x, pack = torch.randn(1, 14, 4, dtype=torch.float64, requires_grad=True), pack_of(9, 5)
+
+    def again(x: Any, **kwargs: Any) -> Any:
+        return layer._gradient_checkpointing_func(partial(plain, layer, **kwargs), x)
+
+    layer.forward = again
+    with mixers.apart([mixers.Mixer(layer, layer.decay, mixers.in_rows)]):
+        layer(x, evenload_pack=pack).sum().backward()
+        assert x.grad.abs().sum() > 0
+        with pytest.raises(EvenloadError, match="recomputed without its pack"):
+            layer.decay(x)
+
+
+def test_weights_that_are_divided_are_found_wherever_they_are_in_a_part(torch, mixers):
+    module = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    module[0][0].weight.ds_id = 0  # as under ZeRO 3
+    with pytest.raises(EvenloadError, match="gathers their weights"):
+        mixers.Mixer(module, module, mixers.in_rows).refuse_divided()
+
+
+def test_a_part_that_takes_borders_and_reads_none_is_called_in_rows(torch, mixers):
+    """Its signature swallows every word: whether it keeps samples apart is measured, not taken from what it accepts."""
+    from evenload.integrations.transformers.proof import difference
+
+    model = decay(torch, knows_borders=True)
+    for layer in model.layers:
+        plain = layer.decay.forward
+        layer.decay.forward = lambda x, plain=plain, **words: plain(x)
+    lengths = (6, 3, 8)
+    rows = [torch.randn(1, length, 4, dtype=torch.float64) for length in lengths]
+    search = mixers.MixerSearch(model, lambda: 0, 1e-4, difference)
+    with search.watching(), torch.no_grad():
+        packed = model(torch.cat(rows, dim=1), evenload_pack=pack_of(*lengths))
+        alone = torch.cat([model(row) for row in rows], dim=1)
+    assert {mixer.form for mixer in search.mixers} == {mixers.in_rows}
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Rows of generated answers in units and back: a row whose answer counts nothing has a slot to stand in all the same."""
+"""Rows of generated answers in units and back: a row whose answer counts nothing keeps a slot all the same."""
 
 from __future__ import annotations
 

@@ -272,3 +272,17 @@ def test_other_packages_offer_policies_as_plugins_do():
         evenload.unregister("theirs")
     with pytest.raises(EvenloadError, match="no mix policy 'uniform'"):
         chosen("uniform")
+
+
+def test_ado_keeps_steps_that_lie_evenly_and_the_first_of_all():
+    """Steps are all alike, so that a step that is kept out of turn shows."""
+    policy = chosen("ado", skip_steps=0, warmup_steps=10**6)
+    state, answer = started(policy, DOMAINS)
+    count = len(DOMAINS.shares)
+    seen = SeenDomains(np.full(count, 20.0), np.full(count, 10), np.full(count, 2))
+    for _ in range(600):
+        state, answer = stepped(policy, state, seen, answer)
+    for points in state["points"]:
+        counts = [count for count, _ in points]
+        assert counts[0] == 10 * count
+        assert {b - a for a, b in pairwise(counts)} == {4 * 10 * count}

@@ -10,13 +10,14 @@ from evenload.api import load_plugins
 from evenload.core.errors import EvenloadError
 from evenload.core.policies import Pool, chosen_policy, started, stepped
 from evenload.core.registry import data_policies
-from evenload.plugins.data.draws import drawn, uniform
+from evenload.plugins.data.draws import drawn, largest, uniform
 from evenload.plugins.data.neighbours import Tsds, transport_probabilities
 from evenload.plugins.data.selects import DeltaLoss, LossThirds, progress_probabilities, third_probabilities
 
 load_plugins()
 RNG = np.random.default_rng(7)
 NAMES = sorted(data_policies("select"))
+THIRDS = ("low", "medium", "high")
 
 
 def chosen(name, **settings):
@@ -105,6 +106,22 @@ def test_loss_weighs_one_third_five_times(third):
     np.testing.assert_allclose(ours, [one / sum(odds) for one in odds], rtol=1e-12)
 
 
+def test_every_sample_is_in_one_third_also_where_its_loss_is_a_border():
+    """Of five losses the quantiles 1/4 and 3/4 are losses themselves, and of equal ones all are in one third."""
+    for losses in ([5.0, 1.0, 4.0, 2.0, 3.0], [1.0, 2.0, 2.0, 3.0, 3.0], [2.0] * 5):
+        inside = []
+        for third in THIRDS:
+            chances = third_probabilities(np.array(losses), LossThirds(third=third, bounds=(0.25, 0.75)))
+            odds = chances / chances.min()
+            inside.append(odds > 1 if odds.max() > 1 else np.full(5, third == "low"))
+        assert np.sum(inside, axis=0).tolist() == [1] * 5
+    low, medium, _ = (third_probabilities(np.arange(5.0), LossThirds(third=t, bounds=(0.25, 0.75))) for t in THIRDS)
+    assert (np.flatnonzero(low > low.min()).tolist(), np.flatnonzero(medium > medium.min()).tolist()) == (
+        [0, 1],
+        [2, 3],
+    )
+
+
 @pytest.mark.parametrize("update", [0, 3, 5, 9, 10])
 def test_delta_loss_opens_its_window_by_the_update(update):
     numbers, progress = np.arange(100), np.random.default_rng(2).normal(0.3, 1, 100)
@@ -114,6 +131,17 @@ def test_delta_loss_opens_its_window_by_the_update(update):
         odds[number] = 1.0 if start <= place < start + 20 and -gain >= 0 else 0.025
     ours = progress_probabilities(numbers, progress, update, DeltaLoss(updates=10))
     np.testing.assert_allclose(ours, [one / sum(odds) for one in odds], rtol=1e-12)
+
+
+def test_a_sample_that_stands_still_is_in_the_window_of_progress_and_one_that_falls_back_is_not():
+    ours = progress_probabilities(np.arange(5), np.array([0.0, 3.0, -1e-9, 0.0, 2.0]), 0, DeltaLoss(width=1.0))
+    assert (ours * 4.025).tolist() == pytest.approx([1.0, 1.0, 0.025, 1.0, 1.0])
+
+
+def test_of_equal_scores_the_least_numbers_are_taken():
+    numbers, scores = np.array([9, 4, 7, 1, 3, 8]), np.array([0.5, 0.5, 2.0, 0.5, 0.25, 0.5])
+    assert largest(numbers, scores, 3).tolist() == [7, 1, 4]
+    assert largest(numbers[::-1], scores[::-1], 3).tolist() == [7, 1, 4]
 
 
 def test_delta_loss_remembers_the_first_losses_by_sample():
@@ -225,6 +253,26 @@ def test_clusters_stand_for_their_members():
     _, numbers = stepped(policy, json.loads(json.dumps(state)), whole._replace(gradients=gradients), last)
     members = [n for n, cluster in zip(state["numbers"], state["clusters"], strict=True) if cluster == best]
     assert set(members[:16]) <= set(numbers.tolist()) or set(numbers.tolist()) <= set(members)
+
+
+def test_a_cluster_has_the_mean_score_of_its_representatives():
+    """One that lies along the gradient wanted does not outweigh two against it; other members count nothing."""
+    rng = np.random.default_rng(4)
+    rows = np.repeat(np.array([[0.0, 0.0], [90.0, 0.0], [0.0, 90.0]]), 4, axis=0) + rng.normal(size=(12, 2)) / 9
+    whole = Pool(rng.permutation(12), 8, seed=1, embeddings=rows, query_gradients=np.array([[1.0, 0.0]]))
+    policy = chosen("cluster_less", cluster_size=4, representatives=3)
+    state, last = started(policy, whole._replace(gradients=np.zeros((9, 2))))
+    clusters = [cluster for cluster, _ in state["representatives"]]
+    assert sorted(clusters.count(cluster) for cluster in range(3)) == [3, 3, 3]
+    cosines = {0: (1.0, -0.5, -0.4), 1: (0.1, 0.1, 0.1), 2: (0.2, 0.4, -0.4)}
+    means = {cluster: float(np.mean(own)) for cluster, own in cosines.items()}
+    left = {cluster: list(own) for cluster, own in cosines.items()}
+    along = [left[cluster].pop(0) for cluster in clusters]
+    gradients = np.array([[7 * c, 7 * math.sqrt(1 - c * c)] for c in along])
+    _, numbers = stepped(policy, state, whole._replace(gradients=gradients), last)
+    owner = dict(zip(state["numbers"], state["clusters"], strict=True))
+    in_turn = sorted(means, key=lambda cluster: (-round(means[cluster], 12), cluster))
+    assert [owner[number] for number in numbers.tolist()] == [cluster for cluster in in_turn for _ in range(4)][:8]
 
 
 @pytest.mark.parametrize(

@@ -131,3 +131,14 @@ def test_slices_of_one_tenant_may_lie_anywhere():
     plan = chain("packing").plan(as_lengths([100, 90, 80, 70]), as_lengths([1, 2, 1, 2]))
     reversed_ = tuple(m._replace(slices=m.slices[::-1]) for m in plan.micro_batches)
     assert check(plan.revised(micro_batches=reversed_))
+
+
+def test_ranks_that_share_a_slice_go_with_it():
+    """Of a shared micro-batch each slice has ranks of its own, and says so by its place."""
+    of = chain("mesh")
+    slices, groups = (Slice(0, 0, 8), Slice(1, 0, 4), Slice(2, 0, 6)), ((0, 1), (0,), (1,))
+    shared = MicroBatch(slices, (0, 1), cp_groups=groups)
+    plan = StepPlan([8, 4, 6], (shared,), of.limits).revised(tenants=as_lengths([9, 4, 2]))
+    ((plugin, config),) = of.of_slices
+    (ordered,) = plugin.plan(plan, of.context, config).micro_batches
+    assert (ordered.slices, ordered.cp_groups) == (slices[::-1], groups[::-1])

@@ -5,12 +5,18 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from evenload.core.costs.context import PlanningContext, Traffic
+from evenload.core.costs.costs import Costs, PassCost
 from evenload.core.errors import EvenloadError, PlanError
 from evenload.core.laws import check
+from evenload.core.machine.cluster import Link
+from evenload.core.machine.layout import Layout
+from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, as_lengths
 from evenload.core.planning.judge import certified_s, judge
 from evenload.plugins.packing import padded
 
+from ...core.by_hand import nodes
 from ..chains import packing_chain
 
 chain = partial(packing_chain, max_tokens=2048, padded=True)
@@ -42,6 +48,25 @@ def test_small_batches_are_planned_next_to_the_best_of_all_plans(dp, zero):
         assert best_s <= padded.passes_s(costs, made.caps) * (1 + 1e-9)
         assert padded.passes_s(costs, made.caps) <= 1.05 * best_s
         assert padded.bound_s(lengths, made.caps, made.context) <= best_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("lengths", [[100], [100, 20, 20], [10] * 40, [80, 80, 79, 78]], ids=str)
+def test_the_bound_is_the_mean_of_the_least_total_or_the_longest_row_with_its_part_of_the_experts(lengths, ep):
+    """Groups of rows as a shortest path by hand: launch + rows x the longest of them, under a cap of 200 tokens."""
+    each = PassCost(launch_s=5.0, token_s=0.5, expert_s=1.5, pair_s=0.005)
+    costs, link = Costs(source="a", forward=each, backward=each, ep=ep), Link(latency_s=0.0, bytes_per_s=1e12)
+    context = PlanningContext(costs, Layout(1, 1, 1, ep, 4), nodes(link=link, flops_per_s=1e12), Traffic())
+    rows = sorted(lengths, reverse=True)
+    least = [0.0] * (len(rows) + 1)
+    for i in reversed(range(len(rows))):
+        n = rows[i]
+        row_s = n * 1.0 + n * 3.0 + n * n / 2 * 0.01
+        runs = range(1, 1 + min(len(rows) - i, 200 // n))
+        least[i] = 10.0 + min(k * row_s + least[i + k] for k in runs)
+    alone_s = 10.0 + rows[0] * (1.0 + 3.0 / ep) + rows[0] ** 2 / 2 * 0.01
+    bound_s = padded.bound_s(as_lengths(lengths), Limits(4, 200, in_step=ep, padded=True), context)
+    assert bound_s == pytest.approx(max(least[0] / 4, alone_s), rel=1e-12)
 
 
 @pytest.mark.parametrize(("dp", "zero", "gap"), [(1, 1, 1.001), (8, 3, 1.1), (8, 1, 1.02)])

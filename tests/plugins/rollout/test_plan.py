@@ -108,10 +108,8 @@ def test_the_bound_is_what_its_equations_give_token_by_token(num_ranks):
     low, high = costs.step_s * lengths.max(), 100.0
     for _ in range(80):
         middle = (low + high) / 2
-        crowd_s = sum(
-            costs.step_s * np.sqrt(own).sum() ** 2 / (middle - costs.step_s * len(own))
-            for own in map(np.array, of_tokens)
-        )
+        rows = [np.array(own) for own in of_tokens]
+        crowd_s = sum(costs.step_s * np.sqrt(own).sum() ** 2 / (middle - costs.step_s * len(own)) for own in rows)
         low, high = (middle, high) if num_ranks * middle < work_s + crowd_s else (low, middle)
     # The code takes an integral for the sum of square roots, which is less.
     assert 0.99 * low < bound.crowded_s <= low

@@ -11,6 +11,7 @@ from evenload.runtime.adapters.by_sample import SampleGradients
 from evenload.runtime.adapters.peers import AdapterPeers
 from evenload.runtime.adapters.places import AdaptedBlock, AdapterState, Place, Site
 from evenload.runtime.adapters.projection import projection
+from evenload.runtime.adapters.tenant import TenantAdapter
 from evenload.runtime.attention.pack import build_pack
 from torch import nn
 
@@ -153,3 +154,39 @@ def test_adam_turns_whole_rows(layer):
     mean = 0.8 * flat(dict(start.first)) + 0.2 * expected
     turned = mean / ((0.9 * flat(dict(start.second)) + 0.1 * expected**2).sqrt() + 1e-3)
     torch.testing.assert_close(rows.norms_of_rows(), turned.norm(dim=1), rtol=1e-11, atol=0)
+
+
+def test_a_mean_direction_is_over_all_samples_whatever_a_rank_has_of_them(layer):
+    """Rank 0 has three of four; the fourth counts all the same, and one without a gradient adds nothing."""
+    rows, start = rows_of(layer), state()
+    rows.take(ADAPTER, TenantTrain(), start)
+    own = MicroBatch(tuple(Slice(*piece) for piece in PACKS[0][:3]), (0,))
+    other = MicroBatch((Slice(*PACKS[0][3]),), (1,))
+    plan = StepPlan(as_lengths(LENGTHS), (own, other), Limits(2, 64))
+    rows.begin_rows(plan, 0)
+    gradients = torch.randn(3, rows._own.size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    rows._own.gradients.copy_(gradients)
+    norms_N = torch.tensor([*gradients.norm(dim=1).tolist(), 7.0], dtype=torch.float64)
+    wanted = sum(one / one.norm() for one in gradients) / 4
+    torch.testing.assert_close(rows.mean_direction(norms_N, 4), wanted, rtol=1e-13, atol=0)
+    norms_N[1] = 0.0
+    wanted = (gradients[0] / gradients[0].norm() + gradients[2] / gradients[2].norm()) / 4
+    torch.testing.assert_close(rows.mean_direction(norms_N, 4), wanted, rtol=1e-13, atol=0)
+    rows.end_rows()
+    rows.close()
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_of_matrices_that_tensor_parallel_ranks_hold_alike_one_of_them_counts(kind):
+    """A layer divided by its inputs has its own part of A and all of B; one divided by its outputs the reverse."""
+    module = nn.Linear(4, 6, dtype=torch.float64)
+    parts = {"columns": (0, 2) if kind == "columns" else (0, 4), "rows": (0, 6) if kind == "columns" else (0, 3)}
+    place = Place("up", 6, 4, parts["rows"], parts["columns"])
+    adapter = TenantAdapter(
+        Adapter(r=2), TenantTrain(), [Site(module, (place,))], owner=0, owners=1, dtype=torch.float64, device=CPU
+    )
+    for matrix, value in zip(adapter.matrices, (3.0, 5.0), strict=True):
+        matrix.gradient.fill_(value)
+    a, b = (9.0 * 2 * 2, 25.0 * 6 * 2) if kind == "columns" else (9.0 * 2 * 4, 25.0 * 3 * 2)
+    assert float(adapter.squares(counts=True)) == a + b
+    assert float(adapter.squares(counts=False)) == (a if kind == "columns" else b)

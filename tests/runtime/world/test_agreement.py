@@ -5,10 +5,18 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
-from evenload.core.errors import RankError
+from evenload.core.errors import EvenloadError, RankError
 from evenload.core.plan.limits import Limits
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
-from evenload.runtime.world.agreement import agree, first_error, gather_bytes, name_ranks, on_host
+from evenload.runtime.world.agreement import (
+    agree,
+    all_or_none,
+    everyone,
+    first_error,
+    gather_bytes,
+    name_ranks,
+    on_host,
+)
 from evenload.runtime.world.plane import own_group
 
 
@@ -53,6 +61,34 @@ def declares_differently():
     except RankError as error:
         return str(error)
     return ""
+
+
+def tries_in_groups(rows, bad):
+    """What this rank's group says where some ranks refuse, and what its members hold, by their order in the group."""
+    _, group = own_group(rows)
+
+    def work():
+        if dist.get_rank() in bad:
+            raise EvenloadError(f"rank {dist.get_rank()} refuses", "a test", "nothing")
+        return "done"
+
+    try:
+        said = all_or_none(work, group)
+    except EvenloadError as refusal:
+        said = refusal.what
+    found = said, everyone(dist.get_rank(), group)
+    dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.slow
+def test_a_refusal_ends_its_own_group_and_no_other(world):
+    """Of several the first one of the group is raised on all of its ranks."""
+    rows = [(0, 2), (1, 3)]
+    one = world(4).run(tries_in_groups, rows, [3])
+    assert one == [("done", [0, 2]), ("rank 3 refuses", [1, 3])] * 2
+    both = world(4).run(tries_in_groups, rows, [0, 2])
+    assert both == [("rank 0 refuses", [0, 2]), ("done", [1, 3])] * 2
 
 
 @pytest.mark.slow

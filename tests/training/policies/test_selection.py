@@ -234,6 +234,16 @@ def test_a_schedule_of_shares_counts_the_batches_that_are_trained(recipe):
         assert {n >= 40 for n in numbers} == ({False} if step <= 3 else {True})
 
 
+def test_a_pool_of_all_samples_has_the_domains_of_the_step_that_it_is_selected_at(recipe):
+    """Update k of those that last two steps is at step 2 k: short samples come from step 4 on, long ones go at 6."""
+    points = [(0, {"short": 0}), (3, {"short": 0}), (4, {"short": 1}), (5, {"short": 1}), (6, {"long": 0, "short": 1})]
+    mix = {"policy": "schedule", "points": [{"step": step, "shares": shares} for step, shares in points]}
+    steps = Steps(asking(recipe.changed({"data.mix": mix}), "loss", every=2, pool=None))
+    ran(steps, 8)
+    assert [step for step, _ in steps.asked] == [0, 2, 4, 6]
+    assert [sorted({n >= 40 for n in numbers}) for _, numbers in steps.asked] == [[False]] * 2 + [[False, True], [True]]
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [

@@ -47,8 +47,8 @@ def asking():
     )
 
 
-def run(until, kept=None, begin=0):
-    """The weights of every step, and what a checkpoint behind it keeps."""
+def run(until, kept=None, begin=0, of_data=(1.0, 1.0, 1.0, 1.0)):
+    """The weights of every step, and what a checkpoint behind it keeps; ``of_data``: those that the samples have."""
     recipe = asking()
     chosen = recipe.data_policy("weight")
     job = SimpleNamespace(recipe=recipe, held_out="held out", source="training data")
@@ -59,7 +59,7 @@ def run(until, kept=None, begin=0):
         Scored.now = step
         samples = np.arange(4) + 4 * step
         draw = Draw(samples, np.ones(4, np.int64), {})
-        planned = policy.weighed(SimpleNamespace(draw=draw._replace(weight=np.ones(4))))
+        planned = policy.weighed(SimpleNamespace(draw=draw._replace(weight=np.array(of_data))))
         weights.append(planned.draw.weight)
         states.append(json.loads(json.dumps(policy.state())))
     return weights, states
@@ -75,6 +75,13 @@ def test_weights_are_those_of_the_equation_by_anchors_of_every_third_step():
         anchors = unit(vectors_at(step - step % EVERY, WANTED))
         cosines = unit(vectors_at(step, np.arange(4) + 4 * step)) @ anchors.T
         assert own == pytest.approx(1 / (1 + np.exp(-cosines.mean(axis=1) / TAU)), rel=1e-12)
+
+
+def test_what_the_data_weigh_is_multiplied_by_what_the_policy_answers():
+    of_data = np.array([0.5, 2.0, 0.0, 1.0])
+    for alone, both in zip(run(3)[0], run(3, of_data=of_data)[0], strict=True):
+        assert both.tolist() == (of_data * alone).tolist()
+        assert len(set(alone.tolist())) == 4
 
 
 def test_a_run_that_is_killed_after_any_step_weighs_as_it_would_have():

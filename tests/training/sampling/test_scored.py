@@ -3,6 +3,8 @@ of them and votes by hand, from what a host has generated to what a log has."""
 
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import combinations
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import torch
 from evenload.api import load_recipe
 from evenload.core.recipe.generated import ScoredSamples
 from evenload.runtime.generate.request import Completion
+from evenload.training.sampling import scored
 from evenload.training.sampling.scored import SampleScores, unchanged_random_states
 
 
@@ -46,7 +49,7 @@ def vote(text):
     return {"none": None}.get(text.strip(), text.strip()[:1])
 """
 SCORES = {"a1": 0.5, "a2": 0.0, "b": 1.0, "none": 0.75, "c": 0.25}
-SAID = (("a1", "b", "a2", "none"), ("none", "b", "a1", "a2"), ("c", "c", "c ", "b"))
+SAID = (("a1", "b", "a2", "none"), ("none", "b", "a1", "a2"), ("c", "b ", "b", "c "))
 """[prompts, samples] texts."""
 ENDED = ("end", "stop", "limit")
 """By prompt."""
@@ -94,12 +97,12 @@ def test_figures_are_those_of_every_choice_of_samples(figures, passes):
 def test_votes_are_texts_without_white_space_or_answers_of_the_users_own(figures):
     """By hand: the votes of the first k samples, and the mean score of those who gave the answer of most."""
     row = figures()
-    assert row["maj_at_2"] == pytest.approx(((0.5 + 1.0) / 2 + (0.75 + 1.0) / 2 + 0.25) / 3)
-    assert row["maj_at_3"] == pytest.approx(((0.5 + 1.0 + 0.0) / 3 + (0.75 + 1.0 + 0.5) / 3 + 0.25) / 3), "c is three"
+    assert row["maj_at_2"] == pytest.approx(((0.5 + 1.0) / 2 + (0.75 + 1.0) / 2 + (0.25 + 1.0) / 2) / 3)
+    assert row["maj_at_3"] == pytest.approx(((0.5 + 1.0 + 0.0) / 3 + (0.75 + 1.0 + 0.5) / 3 + 1.0) / 3), "b is two"
     row = figures(answer="told_rewards:vote")
-    assert row["maj_at_2"] == pytest.approx(((0.5 + 1.0) / 2 + 1.0 + 0.25) / 3), "none votes for nothing"
-    assert row["maj_at_3"] == pytest.approx(((0.5 + 0.0) / 2 + (1.0 + 0.5) / 2 + 0.25) / 3)
-    assert row["maj_at_4"] == pytest.approx(((0.5 + 0.0) / 2 + (0.5 + 0.0) / 2 + 0.25) / 3)
+    assert row["maj_at_2"] == pytest.approx(((0.5 + 1.0) / 2 + 1.0 + (0.25 + 1.0) / 2) / 3), "none votes for nothing"
+    assert row["maj_at_3"] == pytest.approx(((0.5 + 0.0) / 2 + (1.0 + 0.5) / 2 + 1.0) / 3)
+    assert row["maj_at_4"] == pytest.approx(((0.5 + 0.0) / 2 + (0.5 + 0.0) / 2 + (0.25 + 1.0) / 2) / 3)
     assert "maj_at_1" not in row
 
 
@@ -119,3 +122,29 @@ def test_the_identity_is_that_of_all_that_moves_a_figure(figures, tmp_path):
     prompts.write_text(json.dumps({"prompt": "x", "scores": {}}) + "\n")
     known.append(identity())
     assert len(set(known)) == len(known)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_scores_of_all_ranks_come_back_in_the_order_of_samples(figures, size, monkeypatch):
+    """12 samples, which five ranks do not divide alike; a rank is a thread here."""
+    alone, own, parts, meet = figures(), threading.local(), [None] * size, threading.Barrier(size, timeout=60)
+
+    def everyone(value):
+        parts[own.rank] = value
+        meet.wait()
+        of_all = [*parts]
+        meet.wait()
+        return of_all
+
+    def run(rank):
+        own.rank = rank
+        return figures()
+
+    monkeypatch.setattr(scored, "rank_and_size", lambda: (own.rank, size))
+    monkeypatch.setattr(scored, "everyone", everyone)
+    with ThreadPoolExecutor(size) as pool:
+        rows = [*pool.map(run, range(size))]
+    timed = {"generate_s", "score_s"}
+    assert [{key: row[key] for key in row.keys() - timed} for row in rows] == [
+        {key: alone[key] for key in alone.keys() - timed}
+    ] * size

@@ -5,7 +5,11 @@ import logging
 import math
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
+from evenload.core.errors import RankError
 from evenload.data.sources import open_source
+from evenload.integrations.host.scoring import Scores
 from evenload.training.validation.validation import ValidationRun
 
 
@@ -37,3 +41,76 @@ def test_it_is_gone_on_with_where_the_samples_are_the_same(tmp_path, caplog):
         assert restored(held_out(tmp_path, "s"), state) == math.inf
         assert restored(source, {**state, "of": "code"}) == math.inf, "it was the lowest of that domain"
     assert "its lowest loss is found anew" in caplog.text
+
+
+LOSSES, TARGETS = ([6.0, 1.0, 9.0], [2.5]), ([3, 1, 2], [10])
+"""By batch, of each sequence: the sum of its token losses, and its targets."""
+
+
+def evaluations(tmp_path, best_of=None):
+    """``evaluate(done, scale, figures)``: a row of one run, of losses so many times as large."""
+    draws = [SimpleNamespace(samples=own, lengths=np.array(own) + 2) for own in TARGETS]
+    own = SimpleNamespace(
+        _job=SimpleNamespace(source=held_out(tmp_path, "a")), _draws=draws, _best=math.inf, _best_of=best_of
+    )
+    own._compared = lambda *words: ValidationRun._compared(own, *words)
+
+    def evaluate(done, scale=1.0, figures=None):
+        rows = zip(LOSSES, TARGETS, strict=True)
+        parts = [Scores(scale * np.array(losses), np.array(targets)) for losses, targets in rows]
+        return ValidationRun._row(own, done, parts, (4.0, 0.5), figures)
+
+    return evaluate
+
+
+def test_a_loss_is_that_of_all_targets_however_they_lie_in_batches(tmp_path):
+    row = evaluations(tmp_path)(2)
+    assert row.loss == pytest.approx(18.5 / 16, abs=1e-15)
+    assert row.perplexity == pytest.approx(2.718281828459045 ** (18.5 / 16), rel=1e-14)
+    assert (row.targets, row.sequences, row.tokens, row.tokens_per_s) == (16, 4, 16 + 2 * 4, 6.0)
+    with pytest.raises(RankError, match="not finite"):
+        evaluations(tmp_path)(2, scale=math.nan)
+
+
+def test_the_best_is_the_first_with_the_lowest_loss_of_those_after_a_step(tmp_path):
+    evaluate = evaluations(tmp_path)
+    rows = [evaluate(done, scale) for done, scale in ((0, 0.1), (2, 1.0), (4, 1.0), (6, 0.5), (8, 0.75), (10, 0.25))]
+    assert [row.best for row in rows] == [False, True, False, True, False, True]
+
+
+def test_the_best_by_a_figure_is_the_highest_and_a_validation_without_samples_is_never_it(tmp_path):
+    """What is compared also says of which samples the figure is (`SampleScores.identity`)."""
+    evaluate = evaluations(tmp_path, "generate.pass_at_2 0a1b2c3d4e5f6071")
+    figures = [None, {"pass_at_2": 0.25}, {"pass_at_2": 0.25}, {"pass_at_2": 0.5}, None, {"pass_at_2": 0.375}]
+    best = [evaluate(2 * done, 2.0**-done, own).best for done, own in enumerate(figures, 1)]
+    assert best == [False, True, False, True, False, False]
+
+
+def test_the_best_by_a_domain_is_by_its_own_loss():
+    domains = {"code": {"loss": 0.5, "targets": 3}, "prose": {"loss": 2.0, "targets": 9}}
+    for name, wanted in (("code", 0.5), ("prose", 2.0), (None, 1.625)):
+        assert ValidationRun._compared(SimpleNamespace(_best_of=name), 1.625, domains, None) == wanted
+
+
+def test_validations_come_every_so_often_and_after_the_last_step():
+    run = SimpleNamespace(_every=4, _last=10)
+    assert [done for done in range(11) if ValidationRun.due(run, done)] == [0, 4, 8, 10]
+
+
+def test_samples_come_at_some_validations_and_at_the_last_one():
+    """Every fourth step of those that are validated, and after the last, whatever its number."""
+    drawn, rows = [], []
+    run = SimpleNamespace(
+        _draws=[],
+        _sampled=SimpleNamespace(run=lambda host, watchdog, done: drawn.append(done) or {"score": float(done)}),
+        _samples_every=4,
+        _last=10,
+        _job=SimpleNamespace(host=None, watchdog=None),
+        _row=lambda done, parts, took_s, figures: (done, figures),
+        rows=rows,
+        _say=lambda row: None,
+    )
+    for done in (0, 2, 4, 6, 8, 10):
+        ValidationRun.run(run, done)
+    assert drawn == [0, 4, 8, 10]
+    assert rows == [(done, {"score": float(done)} if done in drawn else None) for done in (0, 2, 4, 6, 8, 10)]

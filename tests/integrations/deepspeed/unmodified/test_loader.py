@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from evenload import MixtureSampler
+from evenload.integrations.deepspeed.unmodified import loader as loaders
 from evenload.integrations.deepspeed.unmodified.loader import EngineHold, PlannedLoader
 
 
@@ -59,3 +61,42 @@ def test_a_list_is_taken_as_far_as_it_fills_steps(count: int, steps: int) -> Non
     rows = list(range(count))
     batches = [rows[i : i + 3] for i in range(0, count, 3)]
     assert drawn(rows, len(batches)) == [batches[i : i + 2] for i in range(0, 2 * steps, 2)]
+
+
+def collated(samples: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Rows padded on the right; the first token of each and odd tokens carry no loss."""
+    most = max(map(len, samples))
+    tokens = torch.tensor([own + [0] * (most - len(own)) for own in samples])
+    mask = torch.tensor([[1] * len(own) + [0] * (most - len(own)) for own in samples])
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill((mask == 0) | (tokens % 2 == 1), -100),
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_is_over_the_targets_and_a_model_must_reach_the_samples_of_all_ranks(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has short samples with few targets, rank 1 long ones; what is asked of the model is the same on both."""
+    data = [[2, 4, 1], [3, 5], [6, 8, 10, 12, 14, 16, 18], [1, 3, 4, 5]]
+    rows, nobody, asked, made = (([0], [1]), ([2], [3])), cast(Any, None), [], []
+    stock = Stock(dataset=data, collate_fn=collated, batch_size=1)
+
+    def loader_of() -> PlannedLoader:
+        hold = EngineHold(lambda: True, nobody)
+        return PlannedLoader(stock, nobody, SimpleNamespace(), 2, deque(), hold, nobody)
+
+    known = [loader_of()._read_own([*own], {}) for own in rows]
+    monkeypatch.setattr(loaders, "everyone", lambda own: [own if r == rank else known[r] for r in (0, 1)])
+    monkeypatch.setattr(loaders.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(loaders, "is_rotary", lambda config: True)
+    monkeypatch.setattr(loaders, "refuse_lengths", lambda config, *sizes, **_: asked.append(sizes[:2]))
+    monkeypatch.setattr(loaders, "build_batch", lambda *words: made.append(words[3]))
+    loader = loader_of()
+    monkeypatch.setattr(loader, "_planned", lambda lengths: (nobody, [nobody, nobody]))
+    loader._plan_step([*rows[rank]])
+    targets = [1, 0, 6, 1]  # of each row: even tokens behind its first one
+    assert made == [sum(targets)] * 2
+    assert asked == [(7, 7)]
