@@ -140,11 +140,13 @@ def _training_step(wrapped: Any, trainer: Any, args: Any, kwargs: Any) -> Any:
 def ended(trainer: Any) -> None:
     """Say why a run that has ended planned nothing, where nobody has."""
     state, rows = _planned.get(trainer), trainer.train_dataset
-    if state is None:
+    if state is None and (done := trainer.state.global_step):
+        do = "call super().get_batch_samples; a run that goes on behind its last step has nothing to plan"
+        report_idle(NAME, f"no batch came by Trainer.get_batch_samples, and {done} steps are done", do)
+    elif state is None:
         held = f"its train_dataset holds {len(rows)} rows" if hasattr(rows, "__len__") else "its loader gave no batch"
-        done = trainer.state.global_step
-        do = "see what leaves rows out while the dataset is prepared (TRL: max_length), or where a run goes on from"
-        report_idle(NAME, f"its loop ran no step ({held}, {done} steps were done before)", do)
+        do = "see what leaves rows out while the dataset is prepared (TRL: max_length)"
+        report_idle(NAME, f"its loop ran no step: {held}", do)
     elif state.has_targets is False:
         do = "see what masks the labels: a chat template, completion_only_loss, max_length"
         report_idle(NAME, "no row of any step has a target: all labels are -100", do)

@@ -71,7 +71,7 @@ def test_what_is_exact_is_planned_whoever_wrote_it(kind, trainer, families, capl
     ("kind", "rows", "why"),
     [
         ("no targets", None, "no row of any step has a target: all labels are -100"),
-        ("", 1, "its loop ran no step (its train_dataset holds 1 rows, 0 steps were done before)"),
+        ("", 1, "its loop ran no step: its train_dataset holds 1 rows"),
     ],
 )
 def test_a_run_without_a_planned_step_says_what_its_script_did(kind, rows, why, trainer, families):
