@@ -14,10 +14,7 @@ def table(result: Result) -> Group:
     """A row a plugin, what the step holds, and the verdict."""
     refused = [f"{one['what']} ({one['found']})" for one in result["refusals"]]
     rows = [(row["name"], *_standing(row, refused)) for row in result["plugins"]]
-    by = (
-        f"all times are predicted for costs={result['costs']}, cluster={result['cluster']}: set them to your hardware's"
-    )
-    shown = _checked_step(result["step"], by) if result["step"] else []
+    shown = _checked_step(result["step"], "costs={costs}, cluster={cluster}".format(**result)) if result["step"] else []
     verdict = plain(f"{result['verdict']}: {result['says']}", "bold")
     return Group(grid("check", ("plugin", "", "gain"), rows), *shown, verdict)
 
@@ -29,7 +26,7 @@ def _standing(row: Result, refusals: list[str]) -> tuple[str, str]:
     return (f"refused: {'; '.join(why)}" if why else "nothing planned"), ""
 
 
-def _checked_step(step: Result, by: str) -> list[Table | Text]:
+def _checked_step(step: Result, setting: str) -> list[Table | Text]:
     rows = [
         ("samples, tokens", f"{step['samples']:,}, {step['tokens']:,}"),
         ("shortest, longest sample", f"{min(step['lengths']):,}, {max(step['lengths']):,} tokens"),
@@ -38,7 +35,7 @@ def _checked_step(step: Result, by: str) -> list[Table | Text]:
         ("gain, predicted", f"{step['gain']:.2f}x"),
     ]
     remarks = [
-        by,
+        f"all times are predicted for {setting}: set them to your hardware's",
         "gain: predicted from the lengths of this step; of a plugin: over the step with the plugins before it alone",
         "before: rows as the script packs them, without padding"
         if step["packed"]

@@ -235,11 +235,17 @@ def _open(accelerator: Any, recipe: Recipe, batch: Mapping[str, Any], cache: dic
     model = unwrapped(accelerator, accelerator._models[0])
     refuse_first(
         (
+            not isinstance(batch.get("input_ids"), torch.Tensor),
+            "a loop is planned whose model is called with input_ids",
+            f"a call with {', '.join(map(str, batch)) or 'nothing'}",
+            "give the model input_ids and labels",
+        ),
+        (
             LOSS_MAPPING.get(getattr(model, "loss_type", None)) is not ForCausalLMLoss,
             "a loop is planned whose model computes the loss of a causal language model",
             f"a model of type {type(model).__name__}",
             "give a Hugging Face causal language model and batches with labels",
-        )
+        ),
     )
     outer = outer_model(accelerator, accelerator._models[0])
     if fault := virtual_tokens(outer):

@@ -4,12 +4,15 @@ counts for itself, and nothing left behind."""
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -97,6 +100,11 @@ def counted(model: Any, entered: Any, planned: bool) -> Iterator[dict[str, int]]
                 AttentionInterface.register(attention.NAME, before)
 
 
+def drawn_outside_torch() -> tuple[Any, bytes]:
+    """Where Python's and numpy's generators stand; another value: something has drawn from them."""
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
 class LocalMask(NamedTuple):
     """What a model's layers are given for a mask in which a query sees so many tokens at most."""
 
@@ -123,6 +131,7 @@ def as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
     an activation. Afterwards its mode and its buffers are what they were, and random numbers go on as if nothing had
     been drawn."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     modes = [(module, module.training) for module in model.modules()]
     with ExitStack() as stack:
@@ -134,6 +143,8 @@ def as_if_without_dropout(model: Any, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
             for module, mode in modes:
                 module.training = mode
             for buffer, value in buffers:

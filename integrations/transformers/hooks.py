@@ -99,9 +99,10 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], gradient: Tensor, result
         return one if changed is None else changed
 
     other = 3 * gradient.flip(tuple(range(gradient.dim())))
-    more = of(other)
-    pairs = (
-        (of(4 * gradient), 4 * result, result.abs()),
-        (of(gradient + other), result + more, result.abs() + more.abs()),
-    )
+    with torch.random.fork_rng([gradient.device] if gradient.device.type == "cuda" else []):  # of hooks that add noise
+        more = of(other)
+        pairs = (
+            (of(4 * gradient), 4 * result, result.abs()),
+            (of(gradient + other), result + more, result.abs() + more.abs()),
+        )
     return all(bool(((a - b).abs() <= _TOLERANCE * size + _SMALL * size.max()).all()) for a, b, size in pairs)

@@ -27,11 +27,9 @@ from .multimodal.step import IdleSample
 from .pack_call import PackCalls
 from .pack_loss import PackLoss
 from .planning import StepForm
-from .proof import Proof
+from .proof import STOCK, Proof
 from .stage import StepPasses, TakenBatch, TrainerStage, closed, log_step
 from .supported import entered_module, inner_model
-
-STOCK = "nothing needs to be done: the script runs as it is, without plans"
 
 log = logging.getLogger("evenload")
 

@@ -160,6 +160,9 @@ def _read(coming: dict[str, Any], config: Any, divisor: Any) -> Read:
         of_samples = parts.of_samples(len(own))
     except EvenloadError as error:
         return Read((), 0, has_mask, None, False, divisor, error)
+    except Exception as error:  # of batches that nobody here has seen
+        what, do = "a batch cannot be read as samples", "leave evenload off for this script"
+        return Read((), 0, has_mask, None, False, divisor, EvenloadError(what, f"{type(error).__name__}: {error}", do))
     samples, rows = [torch.stack([*sample]) for sample in own], PaddedForm.of(here, config)
     return Read(
         samples,

@@ -30,7 +30,7 @@ from ..huggingface import attention
 from ..huggingface.inputs import inputs_of
 from ..huggingface.mixers import Mixer, MixerSearch, apart
 from ..huggingface.models import num_windows
-from .conditions import UNREACHED, as_if_without_dropout, counted, embedded, twin_of
+from .conditions import UNREACHED, as_if_without_dropout, counted, drawn_outside_torch, embedded, twin_of
 from .pack_loss import PackLoss
 from .supported import entered_module, inner_model
 
@@ -43,7 +43,7 @@ of float64 models in float32, and half precision differs by as much between two 
 _LINEAR = 1e-4
 """Of a loss that is computed twice from equal logits."""
 
-_STOCK = "nothing needs to be done: the script runs as it is, without plans"
+STOCK = "nothing needs to be done: the script runs as it is, without plans"
 _MEND = "have compute_loss take a batch of one short row, or leave evenload off for this script"
 
 
@@ -114,11 +114,11 @@ def prove(
     try:
         proof = measurement.proof()
     except EvenloadError as error:
-        proof = Proof(EvenloadError(error.what, error.found, error.do or _STOCK))
+        proof = Proof(EvenloadError(error.what, error.found, error.do or STOCK))
     except Exception as error:  # of code that nobody here has seen
         of_loss = not measurement.is_in_model
         detail = f"{type(error).__name__}: {error}"
-        proof = Proof(EvenloadError(f"the model or its loss cannot run {measurement.noun}", detail, _STOCK))
+        proof = Proof(EvenloadError(f"the model or its loss cannot run {measurement.noun}", detail, STOCK))
     of_ranks = [(fault, raised) for fault, raised in everyone((proof.fault, of_loss)) if fault is not None]
     raised = next((fault for fault, raised in of_ranks if raised), None)
     if raised is not None and not any(everyone(measurement.raises_on_row())):
@@ -219,12 +219,16 @@ class Measurement:
     def proof(self) -> Proof:
         with ExitStack() as stack:
             stack.enter_context(as_if_without_dropout(self._model, self._device))
+            drawn = drawn_outside_torch()
             alone = [self._run(self._alone(i)) for i in range(2)]
             if self.flattened:
                 self._refuse_own_rows(alone)
             packed = self._run(self._together(self._samples))
             self._refuse_other_attention(packed)
             self._refuse_other_tokens(alone, packed)
+            if drawn_outside_torch() != drawn:
+                what = "random numbers of Python's or numpy's in a forward, of which packs draw others"
+                raise EvenloadError(what, f"in a call of the loss of a {type(self._model).__name__}")
             may_cut = self._may_cut(packed)
             self._refuse_other_losses(alone, packed, is_divided=may_cut or self._halves(packed))
             sees_windows = packed.calls["windows"] >= num_windows(self._model.config) and not packed.calls["untold"]

@@ -34,16 +34,19 @@ from ...core.plan.step_plan import StepPlan
 from ...core.planning.chain import PlanChain
 from ...core.recipe.recipe import Recipe
 from ...runtime.attributes import with_attributes
+from ...runtime.world.agreement import rank_and_size
 from ..huggingface.inputs import without_unread
 from ..huggingface.models import num_windows
 from ..unmodified.planned_loop import PlannedLoop, leave
 from ..unmodified.planned_runs import end_of_check, on_release, report_idle
+from .conditions import as_if_without_dropout, twin_of
 from .inside import inside, is_running
 from .multimodal.measured import short_samples, with_parts
+from .own_batches import fault_of, packs_of
 from .pack_loss import PackLoss
 from .planned import NAME, PlannedTrainer, StepWindow, carried_out, plan_of, stays, watching_hooks
 from .planning import Read, StepBatch, StepForm, chain_of, gather, reading, recipe_for, refuse_divisors, with_work
-from .proof import Measurement, Proof, of_flattened, prove_trainer, windows
+from .proof import Measurement, Proof, of_flattened, prove_trainer, tolerance_of, windows
 from .proof_rows import rows_like
 from .stage import StepPasses, TakenBatch, attending, run_stock
 from .supported import (
@@ -209,7 +212,7 @@ def _planned_step(
     if batch.parts and batch.parts.fault:  # of this step alone
         leave(NAME, state.planning, batch.parts.fault)
         return None
-    form = _form(state, trainer, batch, taken[-1])
+    form = _form(state, trainer, batch, taken)
     plan = None if form is None else plan_of(state, batch.samples, taken)
     return None if form is None or plan is None else (batch, form, plan)
 
@@ -225,7 +228,7 @@ def _reading(state: PlannedTrainer, trainer: Any, inputs: Any, num_items: Any) -
     return reading(without_unread(inputs, trainer.model, type(trainer)), config, num_items)
 
 
-def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch) -> StepForm | None:
+def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: list[TakenBatch]) -> StepForm | None:
     """What the micro-batches of a step are: packs, where the model computes them, else padded groups; None where
     neither is exact, which is said once. Measured before the first step of a form. Collective."""
     faults: list[EvenloadError] = []
@@ -255,7 +258,7 @@ def _form(state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBat
 
 
 def _measured(
-    state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: TakenBatch, form: StepForm
+    state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: list[TakenBatch], form: StepForm
 ) -> PlanChain | EvenloadError:
     """What plans a Trainer's steps in this form, or why it is not exact. Collective."""
     model, proof = inner_model(trainer), Proof(None)
@@ -268,7 +271,7 @@ def _measured(
         else:
             samples = windows([*batch.samples.own.values()], from_start=batch.rows.start is not None)
             kind = of_flattened(kind) if batch.flattened else kind
-        proof = prove_trainer(trainer, samples, taken.inputs, taken.num_items, kind=kind, loss=state.loss)
+        proof = prove_trainer(trainer, samples, taken[-1].inputs, taken[-1].num_items, kind=kind, loss=state.loss)
         fault = proof.fault
     if fault is not None:
         return fault
@@ -277,11 +280,35 @@ def _measured(
     # Ranks do not share the keys of a window.
     unshared = num_windows(model.config) > 0 and any(plugin.shares for plugin in state.recipe.enabled())
     try:
-        return chain_of(state.recipe, trainer, whole=not proof.may_cut or unshared, rows=int(not form.packs))
+        chain = chain_of(state.recipe, trainer, whole=not proof.may_cut or unshared, rows=int(not form.packs))
     except EvenloadError as error:
         if form.packs:
             raise
         return error
+    fault = None if batch.parts else _fault_of_own(state, trainer, batch, taken, form, chain)
+    return fault or chain
+
+
+def _fault_of_own(
+    state: PlannedTrainer, trainer: Any, batch: StepBatch, taken: list[TakenBatch], form: StepForm, chain: PlanChain
+) -> EvenloadError | None:
+    """Why the script's own batches of this step have another loss than their samples in this form. Collective."""
+    inner, twin, device = inner_model(trainer), twin_of(trainer), trainer.args.device
+    model, of_pack = trainer.accelerator.unwrap_model(trainer.model), batch.inputs_of(form, state.loss)
+
+    def loss_of(inputs: dict[str, Any], num_items: Any) -> Any:
+        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        with twin.compute_loss_context_manager():
+            return twin.compute_loss(model, copied, num_items_in_batch=num_items)
+
+    most = chain.caps.max_tokens
+    packs = packs_of(batch, rank_and_size()[0], most, device, rows=not form.packs)
+    own = [partial(loss_of, one.inputs, one.num_items) for one in taken]
+    planned = [lambda pack=pack: loss_of(of_pack(pack), taken[-1].num_items) for pack in packs]
+    attends = partial(attending, inner, state.proof.mixers) if form.packs else nullcontext
+    half = {torch.bfloat16} if trainer.args.bf16 or trainer.args.fp16 else set[torch.dtype]()
+    with as_if_without_dropout(inner, device), nullcontext() if state.loss is None else state.loss.in_place(inner):
+        return fault_of(own, planned, attends, tolerance_of(inner, half))
 
 
 def _refuse_unfinished(state: PlannedTrainer, trainer: Any) -> None:

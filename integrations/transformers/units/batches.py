@@ -17,7 +17,7 @@ from ....runtime.world.exchange import exchange_bytes
 from ...huggingface.refusals import raise_together
 from ...huggingface.units import Unit, UnitForm, split_units
 from ...unmodified.planned_loop import GlobalBatch
-from ..planned import STOCK
+from ..proof import STOCK
 
 _TOKEN_LOSSES = "trl.trainer.sft_trainer"
 _ROWS = {

@@ -20,8 +20,7 @@ from ....runtime.world.agreement import everyone
 from ...huggingface.units import Unit, UnitForm, batch_of, mask_of
 from ..conditions import as_if_without_dropout, twin_of
 from ..pack_call import PackCalls
-from ..planned import STOCK
-from ..proof import Call, Measurement, Proof, ProofRun, difference, prove
+from ..proof import STOCK, Call, Measurement, Proof, ProofRun, difference, prove
 from ..supported import entered_module, inner_model
 
 _LENGTHS, _ANSWERS = (7, 12), (2, 5)

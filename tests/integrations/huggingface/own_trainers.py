@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -91,6 +92,38 @@ class Masks(Trainer):
         return {**inputs, "labels": labels}
 
 
+class ByRows(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
+        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss * inputs["input_ids"].shape[0] / 4
+
+
+class ShiftedBefore(Trainer):
+    """Labels of x and y, whose first place carries loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / (
+            num_items_in_batch
+        )
+
+
+class Far(LlamaForCausalLM):
+    """Tokens behind the 64th are others, which no row of the script has."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **more: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        far = torch.cat([embedded[:, :64], 1.5 * embedded[:, 64:]], 1)
+        return super().forward(inputs_embeds=far, attention_mask=attention_mask, labels=labels, **more)
+
+
+class Drawing(LlamaForCausalLM):
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **more: Any) -> Any:
+        random.random()
+        return super().forward(input_ids, attention_mask, labels=labels, **more)
+
+
 class Cached(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(model, {**inputs, "use_cache": True}, *args, **kwargs)
@@ -117,8 +150,17 @@ MODELS = {
     "means of rows": MeansOfRows,
     "weight penalty": WeightPenalty,
     "penalty of scores": PenaltyOfScores,
+    "far places": Far,
+    "random": Drawing,
 }
-TRAINERS = {"logs": Logs, "means": Means, "masks": Masks, "flattened, cached": Cached}
+TRAINERS = {
+    "logs": Logs,
+    "means": Means,
+    "masks": Masks,
+    "flattened, cached": Cached,
+    "by rows": ByRows,
+    "shifted before": ShiftedBefore,
+}
 COLLATE = {"flattened": flattened, "no targets": without_targets}
 OLDER = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 
