@@ -39,6 +39,13 @@ def test_any_policy_is_kept_on_any_counts(counts_RE, data):
     assert not any(taken) or off_busiest >= max(1, policy.least_tokens)
 
 
+def test_copies_that_take_too_little_off_the_busiest_rank_together_stay_at_home():
+    """Of four experts of the first rank with four tokens each, the second has room for one."""
+    counts_RE, policy = np.array([[4, 4, 4, 4, 0, 0, 0, 0], [0] * 8]), ExpertPolicy("clone", 1, least_tokens=4)
+    assert num_copies(clone(counts_RE, policy, ())) == 1
+    assert num_copies(clone(counts_RE, policy._replace(least_tokens=5), ())) == 0
+
+
 def test_tokens_of_a_copy_that_is_too_small_go_home():
     """Rank 0 takes expert 3 whole, and to be even to the last one 2 of expert 5: fewer than a copy must take."""
     counts_RE = np.array([[3, 14, 3, 26, 24, 21], [6, 3, 1, 18, 10, 23]])
