@@ -75,9 +75,9 @@ def fault_of(
         what = "the model or its loss cannot run the samples of the step in packs"
         fault = EvenloadError(what, f"{type(error).__name__}: {error}", STOCK)
     else:
-        wanted, found = sum(losses), sum(of_packs)
-        if not abs(found - wanted) <= tolerance / _OF_TOKENS * sum(map(abs, losses)):
+        in_batches, in_packs = sum(losses), sum(of_packs)
+        if not abs(in_packs - in_batches) <= tolerance / _OF_TOKENS * sum(map(abs, losses)):
             what = "a loss that depends on more than each sample: on the rows beside it, or on how long they are"
-            detail = f"{found:.8g} of the first step's samples in packs, {wanted:.8g} in its own batches"
+            detail = f"{in_packs:.8g} of the first step's samples in packs, {in_batches:.8g} in its own batches"
             fault = EvenloadError(what, detail, STOCK)
     return next(filter(None, everyone(fault)), None)
