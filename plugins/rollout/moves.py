@@ -51,22 +51,25 @@ def move(
 
 
 def levelled(ranks: Ints, seconds: Floats, num_ranks: int, price_s: Floats | None = None) -> Ints:
-    """Ranks of samples [S] whose expected ``seconds`` [S] are even; a sample that moves takes ``price_s`` [S] more."""
-    ranks, price = ranks.copy(), np.zeros(len(ranks)) if price_s is None else price_s.copy()
+    """Ranks of samples [S] whose expected ``seconds`` [S] are even; a sample that ends on another rank than it was on
+    takes ``price_s`` [S] more there."""
+    home, ranks = ranks, ranks.copy()
+    price, taken_s = np.zeros(len(ranks)) if price_s is None else price_s, seconds.copy()
     loads = np.bincount(ranks, seconds, num_ranks)
     least = _EVEN * max(loads.mean(), 1e-12)
     for _ in range(len(ranks)):
         high, low = int(loads.argmax()), int(loads.argmin())
         gap = loads[high] - loads[low]
         own = np.flatnonzero(ranks == high)
-        gain = np.minimum(seconds[own], gap - seconds[own] - price[own])
-        best = own[int(gain.argmax())]
-        if gap <= least or gain.max() <= 0:
+        there_s = seconds[own] + np.where(home[own] == low, 0.0, price[own])
+        gain = np.minimum(taken_s[own], gap - there_s)
+        place = int(gain.argmax())
+        if gap <= least or gain[place] <= 0:
             break
-        ranks[best] = low
-        loads[high] -= seconds[best]
-        loads[low] += seconds[best] + price[best]
-        price[best] = 0.0
+        best = own[place]
+        loads[high] -= taken_s[best]
+        loads[low] += there_s[place]
+        ranks[best], taken_s[best] = low, there_s[place]
     return ranks
 
 

@@ -527,7 +527,7 @@ killer = cases("integrations/huggingface/test_accelerate.py", k="that_are_planne
 fault = of("integrations/transformers/planning.py", killer)
 fault("a loop of Accelerate takes the mean of a pack", "self.divisors", "[pack.num_targets] * len(self.divisors)")
 fault("a loop's own number of tokens does not divide", "if one.divisor is None else one.divisor for one", "for one")
-killer = cases("integrations/huggingface/test_accelerate.py", k="are_refused")
+killer = cases("integrations/huggingface/test_accelerate.py", k="stay or is_refused")
 fault = of("integrations/transformers/pack_loss.py", killer)
 fault("any loss passes for the model's own in a loop", "bool(used) and abs(value - own) > rounding", "False")
 fault("ranks of a loop may multiply by different numbers", "bool(unlike),", "False,")
@@ -1081,7 +1081,8 @@ fault(
     "(middle - costs.step_s * tokens) / num_ranks",
 )
 fault = of("plugins/rollout/moves.py", killer)
-fault("keys that are computed again cost nothing", "gap - seconds[own] - price[own]", "gap - seconds[own]")
+fault("keys that are computed again cost nothing", "np.where(home[own] == low, 0.0, price[own])", "0.0")
+fault("a sample that has moved moves on for nothing", "home[own] == low, 0.0", "taken_s[own] > seconds[own], 0.0")
 
 killer = cases("plugins/data/test_mixes.py", "plugins/data/test_simulated_runs.py")
 fault = of("plugins/data/mixes.py", killer)

@@ -80,7 +80,7 @@ class Counting(Trainer):
             hook.remove()
 
     def _count(self, model: Any, args: Any, kwargs: Any) -> None:
-        self.slots += kwargs["input_ids"].numel()
+        self.slots += kwargs["input_ids"].numel() * torch.is_grad_enabled()
 
 
 def _train(

@@ -130,7 +130,8 @@ def step_of(build: Callable[[], Any], zero: int | None, own: dict[str, Any], **d
 @contextmanager
 def planned(plan: Any) -> Iterator[None]:
     """Inside, the Trainer runs this plan, samples without targets included."""
-    chain = SimpleNamespace(plan=lambda lengths: _for(plan, lengths), links=(), work_s=lambda _: 0.0)
+    caps = SimpleNamespace(max_tokens=256, padded=False)
+    chain = SimpleNamespace(plan=lambda lengths: _for(plan, lengths), links=(), work_s=lambda _: 0.0, caps=caps)
     with (
         with_attributes(planned_trainer, chain_of=lambda *_, **__: chain),
         with_attributes(planned_loop, report_step=lambda *_, **__: None),

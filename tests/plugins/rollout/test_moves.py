@@ -16,7 +16,7 @@ from evenload.plugins.rollout import (
     spread,
     steps_of,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 KNOWN = LengthDistributions(np.array([5.0, 7.0, 9.0]), np.full(3, 0.4), 4096)
@@ -31,6 +31,7 @@ def alive(seed, num_ranks, slots, count):
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8), st.integers(0, 99))
+@example([68, 2, 1, 1, 1, 1], 3, 65)  # a sample moves on from where it has moved to
 def test_moves_even_what_is_left_and_never_worsen_it(left, num_ranks, seed):
     seconds = np.array(left, np.float64)
     draw = np.random.default_rng(seed)
