@@ -56,7 +56,7 @@ def rows(recipe: Recipe | None = None) -> tuple[Patch, ...]:
             supports=TRANSFORMERS,
             why="Unsloth assigns the two methods above anew when it loads a model, from the source of what it finds. "
             "Before a run they are looked at, and wrapped again where they are others; the run itself is left alone. A "
-            "run that planned nothing says why behind it.",
+            "run that planned nothing says why when it ends.",
             wrapper=partial(_train, recipe),
         ),
         *_of_accelerate(recipe),

@@ -18,7 +18,7 @@ NOTHING = 0.02
 def stock_as_good(chain: PlanChain, plan: StepPlan) -> StepPlan | None:
     """The trainer's own step of the batch where it is predicted to take as long as the plan's, but for `NOTHING`."""
     stock = chain.stock(plan.lengths)
-    stock_s, plan_s = (judge(one, chain.context).step_s for one in (stock, plan))
+    stock_s, plan_s = beside_stock(chain, plan, stock)
     return stock if stock_s <= (1 + NOTHING) * plan_s else None
 
 

@@ -62,7 +62,7 @@ def spans_of_answers(messages: Messages, text: str, render: Render, ends: TokenE
 
 
 def end_mark(render: Render, ends: TokenEnds) -> str:
-    """The first token of a user's turn, by a template that puts nothing behind an answer; else empty."""
+    """The first token of a user's turn, by a template that puts nothing after an answer; else empty."""
     alone = render([_QUESTION, _ANSWER])
     follows = render([_QUESTION, _ANSWER, _QUESTION]).removeprefix(alone)
     return follows[: min(ends(follows), default=0)] if alone.endswith(_END) else ""

@@ -1,4 +1,4 @@
-"""A script's own batches beside the same samples as a planned step has them: what two short samples cannot show.
+"""A script's own batches against the same samples as a planned step has them: what two short samples cannot show.
 
 A factor by the number of rows, a model or a loss that treats far places otherwise, a table of positions that ends: the
 losses of all batches of this rank, forward only, are held against those of its samples in packs as long as the plan's
@@ -77,7 +77,7 @@ def fault_of(
     else:
         in_batches, in_packs = sum(losses), sum(of_packs)
         if not abs(in_packs - in_batches) <= tolerance / _OF_TOKENS * sum(map(abs, losses)):
-            what = "a loss that depends on more than each sample: on the rows beside it, or on how long they are"
+            what = "a loss that depends on more than each sample: on the other rows of its batch, or on their length"
             detail = f"{in_packs:.8g} of the first step's samples in packs, {in_batches:.8g} in its own batches"
             fault = EvenloadError(what, detail, STOCK)
     return next(filter(None, everyone(fault)), None)

@@ -139,7 +139,7 @@ def carried_out(
 
 def watching_hooks(state: PlannedTrainer, run: Callable[[], Tensor]) -> Tensor:
     """The loss of a step that runs as it is while hooks on parameters are watched; where one is not linear, so do all
-    steps behind it. Collective."""
+    later steps. Collective."""
     loss = run()
     try:
         state.hooks.refuse_unlike()

@@ -144,7 +144,7 @@ def ended(trainer: Any) -> None:
     """Say why a run that has ended planned nothing, where nobody has."""
     state, rows = _planned.get(trainer), trainer.train_dataset
     if state is None and (done := trainer.state.global_step):
-        do = "call super().get_batch_samples; a run that goes on behind its last step has nothing to plan"
+        do = "call super().get_batch_samples; a run resumed at its last step has nothing to plan"
         report_idle(NAME, f"no batch came by Trainer.get_batch_samples, and {done} steps are done", do)
     elif state is None:
         held = f"its train_dataset holds {len(rows)} rows" if hasattr(rows, "__len__") else "its loader gave no batch"

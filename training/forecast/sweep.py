@@ -157,7 +157,7 @@ def _strongest(steps: tuple[PlannedStep, ...], ours_s: float) -> Result:
 
 def best_of(rows: list[Result]) -> int | None:
     """The row of most tokens a second and rank among those that fit, then of fewest bytes; None if none fits. One that
-    is predicted only comes behind all that can be trained."""
+    is predicted only ranks after all that can be trained."""
     fitting = [place for place, row in enumerate(rows) if row.get("fits")]
     fitting = [place for place in fitting if rows[place]["trains"]] or fitting
     return min(fitting, key=lambda i: (-rows[i]["tokens_per_s_per_rank"], rows[i]["peak_bytes"]), default=None)

@@ -122,7 +122,7 @@ def _bound(facts: Facts, notes: Sequence[str]) -> Markup:
     if any(one.plan.bound_s for one in ours.steps):
         even = "the bound is all work, spread evenly over all ranks."
         if facts.context.layout.pp > 1:
-            even = "the bound is the work of the busiest stage behind the first passes that reach it."
+            even = "the bound is the work of the busiest stage, after its first micro-batch has arrived."
         says = [_CERTIFIED, f"Here {f'{_sequence_bound(notes)}. {_REMEDY}' if any(notes) else even}"]
     else:
         says = ["The bound is this plan's own work, padding included, spread evenly over all ranks."]

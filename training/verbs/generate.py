@@ -50,7 +50,7 @@ class Asked(NamedTuple):
     settings: Generation
     text_of: Callable[[Completion], str]
     decides: dict[str, Any]
-    """What decides the tokens beside the weights."""
+    """What decides the tokens besides the weights."""
     adapters: Sequence[Path] = ()
     """Folders of the tenants' adapters, by the numbers that requests have."""
     unhashed: Sequence[Path] = ()

@@ -110,7 +110,7 @@ class ShiftedBefore(Trainer):
 
 
 class Far(LlamaForCausalLM):
-    """Tokens behind the 64th are others, which no row of the script has."""
+    """Embeddings after the 64th token are scaled; no row of the script is as long."""
 
     def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **more: Any) -> Any:
         embedded = self.model.embed_tokens(input_ids)

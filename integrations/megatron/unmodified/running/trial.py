@@ -1,7 +1,7 @@
 """A script's function on a pack before the first planned step, forward only: what it makes of packs shows then.
 
 An error in the middle of a schedule leaves pipeline stages waiting for each other. So it is kept, the pass goes on with
-zeros in place of what is missing, and behind the pass all ranks are told of it. Nothing of the model changes: it is in
+zeros in place of what is missing, and after the pass all ranks are told of it. Nothing of the model changes: it is in
 evaluation mode, without gradients, and the generators stand afterwards where they stood.
 """
 
