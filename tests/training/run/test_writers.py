@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from evenload.commands.tables.train import _summary as table_of_train
@@ -33,9 +35,11 @@ def test_without_the_package_the_recipe_is_refused_before_anything_starts(monkey
     assert caught.value.do == "pip install tensorboard, or leave log.tensorboard out"
 
 
-def test_who_is_not_logged_in_is_told_so(tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text("def init(**_): raise RuntimeError('no API key')")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_who_is_not_logged_in_is_told_so(monkeypatch):
+    def init(**_):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(EvenloadError, match=r"log.wandb cannot be opened") as caught, writer(RECIPE, leads=True):
         pass
     assert caught.value.found == "RuntimeError: no API key"
