@@ -4,6 +4,7 @@
 # make check-cuda    more of them on a GPU that is rehearsed                   make explore   drawn tests, drawn anew
 # make mutants planted faults, each to be noticed (PART=3/20: a part)            make docs      generated pages
 # make test-newest   Megatron-Core's tests on its newest version; test-older: DeepSpeed's on an older one
+# make test-today    Transformers' and TRL's tests on the versions that pip gives, TRL's also on an earlier one
 # make test-hosts    LLaMA-Factory, Axolotl, ms-swift and Ray Train, each in an environment of its own
 # make site    the documents as web pages, into build/site; a warning is an error
 VENV := .venv
@@ -22,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export GLOO_SOCKET_IFNAME ?= lo
 
-.PHONY: train test test-all test-costs test-changed check-cuda test-newest check-newest test-older test-hosts check explore mutants lint types contracts docs site clean
+.PHONY: train test test-all test-costs test-changed check-cuda test-newest check-newest test-older test-today test-hosts check explore mutants lint types contracts docs site clean
 
 train: $(READY)
 	mkdir -p runs/quickstart
@@ -69,6 +70,15 @@ check-newest: .venv-newest/ready
 
 test-older: .venv-older/ready
 	.venv-older/bin/python -m pytest $(SPREAD) -m "not gpu and not full" $(addprefix tests/,$(OLDER))
+
+# The tests of Transformers and TRL on what pip gives; those of TRL's Trainers also on an earlier release.
+TODAY := tests/hosts tests/integrations/huggingface
+RELEASES := trl114
+
+test-today: $(patsubst %,.venv-%/ready,today $(RELEASES))
+	.venv-today/bin/python -m pytest $(SPREAD) -m "not gpu and not cuda and not full" $(TODAY)
+	for release in $(RELEASES); do .venv-$$release/bin/python -m pytest $(SPREAD) \
+	    -m "not gpu and not cuda and not full" -k "trl or sft or dpo" $(TODAY) || exit 1; done
 
 # Programs that people fine-tune with, each by its own command in an environment of its own.
 PROGRAMS := llamafactory axolotl swift ray

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import audit, cpu_bridge, deepspeed, megatron, megatron_fixes, ranks, transformers
+from .passed import PASSED
 from .row import Patch
 
 _SECTIONS = (
@@ -47,7 +48,14 @@ def document() -> str:
     sections = [
         f"## {title}\n\n{(module.__doc__ or '').strip()}\n\n{_entries(module.rows())}" for title, module in _SECTIONS
     ]
-    return "\n".join([_HEAD, *sections])
+    return "\n".join([_HEAD, _passed(), *sections])
+
+
+def _passed() -> str:
+    """A table with a row for each version of a host that is tested."""
+    rows = (f"| {row.host} | {row.version} | {row.day} | `make {row.command}` |" for row in PASSED)
+    head = ("## Tested versions", "", "| host | version | last passed | by |", "|---|---|---|---|")
+    return "\n".join([*head, *rows]) + "\n"
 
 
 def _entries(rows: Iterable[Patch]) -> str:

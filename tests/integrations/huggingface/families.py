@@ -1,6 +1,7 @@
 """Every family of causal language models of the installed Transformers, tiny and in float64, under the real Trainer.
 
-    python families.py [NAME ...] [--list]      what becomes of each under evenload, a line a family; as families.txt
+    python families.py [NAME ...] [--list]      what becomes of each under evenload, a line a family; as families.txt,
+                                                and families_new.txt for those of `make test-today` alone
     python families.py --page                   docs/models.md, of families.txt
 
 Weights are drawn with a deviation of 0.25: near 0, as configs have them, attention across samples hardly shows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +33,7 @@ from trl import (
     RLOOConfig,
     RLOOTrainer,
 )
-from trl.kernels import chunked_logprob
+from trl.trainer.utils import _ChunkedLogProbFunction
 
 ANSWERS = ((61, 5), (3, 17), (33, 40), (9, 2), (90, 70), (3, 4), (40, 11), (26, 61))
 ANSWERS = (*ANSWERS, (7, 8), (72, 9), (2, 2), (14, 55), (1, 31), (21, 20), (12, 1), (5, 48))
@@ -189,7 +190,7 @@ def compared(kind: str, max_tokens: int = 512, **more: Any) -> dict[str, Any]:
     with ExitStack() as stack:
         if kind != "distillation":  # whose kernel writes into float32 of its own
             stack.enter_context(families.Wide())
-            stack.enter_context(with_attributes(chunked_logprob, torch=WideHead()))
+            stack.enter_context(with_attributes(import_module(_ChunkedLogProbFunction.__module__), torch=WideHead()))
             stack.enter_context(with_attributes(torch.Tensor, float=torch.Tensor.double))  # no mode reaches backwards
         stock, wanted = trained(kind, **more)
         stack.enter_context(with_attributes(planned_loop, **report))

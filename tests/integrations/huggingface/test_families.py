@@ -8,19 +8,26 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from evenload.integrations.host.versions import listed_version
 
 pytestmark = pytest.mark.slow  # builds and trains a model of each
 
 DOUBLE = 1e-9
 LIST = Path(__file__).with_name("families.txt")
 PARTS = 5
-LINES = LIST.read_text().splitlines()
+LISTED = "5.23.0"
+"""The version of Transformers whose families the list and the page are of; `families_new.txt` has what came later."""
+ON_LISTED = listed_version("transformers") == LISTED
+NEW = LIST.with_name("families_new.txt")
+LINES = LIST.read_text().splitlines() + ([] if ON_LISTED else NEW.read_text().splitlines())
+LINES.sort(key=lambda line: line.split(": ")[0])
 
 
 def test_the_list_has_every_family(families):
     assert [line.split(": ")[0] for line in LINES] == list(families.FAMILIES)
 
 
+@pytest.mark.skipif(not ON_LISTED, reason="the page is of the pinned version")
 def test_the_page_of_models_says_what_the_list_and_default_configs_say(families):
     assert families.PAGE.read_text() == families.page(LINES)
 
