@@ -17,7 +17,6 @@ was wanted is there; else the first message that stopped it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -32,9 +31,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import ROOT, columns, main, options
 
-ROOT = Path(__file__).parents[1]
 CLUSTER = "parallel.dp=64 cluster=h200 costs=verl-7b train.global_batch_size=512 --lengths lengths.txt"
 SMALL = "parallel: {dp: 2}\ntrain: {steps: 12, global_batch_size: 16, export: tuned}\n"
 TUNE = """
@@ -210,33 +208,26 @@ def spent_s() -> float:
 
 
 def table(result: dict[str, Any]) -> Any:
-    rows = []
-    for row in result["journeys"]:
-        pages = f"{len(row['pages'])}: {', '.join(row['pages'])}" if row["pages"] else "over 4"
-        came_out = "yes" if row["came_out"] else row["stopped"] or "no"
-        rows.append([row["journey"], row["typed"], f"{row['minutes']:.1f}", f"{row['cpu_s']:.0f} s", pages, came_out])
-    head = ("journey", "typed", "minutes", "CPU", "pages", "came out")
-    return grid(f"a newcomer's journeys with {result['version']}, measured", head, rows)
+    cells = {
+        "journey": "{journey}",
+        "typed": "{typed}",
+        "minutes": "{minutes:.1f}",
+        "CPU": "{cpu_s:.0f} s",
+        "pages": lambda row: f"{len(row['pages'])}: {', '.join(row['pages'])}" if row["pages"] else "over 4",
+        "came out": lambda row: "yes" if row["came_out"] else row["stopped"] or "no",
+    }
+    return columns(f"a newcomer's journeys with {result['version']}, measured", result["journeys"], cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="journeys whose name has this in it")
-    parser.add_argument("--package", type=Path, help="a folder with another version, named evenload")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+def benchmark(asked: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="evenload-journeys-") as path:
         package = asked.package or Path(path)
         if not asked.package:
             (package / "evenload").symlink_to(ROOT)
         model = own_model(Path(path) / "model")
         rows = [travelled(name, package, model) for name in JOURNEYS if asked.only in name]
-    result = {"version": str(asked.package or "this version"), "journeys": rows}
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+    return {"version": str(asked.package or "this version"), "journeys": rows}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, only="", package=Path), benchmark, table)

@@ -17,10 +17,6 @@ predicted, with those measured.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,18 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from evenload.commands.tables.show import emit, grid
-from evenload.core.input.format import percent, seconds
-from rich.table import Table
+from evenload.benchmarks.frame import RECIPES, columns, command, main, options
+from evenload.core.input.format import percent
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SEED = 1234
 SIZES = [
-    "data.max_length=4096",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=1",
-    "plugins.packing.max_tokens=4096",
-    f"train.seed={SEED}",
+    *("data.max_length=4096", "train.global_batch_size=8", "train.micro_batch_size=1"),
+    *("plugins.packing.max_tokens=4096", f"train.seed={SEED}"),
 ]
 """A model of 2 layers of 128, whose steps take 0.3 to 3 s on two CPU cores."""
 
@@ -118,27 +109,17 @@ def benchmark(scenarios: tuple[Scenario, ...], steps: int, repeats: int) -> dict
 
 
 def evenload(verb: str, recipe: str, overrides: list[str], options: list[str]) -> Any:
-    """The JSON of one command on the recipe's ranks with one thread each; its progress goes to stderr."""
-    command = [sys.executable, "-m", "evenload", verb, str(RECIPES / recipe), *overrides, *options, "--json"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    return json.loads(done.stdout)
+    """The JSON of one command on the recipe's ranks with one thread each."""
+    return command(verb, RECIPES / recipe, *overrides, *options)
 
 
 def rows_of(scenario: Scenario, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A row for every plan that a bench has run."""
     for variant, predicted in result["predicted_s"].items():
         for step, (predicted_s, measured_s) in enumerate(zip(predicted, result["measured_s"][variant], strict=True)):
-            yield {
-                "trainer": scenario.trainer,
-                "layout": scenario.name,
-                "planner": variant,
-                "batch": step + 1,
-                "predicted_s": predicted_s,
-                "measured_s": measured_s,
-                "error": predicted_s / measured_s - 1.0,
-                "busiest_error": result["busiest_error"][variant][step],
-            }
+            about = {"trainer": scenario.trainer, "layout": scenario.name, "planner": variant, "batch": step + 1}
+            errors = {"error": predicted_s / measured_s - 1.0, "busiest_error": result["busiest_error"][variant][step]}
+            yield {**about, "predicted_s": predicted_s, "measured_s": measured_s, **errors}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -156,27 +137,22 @@ def _short(profile: dict[str, Any]) -> dict[str, Any]:
     return {key: profile[key] for key in ("source", "passes", "update_s", "links", "fit_error")}
 
 
-def table(result: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> Any:
     """What a person reads."""
-    rows = [
-        (
-            f"{row['trainer']} {row['layout']}",
-            row["planner"],
-            row["batch"],
-            seconds(row["predicted_s"]),
-            seconds(row["measured_s"]),
-            f"{100 * row['error']:+.1f} %",
-            f"{100 * row['busiest_error']:+.1f} %",
-        )
-        for row in result["rows"]
-    ]
     said = [
         f"{name}: {e['plans']} plans, mean error {percent(e['mean'])}, worst {percent(e['worst'])}"
         for name, e in result["error"].items()
     ]
-    head = ("", "planner", "batch", "predicted", "measured", "error", "busiest")
-    shown: Table = grid("step time, predicted and measured", head, rows, "\n".join(said))
-    return shown
+    cells = {
+        "": "{trainer} {layout}",
+        "planner": "{planner}",
+        "batch": "{batch}",
+        "predicted": "{predicted_s:seconds}",
+        "measured": "{measured_s:seconds}",
+        "error": lambda row: f"{100 * row['error']:+.1f} %",
+        "busiest": lambda row: f"{100 * row['busiest_error']:+.1f} %",
+    }
+    return columns("step time, predicted and measured", result["rows"], cells, "\n".join(said))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -197,25 +173,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="scenarios whose trainer and name hold this text")
-    parser.add_argument("--steps", type=int, default=2, help="batches of each scenario")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args()
-    chosen = tuple(s for s in SCENARIOS if args.only in f"{s.trainer} {s.name}")
+def measured(asked: Any) -> dict[str, Any]:
+    chosen = tuple(s for s in SCENARIOS if asked.only in f"{s.trainer} {s.name}")
     if not chosen:
-        parser.error(f"--only {args.only}: no such scenario")
-    result = benchmark(chosen, args.steps, args.repeats)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    if args.plot:
-        plot(result, args.plot)
-    emit(result, args.json, table)
+        raise SystemExit(f"--only {asked.only}: no such scenario")
+    result = benchmark(chosen, asked.steps, asked.repeats)
+    if asked.plot:
+        plot(result, asked.plot)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, only="", steps=2, repeats=3, plot=Path), measured, table)

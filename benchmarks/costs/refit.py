@@ -12,34 +12,20 @@ it takes in the small model that is trained, so long sequences are packed as if 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import command, main, options
+from evenload.commands.tables.show import grid
 
-SETTINGS = (
-    "train.steps=16",
-    "train.global_batch_size=8",
-    "data.max_length=4096",
-    "plugins.packing.max_tokens=4096",
-)
+SETTINGS = ("train.steps=16", "train.global_batch_size=8", "data.max_length=4096", "plugins.packing.max_tokens=4096")
 LEARNING_STEPS = 5
 """Steps before refit shapes a plan, warm-up included (docs/measuring.md); averages are over the rest."""
 
 
 def train(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """The result of ``evenload train --json``. Raises CalledProcessError."""
-    command = [sys.executable, "-m", "evenload", "train", recipe, *overrides, "--json"]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=clean)
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    """The result of ``evenload train --json``."""
+    return command("train", recipe, *overrides)
 
 
 def numbers(result: dict[str, Any]) -> dict[str, Any]:
@@ -91,21 +77,10 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"refit of wrong costs, {result['recipe']}", head, rows, caption)
 
 
-def main() -> None:
-    recipes = Path(__file__).resolve().parents[2] / "recipes"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default=str(recipes / "quickstart.yaml"))
-    parser.add_argument("overrides", nargs="*", help="key=value, e.g. train.steps=30")
-    parser.add_argument("--costs", default="galvatron-llama2-7b", help="The wrong ones.")
-    parser.add_argument("--right", default="cpu", help="Those of the machine and model.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = parser.parse_args()
-    result = benchmark(arguments.recipe, arguments.overrides, arguments.costs, arguments.right)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, arguments.json, table)
+def measured(asked: Any) -> dict[str, Any]:
+    recipe, *overrides = asked.words if asked.words and "=" not in asked.words[0] else ["quickstart", *asked.words]
+    return benchmark(recipe, overrides, asked.costs, asked.right)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, words=..., costs="galvatron-llama2-7b", right="cpu"), measured, table)

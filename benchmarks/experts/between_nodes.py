@@ -18,28 +18,21 @@ are measured on this machine, the least of 30 runs; everything else follows from
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "published"))
-
-import ultraep
 from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import columns, main, options
+from evenload.benchmarks.published import ultraep
+from evenload.benchmarks.published.expert_loads import Drawn
 from evenload.core.aliases import Ints
 from evenload.core.experts.quotas import check_quotas, copies_of, imbalance_of
 from evenload.core.experts.seconds import LayerCost, copy_tokens, layer_seconds, paying_tokens
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.registry import layer_planner
-from expert_loads import Drawn
 
 NODE_RANKS, REPEATS = 8, 30
 
@@ -110,34 +103,22 @@ def rows_of(ranks: int, draws: int, more: list[int]) -> Iterator[dict[str, Any]]
 
 
 def table(result: dict[str, Any]) -> Any:
-    names = list(result["rows"][0]["answers"])
-    rows = []
-    for row in result["rows"]:
-        cells = [
-            f"{100 * one['share']:.1f} % ({one['slots']:.1f}; {one['plan_ms']:.2f} ms)"
-            for one in row["answers"].values()
-        ]
-        how = ("kept" if row["keep"] else "again") + (", once" if row["once"] else "")
-        rows.append((f"{row['model']}, EP {row['ranks']}, {how}", *cells))
+    def how(row: dict[str, Any]) -> str:
+        return ("kept" if row["keep"] else "again") + (", once" if row["once"] else "")
+
+    cells: dict[str, Any] = {"": lambda row: f"{row['model']}, EP {row['ranks']}, {how(row)}"}
+    for name in result["rows"][0]["answers"]:
+        one = f"answers[{name}]"
+        cells[name] = f"{{{one}[share]:percent}} ({{{one}[slots]:.1f}}; {{{one}[plan_ms]:.2f}} ms)"
     about = "share of even routing (most copies on a rank; planning), means of the draws"
-    return grid("a layer between nodes of 8, predicted", ("", *names), rows, about)
+    return columns("a layer between nodes of 8, predicted", result["rows"], cells, about)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=4)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--slots", type=int, nargs="+", default=[0, 2, 4, 8, 12], help="beyond a rank's own experts")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def benchmark(asked: Any) -> dict[str, Any]:
     load_plugins()
-    rows = [row for ranks in args.ranks for row in rows_of(ranks, args.draws, args.slots)]
-    result = {"predicted": True, "draws": args.draws, "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    emit(result, args.json, table)
+    rows = [row for ranks in asked.ranks for row in rows_of(ranks, asked.draws, asked.slots)]
+    return {"predicted": True, "draws": asked.draws, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, draws=4, ranks=[64, 128], slots=[0, 2, 4, 8, 12]), benchmark, table)

@@ -12,18 +12,14 @@ uneven experts cost comes on top.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import columns, main, options
 from evenload.core.costs.context import NO_TRAFFIC
-from evenload.core.input.format import percent, seconds
 from evenload.core.plan.step_plan import Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
@@ -76,37 +72,22 @@ def rows_of(plugin: str, steps: int) -> Iterator[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    def times(value: float | None) -> str:
-        return f"{value:.3f}x" if value else ""
-
-    rows = [
-        (
-            f"{r['plugin']}, {r['model']}",
-            seconds(r["step_s"]),
-            times(r["over_ep_1"]),
-            times(r["price_of_rounds"]),
-            f"{r['imbalance']:.3f}",
-            percent(r["bubble_frac"]),
-            percent(r["exposed_frac"]),
-        )
-        for r in result["rows"]
-    ]
-    head = ("", "step", "over EP 1", "price of rounds", "imbalance", "bubble", "exposed")
+    cells = {
+        "": "{plugin}, {model}",
+        "step": "{step_s:seconds}",
+        "over EP 1": lambda row: f"{row['over_ep_1']:.3f}x" if row["over_ep_1"] else "",
+        "price of rounds": lambda row: f"{row['price_of_rounds']:.3f}x" if row["price_of_rounds"] else "",
+        "imbalance": "{imbalance:.3f}",
+        "bubble": "{bubble_frac:percent}",
+        "exposed": "{exposed_frac:percent}",
+    }
     about = f"predicted, means of {result['steps']} batches of {SEQUENCES} sequences; routing is even"
-    return grid("the price of rounds", head, rows, about)
+    return columns("the price of rounds", result["rows"], cells, about)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    result = {"steps": args.steps, "rows": [row for plugin in PLUGINS for row in rows_of(plugin, args.steps)]}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    emit(result, args.json, table)
+def benchmark(asked: Any) -> dict[str, Any]:
+    return {"steps": asked.steps, "rows": [row for plugin in PLUGINS for row in rows_of(plugin, asked.steps)]}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, steps=4), benchmark, table)

@@ -15,10 +15,6 @@ several runs; baselines are Python after their descriptions and say nothing abou
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -27,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import columns, command, main, options
 from evenload.core.aliases import Floats, Ints
 from evenload.core.experts.exact import most_tokens
 from evenload.core.experts.quotas import check_quotas, copies_of, imbalance_of
@@ -40,14 +36,8 @@ from evenload.plugins.moe.history import choose_copies
 TOPK = 8
 SIZES = ((64, 128), (256, 256))
 WORKLOADS = (
-    "W0 balanced",
-    "W1 hot experts",
-    "W2 hot rank",
-    "W3 same heat spread",
-    "W4 ragged sources",
-    "W5 idle experts and ranks",
-    "W6 rotating hot spot",
-    "W7 burst",
+    *("W0 balanced", "W1 hot experts", "W2 hot rank", "W3 same heat spread", "W4 ragged sources"),
+    *("W5 idle experts and ranks", "W6 rotating hot spot", "W7 burst"),
 )
 HEAT = 16
 """How much more popular a hot expert is."""
@@ -224,52 +214,31 @@ def rows_of(case: Case, slots: int, repeats: int = 1) -> Iterator[dict[str, Any]
 
 
 def table(result: dict[str, Any]) -> Any:
-    rows = [
-        (
-            row["case"],
-            row["planner"],
-            f"{row['ratio']:.5f}",
-            f"{row['worst_ratio']:.4f}",
-            f"{row['copies']:.1f}",
-            f"{row['least_copies']:.1f}",
-            str(row["slots"]),
-            f"{row['sends']:.1f}",
-            f"{row['plan_ms']:.3f}",
-        )
-        for row in result["rows"]
-    ]
-    head = ("loads", "planner", "busiest/mean", "worst", "copies", "at least", "slots", "sends", "ms")
-    return grid("planners of layers", head, rows, f"slots {result['slots']}; ms measured, the least of several runs")
+    cells = {
+        "loads": "{case}",
+        "planner": "{planner}",
+        "busiest/mean": "{ratio:.5f}",
+        "worst": "{worst_ratio:.4f}",
+        "copies": "{copies:.1f}",
+        "at least": "{least_copies:.1f}",
+        "slots": "{slots}",
+        "sends": "{sends:.1f}",
+        "ms": "{plan_ms:.3f}",
+    }
+    caption = f"slots {result['slots']}; ms measured, the least of several runs"
+    return columns("planners of layers", result["rows"], cells, caption)
 
 
-def record(path: Path) -> None:
-    """Loads of 24 steps of recipes/moe.yaml, into a file."""
-    words = ["train", "moe", f"log.loads={path.resolve()}", "train.steps=24"]
-    subprocess.run([sys.executable, "-m", "evenload", *words], check=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loads", type=Path)
-    parser.add_argument("--record", type=Path)
-    parser.add_argument("--slots", type=int, default=1)
-    parser.add_argument("--draws", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=7, help="runs of which the least milliseconds count")
-    parser.add_argument("--only", default="", help="cases whose name begins so")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def benchmark(asked: Any) -> dict[str, Any]:
     load_plugins()
-    if args.record:
-        record(args.record)
-    path = args.record or args.loads
-    cases = [*zipf_cases(args.draws), *workload_cases(args.draws), *(recorded_cases(path) if path else ())]
-    rows = [row for case in cases if case.name.startswith(args.only) for row in rows_of(case, args.slots, args.repeats)]
-    result = {"slots": args.slots, "draws": args.draws, "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
-    emit(result, args.json, table)
+    path = asked.record or asked.loads
+    if asked.record:
+        command("train", "moe", f"log.loads={path.resolve()}", "train.steps=24")
+    cases = [*zipf_cases(asked.draws), *workload_cases(asked.draws), *(recorded_cases(path) if path else ())]
+    chosen = [case for case in cases if case.name.startswith(asked.only)]
+    rows = [row for case in chosen for row in rows_of(case, asked.slots, asked.repeats)]
+    return {"slots": asked.slots, "draws": asked.draws, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, loads=Path, record=Path, slots=1, draws=12, repeats=7, only=""), benchmark, table)

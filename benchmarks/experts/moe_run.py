@@ -16,17 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from evenload.benchmarks.frame import interval, main, options, started
 from evenload.commands.tables.show import grid
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-import on_ranks
 
 HEAT = 16
 SETTINGS = ("plugins.moe.enabled=true", "train.steps=16")
@@ -66,51 +61,32 @@ def on_rank(arguments: argparse.Namespace) -> None:
     from evenload.training.verbs.bench import bench
 
     words = (*SETTINGS, f"parallel.ep={arguments.ranks}", f"parallel.dp={arguments.ranks}", *arguments.settings)
-    result = bench(load_recipe("moe", words), tuple(arguments.against.split(",")))
+    result = bench(load_recipe("moe", words), tuple(arguments.against))
     if result is not None and int(os.environ["RANK"]) == 0:
         print(json.dumps(result))
 
 
 def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     """Of all ranks, started by torchrun."""
-    result = on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], asked.ranks))
-    return {"workload": asked.workload, "ranks": asked.ranks, **result}
+    return {"workload": asked.workload, "ranks": asked.ranks, **started(__file__, asked.ranks)}
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = (
-        "beside",
-        "evenload is faster by",
-        "95 %",
-        "allowed",
-        "of allowed",
-        "critical path s",
-        "even experts",
-        "even",
-        "peak MiB",
-    )
     rows = []
     for name, path in result["critical_path"].items():
         ratio, peak = result["ratio"].get(name), result["peak_activation_bytes"][name] / (1 << 20)
         shown: tuple[Any, ...] = ("", "", "", "")
         if ratio is not None:
-            interval = " .. ".join(f"{end:.3f}" for end in ratio["interval"] or ())
-            shown = (f"{ratio['median']:.3f}x", interval, f"{ratio['allowed']:.3f}x", f"{ratio['of_allowed']:.3f}")
+            faster = (f"{ratio['median']:.3f}x", interval(ratio, 3))
+            shown = (*faster, f"{ratio['allowed']:.3f}x", f"{ratio['of_allowed']:.3f}")
         paths = [f"{path[key]:.3f}" for key in ("critical_s", "evened_experts_s", "evened_s")]
         rows.append((name, *shown, *paths, f"{peak:.0f}"))
-    return grid(
-        f"{result['workload']}, EP {result['ranks']}, {result['steps']} steps, alternating, measured", head, rows
-    )
-
-
-def arguments() -> argparse.ArgumentParser:
-    own = on_ranks.parser(__doc__)
-    own.add_argument("--workload", choices=("real", "W0", "W1", "W2"), default="real")
-    own.add_argument("--ranks", type=int, default=2)
-    own.add_argument("--against", default="static,eplb,ultraep,moonep")
-    own.add_argument("settings", nargs="*", help="Overrides of recipes/moe.yaml.")
-    return own
+    head = ("beside", "evenload is faster by", "95 %", "allowed", "of allowed", "critical path s", "even experts")
+    title = f"{result['workload']}, EP {result['ranks']}, {result['steps']} steps, alternating, measured"
+    return grid(title, (*head, "even", "peak MiB"), rows)
 
 
 if __name__ == "__main__":
-    on_ranks.main(arguments(), on_rank, benchmark, table)
+    against = ["static", "eplb", "ultraep", "moonep"]
+    own = options(__doc__, workload=("real", "W0", "W1", "W2"), ranks=2, against=against, settings=...)
+    main(own, benchmark, table, on_rank)

@@ -1,6 +1,6 @@
 """What checkpoints cost a run: their hashes, or that they are written before training goes on; alternating in one run.
 
-    python benchmarks/faults/checkpoints.py [RECIPE] [key=value ...] [--background] [--repeats 5] [--json FILE]
+    python benchmarks/faults/checkpoints.py [RECIPE] [key=value ...] [--background] [--repeats 5] [--json] [--out FILE]
 
 One rank trains a step and saves, again and again; every other save leaves the hashes out. Printed are the medians of a
 step, of a save with and without hashes, and of comparing all hashes before a load, and what hashes add to a run that
@@ -12,8 +12,6 @@ it is written: printed are the seconds by which a save holds up the run.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -21,12 +19,12 @@ from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
+from evenload.benchmarks.frame import main, options
 from evenload.commands.tables.show import grid
 from evenload.runtime import files
 from evenload.training.checkpoint import checkpoints
 from evenload.training.checkpoint.resuming import Background, keep
 from evenload.training.job import Job, open_trainer, open_world
-from rich.console import Console
 
 SIZES = ("parallel.dp=1", "model.num_layers=8", "model.hidden_size=512", "model.num_attention_heads=8")
 
@@ -102,26 +100,17 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"checkpoints of {result['mib']:.0f} MiB on one rank", ("", "median"), rows, "")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", nargs="?", default="recipes/quickstart.yaml")
-    parser.add_argument("words", nargs="*", metavar="key=value")
-    parser.add_argument("--background", action="store_true")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe, [*SIZES, *arguments.words])
+def benchmark(asked: Any) -> dict[str, Any]:
+    recipe, *words = asked.words if asked.words and "=" not in asked.words[0] else ["quickstart", *asked.words]
+    ready = load_recipe(recipe, [*SIZES, *words])
     with (
         tempfile.TemporaryDirectory(prefix="checkpoints-") as folder,
-        open_world(recipe) as (world, watchdog),
-        open_trainer(recipe, world, watchdog) as job,
+        open_world(ready) as (world, watchdog),
+        open_trainer(ready, world, watchdog) as job,
     ):
-        measured = measure_background if arguments.background else measure
-        result = measured(job, Path(folder), arguments.repeats)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
-    Console(width=120).print(table(result))
+        measured = measure_background if asked.background else measure
+        return measured(job, Path(folder), asked.repeats)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, words=..., background=False, repeats=5), benchmark, table)

@@ -22,21 +22,21 @@ once, at ten moments, and nobody starts anything again (`drill/restarts.py`).
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid
-from rich.console import Group
+from evenload.benchmarks.frame import columns, main, options
 
 sys.path.append(str(Path(__file__).with_name("drill")))
 import restarts
 from cases import SETTINGS, Case, cases_of, quick_cases
+from evenload.commands.tables.show import grid
 from plant import COLLECTIVES
+from rich.console import Group
 from runs import Drill
 
 MOST_ROWS = 40
@@ -44,6 +44,8 @@ MOST_ROWS = 40
 
 def table(data: dict[str, Any]) -> Any:
     """All cases where these are few, else what they come to and those that are not as they should be."""
+    if "disk" not in data:
+        return restarts_table(data)
     if len(data["cases"]) <= MOST_ROWS:
         return details(data, data["cases"])
     wrong = [row for row in data["cases"] if row["faults"]]
@@ -52,52 +54,48 @@ def table(data: dict[str, Any]) -> Any:
 
 def summary(rows: list[dict[str, Any]]) -> Any:
     """Longest seconds by phase and fault over all settings, and how many cases that are."""
-    cells: dict[str, dict[str, list[float]]] = {}
+    by_phase: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        cells.setdefault(row["phase"], {}).setdefault(row["fault"], []).append(row["seconds"] or 0.0)
-    columns = sorted({fault for cell in cells.values() for fault in cell}, key=lambda fault: fault.split()[::-1])
+        by_phase.setdefault(row["phase"], {}).setdefault(row["fault"], []).append(row["seconds"] or 0.0)
+    faults = sorted({fault for own in by_phase.values() for fault in own}, key=lambda fault: fault.split()[::-1])
     lines = [
-        [phase, *(f"{max(cell[c]):.1f} ({len(cell[c])})" if c in cell else "" for c in columns)]
-        for phase, cell in cells.items()
+        [phase, *(f"{max(own[fault]):.1f} ({len(own[fault])})" if fault in own else "" for fault in faults)]
+        for phase, own in by_phase.items()
     ]
-    return grid("longest seconds (cases)", ["phase", *columns], lines)
+    return grid("longest seconds (cases)", ["phase", *faults], lines)
 
 
 def details(data: dict[str, Any], shown: list[dict[str, Any]]) -> Any:
-    head = ["case", "seconds", "said", "left", "good", "lost", "twice", "not as it should be"]
-    rows = [
-        [
-            row["case"],
-            row["seconds"],
-            "; ".join(message.splitlines()[0].removeprefix("evenload: ") for message in row["messages"]) or "-",
-            len(row["orphans"]),
-            (row["last_good"] or "-").removeprefix("step0000000"),
-            row["lost"],
-            row["repeated"],
-            ", ".join(row["faults"]) or "-",
-        ]
-        for row in shown
-    ]
+    def said(row: dict[str, Any]) -> str:
+        return "; ".join(message.splitlines()[0].removeprefix("evenload: ") for message in row["messages"]) or "-"
+
+    cells = {
+        "case": "{case}",
+        "seconds": lambda row: row["seconds"],
+        "said": said,
+        "left": lambda row: len(row["orphans"]),
+        "good": lambda row: (row["last_good"] or "-").removeprefix("step0000000"),
+        "lost": "{lost}",
+        "twice": "{repeated}",
+        "not as it should be": lambda row: ", ".join(row["faults"]) or "-",
+    }
     wrong = sum(bool(row["faults"]) for row in data["cases"])
-    return grid("faults", head, rows, f"{len(data['cases'])} cases, {wrong} not as they should be; {data['disk']}")
+    return columns("faults", shown, cells, f"{len(data['cases'])} cases, {wrong} not as they should be; {data['disk']}")
 
 
 def restarts_table(data: dict[str, Any]) -> Any:
-    head = ["case", "exit codes", "resumed at step", "lost", "twice", "losses apart", "not as it should be"]
-    rows = [
-        [
-            row["case"],
-            " ".join(map(str, row["codes"])),
-            " ".join(map(str, dict.fromkeys(row["resumed_at"]))) or "-",
-            row["lost"],
-            row["repeated"],
-            row["loss_apart"],
-            ", ".join(row["faults"]) or "-",
-        ]
-        for row in data["cases"]
-    ]
+    cells = {
+        "case": "{case}",
+        "exit codes": lambda row: " ".join(map(str, row["codes"])),
+        "resumed at step": lambda row: " ".join(map(str, dict.fromkeys(row["resumed_at"]))) or "-",
+        "lost": "{lost}",
+        "twice": "{repeated}",
+        "losses apart": lambda row: row["loss_apart"],
+        "not as it should be": lambda row: ", ".join(row["faults"]) or "-",
+    }
     wrong = sum(bool(row["faults"]) for row in data["cases"])
-    return grid("torchrun --max-restarts 2", head, rows, f"{len(rows)} cases, {wrong} not as they should be")
+    caption = f"{len(data['cases'])} cases, {wrong} not as they should be"
+    return columns("torchrun --max-restarts 2", data["cases"], cells, caption)
 
 
 def restarted(only: str, folder: Path) -> Iterator[dict[str, Any]]:
@@ -118,39 +116,19 @@ def all_cases(drill: Drill, only: str) -> Iterator[Case]:
         yield from cases_of(setting, drill.collectives(setting) if collective else ())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a case for each way of waiting, and one of numbers")
-    parser.add_argument("--restarts", action="store_true", help="under torchrun, which starts the ranks anew")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.restarts:
-        with tempfile.TemporaryDirectory(prefix="evenload-drill-") as folder:
-            data = {"cases": list(restarted(options.only, Path(folder)))}
-        finish(data, options, restarts_table)
-        return
+def benchmark(asked: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="evenload-drill-") as folder:
-        drill = Drill(Path(folder))
-        try:
+        if asked.restarts:
+            return {"cases": list(restarted(asked.only, Path(folder)))}
+        with closing(Drill(Path(folder))) as drill:
             rows = []
-            for case in quick_cases() if options.quick else all_cases(drill, options.only):
-                if options.only in case.name:
+            for case in quick_cases() if asked.quick else all_cases(drill, asked.only):
+                if asked.only in case.name:
                     rows.append(drill.run(case))
                     print(f"{rows[-1]['seconds']} s  {case.name}: {rows[-1]['faults'] or 'fine'}", file=sys.stderr)
-        finally:
-            drill.close()
-    disk = "a full disk is a small tmpfs" if drill.has_disk else "a full disk is a limit of file sizes"
-    finish({"cases": rows, "disk": disk}, options, table)
-
-
-def finish(data: dict[str, Any], options: argparse.Namespace, drawn: Callable[[dict[str, Any]], Any]) -> None:
-    """Write and print."""
-    if options.out:
-        options.out.write_text(json.dumps(data, indent=1))
-    emit(data, options.json, drawn)
+        disk = "a full disk is a small tmpfs" if drill.has_disk else "a full disk is a limit of file sizes"
+        return {"cases": rows, "disk": disk}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, quick=False, restarts=False, only=""), benchmark, table)

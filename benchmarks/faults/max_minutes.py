@@ -9,7 +9,6 @@ the limit. Before it: from the last step's end to the limit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import columns, main, options
 
 SMALL = ("train.steps=100000", "data.max_length=1024", "train.global_batch_size=16", "plugins.packing.max_tokens=2048")
 
@@ -49,39 +48,19 @@ def run(minutes: float, settings: list[str], folder: Path) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    keys = ("longest_step_s", "step_ended_before_s", "saved_after_s", "over_s")
-    rows = [
-        [row["minutes"], row["code"], row["steps"], *("-" if row[k] is None else f"{row[k]:.1f} s" for k in keys)]
-        for row in result["rows"]
-    ]
-    head = (
-        "minutes",
-        "exit code",
-        "steps",
-        "longest step",
-        "last step before the limit",
-        "saved after it",
-        "ended after it",
-    )
-    return grid("train.max_minutes, measured", head, rows)
+    cells = {"minutes": "{minutes}", "exit code": "{code}", "steps": "{steps}"}
+    cells |= {"longest step": "{longest_step_s:.1f} s", "last step before the limit": "{step_ended_before_s:.1f}"}
+    cells |= {"saved after it": "{saved_after_s:.1f} s", "ended after it": "{over_s:.1f} s"}
+    return columns("train.max_minutes, measured", result["rows"], cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", default="0.4,0.5")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("settings", nargs="*", help="Overrides of the recipe.")
-    asked = parser.parse_args()
+def benchmark(asked: Any) -> dict[str, Any]:
     rows = []
-    for minutes in map(float, asked.minutes.split(",")):
+    for minutes in asked.minutes:
         with tempfile.TemporaryDirectory(prefix="evenload-minutes-") as folder:
             rows.append(run(minutes, asked.settings, Path(folder)))
-    result = {"rows": rows}
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, minutes=[0.4, 0.5], settings=...), benchmark, table)

@@ -8,13 +8,14 @@ heads of files are open by then, as a run has to open them anyway.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, main, options
+from evenload.commands.tables.show import grid
 from evenload.data.sources import open_source
 
 
@@ -43,21 +44,14 @@ def table(result: dict[str, Any]) -> Any:
     return grid("before the model is built", ("of", "ms"), [(row["of"], row["ms"]) for row in result["rows"]])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=Path)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+def benchmark(asked: Any) -> Row:
     named: dict[str, Callable[[], Callable[[], object]]] = {
-        "python-stdlib": lambda: of_data("python-stdlib"),
-        "python-docstrings": lambda: of_data("python-docstrings"),
+        name: partial(of_data, name) for name in ("python-stdlib", "python-docstrings")
     }
     if asked.weights:
-        named[str(asked.weights)] = lambda: of_weights(asked.weights)
-    rows = [{"of": name, "ms": least_ms(opened, asked.repeats)} for name, opened in named.items()]
-    emit({"rows": rows}, asked.json, table)
+        named[str(asked.weights)] = partial(of_weights, asked.weights)
+    return {"rows": [{"of": name, "ms": least_ms(opened, asked.repeats)} for name, opened in named.items()]}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, weights=Path, repeats=5), benchmark, table)

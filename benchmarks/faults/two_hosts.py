@@ -16,23 +16,21 @@ apart          the largest difference of a loss
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import columns, main, options
 
 sys.path += [str(Path(__file__).with_name(folder)) for folder in ("drill", "hosts")]
 from jobs import AHEAD_S, Job
-from runs import CONVERTED, Row, Steps, messages_of, steps_of
+from runs import CONVERTED, Row, Steps, compared, messages_of, steps_of
 from wire import Quality, Wire
 
 FAULT_AFTER = 3
@@ -170,19 +168,10 @@ def run(case: Case, launcher: str, wire: Wire, place: Path, wanted: Steps) -> Ro
             again.start(host)
         row["resumed"] = again.wait()
     steps = steps_of(place / "log.jsonl")
-    row |= compared(steps, {} if case.is_refused else wanted or steps)
+    row |= {"steps": len(steps), **compared(steps, {} if case.is_refused else wanted or steps)}
     row["faults"] = faults_of(case, row, fault_s is not None)
     row["output"] = "\n".join(job.output(host)[-3000:] for host in (0, 1)) if row["faults"] else ""
     return row
-
-
-def compared(steps: Steps, wanted: Steps) -> Row:
-    lost = repeated = 0
-    for step, (samples, _) in wanted.items():
-        ours, theirs = Counter(steps.get(step, ([], 0.0))[0]), Counter(samples)
-        lost, repeated = lost + (theirs - ours).total(), repeated + (ours - theirs).total()
-    apart = [abs(loss - wanted[step][1]) for step, (_, loss) in steps.items() if step in wanted]
-    return {"steps": len(steps), "lost": lost, "repeated": repeated, "loss_apart": max(apart, default=None)}
 
 
 def faults_of(case: Case, row: Row, ends: bool) -> list[str]:
@@ -208,47 +197,37 @@ def faults_of(case: Case, row: Row, ends: bool) -> list[str]:
 
 
 def table(data: dict[str, Any]) -> Any:
-    head = ["case", "first message", "seconds", "launcher", "lost", "twice", "apart", "not as it should be"]
-    rows = [
-        [
-            row["case"],
-            row["messages"][0].splitlines()[0].removeprefix("evenload: ") if row["messages"] else "-",
-            row["seconds"],
-            row["launcher_s"],
-            row["lost"],
-            row["repeated"],
-            row["loss_apart"],
-            ", ".join(row["faults"]) or "-",
-        ]
-        for row in data["cases"]
-    ]
-    return grid("two hosts", head, rows, f"{sum(bool(row['faults']) for row in data['cases'])} not as they should be")
+    def said(row: Row) -> str:
+        return row["messages"][0].splitlines()[0].removeprefix("evenload: ") if row["messages"] else "-"
+
+    cells = {
+        "case": "{case}",
+        "first message": said,
+        **{head: lambda row, key=key: row[key] for head, key in (("seconds", "seconds"), ("launcher", "launcher_s"))},
+        "lost": "{lost}",
+        "twice": "{repeated}",
+        "apart": lambda row: row["loss_apart"],
+        "not as it should be": lambda row: ", ".join(row["faults"]) or "-",
+    }
+    wrong = sum(bool(row["faults"]) for row in data["cases"])
+    return columns("two hosts", data["cases"], cells, f"{wrong} not as they should be")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launcher", choices=("srun", "torchrun"), default="srun", help="srun: by its variables")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def benchmark(asked: Any) -> dict[str, Any]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="evenload-hosts-") as folder, Wire() as wire:
         wanted: Steps = {}
         for number, case in enumerate(CASES):
-            if number and options.only not in case.name:
+            if number and asked.only not in case.name:
                 continue
             place = Path(folder) / f"case{number}"
             place.mkdir()
-            rows.append(run(case, options.launcher, wire, place, wanted))
+            rows.append(run(case, asked.launcher, wire, place, wanted))
             wanted = wanted or steps_of(place / "log.jsonl")
             print(f"{rows[-1]['seconds']} s  {case.name}: {rows[-1]['faults'] or 'fine'}", file=sys.stderr)
             shutil.rmtree(place)
-    data = {"cases": rows}
-    if options.out:
-        options.out.write_text(json.dumps(data, indent=1))
-    emit(data, options.json, table)
+    return {"cases": rows}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, launcher=("srun", "torchrun"), only=""), benchmark, table)

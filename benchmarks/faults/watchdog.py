@@ -16,22 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import timeit
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from evenload.api import load_plugins, load_recipe
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import main, options, started
+from evenload.commands.tables.show import grid
 from evenload.core.input.format import percent
-from evenload.core.planning.setting import RECIPES
 from evenload.integrations.host.step import no_mark
 from evenload.patches import bridge_cpu
 from evenload.runtime.watchdog import marks
@@ -64,10 +60,10 @@ def threads_cpu_s() -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in watching)
 
 
-def rank_main(arguments: list[str], pairs: int, steps: int, answer: Path) -> None:
-    """One rank; the first one writes the answer."""
+def on_rank(asked: argparse.Namespace) -> None:
+    """One rank; the first one prints the answer."""
     load_plugins()
-    recipe = load_recipe(Path(arguments[0]), arguments[1:])
+    recipe, pairs, steps = load_recipe(*recipe_of(asked)), asked.pairs, asked.steps
     if recipe.trainer == "megatron":
         bridge_cpu()
     world = init_world()
@@ -119,20 +115,12 @@ def rank_main(arguments: list[str], pairs: int, steps: int, answer: Path) -> Non
         step_s, step_cpu_s = float(np.median(bare_wall)), float(np.median(bare_cpu)) / world.size
         parts = (num_marks / steps * mark["in_memory_s"] + beats * step_s) / step_cpu_s
         result = {
-            "machine": machine(world.device),
-            "host": host.describe(),
-            "ranks": world.size,
-            "pairs": pairs,
-            "steps": steps,
-            "step_s": step_s,
-            "step_cpu_s": step_cpu_s,
+            **{"machine": machine(world.device), "host": host.describe(), "ranks": world.size},
+            **{"pairs": pairs, "steps": steps, "step_s": step_s, "step_cpu_s": step_cpu_s},
             "share": {"wall": quartiles(wall / bare_wall - 1), "cpu": quartiles(cpu / bare_cpu - 1)},
-            "marks": num_marks / steps,
-            "mark": mark,
-            "threads_cpu_s_per_s": beats,
-            "of_its_parts": parts,
+            **{"marks": num_marks / steps, "mark": mark, "threads_cpu_s_per_s": beats, "of_its_parts": parts},
         }
-        answer.write_text(json.dumps(result))
+        print(json.dumps(result))
     host.close()
     close_world(world)
 
@@ -142,25 +130,13 @@ def quartiles(values: Any) -> list[float]:
     return [low, median, high]
 
 
-def benchmark(arguments: list[str], pairs: int, steps: int) -> dict[str, Any]:
-    num_ranks = load_recipe(Path(arguments[0]), arguments[1:]).min_world_size
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        job = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **job, "ANSWER": str(answer)}
-        command = [sys.executable, __file__, *arguments, "--pairs", str(pairs), "--steps", str(steps)]
-        ranks = [
-            subprocess.Popen(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=sys.stderr)
-            for rank in range(num_ranks)
-        ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            raise SystemExit("a rank failed")
-        result: dict[str, Any] = json.loads(answer.read_text())
-        return result
+def recipe_of(asked: argparse.Namespace) -> tuple[str, list[str]]:
+    named = bool(asked.words) and "=" not in asked.words[0]
+    return (asked.words[0], asked.words[1:]) if named else ("quickstart", ["data.max_length=1024", *asked.words])
+
+
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
+    return started(__file__, load_recipe(*recipe_of(asked)).min_world_size)
 
 
 def table(data: dict[str, Any]) -> Any:
@@ -185,22 +161,5 @@ def table(data: dict[str, Any]) -> Any:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="*", default=[str(RECIPES / "quickstart.yaml"), "data.max_length=1024"])
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(options.recipe, options.pairs, options.steps, Path(os.environ["ANSWER"]))
-        return
-    data = benchmark(options.recipe, options.pairs, options.steps)
-    if options.out:
-        options.out.write_text(json.dumps(data, indent=1))
-    emit(data, options.json, table)
-
-
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, words=..., pairs=30, steps=5), benchmark, table, on_rank)

@@ -10,7 +10,6 @@ ranks) makes one as it reads.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -19,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
-from evenload.commands.tables.show import emit, grid, stdout_aside
-from evenload.core.input.format import mib, seconds
+from evenload.benchmarks.frame import columns, main, options
+from evenload.commands.tables.show import stdout_aside
+from evenload.core.input.format import seconds
 
 
 class Layout(NamedTuple):
@@ -152,28 +152,28 @@ def benchmark(sizes: dict[str, int], vocabulary: int, layout: str = "tp2pp2") ->
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = ("rank", "share", "more at its peak", "in all", "largest tensor", "peak over share", "seconds")
-    rows = []
-    for rank, row in enumerate(result["ranks"]):
-        share, more = row["share_bytes"], row["more_bytes"]
-        sizes = [mib(size) for size in (share, more, share + more, row["largest_bytes"])]
-        rows.append([str(rank), *sizes, f"{1 + more / share:.2f}", seconds(row["seconds"])])
+    rows = [
+        {"rank": rank, **row, "all_bytes": row["share_bytes"] + row["more_bytes"]}
+        for rank, row in enumerate(result["ranks"])
+    ]
+    cells = {
+        "rank": "{rank}",
+        "share": "{share_bytes:mib}",
+        "more at its peak": "{more_bytes:mib}",
+        "in all": "{all_bytes:mib}",
+        "largest tensor": "{largest_bytes:mib}",
+        "peak over share": lambda row: f"{row['all_bytes'] / row['share_bytes']:.2f}",
+        "seconds": "{seconds:seconds}",
+    }
     note = f"from_pretrained of the whole model in one process: {seconds(result['from_pretrained_s'])}"
-    return grid(f"reading a folder of weights, {result['layout']}, float32, measured", head, rows, note)
+    return columns(f"reading a folder of weights, {result['layout']}, float32, measured", rows, cells, note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", choices=LAYOUTS, default="tp2pp2")
-    parser.add_argument("--kv-heads", type=int, default=8, help="Of keys and values, beside 16 for queries.")
-    parser.add_argument("--quick", action="store_true", help="A model of 0.1 M weights: whether it runs.")
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+def measured(asked: Any) -> dict[str, Any]:
     sizes, vocabulary = (QUICK, 512) if asked.quick else (SIZES, 32000)
     with stdout_aside():
-        result = benchmark({**sizes, "num_key_value_heads": asked.kv_heads}, vocabulary, asked.layout)
-    emit(result, asked.json, table)
+        return benchmark({**sizes, "num_key_value_heads": asked.kv_heads}, vocabulary, asked.layout)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, layout=tuple(LAYOUTS), kv_heads=8, quick=False), measured, table)

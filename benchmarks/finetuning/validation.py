@@ -18,18 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.tables.show import grid
-from evenload.core.input.format import seconds
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-import on_ranks
+from evenload.benchmarks.frame import columns, interval, main, options, started
 
 SAMPLES = 8
 OURS = "evenload"
@@ -89,10 +82,7 @@ def measured(job: Any, batches: int, repeats: int) -> list[dict[str, Any]]:
 
 def score(job: Any, plan: Any, draw: Any, number: int) -> Any:
     """The losses of a batch. Collective."""
-
-    def mark(where: str) -> None:
-        job.watchdog.at(where, number)
-
+    mark = lambda where: job.watchdog.at(where, number)  # noqa: E731
     return job.host.score(plan, job.tokens_of(draw), labels=job.labels_of(draw), mark=mark)
 
 
@@ -129,32 +119,24 @@ def on_rank(asked: argparse.Namespace) -> None:
 
 
 def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
-    """Of all ranks, started by torchrun."""
-    return on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], asked.ranks))
+    return started(__file__, asked.ranks)
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = ("", "tokens/s", "a batch", "padding", "evenload is faster by", "95 %", "losses apart")
-    rows = []
-    for name, of_name in result["variants"].items():
-        over, interval = of_name["over"], of_name["over"]["interval"]
-        ratio = "" if name == OURS else f"{over['median']:.2f}x"
-        ends = " .. ".join(f"{end:.2f}" for end in interval or ()) if name != OURS else ""
-        padding = f"{100 * of_name['padding_frac']:.0f} %"
-        cells = [name, of_name["tokens_per_s"], seconds(of_name["seconds"]), padding, ratio, ends]
-        rows.append([*cells, f"{of_name['apart']:.0e}"])
-    return grid(f"validation under {result['host']['trainer']}, {result['host']['device']}, measured", head, rows)
-
-
-def arguments() -> argparse.ArgumentParser:
-    own = on_ranks.parser(__doc__)
-    own.add_argument("--recipe", default="quickstart")
-    own.add_argument("--ranks", type=int, default=2)
-    own.add_argument("--batches", type=int, default=6)
-    own.add_argument("--repeats", type=int, default=2)
-    own.add_argument("settings", nargs="*", help="Overrides of the recipe.")
-    return own
+    cells = {
+        "": "{name}",
+        "tokens/s": lambda row: row["tokens_per_s"],
+        "a batch": "{seconds:seconds}",
+        "padding": lambda row: f"{100 * row['padding_frac']:.0f} %",
+        "evenload is faster by": lambda row: "" if row["name"] == OURS else f"{row['over']['median']:.2f}x",
+        "95 %": lambda row: "" if row["name"] == OURS else interval(row["over"]),
+        "losses apart": "{apart:.0e}",
+    }
+    rows = [{"name": name, **row} for name, row in result["variants"].items()]
+    host = result["host"]
+    return columns(f"validation under {host['trainer']}, {host['device']}, measured", rows, cells)
 
 
 if __name__ == "__main__":
-    on_ranks.main(arguments(), on_rank, benchmark, table)
+    own = options(__doc__, recipe="quickstart", ranks=2, batches=6, repeats=2, settings=...)
+    main(own, benchmark, table, on_rank)

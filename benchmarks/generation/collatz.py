@@ -19,17 +19,9 @@ import transformers
 
 END, PADDING, BELOW = 10, 0, 1000
 CONFIG = {
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": END,
-    "pad_token_id": PADDING,
+    **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048},
+    **{"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": END, "pad_token_id": PADDING},
 }
 
 
@@ -84,15 +76,10 @@ def train(folder: Path, steps: int, batch: int = 16) -> float:
     return float(loss.detach())
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    train(arguments.out, arguments.steps, arguments.batch)
-
-
-if __name__ == "__main__":
-    main()
+    train(**{"folder" if name == "out" else name: value for name, value in vars(parser.parse_args()).items()})

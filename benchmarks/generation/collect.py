@@ -15,18 +15,15 @@ CPU s     of the command, which loads the model, too
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import columns, command, main, options
 
 RECIPE: dict[str, Any] = {
     "trainer": "megatron",
@@ -75,14 +72,9 @@ def write(folder: Path, prompts: int, steps: int) -> None:
 def run(folder: Path, *words: str) -> tuple[dict[str, Any], float]:
     """What a command of evenload prints as JSON, and its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "evenload", *words, "--json"]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1", **os.environ}
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-2000:]}")
+    result = command(*words, folder=folder)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return json.loads(done.stdout), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return result, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def rules(quick: bool) -> dict[str, tuple[int, Rule]]:
@@ -131,28 +123,16 @@ def measured(folder: Path, quick: bool) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = (
-        "rule",
-        "right",
-        "tokens",
-        "work over all of as many",
-        "tokens of one that votes",
-        "score kept / all",
-        "CPU s",
-    )
-    cells = [
-        (
-            row["rule"],
-            f"{100 * row['right']:.1f} %",
-            f"{row['tokens']:,}",
-            "" if row["work"] is None else f"{row['work']:.2f}x {row['beside']}",
-            f"{row['kept_tokens']:.0f}",
-            _scores(row["collected"]),
-            f"{row['cpu_s']:.0f}",
-        )
-        for row in result["rows"]
-    ]
-    return grid("samples that are kept, measured", head, cells, f"{result['prompts']} prompts")
+    cells = {
+        "rule": "{rule}",
+        "right": "{right:percent}",
+        "tokens": "{tokens:,}",
+        "work over all of as many": lambda row: "" if row["work"] is None else f"{row['work']:.2f}x {row['beside']}",
+        "tokens of one that votes": "{kept_tokens:.0f}",
+        "score kept / all": lambda row: _scores(row["collected"]),
+        "CPU s": "{cpu_s:.0f}",
+    }
+    return columns("samples that are kept, measured", result["rows"], cells, f"{result['prompts']} prompts")
 
 
 def _scores(collected: dict[str, Any] | None) -> str:
@@ -171,26 +151,19 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row["beside"] = able[0][1] if tells else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/collect"))
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--prompts", type=int, default=96)
-    parser.add_argument("--quick", action="store_true", help="Few steps, few prompts, two rules.")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    prompts, steps = (3, 2) if options.quick else (options.prompts, options.steps)
-    write(options.folder, prompts, steps)
-    trained, train_s = run(options.folder, "train", "recipe.yaml")
+def benchmark(asked: Any) -> dict[str, Any]:
+    prompts, steps = (3, 2) if asked.quick else (asked.prompts, asked.steps)
+    write(asked.folder, prompts, steps)
+    trained, train_s = run(asked.folder, "train", "recipe.yaml")
     losses = [row["loss"] for row in trained["steps"]]
-    rows = measured(options.folder, options.quick)
+    rows = measured(asked.folder, asked.quick)
     compare(rows)
-    result = {"prompts": prompts, "loss": losses[-1] if losses else None, "train_s": train_s, "rows": rows}
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, options.json, table)
+    return {"prompts": prompts, "loss": losses[-1] if losses else None, "train_s": train_s, "rows": rows}
+
+
+def arguments() -> Any:
+    return options(__doc__, folder=Path("runs/collect"), steps=600, prompts=96, quick=False)
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(), benchmark, table)

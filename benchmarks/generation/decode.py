@@ -14,8 +14,6 @@ which alternate.
 from __future__ import annotations
 
 import argparse
-import platform
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from evenload.api import load_recipe
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import columns, machine, main, options
 from evenload.core.plan.step_plan import MicroBatch, Slice
 from evenload.patches import bridge_cpu
 from evenload.runtime.attention.pack import build_pack
@@ -137,27 +135,19 @@ def measured(trainer: str, arguments: argparse.Namespace) -> list[dict[str, Any]
 
 
 def table(result: dict[str, Any]) -> Any:
-    names = ("trainer", "slots", "step", "model", "products", "packing", "over one slot", "by packs")
     keys = ("step", "model", "products", "packing", "over_one_slot", "by_packs")
-    rows = [(row["trainer"], str(row["slots"]), *(f"{row[key]:.2f}" for key in keys)) for row in result["rows"]]
-    return grid("CPU ms of a decode step", names, rows, f"torch {result['torch']}, {result['machine']}, one thread")
+    cells = {"trainer": "{trainer}", "slots": "{slots}", **{key.replace("_", " "): f"{{{key}:.2f}}" for key in keys}}
+    about = f"torch {result['torch']}, {result['machine']}, one thread"
+    return columns("CPU ms of a decode step", result["rows"], cells, about)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--trainers", nargs="+", default=["megatron", "deepspeed"])
-    parser.add_argument("--slots", nargs="+", type=int, default=[1, 8, 64])
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--float64", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     bridge_cpu()
-    rows = [row for trainer in arguments.trainers for row in measured(trainer, arguments)]
-    emit({"rows": rows, "torch": torch.__version__, "machine": platform.machine()}, arguments.json, table)
+    rows = [row for trainer in asked.trainers for row in measured(trainer, asked)]
+    return {"rows": rows, "torch": torch.__version__, "machine": machine()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sizes = {"slots": [1, 8, 64], "prompt": 64, "tokens": 48, "repeats": 5, "float64": False}
+    main(options(__doc__, trainers=["megatron", "deepspeed"], **sizes), benchmark, table)

@@ -29,13 +29,11 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
 import numpy as np
 import torch
 import transformers
-from collatz import BELOW, END, PADDING, prompt_of, train
-from on_ranks import begun, main, parser, result_of
+from evenload.benchmarks.frame import begun, columns, main, options, result_of
+from evenload.benchmarks.generation.collatz import BELOW, END, PADDING, prompt_of, train
 
 RANKS = 2
 Lengths = list[int]
@@ -235,37 +233,24 @@ def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    from evenload.commands.tables.show import grid
-
-    head = ("trainer", "variant", "samples", "mean", "longest", "tokens/s", "each", "CPU s", "wall s", "idle", "load")
-    rows = [
-        (
-            row["trainer"],
-            row["variant"],
-            str(row["samples"]),
-            f"{row['mean']:.0f}",
-            str(row["longest"]),
-            f"{row['rate']:.0f}",
-            f"{min(row['rates']):.0f}-{max(row['rates']):.0f}",
-            f"{row['cpu_s']:.1f}",
-            f"{row['wall_s']:.1f}",
-            f"{row['idle']:.0%}",
-            f"{row['load']:.0f}",
-        )
-        for row in result["rows"]
-    ]
-    return grid(f"Rollouts on {RANKS} ranks, limit {result['limit']}", head, rows, f"torch {result['torch']}")
-
-
-def arguments() -> argparse.ArgumentParser:
-    own = parser(__doc__)
-    own.add_argument("--weights", type=Path, help="A folder of collatz.py; default: one is trained first.")
-    own.add_argument("--trainers", nargs="+", default=["deepspeed", "megatron"])
-    for name, default in (("prompts", 16), ("samples", 8), ("slots", 64), ("limit", 1024), ("repeats", 3)):
-        own.add_argument(f"--{name}", type=int, default=default)
-    own.add_argument("--quick", action="store_true", help="Few tokens of a model that is not trained.")
-    return own
+    cells = {
+        "trainer": "{trainer}",
+        "variant": "{variant}",
+        "samples": "{samples}",
+        "mean": "{mean:.0f}",
+        "longest": "{longest}",
+        "tokens/s": "{rate:.0f}",
+        "each": lambda row: f"{min(row['rates']):.0f}-{max(row['rates']):.0f}",
+        "CPU s": "{cpu_s:.1f}",
+        "wall s": "{wall_s:.1f}",
+        "idle": "{idle:.0%}",
+        "load": "{load:.0f}",
+    }
+    title = f"Rollouts on {RANKS} ranks, limit {result['limit']}"
+    return columns(title, result["rows"], cells, f"torch {result['torch']}")
 
 
 if __name__ == "__main__":
-    main(arguments(), on_rank, benchmark, table)
+    sizes = {"prompts": 16, "samples": 8, "slots": 64, "limit": 1024, "repeats": 3}
+    own = options(__doc__, weights=Path, trainers=["deepspeed", "megatron"], **sizes, quick=False)
+    main(own, on_rank=on_rank, benchmark=benchmark, table=table)

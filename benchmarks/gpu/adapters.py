@@ -20,13 +20,12 @@ matrices: bf16 parity is evenload's beside the loop's. Times are medians of runs
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, columns, options, show
+from evenload.benchmarks.gpu.card import about, asked_for, device_here, milliseconds, relative
 from evenload.core.recipe.adapter import Adapter
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.runtime.adapters.places import Place, Site
@@ -34,7 +33,6 @@ from evenload.runtime.adapters.product import TenantSpan, added
 from evenload.runtime.adapters.tenant import TenantAdapter
 from torch import Tensor
 
-RUNS = 20
 ALPHA = 32.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ALIGNED = 16
@@ -178,79 +176,38 @@ VARIANTS = {"bare": base_alone, "evenload": evenload, "loop": loop, "grouped": g
 def errors(case: Case, names: Sequence[str]) -> dict[str, float]:
     """The largest relative error of what each variant gives, against float64 of the same values."""
     exact = loop(Case(*(tensor.double() for tensor in case[:-1]), case.sizes)).passes()  # type: ignore[arg-type]
-    result = {}
-    for name in names:
-        pairs = zip(VARIANTS[name](case).passes(), exact, strict=True)
-        result[name] = max(float((own.double() - right).norm() / right.norm()) for own, right in pairs)
-    return result
+    return {name: max(map(relative, VARIANTS[name](case).passes(), exact)) for name in names}
 
 
-def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Median of `RUNS` runs."""
-    times = []
-    for _ in range(RUNS + 2):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[2:])
-
-
-def measured(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    rows = []
-    for tenants in (int(word) for word in asked.tenants.split(",")):
-        case = case_of(asked, tenants, device)
-        row: dict[str, Any] = {"tenants": tenants, "tokens": len(case.x_TC), "ms": {}, "error": {}}
-        for name, variant in VARIANTS.items():
-            if name == "grouped" and case.x_TC.dtype != torch.bfloat16:
-                continue
-            row["ms"][name] = milliseconds(variant(case).run, device)
-        row["error"] = errors(case, [name for name in row["ms"] if name != "bare"])
-        rows.append(row)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    sizes = {key: getattr(asked, key) for key in ("hidden", "rank", "dtype")}
-    return {"device": name, "torch": torch.__version__, **sizes, "rows": rows}
-
-
-def table(result: dict[str, Any]) -> Any:
-    rows = []
-    for row in result["rows"]:
-        times, base = row["ms"], row["ms"]["bare"]
-        cells = [str(row["tenants"]), f"{row['tokens']:,}", f"{base:.2f} ms"]
-        for name in list(VARIANTS)[1:]:
-            known = name in times
-            cells += [f"{times[name]:.2f} ms, {times[name] / base:.2f}x" if known else ""]
-        errors = [f"{name} {error:.1e}" for name, error in row["error"].items()]
-        rows.append([*cells, "\n".join(errors)])
-    head = ("tenants", "tokens", "bare", "evenload, over bare", "loop", "grouped", "error")
-    title = f"adapters of rank {result['rank']} on a layer of {result['hidden']}"
-    return grid(f"{title}, {result['dtype']}, {result['device']}, measured", head, rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--tenants", default="1,8,64")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    if not (torch.cuda.is_available() or asked.tiny):
-        raise SystemExit("there is no CUDA device here; --tiny tries the script out on a CPU")
+def benchmark(asked: argparse.Namespace) -> Row:
     if asked.tiny:
         asked.hidden, asked.tokens = 64, 256
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    emit(measured(asked, device), asked.json, table)
+    device, rows = device_here(), []
+    for tenants in asked.tenants:
+        case = case_of(asked, tenants, device)
+        names = [name for name in VARIANTS if name != "grouped" or case.x_TC.dtype == torch.bfloat16]
+        ms = {name: milliseconds(VARIANTS[name](case).run, device) for name in names}
+        row = {"tenants": tenants, "tokens": len(case.x_TC), "ms": ms, "error": errors(case, names[1:])}
+        rows.append(row)
+    return {**about(device), **{key: getattr(asked, key) for key in ("hidden", "rank", "dtype")}, "rows": rows}
+
+
+def table(result: Row) -> Any:
+    def over_bare(name: str) -> Any:
+        def cell(row: Row) -> str:
+            ms = row["ms"].get(name)
+            return f"{ms:.2f} ms, {ms / row['ms']['bare']:.2f}x" if ms else ""
+
+        return cell
+
+    cells = {"tenants": "{tenants}", "tokens": "{tokens:,}", "bare": "{ms[bare]:.2f} ms"}
+    cells |= {head: over_bare(head.partition(",")[0]) for head in ("evenload, over bare", "loop", "grouped")}
+    cells |= {"error": lambda row: "\n".join(f"{name} {error:.1e}" for name, error in row["error"].items())}
+    title = f"adapters of rank {result['rank']} on a layer of {result['hidden']}"
+    return columns(f"{title}, {result['dtype']}, {result['device']}, measured", result["rows"], cells)
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {"hidden": 4096, "tokens": 16384, "tenants": [1, 8, 64], "rank": 16, "dtype": tuple(DTYPES)}
+    asked = asked_for(options(__doc__, **sizes, tiny=False))
+    show(benchmark(asked), asked, table)

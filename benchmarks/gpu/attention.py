@@ -10,20 +10,30 @@ CPU). TFLOP/s count two multiply-adds a hidden unit and causal (query, key) pair
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, main, options
+from evenload.benchmarks.gpu.card import (
+    GROUPS,
+    HEAD_DIM,
+    HEADS,
+    about,
+    attempted,
+    device_here,
+    half_on,
+    milliseconds,
+    named,
+    relative_by_name,
+    with_failures,
+)
 from evenload.runtime.attention.kernels import KERNELS, Kernel, KernelCall
 from torch import Tensor
 
-HEADS, GROUPS, HEAD_DIM = 32, 8, 64
-"""Of recipes/gpu-node.yaml."""
 RUNS = 10
 ERROR_LENGTH = 512
 
@@ -79,39 +89,16 @@ def errors(kernel: Kernel, lengths: list[int], dtype: torch.dtype, device: torch
     got = gradients(lambda q, k, v: kernel.run(call._replace(q_THD=q, k_TGD=k, v_TGD=v)), call[:3], weight)
     exact = tuple(x.double() for x in call[:3])
     want = gradients(lambda q, k, v: dense(q, k, v, borders), exact, weight.double())
-    return {
-        name: float((a.double() - b).norm() / b.norm())
-        for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True)
-    }
-
-
-def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Median of `RUNS` runs."""
-    times = []
-    for run in range(RUNS + 2):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            taken = float(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            work()
-            taken = 1e3 * (time.perf_counter() - began)
-        if run >= 2:
-            times.append(taken)
-    return statistics.median(times)
+    return relative_by_name(("out", "dq", "dk", "dv"), got, want)
 
 
 def measure(kernel: Kernel, lengths: list[int], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Error and speed of one kernel on one layout."""
     call, weight = inputs(lengths, dtype, device)
     leaves = tuple(x.requires_grad_() for x in call[:3])
-    forward_ms = milliseconds(lambda: kernel.run(call), device)
+    forward_ms = milliseconds(lambda: kernel.run(call), device, RUNS)
     out = kernel.run(call)
-    backward_ms = milliseconds(lambda: torch.autograd.grad(out, leaves, weight, retain_graph=True), device)
+    backward_ms = milliseconds(lambda: torch.autograd.grad(out, leaves, weight, retain_graph=True), device, RUNS)
     flops = 4 * HEADS * HEAD_DIM * sum(0.5 * n * (n + 1) for n in lengths)
     return {
         "forward_ms": forward_ms,
@@ -122,56 +109,31 @@ def measure(kernel: Kernel, lengths: list[int], dtype: torch.dtype, device: torc
     }
 
 
-def benchmark(device: torch.device, tokens: int) -> dict[str, Any]:
+def benchmark(asked: argparse.Namespace) -> Row:
     """All kernels that take bf16 (float32 on the CPU) here, on all layouts. A kernel that fails is recorded."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = []
+    device = torch.device(asked.device or device_here())
+    dtype, rows = half_on(device), []
     for kernel in KERNELS:
-        if not (kernel.supports(dtype, device, HEAD_DIM) and kernel.available()):
-            continue
-        for name, lengths in layouts(tokens).items():
-            row = {"kernel": kernel.name, "layout": name, "segments": len(lengths), "tokens": sum(lengths)}
-            try:
-                row |= measure(kernel, lengths, dtype, device)
-            except Exception as error:
-                row["failed"] = f"{type(error).__name__}: {error}"[:500]
-            rows.append(row)
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "dtype": str(dtype).removeprefix("torch."),
-        "heads": [HEADS, GROUPS, HEAD_DIM],
-        "rows": rows,
+        if kernel.supports(dtype, device, HEAD_DIM) and kernel.available():
+            for name, lengths in layouts(asked.tokens).items():
+                row = {"kernel": kernel.name, "layout": name, "segments": len(lengths), "tokens": sum(lengths)}
+                rows.append(attempted(row, partial(measure, kernel, lengths, dtype, device)))
+    return {**about(device), "dtype": named(dtype), "heads": [HEADS, GROUPS, HEAD_DIM], "rows": rows}
+
+
+def table(result: Row) -> Any:
+    cells = {
+        "kernel": "{kernel}",
+        "layout": "{layout} ({segments})",
+        "forward ms": lambda row: row["forward_ms"],
+        "backward ms": lambda row: row["backward_ms"],
+        "TFLOP/s": lambda row: row["forward_tflops"],
+        "backward": lambda row: row["backward_tflops"],
+        "largest error": lambda row: f"{max(row['error'].values()):.1e}",
     }
-
-
-def table(result: dict[str, Any]) -> Any:
-    head = ("kernel", "layout", "forward ms", "backward ms", "TFLOP/s", "backward", "largest error")
-    rows = [
-        (r["kernel"], r["layout"], r["failed"], "", "", "", "")
-        if "failed" in r
-        else (
-            r["kernel"],
-            f"{r['layout']} ({r['segments']})",
-            r["forward_ms"],
-            r["backward_ms"],
-            r["forward_tflops"],
-            r["backward_tflops"],
-            f"{max(r['error'].values()):.1e}",
-        )
-        for r in result["rows"]
-    ]
-    return grid(f"packed attention on {result['device']}, {result['dtype']}, torch {result['torch']}", head, rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, default=32768)
-    arguments = parser.parse_args()
-    emit(benchmark(torch.device(arguments.device), arguments.tokens), arguments.json, table)
+    title = f"packed attention on {result['device']}, {result['dtype']}, torch {result['torch']}"
+    return with_failures(title, result["rows"], cells, about=2)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, device="", tokens=32768), benchmark, table)

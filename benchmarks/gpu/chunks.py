@@ -18,18 +18,18 @@ longer a chunk waits for its backward.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import statistics
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, options, show
+from evenload.benchmarks.gpu.card import asked_for, attempted, wall_s, with_failures
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.costs import Costs
 from evenload.core.costs.memory import peak_activation_bytes
@@ -76,15 +76,10 @@ class Shape(NamedTuple):
 
     @property
     def recipe(self) -> Recipe:
+        heads = {"num_attention_heads": self.heads, "num_query_groups": self.groups, "vocab_size": self.vocabulary}
         return parse(
             {
-                "model": {
-                    "num_layers": self.layers,
-                    "hidden_size": self.hidden,
-                    "num_attention_heads": self.heads,
-                    "num_query_groups": self.groups,
-                    "vocab_size": self.vocabulary,
-                },
+                "model": {"num_layers": self.layers, "hidden_size": self.hidden, **heads},
                 "data": {"max_length": self.tokens},
                 "parallel": {"dp": 1},
                 "train": {"dtype": self.dtype, "global_batch_size": 1 + PACKS * SHORT},
@@ -118,14 +113,8 @@ class Shape(NamedTuple):
     def cases(self) -> list[Case]:
         """Shapes to fit costs on, little work first."""
         n = self.chunk
-        return [
-            Case(1, n // 4),
-            Case(4, n // 4),
-            Case(1, n, count=2),
-            Case(1, 2 * n),
-            Case(1, 4 * n, cuts=4),
-            Case(2, 2 * n, cuts=2),
-        ]
+        whole = [Case(1, n // 4), Case(4, n // 4), Case(1, n, count=2), Case(1, 2 * n)]
+        return [*whole, Case(1, 4 * n, cuts=4), Case(2, 2 * n, cuts=2)]
 
 
 def costs_here(job: Job, shape: Shape) -> Costs:
@@ -145,7 +134,7 @@ def costs_here(job: Job, shape: Shape) -> Costs:
     )
 
 
-def row_of(name: str, plan: StepPlan, job: Job, context: PlanningContext) -> dict[str, Any]:
+def row_of(plan: StepPlan, job: Job, context: PlanningContext) -> Row:
     """One plan, predicted and measured."""
     predicted = {
         "predicted_s": simulate(plan, context, record=False).step_s,
@@ -157,30 +146,19 @@ def row_of(name: str, plan: StepPlan, job: Job, context: PlanningContext) -> dic
     with Levels(device) as levels:
         result = job.host.train_step(plan, tokens_of, lr=0.0)
     peak = levels.read()[1]
-    times = []
-    for _ in range(RUNS):
-        wait(device)
-        began = time.perf_counter()
-        job.host.train_step(plan, tokens_of, lr=0.0)
-        wait(device)
-        times.append(time.perf_counter() - began)
-    measured = {"measured_s": statistics.median(times), "measured_bytes": peak}
-    return {"recomputed": name, **predicted, **measured, "loss": result.loss, "grad_norm": result.grad_norm}
+    measured_s = wall_s(lambda: job.host.train_step(plan, tokens_of, lr=0.0), device, RUNS)
+    measured = {"measured_s": measured_s, "measured_bytes": peak}
+    return {**predicted, **measured, "loss": result.loss, "grad_norm": result.grad_norm}
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def benchmark(shape: Shape, world: World, limit_s: float) -> dict[str, Any]:
+def benchmark(shape: Shape, world: World, limit_s: float) -> Row:
     """A row for each choice of layers; one that memory or time does not allow has ``failed``."""
     from evenload.integrations.megatron import open_host
 
     until = time.monotonic() + limit_s
     recipe, source = shape.recipe, None
     host = open_host(recipe, world)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with Watchdog() as watchdog:
         chain = PlanChain.of_recipe(recipe, recipe.layout(world.size))
         job = Job(recipe, world, host, chain, watchdog, source)  # type: ignore[arg-type]  # tokens are random
@@ -188,74 +166,48 @@ def benchmark(shape: Shape, world: World, limit_s: float) -> dict[str, Any]:
         context = replace(chain.context, costs=stage_costs(Setting.of_recipe(recipe), costs, chain.context.layout))
         for name, plan in shape.recomputed(shape.plan(limits_of(Setting.of_recipe(recipe), context))):
             watchdog.at(f"recomputing {name}")
-            if time.monotonic() > until:
-                rows.append({"recomputed": name, "failed": "no time left"})
-                continue
-            try:
-                rows.append(row_of(name, plan, job, context))
-            except torch.OutOfMemoryError as error:
-                rows.append({"recomputed": name, "failed": str(error).partition(".")[0]})
-                torch.cuda.empty_cache()
+            rows.append(attempted({"recomputed": name}, partial(row_of, plan, job, context), until))
     host.close()
     ran = [row for row in rows if "failed" not in row]
     for row in ran:
         row["time_error"] = row["predicted_s"] / row["measured_s"] - 1
         row["bytes_error"] = row["predicted_bytes"] / row["measured_bytes"] - 1
         row["grad_norm_rel_diff"] = abs(row["grad_norm"] / ran[0]["grad_norm"] - 1)
-    return {
-        "device": machine(world.device),
-        "torch": torch.__version__,
-        "shape": shape._asdict(),
-        "costs": costs.model_dump(exclude_none=True),
-        "rows": rows,
+    where = {"device": machine(world.device), "torch": torch.__version__, "shape": shape._asdict()}
+    return {**where, "costs": costs.model_dump(exclude_none=True), "rows": rows}
+
+
+def table(result: Row) -> Any:
+    cells = {
+        "recomputed": "{recomputed}",
+        "step s, predicted": "{predicted_s:.3f}",
+        "step s, measured": "{measured_s:.3f}",
+        "step error": "{time_error:+.1%}",
+        "MiB, predicted": lambda row: f"{row['predicted_bytes'] / 2**20:.1f}",
+        "MiB, measured": lambda row: f"{row['measured_bytes'] / 2**20:.1f}",
+        "MiB error": "{bytes_error:+.1%}",
+        "grad norm": "{grad_norm_rel_diff:.1e}",
     }
-
-
-def table(result: dict[str, Any]) -> Any:
-    rows = [
-        (row["recomputed"], row["failed"], *[""] * 6)
-        if "failed" in row
-        else (
-            row["recomputed"],
-            f"{row['predicted_s']:.3f}",
-            f"{row['measured_s']:.3f}",
-            f"{row['time_error']:+.1%}",
-            f"{row['predicted_bytes'] / 2**20:.1f}",
-            f"{row['measured_bytes'] / 2**20:.1f}",
-            f"{row['bytes_error']:+.1%}",
-            f"{row['grad_norm_rel_diff']:.1e}",
-        )
-        for row in result["rows"]
-    ]
     shape = Shape(**result["shape"])
     title = (
         f"a stage of {shape.layers} layers on {result['device']}, torch {result['torch']}: "
         f"{shape.tokens} tokens in {shape.chunks} chunks, {PACKS} packs of short ones"
     )
-    head = ("recomputed", "step s, predicted", "measured", "error", "MiB, predicted", "measured", "error", "grad norm")
-    return grid(title, head, rows)
+    return with_failures(title, result["rows"], cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tokens", type=int, default=32768, help="Of the long sequence.")
-    parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
-    parser.add_argument("--tiny", action="store_true", help="A model that a CPU runs.")
-    arguments = parser.parse_args()
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("there is no CUDA device here; --tiny --tokens 512 tries the script out on a CPU")
+def measured(asked: Any) -> Row:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed|torch)\.")
     bridge_cpu()
-    shape = Shape(arguments.tokens, arguments.chunks)
-    if arguments.tiny:
+    shape = Shape(asked.tokens, asked.chunks)
+    if asked.tiny:
         shape = shape._replace(layers=2, hidden=64, heads=4, groups=2, vocabulary=256, dtype="fp32")
     world = init_world()
-    result = benchmark(shape, world, arguments.limit)
+    result = benchmark(shape, world, asked.limit)
     close_world(world)
-    emit(result, arguments.json, table)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    asked = asked_for(options(__doc__, tokens=32768, chunks=8, limit=float("inf"), tiny=False))
+    show(measured(asked), asked, table)

@@ -14,17 +14,29 @@ out without a GPU, in float32.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, options, show
+from evenload.benchmarks.gpu.card import (
+    GROUPS,
+    HEAD_DIM,
+    HEADS,
+    about,
+    asked_for,
+    attempted,
+    device_here,
+    half_on,
+    milliseconds,
+    relative,
+    with_failures,
+)
 from evenload.core.plan.step_plan import Slice
 from evenload.runtime.attention.block_tables import BlockTables
 from evenload.runtime.attention.cached import DECODERS, DecodeCall, DecodeKernel, block_tokens_on
@@ -34,7 +46,7 @@ from evenload.runtime.generate.engine import Decoder, generate
 from evenload.runtime.generate.request import Generation, Request
 from torch import Tensor
 
-HEADS, GROUPS, DIM, PROMPT, RUNS = 32, 8, 64, 128, 20
+DIM, PROMPT = HEAD_DIM, 128
 
 
 def lengths_of(rows: int, keys: int) -> dict[str, list[int]]:
@@ -69,34 +81,12 @@ def exact(call: DecodeCall) -> Tensor:
     return torch.stack(out)
 
 
-def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    times = []
-    for _ in range(RUNS + 2):
-        began = time.perf_counter()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if device.type == "cuda" else (None, None)
-        if start is not None:
-            start.record()
-        work()
-        if start is None or end is None:
-            times.append(1e3 * (time.perf_counter() - began))
-        else:
-            end.record()
-            end.synchronize()
-            times.append(float(start.elapsed_time(end)))
-    return statistics.median(times[2:])
-
-
-def kernel_row(kernel: DecodeKernel, name: str, call: DecodeCall, device: torch.device) -> dict[str, Any]:
+def kernel_row(kernel: DecodeKernel, call: DecodeCall, device: torch.device) -> Row:
     keys = sum(piece.stop for piece in call.rows.slices)
-    row = {"kernel": kernel.name, "rows": name, "keys": keys}
-    try:
-        out, want = kernel.run(call), exact(call)
-        taken = milliseconds(lambda: kernel.run(call), device)
-        moved = 2 * keys * GROUPS * DIM * call.q_BHD.element_size()
-        error = float((out.double() - want).norm() / want.norm())
-        return row | {"error": error, "ms": taken, "gb_per_s": moved / taken / 1e6}
-    except Exception as failure:
-        return row | {"failed": f"{type(failure).__name__}: {failure}"[:500]}
+    error = relative(kernel.run(call), exact(call))
+    taken = milliseconds(lambda: kernel.run(call), device)
+    moved = 2 * keys * GROUPS * DIM * call.q_BHD.element_size()
+    return {"keys": keys, "error": error, "ms": taken, "gb_per_s": moved / taken / 1e6}
 
 
 def model_of(asked: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Any:
@@ -152,47 +142,32 @@ def vllm_rate(model: Any, asked: argparse.Namespace) -> float:
         return count / (time.perf_counter() - begin)
 
 
-def measured(asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+def benchmark(asked: argparse.Namespace) -> Row:
+    if asked.tiny:
+        asked.rows, asked.keys, asked.layers, asked.tokens = 4, 70, 1, 3
+    device = device_here()
+    dtype = half_on(device)
     calls = {name: call_of(lengths, dtype, device) for name, lengths in lengths_of(asked.rows, asked.keys).items()}
     there = [row for row in DECODERS if row.supports(dtype, device, DIM) and row.available()]
-    rows = [kernel_row(kernel, name, call, device) for kernel in there for name, call in calls.items()]
+    rows = [
+        attempted({"kernel": kernel.name, "rows": name}, partial(kernel_row, kernel, call, device))
+        for kernel in there
+        for name, call in calls.items()
+    ]
     model = model_of(asked, dtype, device)
     rates = {"evenload": own_rate(model, asked, device)}
     if device.type == "cuda" and find_spec("vllm"):
-        try:
-            rates["vllm"] = vllm_rate(model, asked)
-        except Exception as failure:
-            rates["vllm failed"] = f"{type(failure).__name__}: {failure}"[:500]  # type: ignore[assignment]
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "rows": rows, "tokens_per_s": rates}
+        rates = attempted(rates, lambda: {"vllm": vllm_rate(model, asked)})
+    return {**about(device), "rows": rows, "tokens_per_s": rates}
 
 
-def table(result: dict[str, Any]) -> Any:
-    rows = [
-        (row["kernel"], row["rows"], row["failed"], "", "")
-        if "failed" in row
-        else (row["kernel"], row["rows"], f"{row['ms']:.3f}", f"{row['gb_per_s']:.0f}", f"{row['error']:.1e}")
-        for row in result["rows"]
-    ]
-    about = f"tokens a second of a rollout: {result['tokens_per_s']}"
-    return grid(f"rows of one token on {result['device']}", ("kernel", "rows", "ms", "GB/s", "error"), rows, about)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rows", 64), ("keys", 4096), ("layers", 16), ("tokens", 512), ("limit", 60)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    if not (torch.cuda.is_available() or asked.tiny):
-        raise SystemExit("there is no CUDA device here; --tiny tries the script out on a CPU")
-    if asked.tiny:
-        asked.rows, asked.keys, asked.layers, asked.tokens = 4, 70, 1, 3
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    emit(measured(asked, device), asked.json, table)
+def table(result: Row) -> Any:
+    cells = {"kernel": "{kernel}", "rows": "{rows}", "ms": "{ms:.3f}", "GB/s": "{gb_per_s:.0f}", "error": "{error:.1e}"}
+    caption = f"tokens a second of a rollout: {result['tokens_per_s']}"
+    return with_failures(f"rows of one token on {result['device']}", result["rows"], cells, caption, about=2)
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {"rows": 64, "keys": 4096, "layers": 16, "tokens": 512, "limit": 60}
+    asked = asked_for(options(__doc__, **sizes, tiny=False))
+    show(benchmark(asked), asked, table)

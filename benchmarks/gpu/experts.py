@@ -14,17 +14,15 @@ Times are medians of runs after two to warm up, by CUDA events (wall time on the
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, options, show
+from evenload.benchmarks.gpu.card import about, asked_for, device_here, half_on, milliseconds, relative
+from evenload.commands.tables.show import grid
 from evenload.core.experts.exact import exact_quotas
 from evenload.core.experts.messages import hops_of
 from evenload.core.plan.expert_policy import ExpertPolicy
@@ -34,7 +32,6 @@ from torch import Tensor
 
 SIZES = ((8, 64), (64, 128), (256, 256))
 """Ranks and experts."""
-RUNS = 20
 
 
 def counts_of(ranks: int, experts: int) -> Tensor:
@@ -42,24 +39,6 @@ def counts_of(ranks: int, experts: int) -> Tensor:
     draw = np.random.default_rng(0)
     shares = draw.dirichlet(np.arange(1, experts + 1) ** -0.9 * 20, size=ranks)
     return torch.from_numpy(np.stack([draw.multinomial(65536, share) for share in shares]))
-
-
-def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Median of `RUNS` runs."""
-    times = []
-    for _ in range(RUNS + 2):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[2:])
 
 
 def planning(ranks: int, experts: int, device: torch.device) -> dict[str, Any]:
@@ -85,7 +64,7 @@ def planning(ranks: int, experts: int, device: torch.device) -> dict[str, Any]:
 
 def products(device: torch.device, hidden: int, ffn: int, own: int, copies: int, tokens: int) -> dict[str, Any]:
     """One product of the experts at home and of copies, whose weights lie elsewhere until they are joined."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = half_on(device)
     draw = torch.Generator().manual_seed(0)
     home, away = (torch.randn(n, hidden, ffn, generator=draw).to(device, dtype) for n in (own, copies))
     sizes = torch.full((own + copies,), tokens // (own + copies), dtype=torch.int32)
@@ -104,14 +83,14 @@ def products(device: torch.device, hidden: int, ffn: int, own: int, copies: int,
     row: dict[str, Any] = {"own": own, "copies": copies, "tokens": len(x), "dtype": str(dtype)}
     for name, work in (("each", each), ("grouped", grouped)):
         row[f"{name}_ms"] = milliseconds(work, device)
-        row[f"{name}_error"] = float((work().double() - exact).norm() / exact.norm())
+        row[f"{name}_error"] = relative(work(), exact)
     return row
 
 
 def fetch(device: torch.device, hidden: int, ffn: int, own: int, tokens: int) -> dict[str, Any]:
     """Every rank has a copy of the next rank's first expert."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = half_on(device)
     experts = [[torch.randn(3, hidden, ffn).to(device, dtype).requires_grad_()] for _ in range(own)]
     copies = tuple(((r + 1) % ranks * own,) for r in range(ranks))
     journey = Journey(hops_of(copies, own), copies[rank], rank * own, own, rank, dist.group.WORLD)
@@ -136,11 +115,10 @@ def fetch(device: torch.device, hidden: int, ffn: int, own: int, tokens: int) ->
     }
 
 
-def benchmark(device: torch.device, tiny: bool) -> dict[str, Any]:
+def benchmark(device: torch.device, tiny: bool) -> Row:
     hidden, ffn, tokens = (64, 96, 512) if tiny else (4096, 1536, 65536)
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
+    result: Row = {
+        **about(device),
         "planning": [planning(*size, device) for size in SIZES],
         "products": [products(device, hidden, ffn, own, copies, tokens) for own, copies in ((16, 0), (16, 2), (2, 1))],
     }
@@ -161,19 +139,13 @@ def table(result: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="Sizes that a CPU runs.")
-    arguments = parser.parse_args()
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("there is no CUDA device here; --tiny tries the script out on a CPU")
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    asked, local = asked_for(options(__doc__, tiny=False)), int(os.environ.get("LOCAL_RANK", 0))
+    device = device_here(local)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    result = benchmark(device, arguments.tiny)
+    result = benchmark(device, asked.tiny)
     if local == 0:
-        emit(result, arguments.json, table)
+        show(result, asked, table)
     if dist.is_initialized():
         dist.destroy_process_group()
 

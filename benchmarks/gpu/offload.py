@@ -23,11 +23,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, options, show
+from evenload.benchmarks.gpu.card import (
+    about,
+    asked_for,
+    attempted,
+    device_here,
+    half_on,
+    relative,
+    wall_s,
+    with_failures,
+)
 from evenload.core.costs.offload import offload_share
 from evenload.runtime.attention.kernels import KernelCall, choose_kernel
 from evenload.runtime.measure.memory import Levels
@@ -83,7 +94,7 @@ class Step:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.device = device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = half_on(device)
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers)).to(device, dtype)
         self._input = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype)
@@ -108,23 +119,6 @@ class Step:
         return [p.grad.cpu() for p in self.layers.parameters() if p.grad is not None]
 
 
-def seconds(work: Callable[[], Any], device: torch.device, runs: int = RUNS) -> float:
-    """Median wall time, the device's end waited for."""
-    times = []
-    for _ in range(runs):
-        wait(device)
-        began = time.perf_counter()
-        work()
-        wait(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def link(device: torch.device, num_bytes: int) -> dict[str, float]:
     """Bytes/s to page-locked host memory and back, one direction at a time."""
     here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -133,15 +127,11 @@ def link(device: torch.device, num_bytes: int) -> dict[str, float]:
     errors = {}
     for name, (target, source) in pairs.items():
         target.copy_(source)
-        errors[name] = num_bytes / seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)  # type: ignore[misc]
+        errors[name] = num_bytes / wall_s(lambda t=target, s=source: t.copy_(s, non_blocking=True), device)  # type: ignore[misc]
     return errors
 
 
-def largest_error(values: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(values, want, strict=True))
-
-
-def row_of(step: Step, share: float, host: HostMemory, want: Sequence[Tensor] = ()) -> dict[str, Any]:
+def row_of(step: Step, share: float, host: HostMemory, want: Sequence[Tensor] = ()) -> Row:
     """One share, measured; without offload where it is 0."""
     device = step.device
     moved = step.run(share, host)
@@ -151,19 +141,18 @@ def row_of(step: Step, share: float, host: HostMemory, want: Sequence[Tensor] = 
     peak = levels.read()[1]
     return {
         "share": share,
-        "step_s": seconds(lambda: step.run(share, host), device),
+        "step_s": wall_s(lambda: step.run(share, host), device, RUNS),
         "peak_bytes": peak,
-        "seen_bytes": moved.seen_bytes,
-        "out_bytes": moved.out_bytes,
-        "back_bytes": moved.back_bytes,
+        **{name: getattr(moved, name) for name in ("seen_bytes", "out_bytes", "back_bytes")},
         "host_bytes": host.num_bytes,
-        "error": largest_error(gradients, want or gradients),
+        "error": max(map(relative, gradients, want or gradients)),
     }
 
 
-def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit_s: float) -> dict[str, Any]:
+def benchmark(asked: argparse.Namespace) -> Row:
     """A row for each share, between two plain ones."""
-    until = time.monotonic() + limit_s
+    until, device = time.monotonic() + asked.limit, device_here()
+    shape = Shape(asked.tokens, 5, 64, 128, 4, 2) if asked.tiny else Shape(asked.tokens)
     cuda = device.type == "cuda"
     host = host_memory_of(device) or HostMemory(Copier(), 1 << 14, 1 << 18)
     step = Step(shape, device)
@@ -173,40 +162,23 @@ def benchmark(shape: Shape, shares: Sequence[float], device: torch.device, limit
     layer_s = layer_seconds(step)
     layer_bytes = saved_bytes(step, host) / max(1, shape.layers - 2)
     best = offload_share(layer_s, layer_bytes, min(speed.values()))
-    rows = [plain]
-    for share in sorted({*shares, round(best, 3)}):
-        if time.monotonic() > until:
-            rows.append({"share": share, "failed": "no time left"})
-            continue
-        try:
-            rows.append(row_of(step, share, host, want))
-        except Exception as error:
-            rows.append({"share": share, "failed": f"{type(error).__name__}: {error}"[:500]})
-    rows.append(row_of(step, 0.0, host, want))
+    shares = sorted({*asked.shares, round(best, 3)})
+    tried = [attempted({"share": share}, partial(row_of, step, share, host, want), until) for share in shares]
+    rows = [plain, *tried, row_of(step, 0.0, host, want)]
     plain_s = statistics.mean([rows[0]["step_s"], rows[-1]["step_s"]])
     for row in rows:
         if row.get("out_bytes"):
-            alone_s = row["out_bytes"] / speed["out"] + row["back_bytes"] / speed["back"]
-            row["link_s"] = alone_s
+            row["link_s"] = row["out_bytes"] / speed["out"] + row["back_bytes"] / speed["back"]
             if cuda:
-                row["hidden"] = 1 - (row["step_s"] - plain_s) / alone_s
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "torch": torch.__version__,
-        "shape": shape._asdict(),
-        "bytes_per_s": speed,
-        "layer_s": layer_s,
-        "layer_bytes": layer_bytes,
-        "best_share": best,
-        "plain_s": plain_s,
-        "rows": rows,
-    }
+                row["hidden"] = 1 - (row["step_s"] - plain_s) / row["link_s"]
+    layer = {"layer_s": layer_s, "layer_bytes": layer_bytes, "best_share": best, "plain_s": plain_s}
+    return {**about(device), "shape": shape._asdict(), "bytes_per_s": speed, **layer, "rows": rows}
 
 
 def layer_seconds(step: Step) -> float:
     """Of one layer's forward."""
     host = HostMemory(Copier())
-    return seconds(lambda: step.forward(0.0, host), step.device) / len(step.layers)
+    return wall_s(lambda: step.forward(0.0, host), step.device) / len(step.layers)
 
 
 def saved_bytes(step: Step, host: HostMemory) -> int:
@@ -215,48 +187,27 @@ def saved_bytes(step: Step, host: HostMemory) -> int:
     return moved.seen_bytes
 
 
-def table(result: dict[str, Any]) -> Any:
+def table(result: Row) -> Any:
     """A line for each share."""
-    rows = [
-        (f"{r['share']:.3f}", r["failed"], "", "", "", "", "")
-        if "failed" in r
-        else (
-            f"{r['share']:.3f}",
-            f"{r['step_s']:.3f}",
-            f"{r['out_bytes'] / 2**30:.2f}",
-            f"{r['link_s']:.3f}" if "link_s" in r else "",
-            f"{r['hidden']:.0%}" if "hidden" in r else "",
-            f"{r['peak_bytes'] / 2**30:.2f}",
-            f"{r['error']:.1e}",
-        )
-        for r in result["rows"]
-    ]
+    cells = {
+        "share": "{share:.3f}",
+        "step s": "{step_s:.3f}",
+        "GiB out": lambda row: f"{row['out_bytes'] / 2**30:.2f}",
+        "link alone s": lambda row: f"{row['link_s']:.3f}" if "link_s" in row else "",
+        "hidden": lambda row: f"{row['hidden']:.0%}" if "hidden" in row else "",
+        "peak GiB": lambda row: f"{row['peak_bytes'] / 2**30:.2f}",
+        "largest error": "{error:.1e}",
+    }
     shape, speed = Shape(**result["shape"]), result["bytes_per_s"]
     title = (
         f"offload on {result['device']}, torch {result['torch']}: {shape.layers} layers, {shape.tokens} tokens; "
         f"a layer saves {result['layer_bytes'] / 2**30:.2f} GiB and runs {1e3 * result['layer_s']:.1f} ms forward; "
         f"link {speed['out'] / 1e9:.1f} GB/s out, {speed['back'] / 1e9:.1f} GB/s back; r* = {result['best_share']:.3f}"
     )
-    return grid(title, ("share", "step s", "GiB out", "link alone s", "hidden", "peak GiB", "largest error"), rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--shares", default="0.25,0.5,0.75,1")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
-    parser.add_argument("--tiny", action="store_true", help="A model that a CPU runs.")
-    arguments = parser.parse_args()
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("there is no CUDA device here; --tiny --tokens 256 tries the script out on a CPU")
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    shape = Shape(arguments.tokens)
-    if arguments.tiny:
-        shape = Shape(arguments.tokens, 5, 64, 128, 4, 2)
-    shares = [float(word) for word in arguments.shares.split(",")]
-    emit(benchmark(shape, shares, device, arguments.limit), arguments.json, table)
+    return with_failures(title, result["rows"], cells)
 
 
 if __name__ == "__main__":
-    main()
+    own = options(__doc__, tokens=65536, shares=[0.25, 0.5, 0.75, 1.0], limit=float("inf"), tiny=False)
+    asked = asked_for(own)
+    show(benchmark(asked), asked, table)

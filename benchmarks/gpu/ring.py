@@ -25,10 +25,24 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, options, show
+from evenload.benchmarks.gpu.card import (
+    GROUPS,
+    HEAD_DIM,
+    HEADS,
+    about,
+    asked_for,
+    attempted,
+    device_here,
+    half_on,
+    named,
+    relative_by_name,
+)
+from evenload.commands.tables.show import grid
 from evenload.core.plan.step_plan import CpComm, MicroBatch, Slice
 from evenload.core.plan.token_layout import attended
 from evenload.runtime.attention.blocks import BLOCKS, BlockKernel, Inputs
@@ -41,16 +55,10 @@ from evenload.runtime.world.plane import Pending, Plane
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-HEADS, GROUPS, HEAD_DIM = 32, 8, 64
-"""Of recipes/gpu-node.yaml."""
 ERROR_LENGTHS, TINY_LENGTHS = (1531, 517), (61, 18)
 SHARED: tuple[tuple[CpComm, int, int], ...] = (
-    ("ring", 2, 1),
-    ("ring", 3, 1),
-    ("ring", 8, 1),
-    ("all_gather", 3, 1),
-    ("all_to_all", 3, 3),
-    ("hybrid", 4, 2),
+    *(("ring", 2, 1), ("ring", 3, 1), ("ring", 8, 1)),
+    *(("all_gather", 3, 1), ("all_to_all", 3, 3), ("hybrid", 4, 2)),
 )
 """(cp_comm, places, places that share heads)."""
 PATIENCE_S = 60.0
@@ -221,23 +229,18 @@ def dense(tensors: Tensors, lengths: Sequence[int]) -> Results:
     return Results(*(torch.cat(row) for row in zip(*rows, strict=True)))
 
 
-def errors(lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[dict[str, Any]]:
+def errors(lengths: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[Row]:
     """A row for each cp_comm, number of places, kernel and dtype; what fails is recorded."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for dtype in dtypes:
         tensors = random_tensors(sum(lengths), dtype, device)
         want = dense(tensors, lengths)
-        for block in usable(dtype, device):
-            for cp_comm, places, ulysses_degree in SHARED:
-                row: dict[str, Any] = {"kernel": block.name, "dtype": str(dtype).removeprefix("torch.")}
-                row |= {"engine": cp_comm, "places": places}
-                try:
-                    outcome = shared(tensors, lengths, cp_comm, places, ulysses_degree, partial(_same, block))
-                    pairs = zip(Results._fields, outcome, want, strict=True)
-                    row["error"] = {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
-                except Exception as error:
-                    row["failed"] = f"{type(error).__name__}: {error}"[:500]
-                rows.append(row)
+        for block, (cp_comm, places, ulysses_degree) in product(usable(dtype, device), SHARED):
+            row = {"kernel": block.name, "dtype": named(dtype), "engine": cp_comm, "places": places}
+            run = partial(shared, tensors, lengths, cp_comm, places, ulysses_degree, partial(_same, block))
+            rows.append(
+                attempted(row, lambda run=run, want=want: {"error": relative_by_name(Results._fields, run(), want)})
+            )
     return rows
 
 
@@ -333,32 +336,19 @@ def measured(tensors: Tensors, places: int, block: BlockKernel, device: torch.de
     return [one.read() for one in clocked]
 
 
-def benchmark(
-    tokens: Sequence[int], places: Sequence[int], device: torch.device, limit_s: float, *, tiny: bool
-) -> dict[str, Any]:
+def benchmark(asked: argparse.Namespace) -> Row:
     """Both parts."""
-    until = time.monotonic() + limit_s
-    half = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = errors(TINY_LENGTHS if tiny else ERROR_LENGTHS, (torch.float64, half), device)
-    rings: list[dict[str, Any]] = []
-    for count in tokens:
-        for g in places:
-            row: dict[str, Any] = {"tokens": count, "places": g}
-            if time.monotonic() > until:
-                rings.append(row | {"failed": "no time left"})
-                continue
-            try:
-                rings.append(times(count, g, usable(half, device)[0], half, device))
-            except Exception as error:
-                rings.append(row | {"failed": f"{type(error).__name__}: {error}"[:500]})
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "dtype": str(half).removeprefix("torch."),
-        "heads": [HEADS, GROUPS, HEAD_DIM],
-        "errors": rows,
-        "rings": rings,
-    }
+    until, device = time.monotonic() + asked.limit, device_here()
+    half = half_on(device)
+    rows = errors(TINY_LENGTHS if asked.tiny else ERROR_LENGTHS, (torch.float64, half), device)
+    rings = [
+        attempted(
+            {"tokens": n, "places": g}, lambda n=n, g=g: times(n, g, usable(half, device)[0], half, device), until
+        )
+        for n, g in product(asked.tokens, asked.places)
+    ]
+    heads = [HEADS, GROUPS, HEAD_DIM]
+    return {**about(device), "dtype": named(half), "heads": heads, "errors": rows, "rings": rings}
 
 
 def table(result: dict[str, Any]) -> Any:
@@ -366,7 +356,7 @@ def table(result: dict[str, Any]) -> Any:
     rows: list[tuple[Any, ...]] = []
     for r in result["errors"]:
         error = r.get("failed") or f"{max(r['error'].values()):.1e}"
-        rows.append((f"{r['cp_comm']} on {r['places']}", r["kernel"], r["dtype"], "", "", error))
+        rows.append((f"{r['engine']} on {r['places']}", r["kernel"], r["dtype"], "", "", error))
     for r in result["rings"]:
         name = f"{r['tokens']} tokens on {r['places']}"
         if "failed" in r:
@@ -383,20 +373,6 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"a ring on one card: {result['device']}, {result['dtype']}, torch {result['torch']}", head, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tokens", default="65536", help="Lengths of the sequences whose blocks are timed.")
-    parser.add_argument("--places", default="2,4,8")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
-    parser.add_argument("--tiny", action="store_true", help="Short sequences, also on a CPU.")
-    arguments = parser.parse_args()
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("there is no CUDA device here; --tiny --tokens 512 tries the script out on a CPU")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens, places = ([int(word) for word in words.split(",")] for words in (arguments.tokens, arguments.places))
-    emit(benchmark(tokens, places, device, arguments.limit, tiny=arguments.tiny), arguments.json, table)
-
-
 if __name__ == "__main__":
-    main()
+    asked = asked_for(options(__doc__, tokens=[65536], places=[2, 4, 8], limit=float("inf"), tiny=False))
+    show(benchmark(asked), asked, table)

@@ -15,22 +15,21 @@ tries all of it out without a GPU.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import time
 import warnings
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, options, show
+from evenload.benchmarks.gpu.card import GROUPS, HEAD_DIM, HEADS, asked_for, attempted, half_on, named, relative_by_name
+from evenload.benchmarks.memory import memory
+from evenload.commands.tables.show import grid
 from evenload.patches import bridge_cpu
 from evenload.runtime.attention.blocks import BLOCKS, BlockKernel, Inputs
 from evenload.runtime.world.world import close_world, init_world
 from torch import Tensor
 
-HEADS, GROUPS, HEAD_DIM = 32, 8, 64
 PREFIXES = ((512, 0), (512, 1536), (64, 1984), (1, 2047), (333, 1000))
 """(tokens of the slice, tokens before it)."""
 TINY_PREFIXES = ((64, 0), (64, 192), (8, 248), (1, 255), (41, 125))
@@ -52,11 +51,7 @@ def prefix_errors(
     inputs = Inputs(queries, keys, values, True, HEAD_DIM**-0.5)
     out, lse = block.forward(inputs)
     got = (out, *block.backward(dout, inputs, out, lse))
-    want = dense(queries.double(), keys.double(), values.double(), dout.double())
-    return {
-        name: float((a.double() - b).norm() / b.norm())
-        for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True)
-    }
+    return relative_by_name(("out", "dq", "dk", "dv"), got, dense(*(x.double() for x in (*inputs[:3], dout))))
 
 
 def dense(queries: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -> Outputs:
@@ -71,53 +66,38 @@ def dense(queries: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -> Output
     return out.detach(), dq, dk, dv
 
 
-def attention(dtype: torch.dtype, device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+def attention(dtype: torch.dtype, device: torch.device, tiny: bool) -> list[Row]:
     """A row for each kernel and prefix; kernels that cannot run here say why."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for block in BLOCKS:
         if not block.supports(dtype, device, HEAD_DIM) or not block.available():
             why = "not installed" if block.supports(dtype, device, HEAD_DIM) else f"not for {dtype} on {device.type}"
             rows.append({"kernel": block.name, "unavailable": why})
             continue
-        for length, prefix in TINY_PREFIXES if tiny else PREFIXES:
-            row: dict[str, Any] = {"kernel": block.name, "slice": length, "prefix": prefix}
-            try:
-                row["error"] = prefix_errors(block, length, prefix, dtype, device)
-            except Exception as error:
-                row["failed"] = f"{type(error).__name__}: {error}"[:500]
-            rows.append(row)
+        for case in TINY_PREFIXES if tiny else PREFIXES:
+            row = {"kernel": block.name, **dict(zip(("slice", "prefix"), case, strict=True))}
+            run = partial(prefix_errors, block, *case, dtype, device)
+            rows.append(attempted(row, lambda run=run: {"error": run()}))
     return rows
 
 
-def memory() -> Any:
-    """The module benchmarks/memory/memory.py; scripts are no package."""
-    name, path = "evenload_benchmark_memory", Path(__file__).resolve().parents[1] / "memory" / "memory.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def benchmark(lengths: list[int], slices: int, limit_s: float, tiny: bool) -> dict[str, Any]:
+def benchmark(asked: argparse.Namespace) -> Row:
     """Both parts."""
-    until = time.monotonic() + limit_s
-    long = memory()
-    billion = long.Shape(
-        slices=slices, layers=20, hidden=2048, heads=HEADS, groups=GROUPS, vocabulary=32768, dtype="bf16"
-    )
-    small = replace(billion, layers=2, hidden=64, heads=4, groups=2, vocabulary=256, dtype="fp32")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed|torch)\.")
+    bridge_cpu()
+    until, tiny = time.monotonic() + asked.limit, asked.tiny
+    sizes = {"layers": 20, "hidden": 2048, "heads": HEADS, "groups": GROUPS, "vocabulary": 32768, "dtype": "bf16"}
+    if tiny:
+        sizes = {"layers": 2, "hidden": 64, "heads": 4, "groups": 2, "vocabulary": 256, "dtype": "fp32"}
     world = init_world()
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    dtype, sequences = half_on(world.device), []
     rows = attention(dtype, world.device, tiny)
-    sequences = []
-    for tokens in lengths:
+    for tokens in asked.tokens:
         runs = 1 if tiny or tokens > ONCE_FROM else 2
-        sequences.append(long.benchmark(replace(small if tiny else billion, tokens=tokens), world, runs, until))
+        shape = memory.Shape(tokens, asked.slices, **sizes)  # type: ignore[arg-type]
+        sequences.append(memory.benchmark(shape, world, runs, until))
     close_world(world)
-    return {"dtype": str(dtype).removeprefix("torch."), "attention": rows, "sequences": sequences}
+    return {"dtype": named(dtype), "attention": rows, "sequences": sequences}
 
 
 def table(result: dict[str, Any]) -> Any:
@@ -142,21 +122,6 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"slices on {device}, {result['dtype']}, torch {torch.__version__}", head, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tokens", default="65536,262144", help="Lengths of the sequences.")
-    parser.add_argument("--slices", type=int, default=16)
-    parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
-    parser.add_argument("--tiny", action="store_true", help="A model that a CPU runs.")
-    arguments = parser.parse_args()
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("there is no CUDA device here; --tiny --tokens 512 tries the script out on a CPU")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed|torch)\.")
-    bridge_cpu()
-    lengths = [int(word) for word in arguments.tokens.split(",")]
-    emit(benchmark(lengths, arguments.slices, arguments.limit, arguments.tiny), arguments.json, table)
-
-
 if __name__ == "__main__":
-    main()
+    asked = asked_for(options(__doc__, tokens=[65536, 262144], slices=16, limit=float("inf"), tiny=False))
+    show(benchmark(asked), asked, table)

@@ -18,7 +18,6 @@ whatever ``transformer_engine`` can be imported (the tests have a stand-in).
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from collections.abc import Iterator
@@ -30,7 +29,8 @@ from typing import Any, NamedTuple
 import evenload
 import torch
 from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, options, show
+from evenload.benchmarks.gpu.card import about, asked_for, attempted, device_here, relative, with_failures
 from evenload.core.recipe.recipe import parse
 from evenload.patches import bridge_cpu
 from evenload.runtime.attributes import with_attributes
@@ -135,7 +135,7 @@ def gradients(shape: Shape, model: Any, size: int = 2) -> dict[str, Tensor]:
 
 def worst(planned: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     assert planned.keys() == wanted.keys()
-    return max(float((planned[n].double() - g.double()).norm() / g.double().norm()) for n, g in wanted.items())
+    return max(relative(planned[name], gradient) for name, gradient in wanted.items())
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def measure(name: str, shape: Shape) -> dict[str, Any]:
     window = {"window_size": (shape.tokens // 8, 0)} if name == "window" else {}
     model = build(shape, {**CASES[name], **window})
     stock = gradients(shape, model)
-    row: dict[str, Any] = {"case": name, "rounding": worst(gradients(shape, model, 1), stock)}
+    row: Row = {"rounding": worst(gradients(shape, model, 1), stock)}
     for plan, slices, cap in (("whole", "off", 2 * shape.tokens), ("slices", "even", shape.tokens // 2)):
         recipe = parse({"plugins": {"packing": {"enabled": True, "max_tokens": cap, "slices": slices}}})
         with evenload.enabled(recipe), counted() as counts:
@@ -166,57 +166,41 @@ def measure(name: str, shape: Shape) -> dict[str, Any]:
     return row
 
 
-def benchmark(shape: Shape, limit_s: float) -> dict[str, Any]:
+def benchmark(shape: Shape, limit_s: float) -> Row:
     """All cases; one that fails is recorded."""
     from megatron.core import parallel_state
 
-    began, rows = time.monotonic(), []
-    world = init_world()
+    until, world = time.monotonic() + limit_s, init_world()
     parallel_state.initialize_model_parallel()
     load_plugins()
-    for name in CASES:
-        if time.monotonic() - began > limit_s:
-            break
-        try:
-            rows.append(measure(name, shape))
-        except Exception as error:
-            rows.append({"case": name, "failed": f"{type(error).__name__}: {error}"[:500]})
+    rows = [attempted({"case": name}, partial(measure, name, shape), until) for name in CASES]
     close_world(world)
-    cuda = torch.cuda.is_available()
     version = str(importlib.import_module("transformer_engine").__version__)
-    device = torch.cuda.get_device_name() if cuda else "cpu"
-    return {"device": device, "transformer_engine": version, "torch": torch.__version__, "rows": rows}
+    return {**about(device_here()), "transformer_engine": version, "rows": rows}
 
 
-def table(result: dict[str, Any]) -> Any:
-    head = ("case", "whole: thd", "error", "slices: thd", "error", "rounding")
-    rows = []
-    for r in result["rows"]:
-        if "failed" in r:
-            rows.append((r["case"], r["failed"], "", "", "", ""))
-            continue
-        plans = [cell for plan in ("whole", "slices") for cell in (r[plan]["thd"], f"{r[plan]['error']:.1e}")]
-        rows.append((r["case"], *plans, f"{r['rounding']:.1e}"))
-    return grid(f"Transformer Engine {result['transformer_engine']} on {result['device']}", head, rows)
+def table(result: Row) -> Any:
+    cells = {
+        "case": "{case}",
+        "whole: thd": "{whole[thd]}",
+        "whole: error": "{whole[error]:.1e}",
+        "slices: thd": "{slices[thd]}",
+        "slices: error": "{slices[error]:.1e}",
+        "rounding": "{rounding:.1e}",
+    }
+    title = f"Transformer Engine {result['transformer_engine']} on {result['device']}"
+    return with_failures(title, result["rows"], cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tokens", type=int, default=4096, help="Of the longest sample.")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="Seconds.")
-    parser.add_argument("--tiny", action="store_true", help="On a CPU.")
-    arguments = parser.parse_args()
-    if not (torch.cuda.is_available() or arguments.tiny):
-        raise SystemExit("there is no CUDA device here; --tiny tries the script out on a CPU")
+def measured(asked: Any) -> Row:
     if find_spec("transformer_engine") is None:
-        raise SystemExit(
-            "Transformer Engine is not installed: pip install --no-build-isolation transformer_engine[pytorch]"
-        )
+        do = "pip install --no-build-isolation transformer_engine[pytorch]"
+        raise SystemExit(f"Transformer Engine is not installed: {do}")
     bridge_cpu()
     tiny = Shape(64, hidden=32, heads=4, dtype=torch.float64)
-    emit(benchmark(tiny if arguments.tiny else Shape(arguments.tokens), arguments.limit), arguments.json, table)
+    return benchmark(tiny if asked.tiny else Shape(asked.tokens), asked.limit)
 
 
 if __name__ == "__main__":
-    main()
+    asked = asked_for(options(__doc__, tokens=4096, limit=float("inf"), tiny=False))
+    show(measured(asked), asked, table)

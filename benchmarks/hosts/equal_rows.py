@@ -10,21 +10,19 @@ are left out. On a rank of a larger job comes what `runtime/world/agreement.py` 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import evenload
 import torch
 from accelerate import Accelerator
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.chains import plugins, recipe_of
+from evenload.benchmarks.frame import Row, columns, main, options
 from evenload.integrations.transformers import accelerate_loop, trainer
 from evenload.integrations.unmodified.run_folder import VARIABLE
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -126,53 +124,42 @@ def switched_on() -> Any:
     """evenload in this process, which has a folder as under `evenload run`."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ[VARIABLE] = folder
-        packs = {"packing": {"enabled": True, "max_tokens": 65536}}
-        session = evenload.enable(evenload.core.recipe.recipe.parse({"trainer": "transformers", "plugins": packs}))
-        try:
+        recipe = recipe_of({"trainer": "transformers", "plugins": plugins(65536, "packing")})
+        with evenload.enabled(recipe):
             yield
-        finally:
-            session.disable()
 
 
-def benchmark(loop: str, length: int, hidden: int, steps: int) -> dict[str, Any]:
+def row_of(loop: str, length: int, hidden: int, steps: int) -> Row:
     with switched_on():
         taken = LOOPS[loop](length, hidden, steps)
-    result: dict[str, Any] = {"loop": loop, "length": length, "hidden": hidden, "steps": len(taken[True])}
+    row: Row = {"loop": loop, "length": length, "hidden": hidden, "steps": len(taken[True])}
     for name, of in (("least", min), ("median", statistics.median)):
         plain_s, with_s = of(taken[False]), of(taken[True])
-        result |= {f"{name}_plain_s": plain_s, f"{name}_s": with_s, f"{name}_more": with_s / plain_s - 1}
-    return result
+        row |= {f"{name}_plain_s": plain_s, f"{name}_s": with_s, f"{name}_more": with_s / plain_s - 1}
+    return row
 
 
-def table(results: list[dict[str, Any]]) -> Any:
-    rows = [
-        (
-            f"{r['loop']}, {ROWS} x {r['length']}, hidden {r['hidden']}",
-            str(r["steps"]),
-            *(f"{1e3 * r[f'{name}_plain_s']:.1f} to {1e3 * r[f'{name}_s']:.1f}" for name in ("least", "median")),
-            *(f"{r[f'{name}_more']:+.1%}" for name in ("least", "median")),
-        )
-        for r in results
-    ]
-    head = ("rows of one length", "steps each", "least, CPU ms", "median, CPU ms", "least", "median")
-    return grid("What a step costs with evenload beside one without", head, rows, f"torch {torch.__version__}, 1 rank")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=["256x128", "64x64"], help="TOKENSxHIDDEN")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--loop", nargs="+", choices=tuple(LOOPS), default=list(LOOPS))
-    parser.add_argument("--json", action="store_true", help="Print a JSON list instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    asked = parser.parse_args()
+def benchmark(asked: Any) -> list[Row]:
     torch.set_num_threads(1)
     sizes = [tuple(map(int, size.split("x"))) for size in asked.rows]
-    results = [benchmark(loop, *size, asked.steps) for loop in asked.loop for size in sizes]
-    if asked.out:
-        asked.out.write_text(json.dumps(results, indent=1) + "\n")
-    emit(results, asked.json, table)
+    return [row_of(loop, *size, asked.steps) for loop in asked.loop for size in sizes]
+
+
+def table(rows: list[Row]) -> Any:
+    def ms(name: str) -> Any:
+        return lambda row: f"{1e3 * row[f'{name}_plain_s']:.1f} to {1e3 * row[f'{name}_s']:.1f}"
+
+    cells = {
+        "rows of one length": f"{{loop}}, {ROWS} x {{length}}, hidden {{hidden}}",
+        "steps each": "{steps}",
+        "least, CPU ms": ms("least"),
+        "median, CPU ms": ms("median"),
+        "least": "{least_more:+.1%}",
+        "median": "{median_more:+.1%}",
+    }
+    title = "What a step costs with evenload beside one without"
+    return columns(title, rows, cells, f"torch {torch.__version__}, 1 rank")
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, rows=["256x128", "64x64"], steps=60, loop=list(LOOPS)), benchmark, table)

@@ -39,10 +39,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid, stdout_aside
+from evenload.benchmarks.frame import ROOT, Row, columns, main, options
+from evenload.commands.tables.show import stdout_aside
 from evenload.core.input.format import seconds
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
+sys.path.append(str(ROOT / "tests" / "hosts"))
 import assets
 import launching
 
@@ -63,8 +64,6 @@ TASKS = {
 }
 """Script, kind of rows, and variants that there are."""
 GENERATED = ("grpo", "rloo")
-
-Row = dict[str, Any]
 
 
 def make(folder: Path, quick: bool, kind: str) -> int:
@@ -120,7 +119,7 @@ def summary(rows: list[Row], padded: list[Row]) -> Row:
         **{key: one[key] for key in ("variant", "updates", "computed", "tokens")},
         "tokens_per_s": statistics.median(speeds),
         "over_padded": statistics.median(ratios),
-        "ratios": sorted(ratios),
+        "ratios": [min(ratios), max(ratios)],
         "step_s": statistics.median(row["step_s"] for row in rows),
         "epoch_s": statistics.median(row["epoch_s"] for row in rows),
         "apart": apart,
@@ -135,28 +134,32 @@ def _furthest(one: dict[int, float], other: dict[int, float]) -> float | None:
     return max(abs(one[step] - other[step]) for step in both) / max(most, 1e-3) if both else None
 
 
-def table(result: dict[str, Any]) -> Any:
+def table(result: Row) -> Any:
     """The result for a person."""
-    times = ("tokens/s", "over padded", "lowest .. highest", "s an epoch", "s a step")
+
+    def unless_failed(template: str) -> Any:
+        return lambda row: "-" if "failed" in row else template.format(**row)
+
+    def apart(name: str) -> Any:
+        return lambda row: "-" if row.get("apart", {}).get(name) is None else f"{row['apart'][name]:.0e}"
+
     below = (
         "loss, norm: largest difference from the padded run, step by step, of its largest. bfd's and "
         "rebalance's steps hold other samples, so these are other losses; evenload's are the padded run's."
     )
-    head = ("variant", *times, "steps", "computed", "loss", "norm")
-    return grid(f"Pairs, {result['task']}, {result['layout']}", head, [cells(row) for row in result["rows"]], below)
-
-
-def cells(row: Row) -> list[Any]:
-    if "failed" in row:
-        return [row["variant"], *("-" for _ in range(8)), " ".join(row["failed"])]
-    ratios = [f"{row['over_padded']:.2f}x", f"{row['ratios'][0]:.2f} .. {row['ratios'][-1]:.2f}"]
-    computed = f"{row['computed']:,} of {row['tokens']:,}"
-    times = [row["tokens_per_s"], *ratios, seconds(row["epoch_s"]), seconds(row["step_s"])]
-    return [row["variant"], *times, row["updates"], computed, *map(_apart, row["apart"].values())]
-
-
-def _apart(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0e}"
+    cells = {
+        "variant": "{variant}",
+        "tokens/s": unless_failed("{tokens_per_s:,.0f}"),
+        "over padded": unless_failed("{over_padded:.2f}x"),
+        "lowest .. highest": unless_failed("{ratios[0]:.2f} .. {ratios[1]:.2f}"),
+        "s an epoch": unless_failed("{epoch_s:.3g}"),
+        "s a step": unless_failed("{step_s:.3g}"),
+        "steps": unless_failed("{updates}"),
+        "computed": lambda r: " ".join(r.get("failed", ())) or f"{r['computed']:,} of {r['tokens']:,}",
+        "loss": apart("loss"),
+        "norm": apart("grad_norm"),
+    }
+    return columns(f"Pairs, {result['task']}, {result['layout']}", result["rows"], cells, below)
 
 
 def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
@@ -168,9 +171,7 @@ def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
         shared = ["--num_train_epochs", "0.25", "--max_completion_length", str(longest), "--num_generations", "4"]
         shared += ["--beta", "0.0"]
     shared += launching.trainer_arguments(asked.layout, folder)
-    runs: dict[str, list[Row]] = {
-        variant: [] for variant in (asked.variants or ",".join(TASKS[asked.task][2])).split(",")
-    }
+    runs: dict[str, list[Row]] = {variant: [] for variant in asked.variants or TASKS[asked.task][2]}
     for repeat in range(asked.repeats):
         for variant, rows in runs.items():
             recipe = folder / "recipe.yaml" if variant == "evenload" else None
@@ -179,27 +180,13 @@ def alternated(asked: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     return runs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--layout", default="ddp", choices=launching.LAYOUTS)
-    parser.add_argument("--task", default="sft", choices=TASKS)
-    parser.add_argument("--variants", help="padded among them")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and short pairs: whether it runs")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+def benchmark(asked: argparse.Namespace) -> Row:
     with stdout_aside(), tempfile.TemporaryDirectory(prefix="pairs-") as path:
         runs = alternated(asked, Path(path))
-    result = {
-        "task": asked.task,
-        "layout": asked.layout,
-        "rows": [summary(rows, runs["padded"]) for rows in runs.values()],
-    }
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1))
-    emit(result, asked.json, table)
+    rows = [summary(rows, runs["padded"]) for rows in runs.values()]
+    return {"task": asked.task, "layout": asked.layout, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    layouts = ("ddp", *(layout for layout in launching.LAYOUTS if layout != "ddp"))
+    main(options(__doc__, repeats=3, layout=layouts, task=tuple(TASKS), variants=[], quick=False), benchmark, table)

@@ -38,22 +38,20 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evenload.benchmarks.frame import ROOT, Row, columns, main, options
+from evenload.commands.tables.show import stdout_aside
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "hosts"))
 
 RANKS, BATCH, LONGEST, VOCABULARY, START = 2, 8, 1024, 512, 1
-STEADY = {
-    "max_length": LONGEST,
-    "average_tokens_across_devices": True,
-    "learning_rate": 1e-4,
-    "lr_scheduler_type": "constant",
-}
+STEADY = {"max_length": LONGEST, "average_tokens_across_devices": True, "learning_rate": 1e-4, "seed": 1}
+STEADY |= {"lr_scheduler_type": "constant", "num_train_epochs": 1, "use_cpu": True, "bf16": False, "logging_steps": 1}
+STEADY |= {"gradient_checkpointing": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {},
     "by length": {"train_sampling_strategy": "group_by_length"},
@@ -65,23 +63,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 OWN_PROCESS = ("padded", "odb")
 RECIPE = "trainer: transformers\nplugins:\n  packing: {enabled: true, max_tokens: 4096}\n"
 
-Row = dict[str, Any]
 
-
-def published(count: int, drawn: np.random.Generator) -> Any:
-    return drawn.lognormal(5, 1, count)
-
-
-def uniform(count: int, drawn: np.random.Generator) -> Any:
-    return drawn.integers(16, LONGEST + 1, count)
+LENGTHS: dict[str, tuple[int, Any]] = {
+    "published": (1600, lambda count, drawn: drawn.lognormal(5, 1, count)),
+    "uniform": (400, lambda count, drawn: drawn.integers(16, LONGEST + 1, count)),
+    "two_kinds": (400, lambda count, drawn: two_kinds(count, drawn)),
+}
 
 
 def two_kinds(count: int, drawn: np.random.Generator) -> Any:
     short, long = drawn.integers(32, 129, count), drawn.integers(768, LONGEST + 1, count)
     return np.where(drawn.random(count) < 0.85, short, long)
-
-
-LENGTHS = {"published": (1600, published), "uniform": (400, uniform), "two_kinds": (400, two_kinds)}
 
 
 def rows_of(name: str, most: int) -> list[list[int]]:
@@ -148,18 +140,9 @@ def train(model_name: str, rows: list[list[int]], variant: str, tokenizer: Any, 
     trainer = Watching(
         model=model_of(model_name),
         args=SFTConfig(
-            output_dir=tempfile.mkdtemp(),
+            tempfile.mkdtemp(),
             per_device_train_batch_size=per_device,
-            num_train_epochs=1,
             max_steps=steps,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            seed=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            logging_steps=1,
             **STEADY | VARIANTS.get(variant, {}),
         ),
         train_dataset=Dataset.from_dict({"input_ids": rows}),
@@ -235,13 +218,8 @@ def runs_of(asked: argparse.Namespace, model: str, lengths: str, variants: list[
         own += ["--steps", asked.steps, "--out", out, "--variants", *variants]
         plain = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HOME": folder}
         plain |= {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": folder}
-        process = subprocess.run(
-            list(map(str, [*launch, *own])),
-            env=os.environ | plain,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        words, both = list(map(str, [*launch, *own])), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.run(words, env=os.environ | plain, text=True, check=False, **both)
         return json.loads(out.read_text()) if out.exists() else process.stdout.strip().splitlines()[-12:]
 
 
@@ -301,67 +279,49 @@ def combined(runs: list[Row]) -> Row:
     """Runs of a variant as one row."""
     if "failed" in runs[0]:
         return runs[0]
-    means = {
-        name: statistics.median(run[name] for run in runs) for name in ("tokens_per_s", "over_padded", "wall_over")
+    names = ("tokens_per_s", "over_padded", "wall_over")
+    return runs[0] | {name: statistics.median(run[name] for run in runs) for name in names}
+
+
+def table(result: Row) -> Any:
+    def unless_failed(template: str) -> Any:
+        return lambda row: "-" if "failed" in row else template.format(**row)
+
+    def seen(row: Row) -> str:
+        return "-" if "failed" in row else f"{row['seen']:.0%}" + f" +{row['again']}" * bool(row["again"])
+
+    cells = {
+        "model": "{model}",
+        "lengths": "{lengths}",
+        "variant": "{variant}",
+        "tokens/CPU s": unless_failed("{tokens_per_s:,.0f}"),
+        "over padded": unless_failed("{over_padded:.2f}x"),
+        "wall": unless_failed("{wall_over:.2f}x"),
+        "computed a token": unless_failed("{computed:.2f}"),
+        "same": unless_failed("{same} of {steps}"),
+        "seen": seen,
+        "samples": unless_failed("{samples[0]}..{samples[1]}"),
+        "weight": unless_failed("{weight[0]:.2f}..{weight[1]:.2f}"),
+        "loss": lambda row: row["failed"][-200:] if "failed" in row else f"{row['apart']:.0e}",
     }
-    return runs[0] | means
-
-
-def table(result: dict[str, Any]) -> Any:
-    from evenload.commands.tables.show import grid
-
-    def cells(row: Row) -> list[Any]:
-        first = [row["model"], row["lengths"], row["variant"]]
-        if "failed" in row:
-            return [*first, *("-" for _ in range(8)), row["failed"][-200:]]
-        spans = ["{}..{}".format(*row["samples"]), "{:.2f}..{:.2f}".format(*row["weight"])]
-        same, seen = f"{row['same']} of {row['steps']}", f"{row['seen']:.0%}" + f" +{row['again']}" * bool(row["again"])
-        times = [
-            row["tokens_per_s"],
-            f"{row['over_padded']:.2f}x",
-            f"{row['wall_over']:.2f}x",
-            f"{row['computed']:.2f}",
-        ]
-        return [*first, *times, same, seen, *spans, f"{row['apart']:.0e}"]
-
-    head = ("model", "lengths", "variant", "tokens/CPU s", "over padded", "wall", "computed a token")
-    head += ("same", "seen", "samples", "weight", "loss")
     below = "loss: largest relative difference from the padded run's, step by step: of other samples where not the same"
-    return grid("Beside what changes batches, 2 CPU ranks", head, [cells(row) for row in result["rows"]], below)
+    return columns("Beside what changes batches, 2 CPU ranks", result["rows"], cells, below)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["llama", "qwen3"])
-    parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS)
-    parser.add_argument("--variants", nargs="+", default=[*VARIANTS, "odb"], choices=[*VARIANTS, "odb"])
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--most", type=int, default=10**9, help="samples at most")
-    parser.add_argument("--steps", type=int, default=-1, help="steps in place of an epoch")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child:
-        child(asked)
-        return
-    from evenload.commands.tables.show import emit, stdout_aside
-
+def benchmark(asked: argparse.Namespace) -> Row:
     rows: list[Row] = []
     with stdout_aside():
-        for model in asked.models:
-            for lengths in asked.lengths:
-                rows += rows_for(asked, model, lengths)
-                print(
-                    model,
-                    lengths,
-                    [(r["variant"], r.get("over_padded", r.get("failed"))) for r in rows[-7:]],
-                    file=sys.stderr,
-                )
-                if asked.out:
-                    asked.out.write_text(json.dumps({"rows": rows}, indent=1))
-    emit({"rows": rows}, asked.json, table)
+        for model, lengths in product(asked.models, asked.lengths):
+            rows += rows_for(asked, model, lengths)
+            seen = [(row["variant"], row.get("over_padded", row.get("failed"))) for row in rows[-7:]]
+            print(model, lengths, seen, file=sys.stderr)
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {"repeats": 1, "most": 10**9, "steps": -1, "child": False}
+    own = options(__doc__, models=["llama", "qwen3"], lengths=list(LENGTHS), variants=[*VARIANTS, "odb"], **sizes)
+    if "--child" in sys.argv:
+        child(own.parse_args())
+    else:
+        main(own, benchmark, table)

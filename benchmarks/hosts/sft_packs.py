@@ -18,18 +18,16 @@ is not counted, and neither is the first round. A token is one of a conversation
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
+
+from evenload.benchmarks.frame import ROOT, columns, main, options, started
 
 RANKS, LINES, ROW, STEPS = 2, 16, 1024, 3
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 8}
@@ -86,8 +84,8 @@ def rows_of(variant: str, step: int) -> list[list[int]]:
     return best_fit([n for line in lines for n in line]) if variant.startswith("best fit") else lines
 
 
-def serve(rank: int, rounds: int, out: Path) -> None:
-    """One rank: all variants in turns; rank 0 writes seconds and tokens."""
+def on_rank(asked: argparse.Namespace) -> None:
+    """One rank: all variants in turns; rank 0 prints seconds and tokens."""
     import torch
     from evenload.api import load_plugins
     from evenload.patches import bridge_cpu
@@ -97,26 +95,22 @@ def serve(rank: int, rounds: int, out: Path) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    path = Path(__file__).resolve().parents[2] / "tests" / "scripts" / "sft_script.py"
-    spec = importlib.util.spec_from_file_location("sft_script", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules["sft_script"] = script
-    spec.loader.exec_module(script)
+    sys.path.append(str(ROOT / "tests" / "scripts"))
+    script = importlib.import_module("sft_script")
     vars(script).update(SHAPE=SHAPE, SEQ_LENGTH=ROW, VOCABULARY=2048)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     model = script.build(torch.float32, True)
+    rank = torch.distributed.get_rank()
     results: dict[str, list[tuple[float, int, int]]] = {variant: [] for variant in VARIANTS}
-    for turn in range(rounds + 1):
+    for turn in range(asked.rounds + 1):
         for variant in VARIANTS:
             measured = list(turn_of(script, model, variant, rank, turn))
             results[variant] += measured[1:] if turn else []
     if rank == 0:
-        out.write_text(json.dumps(results))
+        print(json.dumps(results))
 
 
 def turn_of(script: Any, model: Any, variant: str, rank: int, turn: int) -> Iterator[tuple[float, int, int]]:
@@ -163,31 +157,27 @@ def stock_attention() -> Any:
     return with_attributes(DotProductAttention, forward=forward)
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=6)
-    options.add_argument("--out", type=Path, default=Path("sft_packs.json"))
-    asked = options.parse_args()
-    if "RANK" in os.environ:
-        serve(int(os.environ["RANK"]), asked.rounds, asked.out)
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, "--rounds", str(asked.rounds), "--out", str(asked.out)]
-    ranks = [subprocess.Popen(command, env={**os.environ, **common, "RANK": str(r)}) for r in range(RANKS)]
-    codes = [rank.wait() for rank in ranks]
-    if any(codes):
-        raise SystemExit(f"ranks ended with {codes}")
-    results = json.loads(asked.out.read_text())
-    base = sum(t for _, t, _ in results["padded"]) / sum(s for s, _, _ in results["padded"])
-    for variant, steps in results.items():
-        speed = sum(t for _, t, _ in steps) / sum(s for s, _, _ in steps)
-        median = statistics.median(s for s, _, _ in steps)
-        places = sum(p for _, _, p in steps)
-        print(f"{variant:20} {speed:8.0f} tokens/s  {speed / base:.2f}  {median:.2f} s a step  {places} places, rank 0")
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
+    results = started(__file__, RANKS)
+    rates = {name: sum(t for _, t, _ in steps) / sum(s for s, _, _ in steps) for name, steps in results.items()}
+    rows = [
+        {
+            "variant": name,
+            "tokens_per_s": rates[name],
+            "over_padded": rates[name] / rates["padded"],
+            "step_s": statistics.median(s for s, _, _ in steps),
+            "places": sum(p for _, _, p in steps),
+        }
+        for name, steps in results.items()
+    ]
+    return {"rows": rows, "steps": results}
+
+
+def table(result: dict[str, Any]) -> Any:
+    cells = {"variant": "{variant}", "tokens/s": "{tokens_per_s:,.0f}", "over padded": "{over_padded:.2f}x"}
+    cells |= {"s a step": "{step_s:.2f}", "places, rank 0": "{places:,}"}
+    return columns("Rows of --sft on two CPU ranks", result["rows"], cells)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, rounds=6), benchmark, table, on_rank)

@@ -20,83 +20,46 @@ No weights are made, and no GPU is needed: Transformer Engine, Triton and CUDA a
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid, stdout_aside
-from functional_tests import Flags, FunctionalTest, Verdict, recipes, size_in
+from evenload.benchmarks.frame import main, options
+from evenload.commands.tables.show import grid, stdout_aside
+from functional_tests import Verdict, recipes
 from guards import Guards
 
 VERDICTS = ("cut", "whole", "together", "idle", "refused", "alone", "no parse")
-HARD = {
-    "TP > 1": lambda flags: size_in(flags, "tensor-model-parallel-size") > 1,
-    "PP > 2": lambda flags: size_in(flags, "pipeline-model-parallel-size") > 2,
-    "CP > 1": lambda flags: size_in(flags, "context-parallel-size") > 1,
-    "virtual stages, layouts": lambda flags: any(
-        name.startswith(("--num-layers-per-virtual", "--num-virtual", "--pipeline-model-parallel-layout"))
-        for name in flags
-    ),
-    "experts": lambda flags: "--num-experts" in flags,
-    "latent attention": lambda flags: "--multi-latent-attention" in flags,
-    "multi-token prediction": lambda flags: "--mtp-num-layers" in flags,
-    "CUDA graphs": lambda flags: any("cuda-graph" in name for name in flags),
-    "FSDP": lambda flags: any("fsdp" in name for name in flags),
-}
 """What a count of flags alone took for a refusal when evenload had 41 recipes after two further flags, and none as
 they are. It counts inference and models that are no GPT as trained ones."""
-
-
-def by_flags(read: Iterable[FunctionalTest]) -> dict[str, int]:
-    """Recipes with each of `HARD`, and with none of them."""
-    counts = Counter(name for recipe in read for name, has in HARD.items() if has(recipe.flags))
-    return {**{name: counts[name] for name in HARD}, "none of them": sum(_plain(recipe.flags) for recipe in read)}
 
 
 def table(result: dict[str, Any]) -> Any:
     """The result for a person: counts by kind and verdict, and every reason."""
     rows = [Verdict(**row) for row in result["rows"]]
-    verdicts = VERDICTS
-    kinds = sorted({row.kind for row in rows})
     counts = Counter((row.kind, row.verdict) for row in rows)
+    kinds = sorted({row.kind for row in rows})
     body: list[list[Any]] = [
-        [kind, *(counts[kind, verdict] for verdict in verdicts), sum(row.kind == kind for row in rows)]
+        [kind, *(counts[kind, verdict] for verdict in VERDICTS), sum(row.kind == kind for row in rows)]
         for kind in kinds
     ]
-    body.append(["all", *(sum(row.verdict == verdict for row in rows) for verdict in verdicts), len(rows)])
+    body.append(["all", *(sum(row.verdict == verdict for row in rows) for verdict in VERDICTS), len(rows)])
     reasons = Counter((row.verdict, row.why) for row in rows if row.why)
     lines = [f"{count:4d}  {verdict}: {why}" for (verdict, why), count in reasons.most_common()]
-    flags = ", ".join(f"{name} {count}" for name, count in result["by_flags"].items())
-    below = "\n".join([*lines, "", f"Flags alone, as counted before evenload took them: {flags}"])
-    return grid(f"Recipes of {result['checkout']}", ("recipes of", *verdicts, "all"), body, below)
+    return grid(f"Recipes of {result['checkout']}", ("recipes of", *VERDICTS, "all"), body, "\n".join(lines))
 
 
-def _plain(flags: Flags) -> bool:
-    return not any(has(flags) for has in HARD.values())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--only", default="", help="recipes whose name contains this")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+def benchmark(asked: Any) -> dict[str, Any]:
     checkout = asked.checkout.resolve()
-    read = [recipe for recipe in recipes(checkout) if asked.only in recipe.name]
     with stdout_aside(), tempfile.TemporaryDirectory(prefix="survey-") as folder:
         guards = Guards(checkout, Path(folder))
-        rows = [asdict(guards.verdict(recipe)) for recipe in read]
-    result = {"checkout": checkout.name, "rows": rows, "by_flags": by_flags(read)}
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+        rows = [asdict(guards.verdict(recipe)) for recipe in recipes(checkout) if asked.only in recipe.name]
+    return {"checkout": checkout.name, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    own = options(__doc__, only="")
+    own.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    main(own, benchmark, table)

@@ -10,7 +10,6 @@ GPU, Transformer Engine or more ranks and fail both times: what counts is the li
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -19,18 +18,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid, stdout_aside
+from evenload.benchmarks.frame import ROOT, columns, main, options
+from evenload.commands.tables.show import stdout_aside
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
+sys.path.append(str(ROOT / "tests" / "hosts"))
 import launching
 
-FILES = (
-    "pipeline_parallel/test_schedules.py",
-    "transformer/test_transformer_block.py",
-    "transformer/test_attention.py",
-    "transformer/test_mlp.py",
-    "models/test_gpt_model.py",
-)
+FILES = [
+    *("pipeline_parallel/test_schedules.py", "transformer/test_transformer_block.py", "transformer/test_attention.py"),
+    *("transformer/test_mlp.py", "models/test_gpt_model.py"),
+]
 RECIPES = {
     "bridge": "trainer: megatron\n",
     "plugins": "trainer: megatron\nplugins:\n  packing: {enabled: true}\n  pipeline: {enabled: true}\n",
@@ -88,15 +85,7 @@ def run(checkout: Path, file: str, recipe: str, folder: Path, ranks: int, limit_
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(folder)])
     variables["LOCAL_RANK"] = "0"
     words = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "asked_of_machine",
-        "--tb=line",
-        "-o",
-        "addopts=",
-        "--rootdir",
+        *["-q", "-p", "no:cacheprovider", "-p", "asked_of_machine", "--tb=line", "-o", "addopts=", "--rootdir"],
         checkout,
     ]
     words += [f"--junitxml={folder}/report.xml", checkout / "tests" / "unit_tests" / file]
@@ -110,7 +99,7 @@ def rows(asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """A row for every file."""
     checkout = asked.checkout.resolve()
     results = []
-    for file in asked.files.split(","):
+    for file in asked.files:
         ran = {
             name: run(checkout, file, recipe, folder / name / Path(file).stem, asked.ranks, asked.limit)
             for name, recipe in RECIPES.items()
@@ -123,35 +112,22 @@ def rows(asked: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def table(result: dict[str, Any]) -> Any:
     """The result for a person."""
-    kinds = ("passed", "failure", "error", "skipped")
-    body = [
-        [
-            row["file"],
-            *(", ".join(f"{row[name].get(kind, 0)} {kind}" for kind in kinds) for name in RECIPES),
-            len(row["differ"]),
-        ]
-        for row in result["rows"]
-    ]
+
+    def ended(name: str) -> Any:
+        kinds = ("passed", "failure", "error", "skipped")
+        return lambda row: ", ".join(f"{row[name].get(kind, 0)} {kind}" for kind in kinds)
+
+    cells = {"file": "{file}", **{name: ended(name) for name in RECIPES}, "differ": lambda row: len(row["differ"])}
     below = "\n".join(line for row in result["rows"] for line in row["differ"])
-    return grid("Megatron-LM's unit tests", ("file", *RECIPES, "differ"), body, below)
+    return columns("Megatron-LM's unit tests", result["rows"], cells, below)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--files", default=",".join(FILES), help="below tests/unit_tests")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds that a file may take")
-    parser.add_argument("--keep", type=Path, help="leave reports and output here")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     with stdout_aside(), tempfile.TemporaryDirectory(prefix="unit-tests-") as folder:
-        result = {"rows": rows(asked, asked.keep or Path(folder))}
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+        return {"rows": rows(asked, asked.keep or Path(folder))}
 
 
 if __name__ == "__main__":
-    main()
+    own = options(__doc__, files=FILES, ranks=1, limit=600.0, keep=Path)
+    own.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    main(own, benchmark, table)

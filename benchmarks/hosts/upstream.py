@@ -30,10 +30,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import emit, grid, stdout_aside
+from evenload.benchmarks.frame import ROOT, Row, main, options
+from evenload.commands.tables.show import grid, stdout_aside
 from evenload.core.input.format import seconds
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
+sys.path.append(str(ROOT / "tests" / "hosts"))
 import assets
 import launching
 import megatron_cases
@@ -41,7 +42,6 @@ from cases import CASES, Case
 
 RECIPE = "trainer: {}\nplugins:\n  packing: {{enabled: true, max_tokens: {}}}\n"
 NAMES = ("loss", "grad_norm", "eval_loss")
-Row = dict[str, Any]
 
 NOTHING: Row = {"code": None, "values": {name: {} for name in NAMES}, "tokens": 0, "step_s": [], "said": ""}
 """Of a run that was not asked for."""
@@ -187,7 +187,7 @@ def rows(asked: argparse.Namespace, folder: Path) -> list[Row]:
             results.append({"script": case.name, "arguments": case.note, "path": case.path, "missing": missing})
             continue
         for layout in case.layouts:
-            if not asked.layouts or layout in asked.layouts.split(","):
+            if not asked.layouts or layout in asked.layouts:
                 results.append(compared(case, layout, script, data, folder, asked.repeats, asked.float64))
                 print(f"{case.name} {case.note} {layout}: {results[-1]['said'][1]}", file=sys.stderr)
     return results
@@ -200,23 +200,11 @@ def name_of(checkout: Path) -> str:
 
 def table(result: dict[str, Any]) -> Any:
     """The result for a person; what evenload said stands below, once."""
-    head = (
-        "script",
-        "layout",
-        "runs",
-        "steps",
-        "loss",
-        "norm",
-        "evaluation",
-        "gradients",
-        "tokens",
-        "s a step",
-        "said",
-    )
+    head = ("script", "layout", "runs", "steps", "loss", "norm", "evaluation", "gradients", "tokens", "s a step")
     notes: list[str] = []
     body = [cells(row, notes) for row in result["rows"]]
     below = "\n".join(f"{place}: {note}" for place, note in enumerate(notes, 1))
-    return grid("Upstream's scripts, stock and with evenload", head, body, below)
+    return grid("Upstream's scripts, stock and with evenload", (*head, "said"), body, below)
 
 
 def cells(row: Row, notes: list[str]) -> list[Any]:
@@ -234,26 +222,15 @@ def cells(row: Row, notes: list[str]) -> list[Any]:
     return [name, row["layout"], ", ".join(runs), row["steps"], *equal, tokens, step, notes.index(note) + 1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkouts", nargs="*", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--only", default="", help="rows whose script or arguments contain this")
-    parser.add_argument("--layouts", default="", help="of those that a script has; all of them without this")
-    parser.add_argument("--float64", action="store_true", help="gradients of Megatron-LM's in float64 too")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="leave the folders of all runs here")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with stdout_aside(), tempfile.TemporaryDirectory(prefix="hosts-") as temporary:
         folder = (asked.keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        result = {"rows": rows(asked, folder)}
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1))
-    emit(result, asked.json, table)
+        return {"rows": rows(asked, folder)}
 
 
 if __name__ == "__main__":
-    main()
+    own = options(__doc__, only="", layouts=[], float64=False, repeats=1, keep=Path)
+    own.add_argument("checkouts", nargs="*", type=Path, metavar="CHECKOUT")
+    main(own, benchmark, table)

@@ -14,18 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-import on_ranks
-from lora_ranks import ADAPTER, LONGEST, batch_of, on_rank, plan_of, train_of, trained
+from evenload.benchmarks.frame import begun, columns, main, options, result_of
+from evenload.benchmarks.lora.lora_ranks import ADAPTER, LONGEST, batch_of, on_rank, plan_of, train_of, trained
 
 TOGETHER, AT_ONCE = "one job", "a job each"
 RANKS = 2
@@ -76,8 +72,8 @@ def run(parts: list[str], asked: argparse.Namespace) -> dict[str, Any]:
         words = ["--samples", str(asked.samples), "--steps", str(asked.steps), "--longest", str(asked.longest)]
         words += ["--meet", meet, "--jobs", str(len(parts))]
         launched = time.time()
-        jobs = [on_ranks.begun(__file__, [*words, "--numbers", part], RANKS) for part in parts]
-        results = [on_ranks.result_of(job) for job in jobs]
+        jobs = [begun(__file__, [*words, "--numbers", part], RANKS) for part in parts]
+        results = [result_of(job) for job in jobs]
     seconds = max(r["end"] for r in results) - min(r["begin"] for r in results)
     return {
         "start_s": max(r["begin"] for r in results) - launched,
@@ -106,30 +102,17 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    from evenload.commands.tables.show import grid
-    from evenload.core.input.format import gib, seconds
-
-    rows = []
-    for name, own in sorted(result["variants"].items(), reverse=True):
-        rate = f"{own['tokens_per_s']:,.0f}"
-        rows.append([name, rate, gib(own["own_bytes"]), seconds(own["start_s"])])
+    cells = {
+        "tenants in": "{name}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "memory of their own": "{own_bytes:gib}",
+        "to the first step": "{start_s:seconds}",
+    }
+    rows = [{"name": name, **own} for name, own in sorted(result["variants"].items(), reverse=True)]
     note = f"{result['samples']} samples a tenant and step; losses of the last step apart: {result['apart']:.0e}"
-    head = ("tenants in", "tokens/s", "memory of their own", "to the first step")
-    return grid(f"tenants at once on {RANKS} CPU ranks, measured", head, rows, note)
-
-
-def arguments() -> argparse.ArgumentParser:
-    own = on_ranks.parser(__doc__)
-    own.add_argument("--samples", type=int, default=8)
-    own.add_argument("--tenants", type=int, default=4)
-    own.add_argument("--steps", type=int, default=20)
-    own.add_argument("--repeats", type=int, default=3)
-    own.add_argument("--longest", type=int, default=LONGEST, help="Tokens of a sample.")
-    own.add_argument("--numbers", help=argparse.SUPPRESS)
-    own.add_argument("--meet", help=argparse.SUPPRESS)
-    own.add_argument("--jobs", type=int, help=argparse.SUPPRESS)
-    return own
+    return columns(f"tenants at once on {RANKS} CPU ranks, measured", rows, cells, note)
 
 
 if __name__ == "__main__":
-    on_ranks.main(arguments(), work, benchmark, table)
+    own = options(__doc__, samples=8, tenants=4, steps=20, repeats=3, longest=LONGEST, numbers="", meet="", jobs=1)
+    main(own, benchmark, table, work)

@@ -11,23 +11,17 @@ the bare base on the same step, their median and its 95 % interval. Measured.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.append(str(Path(__file__).parent))
-
-from evenload.commands.tables.show import emit, grid, stdout_aside
+from evenload.benchmarks.frame import interval, main, options
+from evenload.benchmarks.lora.lora_ranks import ADAPTER, LONGEST, Batch, batch_of, on_rank, plan_of, train_of
+from evenload.commands.tables.show import grid, stdout_aside
 from evenload.core.input.format import seconds
 from evenload.core.recipe.adapter import Adapter
 from evenload.training.measuring import compare, in_turn
-from lora_ranks import ADAPTER, LONGEST, Batch, batch_of, on_rank, plan_of, train_of
 
 BARE = "bare"
 SMALLEST = Adapter(r=1, target_modules=("model.layers.0.self_attn.q_proj",))
@@ -82,9 +76,8 @@ def table(result: dict[str, Any]) -> Any:
         cells = ["bare base" if name == BARE else f"{name} tenant{'s' * (name != '1')}"]
         for kind in ("passes", "seconds"):
             over = of_name[kind]["over"]
-            ends = " .. ".join(f"{end:.2f}" for end in over["interval"] or ())
-            cells += [seconds(of_name[kind]["median"])]
-            cells += ["", ""] if name == BARE else [f"{over['median']:.2f}x", ends]
+            compared = ["", ""] if name == BARE else [f"{over['median']:.2f}x", interval(over)]
+            cells += [seconds(of_name[kind]["median"]), *compared]
         rows.append(cells)
     head = ("", "passes", "over bare", "95 %", "step", "over bare", "95 %")
     tokens = np.mean([row["tokens"] for row in result["rows"]])
@@ -92,23 +85,11 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"adapters over the bare frozen base, {result['host']['device']}, measured", head, rows, note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tenants", default="1,4,16")
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--longest", type=int, default=LONGEST, help="Tokens of a sample.")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    counts = [int(word) for word in asked.tenants.split(",")]
+def benchmark(asked: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     with stdout_aside(), on_rank("dp1") as job:
-        result = measured(job, counts, asked.samples, asked.steps, asked.longest)
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+        return measured(job, asked.tenants, asked.samples, asked.steps, asked.longest)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, tenants=[1, 4, 16], samples=16, steps=20, longest=LONGEST), benchmark, table)

@@ -11,11 +11,7 @@ whole command: start, evaluations, adapters written.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,14 +19,15 @@ from typing import Any
 
 import numpy as np
 import yaml
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import RECIPES, command, main, options
+from evenload.commands.tables.show import grid
 from evenload.core.input import reading
 from evenload.core.input.format import seconds
 from evenload.core.recipe.tenant import Tenant
 from evenload.training.shared_plan.trials import HALVE_EVERY, sweep_of
 
 HALVING, FULL = "halving", "full"
-FILE = Path(__file__).resolve().parents[2] / "recipes" / "sweeps" / "importlib.yaml"
+FILE = RECIPES / "sweeps" / "importlib.yaml"
 
 
 def changed(fields: dict[str, Any], words: list[str]) -> dict[str, Any]:
@@ -57,13 +54,9 @@ def write_trials(fields: dict[str, Any], name: str, folder: Path) -> list[str]:
 
 def run(folder: Path) -> dict[str, Any]:
     """Train the tenants of a folder by the command; what it says, with its seconds in all."""
-    words = [f"plugins.lora.tenants={folder / 'tenants'}", f"plugins.lora.out={folder / 'out'}", "--json"]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "evenload", "train", "lora", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    result: dict[str, Any] = json.loads(done.stdout)
-    return {**result, "all_s": time.perf_counter() - begin}
+    words = (f"plugins.lora.tenants={folder / 'tenants'}", f"plugins.lora.out={folder / 'out'}")
+    return {**command("train", "lora", *words), "all_s": time.perf_counter() - begin}
 
 
 def measured(fields: dict[str, Any], name: str, variant: str) -> dict[str, Any]:
@@ -112,19 +105,10 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"sweep of {result['file']}, measured", head, rows, note)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=FILE)
-    parser.add_argument("words", nargs="*", metavar="key=value")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    result = benchmark(asked.file, asked.words, asked.repeats)
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, asked.json, table)
+def asked_for(asked: Any) -> dict[str, Any]:
+    file, *words = asked.words if asked.words and "=" not in asked.words[0] else [FILE, *asked.words]
+    return benchmark(Path(file), words, asked.repeats)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, words=..., repeats=1), asked_for, table)

@@ -16,17 +16,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-import on_ranks
-from lora_ranks import ADAPTER, LAYOUTS, LONGEST, Batch, batch_of, on_rank, plan_of, train_of, trained
+from evenload.benchmarks.frame import columns, interval, main, options, started
+from evenload.benchmarks.lora.lora_ranks import (
+    ADAPTER,
+    LONGEST,
+    Batch,
+    batch_of,
+    on_rank,
+    plan_of,
+    train_of,
+    trained,
+)
 
 TOGETHER, ALONE = "together", "one after another"
 APART = 1000
@@ -85,8 +89,7 @@ def _take(job: Any, steps: list[tuple[Any, Batch]]) -> tuple[float, dict[int, fl
 
 def work(asked: argparse.Namespace) -> None:
     with on_rank(asked.layout) as job:
-        sizes = [int(word) for word in asked.samples.split(",")]
-        cases = [measured(job, asked.tenants, samples, asked.steps, asked.longest) for samples in sizes]
+        cases = [measured(job, asked.tenants, samples, asked.steps, asked.longest) for samples in asked.samples]
         result = {"layout": asked.layout, "cases": cases, "host": job.host.describe()}
         leads = job.leads
     if leads:
@@ -94,32 +97,22 @@ def work(asked: argparse.Namespace) -> None:
 
 
 def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
-    """Of all ranks, started by torchrun."""
-    return on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], 1 if asked.layout == "dp1" else 2))
+    return started(__file__, 1 if asked.layout == "dp1" else 2)
 
 
 def table(result: dict[str, Any]) -> Any:
-    from evenload.commands.tables.show import grid
-
-    rows = []
-    for case in result["cases"]:
-        over, rates = case["over"], case["tokens_per_s"]
-        ends = " .. ".join(f"{end:.2f}" for end in over["interval"] or ())
-        cells = [f"{case['tenants']} x {case['samples']}", f"{rates[TOGETHER]:,.0f}", f"{rates[ALONE]:,.0f}"]
-        rows.append([*cells, f"{over['median']:.2f}x", ends, f"{case['predicted']:.2f}x", f"{case['apart']:.0e}"])
-    head = ("tenants x samples", "tokens/s together", "one after another", "faster by", "95 %", "predicted", "apart")
-    return grid(f"tenants of {result['layout']}, {result['host']['device']}, measured", head, rows)
-
-
-def arguments() -> argparse.ArgumentParser:
-    own = on_ranks.parser(__doc__)
-    own.add_argument("--layout", choices=LAYOUTS, default="dp2")
-    own.add_argument("--samples", default="4,8,16")
-    own.add_argument("--tenants", type=int, default=4)
-    own.add_argument("--steps", type=int, default=20)
-    own.add_argument("--longest", type=int, default=LONGEST, help="Tokens of a sample.")
-    return own
+    cells = {
+        "tenants x samples": "{tenants} x {samples}",
+        "tokens/s together": f"{{tokens_per_s[{TOGETHER}]:,.0f}}",
+        "one after another": f"{{tokens_per_s[{ALONE}]:,.0f}}",
+        "faster by": "{over[median]:.2f}x",
+        "95 %": lambda case: interval(case["over"]),
+        "predicted": "{predicted:.2f}x",
+        "apart": "{apart:.0e}",
+    }
+    return columns(f"tenants of {result['layout']}, {result['host']['device']}, measured", result["cases"], cells)
 
 
 if __name__ == "__main__":
-    on_ranks.main(arguments(), work, benchmark, table)
+    own = options(__doc__, layout=("dp2", "dp1", "pp2"), samples=[4, 8, 16], tenants=4, steps=20, longest=LONGEST)
+    main(own, benchmark, table, work)

@@ -30,41 +30,26 @@ Left out: workspaces of cuBLAS and NCCL, and what one kernel takes and gives bac
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
 import math
-import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
 import torch
-from evenload.api import load_plugins, plan
-from evenload.commands.tables.show import emit, grid
-from evenload.core.recipe.recipe import parse
+from evenload.api import plan
+from evenload.benchmarks.chains import plugins, recipe_of
+from evenload.benchmarks.frame import Row, columns, main, options
+from evenload.benchmarks.memory import allocator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-
-def _script(name: str) -> Any:
-    """A script beside this one as a module; scripts are no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-allocator = _script("allocator")
 META = torch.device("meta")
 HEADS, GROUPS, WIDTH = 32, 8, 128
 RANKS, BATCH = 8, 512
@@ -212,22 +197,16 @@ class Program:
 
 def packs_of(shape: Shape) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens of the first rank's packs in every step, and of as many samples of the step."""
-    load_plugins()
-    recipe = parse(
+    heads = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "vocab_size": shape.vocabulary}
+    sizes = {"num_layers": shape.layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.ffn}
+    recipe = recipe_of(
         {
             "trainer": "deepspeed",
-            "model": {
-                "num_layers": shape.layers,
-                "hidden_size": shape.hidden,
-                "ffn_hidden_size": shape.ffn,
-                "num_attention_heads": HEADS,
-                "num_query_groups": GROUPS,
-                "vocab_size": shape.vocabulary,
-            },
+            "model": {**sizes, **heads},
             "data": {"max_length": shape.max_tokens},
             "parallel": {"dp": RANKS},
             "train": {"global_batch_size": BATCH},
-            "plugins": {"packing": {"enabled": True, "max_tokens": shape.max_tokens}},
+            "plugins": plugins(shape.max_tokens, "packing"),
         }
     )
     draw = np.random.default_rng(0)
@@ -238,10 +217,6 @@ def packs_of(shape: Shape) -> tuple[list[list[int]], list[list[int]]]:
         packs.append([planned.micro_batches[index].num_padded_tokens for index in planned.of_rank(0)])
         samples.append(lengths[: len(packs[-1])].tolist())
     return packs, samples
-
-
-def rounded(tokens: int, to: int) -> int:
-    return -(-tokens // to) * to
 
 
 def fixed_blocks(model: Any) -> list[int]:
@@ -297,73 +272,48 @@ def new_lengths(steps: list[list[int]]) -> float:
     return float(np.mean(new[len(new) // 2 :]))
 
 
-def benchmark(shape: Shape) -> dict[str, Any]:
+def benchmark(asked: Any) -> Row:
+    shape = Shape(**{name: getattr(asked, name) for name in vars(Shape())})
     model = build(shape)
     program, fixed = Program.of(model), fixed_blocks(model)
-    packs, samples = packs_of(shape)
     rows = []
-    for name, unpadded, to in (
-        ("packs", packs, 1),
-        ("packs", packs, 512),
-        ("samples", samples, 1),
-        ("samples", samples, 512),
-    ):
-        steps = [[rounded(n, to) for n in step] for step in unpadded]
+    for (name, unpadded), to in product(zip(("packs", "samples"), packs_of(shape), strict=True), (1, 512)):
+        steps = [[-(-n // to) * to for n in step] for step in unpadded]
         count = sum(map(sum, unpadded))
         common = {"lengths": name, "to": to, "tokens": (min(map(min, unpadded)), max(map(max, unpadded)))}
         common |= {"new_lengths": new_lengths(steps), "padding": sum(map(sum, steps)) / count - 1}
         for expandable in (False, True):
             whole = Run(program, fixed, expandable, float("inf"))
             late = whole.steps(steps, shape.alive) / (shape.steps - SETTLED)
-            taken = whole.device.peak_taken
-            row = {**common, "expandable": expandable, "late_calls": late, "taken_bytes": taken}
-            row["reserved_bytes"] = whole.device.peak_reserved
+            taken, reserved = whole.device.peak_taken, whole.device.peak_reserved
+            row = {"expandable": expandable, "late_calls": late, "taken_bytes": taken, "reserved_bytes": reserved}
             small = Run(program, fixed, expandable, taken / 0.9)
-            try:
+            with suppress(allocator.NoMemoryError):
                 small.steps(steps, shape.alive)
                 row["flushes"] = small.device.flushes
-            except allocator.NoMemoryError:
-                row["flushes"] = None
-            rows.append(row)
+            rows.append({**common, "flushes": None, **row})
     return {"shape": vars(shape), "torch": torch.__version__, "fixed_bytes": sum(fixed), "rows": rows}
 
 
-def table(result: dict[str, Any]) -> Any:
+def table(result: Row) -> Any:
     shape = result["shape"]
-    head = ("", "tokens", "segments", "taken", "reserved", "over", "late calls", "flushes", "new lengths", "padding")
-    rows = []
-    for row in result["rows"]:
-        over = row["reserved_bytes"] / row["taken_bytes"] - 1
-        gib = [f"{row[kind] / 2**30:.1f} GiB" for kind in ("taken_bytes", "reserved_bytes")]
-        flushes = "none" if row["flushes"] is None else str(row["flushes"])
-        name, tokens = (
-            row["lengths"] + (f", to {row['to']}" if row["to"] > 1 else ""),
-            "{:,} to {:,}".format(*row["tokens"]),
-        )
-        counts = (f"{row['late_calls']:.1f}", flushes, f"{row['new_lengths']:.1f}", f"{row['padding']:.1%}")
-        rows.append((name, tokens, "expandable" if row["expandable"] else "", *gib, f"{over:.1%}", *counts))
+    cells = {
+        "": lambda row: row["lengths"] + (f", to {row['to']}" if row["to"] > 1 else ""),
+        "tokens": "{tokens[0]:,} to {tokens[1]:,}",
+        "segments": lambda row: "expandable" if row["expandable"] else "",
+        "taken": lambda row: f"{row['taken_bytes'] / 2**30:.1f} GiB",
+        "reserved": lambda row: f"{row['reserved_bytes'] / 2**30:.1f} GiB",
+        "over": lambda row: f"{row['reserved_bytes'] / row['taken_bytes'] - 1:.1%}",
+        "late calls": "{late_calls:.1f}",
+        "flushes": lambda row: "none" if row["flushes"] is None else str(row["flushes"]),
+        "new lengths": "{new_lengths:.1f}",
+        "padding": "{padding:.1%}",
+    }
     title = f"predicted: packs up to {shape['max_tokens']:,} tokens, {shape['layers']} layers of {shape['hidden']}"
     title += f", {shape['alive']} packs alive" if shape["alive"] > 1 else ""
-    return grid(title + (", recomputed" if shape["recompute"] else ""), head, rows, f"torch {result['torch']}, no GPU")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in vars(Shape()).items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            parser.add_argument(flag, action="store_true")
-        else:
-            parser.add_argument(flag, type=int, default=value)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = vars(parser.parse_args())
-    as_json, out = arguments.pop("json"), arguments.pop("out")
-    result = benchmark(Shape(**arguments))
-    if out:
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, as_json, table)
+    title += ", recomputed" if shape["recompute"] else ""
+    return columns(title, result["rows"], cells, f"torch {result['torch']}, no GPU")
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, **vars(Shape())), benchmark, table)

@@ -18,50 +18,35 @@ ref being those of the first variant that ran, usually the whole sequence.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import importlib.util
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.chains import recipe_of
+from evenload.benchmarks.frame import Row, columns, main, options
+from evenload.benchmarks.memory import memory_plans
 from evenload.core.costs.memory import peak_activation_bytes
 from evenload.core.input.format import seconds
 from evenload.core.laws import check
 from evenload.core.plan.limits import Limits, MemoryCost
 from evenload.core.plan.step_plan import MicroBatch, Op, Slice, StepPlan, as_lengths
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import Recipe
 from evenload.patches import bridge_cpu
 from evenload.runtime.measure.memory import Levels
 from evenload.runtime.world.world import World, close_world, init_world
 from evenload.training.verbs.profile import machine
 
-
-def _script(name: str) -> Any:
-    """A script beside this one as a module; scripts are no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-memory_plans = _script("memory_plans")
-
 WHOLE, RECOMPUTED, SLICED, REPLAYED = "whole", "recomputed", "sliced", "sliced, replayed"
 VARIANTS = (WHOLE, RECOMPUTED, SLICED, REPLAYED)
 
+SIZES = ("tokens", "slices", "keep", "layers", "hidden", "heads", "groups", "vocabulary")
 Gradients = Mapping[str, torch.Tensor]
 
 
@@ -82,17 +67,11 @@ class Shape:
     dtype: str = "fp32"
 
     def recipe(self, recompute: bool) -> Recipe:
-        return parse(
+        heads = {"num_attention_heads": self.heads, "num_query_groups": self.groups, "vocab_size": self.vocabulary}
+        sizes = {"num_layers": self.layers, "hidden_size": self.hidden, "ffn_hidden_size": self.ffn}
+        return recipe_of(
             {
-                "trainer": "megatron",
-                "model": {
-                    "num_layers": self.layers,
-                    "hidden_size": self.hidden,
-                    "num_attention_heads": self.heads,
-                    "num_query_groups": self.groups,
-                    "ffn_hidden_size": self.ffn,
-                    "vocab_size": self.vocabulary,
-                },
+                "model": {**sizes, **heads},
                 "data": {"max_length": max(2, self.tokens)},
                 "parallel": {"dp": 1},
                 "train": {"dtype": self.dtype, "recompute": recompute, "global_batch_size": 1},
@@ -103,8 +82,7 @@ class Shape:
         """The checked plan of a variant."""
         if variant in (WHOLE, RECOMPUTED):
             return whole(1, self.tokens, limits)
-        borders = np.linspace(0, self.tokens, self.slices + 1).astype(int).tolist()
-        pieces = [Slice(0, a, b) for a, b in pairwise(borders)]
+        pieces = [piece for (piece,) in memory_plans.pieces(0, self.tokens, self.slices)]
         count = len(pieces)
         order = (*(Op("F", i) for i in range(count)), *(Op("B", i) for i in reversed(range(count))))
         replayed = tuple(range(count - self.keep)) if variant == REPLAYED else ()
@@ -137,9 +115,7 @@ def hosted(shape: Shape, world: World, recompute: bool) -> Iterator[Any]:
         gc.collect()
 
 
-def measure(
-    shape: Shape, host: Any, plan: StepPlan, device: torch.device, runs: int = 1
-) -> tuple[dict[str, Any], Gradients]:
+def measure(shape: Shape, host: Any, plan: StepPlan, device: torch.device, runs: int = 1) -> tuple[Row, Gradients]:
     """Peak, loss, and seconds of the fastest of some steps without an update; the gradients."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     times = []
@@ -164,9 +140,9 @@ def difference(gradients: Gradients, reference: Gradients) -> float:
     return max(one(name) for name in reference)
 
 
-def run(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) -> list[dict[str, Any]]:
+def run(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) -> list[Row]:
     """A row for each variant; one that memory or time does not allow has ``failed`` instead of numbers."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     reference: tuple[float, Gradients] | None = None
     memory: MemoryCost | None = None
     for recompute in (False, True):
@@ -176,7 +152,7 @@ def run(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) 
             limits = replace(memory_plans.predicted_at(recipe, memory, 1)[1], max_tokens=shape.tokens)
             for variant in (RECOMPUTED,) if recompute else (WHOLE, SLICED, REPLAYED):
                 plan = shape.plan(variant, limits)
-                row: dict[str, Any] = {"variant": variant, "predicted_bytes": peak_activation_bytes(plan, 0, 0)[0]}
+                row: Row = {"variant": variant, "predicted_bytes": peak_activation_bytes(plan, 0, 0)[0]}
                 rows.append(row)
                 if time.monotonic() > until:
                     row["failed"] = "no time left"
@@ -198,7 +174,7 @@ def run(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) 
     return sorted(rows, key=lambda row: VARIANTS.index(row["variant"]))
 
 
-def benchmark(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) -> dict[str, Any]:
+def benchmark(shape: Shape, world: World, runs: int = 1, until: float = float("inf")) -> Row:
     """All variants of a shape, and by how much the last one's peak is below those without slices."""
     rows = run(shape, world, runs, until)
     peak = {row["variant"]: row["peak_bytes"] for row in rows if "failed" not in row}
@@ -206,68 +182,48 @@ def benchmark(shape: Shape, world: World, runs: int = 1, until: float = float("i
     def below(variant: str) -> float | None:
         return peak[variant] / peak[REPLAYED] if variant in peak and REPLAYED in peak else None
 
-    return {
-        "device": machine(world.device),
-        "torch": torch.__version__,
-        "shape": vars(shape),
-        "rows": rows,
-        "whole_over_replayed": below(WHOLE),
-        "recomputed_over_replayed": below(RECOMPUTED),
+    about = {"device": machine(world.device), "torch": torch.__version__, "shape": vars(shape), "rows": rows}
+    return {**about, "whole_over_replayed": below(WHOLE), "recomputed_over_replayed": below(RECOMPUTED)}
+
+
+def table(result: Row) -> Any:
+    if "shape" not in result:
+        return memory_plans.table(result)
+    first, shape = result["rows"][0].get("peak_bytes"), result["shape"]
+
+    def unless_failed(show: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: "" if "failed" in row else show(row)
+
+    cells = {
+        "": "{variant}",
+        "peak": lambda row: row.get("failed") or mib(row["peak_bytes"]),
+        "of whole": unless_failed(lambda row: f"1/{first / row['peak_bytes']:.1f}" if first else ""),
+        "predicted": lambda row: mib(row["predicted_bytes"]),
+        "time": unless_failed(lambda row: seconds(row["step_s"])),
+        "gradient error": unless_failed(lambda row: f"{row['grad_rel_err']:.1e}"),
     }
-
-
-def table(result: dict[str, Any]) -> Any:
-    first = result["rows"][0].get("peak_bytes")
-
-    def line(row: dict[str, Any]) -> tuple[Any, ...]:
-        if "failed" in row:
-            return (row["variant"], row["failed"], "", mib(row["predicted_bytes"]), "", "")
-        share = f"1/{first / row['peak_bytes']:.1f}" if first else ""
-        error = f"{row['grad_rel_err']:.1e}"
-        return row["variant"], mib(row["peak_bytes"]), share, mib(row["predicted_bytes"]), seconds(row["step_s"]), error
-
-    shape = result["shape"]
     title = f"one sequence of {shape['tokens']:,} tokens, {shape['slices']} slices, {shape['keep']} kept; "
     title += f"{shape['layers']} layers of {shape['hidden']}, {shape['dtype']}"
-    head = ("", "peak", "of whole", "predicted", "time", "gradient error")
-    return grid(title, head, [line(row) for row in result["rows"]], f"{result['device']}; torch {result['torch']}")
+    return columns(title, result["rows"], cells, f"{result['device']}; torch {result['torch']}")
 
 
 def mib(num_bytes: float | None) -> str | None:
     return None if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in vars(Shape()).items():
-        if name not in ("dtype", "ffn"):
-            parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp64"), default="fp32")
-    parser.add_argument("--threads", type=int, default=1, help="Of the CPU; more than are idle make it slower.")
-    parser.add_argument("--plans", action="store_true", help="Many small plans instead: see memory_plans.py.")
-    parser.add_argument("--only", default="", help="With --plans: cases whose name holds this.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = vars(parser.parse_args())
-    as_json, out, threads = (arguments.pop(name) for name in ("json", "out", "threads"))
-    plans, only = arguments.pop("plans"), arguments.pop("only")
-    if plans:
-        report(memory_plans.benchmark(only), as_json, out, memory_plans.table)
-        return
+def asked_for(asked: Any) -> Row:
+    if asked.plans:
+        return memory_plans.benchmark(asked.only)
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|deepspeed|torch)\.")
     bridge_cpu()
     world = init_world()
-    torch.set_num_threads(threads)
-    result = benchmark(Shape(**arguments), world)
+    torch.set_num_threads(asked.threads)
+    result = benchmark(Shape(**{name: getattr(asked, name) for name in SIZES}, dtype=asked.dtype), world)
     close_world(world)
-    report(result, as_json, out, table)
-
-
-def report(result: dict[str, Any], as_json: bool, out: Path | None, table_of: Callable[[dict[str, Any]], Any]) -> None:
-    if out:
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, as_json, table_of)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {name: getattr(Shape(), name) for name in SIZES}
+    own = options(__doc__, **sizes, dtype=("fp32", "bf16", "fp64"), threads=1, plans=False, only="")
+    main(own, asked_for, table)

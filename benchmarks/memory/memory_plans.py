@@ -20,18 +20,17 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from evenload.benchmarks.chains import recipe_of
+from evenload.benchmarks.frame import Row, begun
 from evenload.commands.tables.show import grid
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import fixed_bytes
@@ -41,7 +40,7 @@ from evenload.core.plan.rounds import in_rounds
 from evenload.core.plan.step_plan import Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import Setting, context_of, costs_of, limits_of, stage_costs
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import Recipe
 from evenload.core.simulate.step import simulate
 from evenload.integrations.host.host import Host
 from evenload.patches import bridge_cpu
@@ -71,7 +70,7 @@ class Case(NamedTuple):
     @property
     def recipe(self) -> Recipe:
         zero = {"zero_optimization": {"reduce_bucket_size": 1_000_000}}
-        recipe = parse(
+        recipe = recipe_of(
             {
                 "trainer": self.trainer,
                 "model": {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1024},
@@ -128,15 +127,12 @@ def plan_of(kind: str, num_ranks: int, limits: Limits) -> StepPlan:
         lengths = 2 * [[[700, 200], [350, 150, 100]], [[500], [300, 250, 200]]]
         if kind == "stock":
             lengths = 4 * [[[250], [400, 100], [500], [150, 150], [350]]]
-        rows, batch = [], []
-        for own in lengths[:num_ranks]:
-            rows.append([[Slice(len(batch) + i, 0, n) for i, n in enumerate(pack)] for pack in own])
-            for k, pack in enumerate(own):
-                rows[-1][k] = [Slice(len(batch) + i, 0, n) for i, n in enumerate(pack)]
-                batch += pack
+        numbers = count()
+        rows = [[[Slice(next(numbers), 0, n) for n in pack] for pack in own] for own in lengths[:num_ranks]]
+        batch = [n for own in lengths[:num_ranks] for pack in own for n in pack]
     else:
         batch = [1800, 900, 1200, 600][:num_ranks]
-        rows = [_pieces(i, n, (6, 4)[i % 2]) for i, n in enumerate(batch)]
+        rows = [pieces(i, n, (6, 4)[i % 2]) for i, n in enumerate(batch)]
         rows[0][-1].append(Slice(len(batch), 0, 200))
         batch.append(200)
     plan = assemble(StepPlan(as_lengths(batch), (), limits), limits, rows)
@@ -146,7 +142,8 @@ def plan_of(kind: str, num_ranks: int, limits: Limits) -> StepPlan:
     return check(in_rounds(plan))
 
 
-def _pieces(sequence: int, length: int, count: int) -> list[list[Slice]]:
+def pieces(sequence: int, length: int, count: int) -> list[list[Slice]]:
+    """A sequence in so many slices of equal length."""
     borders = np.linspace(0, length, count + 1).astype(int).tolist()
     return [[Slice(sequence, a, b)] for a, b in pairwise(borders)]
 
@@ -209,10 +206,10 @@ def rank_main(case: Case, costs_file: Path, answer: Path) -> None:
     close_world(world)
 
 
-def benchmark(only: str = "") -> dict[str, Any]:
+def benchmark(only: str = "") -> Row:
     """All cases whose name holds ``only``, and those that measure their costs."""
     wanted = {case.costs for case in CASES if only in case.name}
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         costs_file = Path(folder) / "costs.json"
         costs_file.write_text("{}")
@@ -224,40 +221,25 @@ def benchmark(only: str = "") -> dict[str, Any]:
     return {"machine": machine(torch.device("cpu")), "torch": torch.__version__, "costs": costs, "rows": rows}
 
 
-def _spawn(number: int, case: Case, costs_file: Path, answer: Path) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, __file__, str(number), str(costs_file), str(answer)]
-    common = {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={"GLOO_SOCKET_IFNAME": "lo", **os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=sys.stderr.fileno(),
-        )
-        for r in range(case.ranks)
-    ]
-    try:
-        codes = [rank.wait(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(codes):
-        raise SystemExit(f"{case.name}: ranks ended with {codes}")
+def _spawn(number: int, case: Case, costs_file: Path, answer: Path) -> list[Row]:
+    words = [str(number), str(costs_file), str(answer)]
+    job = begun(__file__, words, case.ranks)
+    out, _ = job.communicate()
+    if job.returncode:
+        raise SystemExit(f"{case.name}: ranks ended with {job.returncode}\n{out[-2000:]}")
     return [row for r in range(case.ranks) for row in json.loads(answer.with_suffix(f".{r}").read_text())]
 
 
-def errors(rows: list[dict[str, Any]], name: str) -> list[float]:
+def errors(rows: list[Row], name: str) -> list[float]:
     """Relative errors of ``activations`` or ``total``."""
     return [row[name] / row[f"{name}_measured"] - 1.0 for row in rows]
 
 
-def table(result: dict[str, Any]) -> Any:
+def table(result: Row) -> Any:
     """One line a rank and plan, then mean and worst."""
     rows = result["rows"]
 
-    def mib(row: dict[str, Any], name: str) -> tuple[str, str, str]:
+    def mib(row: Row, name: str) -> tuple[str, str, str]:
         predicted, measured = row[name], row[f"{name}_measured"]
         return f"{predicted / 2**20:,.1f}", f"{measured / 2**20:,.1f}", f"{100 * (predicted / measured - 1):+.1f} %"
 

@@ -10,17 +10,12 @@ exact counts, as evenload does. Of lengths no layer knows anything, so there are
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from evenload.api import load_plugins
-from evenload.commands.tables.show import grid
-
-sys.path.append(str(Path(__file__).parent))
-from shared import Row, arguments, finish, leaders, script
-
-moe = script("experts/moe.py")
+from evenload.benchmarks.experts import moe
+from evenload.benchmarks.frame import Row, columns, main, options
+from evenload.benchmarks.peers.shared import case_result, who_is_ahead
 
 RULES = {
     "clone": "evenload clone",
@@ -39,33 +34,25 @@ def case_of(case: Any) -> list[Row]:
     return [{**row, "name": RULES[row["planner"]]} for row in moe.rows_of(own, 1, repeats=5) if row["planner"] in RULES]
 
 
-def benchmark(words: Any) -> Row:
+def benchmark(asked: Any) -> Row:
     load_plugins()
-    wanted = [case for case in moe.zipf_cases(words.draws) if case.name.split(",")[0].removeprefix("zipf ") in SKEWS]
-    cases = [case_of(case) for case in wanted]
-    behind = [{"case": case[0]["case"], "ahead": ahead} for case in cases if (ahead := leaders(case, "ratio"))]
-    return {"draws": words.draws, "rows": [row for case in cases for row in case], "behind": behind}
+    wanted = [case for case in moe.zipf_cases(asked.draws) if case.name.split(",")[0].removeprefix("zipf ") in SKEWS]
+    return case_result(asked, [case_of(case) for case in wanted], "ratio", "case")
 
 
 def table(result: Row) -> Any:
     """A line for each case and rule."""
-    lines = [
-        (
-            row["case"],
-            row["name"],
-            f"{row['ratio']:.4f}",
-            f"{row['copies']:.0f}",
-            f"{row['slots']}",
-            f"{row['plan_ms']:.2f} ms",
-        )
-        for row in result["rows"]
-    ]
-    head = ("loads", "rule", "busiest over mean", "copies", "slots", "planning")
-    behind = "; ".join(f"{one['case']}: {', '.join(one['ahead'])}" for one in result["behind"])
-    caption = f"of tokens; planning in Python, the least of several runs; ahead of evenload: {behind or 'nobody'}"
-    return grid("experts of a layer on their ranks", head, lines, caption)
+    cells = {
+        "loads": "{case}",
+        "rule": "{name}",
+        "busiest over mean": "{ratio:.4f}",
+        "copies": "{copies:.0f}",
+        "slots": "{slots}",
+        "planning": "{plan_ms:.2f} ms",
+    }
+    caption = f"of tokens; planning in Python, the least of several runs; ahead of evenload: {who_is_ahead(result)}"
+    return columns("experts of a layer on their ranks", result["rows"], cells, caption)
 
 
 if __name__ == "__main__":
-    words = arguments(__doc__, draws=2)
-    finish(benchmark(words), words, table)
+    main(options(__doc__, draws=2), benchmark, table)

@@ -12,24 +12,23 @@ a launch. Lengths as in `peers/mesh.py`; the longest is cut at the context.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from evenload.api import load_plugins
+from evenload.benchmarks.chains import batches, chain_of
+from evenload.benchmarks.frame import Row, main, means, options, timed
+from evenload.benchmarks.peers.shared import sets_of
+from evenload.benchmarks.published import common
 from evenload.commands.tables.show import grid
 from evenload.core.costs.exposed import BESIDE
 from evenload.core.input.format import seconds
 from evenload.core.plan.step_plan import Lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
-from evenload.core.recipe.recipe import parse
-
-sys.path.append(str(Path(__file__).parent))
-from shared import Row, arguments, batches, finish, means, script, sets_of, timed
+from evenload.data.samples.cut import cut
 
 MODELS = {
-    **script("published/common.py").MODELS,
+    **common.MODELS,
     "llama-34b": {
         "num_layers": 48,
         "hidden_size": 8192,
@@ -59,9 +58,9 @@ CASES = (
 )
 
 
-def chain_of(case: Case, halves: str) -> PlanChain:
+def halved_chain(case: Case, halves: str) -> PlanChain:
     packing = {"enabled": True, "max_tokens": 32 * K}
-    recipe = parse(
+    return chain_of(
         {
             "model": {"vocab_size": 32000, **MODELS[case.model]},
             "parallel": {"dp": case.dp, "tp": case.tp},
@@ -71,21 +70,20 @@ def chain_of(case: Case, halves: str) -> PlanChain:
             "plugins": {"packing": packing, "mesh": {**packing, "halves": halves}},
         }
     )
-    return PlanChain.of_recipe(recipe, recipe.layout())
 
 
 def row_of(case: Case, name: str, lengths: Lengths, batches_wanted: int) -> Row:
-    plain, turning, rows = chain_of(case, "off"), chain_of(case, "auto"), []
-    for batch in batches(lengths, case.context, case.samples, batches_wanted):
+    plain, turning, rows = halved_chain(case, "off"), halved_chain(case, "auto"), []
+    for batch in batches(cut(lengths, case.context, "split", 2).length, case.samples, batches_wanted):
         row: Row = {}
         for key, chain in (("", plain), ("halves_", turning)):
             plan, row[f"{key}plan_s"] = timed(lambda chain=chain, batch=batch: chain.plan(batch), 2)
             outcome = outcome_of(plan, chain.context)
             row |= {f"{key}step_s": outcome.step_s, f"{key}open_frac": outcome.exposed_frac}
         halved = [m for m in plan.micro_batches if m.first_half]
-        cut = sum(len({s.sequence for s in m.slices}) < len(m.slices) for m in halved)
+        both = sum(len({s.sequence for s in m.slices}) < len(m.slices) for m in halved)
         rows.append(
-            {**row, "halved_frac": len(halved) / len(plan.micro_batches), "cut_frac": cut / max(1, len(halved))}
+            {**row, "halved_frac": len(halved) / len(plan.micro_batches), "cut_frac": both / max(1, len(halved))}
         )
     row = means(rows)
     return {**case._asdict(), "lengths": name, **row, "gain": 1 - row["halves_step_s"] / row["step_s"]}
@@ -121,5 +119,4 @@ def table(result: Row) -> Any:
 
 
 if __name__ == "__main__":
-    words = arguments(__doc__, batches=2)
-    finish(benchmark(words), words, table)
+    main(options(__doc__, lengths=[], batches=2), benchmark, table)

@@ -16,23 +16,19 @@ order, without a barrier between its groups, which is to its advantage.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.commands.tables.show import grid
-from evenload.core.input.format import seconds
+from evenload.benchmarks.chains import batches, without_sums
+from evenload.benchmarks.frame import Row, columns, main, means, options, timed
+from evenload.benchmarks.peers.shared import case_result, sets_of, who_is_ahead
+from evenload.benchmarks.planning import mesh as planning
 from evenload.core.plan.step_plan import Lengths, StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
-
-sys.path.append(str(Path(__file__).parent))
-from shared import Row, arguments, batches, finish, leaders, means, script, sets_of, timed, without_sums
-
-planning = script("planning/mesh.py")
+from evenload.data.samples.cut import cut
 
 H200_WORDS = [
     "costs=verl-7b",
@@ -73,7 +69,7 @@ def case_of(name: str, lengths: Lengths, machine: str, words: Any) -> list[Row]:
         "cp_all": lambda batch: chain.baseline("cp_all", batch),
     }
     rows: dict[str, list[Row]] = {}
-    for batch in batches(lengths, LONGEST[machine], words.samples, words.batches):
+    for batch in batches(cut(lengths, LONGEST[machine], "split", 2).length, words.samples, words.batches):
         for one, make in makers.items():
             plan, plan_s = timed(lambda make=make, batch=batch: make(batch), 1)
             outcome = outcome_of(plan, chain.context)
@@ -82,43 +78,31 @@ def case_of(name: str, lengths: Lengths, machine: str, words: Any) -> list[Row]:
     return [{"lengths": name, "machine": machine, "name": one, **means(each)} for one, each in rows.items()]
 
 
-def benchmark(words: Any) -> Row:
-    named = sets_of(words.lengths)
+def benchmark(asked: Any) -> Row:
+    named = sets_of(asked.lengths)
     planning.balanced_cp(np.array([1]), 1, 1)  # so that no row counts its import
-    cases = [case_of(name, lengths, machine, words) for name, lengths in named.items() for machine in LONGEST]
+    cases = [case_of(name, lengths, machine, asked) for name, lengths in named.items() for machine in LONGEST]
     for case in cases:
         for row in case:
             row["over_evenload"] = row["step_s"] / case[0]["step_s"]
-    behind = [
-        {"lengths": case[0]["lengths"], "machine": case[0]["machine"], "ahead": ahead}
-        for case in cases
-        if (ahead := leaders(case, "step_s"))
-    ]
-    about = {key: getattr(words, key) for key in ("ranks", "samples", "batches")}
-    return {"predicted": True, **about, "rows": [row for case in cases for row in case], "behind": behind}
+    return {"predicted": True, **case_result(asked, cases, "step_s", "lengths", "machine")}
 
 
 def table(result: Row) -> Any:
     """A line for each set, machine and rule."""
-    lines = [
-        (
-            row["lengths"],
-            row["machine"],
-            row["name"],
-            seconds(row["step_s"]),
-            f"{row['over_evenload']:.2f}x",
-            f"{row['busiest_over_mean']:.3f}",
-            seconds(row["plan_s"]),
-        )
-        for row in result["rows"]
-    ]
-    head = ("lengths", "machine", "rule", "step", "of evenload's", "busiest over mean", "planning")
-    behind = "; ".join(f"{one['lengths']}, {one['machine']}: {', '.join(one['ahead'])}" for one in result["behind"])
+    cells = {
+        "lengths": "{lengths}",
+        "machine": "{machine}",
+        "rule": "{name}",
+        "step": "{step_s:seconds}",
+        "of evenload's": "{over_evenload:.2f}x",
+        "busiest over mean": "{busiest_over_mean:.3f}",
+        "planning": "{plan_s:seconds}",
+    }
     size = f"{result['samples']} on {result['ranks']} ranks, {result['batches']} batches"
-    caption = f"predicted; planning: CPU seconds; ahead of evenload: {behind or 'nobody'}"
-    return grid(f"sequences shared by ranks: {size}", head, lines, caption)
+    caption = f"predicted; planning: CPU seconds; ahead of evenload: {who_is_ahead(result)}"
+    return columns(f"sequences shared by ranks: {size}", result["rows"], cells, caption)
 
 
 if __name__ == "__main__":
-    words = arguments(__doc__, ranks=64, samples=512, batches=2)
-    finish(benchmark(words), words, table)
+    main(options(__doc__, lengths=[], ranks=64, samples=512, batches=2), benchmark, table)

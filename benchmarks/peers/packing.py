@@ -18,24 +18,21 @@ as many, "groups" must keep eight neighbours together.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.chains import batches, without_sums
+from evenload.benchmarks.frame import Row, columns, main, means, options, timed
+from evenload.benchmarks.peers.shared import case_result, sets_of, who_is_ahead
 from evenload.core.balance.partition import best_fit_decreasing, karmarkar_karp
-from evenload.core.input.format import percent
 from evenload.core.plan.step_plan import Lengths, StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
+from evenload.data.samples.cut import cut
 from evenload.plugins.packing.candidates import uncut
-
-sys.path.append(str(Path(__file__).parent))
-from shared import Row, arguments, batches, finish, leaders, means, sets_of, timed, without_sums
 
 GROUP = 8
 KINDS = {
@@ -67,14 +64,11 @@ def verl(lengths: Lengths, ranks: int, cap: int, *, equal: bool = False, group: 
 
 def first_fit_decreasing(lengths: Lengths, cap: int) -> list[list[int]]:
     """Bins of at most ``cap`` tokens: longest first into the first that has room."""
-    bins: list[list[int]] = []
-    free = np.zeros(len(lengths), dtype=np.int64)
+    bins, free = list[list[int]](), np.full(len(lengths), cap)
     for i in np.argsort(-lengths, kind="stable").tolist():
-        place = int((free[: len(bins)] >= lengths[i]).argmax()) if bins else 0
-        if not bins or free[place] < lengths[i]:
-            place = len(bins)
+        place = int((free >= lengths[i]).argmax())
+        if place == len(bins):
             bins.append([])
-            free[place] = cap
         bins[place].append(i)
         free[place] -= lengths[i]
     return bins
@@ -121,7 +115,7 @@ def case_of(name: str, lengths: Lengths, kind: str, words: Any) -> list[Row]:
     ranks, cap = words.ranks, words.cap
     chain = chain_of(kind, ranks, words.samples, cap)
     rows: dict[str, list[Row]] = {}
-    for batch in batches(lengths, cap, words.samples, words.batches):
+    for batch in batches(cut(lengths, cap, "split", 2).length, words.samples, words.batches):
         plan, plan_s = timed(lambda batch=batch: chain.plan(batch))
         rows.setdefault("evenload", []).append(row_of(plan, chain, cap, plan_s))
         others = {one: (lambda rule=rule, batch=batch: rule(batch)) for one, rule in rules(kind, ranks, cap).items()}
@@ -137,38 +131,26 @@ def case_of(name: str, lengths: Lengths, kind: str, words: Any) -> list[Row]:
     return [{"lengths": name, "kind": kind, "name": one, **means(each)} for one, each in rows.items()]
 
 
-def benchmark(words: Any) -> Row:
-    named = sets_of(words.lengths)
-    cases = [case_of(name, lengths, kind, words) for name, lengths in named.items() for kind in KINDS]
-    behind = [
-        {"lengths": case[0]["lengths"], "kind": case[0]["kind"], "ahead": ahead}
-        for case in cases
-        if (ahead := leaders(case, "busiest_over_mean"))
-    ]
-    about = {key: getattr(words, key) for key in ("ranks", "samples", "cap", "batches")}
-    return {"predicted": True, **about, "rows": [row for case in cases for row in case], "behind": behind}
+def benchmark(asked: Any) -> Row:
+    named = sets_of(asked.lengths)
+    cases = [case_of(name, lengths, kind, asked) for name, lengths in named.items() for kind in KINDS]
+    return {"predicted": True, **case_result(asked, cases, "busiest_over_mean", "lengths", "kind")}
 
 
 def table(result: Row) -> Any:
     """A line for each set, kind and rule."""
-    lines = [
-        (
-            row["lengths"],
-            row["kind"],
-            row["name"],
-            f"{row['busiest_over_mean']:.4f}",
-            percent(row["over_cap"]),
-            f"{1e3 * row['plan_s']:.1f} ms",
-        )
-        for row in result["rows"]
-    ]
-    head = ("lengths", "samples", "rule", "busiest over mean", "over the cap", "planning")
-    behind = "; ".join(f"{one['lengths']}, {one['kind']}: {', '.join(one['ahead'])}" for one in result["behind"])
+    cells = {
+        "lengths": "{lengths}",
+        "samples": "{kind}",
+        "rule": "{name}",
+        "busiest over mean": "{busiest_over_mean:.4f}",
+        "over the cap": "{over_cap:percent}",
+        "planning": lambda row: f"{1e3 * row['plan_s']:.1f} ms",
+    }
     size = f"{result['samples']} on {result['ranks']} ranks, cap {result['cap']}, {result['batches']} batches"
-    caption = f"busiest over mean is predicted; planning: CPU seconds; ahead of evenload: {behind or 'nobody'}"
-    return grid(f"whole samples on ranks: {size}", head, lines, caption)
+    caption = f"busiest over mean is predicted; planning: CPU seconds; ahead of evenload: {who_is_ahead(result)}"
+    return columns(f"whole samples on ranks: {size}", result["rows"], cells, caption)
 
 
 if __name__ == "__main__":
-    words = arguments(__doc__, ranks=64, samples=4096, cap=16384, batches=2)
-    finish(benchmark(words), words, table)
+    main(options(__doc__, lengths=[], ranks=64, samples=4096, cap=16384, batches=2), benchmark, table)

@@ -23,35 +23,29 @@ ragged   one step of each file on the layouts of `RAGGED`, with hand-overs, outp
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.chains import batches, chain_of, plugins, with_launches, without_sums
+from evenload.benchmarks.frame import Row, columns, main, options, timed
+from evenload.benchmarks.peers.games import Rows, game_of, of_torch, one_forward_one_backward, played, zero_bubble
+from evenload.benchmarks.published.common import MODELS, Batch
+from evenload.benchmarks.published.lengths import corpus
 from evenload.core.balance.partition import fill
-from evenload.core.input.format import GIB, seconds
+from evenload.core.input.format import GIB
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import budget_bytes
-from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import Simulation, after_passes_s, simulate
 from evenload.data.lengths import read_lengths
 from evenload.data.samples.cut import cut
-from evenload.data.samples.order import SampleOrder
 from evenload.plugins.pipeline.chunks import dealt, price_of
-
-sys.path += [str(Path(__file__).parents[1] / "published"), str(Path(__file__).parent)]
-from common import MODELS, Batch
-from games import Rows, game_of, of_torch, one_forward_one_backward, played, zero_bubble
-from lengths import corpus
+from rich.console import Group
 
 TOKENS = 8192
 LAUNCHES_S = (0.0, 0.25e-3, 0.5e-3, 1e-3)
@@ -75,22 +69,16 @@ Orders = Callable[[int, int], Rows]
 """Of so many stages and micro-batches."""
 
 
-def _of_torch(name: str) -> Orders:
-    return lambda stages, count: of_torch(name, stages, count)
-
-
 SCHEDULES: dict[str, tuple[Orders, int]] = {
     "1F1B": (one_forward_one_backward, 0),
     "ZB-1p": (lambda stages, count: zero_bubble(stages, count, 1), 0),
     "ZB-2p": (lambda stages, count: zero_bubble(stages, count, 2), 0),
-    "interleaved": (_of_torch("Interleaved1F1B"), 1),
-    "interleaved ZB": (_of_torch("InterleavedZeroBubble"), 1),
-    "ZBV": (_of_torch("ZBVZeroBubble"), -1),
-    "DualPipeV": (_of_torch("DualPipeV"), -1),
+    "interleaved": (partial(of_torch, "Interleaved1F1B"), 1),
+    "interleaved ZB": (partial(of_torch, "InterleavedZeroBubble"), 1),
+    "ZBV": (partial(of_torch, "ZBVZeroBubble"), -1),
+    "DualPipeV": (partial(of_torch, "DualPipeV"), -1),
 }
 """And where the second part of a rank is: 0 nowhere, 1 as many parts behind on all, -1 in a V."""
-
-Row = dict[str, Any]
 
 
 def ranks_of(stages: int, second: int) -> list[int]:
@@ -99,50 +87,39 @@ def ranks_of(stages: int, second: int) -> list[int]:
     return ranks + (ranks[::second] if second else [])
 
 
-def chain_of(
+def pipeline_chain(
     stages: int, ranks: int, samples: int, cap: int, model: dict[str, Any] | None = None, **pipeline: Any
 ) -> PlanChain:
     """The pipeline plugin on H200s with tensor parallelism of a node, gradient sums left out. ``samples``: of all;
     ``model``: what is other than in the model of so many stages."""
-    load_plugins()
-    recipe = parse(
-        {
-            "model": {"vocab_size": 32000, **MODELS["llama-70b" if stages == 16 else "llama-13b"], **(model or {})},
-            "parallel": {"pp": stages, "dp": ranks, "tp": 8},
-            "train": {"dtype": "bf16", "global_batch_size": samples},
-            "cluster": "h200",
-            "plugins": {"pipeline": {"enabled": True, "max_tokens": cap, **pipeline}},
-        }
+    return without_sums(
+        chain_of(
+            {
+                "model": {"vocab_size": 32000, **MODELS["llama-70b" if stages == 16 else "llama-13b"], **(model or {})},
+                "parallel": {"pp": stages, "dp": ranks, "tp": 8},
+                "train": {"dtype": "bf16", "global_batch_size": samples},
+                "cluster": "h200",
+                "plugins": plugins(cap, "pipeline", **pipeline),
+            }
+        )
     )
-    chain = PlanChain.of_recipe(recipe, recipe.layout())
-    traffic = replace(chain.context.traffic, gradient_bytes=0.0, weight_bytes=0.0)
-    return replace(chain, context=replace(chain.context, traffic=traffic))
 
 
 def alone(chain: PlanChain, launch_s: float) -> PlanChain:
     """Without hand-overs, TP traffic and output layer, and with this launch: compute and waits are all there is."""
-    context, limits = chain.context, chain.limits
+    limits, context = chain.limits, with_launches(chain.context, lambda *_: launch_s)
     link = context.cluster.intra.model_copy(update={"latency_s": 0.0, "bytes_per_s": 1e18})
-    launched = {n: getattr(context.costs, n).model_copy(update={"launch_s": launch_s}) for n in ("forward", "backward")}
-    context = replace(
-        context,
-        costs=context.costs.model_copy(update=launched),
-        cluster=context.cluster.model_copy(update={"intra": link, "inter": link}),
-        traffic=replace(context.traffic, state_bytes_per_token=1e-9),
-        head_frac=0.0,
-    )
+    cluster = context.cluster.model_copy(update={"intra": link, "inter": link})
+    traffic = replace(context.traffic, state_bytes_per_token=1e-9)
     headless = limits.memory.model_copy(update={"head_bytes_per_token": 0.0, "head_working_bytes_per_token": 0.0})
-    return replace(chain, context=context, limits=replace(limits, memory=headless, splits_backward=True))
+    limits = replace(limits, memory=headless, splits_backward=True)
+    return replace(chain, context=replace(context, cluster=cluster, traffic=traffic, head_frac=0.0), limits=limits)
 
 
 def planned(chain: PlanChain, batch: Batch) -> tuple[StepPlan, Simulation, float]:
-    """A plan, what it comes to, and the seconds of one core that it takes: the least of three."""
-    took = []
-    for _ in range(3):
-        began = time.process_time()
-        plan = chain.plan(batch)
-        took.append(time.process_time() - began)
-    return plan, simulate(plan, chain.context, record=False), min(took)
+    """A plan, what it comes to, and the seconds of one core that it takes."""
+    plan, plan_s = timed(lambda: chain.plan(batch))
+    return plan, simulate(plan, chain.context, record=False), plan_s
 
 
 def of_packs(packs: list[list[int]], lengths: Batch, chain: PlanChain) -> StepPlan:
@@ -155,7 +132,7 @@ def of_packs(packs: list[list[int]], lengths: Batch, chain: PlanChain) -> StepPl
 def uniform_row(stages: int, count: int, launch_s: float) -> Row:
     """The bubble and what is held, by way."""
     batch = as_lengths(np.full(count, TOKENS))
-    chain = alone(chain_of(stages, 1, count, TOKENS), launch_s)
+    chain = alone(pipeline_chain(stages, 1, count, TOKENS), launch_s)
     costs, one_bytes = chain.context.costs, chain.limits.memory.activation_bytes_per_token * TOKENS
     ideal_s = count * sum(float(cost.seconds(TOKENS)) + cost.launch_s for cost in (costs.forward, costs.backward))
     peers: Row = {}
@@ -168,14 +145,14 @@ def uniform_row(stages: int, count: int, launch_s: float) -> Row:
     settings["level"] = {"activation_gib": peers["ZBV"]["held"] * one_bytes / GIB}
     settings |= {"tight": {"activation_gib": stages * one_bytes / GIB}, "whole": {"chunks": 1}}
     for name, words in settings.items():
-        _, outcome, plan_s = planned(alone(chain_of(stages, 1, count, TOKENS, **words), launch_s), batch)
+        _, outcome, plan_s = planned(alone(pipeline_chain(stages, 1, count, TOKENS, **words), launch_s), batch)
         held = float(outcome.activation_bytes.max()) / one_bytes
         bubbles[name] = {"bubble": 1 - ideal_s / outcome.step_s, "held": held, "plan_s": plan_s}
     return {"stages": stages, "sequences": count, "launch_s": launch_s, "bubbles": bubbles | peers}
 
 
 def ragged_row(label: str, lengths: Batch, stages: int, ranks: int) -> Row:
-    chain = chain_of(stages, ranks, len(lengths), 2 * TOKENS)
+    chain = pipeline_chain(stages, ranks, len(lengths), 2 * TOKENS)
     plan, outcome, plan_s = planned(chain, lengths)
     busiest_s = float((outcome.busy_s + outcome.exposed_s).max())
     row = {"lengths": label, "stages": stages, "ranks": ranks, "sequences": len(lengths), "plan_s": plan_s}
@@ -210,9 +187,7 @@ def peer_s(name: str, lengths: Batch, chain: PlanChain) -> float | None:
 
 def batch_of(body: Batch, count: int) -> Batch:
     """The first step of ``count`` samples, drawn as training draws them."""
-    body = cut(body, LONGEST, "split", 2).length
-    drawn, _ = SampleOrder(len(body), 1234).take(count)
-    return as_lengths(body[drawn])
+    return next(batches(cut(body, LONGEST, "split", 2).length, count, 1))
 
 
 def bodies_of(wikipedia: Path | None, mooncake: Path | None) -> dict[str, tuple[str, Batch]]:
@@ -226,65 +201,40 @@ def bodies_of(wikipedia: Path | None, mooncake: Path | None) -> dict[str, tuple[
     return bodies | {"mooncake": (f"mooncake{'' if mooncake else '-like'}", talks)}
 
 
-def benchmark(wikipedia: Path | None, mooncake: Path | None, quick: bool) -> Row:
+def benchmark(asked: Any) -> Row:
+    quick = asked.quick
     sizes, launches_s = UNIFORM[: 1 if quick else 3], LAUNCHES_S[2 if quick else 0 :]
     uniform = [uniform_row(*size, launch_s) for size in sizes for launch_s in launches_s]
-    bodies = bodies_of(wikipedia, mooncake)
     ragged = [
         ragged_row(label, batch_of(body, count), stages, ranks)
-        for name, (label, body) in bodies.items()
+        for name, (label, body) in bodies_of(asked.wikipedia, asked.mooncake).items()
         for stages, ranks, count in RAGGED[name][: 1 if quick else None]
     ]
     return {"predicted": True, "uniform": uniform, "ragged": ragged[:1] if quick else ragged}
 
 
 def table(result: Row) -> Any:
-    from rich.console import Group
-
     names = list(result["uniform"][0]["bubbles"])
-    rows = [
-        (
-            f"PP {r['stages']}, {r['sequences']}",
-            f"{1e3 * r['launch_s']:g} ms",
-            *(f"{r['bubbles'][n]['bubble']:.1%} ({r['bubbles'][n]['held']:.1f})" for n in names),
-            seconds(r["bubbles"]["evenload"]["plan_s"]),
-        )
-        for r in result["uniform"]
-    ]
+    cells = {
+        "stages, sequences": "PP {stages}, {sequences}",
+        "launch": lambda row: f"{1e3 * row['launch_s']:g} ms",
+        **{n: f"{{bubbles[{n}][bubble]:.1%}} ({{bubbles[{n}][held]:.1f}})" for n in names},
+        "planning": "{bubbles[evenload][plan_s]:seconds}",
+    }
     about = "bubble (sequences held); planning measured"
-    first = grid("One length, H200 (predicted)", ("stages, sequences", "launch", *names, "planning"), rows, about)
-    rows = [
-        (
-            r["lengths"],
-            f"PP {r['stages']} x DP {r['ranks']}, {r['sequences']}",
-            f"{r['step_s']:.4f}",
-            f"{r['over_busiest']:.3f}",
-            f"{r['peak_bytes'] / 1e9:.0f}",
-            f"{r['micro_batches']}",
-            *("-" if r["peers"][name] is None else f"{r['peers'][name]:.4f}" for name in SCHEDULES),
-            seconds(r["plan_s"]),
-        )
-        for r in result["ragged"]
-    ]
-    head = ("lengths", "layout, sequences", "s a step", "over busiest", "peak GB", "chunks", *SCHEDULES, "planning")
-    return Group(first, grid("Ragged lengths, TP 8, H200 (predicted)", head, rows, "planning measured"))
-
-
-def run(description: str | None, few: str, benchmark: Callable[..., Any], table: Callable[[Any], Any]) -> None:
-    """A benchmark on two files of lengths, as the command line asks for it; ``few``: what is left of it in a quick
-    one."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wikipedia", type=Path, help="File of lengths; default: a stand-in.")
-    parser.add_argument("--mooncake", type=Path, help="File of lengths; default: a stand-in.")
-    parser.add_argument("--quick", action="store_true", help=few)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the tables.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = parser.parse_args()
-    result = benchmark(arguments.wikipedia, arguments.mooncake, arguments.quick)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, arguments.json, table)
+    first = columns("One length, H200 (predicted)", result["uniform"], cells, about)
+    cells = {
+        "lengths": "{lengths}",
+        "layout, sequences": "PP {stages} x DP {ranks}, {sequences}",
+        "s a step": "{step_s:.4f}",
+        "over busiest": "{over_busiest:.3f}",
+        "peak GB": lambda row: f"{row['peak_bytes'] / 1e9:.0f}",
+        "chunks": "{micro_batches}",
+        **{name: f"{{peers[{name}]:.4f}}" for name in SCHEDULES},
+        "planning": "{plan_s:seconds}",
+    }
+    return Group(first, columns("Ragged lengths, TP 8, H200 (predicted)", result["ragged"], cells, "planning measured"))
 
 
 if __name__ == "__main__":
-    run(__doc__, "Few rows.", benchmark, table)
+    main(options(__doc__, wikipedia=Path, mooncake=Path, quick=False), benchmark, table)

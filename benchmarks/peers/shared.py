@@ -1,107 +1,48 @@
-"""What the scripts of this folder share: sets of lengths, batches drawn as training draws them, words and tables."""
+"""What the scripts of this folder share: sets of lengths, and who is ahead of evenload in a case."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.tables.show import emit
+from evenload.benchmarks.chains import SEED
+from evenload.benchmarks.frame import Row
+from evenload.benchmarks.published.lengths import drawn
 from evenload.core.plan.step_plan import Lengths, as_lengths
-from evenload.core.planning.chain import PlanChain
 from evenload.data.lengths import read_lengths
-from evenload.data.samples.cut import cut
-from evenload.data.samples.order import SampleOrder
 
-sys.path.append(str(Path(__file__).parents[1] / "published"))
-from lengths import drawn
-
-SEED = 1234
 MOST_LINES = 60_000
 """Of a file of lengths."""
 LONG_TAIL = "long tail (log-normal)"
 """After long prompts of conversations, an assumption: median 6,800 tokens, shape 1.1, up to 131,072."""
 
-Row = dict[str, Any]
 
-
-def script(name: str) -> Any:
-    """Another benchmark as a module, by its path below this folder's parent."""
-    path = Path(__file__).parents[1] / name
-    spec = importlib.util.spec_from_file_location(f"of_{path.parent.name}_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def sets_of(files: list[Path]) -> dict[str, Lengths]:
+def sets_of(files: Iterable[str]) -> dict[str, Lengths]:
     """Lengths by name: the files, or a stand-in for Wikipedia where there are none, and a drawn long tail."""
-    named = {path.stem: read_lengths(path)[:MOST_LINES] for path in files}
+    named = {Path(path).stem: read_lengths(Path(path))[:MOST_LINES] for path in files}
     if not named:
         named = {"wikipedia-like": as_lengths(drawn("wikipedia-like", MOST_LINES))}
     tail = np.random.default_rng(SEED).lognormal(np.log(6800), 1.1, MOST_LINES)
     return {**named, LONG_TAIL: as_lengths(tail.astype(np.int64).clip(16, 131_072))}
 
 
-def batches(lengths: Lengths, longest: int, size: int, count: int) -> Iterator[Lengths]:
-    """Global batches of ``size`` samples, longer ones split; a short file is gone through again."""
-    samples = cut(lengths, longest, "split", 2).length
-    samples = np.tile(samples, -(-size * count // len(samples)))
-    order = SampleOrder(len(samples), SEED)
-    for _ in range(count):
-        chosen, order = order.take(size)
-        yield as_lengths(samples[chosen])
+def case_result(asked: Any, cases: Sequence[list[Row]], key: str, *about: str) -> Row:
+    """The rows of all cases, and in which of them a rule is below evenload in ``key`` by more than rounding.
+
+    ``about``: what names a case.
+    """
+    behind = []
+    for case in cases:
+        ours = min(row[key] for row in case if row["name"].startswith("evenload"))
+        if ahead := [row["name"] for row in case if row[key] < ours * (1 - 1e-6)]:
+            behind.append({**{name: case[0][name] for name in about}, "ahead": ahead})
+    settings = {name: value for name, value in vars(asked).items() if isinstance(value, int) and name != "json"}
+    return {**settings, "rows": [row for case in cases for row in case], "behind": behind}
 
 
-def without_sums(chain: PlanChain) -> PlanChain:
-    """The chain where gradients and weights travel for nothing: what is compared is compute."""
-    traffic = replace(chain.context.traffic, gradient_bytes=0.0, weight_bytes=0.0)
-    return replace(chain, context=replace(chain.context, traffic=traffic))
-
-
-def timed(work: Callable[[], Any], repeats: int = 3) -> tuple[Any, float]:
-    """What work gives, and the CPU seconds of this process that it takes: the least of ``repeats``."""
-    taken = []
-    for _ in range(repeats):
-        began = time.process_time()
-        answer = work()
-        taken.append(time.process_time() - began)
-    return answer, min(taken)
-
-
-def means(rows: list[Row]) -> Row:
-    """The mean of every number of rows that are alike."""
-    return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
-
-
-def leaders(rows: list[Row], key: str) -> list[str]:
-    """Names of rows that are below evenload's in ``key`` by more than rounding; rows of one case."""
-    ours = min(row[key] for row in rows if row["name"].startswith("evenload"))
-    return [row["name"] for row in rows if row[key] < ours * (1 - 1e-6)]
-
-
-def arguments(about: str | None, **numbers: int) -> argparse.Namespace:
-    """The words of a script; ``numbers``: options of its own with their defaults."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, action="append", default=[], help="A file of lengths; repeatable.")
-    for name, value in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    return parser.parse_args()
-
-
-def finish(result: Row, words: argparse.Namespace, table: Callable[[Row], Any]) -> None:
-    if words.out:
-        words.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, words.json, table)
+def who_is_ahead(result: Row) -> str:
+    """Of evenload, case by case."""
+    cases = [(", ".join(v for v in one.values() if isinstance(v, str)), one["ahead"]) for one in result["behind"]]
+    return "; ".join(f"{case}: {', '.join(ahead)}" for case, ahead in cases) or "nobody"

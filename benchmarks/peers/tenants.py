@@ -15,30 +15,23 @@ The rule is written after the paper. LLaMA-13B on PP 4, 70B on PP 8, frozen, ada
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.api import load_plugins
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.chains import plugins, recipe_of
+from evenload.benchmarks.frame import Row, columns, main, options, timed
+from evenload.benchmarks.peers.shared import sets_of
+from evenload.benchmarks.published.common import MODELS
 from evenload.core.balance.partition import best_fit_decreasing
-from evenload.core.input.format import percent, seconds
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import Lengths, MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.adapters import TenantLoad, with_tenants
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import outcome_of
 from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.sizes import shape_of
-
-sys.path.append(str(Path(__file__).parent))
-from shared import Row, arguments, finish, sets_of, timed
-
-from common import MODELS  # isort: skip  # of benchmarks/published, which `shared` finds
 
 CAP, LONGEST = 8192, 4096
 SAMPLES = (4, 16)
@@ -48,16 +41,14 @@ Draws = list[list[Lengths]]
 """For each step the lengths of each tenant."""
 
 
-def chain_of(stages: int, tenants: int) -> PlanChain:
-    load_plugins()
-    model = MODELS["llama-13b" if stages <= 4 else "llama-70b"]
-    recipe = parse(
+def tenants_chain(stages: int, tenants: int) -> PlanChain:
+    recipe = recipe_of(
         {
-            "model": {"vocab_size": 32000, **model},
+            "model": {"vocab_size": 32000, **MODELS["llama-13b" if stages <= 4 else "llama-70b"]},
             "parallel": {"pp": stages, "dp": 1, "tp": 1},
             "train": {"dtype": "bf16", "global_batch_size": 512},
             "cluster": "h100",
-            "plugins": {"pipeline": {"enabled": True, "max_tokens": CAP}, "lora": {"enabled": True}},
+            "plugins": {**plugins(CAP, "pipeline"), "lora": {"enabled": True}},
         }
     )
     chain = PlanChain.of_recipe(recipe, recipe.layout())
@@ -116,7 +107,7 @@ def steady_s(chain: PlanChain, draws: Draws, groups: list[list[int]]) -> float:
 
 
 def row_of(name: str, lengths: Lengths, samples: int, words: Any) -> Row:
-    chain = chain_of(words.stages, words.tenants)
+    chain = tenants_chain(words.stages, words.tenants)
     draws = drawn(lengths, words.tenants, samples, words.steps)
     joint_s = plan_s = 0.0
     bubbles = []
@@ -143,23 +134,18 @@ def benchmark(words: Any) -> Row:
 
 def table(result: Row) -> Any:
     """A line for each set and number of samples."""
-    lines = [
-        (
-            row["lengths"],
-            f"{row['tenants']} x {row['samples']}",
-            seconds(row["step_s"]),
-            percent(row["bubble_frac"]),
-            f"{row['lorafusion_s'] / row['step_s']:.3f}x ({row['groups']} groups)",
-            f"{row['step_s'] / row['never_drained_s']:.3f}x",
-            seconds(row["plan_s"]),
-        )
-        for row in result["rows"]
-    ]
-    head = ("lengths", "tenants", "evenload's step", "bubble", "LoRAFusion's", "never drained gains", "planning")
+    cells = {
+        "lengths": "{lengths}",
+        "tenants": "{tenants} x {samples}",
+        "evenload's step": "{step_s:seconds}",
+        "bubble": "{bubble_frac:percent}",
+        "LoRAFusion's": lambda row: f"{row['lorafusion_s'] / row['step_s']:.3f}x ({row['groups']} groups)",
+        "never drained gains": lambda row: f"{row['step_s'] / row['never_drained_s']:.3f}x",
+        "planning": "{plan_s:seconds}",
+    }
     caption = f"predicted; planning: CPU seconds; rows where LoRAFusion is ahead: {len(result['behind'])}"
-    return grid(f"tenants on {result['rows'][0]['stages']} stages", head, lines, caption)
+    return columns(f"tenants on {result['rows'][0]['stages']} stages", result["rows"], cells, caption)
 
 
 if __name__ == "__main__":
-    words = arguments(__doc__, stages=4, tenants=16, steps=3)
-    finish(benchmark(words), words, table)
+    main(options(__doc__, lengths=[], stages=4, tenants=16, steps=3), benchmark, table)

@@ -10,19 +10,17 @@ it; "whole" gives each of its stages a launch of the size of two of them.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evenload.benchmarks.frame import Row, main, options
+from evenload.benchmarks.peers.pipelines import TOKENS, Batch, batch_of, bodies_of, pipeline_chain, planned
+from evenload.benchmarks.published.common import MODELS
 from evenload.commands.tables.show import grid
 from evenload.core.errors import EvenloadError
 from evenload.core.input.format import seconds
 from evenload.core.planning.chain import PlanChain
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "published")]
-from common import MODELS
-from pipelines import TOKENS, Batch, batch_of, bodies_of, chain_of, planned, run
 
 ROWS = (("wiki", 8, 1, 64), ("wiki", 4, 1, 64), ("wiki", 4, 2, 64), ("wiki", 16, 1, 64), ("mooncake", 8, 1, 32))
 """Lengths, devices of a pipeline, data-parallel ranks, sequences of all ranks."""
@@ -30,7 +28,6 @@ CAPS_GIB = (8, 16, 32, 0)
 """What passes may hold; 0: what the device leaves."""
 LAUNCHES = {"half": 1.0, "whole": 2.0}
 """Launches of a stage of a V, over those of half as many layers."""
-Row = dict[str, Any]
 
 
 def with_launch(chain: PlanChain, times: float) -> PlanChain:
@@ -57,19 +54,19 @@ def row_of(label: str, lengths: Batch, devices: int, ranks: int, cap_gib: float)
     model = {"num_layers": -(-layers // (2 * devices)) * 2 * devices}
 
     def chain(**more: bool) -> PlanChain:
-        return chain_of(devices, ranks, len(lengths), 2 * TOKENS, model, **words, **more)
+        return pipeline_chain(devices, ranks, len(lengths), 2 * TOKENS, model, **words, **more)
 
     v = {name: outcome(with_launch(chain(v_shape=True), times), lengths) for name, times in LAUNCHES.items()}
     row = {"lengths": label, "devices": devices, "ranks": ranks, "sequences": len(lengths), "cap_gib": cap_gib}
     return {**row, **model, "plain": outcome(chain(), lengths), **v}
 
 
-def benchmark(wikipedia: Path | None, mooncake: Path | None, quick: bool) -> Row:
-    bodies = bodies_of(wikipedia, mooncake)
+def benchmark(asked: Any) -> Row:
+    bodies = bodies_of(asked.wikipedia, asked.mooncake)
     rows = [
         row_of(bodies[name][0], batch_of(bodies[name][1], count), devices, ranks, cap_gib)
-        for name, devices, ranks, count in (ROWS[:1] if quick else ROWS)
-        for cap_gib in (CAPS_GIB[1:2] if quick else CAPS_GIB)
+        for name, devices, ranks, count in (ROWS[:1] if asked.quick else ROWS)
+        for cap_gib in (CAPS_GIB[1:2] if asked.quick else CAPS_GIB)
     ]
     return {"predicted": True, "rows": rows}
 
@@ -97,4 +94,4 @@ def table(result: Row) -> Any:
 
 
 if __name__ == "__main__":
-    run(__doc__, "One row.", benchmark, table)
+    main(options(__doc__, wikipedia=Path, mooncake=Path, quick=False), benchmark, table)

@@ -17,8 +17,6 @@ steps and divides by the sum of the mean shares, so 1 is even; "late" is how man
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -27,11 +25,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.chains import SEED, chain_of
+from evenload.benchmarks.frame import main, options
+from evenload.commands.tables.show import grid
 from evenload.core.costs.costs import from_totals
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import parse
 from evenload.core.registry import HoldBack
 from evenload.data.lengths import read_lengths
 from evenload.data.samples.cut import cut
@@ -39,7 +37,6 @@ from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.plugins.packing.delay import outliers
 from evenload.training.drawing import Drawing, num_waiting
 
-SEED = 1234
 COSTS = from_totals("verl, utils/seqlen_balancing.py, 7B", token_s=24576.0, square_s=1.0)
 
 Bools = npt.NDArray[np.bool_]
@@ -86,9 +83,7 @@ RULES: dict[str, Rule] = {
 
 def chain_with(rule: Rule, ranks: int, most: int) -> PlanChain:
     """The packing chain with another rule; ``most`` 0 holds nothing back."""
-    load_plugins()
-    recipe = parse({"parallel": {"dp": ranks}, "plugins": {"packing": {"enabled": True}}})
-    chain = PlanChain.of_recipe(recipe, recipe.layout())
+    chain = chain_of({"parallel": {"dp": ranks}, "plugins": {"packing": {"enabled": True}}})
 
     def hold_back(_: Any) -> HoldBack | None:
         return (lambda lengths, waited, ranks, context: rule(lengths, waited, ranks, most)) if most else None
@@ -113,21 +108,21 @@ def measure(lengths: Ints, size: int, ranks: int, rule: Rule, most: int) -> dict
     return {"step_over_ideal": busiest / ideal, "delay_steps": late / tokens, "longest_queue": longest_queue}
 
 
-def benchmark(file: Path, max_lengths: list[int], size: int, ranks: int, delays: list[int]) -> dict[str, Any]:
+def benchmark(asked: Any) -> dict[str, Any]:
     """All rules, context lengths and delays. Raises EvenloadError for a file that holds no lengths."""
-    raw = read_lengths(file)
+    raw, size, ranks = read_lengths(asked.lengths), asked.size, asked.ranks
 
     def rows() -> Iterator[dict[str, Any]]:
-        for max_length in max_lengths:
+        for max_length in asked.max_lengths:
             lengths = cut(raw, max_length, "split", 2).length
             about = {"max_length": max_length, "steps": len(lengths) // size}
             yield about | {"rule": "off", "max_delay_steps": 0, **measure(lengths, size, ranks, one_queue, 0)}
             for name, rule in RULES.items():
-                for most in delays:
+                for most in asked.delays:
                     measured = measure(lengths, size, ranks, rule, most)
                     yield about | {"rule": name, "max_delay_steps": most, **measured}
 
-    return {"predicted": True, "lengths": file.name, "size": size, "ranks": ranks, "rows": list(rows())}
+    return {"predicted": True, "lengths": asked.lengths.name, "size": size, "ranks": ranks, "rows": list(rows())}
 
 
 def table(result: dict[str, Any]) -> Any:
@@ -152,24 +147,7 @@ def table(result: dict[str, Any]) -> Any:
     return grid(f"outlier delay on {result['lengths']}, {about}", head, lines, caption)
 
 
-def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, required=True, help=".npy, .txt, .jsonl or Megatron .idx")
-    parser.add_argument("--max-lengths", type=numbers, default=[262144, 65536], help="Tokens.")
-    parser.add_argument("--size", type=int, default=512, help="Sequences drawn a step.")
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--delays", type=numbers, default=[1, 2, 4, 8])
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = parser.parse_args()
-    result = benchmark(arguments.lengths, arguments.max_lengths, arguments.size, arguments.ranks, arguments.delays)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, arguments.json, table)
-
-
 if __name__ == "__main__":
-    main()
+    asked = options(__doc__, max_lengths=[262144, 65536], size=512, ranks=64, delays=[1, 2, 4, 8])
+    asked.add_argument("--lengths", type=Path, required=True, help=".npy, .txt, .jsonl or Megatron .idx")
+    main(asked, benchmark, table)

@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -239,37 +238,25 @@ def summary(pairs: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--settings", type=int, default=300)
-    parser.add_argument("--first", type=int, default=0, help="number of the first setting")
-    parser.add_argument("--against", type=Path, help="folder from which another evenload can be imported")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="CPU seconds after which a setting is given up")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} settings")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        work(arguments.limit_s)
-        return
-    count = min(QUICK, arguments.settings) if arguments.quick else arguments.settings
-    numbers = range(arguments.first, arguments.first + count)
-    pairs = list(planned(numbers, arguments.against, arguments.limit_s))
-    result = {
-        "predicted": True,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "first": arguments.first,
-        **summary(pairs),
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps({**result, "answers": pairs}))
-    if arguments.json:
-        print(json.dumps(result))
-        return
-    for key, value in result.items():
-        print(f"{key:12} {value}")
+def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
+    from evenload.benchmarks.frame import machine
+
+    count = min(QUICK, asked.settings) if asked.quick else asked.settings
+    pairs = list(planned(range(asked.first, asked.first + count), asked.against, asked.limit_s))
+    return {"predicted": True, "machine": machine(), "first": asked.first, **summary(pairs), "answers": pairs}
+
+
+def table(result: dict[str, Any]) -> Any:
+    from evenload.commands.tables.show import grid
+
+    return grid("drawn settings (predicted)", ("", ""), [row for row in result.items() if row[0] != "answers"])
 
 
 if __name__ == "__main__":
-    main()
+    if "--worker" in sys.argv:  # another version may have no frame
+        work(float(sys.argv[-1]))
+    else:
+        from evenload.benchmarks.frame import main, options
+
+        asked = options(__doc__, settings=300, first=0, against=Path, limit_s=120.0, quick=False)
+        main(asked, benchmark, table)

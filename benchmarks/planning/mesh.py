@@ -18,10 +18,7 @@ large         1,024 ranks, 8,192 sequences, all cp_comm types; launches left out
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,85 +26,76 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.chains import chain_of, plugins, with_launches, with_traffic, without_sums
+from evenload.benchmarks.frame import Row, columns, main, means, options, timed
+from evenload.benchmarks.planning.disjoint_bound import micro_batch_bound_s
+from evenload.benchmarks.published import flexsp
+from evenload.benchmarks.published.common import Batch, batches_of
 from evenload.core.costs.costs import rank_works
 from evenload.core.input.format import seconds
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.bounds import lower_bound_s
 from evenload.plugins.mesh.candidates.disjoint_groups import Table, groups_of, seconds_of
 from evenload.plugins.mesh.config import MeshConfig
 from evenload.plugins.mesh.cost_table import CpStrategy, cost_table_of
 from evenload.plugins.mesh.emit.micro_batches import common_strategy
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "published")]
-import flexsp
-from common import Batch, batches_of
-from disjoint_bound import micro_batch_bound_s
+from rich.console import Group
 
 MODEL = flexsp.MODELS[0]
 CONTEXT = 384 * 1024
 MEGATRON_CAP = 8192
 LARGE = (1024, 8192)
-ULYSSES = MeshConfig(engines=("all_to_all",), powers_of_two=True, remap="off", routed="off", offload="off")
-
-Row = dict[str, Any]
+NAMES = {
+    "SP64": "SP64",
+    "BatchAda": "one degree a batch (BatchAda)",
+    "each": "one degree a micro-batch",
+    "groups": "disjoint groups",
+    "evenload": "evenload",
+    "groups_bound": "bound of disjoint groups",
+    "bound": "bound of any plan",
+}
 
 
 def mesh_chain(num_ranks: int, cap: int, *, zero: bool, **mesh: Any) -> PlanChain:
     """The mesh plugin on FlexSP's machines, costs and model."""
-    recipe = parse(
+    sizes = {"num_layers": MODEL.layers, "hidden_size": MODEL.hidden, "num_attention_heads": MODEL.heads}
+    chain = chain_of(
         {
             "trainer": "deepspeed" if zero else "megatron",
             "deepspeed": {"zero_stage": 3 if zero else 0},
-            "model": {
-                "family": "gpt",
-                "num_layers": MODEL.layers,
-                "hidden_size": MODEL.hidden,
-                "num_attention_heads": MODEL.heads,
-            },
+            "model": {"family": "gpt", **sizes},
             "parallel": {"dp": num_ranks},
             "train": {"dtype": "bf16", "global_batch_size": max(512, num_ranks)},
             "cluster": "flexsp-a100",
             "costs": MODEL.costs,
-            "plugins": {"mesh": {"enabled": True, "max_tokens": cap, **mesh}},
+            "plugins": plugins(cap, "mesh", **mesh),
         }
     )
-    chain = PlanChain.of_recipe(recipe, recipe.layout())
     # What ZeRO-3 gathers is in the published coefficient of a launch; gradients are no matter of balance.
-    traffic = replace(chain.context.traffic, gradient_bytes=0.0, weight_bytes=0.0)
-    return replace(chain, context=replace(chain.context, traffic=traffic))
+    return without_sums(chain)
 
 
 def launched_free(chain: PlanChain) -> PlanChain:
     """Without the coefficient of a launch, which is mostly what ZeRO-3 gathers."""
-    costs = chain.context.costs
-    free = {name: getattr(costs, name).model_copy(update={"launch_s": 0.0}) for name in ("forward", "backward")}
-    return replace(chain, context=replace(chain.context, costs=costs.model_copy(update=free)))
+    return replace(chain, context=with_launches(chain.context, lambda *_: 0.0))
 
 
 def ulysses_chain() -> PlanChain:
     """As FlexSP has it, which knows nothing of the number of heads."""
-    words = ULYSSES.model_dump(exclude={"enabled", "max_tokens"})
-    chain = mesh_chain(flexsp.RANKS, flexsp.cap_of(MODEL), zero=True, **words)
-    context = replace(chain.context, traffic=replace(chain.context.traffic, heads=0))
-    limits = replace(chain.limits, heads=0, max_tokens=flexsp.cap_of(MODEL))
-    return replace(chain, context=context, limits=limits)
+    words, cap = flexsp.ULYSSES.model_dump(exclude={"enabled", "max_tokens"}), flexsp.cap_of(MODEL)
+    chain = with_traffic(mesh_chain(flexsp.RANKS, cap, zero=True, **words), heads=0)
+    return replace(chain, limits=replace(chain.limits, heads=0, max_tokens=cap))
 
 
 def planned(chain: PlanChain, batch: Batch) -> tuple[StepPlan, float]:
     """A plan and the seconds of one core that it takes; the table of prices, made once a run, is left out."""
-    plan, took = chain.plan(batch), []
-    for _ in range(3):
-        began = time.process_time()
-        chain.plan(batch)
-        took.append(time.process_time() - began)
-    return plan, min(took)
+    chain.plan(batch)
+    return timed(lambda: chain.plan(batch))
 
 
-def flexsp_row(batch: Batch, *, certify: bool) -> Row:
+def flexsp_row(batch: Batch) -> Row:
     """Seconds of one batch by every way to run it."""
     cuts = flexsp.cuts_of(MODEL, batch)
     row: Row = {
@@ -116,43 +104,36 @@ def flexsp_row(batch: Batch, *, certify: bool) -> Row:
         "each": flexsp.static(MODEL, batch, cuts, flexsp.DEGREES, each=True)[0],
     }
     chain = ulysses_chain()
-    lengths = batch
     plan, row["plan_s"] = planned(chain, batch)
-    outcome = simulate(plan, chain.context, record=False)
-    row["evenload"], row["imbalance"] = outcome.step_s, _imbalance([plan], chain)
-    row["bound"] = lower_bound_s(lengths, replace(chain.limits, whole_sequences=True), chain.context, ULYSSES)
-    row |= groups_row(batch, chain, certify=certify)
-    return row
+    row["evenload"] = simulate(plan, chain.context, record=False).step_s
+    row["imbalance"] = _imbalance([plan], chain)
+    row["bound"] = lower_bound_s(batch, replace(chain.limits, whole_sequences=True), chain.context, flexsp.ULYSSES)
+    return row | groups_row(batch, chain)
 
 
-def groups_row(batch: Batch, chain: PlanChain, *, certify: bool) -> Row:
-    """FlexSP's problem: the best of the first numbers of sorted micro-batches, each in disjoint groups."""
-    cap, lengths = chain.limits.max_tokens, batch
-    cost_table = cost_table_of(chain.context, chain.limits, ULYSSES, int(lengths.max()))
-    fewest = -(-int(lengths.sum()) // (flexsp.RANKS * cap))
-    best: tuple[float, list[tuple[list[int], float]]] = (float("inf"), [])
-    took = 0.0
+def groups_row(batch: Batch, chain: PlanChain) -> Row:
+    """FlexSP's problem: the best of the first numbers of sorted micro-batches, each in disjoint groups; its bound."""
+    cap = chain.limits.max_tokens
+    cost_table = cost_table_of(chain.context, chain.limits, flexsp.ULYSSES, int(batch.max()))
+    fewest = -(-int(batch.sum()) // (flexsp.RANKS * cap))
+    best: tuple[float, list[tuple[Batch, Table, float]]] = (float("inf"), [])
+    took_s = 0.0
     for count in range(fewest, fewest + flexsp.TRIES):
         parts, solved = flexsp.chunks(batch, count), []
-        began = time.process_time()
+        began_s = time.process_time()
         for part in parts:
-            n = lengths[part]
-            table = Table(cost_table.degrees, cost_table.of(n).seconds)
-            groups = groups_of(n, table, flexsp.RANKS, cap, cost_table.node)
+            table = Table(cost_table.degrees, cost_table.of(batch[part]).seconds)
+            groups = groups_of(batch[part], table, flexsp.RANKS, cap, cost_table.node)
             if groups is None:
                 break
-            solved.append((part, float(seconds_of(groups, table).max())))
-        took += time.process_time() - began
+            solved.append((batch[part], table, float(seconds_of(groups, table).max())))
+        took_s += time.process_time() - began_s
         if len(solved) == len(parts):
-            best = min(best, (sum(s for _, s in solved) + len(parts) * cost_table.launch_s, solved))
-    row: Row = {"groups": best[0], "groups_plan_s": took}
-    if certify:
-        bounds = []
-        for part, known in best[1]:
-            table = Table(cost_table.degrees, cost_table.of(lengths[part]).seconds)
-            bounds.append(micro_batch_bound_s(lengths[part], table, flexsp.RANKS, cap, known) + cost_table.launch_s)
-        row["groups_bound"] = sum(bounds)
-    return row
+            step_s = sum(known_s for *_, known_s in solved) + len(parts) * cost_table.launch_s
+            best = min(best, (step_s, solved), key=lambda one: one[0])
+    bounds = (micro_batch_bound_s(n, table, flexsp.RANKS, cap, known_s) for n, table, known_s in best[1])
+    bound_s = sum(bounds) + len(best[1]) * cost_table.launch_s
+    return {"groups": best[0], "groups_plan_s": took_s, "groups_bound": bound_s}
 
 
 def megatron_row(batch: Batch) -> Row:
@@ -246,85 +227,42 @@ def large_rows(lengths: list[int], quick: bool) -> list[Row]:
     return rows
 
 
-def _means(rows: list[Row]) -> Row:
-    return {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
-
-
-def benchmark(file: Path | None, count: int, quick: bool) -> Row:
-    label, batches = batches_of("wikipedia-like", 512, count, CONTEXT, file)
-    padded = [as_lengths(-(-batch // flexsp.PAD) * flexsp.PAD) for batch in batches]
+def benchmark(asked: Any) -> Row:
+    count = 1 if asked.quick else asked.batches
+    label, batches = batches_of("wikipedia-like", 512, count, CONTEXT, asked.lengths)
     return {
         "predicted": True,
         "lengths": label,
-        "batches": [flexsp_row(batch, certify=True) for batch in padded],
+        "batches": [flexsp_row(as_lengths(-(-batch // flexsp.PAD) * flexsp.PAD)) for batch in batches],
         "megatron": [megatron_row(batch) for batch in batches],
-        "large": large_rows(np.concatenate(list(batches)).tolist(), quick),
+        "large": large_rows(np.concatenate(list(batches)).tolist(), asked.quick),
     }
 
 
 def table(result: Row) -> Any:
-    from rich.console import Group
-
-    mean, many = _means(result["batches"]), len(result["batches"])
-    names = {
-        "SP64": "SP64",
-        "BatchAda": "one degree a batch (BatchAda)",
-        "each": "one degree a micro-batch",
-        "groups": "disjoint groups",
-        "evenload": "evenload",
-        "groups_bound": "bound of disjoint groups",
-        "bound": "bound of any plan",
-    }
+    mean, many = means(result["batches"]), len(result["batches"])
     rows = [
-        (name, f"{mean[key]:.3f}", f"{mean[key] / mean['bound']:.3f}", f"{mean[key] / mean['evenload']:.2f}x")
-        for key, name in names.items()
+        {"way": name, "s": mean[key], "over": mean[key] / mean["bound"], "ours": mean[key] / mean["evenload"]}
+        for key, name in NAMES.items()
     ]
-    about = (
-        f"means of {many} batches, lengths {result['lengths']}; planning, measured: evenload "
-        f"{seconds(mean['plan_s'])}, groups {seconds(mean['groups_plan_s'])}; "
-        f"evenload's busiest rank over mean: {mean['imbalance']:.3f}"
-    )
-    first = grid("GPT-7B, 64 A100, ZeRO-3, Ulysses (predicted)", ("way", "s a step", "over bound", "ours"), rows, about)
-    mean = _means(result["megatron"])
+    planning = f"evenload {seconds(mean['plan_s'])}, groups {seconds(mean['groups_plan_s'])}"
+    about = f"means of {many} batches, lengths {result['lengths']}; planning, measured: {planning}; "
+    about += f"evenload's busiest rank over mean: {mean['imbalance']:.3f}"
+    cells = {"way": "{way}", "s a step": "{s:.3f}", "over bound": "{over:.3f}", "ours": "{ours:.2f}x"}
+    first = columns("GPT-7B, 64 A100, ZeRO-3, Ulysses (predicted)", rows, cells, about)
+    mean = means(result["megatron"])
     rows = [
-        (
-            "Megatron BalancedCP",
-            f"{mean['their_imbalance']:.3f}",
-            f"{mean['their_s']:.3f}",
-            seconds(mean["their_plan_s"]),
-        ),
-        ("evenload", f"{mean['our_imbalance']:.3f}", f"{mean['our_s']:.3f}", seconds(mean["our_plan_s"])),
+        {"name": name, **{key: mean[f"{whose}_{key}"] for key in ("imbalance", "s", "plan_s")}}
+        for name, whose in (("Megatron BalancedCP", "their"), ("evenload", "our"))
     ]
     about = f"Megatron: {mean['groups']:.1f} groups, {mean['launches']:.0f} launches a rank, which are free here"
-    head = ("scheduler", "busiest / mean rank", "s a step", "planning")
-    second = grid("64 ranks, 8,192 tokens a rank (predicted)", head, rows, about)
-    rows = [
-        (r["setting"], seconds(r["plan_s"]), f"{r['step_s']:.3f}", f"{r['over_bound']:.3f}") for r in result["large"]
-    ]
-    third = grid(
-        "large planes (planning measured, the rest predicted)",
-        ("setting", "planning", "s a step", "over bound"),
-        rows,
-        "",
-    )
-    return Group(first, second, third)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--lengths", type=Path, help="FlexSP's wikipedia.txt, or any other lengths; default: a stand-in."
-    )
-    parser.add_argument("--batches", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="One batch, and a smaller plane.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the tables.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = parser.parse_args()
-    result = benchmark(arguments.lengths, 1 if arguments.quick else arguments.batches, arguments.quick)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, arguments.json, table)
+    cells = {"scheduler": "{name}", "busiest / mean rank": "{imbalance:.3f}", "s a step": "{s:.3f}"}
+    cells |= {"planning": "{plan_s:seconds}"}
+    second = columns("64 ranks, 8,192 tokens a rank (predicted)", rows, cells, about)
+    cells = {"setting": "{setting}", "planning": "{plan_s:seconds}", "s a step": "{step_s:.3f}"}
+    cells |= {"over bound": "{over_bound:.3f}"}
+    return Group(first, second, columns("large planes (planning measured, the rest predicted)", result["large"], cells))
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, lengths=Path, batches=8, quick=False), benchmark, table)

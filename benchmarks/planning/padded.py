@@ -12,40 +12,34 @@ planning is CPU seconds, the least of them.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
-from evenload.core.input.format import to_json
+from evenload.benchmarks.chains import chain_of, plugins
+from evenload.benchmarks.frame import Row, columns, main, options, timed
 from evenload.core.plan.step_plan import Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import certified_s, judge
-from evenload.core.recipe.recipe import parse
 from evenload.plugins.packing.padded import SortedRows
 
 CAP, MOST_TRIED, DRAWS = 2048, 16, 3
 CASES = ((2, 14, 3), (4, 14, 3), (2, 192, 3), (4, 64, 3), (8, 512, 3), (16, 4096, 3), (4, 64, 0), (8, 512, 0))
 """Data-parallel ranks, samples, ZeRO stage."""
 PEERS = ("group_by_length", "token_budget", "stock")
-Row = dict[str, Any]
 
 
-def chain_of(ranks: int, zero: int) -> PlanChain:
-    recipe = {
-        "trainer": "deepspeed",
-        "parallel": {"dp": ranks},
-        "deepspeed": {"zero_stage": zero},
-        "train": {"global_batch_size": 4096, "micro_batch_size": 4},
-        "plugins": {"packing": {"enabled": True, "max_tokens": CAP, "padded": True}},
-    }
-    parsed = parse(recipe)
-    return PlanChain.of_recipe(parsed, parsed.layout())
+def padding_chain(ranks: int, zero: int) -> PlanChain:
+    return chain_of(
+        {
+            "trainer": "deepspeed",
+            "parallel": {"dp": ranks},
+            "deepspeed": {"zero_stage": zero},
+            "train": {"global_batch_size": 4096, "micro_batch_size": 4},
+            "plugins": plugins(CAP, "packing", padded=True),
+        }
+    )
 
 
 def rounds_s(costs: list[float], ranks: int) -> float:
@@ -74,9 +68,7 @@ def cost_of(rows: SortedRows, lengths: list[int]) -> float:
 
 
 def measured(chain: PlanChain, lengths: Lengths) -> Row:
-    began_s = time.process_time()
-    plan = chain.plan(lengths)
-    planning_s = time.process_time() - began_s
+    plan, planning_s = timed(lambda: chain.plan(lengths), 1)
     step_s = judge(plan, chain.context).step_s
     row: Row = {"planning_s": planning_s, "bound": step_s / certified_s(plan, chain.context)}
     for name in PEERS:
@@ -89,7 +81,7 @@ def measured(chain: PlanChain, lengths: Lengths) -> Row:
 
 
 def row_of(ranks: int, count: int, zero: int, draws: int) -> Row:
-    chain, rng = chain_of(ranks, zero), np.random.default_rng(0)
+    chain, rng = padding_chain(ranks, zero), np.random.default_rng(0)
     drawn = [as_lengths(np.clip(rng.lognormal(5, 1, count), 16, 1024).astype(int)) for _ in range(draws)]
     rows = [measured(chain, lengths) for lengths in drawn]
     joined = {key: [min(row[key] for row in rows), max(row[key] for row in rows)] for key in rows[0]}
@@ -97,36 +89,23 @@ def row_of(ranks: int, count: int, zero: int, draws: int) -> Row:
 
 
 def table(result: Row) -> Any:
-    def shown(row: Row, key: str) -> str:
-        low, high = row.get(key, (None, None))
-        return "" if low is None else f"{low:.3f}" + (f" to {high:.3f}" if high - low > 5e-4 else "")
+    def shown(key: str) -> Any:
+        def cell(row: Row) -> str:
+            low, high = row.get(key, (None, None))
+            return "" if low is None else f"{low:.3f}" + (f" to {high:.3f}" if high - low > 5e-4 else "")
 
-    head = ("ranks, samples", "in step", "bound", "best", *PEERS, "planning, s")
-    lines = [
-        (
-            f"{row['ranks']} x {row['samples']:,}",
-            "yes" if row["in_step"] else "no",
-            *(shown(row, key) for key in ("bound", "best", *PEERS)),
-            f"{row['planning_s'][0]:.3f}",
-        )
-        for row in result["rows"]
-    ]
-    return grid("Even padded groups (predicted)", head, lines, f"cap {CAP:,} tokens")
+        return cell
+
+    cells = {"ranks, samples": "{ranks} x {samples:,}", "in step": lambda row: "yes" if row["in_step"] else "no"}
+    cells |= {key: shown(key) for key in ("bound", "best", *PEERS)}
+    cells |= {"planning, s": "{planning_s[0]:.3f}"}
+    return columns("Even padded groups (predicted)", result["rows"], cells, f"cap {CAP:,} tokens")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Two small cases, one draw.")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    load_plugins()
-    cases, draws = (CASES[:1] + CASES[6:7], 1) if options.quick else (CASES, DRAWS)
-    result = {"predicted": True, "rows": [row_of(*case, draws) for case in cases]}
-    if options.out:
-        options.out.write_text(to_json(result))
-    emit(result, options.json, table)
+def benchmark(asked: Any) -> Row:
+    cases, draws = (CASES[:1] + CASES[6:7], 1) if asked.quick else (CASES, DRAWS)
+    return {"predicted": True, "rows": [row_of(*case, draws) for case in cases]}
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, quick=False), benchmark, table)

@@ -23,18 +23,17 @@ peak (recipes/clusters/a800.yaml), Ulysses all-to-all inside a node, distributed
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, columns, main, options, timed
+from evenload.benchmarks.published.common import Batch
+from evenload.benchmarks.published.lengths import K, corpus
+from evenload.benchmarks.published.pipelines import Pipeline, fastest, judged, noisy_seconds
 from evenload.core.errors import EvenloadError
 from evenload.core.input.format import seconds
 from evenload.core.plan.step_plan import as_lengths
@@ -42,11 +41,6 @@ from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.static_cp import fold_cp
 from evenload.plugins.pipeline.baselines import statically_recomputed
 from evenload.plugins.pipeline.config import PipelineConfig
-
-sys.path.append(str(Path(__file__).parents[1] / "published"))
-from common import Batch
-from lengths import K, corpus
-from pipelines import Pipeline, fastest, judged, noisy_seconds
 
 SETTING = Pipeline("llama-13b", pp=4, sp=8, cluster="a800")
 COUNT = 512
@@ -56,8 +50,6 @@ LARGEST = 128 * K
 NOISE = 0.1
 MEANS = ("step_s", "noise", "bubble_frac", "exposed_frac", "recompute_frac", "micro_batches")
 MOST = ("peak_bytes", "plan_s", "micro_batch_imbalance")
-
-Row = dict[str, Any]
 
 
 def lengths_of(context: int, seed: int, file: Path | None, count: int = COUNT) -> tuple[str, npt.NDArray[np.int64]]:
@@ -80,12 +72,12 @@ def planners(context: int) -> dict[str, Callable[[Batch], Row]]:
 
     def planned(planner: str, **words: Any) -> Callable[[Batch], Row]:
         chain = SETTING.chain("pipeline", per_rank(LARGEST), planner, **words)
-        return lambda batch: timed(chain, batch)
+        return lambda batch: judged_row(chain, batch)
 
     def static(planner: str, *sizes: int, plugin: str = "pipeline") -> Callable[[Batch], Row]:
         """The fastest of these token caps."""
         chains = [SETTING.chain(plugin, per_rank(size), planner) for size in sizes]
-        return lambda batch: fastest([timed(chain, batch) for chain in chains])
+        return lambda batch: fastest([judged_row(chain, batch) for chain in chains])
 
     return {
         "evenload": planned(""),
@@ -105,18 +97,14 @@ def ideal_seconds(batch: Batch) -> float:
     return float(of_lane.costs.sequence_s(batch).sum())
 
 
-def timed(chain: PlanChain, batch: Batch) -> Row:
-    """A plan, judged, and the seconds of one core that it takes: the least of two."""
-    took = []
-    for _ in range(2):
-        began = time.process_time()
-        plan = chain.plan(batch)
-        took.append(time.process_time() - began)
+def judged_row(chain: PlanChain, batch: Batch) -> Row:
+    """A plan, judged, and the seconds of one core that it takes."""
+    plan, plan_s = timed(lambda: chain.plan(batch), 2)
     if chain.links[0][0].name == "packing":
         plan = statically_recomputed(plan, chain.context, PipelineConfig())
     row = judged(plan, chain.context)
     row["noise"] = noisy_seconds(plan, chain.context, NOISE) / noisy_seconds(plan, chain.context, 0.0, 1) - 1
-    return {**row, "plan_s": min(took), "made_by": plan.made_by, "tokens_at_most": max(plan.slots["F"])}
+    return {**row, "plan_s": plan_s, "made_by": plan.made_by, "tokens_at_most": max(plan.slots["F"])}
 
 
 def rows_of(context: int, seeds: int, file: Path | None, count: int) -> Iterator[Row]:
@@ -143,76 +131,48 @@ def rows_of(context: int, seeds: int, file: Path | None, count: int) -> Iterator
         }
 
 
-def benchmark(contexts: list[int], seeds: int, file: Path | None, count: int = COUNT) -> Row:
-    label, _ = lengths_of(contexts[0], 0, file, count)
+def benchmark(asked: Any) -> Row:
+    contexts, seeds, count = [K * context for context in asked.contexts], asked.seeds, COUNT
+    if asked.quick:
+        contexts, seeds, count = contexts[:1], 1, COUNT // 4
+    label, _ = lengths_of(contexts[0], 0, asked.lengths, count)
     return {
         "predicted": True,
         "lengths": label,
         "sequences": count,
         "contexts": contexts,
-        "rows": [row for context in contexts for row in rows_of(context, seeds, file, count)],
+        "rows": [row for context in contexts for row in rows_of(context, seeds, asked.lengths, count)],
     }
 
 
 def table(result: Row) -> Any:
     ours = {r["context"]: r["step_s"] for r in result["rows"] if r["way"] == "evenload" and "step_s" in r}
-    head = (
-        "context",
-        "way",
-        "s a step",
-        "over ours",
-        "bubble",
-        "recomputed",
-        "of ideal",
-        "peak GB",
-        "chunks",
-        "max / mean",
-        "10 % noise",
+
+    def unless_failed(template: str) -> Any:
+        return lambda row: "" if "failed" in row else template.format(**row, over=over(row))
+
+    def over(row: Row) -> float:
+        return row["step_s"] / ours.get(row["context"], float("nan"))
+
+    cells = {
+        "context": lambda row: f"{row['context'] // K}K",
+        "way": "{way}",
+        "s a step": lambda row: row.get("failed") or f"{row['step_s']:.2f}",
+        "over ours": unless_failed("{over:.3f}"),
+        "bubble": unless_failed("{bubble_frac:.1%}"),
+        "recomputed": unless_failed("{recompute_frac:.1%}"),
+        "of ideal": unless_failed("{of_ideal:.3f}"),
+        "peak GB": lambda row: "" if "failed" in row else f"{row['peak_bytes'] / 1e9:.1f}{'' if row['fits'] else '!'}",
+        "chunks": unless_failed("{micro_batches:.0f}"),
+        "max / mean": unless_failed("{micro_batch_imbalance:.2f}"),
+        "10 % noise": unless_failed("{noise:+.1%}"),
+        "planning": lambda row: "" if "failed" in row else seconds(row["plan_s"]),
+    }
+    about = (
+        f"{result['sequences']} sequences: {result['lengths']} and 4 % long ones; means of seeds, planning measured; "
     )
-    rows: list[tuple[Any, ...]] = []
-    for r in result["rows"]:
-        name = (f"{r['context'] // K}K", r["way"])
-        if "failed" in r:
-            rows.append((*name, r["failed"], *[""] * 9))
-            continue
-        over = r["step_s"] / ours[r["context"]] if r["context"] in ours else float("nan")
-        rows.append(
-            (
-                *name,
-                f"{r['step_s']:.2f}",
-                f"{over:.3f}",
-                f"{r['bubble_frac']:.1%}",
-                f"{r['recompute_frac']:.1%}",
-                f"{r['of_ideal']:.3f}",
-                f"{r['peak_bytes'] / 1e9:.1f}" + ("" if r["fits"] else " (too much)"),
-                f"{r['micro_batches']:.0f}",
-                f"{r['micro_batch_imbalance']:.2f}",
-                f"{r['noise']:+.1%}",
-                seconds(r["plan_s"]),
-            )
-        )
-    about = f"{result['sequences']} sequences: {result['lengths']} and 4 % long ones; means of seeds, planning measured"
-    return grid("LLaMA 13B, PP 4 x SP 8, A800 (predicted)", (*head, "planning"), rows, about)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, help="FlexSP's wikipedia.txt, or any other; default: a stand-in.")
-    parser.add_argument("--contexts", default="48,96,192", help="Longest sequences, in 1,024 tokens.")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="One context, one seed, 128 sequences.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = parser.parse_args()
-    contexts = [K * int(word) for word in arguments.contexts.split(",")]
-    if arguments.quick:
-        result = benchmark(contexts[:1], 1, arguments.lengths, COUNT // 4)
-    else:
-        result = benchmark(contexts, arguments.seeds, arguments.lengths)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, arguments.json, table)
+    return columns("LLaMA 13B, PP 4 x SP 8, A800 (predicted)", result["rows"], cells, about + "!: too much")
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, lengths=Path, contexts=[48, 96, 192], seeds=3, quick=False), benchmark, table)

@@ -15,64 +15,34 @@ the mean one, forward and backward: the median of batches, then the worst.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from evenload.api import load_recipe
-from evenload.commands.tables.show import emit, grid
-from evenload.core.input.format import seconds
-from evenload.core.plan.step_plan import StepPlan, as_lengths
+from evenload.benchmarks.chains import batches, body_of
+from evenload.benchmarks.frame import Row, columns, machine, main, options
+from evenload.core.plan.step_plan import Lengths, StepPlan
 from evenload.core.planning.chain import PlanChain
-from evenload.core.planning.setting import RECIPES
 from evenload.core.simulate.predict import micro_batch_imbalance, predict
-from evenload.data.lengths import read_lengths
-from evenload.data.samples.cut import cut
-from evenload.data.samples.order import SampleOrder
 
-SEED = 1234
 DIFFERENCING_LIMIT = 1 << 22
 """Largest sequences x ranks for Karmarkar-Karp, which holds a list of that size and takes minutes beyond."""
 
-Lengths = npt.NDArray[np.int64]
 
-
-def synthetic(count: int, max_length: int) -> Lengths:
-    """A heavy tail; a function of its arguments alone."""
-    lengths = np.random.default_rng(SEED).lognormal(np.log(1100), 1.2, count)
-    return cut(lengths.astype(np.int64), max_length, "split", 2).length
-
-
-def batches(lengths: Lengths, size: int, count: int) -> Iterator[Lengths]:
-    """Global batches as training draws them; samples repeat where the file holds fewer than one batch."""
-    lengths = np.tile(lengths, -(-size // len(lengths)))
-    order = SampleOrder(len(lengths), SEED)
-    for _ in range(count):
-        drawn, order = order.take(size)
-        yield as_lengths(lengths[drawn])
-
-
-def measure(
-    lengths: Lengths, max_length: int, size: int, num_ranks: int, runs: int, words: list[str]
-) -> list[dict[str, Any]]:
-    """One row a planner: medians over ``runs`` batches, the same for all."""
+def measure(asked: Any, lengths: Lengths, size: int, num_ranks: int) -> list[Row]:
+    """One row a planner: medians over ``--runs`` batches, the same for all."""
     sizes = {
         "parallel.dp": num_ranks,
         "train.global_batch_size": size,
-        "data.max_length": max_length,
-        "plugins.packing.max_tokens": 2 * max_length,
+        "data.max_length": asked.max_length,
+        "plugins.packing.max_tokens": 2 * asked.max_length,
     }
-    recipe = load_recipe(RECIPES / "gpu-node.yaml", [*(f"{key}={value}" for key, value in sizes.items()), *words])
+    recipe = load_recipe("gpu-node", [*(f"{key}={value}" for key, value in sizes.items()), *asked.words])
     chain = PlanChain.of_recipe(recipe, recipe.layout())
-    drawn = list(batches(lengths, size, runs))
+    drawn = list(batches(lengths, size, asked.runs))
     bounds = [chain.plan(batch).bound_s for batch in drawn]
     rows = []
     for name in ("", *chain.baseline_names):
@@ -105,74 +75,36 @@ def _step(chain: PlanChain, batch: Lengths, bound_s: float) -> dict[str, float]:
     }
 
 
-def benchmark(
-    file: Path | None, max_length: int, sizes: list[tuple[int, int]], runs: int, words: list[str]
-) -> dict[str, Any]:
+def benchmark(asked: Any) -> Row:
     """All sizes on one source of lengths. Raises EvenloadError for a file that holds none."""
-    largest = max(size for size, _ in sizes)
-    if file is None:
-        lengths = synthetic(4 * largest, max_length)
-    else:
-        lengths = cut(read_lengths(file), max_length, "split", 2).length
+    sizes = [tuple(map(int, words.split("x"))) for words in asked.sizes]
+    lengths = body_of(asked.lengths, 4 * max(size for size, _ in sizes), asked.max_length)
     return {
         "predicted": True,
-        "lengths": "synthetic" if file is None else file.name,
-        "machine": f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}",
-        "max_length": max_length,
-        "runs": runs,
-        "overrides": words,
-        "rows": [row for size, ranks in sizes for row in measure(lengths, max_length, size, ranks, runs, words)],
+        "lengths": asked.lengths.name if asked.lengths else "synthetic",
+        "machine": machine(),
+        "max_length": asked.max_length,
+        "runs": asked.runs,
+        "overrides": asked.words,
+        "rows": [row for size, ranks in sizes for row in measure(asked, lengths, size, ranks)],
     }
 
 
-def table(result: dict[str, Any]) -> Any:
-    rows = [
-        (
-            f"{r['sequences']} x {r['ranks']}",
-            r["planner"],
-            seconds(r["plan_s"]),
-            f"{r['imbalance']:.4f}",
-            f"{r['step_over_bound']:.4f}",
-            f"{r['longest_over_mean']:.2f}",
-            f"{r['micro_batch_imbalance_forward']:.3f}, {r['micro_batch_imbalance_backward']:.3f}",
-            f"{r['worst_micro_batch_imbalance_forward']:.3f}, {r['worst_micro_batch_imbalance_backward']:.3f}",
-        )
-        for r in result["rows"]
-    ]
-    head = (
-        "sequences x ranks",
-        "planner",
-        "planning",
-        "imbalance",
-        "step / bound",
-        "longest / mean",
-        "micro-batches F, B",
-        "at worst",
-    )
+def table(result: Row) -> Any:
+    cells = {
+        "sequences x ranks": "{sequences} x {ranks}",
+        "planner": "{planner}",
+        "planning": "{plan_s:seconds}",
+        "imbalance": "{imbalance:.4f}",
+        "step / bound": "{step_over_bound:.4f}",
+        "longest / mean": "{longest_over_mean:.2f}",
+        "micro-batches F, B": "{micro_batch_imbalance_forward:.3f}, {micro_batch_imbalance_backward:.3f}",
+        "at worst": "{worst_micro_batch_imbalance_forward:.3f}, {worst_micro_batch_imbalance_backward:.3f}",
+    }
     caption = f"medians of {result['runs']} batches; planning measured on {result['machine']}, all else predicted"
-    return grid(f"planners on {result['lengths']} lengths", head, rows, caption)
-
-
-def _sizes(text: str) -> list[tuple[int, int]]:
-    pairs = [word.split("x") for word in text.split(",")]
-    return [(int(size), int(ranks)) for size, ranks in pairs]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, help=".npy, .txt, .jsonl or Megatron .idx")
-    parser.add_argument("--max-length", type=int, default=8192, help="Tokens.")
-    parser.add_argument("--sizes", type=_sizes, default=_sizes("512x64,4096x256,65536x1024"))
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="Overrides of the recipe.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    arguments = parser.parse_args()
-    result = benchmark(arguments.lengths, arguments.max_length, arguments.sizes, arguments.runs, arguments.words)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, arguments.json, table)
+    return columns(f"planners on {result['lengths']} lengths", result["rows"], cells, caption)
 
 
 if __name__ == "__main__":
-    main()
+    sizes = ["512x64", "4096x256", "65536x1024"]
+    main(options(__doc__, lengths=Path, max_length=8192, sizes=sizes, runs=5, words=...), benchmark, table)

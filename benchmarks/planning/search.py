@@ -20,37 +20,32 @@ nothing can be 1 % faster; "least" is the certificate: no setting takes less.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import math
-import platform
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.chains import recipe_of
+from evenload.benchmarks.frame import Row, columns, machine, main, options
+from evenload.benchmarks.published.common import MODELS
+from evenload.benchmarks.published.lengths import K, corpus
 from evenload.core.errors import EvenloadError
 from evenload.core.input.format import seconds
 from evenload.core.plan.step_plan import Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.judge import judge
-from evenload.core.recipe.recipe import Recipe, parse
+from evenload.core.recipe.recipe import Recipe
 from evenload.core.recipe.sizes import shape_of
 from evenload.core.search.answer import BY_HAND, said
 from evenload.core.search.best_first import Played, SearchState, best_first
 from evenload.core.search.floors import step_floor_s
 from evenload.core.search.space import CAPS, SearchBatch, space_of
 from rich.console import Group
-
-sys.path.append(str(Path(__file__).parents[1] / "published"))
-from common import MODELS
-from lengths import K, corpus
 
 LONGEST, EACH_TAIL, SEED = 64 * K, 128, 7
 GAPS = (0.03, 0.01)
@@ -69,8 +64,6 @@ SHAPES = {"7B": MODELS["llama-7b"], "13B": MODELS["llama-13b"], "32B": MODELS["l
 SETS = ("wikipedia-like", "github-like", "sft-like")
 NO_SHARING = {"plugins.mesh.enabled": False, "plugins.pipeline.v_shape": False}
 
-Result = dict[str, Any]
-
 
 class Known(NamedTuple):
     """What a search knows after so many CPU seconds."""
@@ -82,8 +75,8 @@ class Known(NamedTuple):
     """CPU seconds until each of `GAPS`; those that were reached."""
 
 
-def recipe_of(shape: dict[str, Any], size: int) -> Recipe:
-    return parse(
+def a100s(shape: dict[str, Any], size: int) -> Recipe:
+    return recipe_of(
         {
             "model": {"vocab_size": 32000, **shape},
             "train": {"dtype": "bf16", "global_batch_size": size},
@@ -117,9 +110,9 @@ def searched(
     return Known(time.process_time() - began, state, first_s, reached_s)
 
 
-def gap_row(name: str, ranks: int, size: int, wikipedia: Path | None, limit_s: float, *, tail: bool) -> Result:
+def gap_row(name: str, ranks: int, size: int, wikipedia: Path | None, limit_s: float, *, tail: bool) -> Row:
     label, batch = batch_of(name, size, wikipedia, tail=tail)
-    known = searched(recipe_of(SHAPES["13B"], size), ranks, batch, limit_s, {})
+    known = searched(a100s(SHAPES["13B"], size), ranks, batch, limit_s, {})
     state, best = known.state, known.state.best
     planned = [one for one in state.played if one.steps]
     return {
@@ -167,9 +160,9 @@ def layout_of(one: Played) -> str:
     return " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)
 
 
-def choice_row(model: str, name: str, ranks: int, size: int, wikipedia: Path | None, limit_s: float) -> Result:
+def choice_row(model: str, name: str, ranks: int, size: int, wikipedia: Path | None, limit_s: float) -> Row:
     """A model and lengths: the best of the search beside other choices."""
-    recipe, (label, batch) = recipe_of(SHAPES[model], size), batch_of(name, size, wikipedia)
+    recipe, (label, batch) = a100s(SHAPES[model], size), batch_of(name, size, wikipedia)
     known = searched(recipe, ranks, batch, limit_s, {})
     best = known.state.best
     assert best is not None
@@ -191,15 +184,11 @@ def choice_row(model: str, name: str, ranks: int, size: int, wikipedia: Path | N
         "gap": known.state.gap,
         "fixed": {word: picked(recipe, ranks, as_lengths(even), batch, limit_s / 4) for word, even in fixed.items()},
         "table": min((by_rules(recipe, ranks, at, batch) for at in degrees), key=lambda row: row["step_s"]),
-        "on_table": min((on_layout(recipe, ranks, at, batch, limit_s / 4) for at in degrees), key=_step_s),
+        "on_table": min((on_layout(recipe, ranks, at, batch, limit_s / 4) for at in degrees), key=itemgetter("step_s")),
     }
 
 
-def _step_s(row: Result) -> float:
-    return float(row["step_s"])
-
-
-def picked(recipe: Recipe, ranks: int, even: Lengths, batch: Lengths, limit_s: float) -> Result:
+def picked(recipe: Recipe, ranks: int, even: Lengths, batch: Lengths, limit_s: float) -> Row:
     """What a search picks that takes sequences to be these, and its step on the real ones; infinite: it cannot run."""
     best = None
     with suppress(EvenloadError):
@@ -218,10 +207,10 @@ def picked(recipe: Recipe, ranks: int, even: Lengths, batch: Lengths, limit_s: f
     }
 
 
-def by_rules(recipe: Recipe, ranks: int, degrees: tuple[int, int], batch: Lengths) -> Result:
+def by_rules(recipe: Recipe, ranks: int, degrees: tuple[int, int], batch: Lengths) -> Row:
     """The fastest that fits of packs in the order of the batch on a layout, infinite where none does."""
     tp, pp = degrees
-    row: Result = {"layout": _named(tp, pp, ranks), "step_s": math.inf}
+    row: Row = {"layout": _named(tp, pp, ranks), "step_s": math.inf}
     for again in (False, True):
         for cap in CAPS:
             changes = {"parallel.tp": tp, "parallel.pp": pp, "train.recompute": again}
@@ -235,7 +224,7 @@ def by_rules(recipe: Recipe, ranks: int, degrees: tuple[int, int], batch: Length
     return row
 
 
-def on_layout(recipe: Recipe, ranks: int, degrees: tuple[int, int], batch: Lengths, limit_s: float) -> Result:
+def on_layout(recipe: Recipe, ranks: int, degrees: tuple[int, int], batch: Lengths, limit_s: float) -> Row:
     """The best setting of our plugins on a layout of the table."""
     tp, pp = degrees
     pins = {"parallel.tp": tp, "parallel.pp": pp, "parallel.ep": 1}
@@ -251,73 +240,48 @@ def _named(tp: int, pp: int, ranks: int) -> str:
     return " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wikipedia", type=Path)
-    parser.add_argument("--part", choices=("gap", "choices", "all"), default="all")
-    parser.add_argument("--case", type=int, help="the number of the only case of a part, from 0")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="CPU seconds of a search of the gap")
-    parser.add_argument("--choice-s", type=float, default=40.0, help="and of one beside other choices")
-    parser.add_argument("--quick", action="store_true", help="8 ranks, 32 sequences, one case of each part")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    load_plugins()
+def benchmark(asked: Any) -> Row:
     logging.disable(logging.CRITICAL)
-    file, few = words.wikipedia, words.quick
+    file, few = asked.wikipedia, asked.quick
     cases = [(64, 512, True), (64, 512, False), (1024, 8192, True)] if not few else [(8, 32, True)]
     choices = [(model, name) for model in SHAPES for name in SETS] if not few else [("7B", SETS[0])]
-    only = slice(None) if words.case is None else slice(words.case, words.case + 1)
+    only = slice(None) if asked.case is None else slice(asked.case, asked.case + 1)
     ranks, size = (8, 32) if few else (64, 512)
-    result: Result = {
-        "predicted": True,
-        "machine": f"{platform.machine()}, one core, Python {platform.python_version()}",
-    }
-    if words.part != "choices":
-        result["gap"] = [gap_row(SETS[0], n, k, file, words.limit_s, tail=t) for n, k, t in cases[only]]
-    if words.part != "gap":
-        result["choices"] = [choice_row(m, name, ranks, size, file, words.choice_s) for m, name in choices[only]]
-    if words.out:
-        words.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    emit(result, words.json, table)
+    result: Row = {"predicted": True, "machine": machine()}
+    if asked.part != "choices":
+        result["gap"] = [gap_row(SETS[0], n, k, file, asked.limit_s, tail=t) for n, k, t in cases[only]]
+    if asked.part != "gap":
+        result["choices"] = [choice_row(m, name, ranks, size, file, asked.choice_s) for m, name in choices[only]]
+    return result
 
 
-def table(result: Result) -> Group:
+def table(result: Row) -> Group:
     """A row a case of each part."""
-    gaps = [
-        (
-            row["lengths"],
-            row["ranks"],
-            f"{row['played']} of {row['settings']}",
-            seconds(row["first_s"]),
-            *(seconds(taken) if taken else "-" for taken in row["reached_s"].values()),
-            f"{row['gap']:.1%} after {seconds(row['cpu_s'])}",
-            f"{seconds(row['best_s'])}, {row['best']}",
-        )
-        for row in result.get("gap", ())
-    ]
-    choices = [
-        (
-            row["model"],
-            row["lengths"],
-            f"{seconds(row['best_s'])} ({row['gap']:.1%})",
-            row["layout"],
-            *(_beside(other, row) for other in (*row["fixed"].values(), row["table"], row["on_table"])),
-        )
-        for row in result.get("choices", ())
-    ]
-    heads = ("lengths", "ranks", "played", "first", *(f"gap {bar:.0%}" for bar in GAPS), "at the end", "best")
-    others = ("fixed: longest", "fixed: mean", "table", "on the table's")
-    tables = [
-        grid("How soon, how near (steps predicted, CPU seconds measured)", heads, gaps),
-        grid(
-            "Other choices over the best of the search (predicted)", ("model", "lengths", "best", "", *others), choices
-        ),
-    ]
-    return Group(*(one for one, rows in zip(tables, (gaps, choices), strict=True) if rows))
+    cells = {
+        "lengths": "{lengths}",
+        "ranks": "{ranks}",
+        "played": "{played} of {settings}",
+        "first": "{first_s:seconds}",
+        **{f"gap {bar:.0%}": f"{{reached_s[{bar:.0%}]:seconds}}" for bar in GAPS},
+        "at the end": lambda row: f"{row['gap']:.1%} after {seconds(row['cpu_s'])}",
+        "best": "{best_s:seconds}, {best}",
+    }
+    gaps = columns("How soon, how near (steps predicted, CPU seconds measured)", result.get("gap", ()), cells)
+    cells = {
+        "model": "{model}",
+        "lengths": "{lengths}",
+        "best": lambda row: f"{seconds(row['best_s'])} ({row['gap']:.1%})",
+        "": "{layout}",
+        "fixed: longest": lambda row: _beside(row["fixed"]["longest"], row),
+        "fixed: mean": lambda row: _beside(row["fixed"]["mean"], row),
+        "table": lambda row: _beside(row["table"], row),
+        "on the table's": lambda row: _beside(row["on_table"], row),
+    }
+    choices = columns("Other choices over the best of the search (predicted)", result.get("choices", ()), cells)
+    return Group(*(one for one in (gaps, choices) if one.row_count))
 
 
-def _beside(other: Result, row: Result) -> str:
+def _beside(other: Row, row: Row) -> str:
     if math.isinf(other["step_s"]):
         return f"does not run ({other['layout']})"
     where = "the same layout" if other["layout"] == row["layout"] else other["layout"]
@@ -325,4 +289,6 @@ def _beside(other: Result, row: Result) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    limits = {"limit_s": 300.0, "choice_s": 40.0}
+    asked = options(__doc__, wikipedia=Path, part=("all", "gap", "choices"), case=int, **limits, quick=False)
+    main(asked, benchmark, table)

@@ -14,11 +14,7 @@ be fastest.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 from itertools import combinations
@@ -27,15 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from evenload.api import load_recipe
-from evenload.commands.tables.show import emit, grid
-from evenload.core.input.format import seconds
-from rich.table import Table
+from evenload.benchmarks.chains import plugins
+from evenload.benchmarks.frame import Row, columns, command, machine, main, options
 
 RANKS, APART = 2, 0.15
 DENSE = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 4, "family": "llama"}
 EXPERTS = {**DENSE, "family": "mixtral", "num_layers": 2, "moe": {"num_experts": 4, "topk": 2}}
-
-Result = dict[str, Any]
 
 
 class Setting(NamedTuple):
@@ -53,26 +46,24 @@ class Setting(NamedTuple):
         return f"{self.trainer}{'_experts' if self.experts else ''}_tp{tp}"
 
 
-def on(cap: int = 4096, **plugins: dict[str, Any]) -> dict[str, Any]:
+def on(cap: int = 4096, *names: str) -> dict[str, Any]:
     """Packing under a cap, and other plugins."""
-    sections = {"packing": {"enabled": True, "max_tokens": cap}, **plugins}
-    return {"plugins": {name: {"max_tokens": cap, **keys} for name, keys in sections.items()}}
+    return {"plugins": plugins(cap, "packing", *names)}
 
 
-MESH, PIPELINE = {"mesh": {"enabled": True}}, {"pipeline": {"enabled": True}}
 SETTINGS = (
     Setting("dp2", "megatron", on()),
     Setting("dp2, cap 1K", "megatron", on(1024)),
     Setting("dp2, cap 16K", "megatron", on(16384)),
     Setting("dp2, recomputed", "megatron", {**on(), "train.recompute": True}),
     Setting("dp2, overlapped", "megatron", {**on(), "megatron.overlap_grad_reduce": True}),
-    Setting("dp2, mesh", "megatron", on(**MESH)),
-    Setting("dp2, mesh, cap 1K", "megatron", on(1024, **MESH)),
+    Setting("dp2, mesh", "megatron", on(4096, "mesh")),
+    Setting("dp2, mesh, cap 1K", "megatron", on(1024, "mesh")),
     Setting("tp2", "megatron", {**on(), "parallel.tp": 2}),
     Setting("tp2, cap 16K", "megatron", {**on(16384), "parallel.tp": 2}),
-    Setting("pp2", "megatron", {**on(**PIPELINE), "parallel.pp": 2}),
-    Setting("pp2, 1 | 3", "megatron", {**on(**PIPELINE), "parallel.pp": 2, "parallel.layers": [1, 3]}),
-    Setting("pp2, cap 1K", "megatron", {**on(1024, **PIPELINE), "parallel.pp": 2}),
+    Setting("pp2", "megatron", {**on(4096, "pipeline"), "parallel.pp": 2}),
+    Setting("pp2, 1 | 3", "megatron", {**on(4096, "pipeline"), "parallel.pp": 2, "parallel.layers": [1, 3]}),
+    Setting("pp2, cap 1K", "megatron", {**on(1024, "pipeline"), "parallel.pp": 2}),
     Setting("ep2", "megatron", {**on(), "parallel.ep": 2}, experts=True),
     Setting("dp2, experts", "megatron", on(), experts=True),
     Setting("ZeRO 0", "deepspeed", {**on(), "deepspeed.zero_stage": 0}),
@@ -81,19 +72,12 @@ SETTINGS = (
     Setting("ZeRO 3", "deepspeed", {**on(), "deepspeed.zero_stage": 3}),
     Setting("ZeRO 1, recomputed", "deepspeed", {**on(), "train.recompute": True}),
     Setting("ZeRO 1, cap 1K", "deepspeed", on(1024)),
-    Setting("ZeRO 1, pp2", "deepspeed", {**on(**PIPELINE), "parallel.pp": 2}),
+    Setting("ZeRO 1, pp2", "deepspeed", {**on(4096, "pipeline"), "parallel.pp": 2}),
 )
 
 
-def evenload(words: list[str]) -> Result:
-    """What a command says with --json."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "evenload", *words, "--nproc", str(RANKS), "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)}: {done.stderr[-2000:]}")
-    result: Result = json.loads(done.stdout)
-    return result
+def on_ranks(*words: object) -> Row:
+    return command(*words, "--nproc", RANKS)
 
 
 def words_of(setting: Setting, steps: int) -> list[str]:
@@ -117,11 +101,11 @@ def profiled(settings: tuple[Setting, ...], folder: Path) -> dict[str, Path]:
         if setting.profile not in files:
             files[setting.profile] = folder / f"{setting.profile}.yaml"
             also = ["--also", "deepspeed.zero_stage=3"] if setting.trainer == "deepspeed" else []
-            evenload(["profile", *words_of(setting, 1), *also, "--out", str(files[setting.profile])])
+            on_ranks("profile", *words_of(setting, 1), *also, "--out", files[setting.profile])
     return files
 
 
-def measured(settings: tuple[Setting, ...], rounds: int, steps: int) -> list[Result]:
+def measured(settings: tuple[Setting, ...], rounds: int, steps: int) -> list[Row]:
     """Every setting's seconds, predicted and measured."""
     runs: dict[str, list[list[tuple[float, float]]]] = {setting.name: [] for setting in settings}
     for turn in range(rounds):
@@ -130,7 +114,7 @@ def measured(settings: tuple[Setting, ...], rounds: int, steps: int) -> list[Res
             for setting in settings[:: 1 - turn % 2 * 2]:
                 words = [*words_of(setting, steps), f"costs={json.dumps(str(costs[setting.profile]))}"]
                 load_recipe(words[0], words[1:])
-                rows = evenload(["train", *words])["steps"][1:]
+                rows = on_ranks("train", *words)["steps"][1:]
                 runs[setting.name].append([(row["predicted_s"], row["step_s"] - row["plan_wait_s"]) for row in rows])
                 print(f"round {turn + 1} of {rounds}: {setting.name}", file=sys.stderr, flush=True)
     least = {name: np.min(of_rounds, axis=0).mean(axis=0).tolist() for name, of_rounds in runs.items()}
@@ -150,7 +134,7 @@ def tau_b(first: list[float], second: list[float]) -> float:
     return float((a * b).sum() / np.sqrt((a != 0).sum() * (b != 0).sum()))
 
 
-def inversions(rows: list[Result]) -> list[tuple[str, str]]:
+def inversions(rows: list[Row]) -> list[tuple[str, str]]:
     """Pairs that are measured more than `APART` apart and predicted the other way round, the faster one first."""
     pairs = ((a, b) if a["measured_s"] < b["measured_s"] else (b, a) for a, b in combinations(rows, 2))
     return [
@@ -160,7 +144,7 @@ def inversions(rows: list[Result]) -> list[tuple[str, str]]:
     ]
 
 
-def summary(rows: list[Result]) -> Result:
+def summary(rows: list[Row]) -> Row:
     """How well the orders agree, of settings of one model together: dense ones, and those with experts."""
     dense = [row for row in rows if not row["experts"]]
     chosen, best = (min(dense, key=lambda row: row[key]) for key in ("predicted_s", "measured_s"))
@@ -174,40 +158,26 @@ def summary(rows: list[Result]) -> Result:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--only", help="names of settings, separated by semicolons")
-    parser.add_argument("--quick", action="store_true", help="three settings, one round of three steps")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    settings = SETTINGS[:3] if words.quick else SETTINGS
-    if words.only:
-        settings = tuple(one for one in SETTINGS if one.name in words.only.split(";"))
-    rounds, steps = (1, 3) if words.quick else (words.rounds, words.steps)
+def benchmark(asked: Any) -> Row:
+    settings = SETTINGS[:3] if asked.quick else SETTINGS
+    if asked.only:
+        settings = tuple(one for one in SETTINGS if one.name in asked.only.split(";"))
+    rounds, steps = (1, 3) if asked.quick else (asked.rounds, asked.steps)
     rows = measured(settings, rounds, steps)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    result: Result = {"machine": machine, "rounds": rounds, "steps": steps, "rows": rows, **summary(rows)}
-    if words.out:
-        words.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    emit(result, words.json, table)
+    return {"machine": machine(), "rounds": rounds, "steps": steps, "rows": rows, **summary(rows)}
 
 
-def table(result: Result) -> Table:
+def table(result: Row) -> Any:
     """A row a setting, the fastest first."""
-    rows = sorted(result["rows"], key=lambda row: row["measured_s"])
     said = (
         f"dense settings: tau-b {result['tau_b']:.2f}, inversions {result['inversions'] or 'none'}; choice "
         f"{result['choice']}, {result['choice_over_best']:.3f}x the best; mean error {result['mean_error']:.1%}"
     )
-    cells = [
-        (row["setting"], row["trainer"], *map(seconds, of), of[1] / of[0])
-        for row, of in ((row, (row["measured_s"], row["predicted_s"])) for row in rows)
-    ]
-    return grid("Settings on two cores", ("setting", "trainer", "measured", "predicted", "over"), cells, said)
+    cells = {"setting": "{setting}", "trainer": "{trainer}", "measured": "{measured_s:seconds}"}
+    cells |= {"predicted": "{predicted_s:seconds}", "over": lambda row: row["predicted_s"] / row["measured_s"]}
+    rows = sorted(result["rows"], key=lambda row: row["measured_s"])
+    return columns("Settings on two cores", rows, cells, said)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, rounds=3, steps=8, only="", quick=False), benchmark, table)

@@ -17,7 +17,6 @@ them again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import runpy
@@ -26,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import main, options
+from evenload.commands.tables.show import grid
 from evenload.core.plan.step_plan import Lengths, as_lengths
 
 HERE = Path(__file__).parent
@@ -119,20 +119,18 @@ def page_with(rows: dict[str, Any], text: str) -> str:
     return TABLE.sub("\n".join(table) + "\n", text, count=1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="planners whose NAME has this in it")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
+def benchmark(asked: Any) -> dict[str, Any]:
     rows = {name: row_of(planner) for name, planner in planners().items() if asked.only in name}
     if asked.write:
         rows = json.loads(FIGURES.read_text()) | rows if FIGURES.exists() and asked.only else rows
         FIGURES.write_text(json.dumps(rows, indent=1) + "\n")
         PAGE.write_text(page_with(rows, PAGE.read_text()))
-    caption = "*: with micro-batches over the cap"
-    emit(rows, asked.json, lambda own: grid("busiest over mean, predicted", HEAD, lines(own), caption))
+    return rows
+
+
+def table(rows: dict[str, Any]) -> Any:
+    return grid("busiest over mean, predicted", HEAD, lines(rows), "*: with micro-batches over the cap")
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, only="", write=False), benchmark, table)

@@ -20,16 +20,14 @@ linear layers; "whole" has the costs of training the whole model instead, withou
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import main, options
+from evenload.commands.tables.show import grid
+from evenload.core.aliases import Ints
 from evenload.core.machine.shape import Shape
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.adapters import TenantLoad, with_tenants
@@ -40,7 +38,6 @@ from evenload.core.recipe.recipe import RECIPES, load
 from evenload.core.recipe.sizes import shape_of
 from evenload.data.sources import open_source
 
-Ints = npt.NDArray[np.int64]
 MEDIAN, SHAPE, SHORTEST, LONGEST = 180, 0.9, 16, 4096
 FILE_TOKENS = 8192
 PLANNERS = {
@@ -121,55 +118,34 @@ def row_of(setting: Setting, tenants: int, samples: int, draws: int, adapter: Ad
     return {**setting._asdict(), "tenants": tenants, "samples": samples, "draws": draws, **times, **gains}
 
 
-def benchmark(tenants: int, samples: list[int], ranks: list[int], draws: int, rank: int, quick: bool) -> dict[str, Any]:
+def benchmark(asked: Any) -> dict[str, Any]:
     """A row for each setting and number of samples."""
-    adapter, rows = Adapter(r=rank), []
-    for setting in settings(ranks, quick):
-        count = -(-draws // 4) if setting.planner in FEWER else draws
-        rows += [row_of(setting, tenants, each, count, adapter) for each in samples]
-    return {"predicted": True, "tenants": tenants, "adapter_rank": rank, "rows": rows}
+    adapter, rows = Adapter(r=asked.rank), []
+    for setting in settings(asked.ranks, asked.quick):
+        count = -(-asked.draws // 4) if setting.planner in FEWER else asked.draws
+        rows += [row_of(setting, asked.tenants, each, count, adapter) for each in asked.samples]
+    return {"predicted": True, "tenants": asked.tenants, "adapter_rank": asked.rank, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> Any:
     """A line for each setting; a cell for each number of samples."""
-    samples = sorted({row["samples"] for row in result["rows"]})
     by_setting: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in result["rows"]:
         key = (row["planner"], row["lengths"], row["costs"], row["num_ranks"])
         by_setting.setdefault(key, {})[row["samples"]] = row
 
-    def cell(row: dict[str, Any] | None) -> str:
-        if row is None:
-            return ""
+    def cell(row: dict[str, Any]) -> str:
         most = row["saving_at_most"]
         return f"{row['saving']:.2f}" + (f" ({most:.2f})" if most is not None else "")
 
-    lines = [(*map(str, key), *(cell(rows.get(each)) for each in samples)) for key, rows in by_setting.items()]
+    lines = [(*map(str, key), *map(cell, rows.values())) for key, rows in by_setting.items()]
+    samples = dict.fromkeys(row["samples"] for row in result["rows"])
     head = ("planner", "lengths", "costs", "ranks", *(f"{each} samples" for each in samples))
     about = f"{result['tenants']} tenants, adapters of rank {result['adapter_rank']}"
     caption = "one after another over all together, each planned as well; in brackets at most, by the bound; predicted"
     return grid(f"tenants in shared steps: {about}", head, lines, caption)
 
 
-def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tenants", type=int, default=4)
-    parser.add_argument("--samples", type=numbers, default=[2, 4, 8, 16], help="Of a tenant in a step.")
-    parser.add_argument("--ranks", type=numbers, default=[2, 4])
-    parser.add_argument("--draws", type=int, default=48, help="Steps that are summed; of slow planners a quarter.")
-    parser.add_argument("--rank", type=int, default=16, help="Of all adapters.")
-    parser.add_argument("--quick", action="store_true", help="Short lengths, packed, alone.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    words = parser.parse_args()
-    result = benchmark(words.tenants, words.samples, words.ranks, words.draws, words.rank, words.quick)
-    if words.out:
-        words.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, words.json, table)
-
-
 if __name__ == "__main__":
-    main()
+    sizes = {"tenants": 4, "samples": [2, 4, 8, 16], "ranks": [2, 4], "draws": 48, "rank": 16}
+    main(options(__doc__, **sizes, quick=False), benchmark, table)

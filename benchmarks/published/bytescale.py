@@ -29,15 +29,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from common import SIMPLE, Batch, arguments, finish
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.chains import with_traffic
+from evenload.benchmarks.frame import columns
+from evenload.benchmarks.published.common import SIMPLE, Batch, arguments, finish, mean_columns
+from evenload.benchmarks.published.lengths import K, drawn
+from evenload.benchmarks.published.planes import Plane, described, seconds_of, shared_by, theirs
 from evenload.core.balance.partition import best_fit_decreasing
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.plugins.mesh.emit.step import step
-from lengths import K, drawn
-from planes import Plane, described, seconds_of, shared_by, theirs
 
 TOKENS = 8 * K
 BATCH = 32 * K * K
@@ -60,14 +61,8 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("github-like", 2048 * K, "up to 7.89x"),
-    Setting("github-like", 1024 * K, ""),
-    Setting("github-like", 512 * K, ""),
-    Setting("github-like", 256 * K, ""),
-    Setting("byted-like", 2048 * K, "up to 4.26x"),
-    Setting("byted-like", 1024 * K, ""),
-    Setting("byted-like", 512 * K, ""),
-    Setting("byted-like", 256 * K, ""),
+    *(Setting("github-like", n * K, "up to 7.89x" if n == 2048 else "") for n in (2048, 1024, 512, 256)),
+    *(Setting("byted-like", n * K, "up to 4.26x" if n == 2048 else "") for n in (2048, 1024, 512, 256)),
     Setting("byted-like", 2048 * K, "3.69x", replace(A100, ranks=1024), "1,024 ranks"),
     Setting("byted-like", 2048 * K, "", replace(A100, inter_bytes_per_s=2.5e10), "200 Gbit/s"),
     Setting("byted-like", 2048 * K, "", replace(A100, cluster="h100"), "H100"),
@@ -133,11 +128,7 @@ def step_of(setting: Setting, batch: Batch) -> dict[str, dict[str, float]]:
 
 def row_of(setting: Setting, count: int, tokens: int) -> dict[str, Any]:
     batches = list(batches_of(setting, count, tokens))
-    steps = [step_of(setting, batch) for batch in batches]
-    columns = {
-        name: {key: float(np.mean([one[name][key] for one in steps])) for key in ("step_s", "imbalance")}
-        for name in COLUMNS
-    }
+    columns_of = mean_columns([step_of(setting, batch) for batch in batches])
     return {
         "setting": setting.name,
         "paper": setting.paper,
@@ -145,9 +136,9 @@ def row_of(setting: Setting, count: int, tokens: int) -> dict[str, Any]:
         "ranks": setting.plane.ranks,
         "definition": f"static: {setting.context // TOKENS} ranks to a pack, in the order of the batch",
         "sequences": [len(batch) for batch in batches],
-        "columns": columns,
-        "gain": {name: columns["static"]["step_s"] / one["step_s"] for name, one in columns.items()},
-        "over_naive": {name: columns["naive"]["step_s"] / one["step_s"] for name, one in columns.items()},
+        "columns": columns_of,
+        "gain": {name: columns_of["static"]["step_s"] / one["step_s"] for name, one in columns_of.items()},
+        "over_naive": {name: columns_of["naive"]["step_s"] / one["step_s"] for name, one in columns_of.items()},
     }
 
 
@@ -156,42 +147,29 @@ def hides_its_ring(plane: Plane) -> float:
     chain = theirs(replace(plane, ranks=64).mesh(**RING))
     n = 312 * K
     plan = StepPlan(as_lengths([n]), (MicroBatch((Slice(0, 0, n),), tuple(range(39)), 0, "ring"),), chain.limits)
-    traffic = replace(chain.context.traffic, kv_bytes_per_token=0.0)
-    alone = replace(chain, context=replace(chain.context, traffic=traffic))
-    return seconds_of(plan, chain) / seconds_of(plan, alone)
+    return seconds_of(plan, chain) / seconds_of(plan, with_traffic(chain, kv_bytes_per_token=0.0))
 
 
 def table(result: dict[str, Any]) -> Any:
-    rows = [
-        (
-            r["setting"],
-            r["paper"],
-            f"{r['columns']['static']['step_s']:.1f} s",
-            *(f"{r['gain'][name]:.2f}x" for name in COLUMNS[1:]),
-            f"{r['over_naive']['mesh']:.2f}x",
-            f"{r['columns']['naive']['imbalance']:.2f}, {r['columns']['mesh']['imbalance']:.2f}",
-        )
-        for r in result["rows"]
-    ]
-    head = ("setting", "paper", "static", *COLUMNS[1:], "mesh over naive", "busiest / mean rank: naive, mesh")
-    about = (
-        "gains over static; static's degree: context / 8K; a 312K sequence on 39 ranks takes "
-        f"{result['ring_312K']:.2f} times its compute"
-    )
-    return grid(f"{result['title']} (predicted)", head, rows, about)
+    cells = {
+        "setting": "{setting}",
+        "paper": "{paper}",
+        "static": "{columns[static][step_s]:.1f} s",
+        **{name: f"{{gain[{name}]:.2f}}x" for name in COLUMNS[1:]},
+        "mesh over naive": "{over_naive[mesh]:.2f}x",
+        "busiest / mean rank: naive, mesh": "{columns[naive][imbalance]:.2f}, {columns[mesh][imbalance]:.2f}",
+    }
+    about = "gains over static; static's degree: context / 8K; a 312K sequence on 39 ranks takes "
+    about += f"{result['ring_312K']:.2f} times its compute"
+    return columns(f"{result['title']} (predicted)", result["rows"], cells, about)
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    if options.quick:
-        quick = Setting("byted-like", 256 * K, "", replace(A100, ranks=64))
-        results = [row_of(quick, 1, BATCH // 8)]
-    else:
-        results = [row_of(setting, 4, BATCH) for setting in SETTINGS]
-    title = "ByteScale: LLaMA 7B, 32M tokens a step"
-    result = {"predicted": True, "title": title, "ring_312K": hides_its_ring(A100), "rows": results}
-    finish(result, options, table)
+def benchmark(quick: bool) -> dict[str, Any]:
+    small = Setting("byted-like", 256 * K, "", replace(A100, ranks=64))
+    rows = [row_of(small, 1, BATCH // 8)] if quick else [row_of(setting, 4, BATCH) for setting in SETTINGS]
+    return {"title": "ByteScale: LLaMA 7B, 32M tokens a step", "ring_312K": hides_its_ring(A100), "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    finish(benchmark(asked.quick), asked, table)

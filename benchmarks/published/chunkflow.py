@@ -19,8 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common import SIMPLE, Case, Degrees, Machines, arguments, batches_of, claim, evenload, finish, setups
-from lengths import K
+from evenload.benchmarks.published.common import (
+    SIMPLE,
+    Case,
+    Degrees,
+    Machines,
+    arguments,
+    batches_of,
+    claim,
+    evenload,
+    finish,
+    setups,
+)
+from evenload.benchmarks.published.lengths import K
 
 DP = 4
 CHUNKS = (4 * K, 8 * K, 16 * K, 32 * K)
@@ -67,10 +78,6 @@ def cases(quick: bool) -> Iterator[Case]:
         yield case(*SETTINGS[3], quick, dp=1)
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    finish(claim("ChunkFlow: fine-tuning on A100-80G", cases(options.quick)), options)
-
-
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    finish(claim("ChunkFlow: fine-tuning on A100-80G", cases(asked.quick)), asked)

@@ -7,71 +7,40 @@ A *setup* (`Way`) is a planner on a layout. Everything is planned in the package
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.chains import K, plugins, recipe_of, with_launches, with_traffic
+from evenload.benchmarks.frame import Row, columns, means, options, show
+from evenload.benchmarks.published.lengths import corpus
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import CpComm, Lengths, as_lengths
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.step import simulate
-from lengths import K, corpus
 
 Batch = Lengths
-Result = dict[str, Any]
+
+
+def _shape(layers: int, hidden: int, heads: int, ffn: int, **more: int) -> dict[str, Any]:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": ffn}
+    return {**sizes, **more}
+
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-550m": {"num_layers": 16, "hidden_size": 1536, "num_attention_heads": 16, "ffn_hidden_size": 4096},
-    "llama-3b": {"num_layers": 26, "hidden_size": 3200, "num_attention_heads": 32, "ffn_hidden_size": 8640},
-    "llama-7b": {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 11008},
-    "llama-13b": {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "ffn_hidden_size": 13824},
-    "llama-32b": {"num_layers": 60, "hidden_size": 6656, "num_attention_heads": 64, "ffn_hidden_size": 17920},
-    "llama-30b": {"num_layers": 60, "hidden_size": 6656, "num_attention_heads": 64, "ffn_hidden_size": 17920},
-    "llama-70b": {
-        "num_layers": 80,
-        "hidden_size": 8192,
-        "num_attention_heads": 64,
-        "num_query_groups": 8,
-        "ffn_hidden_size": 28672,
-    },
-    "qwen2.5-7b": {
-        "num_layers": 28,
-        "hidden_size": 3584,
-        "num_attention_heads": 28,
-        "num_query_groups": 4,
-        "ffn_hidden_size": 18944,
-        "vocab_size": 152064,
-    },
-    "qwen2.5-14b": {
-        "num_layers": 48,
-        "hidden_size": 5120,
-        "num_attention_heads": 40,
-        "num_query_groups": 8,
-        "ffn_hidden_size": 13824,
-        "vocab_size": 152064,
-    },
-    "qwen2.5-32b": {
-        "num_layers": 64,
-        "hidden_size": 5120,
-        "num_attention_heads": 40,
-        "num_query_groups": 8,
-        "ffn_hidden_size": 27648,
-        "vocab_size": 152064,
-    },
-    "qwen2.5-72b": {
-        "num_layers": 80,
-        "hidden_size": 8192,
-        "num_attention_heads": 64,
-        "num_query_groups": 8,
-        "ffn_hidden_size": 29568,
-        "vocab_size": 152064,
-    },
+    "llama-550m": _shape(16, 1536, 16, 4096),
+    "llama-3b": _shape(26, 3200, 32, 8640),
+    "llama-7b": _shape(32, 4096, 32, 11008),
+    "llama-13b": _shape(40, 5120, 40, 13824),
+    "llama-32b": _shape(60, 6656, 64, 17920),
+    "llama-30b": _shape(60, 6656, 64, 17920),
+    "llama-70b": _shape(80, 8192, 64, 28672, num_query_groups=8),
+    "qwen2.5-7b": _shape(28, 3584, 28, 18944, num_query_groups=4, vocab_size=152064),
+    "qwen2.5-14b": _shape(48, 5120, 40, 13824, num_query_groups=8, vocab_size=152064),
+    "qwen2.5-32b": _shape(64, 5120, 40, 27648, num_query_groups=8, vocab_size=152064),
+    "qwen2.5-72b": _shape(80, 8192, 64, 29568, num_query_groups=8, vocab_size=152064),
 }
 """Shapes of the models' own config files (550M: ours); a vocabulary of 32,000 where none is given."""
 
@@ -123,33 +92,18 @@ class Machines:
     @cache  # noqa: B019  # a script's settings live as long as the script
     def chain(self, setup: Way) -> PlanChain:
         """The chain of a way. Raises EvenloadError for a layout that the model or the machines do not allow."""
-        load_plugins()
-        d = setup.degrees
-        recipe = parse(
+        d, sizes = setup.degrees, {"global_batch_size": 1 << 20, "micro_batch_size": setup.micro_batch_size}
+        recipe = recipe_of(
             {
                 "model": {"vocab_size": 32000, **MODELS[self.model]},
                 "parallel": {"tp": d.tp, "pp": d.pp, "cp": d.cp},
-                "train": {
-                    "dtype": "bf16",
-                    "recompute": d.recompute,
-                    "global_batch_size": 1 << 20,
-                    "micro_batch_size": setup.micro_batch_size,
-                },
+                "train": {"dtype": "bf16", "recompute": d.recompute, **sizes},
                 "cluster": self.cluster,
-                "plugins": {"packing": {"enabled": True, "max_tokens": setup.max_tokens, **dict(setup.packing)}},
+                "plugins": plugins(setup.max_tokens, "packing", **dict(setup.packing)),
             }
         )
-        chain = PlanChain.of_recipe(recipe, recipe.layout(self.world))
-        costs = chain.context.costs
-        launches = {
-            name: (cost := getattr(costs, name)).model_copy(update={"launch_s": cost.launch_s * self.launch})
-            for name in ("forward", "backward")
-        }
-        context = replace(
-            chain.context,
-            costs=costs.model_copy(update=launches),
-            traffic=replace(chain.context.traffic, cp_comm=self.cp_comm),
-        )
+        chain = with_traffic(PlanChain.of_recipe(recipe, recipe.layout(self.world)), cp_comm=self.cp_comm)
+        context = with_launches(chain.context, lambda _, launch_s: launch_s * self.launch)
         return replace(chain, context=context, instead="" if setup.planner == "evenload" else setup.planner)
 
 
@@ -210,7 +164,7 @@ class Case:
     more: dict[str, tuple[Way, ...]] = field(default_factory=dict)
     """Further columns: ways to run the batch that are neither side's, by name."""
 
-    def run(self) -> Result:
+    def run(self) -> Row:
         """The row of the table. Raises EvenloadError if a side has no way that fits."""
         theirs, simple, ours, *more = (
             fastest(self.machines, setups, self.batches)
@@ -236,7 +190,7 @@ class Case:
         }
 
 
-def _side(one: Timed) -> Result:
+def _side(one: Timed) -> Row:
     return {"way": str(one.setup), "step_s": one.step_s, "peak_bytes": one.peak_bytes}
 
 
@@ -272,49 +226,43 @@ SIMPLE = ("whole", "karmarkar_karp", "best_fit", "in_order")
 """Baselines that anyone can have: whole sequences balanced by cost, bins, order of arrival."""
 
 
-def table(result: Result) -> Any:
+def table(result: Row) -> Any:
     """Setting, paper's number, ours, strongest simple baseline, what the baselines are."""
-    more = [f"{name} over theirs" for name in result["more"]]
-    head = ["setting", "paper", "ours over theirs", "ours over simple", *more, "a step: theirs, simple, ours"]
-    rows = []
-    for r in result["rows"]:
-        times = ", ".join(f"{r[side]['step_s']:.3g}" for side in ("theirs", "simple", "ours")) + " s"
-        rows.append(
-            (
-                r["setting"],
-                r["paper"],
-                f"{r['gain']:.2f}x",
-                f"{r['gain_over_simple']:.2f}x",
-                *(f"{r['more'][name]['gain']:.2f}x" if name in r["more"] else "" for name in result["more"]),
-                times,
-            )
-        )
-    notes = []
+
+    def times(row: Row) -> str:
+        return ", ".join(f"{row[side]['step_s']:.3g}" for side in ("theirs", "simple", "ours")) + " s"
+
+    def over_theirs(name: str) -> Any:
+        return lambda row: f"{row['more'][name]['gain']:.2f}x" if name in row["more"] else ""
+
+    cells: dict[str, Any] = {"setting": "{setting}", "paper": "{paper}", "ours over theirs": "{gain:.2f}x"}
+    cells |= {"ours over simple": "{gain_over_simple:.2f}x"}
+    cells |= {f"{name} over theirs": over_theirs(name) for name in result["more"]}
+    cells |= {"a step: theirs, simple, ours": times}
+    notes = list(result["notes"])
     for r in result["rows"]:
         sides = "; ".join(f"{side}: {r[side]['way']}" for side in ("theirs", "simple", "ours"))
         notes.append(f"{r['setting']}: lengths {r['lengths']}; {r['definition']}; {sides}")
-    return grid(f"{result['title']} (predicted)", head, rows, "\n".join([*result["notes"], *notes]))
+    return columns(f"{result['title']} (predicted)", result["rows"], cells, "\n".join(notes))
 
 
 def arguments(about: str | None) -> argparse.Namespace:
-    """The options that all scripts have."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wikipedia", type=Path, help="FlexSP's wikipedia.txt; default: a stand-in of its quantiles.")
-    parser.add_argument("--quick", action="store_true", help="One setting, one small batch.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    return parser.parse_args()
+    """The options that all scripts have: ``--wikipedia`` is FlexSP's file, else a stand-in of its quantiles."""
+    return options(about, wikipedia=Path, quick=False).parse_args()
 
 
-def finish(result: Result, options: argparse.Namespace, draw: Callable[[Result], Any] = table) -> None:
-    """Print the table or the JSON, and write the file that was asked for."""
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, options.json, draw)
+def finish(result: Row, asked: argparse.Namespace, draw: Callable[[Row], Any] = table) -> None:
+    """Print the table or the JSON, and write the file that was asked for; all is predicted."""
+    show({"predicted": True, **result}, asked, draw)
 
 
-def claim(title: str, cases: Iterable[Case], notes: Iterable[str] = ()) -> Result:
+def mean_columns(steps: list[dict[str, Row]], keys: tuple[str, ...] = ("step_s", "imbalance")) -> dict[str, Row]:
+    """Of every column the mean over the steps."""
+    return {name: means([{key: one[name][key] for key in keys} for one in steps]) for name in steps[0]}
+
+
+def claim(title: str, cases: Iterable[Case], notes: Iterable[str] = ()) -> Row:
     """The rows of all cases as one result."""
     rows = [case.run() for case in cases]
     more = dict.fromkeys(name for row in rows for name in row["more"])
-    return {"predicted": True, "title": title, "rows": rows, "more": list(more), "notes": list(notes)}
+    return {"title": title, "rows": rows, "more": list(more), "notes": list(notes)}

@@ -31,20 +31,19 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from common import Batch, arguments, batches_of, finish
-from evenload.api import load_plugins
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.chains import plugins, recipe_of, with_traffic, without_sums
+from evenload.benchmarks.frame import columns
+from evenload.benchmarks.published.common import Batch, arguments, batches_of, finish
+from evenload.benchmarks.published.lengths import K
 from evenload.core.costs.costs import load
 from evenload.core.errors import EvenloadError
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
-from evenload.core.recipe.recipe import parse
 from evenload.core.registry import get
 from evenload.core.simulate.step import simulate
 from evenload.plugins.mesh.config import MeshConfig
-from lengths import K
 
 RANKS = 64
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
@@ -90,47 +89,38 @@ def cap_of(model: Model) -> int:
 
 
 @cache
-def chain_of(model: Model, degree: int) -> PlanChain:
+def packing_chain(model: Model, degree: int) -> PlanChain:
     """Packing on lanes of ``degree`` ranks."""
-    load_plugins()
-    cap = cap_of(model)
-    recipe = parse(
+    sizes = {"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
+    recipe = recipe_of(
         {
             "trainer": "deepspeed",
             "deepspeed": {"zero_stage": 3},
-            "model": {
-                "family": "gpt",
-                "num_layers": model.layers,
-                "hidden_size": model.hidden,
-                "num_attention_heads": model.heads,
-            },
+            "model": {"family": "gpt", **sizes},
             "parallel": {"dp": RANKS},
             "train": {"dtype": "bf16", "global_batch_size": 512},
             "cluster": "flexsp-a100",
             "costs": model.costs,
-            "plugins": {"packing": {"enabled": True, "max_tokens": cap, "slices": "off"}},
+            "plugins": plugins(cap_of(model), "packing", slices="off"),
         }
     )
     chain = PlanChain.of_recipe(recipe, replace(recipe.layout(), cp=degree, dp=RANKS // degree))
     # What ZeRO-3 gathers is in the published coefficient of a launch.
-    traffic = replace(chain.context.traffic, cp_comm="all_to_all", gradient_bytes=0.0, weight_bytes=0.0)
-    return replace(chain, context=replace(chain.context, traffic=traffic))
+    return without_sums(chain, cp_comm="all_to_all")
 
 
 @cache
 def mesh_of(model: Model, ulysses: bool) -> PlanChain:
     """The mesh plugin on the same machines: as FlexSP, which knows of no number of heads, or with all it has."""
-    chain, cap = chain_of(model, 1), cap_of(model)
-    config = (ULYSSES if ulysses else MeshConfig()).model_copy(update={"enabled": True, "max_tokens": cap})
+    chain = packing_chain(model, 1)
+    config = (ULYSSES if ulysses else MeshConfig()).model_copy(update={"enabled": True, "max_tokens": cap_of(model)})
     heads = 0 if ulysses else chain.context.traffic.heads
-    traffic = replace(chain.context.traffic, heads=heads)
     limits = replace(chain.limits, heads=heads)
-    context = replace(chain.context, traffic=traffic)
-    return replace(chain, links=((get("mesh"), config),), context=context, limits=limits)
+    return replace(with_traffic(chain, heads=heads), links=((get("mesh"), config),), limits=limits)
 
 
 def step_seconds(model: Model, plan: StepPlan, degree: int = 1) -> float:
-    return simulate(plan, chain_of(model, degree).context, record=False).step_s
+    return simulate(plan, packing_chain(model, degree).context, record=False).step_s
 
 
 def chunks(batch: Batch, count: int) -> list[list[int]]:
@@ -161,7 +151,7 @@ def groups(model: Model, batch: Batch, chunk: list[int], degree: int) -> list[Mi
 
     None where no group has room for the next.
     """
-    costs, cap = chain_of(model, 1).context.costs, cap_of(model) * degree
+    costs, cap = packing_chain(model, 1).context.costs, cap_of(model) * degree
     done, held = np.zeros(RANKS // degree), np.zeros(RANKS // degree, dtype=np.int64)
     members: list[list[int]] = [[] for _ in done]
     for i in chunk:
@@ -222,7 +212,7 @@ def cuts_of(model: Model, batch: Batch) -> list[Cut]:
 
 def static(model: Model, batch: Batch, cuts: list[Cut], degrees: tuple[int, ...], *, each: bool) -> tuple[float, int]:
     """Seconds and micro-batches of the best plan with one degree for the batch, or with ``each`` one a micro-batch."""
-    limits = replace(chain_of(model, 1).limits, max_tokens=cap_of(model) + 1)
+    limits = replace(packing_chain(model, 1).limits, max_tokens=cap_of(model) + 1)
     best = (float("inf"), 0)
     for cut in cuts:
         rounds = cut.best(degrees, each=each)
@@ -239,7 +229,7 @@ def _alone(model: Model, batch: Batch, micro_batches: list[MicroBatch]) -> float
     renamed = [
         m._replace(slices=tuple(s._replace(sequence=number[s.sequence]) for s in m.slices)) for m in micro_batches
     ]
-    return step_seconds(model, StepPlan(part, tuple(renamed), chain_of(model, 1).limits))
+    return step_seconds(model, StepPlan(part, tuple(renamed), packing_chain(model, 1).limits))
 
 
 def row_of(
@@ -278,7 +268,7 @@ def row_of(
 def _packed(model: Model, degree: int, batch: Batch) -> float:
     """Seconds of the packing plugin's plan; infinite where lanes of this degree cannot hold the batch."""
     try:
-        return step_seconds(model, chain_of(model, degree).plan(batch), degree)
+        return step_seconds(model, packing_chain(model, degree).plan(batch), degree)
     except EvenloadError:
         return float("inf")
 
@@ -292,27 +282,15 @@ def rows(quick: bool, wikipedia: Any) -> Iterator[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    names = list(result["rows"][0]["seconds"])
-    lines = [
-        (
-            r["setting"],
-            *(f"{value:.2f}x" for value in r["paper"].values()),
-            *(f"{r['seconds'][name]:.2f} ({r['gain'][name]:.2f}x)" for name in names),
-            f"SP{r['static_degree']}, cp {r['evenload_degree']}",
-        )
-        for r in result["rows"]
-    ]
-    head = ("setting", "FlexSP / DeepSpeed", "/ Megatron-LM", *names, "degrees")
+    cells = {"setting": "{setting}", "FlexSP / DeepSpeed": "{paper[over DeepSpeed]:.2f}x"}
+    cells |= {"/ Megatron-LM": "{paper[over Megatron-LM]:.2f}x"}
+    cells |= {name: f"{{seconds[{name}]:.2f}} ({{gain[{name}]:.2f}}x)" for name in result["rows"][0]["seconds"]}
+    cells |= {"degrees": "SP{static_degree}, cp {evenload_degree}"}
     about = f"lengths: {result['rows'][0]['lengths']}; seconds (gain over static); degrees: static's, evenload's"
-    return grid(f"{result['title']} (predicted)", head, lines, about)
-
-
-def main() -> None:
-    options = arguments(__doc__)
-    results = list(rows(options.quick, options.wikipedia))
-    title = "FlexSP, 512 Wikipedia sequences a step on 64 A100-40G"
-    finish({"predicted": True, "title": title, "rows": results}, options, table)
+    return columns(f"{result['title']} (predicted)", result["rows"], cells, about)
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    title = "FlexSP, 512 Wikipedia sequences a step on 64 A100-40G"
+    finish({"title": title, "rows": list(rows(asked.quick, asked.wikipedia))}, asked, table)

@@ -17,8 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common import SIMPLE, Batch, Case, Degrees, Machines, Way, arguments, batches_of, claim, evenload, finish, setups
-from lengths import K
+from evenload.benchmarks.chains import K
+from evenload.benchmarks.published.common import (
+    SIMPLE,
+    Batch,
+    Case,
+    Degrees,
+    Machines,
+    Way,
+    arguments,
+    batches_of,
+    claim,
+    evenload,
+    finish,
+    setups,
+)
 
 LAYOUTS = tuple(Degrees(tp, pp, 1, recompute) for tp in (2, 4, 8) for pp in (1, 2, 4) for recompute in (False, True))
 PAPER = "1.32x to 2.66x"
@@ -66,10 +79,6 @@ def cases(quick: bool) -> Iterator[Case]:
         yield case(*setting, quick)
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    finish(claim("Hydraulis: LLaMA on A100-80G", cases(options.quick)), options)
-
-
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    finish(claim("Hydraulis: LLaMA on A100-80G", cases(asked.quick)), asked)

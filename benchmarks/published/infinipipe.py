@@ -32,28 +32,25 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from common import MODELS, Batch, Degrees, Machines, Way, arguments, finish
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.chains import plugins, recipe_of, with_launches, without_sums
+from evenload.benchmarks.frame import Row, columns, means
+from evenload.benchmarks.published.common import MODELS, Batch, Degrees, Machines, Way, arguments, finish
+from evenload.benchmarks.published.flexsp import ULYSSES
+from evenload.benchmarks.published.lengths import K, drawn
+from evenload.benchmarks.published.pipelines import Pipeline, judged, missing_bytes
 from evenload.core.costs.costs import load
 from evenload.core.costs.memory import activation_budget_bytes, fixed_bytes
 from evenload.core.errors import EvenloadError
 from evenload.core.plan.step_plan import StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.planning.setting import RECIPES
-from evenload.core.recipe.recipe import parse
 from evenload.core.registry import get
-from evenload.plugins.mesh.config import MeshConfig
-from lengths import K, drawn
-from pipelines import Pipeline, judged, missing_bytes
 
 CLUSTER, RANKS, STAGES = "a800", 32, 4
 COUNT = 512
 CAP = 16 * K
 """Most tokens of a pipeline's chunk on a rank."""
-ULYSSES = MeshConfig(engines=("all_to_all",), powers_of_two=True, remap="off", routed="off", offload="off")
 COLUMNS = ("Megatron", "DeepSpeed", "FlexSP", "Seq1F1B", "Alg. 1", "evenload", "own states")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ def megatron(setting: Setting, packing: str) -> PlanChain:
 @cache
 def zero_3(model: str, sp: int, tokens: int) -> PlanChain:
     """ZeRO-3 on all ranks: best-fit packs on lanes of ``sp`` ranks, with so many tokens on a rank."""
-    recipe = parse(
+    recipe = recipe_of(
         {
             "trainer": "deepspeed",
             "deepspeed": {"zero_stage": 3},
@@ -133,18 +130,13 @@ def zero_3(model: str, sp: int, tokens: int) -> PlanChain:
             "parallel": {"dp": RANKS},
             "train": {"dtype": "bf16", "global_batch_size": COUNT},
             "cluster": CLUSTER,
-            "plugins": {"packing": {"enabled": True, "max_tokens": tokens, "slices": "off"}},
+            "plugins": plugins(tokens, "packing", slices="off"),
         }
     )
     chain = PlanChain.of_recipe(recipe, replace(recipe.layout(), cp=sp, dp=RANKS // sp))
-    context = chain.context
+    chain = without_sums(chain, cp_comm="all_to_all", heads=0)
     gathers = load(f"flexsp-{model.replace('llama', 'gpt')}-a100", RECIPES / "costs")
-    launches = {
-        name: getattr(context.costs, name).model_copy(update={"launch_s": getattr(gathers, name).launch_s})
-        for name in ("forward", "backward")
-    }
-    traffic = replace(context.traffic, cp_comm="all_to_all", heads=0, gradient_bytes=0.0, weight_bytes=0.0)
-    context = replace(context, costs=context.costs.model_copy(update=launches), traffic=traffic)
+    context = with_launches(chain.context, lambda name, _: getattr(gathers, name).launch_s)
     return replace(chain, context=context, limits=replace(chain.limits, heads=0), instead="best_fit")
 
 
@@ -222,50 +214,50 @@ def step_of(setting: Setting, batch: Batch) -> dict[str, Row]:
 
 def row_of(setting: Setting, count: int, size: int) -> Row:
     steps = [step_of(setting, batch) for batch in batches_of(setting, count, size)]
-    columns: dict[str, Row] = {}
+    columns_of: dict[str, Row] = {}
     for name in COLUMNS:
-        failed = [one[name]["failed"] for one in steps if "failed" in one[name]]
-        if failed:
-            columns[name] = {"failed": failed[0]}
-            continue
+        failed = [one[name] for one in steps if "failed" in one[name]]
         keys = ("step_s", "bubble_frac", "exposed_frac", "recompute_frac", "peak_bytes", "micro_batch_imbalance")
-        columns[name] = {key: float(np.mean([one[name][key] for one in steps])) for key in keys}
-    ours = columns["evenload"].get("step_s")
+        columns_of[name] = failed[0] if failed else means([{key: one[name][key] for key in keys} for one in steps])
+    ours = columns_of["evenload"].get("step_s")
     return {
         "setting": setting.name,
         "paper": setting.paper,
         "lengths": setting.lengths,
-        "columns": columns,
-        "gain": {name: one["step_s"] / ours for name, one in columns.items() if ours and "step_s" in one},
+        "columns": columns_of,
+        "gain": {name: one["step_s"] / ours for name, one in columns_of.items() if ours and "step_s" in one},
     }
 
 
 def table(result: Row) -> Any:
-    def cell(row: Row, name: str) -> str:
-        one = row["columns"][name]
-        if "failed" in one:
-            return "does not fit"
-        return f"{one['step_s']:.1f} ({row['gain'][name]:.2f}x)" if name in row["gain"] else f"{one['step_s']:.1f}"
+    def cell(name: str) -> Any:
+        def shown(row: Row) -> str:
+            one = row["columns"][name]
+            if "failed" in one:
+                return "does not fit"
+            return f"{one['step_s']:.1f}" + (f" ({row['gain'][name]:.2f}x)" if name in row["gain"] else "")
 
-    rows = []
-    for r in result["rows"]:
-        ours = r["columns"]["evenload"]
-        more = f"{ours['bubble_frac']:.1%}, {ours['recompute_frac']:.1%}" if "step_s" in ours else ""
-        rows.append((r["setting"], r["paper"], *(cell(r, name) for name in COLUMNS), more))
-    head = ("setting", "paper", *COLUMNS, "evenload: bubble, recomputed")
+        return shown
+
+    def shares(row: Row) -> str:
+        ours = row["columns"]["evenload"]
+        return f"{ours['bubble_frac']:.1%}, {ours['recompute_frac']:.1%}" if "step_s" in ours else ""
+
+    cells = {"setting": "{setting}", "paper": "{paper}", **{name: cell(name) for name in COLUMNS}}
     about = "seconds a step (over evenload's); the paper's at most: FlexSP 1.69x, DeepSpeed 2.07x, Megatron-LM 2.60x, "
-    return grid(f"{result['title']} (predicted)", head, rows, about + "Seq1F1B 1.27x at 48K and 1.40x at 96K")
+    about += "Seq1F1B 1.27x at 48K and 1.40x at 96K"
+    cells |= {"evenload: bubble, recomputed": shares}
+    return columns(f"{result['title']} (predicted)", result["rows"], cells, about)
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    if options.quick:
+def benchmark(quick: bool) -> Row:
+    if quick:
         rows = [row_of(Setting("llama-13b", "commoncrawl-like", 48 * K), 1, COUNT // 4)]
     else:
         rows = [row_of(setting, 3, COUNT) for setting in settings()]
-    title = f"InfiniPipe: {COUNT} sequences a step on 4 x 8 A800"
-    finish({"predicted": True, "title": title, "rows": rows}, options, table)
+    return {"title": f"InfiniPipe: {COUNT} sequences a step on 4 x 8 A800", "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    finish(benchmark(asked.quick), asked, table)

@@ -27,9 +27,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import arguments, finish
 from evenload.api import load_plugins
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.frame import columns
+from evenload.benchmarks.published.common import arguments, finish
+from evenload.benchmarks.published.expert_loads import Drawn
 from evenload.core.aliases import Ints
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of
 from evenload.core.experts.seconds import LayerCost, layer_seconds
@@ -37,7 +38,6 @@ from evenload.core.machine.cluster import Link
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.registry import layer_planner
 from evenload.plugins.moe.baselines.placed import laer_copies
-from expert_loads import Drawn
 
 RANKS, TOKENS, MICRO_BATCHES = 8, 8192, 4
 ROUTED_S = 6.1e-3 / 4096
@@ -128,42 +128,31 @@ def row_of(model: Model, draws: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = (
-        "setting",
-        "shipped: Megatron, FSDP + EP, LAER",
-        "experts and exchanges: static, LAER, its rules, clone",
-        "explained",
-        "a step with clone",
-        "over Megatron: LAER, clone",
-    )
-    rows = []
-    for r in result["rows"]:
-        paper, step_s = r["paper"], r["step_s"]
-        over = ", ".join(f"{paper['Megatron'] / each:.2f}x" for each in (paper["LAER"], step_s))
-        rows.append(
-            (
-                r["setting"],
-                ", ".join(f"{paper[name]:.1f}" for name in ("Megatron", "static", "LAER")) + " s",
-                ", ".join(f"{r['seconds'][name]:.1f}" for name in ("static", "LAER", "rules", "clone")) + " s",
-                f"{100 * r['explained']:.0f} %",
-                f"{step_s:.1f} s",
-                over,
-            )
-        )
+    def listed(row: dict[str, Any], *names: str) -> str:
+        return ", ".join(f"{row[name]:.1f}" for name in names) + " s"
+
+    def over(row: dict[str, Any]) -> str:
+        return ", ".join(f"{row['paper']['Megatron'] / each:.2f}x" for each in (row["paper"]["LAER"], row["step_s"]))
+
+    parts = ("static", "LAER", "rules", "clone")
+    cells = {
+        "setting": "{setting}",
+        "shipped: Megatron, FSDP + EP, LAER": lambda row: listed(row["paper"], "Megatron", "static", "LAER"),
+        "experts and exchanges: static, LAER, its rules, clone": lambda row: listed(row["seconds"], *parts),
+        "explained": lambda row: f"{100 * row['explained']:.0f} %",
+        "a step with clone": "{step_s:.1f} s",
+        "over Megatron: LAER, clone": over,
+    }
     notes = [
         f"{r['setting']}: clone {r['imbalance']['clone']:.4f} of the mean, {r['copies']:.1f} copies a layer of a "
         f"node; {r['even_s']:.1f} s if even"
         for r in result["rows"]
     ]
-    return grid(f"{result['title']} (predicted, but for shipped steps)", head, rows, "\n".join(notes))
-
-
-def main() -> None:
-    options = arguments(__doc__)
-    load_plugins()
-    rows = [row_of(model, 2 if options.quick else 16) for model in MODELS]
-    finish({"predicted": True, "title": "LAER-MoE: steps on 32 A100", "rows": rows}, options, table)
+    return columns(f"{result['title']} (predicted, but for shipped steps)", result["rows"], cells, "\n".join(notes))
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    load_plugins()
+    rows = [row_of(model, 2 if asked.quick else 16) for model in MODELS]
+    finish({"title": "LAER-MoE: steps on 32 A100", "rows": rows}, asked, table)

@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from common import MODELS
-from evenload.api import load_plugins
+from evenload.benchmarks.chains import chain_of, plugins, with_launches, with_traffic
+from evenload.benchmarks.published.common import MODELS
 from evenload.core.costs.context import PlanningContext
 from evenload.core.costs.memory import activation_budget_bytes, peaks_of_stage
 from evenload.core.plan.step_plan import StepPlan
 from evenload.core.planning.chain import PlanChain
-from evenload.core.recipe.recipe import parse
 from evenload.core.simulate.events import play
 from evenload.core.simulate.passes import PassTimes
 from evenload.core.simulate.predict import layers_again
@@ -37,32 +36,24 @@ class Pipeline:
 
     @cache  # noqa: B019  # a script's settings live as long as the script
     def chain(self, plugin: str, max_tokens: int, planner: str = "", **words: Any) -> PlanChain:
-        """The plugin, or one of its baselines, with ``max_tokens`` on a rank. Raises EvenloadError."""
-        load_plugins()
-        recipe = parse(
+        """The plugin, or one of its baselines, with ``max_tokens`` on a rank; ranks exchange all to all.
+
+        Its measured rates know no latency: that of a stage's layers, two a layer and direction, counts as launch.
+        Raises EvenloadError.
+        """
+        chain = chain_of(
             {
                 "model": {"vocab_size": 32000, **MODELS[self.model]},
                 "parallel": {"pp": self.pp, "cp": self.sp, "dp": 1},
                 "train": {"dtype": "bf16", "global_batch_size": 512},
                 "cluster": self.cluster,
-                "plugins": {plugin: {"enabled": True, "max_tokens": max_tokens, **words}},
+                "plugins": plugins(max_tokens, plugin, **words),
             }
         )
-        chain = PlanChain.of_recipe(recipe, recipe.layout())
-        return replace(chain, context=self._exchanging(chain.context), instead=planner)
-
-    def _exchanging(self, context: PlanningContext) -> PlanningContext:
-        """With all-to-all, whose measured rates know no latency: that of a stage's layers counts as launch.
-
-        There are two a layer and direction.
-        """
+        context = with_traffic(chain, cp_comm="all_to_all").context
         calls_s = 2 * context.traffic.layers * (self.sp - 1) * context.cluster.intra.latency_s
-        both = {
-            name: (cost := getattr(context.costs, name)).model_copy(update={"launch_s": cost.launch_s + calls_s})
-            for name in ("forward", "backward")
-        }
-        traffic = replace(context.traffic, cp_comm="all_to_all")
-        return replace(context, costs=context.costs.model_copy(update=both), traffic=traffic)
+        context = with_launches(context, lambda _, launch_s: launch_s + calls_s)
+        return replace(chain, context=context, instead=planner)
 
 
 def missing_bytes(plan: StepPlan, context: PlanningContext) -> float:

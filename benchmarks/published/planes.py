@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from common import Degrees, Machines, Way
+from evenload.benchmarks.chains import with_traffic
+from evenload.benchmarks.published.common import Degrees, Machines, Way
 from evenload.core.plan.step_plan import CpComm, StepPlan
 from evenload.core.planning.chain import PlanChain
 from evenload.core.registry import get
@@ -62,8 +63,7 @@ class Plane:
 
 def theirs(chain: PlanChain) -> PlanChain:
     """The same as a system that is not evenload."""
-    traffic = replace(chain.context.traffic, kv_grad_frac=1.0)
-    return replace(chain, context=replace(chain.context, traffic=traffic))
+    return with_traffic(chain, kv_grad_frac=1.0)
 
 
 def shared_by(plan: StepPlan, cp_comm: CpComm, *, routed: bool = False) -> StepPlan:

@@ -19,8 +19,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import SIMPLE, Case, Degrees, Machines, arguments, batches_of, claim, evenload, finish, setups
-from lengths import K
+from evenload.benchmarks.chains import K
+from evenload.benchmarks.published.common import (
+    SIMPLE,
+    Case,
+    Degrees,
+    Machines,
+    arguments,
+    batches_of,
+    claim,
+    evenload,
+    finish,
+    setups,
+)
 
 WINDOW = 256 * K
 LAYOUTS = tuple(
@@ -60,11 +71,6 @@ def cases(quick: bool, wikipedia: Path | None) -> Iterator[Case]:
         yield case("commoncrawl-like", quick, wikipedia, launch=4.0)
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    result = claim("SlimPack: Llama 7B on 128 H100", cases(options.quick, options.wikipedia))
-    finish(result, options)
-
-
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    finish(claim("SlimPack: Llama 7B on 128 H100", cases(asked.quick, asked.wikipedia)), asked)

@@ -27,8 +27,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import arguments, finish
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.frame import columns
+from evenload.benchmarks.published.common import arguments, finish
 from evenload.core.aliases import Floats
 from evenload.plugins.rollout import (
     Expected,
@@ -143,32 +143,29 @@ def _row(name: str, values: dict[str, list[float]], paper: dict[str, float]) -> 
 
 
 def table(result: dict[str, Any]) -> Any:
-    rows = [
-        (
-            row["setting"],
-            ", ".join(f"{name} {value:g}" for name, value in row["paper"].items()),
-            *(f"{value:.3g} ({row['gain'][name]:.2f}x)" for name, value in row["seconds"].items()),
-            f"{row['tie_over_mean']:.3f}",
-            f"{row['waited_s']['TIE'] / row['waited_s']['E']:.3f}" if "waited_s" in row else "",
-        )
-        for row in result["rows"]
-    ]
-    head = ("setting", "paper", *result["rows"][0]["seconds"], "TIE over E", "the same, seconds to the end")
+    def later(row: dict[str, Any]) -> str:
+        return f"{row['waited_s']['TIE'] / row['waited_s']['E']:.3f}" if "waited_s" in row else ""
+
+    cells = {
+        "setting": "{setting}",
+        "paper": lambda row: ", ".join(f"{name} {value:g}" for name, value in row["paper"].items()),
+        **{name: f"{{seconds[{name}]:.3g}} ({{gain[{name}]:.2f}}x)" for name in result["rows"][0]["seconds"]},
+        "TIE over E": "{tie_over_mean:.3f}",
+        "the same, seconds to the end": later,
+    }
     about = "online: seconds a token, mean of requests; offline: seconds until enough have ended; over fcfs"
-    return grid(f"{result['title']} (predicted)", head, rows, about)
+    return columns(f"{result['title']} (predicted)", result["rows"], cells, about)
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    quick = options.quick
-    seeds = 1 if quick else 3
+def benchmark(quick: bool) -> dict[str, Any]:
+    seeds, rates = (1, (100.0,)) if quick else (3, (25.0, 50.0, 100.0))
     rows = []
     for card in CARDS[:1] if quick else CARDS:
-        rates = (100.0,) if quick else (25.0, 50.0, 100.0)
         rows += [online(card, rate, 10 if quick else 60, seeds) for rate in rates]
         rows.append(offline(card, 1000 if quick else 5000, 600 if quick else 3000, seeds))
-    finish({"predicted": True, "title": "TIE: an 8B model on one card", "rows": rows}, options, table)
+    return {"title": "TIE: an 8B model on one card", "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    finish(benchmark(asked.quick), asked, table)

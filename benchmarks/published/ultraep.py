@@ -23,21 +23,21 @@ the rest by hidden; latencies of 10 and 20 us; a backward of 2 forwards but for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import arguments, finish
 from evenload.api import load_plugins
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.frame import columns
+from evenload.benchmarks.published.common import arguments, finish
+from evenload.benchmarks.published.expert_loads import Drawn
 from evenload.core.aliases import Ints
 from evenload.core.experts.quotas import at_home, check_quotas, copies_of, imbalance_of
 from evenload.core.experts.seconds import LayerCost, copy_tokens, layer_seconds, paying_tokens
+from evenload.core.input.format import percent
 from evenload.core.machine.cluster import Link
 from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.core.registry import layer_planner
-from expert_loads import Drawn
 
 RANKS, TOPK, TOKENS = 64, 8, 8192
 EXPERTS_S, ALL_TO_ALL_S, OTHER_S, PLAN_S = 1.89e-3, 1.68e-3, 2.83e-3, 1.11e-4
@@ -150,35 +150,36 @@ def row_of(setting: Setting) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = ("setting", "even", "static", "paper", "clone", "again", "UltraEP's paper", "clone beyond even")
-    rows, notes = [], []
+    def beyond_even(row: dict[str, Any]) -> str:
+        clone, even = row["columns"]["clone"], row["even"]
+        parts = (f"{name} {clone[name] - even[name]:.2f}" for name in ("tokens", "experts", "copies", "gradients"))
+        return ", ".join([f"counts {clone['counts']:.2f}", *parts]) + " ms"
+
+    def of_paper(name: str) -> Any:
+        return lambda row: percent(row["paper"][name]) if row["paper"] else "-"
+
+    cells = {
+        "setting": "{setting}",
+        "even": "{even[layer]:.1f} ms",
+        "static": "{share[static]:percent}",
+        "paper": of_paper("static"),
+        "clone": "{share[clone]:percent}",
+        "again": "{share[again]:percent}",
+        "UltraEP's paper": of_paper("ultraep"),
+        "clone beyond even": beyond_even,
+    }
+    notes = []
     for r in result["rows"]:
-        clone, even = r["columns"]["clone"], r["even"]
-        parts = ("tokens", "experts", "copies", "gradients")
-        more = ", ".join(
-            [f"counts {clone['counts']:.2f}", *(f"{name} {clone[name] - even[name]:.2f}" for name in parts)]
-        )
-        of_paper = [f"{100 * r['paper'][name]:.1f} %" if r["paper"] else "-" for name in ("static", "ultraep")]
-        static, *ours = (f"{100 * r['share'][name]:.1f} %" for name in ("static", "clone", "again"))
-        rows.append((r["setting"], f"{even['layer']:.1f} ms", static, of_paper[0], *ours, of_paper[1], f"{more} ms"))
+        clone = r["columns"]["clone"]
         copied = f"{clone['num_copies']:.0f} copies, {clone['slots']:.1f} on a rank at most"
         busiest = f"busiest rank {r['columns']['static']['imbalance']:.2f}, {clone['imbalance']:.4f} of the mean"
         notes.append(f"{r['setting']}: {busiest}; {copied}; they pay from {r['least_tokens']} tokens up")
-    return grid(f"{result['title']} (predicted)", head, rows, "\n".join(notes))
-
-
-def settings(draws: int) -> Iterator[Setting]:
-    for node_ranks in (0, 8):
-        yield from (Setting(model, node_ranks, draws) for model in MODELS)
-
-
-def main() -> None:
-    options = arguments(__doc__)
-    load_plugins()
-    chosen = list(settings(1 if options.quick else 8))
-    title = "UltraEP: a layer forward and backward, share of even routing"
-    finish({"predicted": True, "title": title, "rows": [row_of(one) for one in chosen]}, options, table)
+    return columns(f"{result['title']} (predicted)", result["rows"], cells, "\n".join(notes))
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    load_plugins()
+    draws = 1 if asked.quick else 8
+    rows = [row_of(Setting(model, node_ranks, draws)) for node_ranks in (0, 8) for model in MODELS]
+    finish({"title": "UltraEP: a layer forward and backward, share of even routing", "rows": rows}, asked, table)

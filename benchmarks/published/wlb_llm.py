@@ -31,8 +31,9 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from common import Batch, Degrees, Machines, Way, arguments, finish
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.frame import columns
+from evenload.benchmarks.published.common import Batch, Degrees, Machines, Way, arguments, finish
+from evenload.benchmarks.published.lengths import SEED, K, Lengths, corpus
 from evenload.core.laws import check
 from evenload.core.plan.step_plan import MicroBatch, Slice, StepPlan, as_lengths
 from evenload.core.planning.chain import PlanChain
@@ -41,7 +42,6 @@ from evenload.core.simulate.predict import micro_batch_imbalance
 from evenload.core.simulate.step import simulate
 from evenload.data.samples.order import BatchSize, SampleOrder
 from evenload.training.drawing import Drawing
-from lengths import SEED, K, Lengths, corpus
 
 DELAY = 4
 
@@ -196,27 +196,16 @@ def _delayed(setting: Setting, recompute: bool, batches: list[Batch]) -> Tally:
 
 
 def table(result: dict[str, Any]) -> Any:
-    names = list(result["rows"][0]["variants"])
-    rows = [
-        (
-            r["setting"],
-            r["paper"],
-            *(f"{r['gain'][name]:.2f}x, {r['variants'][name]['imbalance']:.2f}" for name in names),
-            f"{r['variants']['theirs']['step_s']:.2f} s",
-            "yes" if r["recompute"] else "no",
-        )
-        for r in result["rows"]
-    ]
-    head = ("setting", "paper", *names, "a step of theirs", "recompute")
+    variants = list(result["rows"][0]["variants"])
+    cells = {"setting": "{setting}", "paper": "{paper}"}
+    cells |= {name: f"{{gain[{name}]:.2f}}x, {{variants[{name}][imbalance]:.2f}}" for name in variants}
+    cells |= {"a step of theirs": "{variants[theirs][step_s]:.2f} s"}
+    cells |= {"recompute": lambda row: "yes" if row["recompute"] else "no"}
     about = f"lengths: {result['rows'][0]['lengths']}; cells: tokens/s over theirs, imbalance of micro-batches"
-    return grid(f"{result['title']} (predicted)", head, rows, about)
-
-
-def main() -> None:
-    options = arguments(__doc__)
-    results = [row_of(setting, 2 if options.quick else 8) for setting in SETTINGS[: 1 if options.quick else None]]
-    finish({"predicted": True, "title": "WLB-LLM: LLaMA on H100", "rows": results}, options, table)
+    return columns(f"{result['title']} (predicted)", result["rows"], cells, about)
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    rows = [row_of(setting, 2 if asked.quick else 8) for setting in SETTINGS[: 1 if asked.quick else None]]
+    finish({"title": "WLB-LLM: LLaMA on H100", "rows": rows}, asked, table)

@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from common import Batch, arguments, finish
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.frame import columns
+from evenload.benchmarks.published.common import Batch, arguments, finish, mean_columns
+from evenload.benchmarks.published.lengths import K, corpus
+from evenload.benchmarks.published.planes import Plane, described, shared_by, theirs
 from evenload.core.plan.step_plan import as_lengths
-from lengths import K, corpus
-from planes import Plane, described, shared_by, theirs
 
 TOKENS = 4 * K
 ROOM = 2 * TOKENS
@@ -100,18 +100,14 @@ def step_of(plane: Plane, batch: Batch) -> dict[str, dict[str, float]]:
 
 
 def row_of(setting: Setting, count: int) -> dict[str, Any]:
-    steps = [step_of(setting.plane, batch) for batch in batches_of(setting, count)]
-    columns = {
-        name: {key: float(np.mean([one[name][key] for one in steps])) for key in ("step_s", "imbalance")}
-        for name in COLUMNS
-    }
+    columns_of = mean_columns([step_of(setting.plane, batch) for batch in batches_of(setting, count)])
     return {
         "setting": setting.name,
         "paper": setting.paper,
         "lengths": setting.lengths,
         "definition": "TE CP: a ring over all ranks",
-        "columns": columns,
-        "gain": {name: columns["TE CP"]["step_s"] / one["step_s"] for name, one in columns.items()},
+        "columns": columns_of,
+        "gain": {name: columns_of["TE CP"]["step_s"] / one["step_s"] for name, one in columns_of.items()},
     }
 
 
@@ -127,33 +123,28 @@ def hop_ms(plane: Plane, *, routed: bool) -> float:
 
 
 def table(result: dict[str, Any]) -> Any:
-    rows = [
-        (
-            r["setting"],
-            r["paper"],
-            f"{r['columns']['TE CP']['step_s']:.2f} s",
-            *(f"{r['gain'][name]:.2f}x" for name in COLUMNS[1:]),
-            f"{r['columns']['hybrid']['imbalance']:.2f}, {r['columns']['mesh']['imbalance']:.2f}",
-        )
-        for r in result["rows"]
-    ]
-    head = ("setting", "paper", *COLUMNS, "busiest / mean rank: hybrid, mesh")
-    gains = [r["gain"]["mesh"] for r in result["rows"]]
-    hops = result["hop_ms"]
+    cells = {
+        "setting": "{setting}",
+        "paper": "{paper}",
+        "TE CP": "{columns[TE CP][step_s]:.2f} s",
+        **{name: f"{{gain[{name}]:.2f}}x" for name in COLUMNS[1:]},
+        "busiest / mean rank: hybrid, mesh": "{columns[hybrid][imbalance]:.2f}, {columns[mesh][imbalance]:.2f}",
+    }
+    gains, hops = [r["gain"]["mesh"] for r in result["rows"]], result["hop_ms"]
     about = (
         f"gains over TE CP; mesh: {np.mean(gains):.2f}x in the mean, {max(gains):.2f}x at most; a hop between nodes, "
         f"3B: {hops['plain']:.2f} ms, routed {hops['routed']:.2f} ms (paper: 2.18 and 0.411)"
     )
-    return grid(f"{result['title']} (predicted)", head, rows, about)
+    return columns(f"{result['title']} (predicted)", result["rows"], cells, about)
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    quick = Setting("arxiv-like", "A800", replace(A800, ranks=16))
-    results = [row_of(quick, 2)] if options.quick else [row_of(setting, 8) for setting in settings()]
+def benchmark(quick: bool) -> dict[str, Any]:
+    small = Setting("arxiv-like", "A800", replace(A800, ranks=16))
+    rows = [row_of(small, 2)] if quick else [row_of(setting, 8) for setting in settings()]
     hops = {"plain": hop_ms(A800, routed=False), "routed": hop_ms(A800, routed=True)}
-    finish({"predicted": True, "title": "Zeppelin: 4K tokens a rank", "hop_ms": hops, "rows": results}, options, table)
+    return {"title": "Zeppelin: 4K tokens a rank", "hop_ms": hops, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    asked = arguments(__doc__)
+    finish(benchmark(asked.quick), asked, table)

@@ -18,19 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.frame import columns, main, means, options, started
 from evenload.core.aliases import Floats, Ints
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-import on_ranks
 
 PROMPT = 8
 
@@ -142,60 +137,35 @@ def counts(ran: Any, costs: Any) -> dict[str, Any]:
 
 def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     """Of all ranks, started by torchrun: means of draws."""
-    result = on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], asked.ranks))
+    result = started(__file__, asked.ranks)
     by_name: dict[str, list[Any]] = {}
     for row in result["rows"]:
         by_name.setdefault(row["name"], []).append(row)
-
-    def mean(name: str, key: str) -> float:
-        return float(np.mean([np.max(row[key]) for row in by_name[name]]))
-
     keys = ("forwards", "tokens", "predicted_s", "bound_s", "idle", "moved", "computed_again", "cpu_s")
-    means = {name: {key: mean(name, key) for key in keys} for name in by_name}
-    gain = {name: means["groups"]["predicted_s"] / row["predicted_s"] for name, row in means.items()}
-    return {**result, "means": means, "gain": gain}
+    mean = {name: means([{key: np.max(row[key]) for key in keys} for row in rows]) for name, rows in by_name.items()}
+    gain = {name: mean["groups"]["predicted_s"] / row["predicted_s"] for name, row in mean.items()}
+    return {**result, "means": mean, "gain": gain}
 
 
 def table(result: dict[str, Any]) -> Any:
-    head = (
-        "",
-        "forwards",
-        "tokens",
-        "predicted",
-        "over groups",
-        "idle",
-        "over the bound",
-        "moved",
-        "tokens again",
-        "CPU",
-    )
-    rows = [
-        (
-            name,
-            f"{row['forwards']:.0f}",
-            f"{row['tokens']:.0f}",
-            f"{row['predicted_s']:.2f} s",
-            f"{result['gain'][name]:.2f}x",
-            f"{row['idle']:.1%}",
-            f"{row['predicted_s'] / row['bound_s'] - 1:.1%}",
-            f"{row['moved']:.0f}",
-            f"{row['computed_again']:.0f}",
-            f"{row['cpu_s']:.1f} s",
-        )
-        for name, row in result["means"].items()
-    ]
-    return grid("busiest rank, means of draws; seconds predicted, CPU measured", head, rows)
-
-
-def arguments() -> argparse.ArgumentParser:
-    own = on_ranks.parser(__doc__)
-    own.add_argument("--costs", type=Path, required=True, help="A file that `evenload profile` has written.")
-    for name, default in (("ranks", 2), ("prompts", 16), ("samples", 8), ("limit", 512), ("slots", 64)):
-        own.add_argument(f"--{name}", type=int, default=default)
-    own.add_argument("--every", type=int, default=16)
-    own.add_argument("--draws", type=int, default=3)
-    return own
+    cells = {
+        "": "{name}",
+        "forwards": "{forwards:.0f}",
+        "tokens": "{tokens:.0f}",
+        "predicted": "{predicted_s:.2f} s",
+        "over groups": lambda row: f"{result['gain'][row['name']]:.2f}x",
+        "idle": "{idle:.1%}",
+        "over the bound": lambda row: f"{row['predicted_s'] / row['bound_s'] - 1:.1%}",
+        "moved": "{moved:.0f}",
+        "tokens again": "{computed_again:.0f}",
+        "CPU": "{cpu_s:.1f} s",
+    }
+    rows = [{"name": name, **row} for name, row in result["means"].items()]
+    return columns("busiest rank, means of draws; seconds predicted, CPU measured", rows, cells)
 
 
 if __name__ == "__main__":
-    on_ranks.main(arguments(), on_rank, benchmark, table)
+    sizes = {"ranks": 2, "prompts": 16, "samples": 8, "limit": 512, "slots": 64, "every": 16, "draws": 3}
+    own = options(__doc__, **sizes)
+    own.add_argument("--costs", type=Path, required=True, help="a file that `evenload profile` has written")
+    main(own, benchmark, table, on_rank)

@@ -27,10 +27,7 @@ log-t       a median of each prompt, log-normal with 0.8, samples log-t about it
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -38,7 +35,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import main, options, timed
+from evenload.benchmarks.rollouts.moves import play_moved
+from evenload.commands.tables.show import grid
 from evenload.core.aliases import Ints
 from evenload.core.balance.partition import longest_first
 from evenload.plugins.rollout import (
@@ -55,7 +54,6 @@ from evenload.plugins.rollout import (
     spread,
 )
 from evenload.plugins.rollout.student_t import exceeded_with
-from moves import play_moved
 
 EVERY, KEY_S, COMPUTED_S = 1024, 57344 / 25e9, 14e9 / 4e14
 UPDATE_S = 6 * 7e9 / 4e14
@@ -254,12 +252,7 @@ def planning_s(slots: int) -> float:
     random = np.random.default_rng(1)
     known = LengthDistributions(np.log(2500) + 0.8 * random.normal(size=512), np.full(512, 0.5), 32768)
     request = RolloutRequest(np.repeat(np.arange(512), 16), np.full(512, 512), 64, 32768, slots, 1 << 40)
-    taken = []
-    for _ in range(5):
-        start = time.process_time()
-        plan_rollout(request, known)
-        taken.append(time.process_time() - start)
-    return min(taken)
+    return timed(lambda: plan_rollout(request, known), 5)[1]
 
 
 def table(result: dict[str, Any]) -> Any:
@@ -287,33 +280,19 @@ def table(result: dict[str, Any]) -> Any:
     return grid("Rollouts on many ranks (predicted)", ("setting", *names, "bound", "earlier"), rows, about)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoints", type=Path, help="reasoning_checkpoints.csv; default: log-t lengths alone.")
-    parser.add_argument("--quick", action="store_true", help="One setting, one draw.")
-    parser.add_argument("--draws", type=int, default=4)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the table.")
-    parser.add_argument("--out", type=Path, help="Write the JSON here too.")
-    options = parser.parse_args()
-    settings = [setting for setting in SETTINGS if setting.median or options.checkpoints]
-    if options.quick:
+def benchmark(asked: Any) -> dict[str, Any]:
+    file = asked.checkpoints
+    settings = [setting for setting in SETTINGS if setting.median or file]
+    if asked.quick:
         settings = [settings[-1]._replace(prompts=32)]
-    rows = [row_of(setting, options.checkpoints, 1 if options.quick else options.draws) for setting in settings]
-    by_order = (
-        [] if options.quick else [orders(s, options.checkpoints, 8) for s in ORDERS if s.median or options.checkpoints]
-    )
-    fitted = calibration(options.checkpoints) if options.checkpoints else {}
-    result = {
+    return {
         "predicted": True,
-        "rows": rows,
-        "orders": by_order,
-        "calibration": fitted,
+        "rows": [row_of(setting, file, 1 if asked.quick else asked.draws) for setting in settings],
+        "orders": [orders(s, file, 8) for s in ORDERS if s.median or file] if not asked.quick else [],
+        "calibration": calibration(file) if file else {},
         "planning_s": {slots: planning_s(slots) for slots in (128, 64, 16)},
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, options.json, table)
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, checkpoints=Path, quick=False, draws=4), benchmark, table)

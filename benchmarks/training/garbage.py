@@ -20,18 +20,11 @@ import argparse
 import gc
 import json
 import resource
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from evenload.commands.tables.show import grid
-from evenload.core.input.format import seconds
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-import on_ranks
+from evenload.benchmarks.frame import Row, columns, main, options, started
 
 PYTHON = "python"
 
@@ -40,7 +33,7 @@ def mode(every: int | None) -> str:
     return PYTHON if every is None else f"every {every}"
 
 
-def measured(job: Any, modes: list[int | None], block: int, rounds: int) -> list[dict[str, Any]]:
+def measured(job: Any, modes: list[int | None], block: int, rounds: int) -> list[Row]:
     """A row a step. Collective."""
     from evenload.training.garbage import PAUSES, collected
     from evenload.training.measuring import in_turn, measure_step
@@ -80,7 +73,7 @@ def longest_s(pauses_s: list[float], draws: int) -> float:
     return float(np.sum(np.sort(pauses_s) * np.diff(shares)))
 
 
-def at_many_ranks_s(own: list[dict[str, Any]], draws: int) -> float:
+def at_many_ranks_s(own: list[Row], draws: int) -> float:
     """Seconds of a step, in the mean, in which the longest of many ranks collects."""
     every = int(own[0]["mode"].split()[1]) if own[0]["mode"] != PYTHON else 1
     groups = [
@@ -89,7 +82,7 @@ def at_many_ranks_s(own: list[dict[str, Any]], draws: int) -> float:
     return sum(longest_s(group, draws) * len(group) for group in groups if group) / len(own)
 
 
-def summary(rows: list[dict[str, Any]], num_ranks: int) -> dict[str, Any]:
+def summary(rows: list[Row], num_ranks: int) -> Row:
     """What the rows come to, by mode."""
     result = {}
     for name in dict.fromkeys(row["mode"] for row in rows):
@@ -112,9 +105,9 @@ def on_rank(asked: argparse.Namespace) -> None:
     from evenload.api import load_recipe
     from evenload.training.job import run_rank
 
-    modes: list[int | None] = [None, *map(int, asked.every.split(","))]
+    modes: list[int | None] = [None, *asked.every]
 
-    def work(job: Any) -> dict[str, Any]:
+    def work(job: Any) -> Row:
         rows = measured(job, modes, asked.block, asked.rounds)
         about = {"host": job.host.describe(), "recipe": job.recipe.model_dump(mode="json", exclude_defaults=True)}
         most_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -132,44 +125,20 @@ def on_rank(asked: argparse.Namespace) -> None:
         print(json.dumps(result))
 
 
-def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
-    """Of all ranks, started by torchrun."""
-    return on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], asked.ranks))
+def benchmark(asked: argparse.Namespace) -> Row:
+    return started(__file__, asked.ranks)
 
 
-def table(result: dict[str, Any]) -> Any:
-    head = (
-        "",
-        "steps",
-        "p50",
-        "p90",
-        "p99",
-        "longest",
-        "pause, mean rank",
-        "longest rank",
-        "p99 of it",
-        "at 1,024",
-        "left",
-    )
-    times = ("p50_s", "p90_s", "p99_s", "most_s", "pause_s", "most_pause_s", "p99_pause_s", "at_1024_s")
-    rows = [
-        (name, one["steps"], *(seconds(one[key]) for key in times), f"{one['left']:,.0f}")
-        for name, one in result["modes"].items()
-    ]
+def table(result: Row) -> Any:
+    times = {"p50": "p50_s", "p90": "p90_s", "p99": "p99_s", "longest": "most_s", "pause, mean rank": "pause_s"}
+    times |= {"longest rank": "most_pause_s", "p99 of it": "p99_pause_s", "at 1,024": "at_1024_s"}
+    cells = {"": "{mode}", "steps": "{steps}", **{head: f"{{{key}:seconds}}" for head, key in times.items()}}
+    rows = [{"mode": name, **one} for name, one in result["modes"].items()]
     host, objects = result["host"], result["objects"]
-    return grid(f"garbage under {host['trainer']}, {host['device']}, {objects:,} objects, measured", head, rows)
-
-
-def arguments() -> argparse.ArgumentParser:
-    own = on_ranks.parser(__doc__)
-    own.add_argument("--recipe", default="quickstart")
-    own.add_argument("--ranks", type=int, default=2)
-    own.add_argument("--every", default="1,10,50", help="Values of train.gc_every beside Python's own way.")
-    own.add_argument("--block", type=int, default=20, help="Steps of a mode at a time.")
-    own.add_argument("--rounds", type=int, default=6)
-    own.add_argument("settings", nargs="*", help="Overrides of the recipe.")
-    return own
+    title = f"garbage under {host['trainer']}, {host['device']}, {objects:,} objects, measured"
+    return columns(title, rows, cells | {"left": "{left:,.0f}"})
 
 
 if __name__ == "__main__":
-    on_ranks.main(arguments(), on_rank, benchmark, table)
+    own = options(__doc__, recipe="quickstart", ranks=2, every=[1, 10, 50], block=20, rounds=6, settings=...)
+    main(own, benchmark, table, on_rank)

@@ -18,30 +18,23 @@ largest relative difference of a projected row between the two.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from evenload.api import load_plugins
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.chains import plugins, recipe_of
+from evenload.benchmarks.frame import columns, main, options, timed
 from evenload.core.plan.step_plan import as_lengths
 from evenload.core.planning.chain import PlanChain
 from evenload.core.recipe.adapter import Adapter
-from evenload.core.recipe.recipe import parse
 from evenload.core.recipe.tenant import TenantTrain
 from evenload.integrations.host.gradients import GradientScores, GradientSettings, PlannedSamples
 from evenload.runtime.adapters.places import Place, drawn
 from evenload.runtime.adapters.projection import projection
 from evenload.runtime.world.world import init_world
-from on_ranks import parser
 
 with redirect_stdout(sys.stderr):  # DeepSpeed writes there which accelerator it takes
     from evenload.integrations.deepspeed import open_host
@@ -52,23 +45,17 @@ LENGTHS = {"16 to 128": (16, 128), "128 to 1,024": (128, 1024)}
 ADAPTER, TRAIN = Adapter(r=8, lora_alpha=16), TenantTrain()
 
 
-def recipe_of(asked: Any) -> Any:
-    load_plugins()
-    return parse(
+def recipe_for(asked: Any) -> Any:
+    heads = {"num_attention_heads": 4, "num_query_groups": 2, "vocab_size": VOCABULARY}
+    return recipe_of(
         {
             "trainer": "deepspeed",
-            "model": {
-                "num_layers": asked.layers,
-                "hidden_size": asked.hidden,
-                "num_attention_heads": 4,
-                "num_query_groups": 2,
-                "vocab_size": VOCABULARY,
-            },
+            "model": {"num_layers": asked.layers, "hidden_size": asked.hidden, **heads},
             "data": {"max_length": 1024},
             "parallel": {"dp": 1},
             "costs": "cpu",
             "deepspeed": {"zero_stage": 0},
-            "plugins": {"packing": {"enabled": True, "max_tokens": CAP}},
+            "plugins": plugins(CAP, "packing"),
         }
     )
 
@@ -120,10 +107,9 @@ class OneAPass:
         return torch.cat(parts).numpy()
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    begin = time.process_time()
-    value = work()
-    return time.process_time() - begin, value
+def taken(work: Callable[[], Any]) -> tuple[float, Any]:
+    value, cpu_s = timed(work, 1)
+    return cpu_s, value
 
 
 def batches_of(chain: PlanChain, span: tuple[int, int], asked: Any) -> list[PlannedSamples]:
@@ -154,9 +140,9 @@ def scoring_of(host: Any, plain: Any, batches: list[PlannedSamples]) -> dict[str
             lambda samples=samples: one_a_pass(samples),
         ]
         order = (0, 1) if number % 2 else (1, 0)
-        taken = {place: timed(methods[place]) for place in order}
-        ratios.append(taken[1][0] / taken[0][0])
-        off = max(off, float(np.abs(taken[0][1] / taken[1][1] - 1).max()))
+        spent = {place: taken(methods[place]) for place in order}
+        ratios.append(spent[1][0] / spent[0][0])
+        off = max(off, float(np.abs(spent[0][1] / spent[1][1] - 1).max()))
     return {"scoring": float(np.median(ratios[1:])), "losses_off": off}
 
 
@@ -172,12 +158,10 @@ def row_of(scores: GradientScores, other: OneAPass, batches: list[PlannedSamples
             "a sample": lambda samples=samples: other.gradients(samples),
         }
         names = list(methods)[number % 4 :] + list(methods)[: number % 4]
-        taken = {name: timed(methods[name]) for name in names}
-        spent, theirs = timed(partial(other.projected, taken["a sample"][1], columns))
-        ours, along, wanted = (taken[name][1] for name in ("packs", "forwards", "backward"))
-        row = {f"{name}_s": taken[name][0] for name in methods} | {
-            "a sample, projected_s": taken["a sample"][0] + spent
-        }
+        done = {name: taken(methods[name]) for name in names}
+        spent, theirs = taken(partial(other.projected, done["a sample"][1], columns))
+        ours, along, wanted = (done[name][1] for name in ("packs", "forwards", "backward"))
+        row = {f"{name}_s": done[name][0] for name in methods} | {"a sample, projected_s": done["a sample"][0] + spent}
         row["off"] = float((np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1)).max())
         row["forwards_off"] = float(np.linalg.norm(along - wanted) / np.linalg.norm(wanted))
         row["forwards_ranks"] = float(np.corrcoef(along.argsort().argsort(), wanted.argsort().argsort())[0, 1])
@@ -200,7 +184,7 @@ def row_of(scores: GradientScores, other: OneAPass, batches: list[PlannedSamples
 
 def benchmark(asked: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    recipe = recipe_of(asked)
+    recipe = recipe_for(asked)
     world = init_world()
     host = open_host(recipe, world)
     chain = PlanChain.of_recipe(recipe, recipe.layout(1))
@@ -221,42 +205,22 @@ def benchmark(asked: Any) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> Any:
     rows = []
     for name, row in result["lengths"].items():
-        median = {key: np.median([one[key] for one in row["rows"]]) for key in row["rows"][0]}
-        rows.append(
-            (
-                name,
-                f"{row['scoring']:.1f} x",
-                f"{median['a sample_s']:.2f} s",
-                f"{median['backward_s']:.2f} s",
-                f"{row['gradients']:.1f} x",
-                f"{row['projected']:.1f} x",
-                f"{row['off']:.0e}",
-                f"{row['forwards_over_backward']:.2f} x",
-                f"{row['forwards_off']:.0e}, {row['forwards_ranks']:.4f}",
-            )
-        )
-    head = (
-        "tokens",
-        "scoring",
-        "a sample a pass",
-        "packs",
-        "gradients",
-        "projected",
-        "off",
-        "two forwards",
-        "off, ranks",
-    )
-    return grid(f"hidden {result['hidden']}, {result['layers']} layers, {result['columns']} columns", head, rows)
+        median = {key: np.median([one[key] for one in row["rows"]]) for key in ("a sample_s", "backward_s")}
+        rows.append({"tokens": name, **row, **median})
+    cells = {
+        "tokens": "{tokens}",
+        "scoring": "{scoring:.1f} x",
+        "a sample a pass": "{a sample_s:.2f} s",
+        "packs": "{backward_s:.2f} s",
+        "gradients": "{gradients:.1f} x",
+        "projected": "{projected:.1f} x",
+        "off": "{off:.0e}",
+        "two forwards": "{forwards_over_backward:.2f} x",
+        "off, ranks": "{forwards_off:.0e}, {forwards_ranks:.4f}",
+    }
+    about = f"hidden {result['hidden']}, {result['layers']} layers, {result['columns']} columns"
+    return columns(about, rows, cells)
 
 
 if __name__ == "__main__":
-    arguments = parser(__doc__)
-    for word, number in (("hidden", 64), ("layers", 2), ("samples", 32), ("batches", 6), ("columns", 1024)):
-        arguments.add_argument(f"--{word}", type=int, default=number)
-    words = arguments.parse_args()
-    result = benchmark(words)
-    if words.out:
-        import json
-
-        words.out.write_text(json.dumps(result, indent=1) + "\n")
-    emit(result, words.json, table)
+    main(options(__doc__, hidden=64, layers=2, samples=32, batches=6, columns=1024), benchmark, table)

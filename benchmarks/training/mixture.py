@@ -12,18 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evenload.benchmarks.frame import main, options, started
 from evenload.commands.tables.show import grid
 from evenload.core.input.format import seconds
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-import on_ranks
 
 DOMAINS, SAMPLES, BATCH, BATCHES = (1, 4, 16, 64), 10**6, 512, 40
 
@@ -89,8 +84,7 @@ def on_rank(asked: argparse.Namespace) -> None:
 
 def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
     """The drawing in this process, then the steps on ranks of their own."""
-    rows = drawn()
-    return {"draw": rows, "losses": on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], asked.ranks))}
+    return {"draw": drawn(), "losses": started(__file__, asked.ranks)}
 
 
 def table(result: dict[str, Any]) -> Any:
@@ -105,9 +99,4 @@ def table(result: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    arguments = on_ranks.parser(__doc__)
-    arguments.add_argument("settings", nargs="*")
-    arguments.add_argument("--recipe", default="mixture")
-    arguments.add_argument("--ranks", type=int, default=2)
-    arguments.add_argument("--steps", type=int, default=12)
-    on_ranks.main(arguments, on_rank, benchmark, table)
+    main(options(__doc__, settings=..., recipe="mixture", ranks=2, steps=12), benchmark, table, on_rank)

@@ -21,11 +21,8 @@ between seeds of that figure under ``default``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -34,7 +31,8 @@ from typing import Any
 
 import numpy as np
 import yaml
-from evenload.commands.tables.show import emit, grid
+from evenload.benchmarks.frame import Row, command, main, options
+from evenload.commands.tables.show import grid
 from rich.console import Group
 
 DOMAINS = ("asyncio", "email", "encodings", "html", "pydoc_data", "tkinter")
@@ -43,12 +41,11 @@ HELD_OUT, MOST_HELD_OUT = 8, 64
 DEFAULT = "default"
 MODEL = {"family": "llama", "num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "vocab_size": 256}
 
-Result = dict[str, Any]
 Losses = dict[str, float]
 """By domain, after the last step."""
 
 
-def policies(steps: int) -> dict[str, Result | None]:
+def policies(steps: int) -> dict[str, Row | None]:
     """``plugins.data.mix`` of every policy that runs here; None: the shares of the domains hold."""
     fits = {"skip_steps": steps // 16, "warmup_steps": max(4, steps // 4), "every": max(1, steps // 8)}
     return {
@@ -76,17 +73,17 @@ def written(folder: Path) -> dict[str, int]:
     return counts
 
 
-def spread(rows: list[Result], most: int) -> list[Result]:
+def spread(rows: list[Row], most: int) -> list[Row]:
     """At most so many of them, from the first to the last."""
     return [rows[at] for at in sorted({*np.linspace(0, len(rows) - 1, most).astype(int).tolist()})]
 
 
-def recipe_of(folder: Path, counts: dict[str, int], name: str, mix: Result | None, seed: int, steps: int) -> Result:
+def recipe_of(folder: Path, counts: dict[str, int], name: str, mix: Row | None, seed: int, steps: int) -> Row:
     """The recipe of a run."""
     share = {domain: 1.0 if name == "uniform" else float(count) for domain, count in counts.items()}
     domains = {d: {"source": str(folder / f"{d}.train.jsonl"), "share": share[d]} for d in counts}
     held_out = {d: str(folder / f"{d}.held_out.jsonl") for d in counts}
-    plugins: Result = {"packing": {"enabled": True, "max_tokens": SAMPLE * BATCH}}
+    plugins: Row = {"packing": {"enabled": True, "max_tokens": SAMPLE * BATCH}}
     if mix is not None:
         plugins["data"] = {"enabled": True, "mix": mix}
     train = {"steps": steps, "global_batch_size": BATCH, "seed": seed, "lr": 3e-3, "lr_schedule": "cosine"}
@@ -103,20 +100,14 @@ def recipe_of(folder: Path, counts: dict[str, int], name: str, mix: Result | Non
     }
 
 
-def trained(folder: Path, recipe: Result) -> Result:
+def trained(folder: Path, recipe: Row) -> Row:
     """What ``train --json`` says of a recipe on one rank."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "EVENLOAD_CACHE": str(folder)}
-    command = [sys.executable, "-m", "evenload", "train", str(path), "--nproc", "1", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{recipe['plugins']}: {done.stderr[-2000:]}")
-    result: Result = json.loads(done.stdout)
-    return result
+    return command("train", path, "--nproc", 1, EVENLOAD_CACHE=str(folder))
 
 
-def run(name: str, mix: Result | None, seed: int, steps: int, folder: Path, counts: dict[str, int]) -> Result:
+def run(name: str, mix: Row | None, seed: int, steps: int, folder: Path, counts: dict[str, int]) -> Row:
     """A row: losses by domain after the last step, and what was drawn of each over all steps."""
     result = trained(folder, recipe_of(folder, counts, name, mix, seed, steps))
     last = result["validation"][-1]["domains"]
@@ -135,7 +126,7 @@ def figures(losses: Losses) -> Losses:
     return {**losses, "mean": float(np.mean(list(losses.values()))), "worst": max(losses.values())}
 
 
-def summary(rows: list[Result]) -> list[Result]:
+def summary(rows: list[Row]) -> list[Row]:
     """A row a policy: each figure's mean over seeds, its difference from default proportions, and whether it is one."""
     by: dict[str, dict[int, Losses]] = {}
     for row in rows:
@@ -166,7 +157,7 @@ def verdict(apart: Any, spread: float) -> str:
     return "better" if apart[0] < 0 else "worse"
 
 
-def benchmark(seeds: int, steps: int, names: list[str]) -> Result:
+def benchmark(seeds: int, steps: int, names: list[str]) -> Row:
     """All policies under all seeds, the seeds outermost, so that a run that is ended early has whole ones."""
     asked = {name: mix for name, mix in policies(steps).items() if name == DEFAULT or name in names}
     with tempfile.TemporaryDirectory() as place:
@@ -181,7 +172,7 @@ def benchmark(seeds: int, steps: int, names: list[str]) -> Result:
     return {"steps": steps, "samples": counts, "rows": rows, "policies": summary(rows)}
 
 
-def table(result: Result) -> Group:
+def table(result: Row) -> Group:
     """Perplexities by policy, and what was drawn."""
     keys = list(result["policies"][0]["loss"])
     marks = {"better": " +", "worse": " -", "none": ""}
@@ -202,25 +193,11 @@ def table(result: Result) -> Group:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--policies", help="names beside default, separated by commas; all where left out")
-    parser.add_argument("--quick", action="store_true", help="one seed, odm alone, four steps")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    words = parser.parse_args()
-    seeds, steps, names = words.seeds, words.steps, list(policies(words.steps))
-    if words.quick:
-        seeds, steps, names = 1, 4, ["odm"]
-    elif words.policies:
-        names = words.policies.split(",")
-    result = benchmark(seeds, steps, names)
-    if words.out:
-        words.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    emit(result, words.json, table)
+def asked_for(asked: Any) -> Row:
+    if asked.quick:
+        return benchmark(1, 4, ["odm"])
+    return benchmark(asked.seeds, asked.steps, asked.policies or list(policies(asked.steps)))
 
 
 if __name__ == "__main__":
-    main()
+    main(options(__doc__, seeds=3, steps=160, policies=[], quick=False), asked_for, table)

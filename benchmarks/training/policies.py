@@ -10,7 +10,6 @@ projection  CPU seconds of 100,000 elements to 4,096 columns, of one gradient an
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from typing import Any
@@ -18,11 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from evenload.api import load_plugins
-from evenload.commands.tables.show import grid
+from evenload.benchmarks.frame import columns, main, options, timed
 from evenload.core.policies import DomainsToMix, SeenDomains, chosen_policy, seen_domains, started, stepped
 from evenload.core.registry import data_policies
 from evenload.runtime.adapters.projection import projection
-from rich.console import Console
 
 SETTINGS = {"ado": {"skip_steps": 0, "warmup_steps": 600}}
 
@@ -42,44 +40,30 @@ def of_mix(name: str, count: int, steps: int) -> dict[str, Any]:
     return {"mix": name, "ms": float(np.median(half)), "most_ms": max(half), "state_bytes": len(json.dumps(state))}
 
 
-def cpu_s(work: Any, times: int = 1) -> float:
-    begin = time.process_time()
-    for _ in range(times):
-        work()
-    return (time.process_time() - begin) / times
-
-
-def benchmark(count: int, steps: int) -> dict[str, Any]:
-    rng, places = np.random.default_rng(0), torch.arange(100_000)
+def benchmark(asked: Any) -> dict[str, Any]:
+    load_plugins()
     torch.set_num_threads(1)
-    domain, losses, targets = rng.integers(0, count, 512), rng.uniform(0, 9, 512), rng.integers(1, 99, 512)
+    rng, places = np.random.default_rng(0), torch.arange(100_000)
+    domain, losses, targets = rng.integers(0, asked.domains, 512), rng.uniform(0, 9, 512), rng.integers(1, 99, 512)
     gradients = torch.tensor(rng.normal(size=(16, len(places))), dtype=torch.float32)
     return {
-        "mixes": [of_mix(name, count, steps) for name in sorted(data_policies("mix"))],
-        "sums_ms": 1e3 * cpu_s(lambda: seen_domains(count, domain, losses, targets), 100),
-        "one_s": cpu_s(lambda: projection("w", gradients[0], places, 4096)),
-        "sixteen_s": cpu_s(lambda: projection("w", gradients, places, 4096)),
+        "domains": asked.domains,
+        "mixes": [of_mix(name, asked.domains, asked.steps) for name in sorted(data_policies("mix"))],
+        "sums_ms": 1e3 * timed(lambda: seen_domains(asked.domains, domain, losses, targets), 100)[1],
+        "one_s": timed(lambda: projection("w", gradients[0], places, 4096), 1)[1],
+        "sixteen_s": timed(lambda: projection("w", gradients, places, 4096), 1)[1],
     }
 
 
+def table(result: dict[str, Any]) -> Any:
+    cells = {"mix": "{mix}", "a step": "{ms:.3f} ms", "the longest": "{most_ms:.1f} ms"}
+    caption = (
+        f"sums of 512 sequences {result['sums_ms']:.2f} ms; a projection {result['one_s']:.1f} s, "
+        f"of sixteen {result['sixteen_s']:.1f} s"
+    )
+    cells |= {"bytes of state": "{state_bytes:,}"}
+    return columns(f"{result['domains']} domains", result["mixes"], cells, caption)
+
+
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--domains", type=int, default=8)
-    arguments.add_argument("--steps", type=int, default=700)
-    arguments.add_argument("--json", action="store_true")
-    asked = arguments.parse_args()
-    load_plugins()
-    result = benchmark(asked.domains, asked.steps)
-    if asked.json:
-        print(json.dumps(result))
-    else:
-        rows = [
-            (row["mix"], f"{row['ms']:.3f} ms", f"{row['most_ms']:.1f} ms", f"{row['state_bytes']:,}")
-            for row in result["mixes"]
-        ]
-        caption = (
-            f"sums of 512 sequences {result['sums_ms']:.2f} ms; a projection {result['one_s']:.1f} s, "
-            f"of sixteen {result['sixteen_s']:.1f} s"
-        )
-        head = ("mix", "a step", "the longest", "bytes of state")
-        Console().print(grid(f"{asked.domains} domains", head, rows, caption))
+    main(options(__doc__, domains=8, steps=700), benchmark, table)

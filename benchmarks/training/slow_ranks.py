@@ -15,26 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from evenload.commands.tables.show import grid
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-import on_ranks
+from evenload.benchmarks.frame import begun, columns, main, options, result_of
 
 SLOW = 1
-SMALL = (
-    "data.max_length=256",
-    "plugins.packing.max_tokens=512",
-    "train.global_batch_size=8",
-    "model.num_layers=2",
-)
+SMALL = ("data.max_length=256", "plugins.packing.max_tokens=512", "train.global_batch_size=8", "model.num_layers=2")
 
 
 def slow_data() -> None:
@@ -84,29 +73,30 @@ def on_rank(asked: argparse.Namespace) -> None:
     from evenload.api import load_recipe
     from evenload.training.verbs.train import train
 
+    (cause,) = asked.causes
     if int(os.environ["RANK"]) == SLOW:
-        SLOWED[asked.causes]()
+        SLOWED[cause]()
     result = train(load_recipe("quickstart", [*SMALL, f"train.steps={asked.steps}", *asked.settings]))
     if result is not None:
         steps_s = sum(row["step_s"] for row in result["steps"][1:])
-        row = {"planted": asked.causes, "step_s": steps_s / (asked.steps - 1), "loss": result["loss"]}
+        row = {"planted": cause, "step_s": steps_s / (asked.steps - 1), "loss": result["loss"]}
         print(json.dumps({**row, "stragglers": result["stragglers"]}))
 
 
 def benchmark(asked: argparse.Namespace) -> dict[str, Any]:
-    rows = []
-    for cause in asked.causes.split(","):
-        words = ["--causes", cause, "--steps", str(asked.steps), *asked.settings]
-        rows.append(on_ranks.result_of(on_ranks.begun(__file__, words, 2)))
-    return {"rows": rows}
+    words = ["--steps", str(asked.steps)]
+    jobs = ([*asked.settings, "--causes", cause, *words] for cause in asked.causes)
+    return {"rows": [result_of(begun(__file__, job, 2)) for job in jobs]}
 
 
 def table(result: dict[str, Any]) -> Any:
-    cells = []
-    for row in result["rows"]:
-        named = ", ".join(map(said, row["stragglers"])) or "nobody"
-        cells.append((row["planted"], f"{1e3 * row['step_s']:.0f} ms", named, f"{row['loss']:.4f}"))
-    return grid("one slow rank of two, measured", ("planted in rank 1", "step", "named", "last loss"), cells)
+    cells = {
+        "planted in rank 1": "{planted}",
+        "step": lambda row: f"{1e3 * row['step_s']:.0f} ms",
+        "named": lambda row: ", ".join(map(said, row["stragglers"])) or "nobody",
+        "last loss": "{loss:.4f}",
+    }
+    return columns("one slow rank of two, measured", result["rows"], cells)
 
 
 def said(row: dict[str, Any]) -> str:
@@ -114,13 +104,5 @@ def said(row: dict[str, Any]) -> str:
     return f"{who} {row['cause']} {100 * row['share']:.0f} %"
 
 
-def arguments() -> argparse.ArgumentParser:
-    own = on_ranks.parser(__doc__)
-    own.add_argument("--causes", default=",".join(SLOWED))
-    own.add_argument("--steps", type=int, default=41)
-    own.add_argument("settings", nargs="*", help="Overrides of the recipe.")
-    return own
-
-
 if __name__ == "__main__":
-    on_ranks.main(arguments(), on_rank, benchmark, table)
+    main(options(__doc__, settings=..., causes=list(SLOWED), steps=41), benchmark, table, on_rank)

@@ -19,35 +19,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from evenload.benchmarks.chains import plugins, recipe_of
+from evenload.benchmarks.frame import Row, main, options, started
 from evenload.commands.tables.show import grid
 
-sys.path.append(str(Path(__file__).parents[1]))
-import on_ranks
-
 STAGES = 2
-Row = dict[str, Any]
 
 
-def recipe_of(asked: argparse.Namespace, layers: Any) -> Any:
-    from evenload.api import load_plugins
-    from evenload.core.recipe.recipe import parse
-
-    load_plugins()
-    model = {"num_layers": asked.layers, "hidden_size": asked.hidden, "vocab_size": asked.vocabulary}
-    return parse(
+def staged(asked: argparse.Namespace, layers: Any) -> Any:
+    sizes = {"num_layers": asked.layers, "hidden_size": asked.hidden, "vocab_size": asked.vocabulary}
+    return recipe_of(
         {
-            "model": {**model, "num_attention_heads": 4, "num_query_groups": 4},
+            "model": {**sizes, "num_attention_heads": 4, "num_query_groups": 4},
             "data": {"max_length": 512},
             "parallel": {"pp": STAGES, "layers": layers},
             "train": {"global_batch_size": asked.samples, "seed": 1234},
             "costs": asked.costs,
-            "plugins": {"pipeline": {"enabled": True, "max_tokens": 512}},
+            "plugins": plugins(512, "pipeline"),
         }
     )
 
@@ -61,10 +53,10 @@ def on_rank(asked: argparse.Namespace) -> None:
     bridge_cpu()
     world = init_world()
     lengths = np.random.default_rng(1).integers(64, 513, (asked.steps, asked.samples))
-    auto = list(settled(recipe_of(asked, "auto"), STAGES, lengths[0]).parallel.layers)
+    auto = list(settled(staged(asked, "auto"), STAGES, lengths[0]).parallel.layers)
     rows: dict[str, Row] = {}
     for layers in [[asked.layers // STAGES] * STAGES, auto] * asked.rounds:
-        row = _steps(recipe_of(asked, layers), world, lengths, asked.vocabulary)
+        row = _steps(staged(asked, layers), world, lengths, asked.vocabulary)
         known = rows.setdefault(str(layers), {**row, "layers": layers, "auto": layers == auto})
         for key in ("stages_s", "steps_s"):
             known[key] = np.minimum(known[key], row[key]).tolist()
@@ -105,7 +97,7 @@ def _steps(recipe: Any, world: Any, lengths: Any, vocabulary: int) -> Row:
 
 
 def benchmark(asked: argparse.Namespace) -> Row:
-    return on_ranks.result_of(on_ranks.begun(__file__, sys.argv[1:], STAGES))
+    return started(__file__, STAGES)
 
 
 def table(result: Row) -> Any:
@@ -131,9 +123,5 @@ def _cells(row: Row, equal: Row) -> list[str]:
 
 
 if __name__ == "__main__":
-    arguments = on_ranks.parser(__doc__)
     sizes = {"layers": 6, "hidden": 128, "vocabulary": 4096, "samples": 8, "rounds": 2, "steps": 2}
-    for name, value in sizes.items():
-        arguments.add_argument(f"--{name}", type=int, default=value)
-    arguments.add_argument("--costs", default="auto")
-    on_ranks.main(arguments, on_rank, benchmark, table)
+    main(options(__doc__, **sizes, costs="auto"), benchmark, table, on_rank)

@@ -19,7 +19,7 @@ Done = subprocess.CompletedProcess[str]
 def ran(scripted: Callable[..., Done], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """``ran("planning/mesh.py", *words, ranks=1, folder=None)``: a script that ended well, in this folder or a new one.
 
-    With ``ranks=2`` a script that would start itself by torchrun (`benchmarks/on_ranks.py`) is what its ranks are.
+    With ``ranks=2`` a script that would start itself by torchrun (`frame.started`) is what its ranks are.
     """
 
     def run(

@@ -72,13 +72,6 @@ def test_a_layout_gets_ranks_that_it_divides(functional_tests: ModuleType, flags
     assert functional_tests.world_size(flags) == ranks
 
 
-def test_flags_alone_are_counted_beside_the_guards(survey: ModuleType, tmp_path: Path) -> None:
-    write(tmp_path, "gpt", "a", MODEL_ARGS={"--micro-batch-size": 4})
-    write(tmp_path, "gpt", "b", MODEL_ARGS={"--micro-batch-size": 4, "--tensor-model-parallel-size": 2})
-    counts = survey.by_flags(survey.recipes(tmp_path))
-    assert (counts["TP > 1"], counts["CP > 1"], counts["none of them"]) == (1, 0, 1)
-
-
 def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
     from evenload.commands.tables.show import Console
 
@@ -88,10 +81,9 @@ def test_the_table_counts_every_recipe_once(survey: ModuleType) -> None:
         {"recipe": "c", "kind": "t5", "verdict": "refused", "why": "no GPT", "detail": "t5"},
     ]
     console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(survey.table({"checkout": "x", "rows": rows, "by_flags": {"TP > 1": 2}}))
+    console.print(survey.table({"checkout": "x", "rows": rows}))
     text = console.export_text()
     assert "1  refused: no graphs" in text
-    assert "TP > 1 2" in text
     (last,) = [line for line in text.splitlines() if line.split()[:1] == ["all"]]
     assert [int(word) for word in last.split()[1:]] == [1, 0, 0, 0, 2, 0, 0, 3]
 

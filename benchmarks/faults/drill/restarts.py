@@ -13,13 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from cases import BY_NAME, SMALL
 from plant import VARIABLE
-from runs import HERE, PACKAGE, steps_of
+from runs import HERE, PACKAGE, compared, steps_of
 from warm import left_behind
 
 MOMENTS = ("start", "meeting", "build", "plan", "forward", "update", "compare", "save", "save, later", "end")
@@ -87,20 +86,13 @@ def run(moment: str, num_agents: int, folder: Path, reference: Path) -> dict[str
     fault |= {"delay_s": phase.delay_s, "stamp": str(stamp), "disk": "", "left": 0}
     codes = finish(start_agents(num_agents, place, fault), place)
     wanted, steps = steps_of(reference), steps_of(place / "log.jsonl")
-    lost = repeated = 0
-    for step, (samples, _) in wanted.items():
-        ours, theirs = Counter(steps.get(step, ([], 0.0))[0]), Counter(samples)
-        lost, repeated = lost + (theirs - ours).total(), repeated + (ours - theirs).total()
-    apart = [abs(loss - wanted[step][1]) for step, (_, loss) in steps.items() if step in wanted]
     text = "".join((place / f"output.{agent}").read_text(errors="replace") for agent in range(num_agents))
     row = {
         "case": f"kill rank 1, {moment}, {num_agents} agent{'s' * (num_agents > 1)}",
         "happened": stamp.exists(),
         "codes": codes,
         "resumed_at": [int(line.rpartition(" ")[2]) for line in text.splitlines() if "evenload: resumed from" in line],
-        "lost": lost,
-        "repeated": repeated,
-        "loss_apart": max(apart, default=None),
+        **compared(steps, wanted),
     }
     row["faults"] = faults_of(row, num_agents)
     row["output"] = text[-4000:] if row["faults"] else ""

@@ -96,6 +96,17 @@ def steps_by_loss(text: str, wanted: Steps) -> Steps:
     return {step: (wanted[step][0] if loss == wanted[step][1] else [], loss) for step, loss in losses.items()}
 
 
+def compared(steps: Steps, wanted: Steps, first: int = 0) -> Row:
+    """Samples that are lost or there twice from a step on, and the largest difference of a loss."""
+    lost = repeated = 0
+    for step, (samples, _) in wanted.items():
+        if step >= first:
+            ours, theirs = Counter(steps.get(step, ([], 0.0))[0]), Counter(samples)
+            lost, repeated = lost + (theirs - ours).total(), repeated + (ours - theirs).total()
+    apart = [abs(loss - wanted[step][1]) for step, (_, loss) in steps.items() if step in wanted]
+    return {"lost": lost, "repeated": repeated, "loss_apart": max(apart, default=None)}
+
+
 class Drill:
     """One folder, one process a trainer, and for each setting a run that nothing disturbs."""
 
@@ -128,12 +139,8 @@ class Drill:
             path.unlink(missing_ok=True)
         fault, arguments = case.fault(str(stamp), str(self._disk)), self._arguments(case.setting, 2)
         if case.phase.name == "log":
-            arguments = (
-                *arguments,
-                f"log.jsonl={self._disk}/log.jsonl",
-                f"log.tensorboard={self._disk}/board",
-                "--json",
-            )
+            log = (f"log.jsonl={self._disk}/log.jsonl", f"log.tensorboard={self._disk}/board")
+            arguments = (*arguments, *log, "--json")
         run = by_the_command if case.launched else self._forge(case.setting).run
         ended = run(place, arguments, fault, output)
         text = output.read_text(errors="replace")
@@ -167,17 +174,10 @@ class Drill:
         wanted = steps_of(self._reference(case.setting, 2) / "log.jsonl")
         steps = steps_of(place / "log.jsonl") if case.phase.name != "log" else steps_by_loss(text, wanted)
         begun = FAULTY_STEP - 1 if case.phase.begins != "fresh" else 0
-        lost = repeated = 0
-        for step in range(begun, len(wanted)):
-            ours, theirs = Counter(steps.get(step, ([], 0.0))[0]), Counter(wanted[step][0])
-            lost, repeated = lost + (theirs - ours).total(), repeated + (ours - theirs).total()
-        apart = [abs(loss - wanted[step][1]) for step, (_, loss) in steps.items()]
         resumed_text = output.read_text(errors="replace")
         return {
             "resumed": answer["code"],
-            "lost": lost,
-            "repeated": repeated,
-            "loss_apart": max(apart, default=None),
+            **compared(steps, wanted, begun),
             "resume_output": resumed_text[-2000:] if answer["code"] else "",
         }
 

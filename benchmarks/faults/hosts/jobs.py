@@ -81,11 +81,7 @@ class Job:
         return [sys.executable, "-m", "torch.distributed.run", *agents, *words]
 
     def _env(self, host: int, own: Path) -> dict[str, str]:
-        clean = {
-            k: v
-            for k, v in os.environ.items()
-            if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
-        }
+        clean = {k: v for k, v in os.environ.items() if k not in OF_ONE_HOST}
         paths = os.pathsep.join([str(own / "site"), str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
         folders = {"EVENLOAD_CACHE": str(own / "cache"), "HOME": str(own / "home"), "TMPDIR": str(own / "tmp")}
         step = self._step_of_slurm(host) if self.launcher == "srun" and len(self.hosts) > 1 else {}

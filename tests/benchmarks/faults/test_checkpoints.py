@@ -21,7 +21,7 @@ SIZES = ("model.num_layers=1", "model.hidden_size=64", "data.max_length=256", "t
     ],
 )
 def test_every_row_is_a_time(options, rows, scripted, tmp_path):
-    words = (RECIPE, *SIZES, *options, "--repeats", 1, "--json", "result.json")
+    words = (RECIPE, *SIZES, *options, "--repeats", 1, "--out", "result.json")
     here = f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}\n"
     done = scripted("megatron", tmp_path, FAULTS / "checkpoints.py", *words, planted=here)
     assert done.returncode == 0, done.stderr[-3000:]

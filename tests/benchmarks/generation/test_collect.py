@@ -22,7 +22,7 @@ def test_a_row_for_each_rule_and_less_work_where_the_first_is_kept(forged, monke
 
     monkeypatch.setattr(collect, "run", run)
     monkeypatch.setattr(sys, "argv", ["collect.py", "--quick", "--json", "--folder", str(tmp_path / "c")])
-    collect.main()
+    collect.main(collect.arguments(), collect.benchmark, collect.table)
     whole, first = json.loads(capsys.readouterr().out)["rows"]
     assert (whole["rule"], first["rule"]) == ("all of 2", "1 of 2")
     assert first["tokens"] <= whole["tokens"]

@@ -13,7 +13,7 @@ def run(benchmark, tmp_path_factory):
     """``run("packing", *words)``: a table of the same lengths for all."""
     path = tmp_path_factory.mktemp("peers") / "drawn.txt"
     np.savetxt(path, np.random.default_rng(3).lognormal(6, 1.2, 2000).astype(int).clip(8, 60000), "%d")
-    return lambda name, *words: benchmark(f"peers/{name}.py", *words, "--lengths", path)
+    return lambda name, *words: benchmark(f"peers/{name}.py", "--lengths", path, *words)
 
 
 def test_packing(run):
@@ -37,8 +37,8 @@ def test_mesh(run):
     assert all(row["over_evenload"] >= 1 - 1e-9 for row in result["rows"])
 
 
-def test_experts(run):
-    result = run("experts", "--draws", "1")
+def test_experts(benchmark):
+    result = benchmark("peers/experts.py", "--draws", "1")
     assert result["behind"] == []
     of_case = {row["name"]: row["ratio"] for row in result["rows"] if row["case"] == "zipf 0.9, 64 x 128"}
     assert of_case["evenload clone"] == pytest.approx(1.0, abs=1e-4)
