@@ -14,7 +14,6 @@ CALLED_FROM_OUTSIDE = {
     "along": "scores samples by their gradients along a direction, for users (docs/gradient_scores.md)",
     "_partition_layers": "DeepSpeed calls it",
     "async_save": "Megatron calls it",
-    "exact_on_device": "for layers whose counts stay on the device",
     "set_shares": "a loop of users moves shares of its sampler (docs/mixture.md)",
     "serve": "benchmarks/published/tie.py plays arrivals",
 }

@@ -1,10 +1,8 @@
-"""What the moe plugin costs on a card: planning where the counts are, products with copies, and a fetch beside compute.
+"""What the moe plugin costs on a card: products with copies, and a fetch beside compute.
 
     python benchmarks/gpu/experts.py [--json]
     torchrun --nproc-per-node 2 benchmarks/gpu/experts.py [--json]     # the fetch, too
 
-    planning   exact quotas from counts on the device, eager and replayed from a CUDA graph, beside numpy on the host,
-               where the counts are brought; the integers are compared
     products   the experts of a rank and its copies as one grouped product, beside one product an expert, bfloat16
                (float32 on a CPU, which has no grouped one of bfloat16 worth timing); the error is against float64
     fetch      the weights of copies on their way alone, products alone, and both at once, on the slowest rank
@@ -17,49 +15,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from evenload.benchmarks.frame import Row, options, show
 from evenload.benchmarks.gpu.card import about, asked_for, device_here, half_on, milliseconds, relative
 from evenload.commands.tables.show import grid
-from evenload.core.experts.exact import exact_quotas
 from evenload.core.experts.messages import hops_of
-from evenload.core.plan.expert_policy import ExpertPolicy
 from evenload.runtime.experts.copies import Fetch, Journey
-from evenload.runtime.experts.exact_on_device import exact_on_device
 from torch import Tensor
-
-SIZES = ((8, 64), (64, 128), (256, 256))
-"""Ranks and experts."""
-
-
-def counts_of(ranks: int, experts: int) -> Tensor:
-    """Tokens of each rank for each expert [R, E], heavy-tailed."""
-    draw = np.random.default_rng(0)
-    shares = draw.dirichlet(np.arange(1, experts + 1) ** -0.9 * 20, size=ranks)
-    return torch.from_numpy(np.stack([draw.multinomial(65536, share) for share in shares]))
-
-
-def planning(ranks: int, experts: int, device: torch.device) -> dict[str, Any]:
-    policy = ExpertPolicy("clone", slots=experts // ranks)
-    counts = counts_of(ranks, experts).to(device)
-    wanted = exact_quotas(counts.cpu().numpy(), policy)
-    row: dict[str, Any] = {
-        "ranks": ranks,
-        "experts": experts,
-        "equal": bool((exact_on_device(counts, policy).cpu().numpy() == wanted).all()),
-        "eager_ms": milliseconds(lambda: exact_on_device(counts, policy), device),
-        "host_ms": milliseconds(lambda: exact_quotas(counts.cpu().numpy(), policy), device),
-    }
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            quotas = exact_on_device(counts, policy)
-        graph.replay()
-        row["graph_equal"] = bool((quotas.cpu().numpy() == wanted).all())
-        row["graph_ms"] = milliseconds(graph.replay, device)
-    return row
 
 
 def products(device: torch.device, hidden: int, ffn: int, own: int, copies: int, tokens: int) -> dict[str, Any]:
@@ -119,7 +82,6 @@ def benchmark(device: torch.device, tiny: bool) -> Row:
     hidden, ffn, tokens = (64, 96, 512) if tiny else (4096, 1536, 65536)
     result: Row = {
         **about(device),
-        "planning": [planning(*size, device) for size in SIZES],
         "products": [products(device, hidden, ffn, own, copies, tokens) for own, copies in ((16, 0), (16, 2), (2, 1))],
     }
     if dist.is_initialized():
@@ -130,7 +92,7 @@ def benchmark(device: torch.device, tiny: bool) -> Row:
 def table(result: dict[str, Any]) -> Any:
     head = ("part", "size", "milliseconds")
     rows = []
-    for part in ("planning", "products", "fetch"):
+    for part in ("products", "fetch"):
         for row in result.get(part, []):
             sizes = [f"{k} {v:.1e}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k[-3:] != "_ms"]
             times = [f"{k[:-3]} {v:.3f}" for k, v in row.items() if k[-3:] == "_ms"]

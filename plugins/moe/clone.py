@@ -99,9 +99,9 @@ def _even(counts_RE: Ints, loads_E: Ints, policy: ExpertPolicy) -> tuple[Ints, i
     """Quotas as even as the policy asks, whatever a copy takes, and the tokens of their busiest rank."""
     num_ranks, num_experts = counts_RE.shape
     if policy.tolerance <= 1 and policy.slots >= num_experts // num_ranks:
-        exact_ER: Ints = exact_quotas(counts_RE, policy)
+        exact_ER = exact_quotas(counts_RE, policy)
         return exact_ER, _busiest(exact_ER)
-    most = int(most_tokens(loads_E.sum(), num_ranks, policy))
+    most = most_tokens(int(loads_E.sum()), num_ranks, policy)
     best: tuple[Ints, int] | None = None
     for quotas_ER, busiest in _drafts(counts_RE, loads_E, policy, most):
         if best is None or busiest < best[1]:

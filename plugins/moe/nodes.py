@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...core.aliases import Ints
-from ...core.experts.exact import NUMPY, descending, levelled
+from ...core.experts.exact import descending, levelled
 from ...core.experts.quotas import copies_of
 from ...core.plan.expert_policy import ExpertPolicy
 
@@ -57,7 +57,7 @@ def with_local_copies(wanted_NE: Ints, policy: ExpertPolicy) -> Ints | None:
         return None
     foreign_NE, loads_E = wanted_NE.copy(), wanted_NE.sum(axis=0)
     foreign_NE.reshape(num_nodes, num_nodes, -1)[nodes, nodes] = -1
-    tokens_NE, experts_NE = descending(foreign_NE, NUMPY)
+    tokens_NE, experts_NE = descending(foreign_NE)
     leave_N = foreign_NE.sum(axis=1) + own * size
     kept_NS = tokens_NE[:, : rounds * size].reshape(num_nodes, rounds, size).sum(axis=2).cumsum(axis=1)
     rows_NS = _rows(leave_N[:, None] - kept_NS, wanted_NE, policy)
@@ -111,7 +111,7 @@ def _on_ranks(loads_E: Ints, tokens_NC: Ints, experts_NC: Ints, policy: ExpertPo
             rows.append(row_NK.reshape(num_ranks, 1))
         does_NK = does_NK + tokens[-1].reshape(num_nodes, size)
     everywhere = policy._replace(node_ranks=0)
-    even_ER: Ints = levelled(np.hstack(tokens), np.hstack(experts), num_experts, everywhere)
+    even_ER = levelled(np.hstack(tokens), np.hstack(experts), num_experts, everywhere)
     return even_ER
 
 

@@ -217,7 +217,7 @@ fault("a frozen base has weight gradients at the degrees beside its own", "(self
 fault = of("core/costs/tensor_parallel.py", cases("core/costs/test_tensor_parallel.py"))
 fault("tensor-parallel ranks are said to divide what norms keep", "part if divides_tokens else 1.0,", "part,")
 
-fault = of("core/experts/exact.py", cases("core/experts/test_exact.py", "runtime/experts/test_exact_on_device.py"))
+fault = of("core/experts/exact.py", cases("core/experts/test_exact.py"))
 fault("a quota of a copy is off by one", "(starts_R + tokens_R)[:, None]", "(starts_R + tokens_R - 1)[:, None]")
 fault("a giver that is overdrawn takes from nobody", "taken_R[givers_R] += overdrawn_R", "pass")
 fault("a share is the mean rounded down", "(-(-total // num_ranks), tolerated)", "(total // num_ranks, tolerated)")

@@ -198,9 +198,8 @@ def test_chunks_are_measured_with_no_some_and_all_layers_recomputed(measured: Me
 
 
 @pytest.mark.slow
-def test_experts_are_planned_alike_on_a_device_and_multiplied_with_copies(measured: Measured) -> None:
+def test_experts_are_multiplied_with_copies(measured: Measured) -> None:
     result = measured("experts", "--tiny")
-    assert [row["equal"] for row in result["planning"]] == [True] * 3
     assert all(row["each_error"] < 1e-6 and row["grouped_error"] < 1e-6 for row in result["products"])
     assert "fetch" not in result
 
